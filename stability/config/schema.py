@@ -1,0 +1,195 @@
+"""What an arm and a study are, as frozen dataclasses: the YAML files hold only their values.
+
+Leaves out reading YAML and naming mistakes (`load`), the comparison of two arms (`diff`) and every
+object that a name stands for (`study.assemble`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "AXES",
+    "ArmConfig",
+    "AttentionConfig",
+    "Axis",
+    "DataConfig",
+    "ModelConfig",
+    "NudgeConfig",
+    "OptimizerConfig",
+    "Precision",
+    "ProbeConfig",
+    "SeedConfig",
+    "StudyConfig",
+    "TrainConfig",
+]
+
+Precision = Literal["64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"]
+InitScheme = Literal["gpt2", "xavier", "kaiming", "orthogonal"]
+Axis = Literal["attention", "precision", "init", "seed", "data_order", "nudge", "none"]
+
+AXES: dict[Axis, str] = {
+    "attention": "attention",
+    "precision": "precision",
+    "init": "model.init",
+    "seed": "seed.init_offset",
+    "data_order": "seed.order_offset",
+    "nudge": "nudge",
+}
+"""The config path that each axis changes; `none`, the A/A control, changes nothing."""
+
+
+def _require(ok: bool, owner: str, rule: str, value: Any) -> None:
+    if not ok:
+        raise ValueError(f"{owner}: {rule}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A pre-norm decoder. `kv_heads=0` means as many as heads."""
+
+    depth: int
+    width: int
+    heads: int
+    kv_heads: int = 0
+    context: int
+    vocab_size: int = 256
+    qk_norm: bool = False
+    init: InitScheme = "gpt2"
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "heads", "context", "vocab_size"):
+            _require(getattr(self, name) >= 1, "model", f"{name} must be >= 1", getattr(self, name))
+        _require(
+            self.width % self.heads == 0,
+            "model",
+            f"width must be a multiple of heads ({self.heads})",
+            self.width,
+        )
+        _require(
+            self.kv_heads >= 0 and self.heads % (self.kv_heads or self.heads) == 0,
+            "model",
+            f"kv_heads must divide heads ({self.heads})",
+            self.kv_heads,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig:
+    """An attention by registry name, with the numerics it runs at."""
+
+    implementation: str = "baseline"
+    profile: str = ""
+    """A profile of the implementation; empty means its default (`plain`, `fa2`)."""
+    numerics: dict[str, str | int] = field(default_factory=dict)
+    """Single numerics fields changed by name, e.g. `{block_k: 32}`."""
+    engine: Literal["auto", "twin", "triton"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where the text comes from and how it becomes tokens."""
+
+    source: str = "stdlib"
+    """`stdlib`, a local .txt/.jsonl/.parquet file, or a hub data set's name."""
+    text_column: str = "text"
+    split: str = "train"
+    tokenizer: str = "bytes"
+    """`bytes`, or the name or path of a Hugging Face tokenizer."""
+    workers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay to a tenth of the peak."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup_steps: int = 20
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, "optimizer", "lr must be > 0", self.lr)
+        _require(self.eps > 0, "optimizer", "eps must be > 0", self.eps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """How long an arm trains and what it writes down when."""
+
+    steps: int = 200
+    batch_size: int = 8
+    grad_clip: float = 1.0
+    log_every: int = 1
+    snapshot_steps: tuple[int, ...] = ()
+    """Steps with a snapshot besides 0 and the last; steps past the end are left out."""
+    checkpoint_every: int = 50
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `lightning.Trainer`, passed through."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
+            _require(getattr(self, name) >= 1, "train", f"{name} must be >= 1", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeConfig:
+    """The dual-attention hook. `every=0` switches it off."""
+
+    every: int = 10
+    shadow: AttentionConfig = field(default_factory=lambda: AttentionConfig(implementation="flash"))
+    """Runs beside the primary; in arms that change the attention it is the baseline's own."""
+    golden: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedConfig:
+    """`base` is the study's seed; the offsets move initial weights or data order alone."""
+
+    base: int = 0
+    init_offset: int = 0
+    order_offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NudgeConfig:
+    """Move every initial weight by `ulps` units in the last place, up or down by a seeded coin."""
+
+    ulps: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.ulps >= 0, "nudge", "ulps must be >= 0", self.ulps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArmConfig:
+    """One training run, fully described."""
+
+    model: ModelConfig
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    precision: Precision = "bf16-mixed"
+    seed: SeedConfig = field(default_factory=SeedConfig)
+    nudge: NudgeConfig = field(default_factory=NudgeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyConfig:
+    """A baseline, its candidates and the seeds each is repeated over.
+
+    `arms` maps each arm's name to what it overrides in `base`; the arm called `baseline` overrides
+    nothing. `yardstick` names the arm that drifts are put in ratio to.
+    """
+
+    name: str
+    question: str
+    base: ArmConfig
+    arms: dict[str, dict[str, Any]]
+    seeds: tuple[int, ...] = (0,)
+    yardstick: str = ""
+    early_step: int = 0
+    """The early, matched step the ladder reads; 0 means the first snapshot after step 0."""
