@@ -1,0 +1,1 @@
+"""Lightning callbacks, one subject each; they take measurements and never change the run."""

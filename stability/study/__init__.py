@@ -1,0 +1,1 @@
+"""Studies: from one YAML to paired runs and their records."""

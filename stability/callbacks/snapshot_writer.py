@@ -1,0 +1,44 @@
+"""Writes the weights at chosen steps as safetensors.
+
+Leaves out optimizer state and everything else that a resume needs: that is Lightning's checkpoint.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from stability.records.layout import RunPaths
+from stability.records.snapshots import write_snapshot
+
+__all__ = ["SnapshotWriter"]
+
+
+class SnapshotWriter(Callback):
+    """Write a snapshot of `model` after each number of updates in `steps`."""
+
+    def __init__(self, model: nn.Module, run: RunPaths, steps: Collection[int]) -> None:
+        self._model = model
+        self._run = run
+        self._steps = frozenset(steps)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the initial weights."""
+        self._write(trainer.global_step)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Write the weights if this update completes a chosen step."""
+        self._write(trainer.global_step)
+
+    def _write(self, step: int) -> None:
+        path = self._run.snapshot(step)
+        if step in self._steps and not path.exists():
+            write_snapshot(path, self._model.state_dict())

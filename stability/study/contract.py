@@ -1,0 +1,93 @@
+"""The pair contract: two runs that may be compared, and the reason when they may not.
+
+Same bits at step 0, same batches, same text, same environment, exactly one declared axis.
+Everything here only reads; a breach raises `ContractError` with the two values that differ.
+"""
+
+from typing import Any
+
+from stability.callbacks.batch_hash import BATCH_HASH
+from stability.config.diff import changed_axes
+from stability.config.schema import AXES, Axis
+from stability.records.layout import RunPaths
+from stability.records.manifest import Manifest
+from stability.records.metric_log import read_text
+from stability.study.expand import BASELINE, Arm
+
+__all__ = ["ContractError", "axis_of", "check_batches", "check_start"]
+
+WEIGHT_AXES = ("init", "seed")
+"""Axes that change the initial weights by design."""
+
+
+class ContractError(ValueError):
+    """Two runs are not a pair."""
+
+
+def axis_of(arm: Arm) -> Axis:
+    """Return the one axis that `arm` changes, `none` if nothing differs.
+
+    ContractError if it changes several axes, or something that is no axis.
+    """
+    changed = changed_axes(arm.diff)
+    strangers = [name for name in changed if name not in AXES]
+    if strangers:
+        values = " / ".join(map(repr, arm.diff[strangers[0]]))
+        raise ContractError(
+            f"arms.{arm.name}: {strangers[0]} differs from the {BASELINE} ({values}) and is no "
+            f"axis; allowed: {', '.join(AXES)}"
+        )
+    if len(changed) > 1:
+        raise ContractError(
+            f"arms.{arm.name}: must differ in one axis, differs in {', '.join(changed)}; "
+            "make an arm of each"
+        )
+    return changed[0] if changed else "none"
+
+
+def check_start(baseline: Manifest, candidate: Manifest) -> None:
+    """Check all that is known before the first step: environment, text, initial weights.
+
+    The hash of the weights is taken before a nudge. ContractError names the field and both values.
+    """
+    for key in sorted({*baseline.environment, *candidate.environment}):
+        _same(
+            f"environment.{key}", candidate, baseline.environment.get(key),
+            candidate.environment.get(key),
+        )
+    _same("hashes.text", candidate, baseline.hashes.get("text"), candidate.hashes.get("text"))
+    if candidate.axis not in WEIGHT_AXES:
+        _same(
+            "hashes.init_weights", candidate, baseline.hashes.get("init_weights"),
+            candidate.hashes.get("init_weights"),
+        )
+
+
+def check_batches(baseline: RunPaths, candidate: RunPaths, axis: Axis, step: int) -> None:
+    """Check that both runs saw the same batches in the first `step` updates.
+
+    An arm on the `data_order` axis is exempt. ContractError names the first step that differs.
+    """
+    if axis == "data_order":
+        return
+    first = read_text(baseline.metrics, BATCH_HASH)
+    second = read_text(candidate.metrics, BATCH_HASH)
+    for at in range(1, step + 1):
+        if first.get(at) != second.get(at):
+            raise ContractError(
+                f"{candidate.arm}: batch {at} differs from the {BASELINE}'s: running hash "
+                f"{_short(second.get(at))}, {BASELINE} {_short(first.get(at))}"
+            )
+
+
+def _same(field: str, candidate: Manifest, expected: Any, found: Any) -> None:
+    if expected != found:
+        raise ContractError(
+            f"{candidate.arm}, seed {candidate.seed}: {field} must be the {BASELINE}'s "
+            f"{_short(expected)}, is {_short(found)}"
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 72 else f"{text[:32]}...{text[-32:]}"

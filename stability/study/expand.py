@@ -1,0 +1,57 @@
+"""From a study to its arms: each one's whole config, its axis, and how it differs.
+
+Pure: reads and writes nothing. Leaves out whether the differences are allowed (`contract`).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stability.config.diff import diff
+from stability.config.load import override
+from stability.config.schema import ArmConfig, SeedConfig, StudyConfig
+
+__all__ = ["BASELINE", "Arm", "expand", "planned_snapshots", "with_seed"]
+
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """One arm of a study, before it is repeated over seeds."""
+
+    name: str
+    config: ArmConfig
+    diff: dict[str, tuple[Any, Any]]
+    """Dotted config path -> (baseline's value, this arm's value)."""
+
+
+def expand(study: StudyConfig) -> list[Arm]:
+    """Return the arms of `study`, the baseline first.
+
+    An arm that changes the attention is shadowed by the baseline's attention; the others by the
+    study's `probe.shadow`.
+    """
+    arms = []
+    for name, changes in study.arms.items():
+        config = override(study.base, changes, where=f"arms.{name}")
+        if config.attention != study.base.attention:
+            config = replace(config, probe=replace(config.probe, shadow=study.base.attention))
+        arms.append(Arm(name=name, config=config, diff=diff(study.base, config)))
+    return sorted(arms, key=lambda arm: arm.name != BASELINE)
+
+
+def with_seed(config: ArmConfig, seed: int) -> ArmConfig:
+    """Return `config` with the study's seed; the arm's own offsets stay."""
+    offsets = config.seed
+    return replace(
+        config,
+        seed=SeedConfig(
+            base=seed, init_offset=offsets.init_offset, order_offset=offsets.order_offset
+        ),
+    )
+
+
+def planned_snapshots(config: ArmConfig) -> list[int]:
+    """Return the steps with a snapshot, sorted: the first, the last and those asked for."""
+    steps = config.train.steps
+    return sorted({0, steps, *(s for s in config.train.snapshot_steps if 0 <= s <= steps)})
