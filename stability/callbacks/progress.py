@@ -10,8 +10,8 @@ __all__ = ["ProgressCallback", "StudyObserver"]
 class StudyObserver(Protocol):
     """What a display of a study is told."""
 
-    def run_started(self, index: int, total: int, arm: str, seed: int, step: int, steps: int) -> None:
-        """Run `index` of `total` (from 1) starts, or goes on, at `step` of `steps`."""
+    def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
+        """Run `index` of `total` (from 1) starts, or goes on, towards `steps`."""
         ...
 
     def run_advanced(self, step: int, loss: float) -> None:

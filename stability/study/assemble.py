@@ -1,0 +1,132 @@
+"""The composition root: the one place that binds names in a config to objects.
+
+Leaves out running them (`arm`) and every decision about files.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from attention_kernels import AttentionFn
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+
+from stability.attention.dual import AttentionProbe, DualAttention
+from stability.attention.registry import ResolvedAttention, resolve_attention
+from stability.attention.schedule import EveryN
+from stability.callbacks.deviation_probe import DeviationProbe
+from stability.config.schema import ArmConfig
+from stability.data.datamodule import TextDataModule
+from stability.model.gpt import GPT
+from stability.model.init_schemes import initialise
+from stability.model.lightning_module import LanguageModel
+from stability.model.nudge import nudge_weights
+from stability.records.layout import RunPaths
+from stability.records.snapshots import hash_state
+
+__all__ = ["Parts", "assemble", "make_data", "make_trainer", "resolve_device"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The objects of one run."""
+
+    model: GPT
+    module: LanguageModel
+    attention: ResolvedAttention
+    init_hash: str
+    """Hash of the initial weights, before a nudge."""
+    callbacks: list[Callback]
+
+
+def resolve_device(config: ArmConfig) -> torch.device:
+    """Return the device that the arm trains on.
+
+    ValueError if a GPU is asked for and none is there, or if the precision cannot truly be had:
+    Lightning would turn FP16 on a CPU into BF16 with no more than a warning.
+    """
+    accelerator = config.train.accelerator
+    if accelerator == "gpu" and not torch.cuda.is_available():
+        raise ValueError("train.accelerator must be auto or cpu here, got 'gpu'; no CUDA device")
+    on_gpu = accelerator != "cpu" and torch.cuda.is_available()
+    if config.precision == "16-mixed" and not on_gpu:
+        raise ValueError(
+            "precision must be 64-true, 32-true, bf16-mixed or bf16-true on a CPU, got '16-mixed'; "
+            "Lightning would run it in BF16"
+        )
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+def make_data(config: ArmConfig) -> TextDataModule:
+    """Return the data module of an arm; reads nothing yet."""
+    return TextDataModule(
+        config.data,
+        context=config.model.context,
+        batch_size=config.train.batch_size,
+        steps=config.train.steps,
+        order_seed=config.seed.base + config.seed.order_offset,
+    )
+
+
+def assemble(config: ArmConfig) -> Parts:
+    """Build the model of an arm with its attention, probe, initial weights and nudge.
+
+    ValueError as `resolve_device` and `resolve_attention`.
+    """
+    device = resolve_device(config)
+    primary = resolve_attention(config.attention, device)
+    callbacks: list[Callback] = []
+    attention: list[AttentionFn] = [primary] * config.model.depth
+    if config.probe.every:
+        probe = AttentionProbe(
+            shadow=resolve_attention(config.probe.shadow, device),
+            shadow_is_candidate=config.attention.implementation == "baseline",
+            golden=config.probe.golden,
+        )
+        attention = [
+            DualAttention(layer=f"layer_{index}", primary=primary, probe=probe)
+            for index in range(config.model.depth)
+        ]
+        callbacks.append(DeviationProbe(probe, EveryN(every=config.probe.every)))
+    model = GPT(config.model, attention)
+    initialise(model, config.model.init, config.seed.base + config.seed.init_offset)
+    if config.precision == "64-true":
+        model.double()
+    init_hash = hash_state(model.state_dict())
+    nudge_weights(model, config.nudge.ulps, config.seed.base)
+    return Parts(
+        model=model,
+        module=LanguageModel(model, config.optimizer, config.train.steps),
+        attention=primary,
+        init_hash=init_hash,
+        callbacks=callbacks,
+    )
+
+
+def make_trainer(
+    config: ArmConfig, run: RunPaths, loggers: list[Logger], callbacks: list[Callback]
+) -> Trainer:
+    """Return a deterministic Trainer that keeps its latest checkpoint in the run's folder."""
+    checkpoints = ModelCheckpoint(
+        dirpath=run.checkpoints_dir,
+        filename="step-{step:08d}",
+        auto_insert_metric_name=False,
+        every_n_train_steps=config.train.checkpoint_every,
+    )
+    return Trainer(
+        accelerator=resolve_device(config).type,
+        devices=1,
+        precision=config.precision,
+        max_steps=config.train.steps,
+        gradient_clip_val=config.train.grad_clip,
+        deterministic=True,
+        logger=loggers,
+        callbacks=[*callbacks, checkpoints],
+        log_every_n_steps=config.train.log_every,
+        default_root_dir=run.root,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        **config.train.trainer,
+    )

@@ -1,0 +1,92 @@
+"""A whole study: everything is checked before the first byte is written, then run after run.
+
+Seeds are the outer loop, and in each the baseline comes first: a study stopped half-way holds whole
+pairs. Leaves out the single run (`arm`) and the display.
+"""
+
+import json
+from pathlib import Path
+
+from stability.callbacks.progress import StudyObserver
+from stability.config.load import to_dict
+from stability.config.schema import StudyConfig
+from stability.records.atomic import write_text
+from stability.records.layout import RunPaths, StudyPaths
+from stability.records.manifest import read_manifest
+from stability.study.arm import Run, check_existing, is_finished, train
+from stability.study.assemble import assemble, make_data
+from stability.study.contract import axis_of
+from stability.study.expand import BASELINE, expand
+from stability.tracking.wandb_logger import WandbMode
+
+__all__ = ["check_study", "plan", "run_study"]
+
+
+def plan(study: StudyConfig, out: Path) -> list[Run]:
+    """Return the runs of `study` in the order they are trained; writes nothing.
+
+    ContractError if an arm changes more than one axis.
+    """
+    folder = StudyPaths(out / study.name).root
+    arms = [(arm, axis_of(arm)) for arm in expand(study)]
+    return [
+        Run(
+            study=study.name,
+            arm=arm,
+            axis=axis,
+            seed=seed,
+            paths=RunPaths.for_run(folder, arm.name, seed),
+            baseline=None if arm.name == BASELINE else RunPaths.for_run(folder, BASELINE, seed),
+        )
+        for seed in study.seeds
+        for arm, axis in arms
+    ]
+
+
+def check_study(runs: list[Run]) -> None:
+    """Check all that can be known before training; writes nothing.
+
+    ValueError for a device or precision that cannot be had, an unknown attention, a text that is
+    missing or too short; RunConflictError for a directory that holds another run.
+    """
+    for run in runs:
+        check_existing(run)
+    for run in {run.arm.name: run for run in runs}.values():
+        assemble(run.config)
+        make_data(run.config).setup("fit")
+
+
+def run_study(
+    study: StudyConfig, out: Path, *, wandb_mode: WandbMode, observer: StudyObserver
+) -> list[Run]:
+    """Train every arm and seed of `study` into `out/<name>`, and return the runs.
+
+    Finished runs are kept, unfinished ones go on. A run that fails is recorded and the others go
+    on; a candidate whose baseline failed is not started.
+    """
+    runs = plan(study, out)
+    check_study(runs)
+    _write_study(study, runs, out)
+    for index, run in enumerate(runs, start=1):
+        if is_finished(run):
+            observer.run_ended(run.arm.name, run.seed, "finished", "kept")
+            continue
+        if run.baseline is not None and read_manifest(run.baseline.manifest).state != "finished":
+            observer.run_ended(run.arm.name, run.seed, "skipped", "its baseline did not finish")
+            continue
+        observer.run_started(index, len(runs), run.arm.name, run.seed, run.config.train.steps)
+        try:
+            manifest = train(run, wandb_mode, observer)
+            observer.run_ended(run.arm.name, run.seed, manifest.state, manifest.message)
+        except Exception as error:
+            observer.run_ended(run.arm.name, run.seed, "failed", f"{type(error).__name__}: {error}")
+    return runs
+
+
+def _write_study(study: StudyConfig, runs: list[Run], out: Path) -> None:
+    arms = {run.arm.name: run for run in runs}.values()
+    content = {
+        "config": to_dict(study),
+        "arms": [{"name": r.arm.name, "axis": r.axis, "diff": r.arm.diff} for r in arms],
+    }
+    write_text(StudyPaths(out / study.name).study, json.dumps(content, indent=2))
