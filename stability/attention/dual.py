@@ -35,7 +35,14 @@ class AttentionProbe:
     _rows: dict[str, Tensor] = field(default_factory=dict)
 
     def observe(
-        self, layer: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, causal: bool, scale: float | None
+        self,
+        layer: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        causal: bool,
+        scale: float | None,
     ) -> None:
         """Compare `out` with the shadow on the same inputs; once per layer until `collect`.
 

@@ -105,9 +105,7 @@ def _refuse_engine(config: AttentionConfig) -> None:
         )
 
 
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None
-) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
     )

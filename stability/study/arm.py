@@ -151,9 +151,7 @@ def _fit(
             finish(wandb)
 
 
-def _callbacks(
-    run: Run, parts: Parts, log: MetricLog, observer: StudyObserver
-) -> list[Callback]:
+def _callbacks(run: Run, parts: Parts, log: MetricLog, observer: StudyObserver) -> list[Callback]:
     steps = planned_snapshots(run.config)
     callbacks: list[Callback] = [
         *parts.callbacks,

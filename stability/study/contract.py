@@ -52,13 +52,17 @@ def check_start(baseline: Manifest, candidate: Manifest) -> None:
     """
     for key in sorted({*baseline.environment, *candidate.environment}):
         _same(
-            f"environment.{key}", candidate, baseline.environment.get(key),
+            f"environment.{key}",
+            candidate,
+            baseline.environment.get(key),
             candidate.environment.get(key),
         )
     _same("hashes.text", candidate, baseline.hashes.get("text"), candidate.hashes.get("text"))
     if candidate.axis not in WEIGHT_AXES:
         _same(
-            "hashes.init_weights", candidate, baseline.hashes.get("init_weights"),
+            "hashes.init_weights",
+            candidate,
+            baseline.hashes.get("init_weights"),
             candidate.hashes.get("init_weights"),
         )
 

@@ -1,0 +1,77 @@
+"""`stability VERB ...`: finds the verb's module, parses its arguments, turns errors into one line.
+
+Exit codes: 0 done, 1 a run failed, 2 bad input (nothing was written), 130 interrupted. A verb's
+module is imported only when the verb is used, so `--help` is quick.
+"""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jsonargparse
+
+from stability import __version__
+
+__all__ = ["main"]
+
+VERBS = {
+    "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
+    "show": ("stability.cli.inspect", "print the ladder of a study"),
+    "report": ("stability.cli.inspect", "write the HTML report of a study"),
+}
+
+
+class _Parser(jsonargparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        _fail(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_overview())
+        return 0
+    if words[0] == "--version":
+        sys.stdout.write(f"stability {__version__}\n")
+        return 0
+    verb, *rest = words
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=3, cutoff=0.4) or list(VERBS)
+        _fail(f"no verb {verb!r}; nearest: {', '.join(near)}")
+    module = importlib.import_module(VERBS[verb][0])
+    command = getattr(module, verb)
+    rest, overrides = module.split_overrides(rest) if verb == "run" else (rest, None)
+    parser = _Parser(prog=f"stability {verb}", description=VERBS[verb][1])
+    parser.add_function_arguments(command, skip={"overrides"})
+    if verb == "run":
+        parser.epilog = module.override_help()
+        parser.formatter_class = jsonargparse.DefaultHelpFormatter
+    arguments = parser.parse_args(rest).as_dict()
+    if overrides is not None:
+        arguments["overrides"] = overrides
+    try:
+        return command(**arguments)
+    except (ValueError, FileNotFoundError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.stderr.write("stability: interrupted; the same command goes on from here\n")
+        return 130
+
+
+def _overview() -> str:
+    rows = "".join(f"  stability {verb:8} {text}\n" for verb, (_, text) in VERBS.items())
+    return f"usage: stability VERB ...\n\n{rows}\n`stability VERB --help` says what a verb takes.\n"
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"stability: {' '.join(message.split())}\n")
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""`stability run STUDY.yaml`: train a study, then print its ladder and write its report."""
+
+import dataclasses
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from stability.analysis.ladder import build_ladder
+from stability.config.load import load_study
+from stability.config.schema import ArmConfig
+from stability.records.manifest import read_manifest
+from stability.report.html import write_report
+from stability.report.progress import StudyDisplay
+from stability.report.terminal import print_ladder
+from stability.study.runner import plan, run_study
+
+__all__ = ["override_help", "run", "split_overrides"]
+
+_TOP_LEVEL = {field.name for field in dataclasses.fields(ArmConfig)}
+
+
+def run(
+    study: Path,
+    out: Path = Path("runs"),
+    wandb: Literal["offline", "online", "disabled"] = "offline",
+    overrides: dict[str, str] | None = None,
+) -> int:
+    """Train every arm and seed of a study, print the ladder and write the report.
+
+    Args:
+        study: the study's YAML file
+        out: folder that gets a folder named after the study
+        wandb: where W&B's records go; offline needs no account
+        overrides: values in the study's base, by dotted key
+    """
+    config = load_study(study, overrides)
+    runs = plan(config, out)
+    _quieten()
+    console = Console()
+    with StudyDisplay(console, len(runs)) as display:
+        run_study(config, out, wandb_mode=wandb, observer=display)
+    folder = out / config.name
+    report = write_report(folder)
+    print_ladder(build_ladder(folder), console)
+    console.print(f"\nreport: {report}", soft_wrap=True, highlight=False)
+    states = [
+        read_manifest(run.paths.manifest).state for run in runs if run.paths.manifest.exists()
+    ]
+    return 0 if states.count("finished") == len(runs) else 1
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Split `--train.steps 50` and the like from the verb's own arguments.
+
+    An override is an option with a dot in its name, or named like a key of the base. ValueError if
+    one has no value.
+    """
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        match = re.fullmatch(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", word, flags=re.DOTALL)
+        name = match.group(1) if match else ""
+        if match is None or ("." not in name and name not in _TOP_LEVEL):
+            rest.append(word)
+            continue
+        if match.group(2) is None and not remaining:
+            sys.exit(f"stability: --{name} needs a value")
+        overrides[name] = match.group(2) if match.group(2) is not None else remaining.pop(0)
+    return rest, overrides
+
+
+def override_help() -> str:
+    """Return a line for each key of the base that `--group.key VALUE` may override."""
+    lines = ["values of the study's base, overridden by `--group.key VALUE`:"]
+    for field in dataclasses.fields(ArmConfig):
+        kind = field.type
+        if dataclasses.is_dataclass(kind):
+            names = ", ".join(f.name for f in dataclasses.fields(kind))
+            lines.append(f"  {field.name}: {names}")
+        else:
+            lines.append(f"  {field.name}")
+    return "\n".join(lines)
+
+
+def _quieten() -> None:
+    """Keep Lightning's tips and device lines out of the study's display."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning(\.|$)")
