@@ -89,5 +89,5 @@ class DualAttention:
         """Return the primary's result, untouched."""
         out = self.primary(q, k, v, causal=causal, scale=scale)
         if self.probe.active:
-            self.probe.observe(self.layer, q, k, v, out, causal, scale)
+            self.probe.observe(self.layer, q, k, v, out, causal=causal, scale=scale)
         return out

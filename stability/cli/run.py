@@ -14,10 +14,10 @@ from rich.console import Console
 from stability.analysis.ladder import build_ladder
 from stability.config.load import load_study
 from stability.config.schema import ArmConfig
-from stability.records.manifest import read_manifest
 from stability.report.html import write_report
 from stability.report.progress import StudyDisplay
 from stability.report.terminal import print_ladder
+from stability.study.arm import is_finished
 from stability.study.runner import plan, run_study
 
 __all__ = ["override_help", "run", "split_overrides"]

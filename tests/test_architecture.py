@@ -1,0 +1,108 @@
+"""The house rules of the design: arrows, sizes, names, lightness, and who may round."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = (ROOT / "stability", ROOT / "kernels" / "attention_kernels")
+MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+FORBIDDEN = {"utils", "util", "helpers", "common", "misc", "core", "base"}
+PUBLIC = {
+    "attention_kernels": [
+        "BASELINE_PROFILES",
+        "PROFILES",
+        "AttentionFn",
+        "AttentionOutput",
+        "BaselineNumerics",
+        "FlashNumerics",
+        "Format",
+        "baseline_attention",
+        "flash_attention",
+        "golden_attention",
+        "resolve_engine",
+        "round_to",
+    ],
+    "stability": ["__version__"],
+}
+
+
+def _fresh(code: str) -> subprocess.CompletedProcess[str]:
+    path = f"{ROOT}:{ROOT / 'kernels'}"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": path, "PATH": "", "HOME": "/nonexistent"},
+        timeout=120,
+    )
+
+
+def test_imports_keep_the_contracts():
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert "3 kept, 0 broken" in done.stdout
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_file_has_one_subject(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 300
+    assert path.stem not in FORBIDDEN
+    if path.name != "__init__.py" or text:
+        assert text.startswith('"""'), "opens with a docstring"
+
+
+def test_no_folder_has_a_forbidden_name():
+    assert not {path.parent.name for path in MODULES} & FORBIDDEN
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_surface_is_the_documented_one(package):
+    done = _fresh(f"import {package}; print(sorted({package}.__all__))")
+    assert done.stdout.strip() == str(sorted(PUBLIC[package])), done.stderr
+
+
+def test_numerics_run_where_triton_lightning_and_wandb_cannot_be_imported():
+    done = _fresh(
+        "import sys\n"
+        "for name in ('triton', 'lightning', 'wandb'): sys.modules[name] = None\n"
+        "import torch\n"
+        "from attention_kernels import *\n"
+        "from stability.metrics.deviation import deviation\n"
+        "from stability.metrics.drift import drift\n"
+        "from stability.metrics.wasserstein import wasserstein_1d\n"
+        "q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))\n"
+        "out = flash_attention(q, k, v, causal=True)\n"
+        "out.sum().backward()\n"
+        "base = baseline_attention(q, k, v, causal=True)\n"
+        "gold = golden_attention(q, k, v, causal=True)\n"
+        "assert deviation(out.detach(), base.detach())['max_abs'] < 1e-5\n"
+        "assert drift({'w': out}, {'w': base})['all']['w1'] < 1e-5\n"
+        "assert wasserstein_1d(out.detach(), gold.detach().float()) < 1e-5\n"
+        "print('ran')\n"
+    )
+    assert done.stdout.strip() == "ran", done.stderr
+
+
+def test_importing_the_packages_is_light():
+    done = _fresh(
+        "import sys, stability\n"
+        "heavy = {'torch', 'lightning', 'wandb', 'triton', 'datasets', 'plotly'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "import attention_kernels\n"
+        "assert not (heavy - {'torch'}) & set(sys.modules)\n"
+        "print('light')\n"
+    )
+    assert done.stdout.strip() == "light", done.stderr
+
+
+@pytest.mark.parametrize("engine", ["twin_forward", "twin_backward"])
+def test_twin_casts_only_through_round_to(engine):
+    source = (ROOT / "kernels" / "attention_kernels" / f"{engine}.py").read_text()
+    narrow = re.findall(r"float16|bfloat16|\.half\(|\.bfloat16\(", source)
+    assert not narrow, "a rounding point must go through formats.round_to"

@@ -1,0 +1,48 @@
+"""Every YAML in configs/ is loaded, expanded and built; one is a claim with its time and command."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stability.config.load import from_dict, load_study
+from stability.config.schema import ModelConfig
+from stability.study.contract import axis_of
+from stability.study.expand import expand
+
+ROOT = Path(__file__).parent.parent
+MODELS = sorted((ROOT / "configs" / "model").glob("*.yaml"))
+STUDIES = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.parent.name != "model")
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_model_preset_loads(path):
+    model = from_dict(ModelConfig, yaml.safe_load(path.read_text()), where=path.name)
+    assert model.width % model.heads == 0
+    assert path.read_text().startswith("#")
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_study_expands_into_arms_of_one_axis(path):
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert {"# Claim", "# Time", "# Run"} <= {line.split(":")[0] for line in header}
+    study = load_study(path, None)
+    axes = {arm.name: axis_of(arm) for arm in expand(study)}
+    assert axes["baseline"] == "none"
+    assert study.yardstick in axes
+
+
+def test_quickstart_has_the_promised_arms():
+    study = load_study(ROOT / "configs" / "quickstart.yaml", None)
+    arms = expand(study)
+    assert {arm.name: axis_of(arm) for arm in arms} == {
+        "baseline": "none",
+        "flash_all_bf16": "attention",
+        "flash_fa2": "attention",
+        "rerun": "none",
+        "nudge": "nudge",
+        "fp32": "precision",
+        "init_seed": "seed",
+    }
+    assert len(study.seeds) == 2
+    assert all(arm.config.probe.golden and arm.config.probe.every for arm in arms)
