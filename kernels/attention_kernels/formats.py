@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FORMATS", "Format", "format_named", "round_to"]
+__all__ = ["FORMATS", "Format", "format_named", "round_into", "round_to"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +80,17 @@ def round_to(x: Tensor, format: str | Format) -> Tensor:
             return x.to(torch.float32).to(torch.float64)
         return _round_fp64(x, target)
     raise ValueError(f"round_to: x must be float32 or float64, got {x.dtype}; convert it first")
+
+
+def round_into(x: Tensor, format: str | Format, dtype: torch.dtype) -> Tensor:
+    """Round `x`, of any of the formats' dtypes, once to `format` and carry it in `dtype`.
+
+    The way into the work format and out of it: FP64 inputs are rounded before they are narrowed
+    and results before they are stored, so that no value is rounded twice. `dtype` must hold every
+    value of `format`.
+    """
+    widest = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
+    return round_to(x.to(widest), format).to(dtype)
 
 
 def _round_fp64(x: Tensor, target: Format) -> Tensor:

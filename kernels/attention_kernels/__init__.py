@@ -1,0 +1,27 @@
+"""Attention whose every rounding is named: golden, baseline, and flash in two engines."""
+
+from attention_kernels.api import (
+    baseline_attention,
+    flash_attention,
+    golden_attention,
+    resolve_engine,
+)
+from attention_kernels.formats import Format, round_to
+from attention_kernels.interface import AttentionFn, AttentionOutput
+from attention_kernels.numerics import BaselineNumerics, FlashNumerics
+from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
+
+__all__ = [
+    "BASELINE_PROFILES",
+    "PROFILES",
+    "AttentionFn",
+    "AttentionOutput",
+    "BaselineNumerics",
+    "FlashNumerics",
+    "Format",
+    "baseline_attention",
+    "flash_attention",
+    "golden_attention",
+    "resolve_engine",
+    "round_to",
+]

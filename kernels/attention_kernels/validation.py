@@ -1,0 +1,121 @@
+"""Checks of what users pass to an attention call, before any work; one form of message.
+
+Every message reads "<function>: <argument> must be <rule>, got <value>; <what to do>". Leaves out
+the fields of the numerics, which check themselves.
+"""
+
+import difflib
+import math
+
+from torch import Tensor
+
+from attention_kernels.formats import FORMATS
+
+__all__ = [
+    "ENGINES",
+    "MAX_HEAD_DIM",
+    "MIN_HEAD_DIM",
+    "check_engine",
+    "check_scale",
+    "check_tensors",
+]
+
+ENGINES = ("auto", "twin", "triton")
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+
+
+def _require(ok: bool, where: str, rule: str, got: object, advice: str) -> None:
+    if not ok:
+        raise ValueError(f"{where} must be {rule}, got {got}; {advice}")
+
+
+def check_tensors(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q, k and v fit each other and what the engines can do."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        where = f"{function}: {name}"
+        _require(isinstance(x, Tensor), where, "a tensor", type(x).__name__, "pass a torch.Tensor")
+        _require(
+            x.dim() == 4 and x.numel() > 0,
+            where,
+            "(batch, heads, length, head_dim) with no empty axis",
+            tuple(x.shape),
+            "add the missing axes or drop the empty batch",
+        )
+        _require(
+            x.dtype in {f.dtype for f in FORMATS.values()},
+            where,
+            "float64, float32, bfloat16 or float16",
+            x.dtype,
+            "convert it first",
+        )
+    _check_same(function, q, k, v)
+    _check_shapes(function, q, k, v)
+
+
+def _check_same(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("k", k), ("v", v)):
+        for what in ("dtype", "device"):
+            expected, got = getattr(q, what), getattr(x, what)
+            _require(
+                expected == got,
+                f"{function}: {name}",
+                f"of q's {what} {expected}",
+                got,
+                "convert q, k and v alike",
+            )
+
+
+def _check_shapes(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    batch, heads, _, head_dim = q.shape
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    _require(
+        MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM,
+        f"{function}: head_dim",
+        f"from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
+        f"{head_dim} ({shapes})",
+        f"pad q, k and v with zeros to {MIN_HEAD_DIM} and pass scale, or use more heads",
+    )
+    _require(
+        k.shape == v.shape,
+        f"{function}: v",
+        "shaped as k",
+        shapes,
+        "pass one value for each key",
+    )
+    _require(
+        (k.shape[0], k.shape[3]) == (batch, head_dim),
+        f"{function}: k",
+        f"of q's batch {batch} and head_dim {head_dim}",
+        shapes,
+        "axes are (batch, heads, length, head_dim)",
+    )
+    _require(
+        heads % k.shape[1] == 0,
+        f"{function}: heads",
+        "a multiple of kv_heads",
+        f"{heads} and {k.shape[1]} ({shapes})",
+        "each kv head serves heads / kv_heads query heads",
+    )
+
+
+def check_scale(function: str, scale: float) -> None:
+    """Raise ValueError unless `scale` is a finite number."""
+    _require(
+        isinstance(scale, int | float) and math.isfinite(scale),
+        f"{function}: scale",
+        "a finite number",
+        repr(scale),
+        "leave it None for 1/sqrt(head_dim)",
+    )
+
+
+def check_engine(function: str, engine: str) -> None:
+    """Raise ValueError unless `engine` is a known name."""
+    near = difflib.get_close_matches(str(engine), ENGINES, n=1, cutoff=0.4) or ENGINES
+    _require(
+        engine in ENGINES,
+        f"{function}: engine",
+        f"one of {', '.join(ENGINES)}",
+        repr(engine),
+        f"nearest: {', '.join(near)}",
+    )
