@@ -1,0 +1,132 @@
+"""The command line as a user meets it: exit codes, one-line errors, nothing written on bad input."""
+
+import pytest
+
+from stability.cli.main import main
+from stability.cli.run import split_overrides
+
+
+@pytest.fixture
+def refuse(tmp_path, capsys, monkeypatch):
+    """Return a function that runs a command line, expects a refusal and returns its one line."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(SystemExit) as stop:
+            main([str(word) for word in words])
+        assert stop.value.code == 2
+        assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1
+        assert line.startswith("stability: ")
+        return line
+
+    return run
+
+
+def _base(path, value):
+    def edit(content):
+        group = content["base"]
+        *parents, key = path.split(".")
+        for parent in parents:
+            group = group.setdefault(parent, {})
+        group[key] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (_base("train.stepz", 3), ["tiny.yaml", "train.stepz", "steps"]),
+        (_base("model", "demoo"), ["tiny.yaml", "model", "demoo", "demo"]),
+        (_base("precision", "bf16-mixd"), ["tiny.yaml", "precision", "bf16-mixd", "bf16-mixed"]),
+        (_base("attention.implementation", "flesh"), ["tiny.yaml", "'flesh'", "flash"]),
+        (_base("attention.numerics", {"softmax": "bf17"}), ["tiny.yaml", "'bf17'", "bf16"]),
+        (_base("train.steps", "many"), ["tiny.yaml", "train.steps", "many"]),
+        (_base("precision", "16-mixed"), ["precision", "16-mixed", "BF16"]),
+        (_base("data.source", "no/such/file.txt"), ["no/such/file.txt"]),
+        (lambda c: c["arms"]["flash_fa2"]["attention"].update(profile="fa22"), ["'fa22'", "fa2"]),
+        (lambda c: c["arms"].update(x={"atention": {}}), ["arms.x", "atention", "attention"]),
+        (lambda c: c.update(yardstick="fp23"), ["yardstick", "fp23", "fp32"]),
+        (lambda c: c["arms"].update(x={"precision": "32-true", "nudge": {"ulps": 1}}), ["arms.x"]),
+        (lambda c: c.update(seeds=[]), ["seeds"]),
+    ],
+)
+def test_bad_study_is_one_line_with_exit_code_2(write_study, refuse, edit, expected):
+    line = refuse("run", write_study(edit), "--out", "runs")
+    for part in expected:
+        assert part in line
+
+
+@pytest.mark.parametrize(("text", "reason"), [("", "empty"), ("too short", "short")])
+def test_an_empty_or_short_text_is_refused_before_training(
+    write_study, refuse, tmp_path, text, reason
+):
+    (tmp_path / "text.txt").write_text(text)
+    edit = _base("data.source", str(tmp_path / "text.txt"))
+    assert reason in refuse("run", write_study(edit), "--out", "runs")
+
+
+def test_unknown_override_names_the_nearest(write_study, refuse):
+    line = refuse("run", write_study(), "--train.stepz", "5")
+    assert "train.stepz" in line
+    assert "steps" in line
+
+
+def test_override_without_value_is_refused(write_study, refuse):
+    assert "--train.steps needs a value" in refuse("run", write_study(), "--train.steps")
+
+
+def test_unknown_verb_names_the_nearest(refuse):
+    assert "'rum'; nearest: run" in refuse("rum")
+
+
+def test_unknown_option_is_refused(write_study, refuse):
+    assert "--wandbb" in refuse("run", write_study(), "--wandbb", "offline")
+
+
+def test_missing_study_file_is_refused(refuse):
+    assert "nowhere.yaml" in refuse("run", "nowhere.yaml")
+
+
+def test_showing_a_folder_without_a_study_is_refused(refuse, tmp_path):
+    assert "study.json" in refuse("show", tmp_path)
+
+
+def test_overrides_are_told_from_options():
+    rest, overrides = split_overrides(
+        ["s.yaml", "--train.steps", "5", "--out", "x", "--precision=32-true", "--model.depth=-1"]
+    )
+    assert rest == ["s.yaml", "--out", "x"]
+    assert overrides == {"train.steps": "5", "precision": "32-true", "model.depth": "-1"}
+
+
+def test_run_trains_shows_the_ladder_and_writes_the_report(write_study, tmp_path, capsys):
+    def edit(content):
+        content["arms"] = {k: content["arms"][k] for k in ("baseline", "rerun", "fp32")}
+        content["seeds"] = [0]
+
+    words = ["run", str(write_study(edit)), "--out", str(tmp_path / "runs"), "--wandb", "disabled"]
+    assert main([*words, "--train.steps", "2"]) == 0
+    shown = capsys.readouterr().out
+    for arm in ("baseline", "rerun", "fp32"):
+        assert arm in shown
+    assert (tmp_path / "runs" / "tiny" / "report.html").stat().st_size > 100_000
+    assert main(["show", str(tmp_path / "runs" / "tiny")]) == 0
+    assert main(["report", str(tmp_path / "runs" / "tiny")]) == 0
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["show", "--help"], ["--version"]])
+def test_help_explains_itself(words, capsys):
+    try:
+        code = main(words)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 0
+    text = capsys.readouterr().out
+    assert "stability" in text
+    if words == ["run", "--help"]:
+        for word in ("--out", "--wandb", "snapshot_steps", "The study's YAML file".lower()):
+            assert word.lower() in text.lower()

@@ -1,0 +1,110 @@
+"""A study small enough to train in tests: real text, real arms, a model of some 20,000 weights."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stability.config.load import load_study
+from stability.config.schema import StudyConfig
+from stability.study.runner import run_study
+
+TINY_ARMS = {
+    "baseline": {},
+    "flash_all_bf16": {"attention": {"implementation": "flash", "profile": "all_bf16"}},
+    "flash_fa2": {"attention": {"implementation": "flash", "profile": "fa2"}},
+    "rerun": {},
+    "nudge": {"nudge": {"ulps": 1}},
+    "fp32": {"precision": "32-true"},
+    "init_seed": {"seed": {"init_offset": 1000}},
+}
+
+
+class SilentObserver:
+    """Remembers how runs ended and shows nothing."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[str, int, str, str]] = []
+        self.losses: list[float] = []
+
+    def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
+        """Ignore."""
+
+    def run_advanced(self, step: int, loss: float) -> None:
+        """Remember the loss."""
+        self.losses.append(loss)
+
+    def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
+        """Remember how it ended."""
+        self.ended.append((arm, seed, state, message))
+
+
+def tiny_content(text: Path) -> dict:
+    return {
+        "name": "tiny",
+        "question": "Does it matter?",
+        "base": {
+            "model": {"depth": 2, "width": 32, "heads": 2, "context": 32},
+            "attention": {"implementation": "baseline"},
+            "precision": "bf16-mixed",
+            "data": {"source": str(text)},
+            "optimizer": {"warmup_steps": 2},
+            "train": {
+                "steps": 6,
+                "batch_size": 4,
+                "snapshot_steps": [1, 2, 4],
+                "checkpoint_every": 2,
+                "accelerator": "cpu",
+            },
+            "probe": {"every": 2, "shadow": {"implementation": "flash", "profile": "all_bf16"}},
+        },
+        "arms": TINY_ARMS,
+        "seeds": [0, 1],
+        "yardstick": "fp32",
+        "early_step": 2,
+    }
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    words = [line.strip() for line in Path(random.__file__).read_text().splitlines() if line.strip()]
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("\n".join(words))
+    return path
+
+
+@pytest.fixture
+def write_study(tmp_path, text_file) -> Callable[..., Path]:
+    """Return a function that writes the tiny study, changed by `edit`, and returns its path."""
+
+    def write(edit: Callable[[dict], None] = lambda content: None) -> Path:
+        content = yaml.safe_load(yaml.safe_dump(tiny_content(text_file)))
+        edit(content)
+        path = tmp_path / "tiny.yaml"
+        path.write_text(yaml.safe_dump(content, sort_keys=False))
+        return path
+
+    return write
+
+
+def run_quietly(study: StudyConfig, out: Path) -> SilentObserver:
+    observer = SilentObserver()
+    run_study(study, out, wandb_mode="disabled", observer=observer)
+    return observer
+
+
+@pytest.fixture
+def run_tiny() -> Callable[[StudyConfig, Path], SilentObserver]:
+    return run_quietly
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, text_file) -> Path:
+    """The folder of the tiny study, trained once; tests only read it."""
+    folder = tmp_path_factory.mktemp("trained")
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny_content(text_file), sort_keys=False))
+    run_quietly(load_study(path, None), folder / "runs")
+    return folder / "runs" / "tiny"

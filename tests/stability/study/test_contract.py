@@ -1,0 +1,108 @@
+"""Each part of the pair contract, broken once and refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from stability.config.load import load_study
+from stability.records.layout import RunPaths
+from stability.records.manifest import read_manifest
+from stability.study.contract import ContractError, axis_of, check_batches, check_start
+from stability.study.expand import expand
+
+
+def _manifests(study, candidate="flash_fa2"):
+    return tuple(
+        read_manifest(RunPaths.for_run(study, arm, 0).manifest) for arm in ("baseline", candidate)
+    )
+
+
+def _arm(write_study, changes):
+    study = load_study(write_study(lambda c: c["arms"].update(odd=changes)), None)
+    return next(arm for arm in expand(study) if arm.name == "odd")
+
+
+def test_an_honest_pair_passes(trained):
+    check_start(*_manifests(trained))
+    paths = [RunPaths.for_run(trained, arm, 0) for arm in ("baseline", "flash_fa2")]
+    check_batches(*paths, axis="attention", step=6)
+
+
+def test_another_environment_is_refused(trained):
+    baseline, candidate = _manifests(trained)
+    other = replace(candidate, environment={**candidate.environment, "torch": "1.0"})
+    with pytest.raises(ContractError, match=r"flash_fa2, seed 0: environment.torch .* is '1.0'"):
+        check_start(baseline, other)
+
+
+@pytest.mark.parametrize("key", ["text", "init_weights"])
+def test_another_text_or_start_is_refused(trained, key):
+    baseline, candidate = _manifests(trained)
+    other = replace(candidate, hashes={**candidate.hashes, key: "abc"})
+    with pytest.raises(ContractError, match=rf"hashes.{key} must be the baseline's .* is 'abc'"):
+        check_start(baseline, other)
+
+
+def test_another_start_is_what_a_seed_arm_is_for(trained):
+    baseline, candidate = _manifests(trained, "init_seed")
+    assert baseline.hashes["init_weights"] != candidate.hashes["init_weights"]
+    check_start(baseline, candidate)
+
+
+def test_another_batch_is_refused_with_its_number(trained, tmp_path):
+    paths = [RunPaths.for_run(trained, arm, 0) for arm in ("baseline", "flash_fa2")]
+    other = RunPaths.for_run(tmp_path, "flash_fa2", 0)
+    other.metrics.parent.mkdir(parents=True)
+    lines = [json.loads(line) for line in paths[1].metrics.read_text().splitlines()]
+    for line in lines:
+        if "batch_hash" in line and line["step"] >= 4:
+            line["batch_hash"] = "f" * 64
+    other.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    check_batches(paths[0], other, axis="attention", step=3)
+    with pytest.raises(ContractError, match="flash_fa2: batch 4 differs .*'ffff"):
+        check_batches(paths[0], other, axis="attention", step=6)
+    check_batches(paths[0], other, axis="data_order", step=6)
+
+
+def test_two_axes_in_one_arm_are_refused(write_study):
+    arm = _arm(write_study, {"precision": "32-true", "nudge": {"ulps": 1}})
+    with pytest.raises(ContractError, match=r"arms.odd: must differ in one axis.*nudge"):
+        axis_of(arm)
+
+
+def test_a_change_that_is_no_axis_is_refused(write_study):
+    arm = _arm(write_study, {"train": {"batch_size": 5}})
+    with pytest.raises(ContractError, match=r"arms.odd: train.batch_size .*\(4 / 5\).* no axis"):
+        axis_of(arm)
+
+
+def test_an_arm_that_breaks_the_contract_while_it_runs_fails_and_the_others_go_on(
+    write_study, run_tiny, tmp_path, monkeypatch
+):
+    def edit(content):
+        arms = content["arms"]
+        content.update(seeds=[0], yardstick="fp32")
+        content["arms"] = {k: arms[k] for k in ("baseline", "rerun", "fp32")}
+
+    import stability.study.arm as arm_module
+
+    honest = arm_module.make_data
+
+    def crooked(config):
+        data = honest(config)
+        return data if config.precision != "bf16-mixed" or crooked.calls.pop(0) else _shifted(data)
+
+    def _shifted(data):
+        data.order_seed = 99
+        return data
+
+    crooked.calls = [True, False]  # the baseline is honest, the rerun reads other batches
+    monkeypatch.setattr(arm_module, "make_data", crooked)
+    ended = run_tiny(load_study(write_study(edit), None), tmp_path / "runs").ended
+    assert [state for _, _, state, _ in ended] == ["finished", "failed", "finished"]
+    assert "pair contract: rerun: batch 1 differs" in ended[1][3]
+    manifest = read_manifest(RunPaths.for_run(tmp_path / "runs" / "tiny", "rerun", 0).manifest)
+    assert manifest.state == "failed"
+    assert yaml.safe_load(manifest.message.split(":")[0]) == "pair contract"

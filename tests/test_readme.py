@@ -1,0 +1,74 @@
+"""Every command and every picture in the README exists, and the two first commands are make's."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stability.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = [
+    line.split(" #")[0].strip()
+    for language, block in BLOCKS
+    if language in ("sh", "bash")
+    for line in block.splitlines()
+    if line.strip() and not line.startswith("#")
+]
+STABILITY = [command for command in COMMANDS if command.startswith("stability ")]
+
+
+def test_first_screen_has_the_question_the_picture_and_the_two_commands():
+    first = "\n".join(README.splitlines()[:45])
+    for part in ("make demo", "make test", "![", "?"):
+        assert part in first
+
+
+@pytest.mark.parametrize("target", re.findall(r"make (\w+)", " ; ".join(COMMANDS)))
+def test_make_target_exists(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", README))
+def test_linked_file_exists(link):
+    assert (ROOT / link).exists()
+
+
+def test_every_command_is_of_a_kind_that_is_tested():
+    for command in COMMANDS:
+        assert command.startswith(("make ", "stability ", "git clone ", "cd ", ".venv/bin/")), command
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """A folder laid out like the repository, with a quickstart that takes seconds."""
+    folder = tmp_path_factory.mktemp("readme")
+    content = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    content["base"]["model"] = {"depth": 1, "width": 16, "heads": 1, "context": 16}
+    content["base"]["train"].update(steps=2, batch_size=2, snapshot_steps=[1], accelerator="cpu")
+    content["seeds"] = [0]
+    content["early_step"] = 1
+    (folder / "configs").mkdir()
+    (folder / "configs" / "quickstart.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+@pytest.mark.parametrize("command", STABILITY)
+def test_stability_command_runs(command, quick, monkeypatch, capsys):
+    monkeypatch.chdir(quick)
+    words = shlex.split(command)[1:]
+    if words[0] != "run" and not (quick / "runs" / "quickstart").exists():
+        assert main(["run", "configs/quickstart.yaml", "--wandb", "disabled"]) == 0
+    shrunk = [re.sub(r"^\d+$", "2", w) if words[i - 1] == "--train.steps" else w
+              for i, w in enumerate(words)]
+    assert main(shrunk) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", [b for language, b in BLOCKS if language == "python"])
+def test_python_example_runs(block):
+    exec(compile(block, "README.md", "exec"), {})
