@@ -111,6 +111,16 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _require(self.lr > 0, "optimizer", "lr must be > 0", self.lr)
         _require(self.eps > 0, "optimizer", "eps must be > 0", self.eps)
+        _require(
+            all(0 <= beta < 1 for beta in self.betas),
+            "optimizer",
+            "betas must be in [0, 1)",
+            self.betas,
+        )
+        for name in ("weight_decay", "warmup_steps"):
+            _require(
+                getattr(self, name) >= 0, "optimizer", f"{name} must be >= 0", getattr(self, name)
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

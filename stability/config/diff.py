@@ -1,0 +1,52 @@
+"""How two arms differ, path by path, and which declared axes that touches.
+
+Leaves out whether a difference is allowed: that is the pair contract (`study.contract`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from stability.config.convert import to_dict
+from stability.config.schema import AXES, ArmConfig
+
+__all__ = ["changed_axes", "diff"]
+
+
+def diff(a: ArmConfig, b: ArmConfig) -> dict[str, tuple[Any, Any]]:
+    """Return dotted path -> (value in a, value in b) for each value that differs.
+
+    A key that only one of them has is None in the other. `probe` is left out: watching changes
+    nothing.
+    """
+    first, second = _leaves(to_dict(a)), _leaves(to_dict(b))
+    paths = dict.fromkeys([*first, *second])
+    return {
+        path: (first.get(path), second.get(path))
+        for path in paths
+        if not path.startswith("probe.") and first.get(path) != second.get(path)
+    }
+
+
+def changed_axes(differences: Mapping[str, Any]) -> list[str]:
+    """Return the axes that the paths of `differences` lie on, each once, in order.
+
+    A path that lies on no axis stands for itself.
+    """
+    return list(dict.fromkeys(_axis_of_path(path) for path in differences))
+
+
+def _axis_of_path(path: str) -> str:
+    for axis, prefix in AXES.items():
+        if path == prefix or path.startswith(f"{prefix}."):
+            return axis
+    return path
+
+
+def _leaves(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            leaves.update(_leaves(value, f"{prefix}{key}."))
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves

@@ -1,0 +1,193 @@
+"""A study's YAML file to a `StudyConfig`, every name in it checked before anything runs.
+
+Reads the file, puts model presets in their place, lays command-line overrides over the base, and
+checks each arm and its attention. Leaves out which differences make a pair (`study.contract`).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attention_kernels import BASELINE_PROFILES, PROFILES
+
+from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, to_dict
+from stability.config.schema import ArmConfig, AttentionConfig, StudyConfig
+from stability.config.yaml_file import parse_value, read_mapping
+
+__all__ = ["ConfigError", "from_dict", "load_study", "override", "to_dict"]
+
+T = TypeVar("T")
+
+BASELINE = "baseline"
+PROFILES_OF: dict[str, Mapping[str, Any]] = {
+    "baseline": BASELINE_PROFILES,
+    "flash": PROFILES,
+    "sdpa": {},
+}
+"""The profiles that each attention implementation knows."""
+
+_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}")
+
+
+def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyConfig:
+    """Return the study that the YAML file `path` describes.
+
+    `overrides` maps dotted paths below `base`, e.g. `train.steps`, to values written as YAML. When
+    they end training before the study's early step, the last step becomes the early one. A model
+    preset is a file `<name>.yaml` in `model/` or `../model/` beside the study, or shipped with the
+    repository. ConfigError, one line with file and key, for every mistake.
+    """
+    path = Path(path)
+    changes = dict(overrides or {})
+    root = Place(source=str(path), overridden=tuple(changes))
+    content = read_mapping(path)
+    base = content.get("base")
+    if isinstance(base, dict):
+        base = _with_preset(base, root.at("base"), path)
+        content["base"] = _with_preset(_with_overrides(base, changes, root), root.at("base"), path)
+    arms = content["arms"] = _arms_baseline_first(content.get("arms"), root.at("arms"))
+    study = from_mapping(StudyConfig, content, root)
+    _check_names(study, root)
+    _check_attention(study.base.attention, root.at("base.attention"))
+    _check_attention(study.base.probe.shadow, root.at("base.probe.shadow"))
+    for name, mapping in arms.items():
+        place = root.at("arms").at(name)
+        _check_attention(_overridden(study.base, mapping, place).attention, place.at("attention"))
+    return _with_early_step(study, root)
+
+
+def from_dict(cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
+    """Build the config dataclass `cls` from `mapping`; `to_dict` undoes it exactly.
+
+    ConfigError names `where`, the key and the nearest valid names.
+    """
+    return from_mapping(cls, mapping, Place(source=where))
+
+
+def override(arm: ArmConfig, mapping: Mapping[str, Any], where: str) -> ArmConfig:
+    """Return `arm` with the values of `mapping` laid over it, group by group.
+
+    An `attention` that names another implementation starts from that implementation's defaults.
+    ConfigError names `where`, the key and the nearest valid names.
+    """
+    return _overridden(arm, mapping, Place(source=where))
+
+
+def _overridden(arm: ArmConfig, mapping: Mapping[str, Any], place: Place) -> ArmConfig:
+    below = to_dict(arm)
+    attention = mapping.get("attention")
+    if isinstance(attention, Mapping):
+        implementation = attention.get("implementation", arm.attention.implementation)
+        if implementation != arm.attention.implementation:
+            below["attention"] = {}
+    return from_mapping(ArmConfig, merge(below, mapping), place)
+
+
+def _with_overrides(base: dict[str, Any], changes: Mapping[str, str], root: Place) -> Any:
+    for key, text in changes.items():
+        place = root.at("base").at(key)
+        try:
+            value = parse_value(text)
+        except ValueError as error:
+            raise place.error(f"must be YAML, got {text!r}: {error}") from error
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        base = merge(base, value)
+    return base
+
+
+def _with_preset(base: dict[str, Any], place: Place, study: Path) -> dict[str, Any]:
+    model = base.get("model")
+    values: dict[str, Any] = {}
+    if isinstance(model, str):
+        name, where = model, place.at("model")
+    elif isinstance(model, dict) and "preset" in model:
+        values = {key: value for key, value in model.items() if key != "preset"}
+        name, where = model["preset"], place.at("model.preset")
+    else:
+        return base
+    presets = _presets(study)
+    if name not in presets:
+        raise where.error(
+            f"must be a model preset, got {name!r}; nearest: {nearest(name, presets)}"
+        )
+    return {**base, "model": merge(read_mapping(presets[name]), values)}
+
+
+def _presets(study: Path) -> dict[str, Path]:
+    shipped = Path(__file__).parents[2] / "configs" / "model"
+    folders = (shipped, study.parent.parent / "model", study.parent / "model")
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+
+
+def _arms_baseline_first(arms: Any, place: Place) -> dict[str, dict[str, Any]]:
+    if arms is not None and not isinstance(arms, dict):
+        raise place.error(f"must be a mapping from arm names to overrides, got {arms!r}")
+    ordered = {BASELINE: {}, **(arms or {})}
+    for name, mapping in ordered.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise place.error(
+                f"a name must be 1 to 64 letters, digits, dots, '_' or '-', got {name!r}"
+            )
+        if mapping is not None and not isinstance(mapping, dict):
+            raise place.at(name).error(f"must be a mapping of overrides, got {mapping!r}")
+    if ordered[BASELINE]:
+        raise place.at(BASELINE).error(
+            f"must override nothing, got {ordered[BASELINE]!r}; put it in base, or name another arm"
+        )
+    return {name: mapping or {} for name, mapping in ordered.items()}
+
+
+def _check_names(study: StudyConfig, root: Place) -> None:
+    if not _NAME.fullmatch(study.name):
+        raise root.at("name").error(
+            f"must be 1 to 64 letters, digits, dots, '_' or '-', got {study.name!r}"
+        )
+    if study.yardstick and study.yardstick not in study.arms:
+        raise root.at("yardstick").error(
+            f"must be an arm, got {study.yardstick!r}; nearest: "
+            f"{nearest(study.yardstick, study.arms)}"
+        )
+    seeds = study.seeds
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise root.at("seeds").error(
+            f"must be different whole numbers from 0, at least one, got {list(seeds)}"
+        )
+
+
+def _check_attention(config: AttentionConfig, place: Place) -> None:
+    name = config.implementation
+    if name not in PROFILES_OF:
+        raise place.at("implementation").error(
+            f"must be a known attention, got {name!r}; nearest: {nearest(name, PROFILES_OF)}"
+        )
+    profiles = PROFILES_OF[name]
+    if not profiles and (config.profile or config.numerics):
+        raise place.error(f"{name} takes no profile and no numerics; PyTorch chooses its kernel")
+    if config.profile and config.profile not in profiles:
+        raise place.at("profile").error(
+            f"must be a profile of {name}, got {config.profile!r}; nearest: "
+            f"{nearest(config.profile, profiles)}"
+        )
+    for key, value in config.numerics.items():
+        try:
+            next(iter(profiles.values())).with_(**{key: value})
+        except (TypeError, ValueError) as error:
+            raise place.at("numerics").at(key).error(str(error)) from error
+
+
+def _with_early_step(study: StudyConfig, root: Place) -> StudyConfig:
+    train = study.base.train
+    planned = sorted({0, train.steps, *(s for s in train.snapshot_steps if 0 <= s <= train.steps)})
+    early = study.early_step
+    if early > train.steps and root.overridden:
+        early = train.steps
+    if early not in planned:
+        raise root.at("early_step").error(
+            f"must be a step with a snapshot, got {early}; nearest: "
+            f"{min(planned, key=lambda step: abs(step - early))}"
+        )
+    values = {field.name: getattr(study, field.name) for field in fields(study)}
+    return StudyConfig(**{**values, "early_step": early})
