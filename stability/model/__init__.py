@@ -1,0 +1,1 @@
+"""The language model that is trained, its initial weights, and its Lightning module."""

@@ -1,0 +1,111 @@
+"""A pre-norm decoder in the shape of GPT-2, which is given an attention function for each layer.
+
+Learned positions, LayerNorm, GELU, biases (save for the keys), output tied to the token embedding,
+no dropout (its randomness would be one more difference between two arms); optionally fewer kv heads
+and a per-head RMSNorm on q and k. Leaves out the attention itself, the initial weights
+(`init_schemes`) and the loss (`lightning_module`).
+
+Shapes: B batch, T tokens, W width, H query heads, G kv heads, D head_dim, V vocabulary.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners"; qk-norm as in
+arXiv 2309.14322.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from attention_kernels import AttentionFn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stability.config.schema import ModelConfig
+
+__all__ = ["GPT", "Block", "HeadNorm"]
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over head_dim with a learned scale, the same for every head."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(head_dim))
+
+    def forward(self, x_BHTD: Tensor) -> Tensor:
+        """Normalise in the dtype of the weights; the result has the dtype of the input."""
+        wide = x_BHTD.to(self.weight.dtype)
+        return F.rms_norm(wide, self.weight.shape, self.weight, eps=1e-6).to(x_BHTD.dtype)
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each normalised before and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, self.head_dim = config.width, config.width // config.heads
+        kv_width = (config.kv_heads or config.heads) * self.head_dim
+        self.attention_norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        # a key bias shifts all scores of a query alike, so softmax drops it: its gradient would be
+        # rounding noise, which Adam scales up to whole steps
+        self.key = nn.Linear(width, kv_width, bias=False)
+        self.value = nn.Linear(width, kv_width)
+        self.query_norm = HeadNorm(self.head_dim) if config.qk_norm else nn.Identity()
+        self.key_norm = HeadNorm(self.head_dim) if config.qk_norm else nn.Identity()
+        self.attention_residual = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_up = nn.Linear(width, 4 * width)
+        self.mlp_residual = nn.Linear(4 * width, width)
+
+    def forward(self, x_BTW: Tensor, attention: AttentionFn) -> Tensor:
+        """Return the residual stream after this layer, shaped as before."""
+        normed = self.attention_norm(x_BTW)
+        q_BHTD = self.query_norm(self._heads(self.query(normed)))
+        k_BGTD = self.key_norm(self._heads(self.key(normed)))
+        v_BGTD = self._heads(self.value(normed))
+        out_BHTD = attention(q_BHTD, k_BGTD, v_BGTD, causal=True)
+        x_BTW = x_BTW + self.attention_residual(out_BHTD.transpose(1, 2).flatten(2))
+        hidden = F.gelu(self.mlp_up(self.mlp_norm(x_BTW)), approximate="tanh")
+        return x_BTW + self.mlp_residual(hidden)
+
+    def _heads(self, x_BTW: Tensor) -> Tensor:
+        return x_BTW.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class GPT(nn.Module):
+    """The whole decoder; layer i, called `layer_<i>`, attends by `attention[i]`.
+
+    The attention functions are called, not owned: they are in no `state_dict`. ValueError if there
+    is not one for each layer.
+    """
+
+    def __init__(self, config: ModelConfig, attention: Sequence[AttentionFn]) -> None:
+        super().__init__()
+        if len(attention) != config.depth:
+            raise ValueError(
+                f"GPT: attention must hold one function a layer ({config.depth}), "
+                f"got {len(attention)}"
+            )
+        self.config = config
+        self.attention = tuple(attention)
+        # PyTorch's layers draw their first weights from the global generator: it is put back
+        with torch.random.fork_rng(devices=[]):
+            self.token_embedding = nn.Embedding(config.vocab_size, config.width)
+            self.position_embedding = nn.Embedding(config.context, config.width)
+            self.blocks = nn.ModuleDict({f"layer_{i}": Block(config) for i in range(config.depth)})
+            self.final_norm = nn.LayerNorm(config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits `(batch, tokens, vocab_size)` for int64 `tokens` `(batch, tokens)`.
+
+        ValueError if there are more tokens than the context holds.
+        """
+        if tokens.shape[1] > self.config.context:
+            raise ValueError(
+                f"GPT.forward: tokens must be at most {self.config.context} long, "
+                f"got {tuple(tokens.shape)}"
+            )
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x_BTW = self.token_embedding(tokens) + self.position_embedding(positions)
+        for block, attention in zip(self.blocks.values(), self.attention, strict=True):
+            x_BTW = cast("Block", block)(x_BTW, attention)
+        return F.linear(self.final_norm(x_BTW), self.token_embedding.weight)

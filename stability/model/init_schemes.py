@@ -1,0 +1,84 @@
+"""Initial weights by name, drawn from a seed alone.
+
+Every scheme draws embeddings from N(0, 0.02^2), sets biases to 0 and norm scales to 1; they differ
+in the matrices. Leaves out the 1-ULP nudge (`nudge`).
+
+Sources: GPT-2 scales the projections into the residual stream by 1/sqrt(2 * depth); Glorot and
+Bengio 2010 (`xavier`, uniform); He et al., arXiv 1502.01852 (`kaiming`, normal, fan-in);
+Saxe et al., arXiv 1312.6120 (`orthogonal`).
+"""
+
+import difflib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor, nn
+
+from stability.model.gpt import GPT
+
+__all__ = ["INIT_SCHEMES", "initialise"]
+
+_STD = 0.02
+
+
+def _gpt2(weight: Tensor, generator: Generator) -> Tensor:
+    return nn.init.normal_(weight, std=_STD, generator=generator)
+
+
+def _xavier(weight: Tensor, generator: Generator) -> Tensor:
+    return nn.init.xavier_uniform_(weight, generator=generator)
+
+
+def _kaiming(weight: Tensor, generator: Generator) -> Tensor:
+    return nn.init.kaiming_normal_(weight, nonlinearity="relu", generator=generator)
+
+
+def _orthogonal(weight: Tensor, generator: Generator) -> Tensor:
+    return nn.init.orthogonal_(weight, generator=generator)
+
+
+INIT_SCHEMES: dict[str, Callable[[Tensor, Generator], Tensor]] = {
+    "gpt2": _gpt2,
+    "xavier": _xavier,
+    "kaiming": _kaiming,
+    "orthogonal": _orthogonal,
+}
+"""How each scheme fills a matrix `(out_features, in_features)` in place."""
+
+
+def initialise(model: GPT, scheme: str, seed: int) -> None:
+    """Set every weight of `model`, in place, by the scheme called `scheme`.
+
+    Values are drawn in FP32 on the CPU from a generator of their own, then cast: the same seed
+    gives the same weights on every device, and no global generator moves. ValueError names the
+    nearest schemes.
+    """
+    if scheme not in INIT_SCHEMES:
+        near = difflib.get_close_matches(scheme, INIT_SCHEMES, n=3, cutoff=0.4)
+        raise ValueError(
+            f"initialise: scheme must be known, got {scheme!r}; "
+            f"nearest: {', '.join(near or INIT_SCHEMES)}"
+        )
+    generator = Generator().manual_seed(seed)
+    residual_scale = 1 / math.sqrt(2 * model.config.depth) if scheme == "gpt2" else 1.0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            _fill(name, value, INIT_SCHEMES[scheme], generator)
+            if name.endswith("_residual.weight"):
+                value *= residual_scale
+            parameter.copy_(value)
+
+
+def _fill(
+    name: str, value: Tensor, scheme: Callable[[Tensor, Generator], Tensor], generator: Generator
+) -> None:
+    if name.endswith("bias"):
+        value.zero_()
+    elif value.dim() == 1:
+        value.fill_(1.0)
+    elif "embedding" in name:
+        value.normal_(std=_STD, generator=generator)
+    else:
+        scheme(value, generator)

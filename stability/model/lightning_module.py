@@ -1,0 +1,76 @@
+"""The GPT as Lightning trains it: next-token loss, AdamW, and the learning rate's course.
+
+Leaves out everything that is recorded while it trains: callbacks do that.
+"""
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from stability.config.schema import OptimizerConfig
+from stability.model.gpt import GPT
+
+__all__ = ["LanguageModel", "learning_rate_factor"]
+
+_FINAL_FACTOR = 0.1
+
+
+def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
+    """Return the share of the peak learning rate at update `step`, counted from 0.
+
+    Linear to 1 at the `warmup_steps`-th update, then a cosine to a tenth at `steps`.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return _FINAL_FACTOR + (1 - _FINAL_FACTOR) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class LanguageModel(LightningModule):
+    """Trains `model` on blocks of tokens `(batch, context + 1)`, int64, for `steps` updates."""
+
+    def __init__(self, model: GPT, optimizer: OptimizerConfig, steps: int) -> None:
+        super().__init__()
+        self.model = model
+        self._optimizer = optimizer
+        self._steps = steps
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the mean cross-entropy of each next token, in nats, FP32 or FP64."""
+        logits = self.model(batch[:, :-1])
+        # half-precision logits would put their own rounding, 2**-8 at most, into the loss
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(wide.flatten(0, 1), batch[:, 1:].flatten())
+        # the loggers get it from callbacks.training_log, in time for the step's checkpoint
+        self.log("train/loss", loss, prog_bar=True, logger=False)
+        return loss
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Return AdamW, decaying matrices alone, and its schedule a step at a time."""
+        chosen = self._optimizer
+        parameters = list(self.model.parameters())
+        optimizer = AdamW(
+            [
+                {
+                    "params": [p for p in parameters if p.dim() >= 2],
+                    "weight_decay": chosen.weight_decay,
+                },
+                {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+            ],
+            lr=chosen.lr,
+            betas=chosen.betas,
+            eps=chosen.eps,
+        )
+        schedule = LambdaLR(
+            optimizer, lambda step: learning_rate_factor(step, chosen.warmup_steps, self._steps)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
