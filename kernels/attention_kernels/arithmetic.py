@@ -22,7 +22,9 @@ def ieee_arithmetic(device: torch.device) -> Iterator[None]:
     Uses the per-backend switches: torch refuses to read the older global one, even to save it,
     once a caller has set a per-backend one.
     """
-    cuda, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    cuda = torch.backends.cuda.matmul
+    # torch adds this attribute at run time, out of pyright's sight.
+    mkldnn = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = cuda.fp32_precision, mkldnn.fp32_precision
     with torch.autocast(device.type, enabled=False):
         cuda.fp32_precision = mkldnn.fp32_precision = "ieee"
