@@ -1,0 +1,1 @@
+"""Analysis: records in, dataclasses and plain sentences out."""

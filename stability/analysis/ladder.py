@@ -1,0 +1,213 @@
+"""The ladder: every arm's drift from the baseline at an early and at the last step, in order.
+
+A number here is always read at a step that all arms share, and keeps its value for each seed.
+Leaves out words (`verdict`), drawing (`report`) and confidence intervals.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stability.analysis.change import describe_change
+from stability.analysis.recorded import (
+    BASELINE,
+    RecordedArm,
+    RecordedRun,
+    RecordedStudy,
+    RunState,
+    read_study,
+)
+from stability.analysis.sampling import INDEPENDENT_AXES, w1_floor
+from stability.analysis.spread import Spread
+from stability.config.schema import Axis
+
+__all__ = ["EarlyLast", "Ladder", "Row", "build_ladder", "ladder_of", "planned_early_step"]
+
+LOSS_TAIL = 10
+"""The final loss is the mean over the last 1/LOSS_TAIL of the steps."""
+
+WORST_FIRST: tuple[RunState, ...] = (
+    "failed",
+    "interrupted",
+    "missing",
+    "created",
+    "running",
+    "finished",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyLast:
+    """One quantity at the ladder's two steps."""
+
+    early: Spread
+    last: Spread
+
+    def over(self, other: "EarlyLast") -> "EarlyLast":
+        """Return this divided by `other`, seed by seed at each step."""
+        return EarlyLast(early=self.early.over(other.early), last=self.last.over(other.last))
+
+    def to_dict(self) -> dict[str, object]:
+        """Return JSON-able values."""
+        return {"early": self.early.to_dict(), "last": self.last.to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One arm on the ladder. `state` is that of its worst seed."""
+
+    arm: str
+    axis: Axis
+    change: str
+    state: RunState
+    message: str
+    final_loss: Spread
+    rel_l2: EarlyLast
+    w1: EarlyLast
+    ratio: EarlyLast
+    """rel_l2 divided by the yardstick's, seed by seed."""
+    w1_floor: EarlyLast
+    """Below this W1 says nothing; only for arms on an axis with independent initial weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ladder:
+    """A study's arms by drift: the baseline, then from the least to the most moved."""
+
+    name: str
+    question: str
+    yardstick: str
+    seeds: tuple[int, ...]
+    steps: int
+    early_step: int
+    last_step: int
+    rows: tuple[Row, ...]
+
+    def row(self, arm: str) -> Row | None:
+        """Return the row of `arm`, if the study has it."""
+        return next((row for row in self.rows if row.arm == arm), None)
+
+    def rows_on(self, axis: Axis) -> tuple[Row, ...]:
+        """Return the rows of the arms that change `axis`, without the baseline."""
+        return tuple(row for row in self.rows if row.axis == axis and row.arm != BASELINE)
+
+    def to_json(self) -> str:
+        """Return the ladder as JSON text, every seed's value included."""
+        content = {
+            **{name: getattr(self, name) for name in self.__slots__ if name != "rows"},
+            "rows": [_row_dict(row) for row in self.rows],
+        }
+        return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def build_ladder(study_dir: Path) -> Ladder:
+    """Read the study in `study_dir` and return its ladder. ValueError as `read_study`."""
+    return ladder_of(read_study(study_dir))
+
+
+def ladder_of(study: RecordedStudy) -> Ladder:
+    """Return the ladder of a study that has been read."""
+    early = planned_early_step(study)
+    last = study.steps if study.steps in study.drift_steps else max(study.drift_steps, default=0)
+    last = last or study.steps
+    yardstick = study.arm(study.yardstick)
+    scale = _drift(yardstick, "rel_l2", early, last) if yardstick else _read({}, early, last)
+    rows = [_row(study, arm, early, last, scale) for arm in study.arms]
+    return Ladder(
+        name=study.name,
+        question=study.question,
+        yardstick=study.yardstick,
+        seeds=study.seeds,
+        steps=study.steps,
+        early_step=early,
+        last_step=last,
+        rows=tuple(sorted(rows, key=_rung)),
+    )
+
+
+def planned_early_step(study: RecordedStudy) -> int:
+    """Return the planned snapshot nearest below the early step asked for, but after step 0."""
+    planned = [step for step in study.planned_snapshots if step > 0]
+    return max((step for step in planned if step <= study.early_step), default=planned[0])
+
+
+def _rung(row: Row) -> tuple[bool, bool, float]:
+    """Sort by early drift, where chaos has had the least time; arms without a drift come last."""
+    drift = row.rel_l2.early if row.rel_l2.early.n else row.rel_l2.last
+    return row.arm != BASELINE, drift.n == 0 and row.arm != BASELINE, drift.mean if drift.n else 0.0
+
+
+def _row(study: RecordedStudy, arm: RecordedArm, early: int, last: int, scale: EarlyLast) -> Row:
+    rel_l2 = _drift(arm, "rel_l2", early, last)
+    state, message = _state(arm)
+    return Row(
+        arm=arm.name,
+        axis=arm.axis,
+        change=describe_change(study, arm),
+        state=state,
+        message=message,
+        final_loss=_final_loss(arm, study.steps),
+        rel_l2=rel_l2,
+        w1=_drift(arm, "w1", early, last),
+        ratio=rel_l2.over(scale),
+        w1_floor=_floor(arm, early, last),
+    )
+
+
+def _state(arm: RecordedArm) -> tuple[RunState, str]:
+    worst = min(arm.runs.values(), key=lambda run: WORST_FIRST.index(run.state))
+    if worst.state == "finished":
+        return worst.state, ""
+    finished = sum(run.state == "finished" for run in arm.runs.values())
+    said = f": {worst.message}" if worst.message else ""
+    done = f" ({finished} of {len(arm.runs)} seeds finished)" if finished else ""
+    return worst.state, f"seed {worst.seed} {worst.state}{said}{done}"
+
+
+def _final_loss(arm: RecordedArm, steps: int) -> Spread:
+    """Return each finished seed's mean loss over the last tenth of the steps."""
+    first = steps - max(1, round(steps / LOSS_TAIL))
+    found = {}
+    for seed, run in arm.runs.items():
+        losses = run.loss() if run.state == "finished" else {}
+        tail = [loss for step, loss in losses.items() if step >= first]
+        # with log_every beyond a tenth of the run, the last logged loss has to do
+        tail = tail or list(losses.values())[-1:]
+        if tail:
+            found[seed] = sum(tail) / len(tail)
+    return Spread(found)
+
+
+def _drift(arm: RecordedArm, metric: str, early: int, last: int) -> EarlyLast:
+    return _read({seed: run.drift(metric) for seed, run in arm.runs.items()}, early, last)
+
+
+def _read(by_seed: Mapping[int, Mapping[int, float]], early: int, last: int) -> EarlyLast:
+    def at(step: int) -> Spread:
+        return Spread({seed: values[step] for seed, values in by_seed.items() if step in values})
+
+    return EarlyLast(early=at(early), last=at(last))
+
+
+def _floor(arm: RecordedArm, early: int, last: int) -> EarlyLast:
+    runs = arm.runs if arm.axis in INDEPENDENT_AXES else {}
+    return EarlyLast(
+        early=_collect(runs, lambda run: w1_floor(run, early)),
+        last=_collect(runs, lambda run: w1_floor(run, last)),
+    )
+
+
+def _collect(
+    runs: Mapping[int, RecordedRun], measure: Callable[[RecordedRun], float | None]
+) -> Spread:
+    values = {seed: measure(run) for seed, run in runs.items()}
+    return Spread({seed: value for seed, value in values.items() if value is not None})
+
+
+def _row_dict(row: Row) -> dict[str, object]:
+    values = {name: getattr(row, name) for name in row.__slots__}
+    return {
+        name: value.to_dict() if isinstance(value, Spread | EarlyLast) else value
+        for name, value in values.items()
+    }

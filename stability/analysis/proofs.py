@@ -1,0 +1,88 @@
+"""The pair contract as the records prove it: which hashes of each run equal its baseline's.
+
+Leaves out refusing a run (`study.contract`): this only shows what the manifests hold.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stability.analysis.recorded import BASELINE, RecordedRun, RecordedStudy
+from stability.config.schema import Axis
+
+__all__ = ["HASHES", "Proof", "Verdict", "environment_of", "hash_proofs"]
+
+HASHES = ("init_weights", "text", "batches", "final_weights")
+"""The hashes of a manifest, in the order of a run."""
+
+Verdict = Literal["same", "different by design", "different", "unknown"]
+
+FREE: dict[str, tuple[Axis, ...]] = {
+    "init_weights": ("init", "seed"),
+    "text": (),
+    "batches": ("data_order",),
+}
+"""Axes that are meant to change a hash. Final weights may differ on every axis but `none`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """One hash of one run beside its baseline's; empty strings where a manifest has none yet."""
+
+    arm: str
+    seed: int
+    name: str
+    found: str
+    expected: str
+    verdict: Verdict
+
+
+def hash_proofs(study: RecordedStudy) -> list[Proof]:
+    """Return a proof for each run of each candidate and each hash, in the study's order."""
+    baseline = study.arm(BASELINE)
+    proofs = []
+    for arm in study.candidates:
+        for seed, run in arm.runs.items():
+            reference = baseline.runs.get(seed) if baseline else None
+            for name in HASHES:
+                found, expected = _hash(run, name), _hash(reference, name)
+                verdict = _verdict(name, arm.axis, found, expected)
+                proofs.append(
+                    Proof(
+                        arm=arm.name,
+                        seed=seed,
+                        name=name,
+                        found=found,
+                        expected=expected,
+                        verdict=verdict,
+                    )
+                )
+    return proofs
+
+
+def environment_of(study: RecordedStudy) -> dict[str, list[Any]]:
+    """Return the values found for each entry of the environment; there should be one of each."""
+    found: dict[str, list[Any]] = {}
+    for run in _runs(study):
+        for key, value in (run.manifest.environment if run.manifest else {}).items():
+            if value not in found.setdefault(key, []):
+                found[key].append(value)
+    return found
+
+
+def _runs(study: RecordedStudy) -> Iterator[RecordedRun]:
+    for arm in study.arms:
+        yield from arm.runs.values()
+
+
+def _hash(run: RecordedRun | None, name: str) -> str:
+    return run.manifest.hashes.get(name, "") if run and run.manifest else ""
+
+
+def _verdict(name: str, axis: Axis, found: str, expected: str) -> Verdict:
+    if not found or not expected:
+        return "unknown"
+    if found == expected:
+        return "same"
+    free = axis != "none" if name == "final_weights" else axis in FREE[name]
+    return "different by design" if free else "different"

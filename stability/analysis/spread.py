@@ -1,0 +1,96 @@
+"""A quantity measured once per seed: its mean never travels without its smallest and largest value.
+
+Leaves out where the values come from. Also holds how a single number is written in a table or a
+sentence, so that the terminal, the report and the verdict write it alike.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["EXACT_ZERO", "MISSING", "Spread", "plain", "scientific", "times"]
+
+EXACT_ZERO = "0 (exact)"
+MISSING = "\N{EN DASH}"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The values of one quantity by seed; empty where nothing was measured."""
+
+    per_seed: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def n(self) -> int:
+        """How many seeds were measured."""
+        return len(self.per_seed)
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds; NaN if there are none."""
+        return sum(self.per_seed.values()) / self.n if self.n else math.nan
+
+    @property
+    def low(self) -> float:
+        """Smallest seed; NaN if there are none, or if one of them is NaN."""
+        return self._extreme(min)
+
+    @property
+    def high(self) -> float:
+        """Largest seed; NaN if there are none, or if one of them is NaN."""
+        return self._extreme(max)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether there are seeds and each is exactly 0."""
+        return self.n > 0 and all(value == 0 for value in self.per_seed.values())
+
+    def over(self, other: "Spread") -> "Spread":
+        """Return this quantity divided by `other`, seed by seed.
+
+        Seeds that only one of them has, and seeds where `other` is 0, are left out.
+        """
+        return Spread(
+            {
+                seed: value / other.per_seed[seed]
+                for seed, value in self.per_seed.items()
+                if other.per_seed.get(seed)
+            }
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the spread as JSON-able values; non-finite numbers as strings, missing as None."""
+        summary = {"mean": self.mean, "min": self.low, "max": self.high}
+        return {
+            "n": self.n,
+            **{name: _jsonable(value) if self.n else None for name, value in summary.items()},
+            "per_seed": {str(seed): _jsonable(value) for seed, value in self.per_seed.items()},
+        }
+
+    def _extreme(self, choose) -> float:
+        values = list(self.per_seed.values())
+        if not values or any(math.isnan(value) for value in values):
+            return math.nan
+        return choose(values)
+
+
+def scientific(value: float) -> str:
+    """Write a drift: `3.1e-04`, an exact zero as `0 (exact)`."""
+    return EXACT_ZERO if value == 0 else f"{value:.1e}"
+
+
+def times(value: float) -> str:
+    """Write a ratio with two figures: `0.031x`, `0.97x`, `12x`; an exact zero as `0x`."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}x"
+    decimals = max(0, 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{min(decimals, 2)}f}x" if abs(value) >= 0.095 else f"{value:.1g}x"
+
+
+def plain(value: float) -> str:
+    """Write a loss: `1.234`."""
+    return f"{value:.3f}"
+
+
+def _jsonable(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

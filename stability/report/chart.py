@@ -1,0 +1,163 @@
+"""What a chart is to the report, and what all charts share: names as text, seeds thin, mean thick.
+
+A chart's colours for text and grid are left to the page, which knows whether it is light or dark.
+"""
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from stability.report.palette import ArmStyle
+
+__all__ = ["Chart", "Section", "arm_lines", "label", "make_figure", "mean_over_seeds"]
+
+POINTS = 800
+"""A line with more points than this is thinned; each stretch keeps its lowest and highest point."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """A figure with the words that belong under it.
+
+    A trace whose `meta` holds choices, e.g. {"metric": "w1"}, shows when its section has just these
+    chosen; `figure.layout.meta` may hold a layout patch for a choice: {"metric": {"w1": {...}}}.
+    """
+
+    key: str
+    title: str
+    caption: str
+    good: str
+    bad: str
+    figure: go.Figure
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """Charts on one subject, and what a reader can choose for all of them: name -> options."""
+
+    key: str
+    title: str
+    intro: str
+    charts: tuple[Chart, ...]
+    choices: Mapping[str, Sequence[str]]
+
+
+def label(name: str) -> str:
+    """Return `name` so that plotly, which reads tags in its texts, shows it as it is."""
+    return html.escape(name, quote=False)
+
+
+def make_figure(traces: Iterable[Mapping[str, Any]], *, height: int, **layout: Any) -> go.Figure:
+    """Return a figure of `traces` with the report's layout; `layout` adds to it."""
+    base = {
+        "height": height,
+        "margin": {"l": 8, "r": 12, "t": 12, "b": 8},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, sans-serif", "size": 13},
+        "legend": {"orientation": "h", "yanchor": "top", "y": -0.18, "x": 0},
+        "hoverlabel": {"namelength": -1},
+        "template": "none",
+    }
+    axis = {"automargin": True, "zeroline": False, "exponentformat": "power"}
+    for name in ("xaxis", "yaxis"):
+        layout[name] = {**axis, **layout.get(name, {})}
+    return go.Figure({"data": list(traces), "layout": {**base, **layout}})
+
+
+def mean_over_seeds(by_seed: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
+    """Return the mean at each step that every seed has."""
+    if not by_seed:
+        return {}
+    shared = set.intersection(*(set(values) for values in by_seed.values()))
+    return {
+        step: sum(values[step] for values in by_seed.values()) / len(by_seed)
+        for step in sorted(shared)
+    }
+
+
+def arm_lines(
+    arm: str,
+    by_seed: Mapping[int, Mapping[int, float]],
+    style: ArmStyle,
+    *,
+    bold: bool,
+    hover: str = "%{y:.3g}",
+    positive: bool = False,
+    meta: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Return an arm's traces: its seeds thin, their mean on top with the arm's name.
+
+    `positive` leaves out values that a log axis can't show. An arm that has nothing left, because
+    all of it is exactly zero, keeps its place in the legend and says so there.
+    """
+    by_seed = {seed: values for seed, values in by_seed.items() if values}
+    all_zero = positive and all(v == 0 for values in by_seed.values() for v in values.values())
+    shared = {
+        "type": "scatter",
+        "mode": "lines",
+        "legendgroup": arm,
+        "meta": dict(meta or {}),
+    }
+    lines = []
+    if len(by_seed) > 1 and not all_zero:
+        for seed, values in by_seed.items():
+            x, y = _points(values, positive)
+            lines.append(
+                {
+                    **shared,
+                    "x": x,
+                    "y": y,
+                    "opacity": 0.4,
+                    "showlegend": False,
+                    "hoverinfo": "skip",
+                    "name": f"{label(arm)}, seed {seed}",
+                    "line": {"color": style.colour, "width": 1, "dash": style.dash},
+                }
+            )
+    x, y = _points(mean_over_seeds(by_seed), positive)
+    name = f"{label(arm)}: 0 (exact)" if all_zero else label(arm)
+    return [
+        *lines,
+        {
+            **shared,
+            "x": x or [None],
+            "y": y or [None],
+            "name": name,
+            "mode": "lines+markers" if len(x) <= 40 else "lines",
+            "marker": {"symbol": style.symbol, "size": 7, "color": style.colour},
+            "line": {"color": style.colour, "width": 3 if bold else 1.6, "dash": style.dash},
+            "hovertemplate": f"{hover} at step %{{x}}",
+        },
+    ]
+
+
+def _points(values: Mapping[int, float], positive: bool) -> tuple[list[int], list[float | None]]:
+    kept = [
+        (step, value)
+        for step, value in sorted(values.items())
+        if not positive or value > 0 or math.isnan(value)
+    ]
+    kept = _thinned(kept)
+    return [step for step, _ in kept], [_rounded(value) for _, value in kept]
+
+
+def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    if len(points) <= POINTS:
+        return points
+    width = math.ceil(2 * len(points) / POINTS)
+    kept = set()
+    for start in range(0, len(points), width):
+        stretch = points[start : start + width]
+        kept |= {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+    return sorted(kept)
+
+
+def _rounded(value: float) -> float | None:
+    """Round to what a screen can show; a gap where the number is not finite."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

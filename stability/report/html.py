@@ -1,0 +1,99 @@
+"""The study as one HTML file that works from disk: no network, no server, nothing beside it.
+
+The page is a view of the records: the same records give the same bytes. Leaves out the numbers
+(`analysis`), the charts (`figures`) and the tables' cells (`page_tables`).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from stability.analysis.ladder import Ladder, ladder_of
+from stability.analysis.proofs import HASHES
+from stability.analysis.recorded import RecordedStudy, read_study
+from stability.analysis.verdict import notes, verdicts
+from stability.records.atomic import write_text
+from stability.records.layout import StudyPaths
+from stability.report.chart import Section
+from stability.report.figures import study_charts
+from stability.report.page_tables import (
+    changes,
+    environment_lines,
+    ladder_lines,
+    numerics_text,
+    proof_lines,
+)
+
+__all__ = ["render", "write_report"]
+
+PAGE = Path(__file__).parent / "page"
+"""Holds report.html.j2, report.css and report.js."""
+
+
+def write_report(study_dir: Path) -> Path:
+    """Write `report.html`, and `ladder.json` beside it, from the study's records.
+
+    Returns the path of the report. ValueError as `read_study`. Also works while the study runs.
+    """
+    study = read_study(study_dir)
+    ladder = ladder_of(study)
+    paths = StudyPaths(study_dir)
+    write_text(paths.ladder, ladder.to_json())
+    write_text(paths.report, render(study, ladder))
+    return paths.report
+
+
+def render(study: RecordedStudy, ladder: Ladder) -> str:
+    """Return the whole page; every name and message in it is shown as text, whatever it holds."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PAGE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    chart, sections = study_charts(study, ladder)
+    figures = {
+        shown.key: json.loads(shown.figure.to_json())
+        for shown in [chart, *(chart for section in sections for chart in section.charts)]
+    }
+    return environment.get_template("report.html.j2").render(
+        study=study,
+        ladder=ladder,
+        verdicts=verdicts(ladder),
+        notes=notes(ladder),
+        lines=ladder_lines(ladder),
+        chart=chart,
+        sections=sections,
+        changes=changes(study),
+        numerics=[(arm.name, numerics_text(arm)) for arm in study.arms],
+        hash_names=HASHES,
+        proofs=proof_lines(study),
+        environment=environment_lines(study),
+        figures=_script_json({"figures": figures, "choices": _choices(sections)}),
+        style=_verbatim("report.css"),
+        script=_verbatim("report.js"),
+        plotly=Markup(get_plotlyjs()),
+    )
+
+
+def _choices(sections: list[Section]) -> dict[str, dict[str, str]]:
+    """Return what is chosen at first in each section."""
+    return {
+        section.key: {name: options[0] for name, options in section.choices.items()}
+        for section in sections
+    }
+
+
+def _script_json(content: Any) -> Any:
+    """Return JSON that can't end or open a tag, whatever strings it holds, safe in a script."""
+    text = json.dumps(content, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c"))
+
+
+def _verbatim(name: str) -> Any:
+    return Markup((PAGE / name).read_text(encoding="utf-8"))

@@ -1,0 +1,178 @@
+"""The ladder as a picture: each arm's drift at the early and the last step, on one log axis.
+
+Leaves out the table beside it (`html`, `terminal`).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from stability.analysis.ladder import Ladder, Row
+from stability.analysis.recorded import BASELINE
+from stability.analysis.spread import EXACT_ZERO, Spread, scientific
+from stability.report.chart import Chart, label, make_figure
+from stability.report.palette import GREY, ArmStyle
+
+__all__ = ["ladder_chart"]
+
+HOLLOW = "-open"
+"""Plotly's suffix for the outline of a symbol: the early step."""
+
+
+def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
+    """Return the ladder chart: hollow is early, filled is last, whiskers reach over the seeds."""
+    rows = [row for row in ladder.rows if row.arm != BASELINE]
+    traces = [trace for place, row in enumerate(rows) for trace in _arm(row, place, styles)]
+    figure = make_figure(
+        [*traces, *_legend(ladder)],
+        height=130 + 40 * len(rows),
+        xaxis={
+            "type": "log",
+            "title": {"text": "drift from the baseline (relative L2)"},
+            "dtick": 1,
+        },
+        yaxis={
+            "tickvals": list(range(len(rows))),
+            "ticktext": [_tick(row) for row in rows],
+            "range": [len(rows) - 0.5, -0.5],
+            "showgrid": False,
+        },
+        shapes=_yardstick_lines(ladder),
+        annotations=[note for place, row in enumerate(rows) if (note := _note(row, place))],
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0},
+    )
+    return Chart(
+        key="ladder",
+        title="How far each change moves the weights",
+        caption=(
+            f"Hollow: step {ladder.early_step}; filled: step {ladder.last_step}; whiskers: "
+            "smallest to largest seed. Vertical lines: the yardstick at the same steps."
+        ),
+        good=(
+            "rerun sits at exactly 0, and a candidate's hollow mark lies left of the yardstick's "
+            "dotted line, clear of the nudge's."
+        ),
+        bad=(
+            "the candidate lies right of the yardstick early on. Filled marks that bunch together "
+            "mean that chaos has caught up: read only the hollow ones."
+        ),
+        figure=figure,
+    )
+
+
+def _arm(row: Row, place: int, styles: Mapping[str, ArmStyle]) -> list[dict[str, Any]]:
+    style = styles[row.arm]
+    early, last = row.rel_l2.early, row.rel_l2.last
+    shown = [spread.mean for spread in (early, last) if _can_show(spread)]
+    link = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": shown,
+        "y": [place] * len(shown),
+        "line": {"color": style.colour, "width": 1.5},
+        "opacity": 0.5,
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+    marks = [
+        _mark(spread, place, style, suffix)
+        for spread, suffix in ((early, HOLLOW), (last, ""))
+        if _can_show(spread)
+    ]
+    return [link, *marks]
+
+
+def _mark(spread: Spread, place: int, style: ArmStyle, suffix: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [spread.mean],
+        "y": [place],
+        "error_x": {
+            "type": "data",
+            "symmetric": False,
+            "array": [spread.high - spread.mean],
+            "arrayminus": [spread.mean - spread.low],
+            "color": style.colour,
+            "thickness": 2,
+            "width": 5,
+        },
+        "marker": {
+            "symbol": style.symbol + suffix,
+            "size": 13,
+            "color": style.colour,
+            "line": {"width": 2.5, "color": style.colour},
+        },
+        "hovertemplate": (
+            f"{scientific(spread.mean)} ({scientific(spread.low)} to {scientific(spread.high)})"
+            "<extra></extra>"
+        ),
+        "showlegend": False,
+    }
+
+
+def _legend(ladder: Ladder) -> list[dict[str, Any]]:
+    entries = [
+        (f"step {ladder.early_step}", "markers", {"symbol": "circle-open"}, None),
+        (f"step {ladder.last_step}", "markers", {"symbol": "circle"}, None),
+    ]
+    if _yardstick_lines(ladder):
+        entries.append((f"{label(ladder.yardstick)}, the yardstick", "lines", None, "dash"))
+    return [
+        {
+            "type": "scatter",
+            "mode": mode,
+            "x": [None],
+            "y": [None],
+            "name": name,
+            "marker": {"color": GREY, "size": 11, **(marker or {})},
+            "line": {"color": GREY, "dash": dash or "solid", "width": 1.5},
+            "hoverinfo": "skip",
+        }
+        for name, mode, marker, dash in entries
+    ]
+
+
+def _yardstick_lines(ladder: Ladder) -> list[dict[str, Any]]:
+    row = ladder.row(ladder.yardstick)
+    steps = ((row.rel_l2.early, "dot"), (row.rel_l2.last, "dash")) if row else ()
+    return [
+        {
+            "type": "line",
+            "x0": spread.mean,
+            "x1": spread.mean,
+            "y0": 0,
+            "y1": 1,
+            "yref": "paper",
+            "layer": "below",
+            "line": {"color": GREY, "width": 1.5, "dash": dash},
+        }
+        for spread, dash in steps
+        if _can_show(spread)
+    ]
+
+
+def _note(row: Row, place: int) -> dict[str, Any] | None:
+    if row.rel_l2.early.is_zero or row.rel_l2.last.is_zero:
+        text = f"◂ {EXACT_ZERO}, off the scale"
+    elif not row.rel_l2.early.n and not row.rel_l2.last.n:
+        text = f"no drift on record: {row.state}"
+    else:
+        return None
+    return {
+        "xref": "paper",
+        "x": 0.01,
+        "xanchor": "left",
+        "yref": "y",
+        "y": place,
+        "text": text,
+        "showarrow": False,
+    }
+
+
+def _tick(row: Row) -> str:
+    return f"<b>{label(row.arm)}</b>" if row.axis == "attention" else label(row.arm)
+
+
+def _can_show(spread: Spread) -> bool:
+    return spread.n > 0 and math.isfinite(spread.mean) and spread.mean > 0

@@ -1,0 +1,152 @@
+"""Loss and drift over the steps of training, one line an arm.
+
+Leaves out what happens inside attention (`deviation_charts`).
+"""
+
+from collections.abc import Mapping
+
+from stability.analysis.recorded import BASELINE, RecordedArm, RecordedStudy
+from stability.report.chart import Chart, Section, arm_lines, make_figure
+from stability.report.palette import ArmStyle
+
+__all__ = ["DRIFT_METRICS", "drift_section", "loss_section"]
+
+DRIFT_METRICS = {
+    "rel_l2": "drift of all weights: relative L2",
+    "w1": "W1 of all weights (units of the weights)",
+    "w1_over_std": "W1 of all weights / their standard deviation",
+    "mean_abs": "mean |difference| of all weights",
+    "max_abs": "largest |difference| of all weights",
+    "sign_flips": "share of weights with another sign",
+}
+STEPS = {"log steps": "log", "linear steps": "linear"}
+HEIGHT = 430
+
+
+def loss_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section:
+    """Return the training loss of each arm, and its difference from the baseline's."""
+    step_axis = {"title": {"text": "step"}}
+    losses = [
+        line
+        for arm in study.arms
+        for line in arm_lines(arm.name, _losses(arm), styles[arm.name], bold=_is_candidate(arm))
+    ]
+    differences = [
+        line
+        for arm in study.candidates
+        for line in arm_lines(
+            arm.name,
+            _loss_differences(study, arm),
+            styles[arm.name],
+            bold=_is_candidate(arm),
+            hover="%{y:+.3g}",
+        )
+    ]
+    loss = Chart(
+        key="loss",
+        title="Training loss",
+        caption="Thick: mean over the seeds; thin: each seed. All arms see the same batches.",
+        good="all arms lie on top of one another.",
+        bad="an arm leaves the bundle, or spikes where the others do not.",
+        figure=make_figure(
+            losses, height=HEIGHT, xaxis=step_axis, yaxis={"title": {"text": "loss (nats)"}}
+        ),
+    )
+    difference = Chart(
+        key="loss-difference",
+        title="Loss minus the baseline's, on the same batch",
+        caption="Paired by seed and step, so the noise of the batches cancels.",
+        good="it wanders around 0 with no trend.",
+        bad="it stays on one side of 0 and grows: the change costs (or wins) loss.",
+        figure=make_figure(
+            differences,
+            height=HEIGHT,
+            xaxis=step_axis,
+            yaxis={"title": {"text": "loss - baseline loss (nats)"}, "zeroline": True},
+        ),
+    )
+    return Section(key="loss", title="Loss", intro="", charts=(loss, difference), choices={})
+
+
+def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section:
+    """Return the drift of each arm over the steps, for each drift metric."""
+    lines = [
+        line
+        for metric in DRIFT_METRICS
+        for arm in study.candidates
+        for line in arm_lines(
+            arm.name,
+            {seed: run.drift(metric) for seed, run in arm.runs.items()},
+            styles[arm.name],
+            bold=_is_candidate(arm),
+            positive=True,
+            hover="%{y:.2e}",
+            meta={"metric": metric},
+        )
+    ]
+    patches = {
+        "metric": {key: {"yaxis.title.text": text} for key, text in DRIFT_METRICS.items()},
+        "steps": {name: {"xaxis.type": kind} for name, kind in STEPS.items()},
+    }
+    figure = make_figure(
+        lines,
+        height=520,
+        xaxis={"title": {"text": "step"}, "type": "log", "dtick": 1},
+        yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, "type": "log", "dtick": 1},
+        meta=patches,
+    )
+    chart = Chart(
+        key="drift",
+        title="Distance from the baseline's weights",
+        caption=(
+            "Against the baseline's snapshot of the same seed and step; both axes logarithmic. A "
+            "straight rise on linear steps is exponential growth. W1 is blind to position, so it "
+            "is far smaller than the others and never stands alone."
+        ),
+        good="a candidate runs below the yardstick from the first step on, and rerun stays at 0.",
+        bad=(
+            "a candidate starts above the yardstick. That all arms meet at the end is no sign of "
+            "either: chaos brings even the 1-ULP nudge there."
+        ),
+        figure=figure,
+        remarks=_zero_remarks(study),
+    )
+    return Section(
+        key="drift",
+        title="Drift",
+        intro="",
+        charts=(chart,),
+        choices={"metric": tuple(DRIFT_METRICS), "steps": tuple(STEPS)},
+    )
+
+
+def _is_candidate(arm: RecordedArm) -> bool:
+    return arm.axis == "attention"
+
+
+def _losses(arm: RecordedArm) -> dict[int, dict[int, float]]:
+    return {seed: run.loss() for seed, run in arm.runs.items()}
+
+
+def _loss_differences(study: RecordedStudy, arm: RecordedArm) -> dict[int, dict[int, float]]:
+    baseline = study.arm(BASELINE)
+    reference = _losses(baseline) if baseline else {}
+    return {
+        seed: {
+            step: loss - reference[seed][step]
+            for step, loss in losses.items()
+            if step in reference.get(seed, {})
+        }
+        for seed, losses in _losses(arm).items()
+    }
+
+
+def _zero_remarks(study: RecordedStudy) -> tuple[str, ...]:
+    remarks = []
+    for arm in study.candidates:
+        drifts = [value for run in arm.runs.values() for value in run.drift("rel_l2").values()]
+        if drifts and not any(drifts):
+            remarks.append(
+                f"{arm.name}: exactly 0 at all {len(drifts)} comparisons; a log axis can't show it."
+            )
+    return tuple(remarks)
