@@ -33,7 +33,7 @@ from attention_kernels.numerics import FlashNumerics
 from attention_kernels.triton_backward import dkv_kernel, dq_kernel
 from attention_kernels.triton_forward import forward_kernel
 
-__all__ = ["backward", "forward", "interpreted"]
+__all__ = ["backward", "compile_options", "forward", "interpreted", "kernel_constants"]
 
 _interpreter_lock = threading.Lock()
 
@@ -56,7 +56,7 @@ def forward(
         forward_kernel,
         _blocks(q, numerics.tiling.block_q),
         (q, k, v, out, lse, *strides, q.shape[1], q.shape[2], k.shape[2]),
-        _constants(q, k, causal, scale, numerics, points),
+        kernel_constants(q, k, causal, scale, numerics, points),
     )
     return out, lse
 
@@ -93,13 +93,15 @@ def backward(
         dq_kernel,
         _blocks(q, numerics.tiling.block_q),
         (q, k, v, out, dout, lse, delta, dq, *dq_strides, *lengths),
-        _constants(q, k, causal, scale, numerics, (*points, "delta", "dq_accumulator")),
+        kernel_constants(q, k, causal, scale, numerics, (*points, "delta", "dq_accumulator")),
     )
     _launch(
         dkv_kernel,
         _blocks(k, numerics.tiling.block_k),
         (q, k, v, dout, lse, delta, dk, dv, *dkv_strides, *lengths),
-        _constants(q, k, causal, scale, numerics, (*points, "probabilities", "dkv_accumulator")),
+        kernel_constants(
+            q, k, causal, scale, numerics, (*points, "probabilities", "dkv_accumulator")
+        ),
     )
     return dq, dk, dv
 
@@ -145,7 +147,7 @@ def _blocks(rows: Tensor, block: int) -> int:
     return rows.shape[0] * rows.shape[1] * ((rows.shape[2] + block - 1) // block)
 
 
-def _constants(
+def kernel_constants(
     q: Tensor,
     k: Tensor,
     causal: bool,
@@ -153,6 +155,7 @@ def _constants(
     numerics: FlashNumerics,
     points: tuple[str, ...],
 ) -> dict[str, Any]:
+    """Return a kernel's compile-time arguments; `points` are the rounding points it executes."""
     formats = numerics.to_dict()
     head_dim = q.shape[3]
     return {
@@ -166,6 +169,21 @@ def _constants(
         "WORK": tl.float64 if numerics.work_dtype() == torch.float64 else tl.float32,
         **{point.upper(): formats[point] for point in points},
     }
+
+
+def compile_options(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """Return the compiler options that can decide bits; they depend on no device.
+
+    A program gets 4 warps, 8 if its largest block of FP32 values would leave fewer than 64
+    registers a thread to one copy of it: at 64 x 128 the forward takes 173 registers on sm_90, at
+    64 x 256 it spills. FP fusion is off: a contracted multiply-add skips a rounding.
+    """
+    blocks = constants["BLOCK_Q"], constants["BLOCK_K"]
+    rows, columns = blocks[::-1] if kernel is dkv_kernel else blocks
+    accumulators = 2 if kernel is dkv_kernel else 1
+    values = accumulators * rows * max(columns, constants["BLOCK_D"])
+    registers = values * constants["WORK"].primitive_bitwidth // 32
+    return {"num_warps": 4 if registers <= 64 * 128 else 8, "enable_fp_fusion": False}
 
 
 def _launch(
@@ -198,17 +216,12 @@ def _run_compiled(
             "triton_launch: CUDA tensors must be run by compiled kernels, got a process that "
             "imported Triton with TRITON_INTERPRET set; unset it or use engine='twin'"
         )
+    options = compile_options(kernel, constants)
     # Stages only change how many tiles wait in shared memory, never an operation.
-    for stages in (3, 2, 1):
+    for stages in (2, 1):
         try:
             with torch.cuda.device(arguments[0].device):
-                kernel[(programs,)](
-                    *arguments,
-                    **constants,
-                    num_warps=num_warps(constants["BLOCK_D"]),
-                    num_stages=stages,
-                    enable_fp_fusion=False,
-                )
+                kernel[(programs,)](*arguments, **constants, **options, num_stages=stages)
             return
         except OutOfResources as error:
             too_large = error
@@ -218,8 +231,3 @@ def _run_compiled(
         f"({too_large.name}: {too_large.required} needed, {too_large.limit} there); "
         "use smaller blocks or engine='twin'"
     ) from too_large
-
-
-def num_warps(block_d: int) -> int:
-    """Return the warps of a program: a 64 x 256 FP32 accumulator leaves 4 warps no registers."""
-    return 4 if block_d <= 64 else 8

@@ -86,10 +86,9 @@ def operand(b, FORMAT: tl.constexpr, WORK: tl.constexpr):
     Where tensor cores read FORMAT and sum in WORK the block is held in FORMAT, else in WORK: the
     values are the same.
     """
-    TENSOR_CORES: tl.constexpr = COMPILED and tl.float32 == WORK
-    if TENSOR_CORES and FORMAT == "bf16":
+    if COMPILED and tl.float32 == WORK and FORMAT == "bf16":
         b_operand = b if b.dtype == tl.bfloat16 else b.to(tl.float32).to(tl.bfloat16)
-    elif TENSOR_CORES and FORMAT == "fp16":
+    elif COMPILED and tl.float32 == WORK and FORMAT == "fp16":
         b_operand = b if b.dtype == tl.float16 else b.to(tl.float32).to(tl.float16)
     else:
         b_operand = round_to(b.to(WORK), FORMAT)
