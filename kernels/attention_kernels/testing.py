@@ -2,10 +2,11 @@
 
 The budget is the rule of flash-attn's own tests: a candidate may err, against FP64, a small
 multiple of what plain attention in the same dtype errs on the same inputs. It scales with dtype,
-length and distribution, and leaves no tolerance to choose. Leaves out running any attention.
+length and distribution, and leaves no tolerance to choose. Leaves out which attentions to hold
+against each other, and at which inputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,7 +17,14 @@ from torch import Tensor
 from attention_kernels.formats import FORMATS
 from attention_kernels.numerics import input_format
 
-__all__ = ["HARD_SHAPES", "Shape", "assert_within_budget", "make_qkv", "nan_filled"]
+__all__ = [
+    "HARD_SHAPES",
+    "Shape",
+    "assert_within_budget",
+    "make_qkv",
+    "nan_filled",
+    "with_gradients",
+]
 
 
 class Shape(NamedTuple):
@@ -72,6 +80,19 @@ def make_qkv(
         draw(shape.kv_heads, shape.key_len),
         draw(shape.kv_heads, shape.key_len),
     )
+
+
+def with_gradients(
+    attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any
+) -> dict[str, Tensor]:
+    """Run `attention(q, k, v, **options)` and its backward; return out, dq, dk and dv by name.
+
+    `dout` is cast to the dtype of out. For gradients in FP64 hand the golden FP64 copies.
+    """
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, **options)
+    gradients = torch.autograd.grad(out, leaves, dout.to(out.dtype))
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
 
 
 def assert_within_budget(
