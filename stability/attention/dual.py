@@ -16,12 +16,15 @@ from attention_kernels import AttentionFn, golden_attention
 from attention_kernels.numerics import input_format
 from torch import Tensor
 
-from stability.metrics.deviation import DEVIATION_METRICS, deviation_tensor, relative_errors
+from stability.metrics.deviation import (
+    DEVIATION_METRICS,
+    GOLDEN_METRICS,
+    deviation_tensor,
+    golden_tensor,
+)
 from stability.records.names import deviation_name
 
-__all__ = ["GOLDEN_METRICS", "AttentionProbe", "DualAttention"]
-
-GOLDEN_METRICS = ("error_ratio", "golden_candidate_rel_fro", "golden_baseline_rel_fro")
+__all__ = ["AttentionProbe", "DualAttention"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,7 +60,7 @@ class AttentionProbe:
             row = deviation_tensor(candidate, baseline, output_format=input_format(out.dtype))
             if self.golden:
                 golden = golden_attention(q, k, v, causal=causal, scale=scale)
-                row = torch.cat([row, relative_errors(candidate, baseline, golden)])
+                row = torch.cat([row, golden_tensor(candidate, baseline, golden)])
             self._rows[layer] = row
 
     def collect(self) -> dict[str, float]:

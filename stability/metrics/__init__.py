@@ -1,0 +1,1 @@
+"""Measures on tensors: deviation, ULPs, Wasserstein distance, drift. Pure: torch and nothing else."""

@@ -4,17 +4,15 @@ import pytest
 import torch
 from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
 
-from stability.attention.dual import GOLDEN_METRICS, AttentionProbe, DualAttention
+from stability.attention.dual import AttentionProbe, DualAttention
 from stability.attention.schedule import EveryN
-from stability.metrics.deviation import DEVIATION_METRICS, deviation
+from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS, deviation
 
 
 def _inputs(dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
     shape = (2, 2, 24, 16)
-    return [
-        torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)
-    ]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
 
 
 def _harsh(q, k, v, *, causal, scale=None):

@@ -1,0 +1,113 @@
+"""Where a study keeps its files: `runs/<study>/<arm>/seed-<n>/`.
+
+Leaves out what is in them.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["RunPaths", "StudyPaths", "list_runs", "snapshot_steps"]
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SEED = re.compile(r"seed-(\d+)")
+_SNAPSHOT = re.compile(r"step-(\d{8})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class StudyPaths:
+    """The files of a study itself."""
+
+    root: Path
+
+    @property
+    def study(self) -> Path:
+        """The study as it was expanded: config and arms."""
+        return self.root / "study.json"
+
+    @property
+    def ladder(self) -> Path:
+        """The ladder as data."""
+        return self.root / "ladder.json"
+
+    @property
+    def report(self) -> Path:
+        """The report for people."""
+        return self.root / "report.html"
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The files of one arm with one seed."""
+
+    root: Path
+
+    @classmethod
+    def for_run(cls, study: Path, arm: str, seed: int) -> "RunPaths":
+        """Return the paths of a run below the study's folder.
+
+        ValueError if the arm's name could lead out of it.
+        """
+        if not _NAME.fullmatch(arm) or set(arm) == {"."}:
+            raise ValueError(
+                "RunPaths.for_run: arm must be 1 to 64 letters, digits, dots, '_' or '-', "
+                f"got {arm!r}"
+            )
+        if seed < 0:
+            raise ValueError(f"RunPaths.for_run: seed must be >= 0, got {seed}")
+        return cls(study / arm / f"seed-{seed}")
+
+    @property
+    def arm(self) -> str:
+        """The arm's name."""
+        return self.root.parent.name
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+        return int(self.root.name.removeprefix("seed-"))
+
+    @property
+    def manifest(self) -> Path:
+        """What the run is and how it went."""
+        return self.root / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A line per logged step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def snapshots_dir(self) -> Path:
+        """The folder of the weights."""
+        return self.root / "snapshots"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """The folder of what a resume needs."""
+        return self.root / "checkpoints"
+
+    @property
+    def wandb_dir(self) -> Path:
+        """The folder that W&B writes into."""
+        return self.root / "wandb"
+
+    def snapshot(self, step: int) -> Path:
+        """The weights after `step` updates."""
+        return self.snapshots_dir / f"step-{step:08d}.safetensors"
+
+
+def list_runs(study: Path) -> list[RunPaths]:
+    """Return the runs found below a study's folder, by arm and seed."""
+    found = [
+        RunPaths(path)
+        for path in study.glob("*/seed-*")
+        if path.is_dir() and _SEED.fullmatch(path.name)
+    ]
+    return sorted(found, key=lambda run: (run.arm, run.seed))
+
+
+def snapshot_steps(run: RunPaths) -> list[int]:
+    """Return the steps that a run has whole snapshots of, in order."""
+    matches = (_SNAPSHOT.fullmatch(path.name) for path in run.snapshots_dir.glob("*"))
+    return sorted(int(match.group(1)) for match in matches if match)

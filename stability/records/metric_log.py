@@ -1,0 +1,113 @@
+"""The metric log of a run: JSON lines, one per logged step and source, flushed as they are written.
+
+A line is `{"step": 3, "train/loss": 1.25}`; several lines may share a step. JSON has no NaN and no
+infinity, so they stand as the strings "nan", "inf" and "-inf"; any other string is a text entry,
+not a metric. A process killed while writing leaves at most a torn last line, which readers ignore
+and the next writer cuts off. Leaves out what the names mean (`names`).
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MetricLog", "Series", "read_metrics", "read_text"]
+
+_NON_FINITE = {"nan", "inf", "-inf"}
+
+
+@dataclass(slots=True)
+class Series:
+    """One metric: `values[i]` was logged at `steps[i]`, in the order of the log."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+class MetricLog:
+    """Appends to one run's log. Opens at the first line, so that making one writes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = None
+
+    def append(self, step: int, metrics: Mapping[str, float], **text: str) -> None:
+        """Write one line for `step`: numbers by metric name, and text entries by keyword."""
+        line: dict[str, Any] = {"step": step}
+        line |= {name: _to_json(float(value)) for name, value in metrics.items()}
+        encoded = json.dumps(line | text, allow_nan=False) + "\n"
+        if self._file is None:
+            self._file = self._open()
+        written = self._file.write(encoded.encode())
+        if written != len(encoded):
+            raise OSError(f"{self._path}: wrote {written} of {len(encoded)} bytes; disk full?")
+
+    def position(self) -> int:
+        """Return the length of the log in bytes: whole lines only."""
+        if self._file is not None:
+            return self._file.tell()
+        return self._path.read_bytes().rfind(b"\n") + 1 if self._path.exists() else 0
+
+    def truncate_to(self, position: int) -> None:
+        """Cut the log to `position` bytes, as `position()` once gave them.
+
+        ValueError if the log is shorter: it has lost lines that a checkpoint counts on.
+        """
+        length = self.position()
+        if length < position:
+            raise ValueError(
+                f"{self._path}: must be at least {position} bytes long to go on from the "
+                f"checkpoint, is {length}; remove the run's folder to start it anew"
+            )
+        self.close()
+        if self._path.exists():
+            with self._path.open("r+b") as file:
+                file.truncate(position)
+
+    def close(self) -> None:
+        """Close the file; the next `append` opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> Any:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.truncate_to(self.position())  # cuts off a torn last line
+        return self._path.open("ab", buffering=0)
+
+
+def read_metrics(path: Path) -> dict[str, Series]:
+    """Return every metric of a log by name; ValueError names a line that is no JSON object."""
+    found: dict[str, Series] = {}
+    for line in _lines(path):
+        step = line.pop("step")
+        for name, value in line.items():
+            if isinstance(value, str) and value not in _NON_FINITE:
+                continue
+            series = found.setdefault(name, Series())
+            series.steps.append(step)
+            series.values.append(float(value))
+    return found
+
+
+def read_text(path: Path, key: str) -> dict[int, str]:
+    """Return a text entry by step; ValueError as `read_metrics`."""
+    return {line["step"]: line[key] for line in _lines(path) if key in line}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    *whole, _torn = path.read_bytes().split(b"\n")
+    for number, raw in enumerate(whole, start=1):
+        try:
+            line = json.loads(raw)
+        except ValueError as error:
+            raise ValueError(f"{path}: line {number} must be JSON, is {raw[:60]!r}") from error
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise ValueError(f"{path}: line {number} must be an object with a step: {raw[:60]!r}")
+        yield line
+
+
+def _to_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

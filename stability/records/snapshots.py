@@ -1,0 +1,51 @@
+"""Weights on disk as safetensors, and the hash that says two sets of weights are the same bits.
+
+Leaves out when to write them (`callbacks.snapshot_writer`).
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stability.records.atomic import atomic_path
+
+__all__ = ["hash_state", "read_snapshot", "write_snapshot"]
+
+
+def write_snapshot(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write tensors by name, whole or not at all; dtypes are kept.
+
+    A tensor that shares memory with another is written once for each name.
+    """
+    with atomic_path(path) as temporary:
+        save_file({name: _own(tensor) for name, tensor in state.items()}, temporary)
+
+
+def read_snapshot(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a snapshot by name, on the CPU.
+
+    ValueError, naming the file, if it is missing or damaged.
+    """
+    try:
+        return load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{path}: must be a whole snapshot: {error}") from error
+
+
+def hash_state(state: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 over names, dtypes, shapes and bits, in the order of names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = _own(state[name])
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
