@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-
-from attention_kernels import BASELINE_PROFILES, BaselineNumerics, baseline_attention
-from attention_kernels import golden_attention
+from attention_kernels import (
+    BASELINE_PROFILES,
+    BaselineNumerics,
+    baseline_attention,
+    golden_attention,
+)
 from attention_kernels.testing import HARD_SHAPES, Shape, make_qkv, with_gradients
 
 SHAPE = Shape(2, 4, 2, 65, 65, 40)

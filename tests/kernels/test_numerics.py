@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-
 from attention_kernels.numerics import BaselineNumerics, FlashNumerics, Tiling, input_format
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
 

@@ -1,0 +1,63 @@
+"""The tools that users gate their own kernels with fail when they should."""
+
+import pytest
+import torch
+from attention_kernels.testing import (
+    HARD_SHAPES,
+    Shape,
+    assert_within_budget,
+    make_qkv,
+    nan_filled,
+)
+
+GOLDEN = torch.tensor([1.0, -1.5], dtype=torch.float64)
+
+
+def shifted(by, dtype=torch.float32):
+    return (GOLDEN + by).to(dtype)
+
+
+def test_the_budget_is_the_factor_times_the_baselines_error():
+    assert_within_budget(shifted(0.25), shifted(0.125), GOLDEN, factor=2)
+    with pytest.raises(AssertionError, match=r"dq: max error 2.500e-01 is over the budget 1.250e"):
+        assert_within_budget(shifted(0.25), shifted(0.125), GOLDEN, factor=1, what="dq")
+
+
+def test_a_correctly_rounded_candidate_passes_beside_an_exact_baseline():
+    golden = torch.tensor([1 + 2**-8], dtype=torch.float64)  # the middle of two BF16 values
+    assert_within_budget(golden.bfloat16(), golden, golden)
+    wrong = torch.tensor([1 + 2**-7 + 2**-7], dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match=r"out: .* of the baseline \+ 3.906e-03 of rounding"):
+        assert_within_budget(wrong, golden, golden)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_candidate_that_is_not_finite_always_fails(value):
+    with pytest.raises(AssertionError, match="out: max error"):
+        assert_within_budget(torch.full((2,), value), shifted(0.5), GOLDEN, factor=1e9)
+
+
+def test_uninitialised_memory_is_nan_inside_and_restored_after():
+    before = torch.empty
+    with nan_filled():
+        x = torch.ones(3)
+        for made in (torch.empty(3), torch.empty_like(x), x.new_empty(3)):
+            assert made.isnan().all()
+        assert torch.empty_strided((2, 2), (1, 2)).isnan().all()
+        assert torch.empty(3, dtype=torch.int32).dtype == torch.int32
+    assert torch.empty is before
+
+
+def test_inputs_lie_on_the_grid_of_their_dtype_and_follow_the_outlier_law():
+    shape = Shape(1, 4, 2, 512, 300, 64)
+    q, k, v = make_qkv(shape, torch.float16, torch.Generator().manual_seed(0), outliers=True)
+    assert (q.dtype, q.shape, k.shape) == (torch.float16, (1, 4, 512, 64), (1, 2, 300, 64))
+    assert v.shape == k.shape
+    # Variance 1 + 0.001 * 100; the fourth moment 3 (1 + ...) makes its own error about 1 %.
+    assert q.float().var().item() == pytest.approx(1.1, rel=0.05)
+    assert 2e-4 < (q.abs() > 5).float().mean().item() < 1e-3
+
+
+def test_shape_ids_spell_the_shape_and_are_unique():
+    assert str(Shape(1, 3, 1, 113, 203, 96)) == "b1-h3-g1-q113-k203-d96"
+    assert len({str(shape) for shape in HARD_SHAPES}) == len(HARD_SHAPES)
