@@ -1,0 +1,88 @@
+"""The text of an arm as Lightning reads it: batch t is a function of text, order seed and t.
+
+A resumed run goes on at the trainer's own step; nothing about the data needs to be stored.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from stability.config.schema import DataConfig
+from stability.data.batch_loader import BatchLoader
+from stability.data.blocks import cut_blocks
+from stability.data.fingerprint import hash_tokens
+from stability.data.sources import load_texts
+from stability.data.tokenizers import load_tokenizer
+
+__all__ = ["TextDataModule"]
+
+
+class TextDataModule(LightningDataModule):
+    """Batches `(batch_size, context + 1)` of int64 tokens, for `steps` updates.
+
+    After `setup`: `text_hash` (SHA-256 of the tokens) and `vocab_size` (of the tokenizer).
+    """
+
+    text_hash: str
+    vocab_size: int
+
+    def __init__(
+        self, data: DataConfig, *, context: int, batch_size: int, steps: int, order_seed: int
+    ) -> None:
+        super().__init__()
+        self.data = data
+        self.context = context
+        self.batch_size = batch_size
+        self.steps = steps
+        self.order_seed = order_seed
+        self._blocks: Tensor | None = None
+
+    def setup(self, stage: str = "fit") -> None:
+        """Read and tokenise the text, once.
+
+        ValueError for a text that is missing, empty, or too short for one batch.
+        """
+        if self._blocks is not None:
+            return
+        tokens, self.vocab_size, self.text_hash = _load_tokens(self.data, _stamp(self.data))
+        blocks = cut_blocks(tokens, self.context)
+        needed = max(2, self.batch_size)
+        if len(blocks) < needed:
+            raise ValueError(
+                f"data.source must hold {needed} blocks of {self.context + 1} tokens, got "
+                f"{self.data.source!r}, which is too short: {len(tokens)} tokens"
+            )
+        self._blocks = blocks
+
+    def train_dataloader(self) -> BatchLoader:
+        """Return the batches from the trainer's current step to the last."""
+        if self._blocks is None:
+            raise ValueError("TextDataModule: setup must be called before train_dataloader")
+        trainer = self.trainer
+        per_step = trainer.accumulate_grad_batches if trainer else 1
+        return BatchLoader(
+            self._blocks,
+            order_seed=self.order_seed,
+            batch_size=self.batch_size,
+            batches=self.steps * per_step,
+            first=lambda: trainer.global_step * per_step if trainer else 0,
+            workers=self.data.workers,
+        )
+
+
+def _stamp(data: DataConfig) -> tuple[int, int]:
+    path = Path(data.source)
+    if not path.is_file():
+        return (0, 0)
+    status = path.stat()
+    return (status.st_mtime_ns, status.st_size)
+
+
+# the runs of a study read the same text one after another
+@lru_cache(maxsize=1)
+def _load_tokens(data: DataConfig, stamp: tuple[int, int]) -> tuple[Tensor, int, str]:
+    tokenizer = load_tokenizer(data.tokenizer)
+    tokens = tokenizer.encode(load_texts(data))
+    return tokens, tokenizer.vocab_size, hash_tokens(tokens)
