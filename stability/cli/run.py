@@ -49,10 +49,7 @@ def run(
     report = write_report(folder)
     print_ladder(build_ladder(folder), console)
     console.print(f"\nreport: {report}", soft_wrap=True, highlight=False)
-    states = [
-        read_manifest(run.paths.manifest).state for run in runs if run.paths.manifest.exists()
-    ]
-    return 0 if states.count("finished") == len(runs) else 1
+    return 0 if all(is_finished(run) for run in runs) else 1
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -1,1 +1,7 @@
 """Measures on tensors: deviation, ULPs, Wasserstein distance, drift. Pure: torch and nothing else."""
+
+from stability.metrics.deviation import deviation
+from stability.metrics.drift import drift
+from stability.metrics.wasserstein import wasserstein_1d
+
+__all__ = ["deviation", "drift", "wasserstein_1d"]

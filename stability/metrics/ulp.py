@@ -1,13 +1,17 @@
 """Units in the last place: the spacing of a format's grid at a value.
 
-Leaves out averages over tensors (`deviation`).
+Powers of two are made from the bits of FP64: `torch.ldexp` raises 2 in FP32, so it overflows at
+2^128, and `torch.frexp` gives zero the exponent of 0.5. Leaves out averages over tensors
+(`deviation`).
 """
 
 import torch
-from attention_kernels.formats import format_named
+from attention_kernels.formats import Format, format_named
 from torch import Tensor
 
 __all__ = ["signed_ulp_error", "ulp_distance", "ulp_size"]
+
+_FP64_MANTISSA_BITS, _FP64_BIAS, _FP64_EXPONENT_MASK = 52, 1023, 0x7FF
 
 _ORDERED = {
     torch.bfloat16: torch.int16,
@@ -17,38 +21,46 @@ _ORDERED = {
 }
 
 
-def ulp_size(x: Tensor, format: str) -> Tensor:
+def ulp_size(x: Tensor, format: str | Format) -> Tensor:
     """Return the spacing of `format` at |x|, in FP64 and the shape of x; x is taken as FP64.
 
-    In [2^e, 2^(e+1)) it is 2^(e - mantissa_bits); below the smallest normal value it is the
-    spacing of the subnormals. NaN and infinity give the spacing of the subnormals.
+    In [2^e, 2^(e+1)) it is 2^(e - mantissa_bits). Below the smallest normal value, zero included,
+    it is the spacing of the subnormals; beyond the largest value, the spacing just below that.
+    NaN and infinity give NaN.
     """
-    target = format_named(format)
-    exponent = torch.frexp(x.double()).exponent - 1
-    exponent = exponent.clamp(min=target.min_exponent) - target.mantissa_bits
-    return torch.ldexp(torch.ones((), dtype=torch.float64, device=x.device), exponent)
+    target = format if isinstance(format, Format) else format_named(format)
+    x64 = x.detach().double()
+    exponent = (x64.view(torch.int64) >> _FP64_MANTISSA_BITS) & _FP64_EXPONENT_MASK
+    exponent.sub_(_FP64_BIAS).clamp_(min=target.min_exponent, max=1 - target.min_exponent)
+    power = (exponent.add_(_FP64_BIAS) << _FP64_MANTISSA_BITS).view(torch.float64)
+    return torch.where(torch.isfinite(x64), power * 2.0**-target.mantissa_bits, torch.nan)
 
 
-def signed_ulp_error(x: Tensor, reference: Tensor, format: str) -> Tensor:
-    """Return (x - reference) in ULPs of `format` at the reference, in FP64."""
-    return (x.double() - reference.double()) / ulp_size(reference, format)
+def signed_ulp_error(x: Tensor, reference: Tensor, format: str | Format) -> Tensor:
+    """Return (x - reference) in ULPs of `format` at the reference, in FP64 and their shape."""
+    return (x.detach().double() - reference.detach().double()) / ulp_size(reference, format)
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
-    """Return how many representable values lie between a and b, as int64 in their shape.
+    """Return how many steps on their dtype's grid lead from a to b, as int64 in their shape.
 
-    Both have one floating dtype; +0 and -0 are the same value. ValueError for different dtypes.
-    FP64 values of opposite sign may be further apart than int64 holds.
+    +0 and -0 are the same value. A NaN on either side gives the largest int64, and so do FP64
+    values that are further apart than that. ValueError unless both have one floating dtype.
     """
     if a.dtype != b.dtype or a.dtype not in _ORDERED:
         raise ValueError(
-            f"ulp_distance: a and b must have one floating dtype, got {a.dtype} and {b.dtype}"
+            f"ulp_distance: a and b must have one floating dtype, got {a.dtype} and {b.dtype}; "
+            "convert the wider one"
         )
-    return (_ordered(a) - _ordered(b)).abs()
+    first, second = _ordered(a), _ordered(b)
+    distance = torch.maximum(first, second) - torch.minimum(first, second)
+    # a negative difference has wrapped around
+    unreachable = torch.isnan(a) | torch.isnan(b) | (distance < 0)
+    return distance.masked_fill_(unreachable, torch.iinfo(torch.int64).max)
 
 
 def _ordered(x: Tensor) -> Tensor:
     """Map values to integers that count representable values from zero."""
     integer = _ORDERED[x.dtype]
-    bits = x.contiguous().view(integer).long()
+    bits = x.detach().view(integer).long()
     return torch.where(bits < 0, torch.iinfo(integer).min - bits, bits)
