@@ -1,7 +1,7 @@
 """What an arm changes, as one short human sentence made from its diff against the baseline.
 
-Leaves out whether the change is allowed (`study.contract`). The probe only looks, so its
-differences never count as a change.
+Leaves out whether the change is allowed (`study.contract`). The probe only looks, so a diff
+(`config.diff`) never names it.
 """
 
 from collections.abc import Mapping
@@ -9,23 +9,20 @@ from typing import Any
 
 from stability.analysis.recorded import BASELINE, RecordedArm, RecordedStudy
 
-__all__ = ["OBSERVER", "attention_label", "describe_change"]
-
-OBSERVER = "probe."
-"""Config paths below this change what is measured, not what is trained."""
+__all__ = ["attention_label", "describe_change"]
 
 
 def describe_change(study: RecordedStudy, arm: RecordedArm) -> str:
     """Return what `arm` changes, e.g. `attention: baseline -> flash:all_bf16`."""
     if arm.name == BASELINE:
         attention = attention_label(study.base.get("attention", {}))
-        return f"the reference: {attention} attention, {study.base.get('precision', '?')}"
-    diff = {path: values for path, values in arm.diff.items() if not path.startswith(OBSERVER)}
-    if not diff:
+        return f"the reference: {attention}, {study.base.get('precision', '?')}"
+    if not arm.diff:
         return "nothing (A/A)"
-    attention = {path: values for path, values in diff.items() if path.startswith("attention")}
+    attention = {path: values for path, values in arm.diff.items() if path.startswith("attention.")}
+    rest = {path: values for path, values in arm.diff.items() if path not in attention}
     parts = [_describe_attention(study, attention)] if attention else []
-    parts += [_describe(path, *values) for path, values in diff.items() if path not in attention]
+    parts += [_describe(path, *values) for path, values in rest.items()]
     return "; ".join(parts)
 
 
@@ -34,7 +31,8 @@ def attention_label(attention: Mapping[str, Any]) -> str:
     label = str(attention.get("implementation", "baseline"))
     if attention.get("profile"):
         label += f":{attention['profile']}"
-    extras = [f"{key}={value}" for key, value in (attention.get("numerics") or {}).items()]
+    numerics = attention.get("numerics", {})
+    extras = [f"{key}={value}" for key, value in numerics.items() if value is not None]
     if attention.get("engine", "auto") != "auto":
         extras.append(f"engine={attention['engine']}")
     return f"{label} ({', '.join(extras)})" if extras else label
@@ -42,16 +40,13 @@ def attention_label(attention: Mapping[str, Any]) -> str:
 
 def _describe_attention(study: RecordedStudy, diff: Mapping[str, list[Any]]) -> str:
     before = dict(study.base.get("attention", {}))
-    after = {**before, "numerics": dict(before.get("numerics") or {})}
+    after = {**before, "numerics": dict(before.get("numerics", {}))}
     for path, (_, value) in diff.items():
-        _, _, key = path.partition(".")
-        group, _, field = key.partition(".")
+        _, key, *field = path.split(".")
         if field:
-            after[group] = {**(after.get(group) or {}), field: value}
-        elif key:
-            after[key] = value
+            after[key][field[0]] = value
         else:
-            after = dict(value)
+            after[key] = value
     return f"attention: {attention_label(before)} -> {attention_label(after)}"
 
 

@@ -31,7 +31,6 @@ WORST_FIRST: tuple[RunState, ...] = (
     "failed",
     "interrupted",
     "missing",
-    "created",
     "running",
     "finished",
 )

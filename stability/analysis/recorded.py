@@ -19,7 +19,7 @@ from stability.records.names import TRAIN_LOSS, drift_name
 __all__ = ["BASELINE", "RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "read_study"]
 
 BASELINE = "baseline"
-RunState = Literal["created", "running", "interrupted", "failed", "finished", "missing"]
+RunState = Literal["running", "interrupted", "failed", "finished", "missing"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ def read_study(study_dir: Path) -> RecordedStudy:
     """
     path = StudyPaths(study_dir).study
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         config, arms = content["config"], content["arms"]
         return RecordedStudy(
             name=config["name"],

@@ -5,10 +5,11 @@ sentence, so that the terminal, the report and the verdict write it alike.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["EXACT_ZERO", "MISSING", "Spread", "plain", "scientific", "times"]
+__all__ = ["EXACT_ZERO", "MISSING", "Spread", "plain", "scientific", "span", "times"]
 
 EXACT_ZERO = "0 (exact)"
 MISSING = "\N{EN DASH}"
@@ -67,7 +68,7 @@ class Spread:
             "per_seed": {str(seed): _jsonable(value) for seed, value in self.per_seed.items()},
         }
 
-    def _extreme(self, choose) -> float:
+    def _extreme(self, choose: Callable[[list[float]], float]) -> float:
         values = list(self.per_seed.values())
         if not values or any(math.isnan(value) for value in values):
             return math.nan
@@ -81,15 +82,26 @@ def scientific(value: float) -> str:
 
 def times(value: float) -> str:
     """Write a ratio with two figures: `0.031x`, `0.97x`, `12x`; an exact zero as `0x`."""
-    if value == 0 or not math.isfinite(value):
+    if value == 0 or not math.isfinite(value) or abs(value) >= 9.95:
         return f"{value:.0f}x"
-    decimals = max(0, 1 - math.floor(math.log10(abs(value))))
-    return f"{value:.{min(decimals, 2)}f}x" if abs(value) >= 0.095 else f"{value:.1g}x"
+    return f"{value:#.2g}x"
 
 
 def plain(value: float) -> str:
     """Write a loss: `1.234`."""
     return f"{value:.3f}"
+
+
+def span(spread: Spread, write: Callable[[float], str], between: str) -> str:
+    """Write the range over the seeds, a shared unit once: `5.5 to 5.9e-05`, `0.31 to 0.33x`.
+
+    Empty if there are no seeds, or if they can't be told apart as written.
+    """
+    low, high = write(spread.low), write(spread.high)
+    if low == high or not spread.n:
+        return ""
+    number, unit = re.match(r"([\d.]*)(.*)", low).groups()
+    return f"{number if high.endswith(unit) else low}{between}{high}"
 
 
 def _jsonable(value: float) -> float | str:

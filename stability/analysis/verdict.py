@@ -1,13 +1,15 @@
 """What the ladder says, in plain sentences that claim no more than the numbers do.
 
 The chaos rule: tiny differences grow exponentially and then saturate, so a drift is told from chaos
-only while the 1-ULP nudge has gone less than half as far. Leaves out confidence intervals and
+only while the 1-ULP nudge has gone less than half as far. Leaves out intervals and
 growth rates.
 """
 
+from collections.abc import Callable
+
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.recorded import BASELINE
-from stability.analysis.spread import MISSING, Spread, scientific, times
+from stability.analysis.spread import MISSING, Spread, scientific, span, times
 
 __all__ = ["CHAOS_SHARE", "notes", "sentence", "swamped_by_chaos", "verdicts"]
 
@@ -81,11 +83,11 @@ def _distances(ladder: Ladder, row: Row) -> str:
     )
 
 
-def _with_range(spread: Spread, write) -> str:
+def _with_range(spread: Spread, write: Callable[[float], str]) -> str:
     if not spread.n:
         return MISSING
-    ends = write(spread.low), write(spread.high)
-    return write(spread.mean) + (f" ({ends[0]} to {ends[1]})" if ends[0] != ends[1] else "")
+    ends = span(spread, write, " to ")
+    return f"{write(spread.mean)} ({ends})" if ends else write(spread.mean)
 
 
 def _chaos(ladder: Ladder, row: Row) -> str:
@@ -97,13 +99,13 @@ def _chaos(ladder: Ladder, row: Row) -> str:
     last = swamped_by_chaos(ladder, row, early=False)
     if early.n:
         return (
-            f"already at step {ladder.early_step} the 1-ULP nudge has gone {times(early.mean)} as "
-            "far, so neither figure can be told from chaos"
+            f"already at step {ladder.early_step} the 1-ULP nudge has itself gone "
+            f"{times(early.mean)} as far, so neither figure can be told from chaos"
         )
     if last.n:
         return (
-            f"by step {ladder.last_step} the 1-ULP nudge has gone {times(last.mean)} as far, so "
-            "only the early figure can be told from chaos"
+            f"by step {ladder.last_step} the 1-ULP nudge has itself gone {times(last.mean)} as "
+            "far, so only the early figure can be told from chaos"
         )
     return ""
 

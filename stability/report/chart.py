@@ -64,9 +64,15 @@ def make_figure(traces: Iterable[Mapping[str, Any]], *, height: int, **layout: A
         "hoverlabel": {"namelength": -1},
         "template": "none",
     }
-    axis = {"automargin": True, "zeroline": False, "exponentformat": "power"}
+    axis = {
+        "automargin": True,
+        "zeroline": False,
+        "exponentformat": "power",
+        "tickfont": {"size": 12},
+    }
     for name in ("xaxis", "yaxis"):
         layout[name] = {**axis, **layout.get(name, {})}
+        layout[name]["title"] = {**layout[name].get("title", {}), "font": {"size": 13}}
     return go.Figure({"data": list(traces), "layout": {**base, **layout}})
 
 
@@ -89,11 +95,13 @@ def arm_lines(
     bold: bool,
     hover: str = "%{y:.3g}",
     positive: bool = False,
+    hidden: bool = False,
     meta: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Return an arm's traces: its seeds thin, their mean on top with the arm's name.
 
-    `positive` leaves out values that a log axis can't show. An arm that has nothing left, because
+    `hidden` shows the arm only once its name in the legend is clicked; `positive` leaves out values
+    that a log axis can't show. An arm that has nothing left, because
     all of it is exactly zero, keeps its place in the legend and says so there.
     """
     by_seed = {seed: values for seed, values in by_seed.items() if values}
@@ -103,6 +111,7 @@ def arm_lines(
         "mode": "lines",
         "legendgroup": arm,
         "meta": dict(meta or {}),
+        "visible": "legendonly" if hidden else True,
     }
     lines = []
     if len(by_seed) > 1 and not all_zero:

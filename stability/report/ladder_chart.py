@@ -46,7 +46,7 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
         title="How far each change moves the weights",
         caption=(
             f"Hollow: step {ladder.early_step}; filled: step {ladder.last_step}; whiskers: "
-            "smallest to largest seed. Vertical lines: the yardstick at the same steps."
+            "smallest to largest seed. Dotted and dashed: the yardstick at these two steps."
         ),
         good=(
             "rerun sits at exactly 0, and a candidate's hollow mark lies left of the yardstick's "

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from stability.analysis.change import OBSERVER
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.proofs import HASHES, Proof, environment_of, hash_proofs
 from stability.analysis.recorded import BASELINE, RecordedArm, RecordedStudy
-from stability.analysis.spread import MISSING, Spread, plain, scientific, times
+from stability.analysis.spread import MISSING, Spread, plain, scientific, span, times
 
 __all__ = [
     "Cell",
@@ -27,6 +26,7 @@ __all__ = [
 ]
 
 SHORT_HASH = 10
+EN_DASH = "\N{EN DASH}"
 MARKS = {"same": "✓", "different by design": "≠", "different": "✗", "unknown": "?"}
 
 
@@ -60,12 +60,11 @@ class Change:
     path: str
     before: str
     after: str
-    observer: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofLine:
-    """One arm's hashes: a list of cells, one a seed, for each name in HASHES."""
+    """One arm's hashes: the cells, one a verdict or seed, for each name in HASHES."""
 
     arm: str
     cells: list[list[Cell]]
@@ -97,7 +96,6 @@ def changes(study: RecordedStudy) -> list[Change]:
                     path=path,
                     before=_value(before),
                     after=_value(after),
-                    observer=path.startswith(OBSERVER),
                 )
             )
         if not arm.diff:
@@ -108,7 +106,6 @@ def changes(study: RecordedStudy) -> list[Change]:
                     path="nothing differs",
                     before="",
                     after="",
-                    observer=False,
                 )
             )
     return found
@@ -121,7 +118,7 @@ def proof_lines(study: RecordedStudy) -> list[ProofLine]:
     proofs = hash_proofs(study)
     for arm in study.candidates:
         mine = [proof for proof in proofs if proof.arm == arm.name]
-        cells = [[_proof_cell(proof) for proof in mine if proof.name == name] for name in HASHES]
+        cells = [_proof_cells([proof for proof in mine if proof.name == name]) for name in HASHES]
         lines.append(ProofLine(arm=arm.name, cells=cells))
     return lines
 
@@ -156,11 +153,10 @@ def _each(spreads: Iterable[Spread], write: Callable[[float], str]) -> list[Cell
 def _number(spread: Spread, write: Callable[[float], str]) -> Cell:
     if not spread.n:
         return Cell(MISSING)
-    low, high = write(spread.low), write(spread.high)
     seeds = ", ".join(f"seed {seed}: {value:.6g}" for seed, value in spread.per_seed.items())
     return Cell(
         text=write(spread.mean),
-        small=f"{low} to {high}" if low != high else "",
+        small=span(spread, write, EN_DASH),
         title=seeds,
     )
 
@@ -174,14 +170,24 @@ def _own_hashes(arm: RecordedArm) -> list[list[Cell]]:
     return [[cell(seed, name) for seed in arm.runs] for name in HASHES]
 
 
-def _proof_cell(proof: Proof) -> Cell:
-    kinds = {"same": "good", "different": "bad"}
-    return Cell(
-        text=f"{MARKS[proof.verdict]} {proof.verdict}",
-        small=f"seed {proof.seed}",
-        title=f"{proof.found or 'none yet'}; baseline {proof.expected or 'none yet'}",
-        kind=kinds.get(proof.verdict, ""),
-    )
+def _proof_cells(proofs: list[Proof]) -> list[Cell]:
+    """Return a cell for each verdict, with the seeds that it holds for."""
+    by_verdict: dict[str, list[Proof]] = {}
+    for proof in proofs:
+        by_verdict.setdefault(proof.verdict, []).append(proof)
+    return [
+        Cell(
+            text=f"{MARKS[verdict]} {verdict}",
+            small=f"seed {', '.join(str(proof.seed) for proof in held)}",
+            title="; ".join(
+                f"seed {proof.seed}: {proof.found or 'none yet'}, "
+                f"baseline {proof.expected or 'none yet'}"
+                for proof in held
+            ),
+            kind={"same": "good", "different": "bad"}.get(verdict, ""),
+        )
+        for verdict, held in by_verdict.items()
+    ]
 
 
 def _value(value: Any) -> str:

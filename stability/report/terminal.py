@@ -42,7 +42,9 @@ def print_ladder(ladder: Ladder, console: Console) -> None:
 
 def _table(ladder: Ladder, full: bool) -> Table:
     early, last = f"step {ladder.early_step}", f"step {ladder.last_step}"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=False)
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2 if full else 1, 0, 0), expand=False
+    )
     table.add_column("arm", no_wrap=True)
     table.add_column("what changed", overflow="fold")
     table.add_column("final\nloss", justify="right", no_wrap=True)
@@ -75,7 +77,7 @@ def _cell(spread: Spread, write: Callable[[float], str], full: bool, *, relative
         return Text(MISSING)
     text = write(spread.mean)
     half_range = (spread.high - spread.low) / 2
-    if full and spread.n > 1 and not spread.is_zero:
+    if full and half_range > 0:
         share = 100 * half_range / abs(spread.mean) if spread.mean else 0.0
         text += f" ±{share:.0f}%" if relative else f" ±{write(half_range)}"
     return Text(text)

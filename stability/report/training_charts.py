@@ -6,6 +6,7 @@ Leaves out what happens inside attention (`deviation_charts`).
 from collections.abc import Mapping
 
 from stability.analysis.recorded import BASELINE, RecordedArm, RecordedStudy
+from stability.analysis.sampling import INDEPENDENT_AXES
 from stability.report.chart import Chart, Section, arm_lines, make_figure
 from stability.report.palette import ArmStyle
 
@@ -40,6 +41,7 @@ def loss_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Sectio
             styles[arm.name],
             bold=_is_candidate(arm),
             hover="%{y:+.3g}",
+            hidden=arm.axis in INDEPENDENT_AXES,
         )
     ]
     loss = Chart(
@@ -64,6 +66,7 @@ def loss_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Sectio
             xaxis=step_axis,
             yaxis={"title": {"text": "loss - baseline loss (nats)"}, "zeroline": True},
         ),
+        remarks=_hidden_remarks(study),
     )
     return Section(key="loss", title="Loss", intro="", charts=(loss, difference), choices={})
 
@@ -76,7 +79,7 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
         for arm in study.candidates
         for line in arm_lines(
             arm.name,
-            {seed: run.drift(metric) for seed, run in arm.runs.items()},
+            {seed: _after_start(run.drift(metric)) for seed, run in arm.runs.items()},
             styles[arm.name],
             bold=_is_candidate(arm),
             positive=True,
@@ -99,7 +102,7 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
         key="drift",
         title="Distance from the baseline's weights",
         caption=(
-            "Against the baseline's snapshot of the same seed and step; both axes logarithmic. A "
+            "Against the baseline's snapshot of the same seed and step, from the first update on. A "
             "straight rise on linear steps is exponential growth. W1 is blind to position, so it "
             "is far smaller than the others and never stands alone."
         ),
@@ -139,6 +142,20 @@ def _loss_differences(study: RecordedStudy, arm: RecordedArm) -> dict[int, dict[
         }
         for seed, losses in _losses(arm).items()
     }
+
+
+def _after_start(values: Mapping[int, float]) -> dict[int, float]:
+    """Leave out step 0, which an axis of log steps can't show."""
+    return {step: value for step, value in values.items() if step > 0}
+
+
+def _hidden_remarks(study: RecordedStudy) -> tuple[str, ...]:
+    return tuple(
+        f"{arm.name} starts from other weights, so its difference is of another size: hidden until "
+        "its name is clicked."
+        for arm in study.candidates
+        if arm.axis in INDEPENDENT_AXES
+    )
 
 
 def _zero_remarks(study: RecordedStudy) -> tuple[str, ...]:

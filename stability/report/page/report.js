@@ -26,7 +26,7 @@
     Object.assign({}, ...Object.entries(chosen).map(([name, option]) => layout.meta?.[name]?.[option] ?? {}));
 
   const shows = (trace, chosen) =>
-    Object.entries(trace.meta ?? {}).every(([name, option]) => chosen[name] === option);
+    Object.entries(trace.meta ?? {}).every(([name, option]) => chosen[name] === option) && (trace.visible ?? true);
 
   const drawn = (id) => document.getElementById(id);
   const sectionOf = (id) => drawn(id).closest("[data-section]")?.dataset.section;
