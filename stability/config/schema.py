@@ -90,7 +90,7 @@ class DataConfig:
     """Where the text comes from and how it becomes tokens."""
 
     source: str = "stdlib"
-    """`stdlib`, a local .txt/.json/.jsonl/.parquet file, or a hub data set, `name[:configuration]`."""
+    """`stdlib`, a local .txt/.json/.jsonl/.parquet file, or a hub data set, `name[:config]`."""
     text_column: str = "text"
     split: str = "train"
     tokenizer: str = "bytes"

@@ -30,7 +30,7 @@ _LOADERS: dict[str, tuple[str, dict[str, Any]]] = {
 def load_texts(data: DataConfig) -> list[str]:
     """Return the documents that `data.source` names, in a fixed order; rows of None are left out.
 
-    A hub data set with several configurations is named `name:configuration`. ValueError, one line,
+    A hub data set with several configurations is named `name:config`. ValueError, one line,
     for a source that is missing, unreadable, empty, or without the text column.
     """
     path = Path(data.source)
