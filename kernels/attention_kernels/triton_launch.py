@@ -137,10 +137,16 @@ def _interpreted_range(*bounds: Any) -> range:
 
 
 def _kernel_inputs(work: torch.dtype, *tensors: Tensor) -> list[Tensor]:
-    """Widen 16-bit tensors for the interpreter; exact, and the kernel does the same on a GPU."""
-    if tensors[0].device.type == "cpu":
-        return [tensor.detach().to(work) for tensor in tensors]
-    return [tensor.detach() for tensor in tensors]
+    """Widen 16-bit tensors, exactly, where the kernel can't read them.
+
+    The interpreter's BF16 is no number, and Triton 3.6 and 3.7 fail to compile an FP64 dot of
+    blocks that were loaded as 16 bits ("fp64 don't support largeK MMA").
+    """
+    widen = tensors[0].device.type == "cpu" or work == torch.float64
+    detached = [tensor.detach() for tensor in tensors]
+    return [
+        tensor.float() if widen and tensor.element_size() == 2 else tensor for tensor in detached
+    ]
 
 
 def _blocks(rows: Tensor, block: int) -> int:

@@ -80,18 +80,23 @@ def round_to(b, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _round_any(b, FORMAT: tl.constexpr):
+    return round_to(b if b.dtype == tl.float64 else b.to(tl.float32), FORMAT)
+
+
+@triton.jit
 def operand(b, FORMAT: tl.constexpr, WORK: tl.constexpr):
-    """Round a block once to FORMAT, as an operand of `dot`.
+    """Round a block of any dtype once to FORMAT, as an operand of `dot`.
 
     Where tensor cores read FORMAT and sum in WORK the block is held in FORMAT, else in WORK: the
-    values are the same.
+    values are the same. An FP64 block is rounded before it is narrowed.
     """
     if COMPILED and tl.float32 == WORK and FORMAT == "bf16":
-        b_operand = b if b.dtype == tl.bfloat16 else b.to(tl.float32).to(tl.bfloat16)
+        b_operand = b if b.dtype == tl.bfloat16 else _round_any(b, FORMAT).to(tl.bfloat16)
     elif COMPILED and tl.float32 == WORK and FORMAT == "fp16":
-        b_operand = b if b.dtype == tl.float16 else b.to(tl.float32).to(tl.float16)
+        b_operand = b if b.dtype == tl.float16 else _round_any(b, FORMAT).to(tl.float16)
     else:
-        b_operand = round_to(b.to(WORK), FORMAT)
+        b_operand = _round_any(b, FORMAT).to(WORK)
     return b_operand
 
 
