@@ -22,7 +22,7 @@ def _flash(q, k, v, *, causal, scale=None):
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_gradients_of_the_gpt_agree_with_plain_attention_to_1e_10(qk_norm):
     config = ModelConfig(
-        depth=3, width=60, heads=6, kv_heads=2, context=50, qk_norm=qk_norm, init="xavier"
+        depth=3, width=120, heads=6, kv_heads=2, context=50, qk_norm=qk_norm, init="xavier"
     )
     tokens = torch.randint(0, 256, (2, 50), generator=torch.Generator().manual_seed(0))
     gradients = []

@@ -1,0 +1,119 @@
+"""Deviation metrics against independent formulas, and what makes them trustworthy."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stability.metrics.deviation import (
+    DEVIATION_METRICS,
+    GOLDEN_METRICS,
+    deviation,
+    deviation_tensor,
+    golden_tensor,
+)
+
+
+def _pair(seed=0, shape=(2, 3, 5, 8)):
+    generator = torch.Generator().manual_seed(seed)
+    r = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return r + 0.01 * torch.randn(shape, generator=generator, dtype=torch.float64) + 0.002, r
+
+
+def test_each_metric_is_its_formula():
+    x, r = _pair()
+    found = deviation(x, r, output_format="bf16")
+    e, n = x - r, x.numel()
+    ulps = torch.tensor(
+        [d / 2.0 ** (math.floor(math.log2(abs(v))) - 7) for d, v in zip(e.flatten(), r.flatten(), strict=True)],
+        dtype=torch.float64,
+    )
+    expected = {
+        "max_abs": float(e.abs().max()),
+        "mean_abs": float(e.abs().mean()),
+        "std": float(e.std(correction=0)),
+        "rmse": float(e.square().mean().sqrt()),
+        "rel_fro": float(e.norm() / r.norm()),
+        "cosine": float(torch.cosine_similarity(x.flatten(), r.flatten(), dim=0)),
+        "sqnr_db": 20 * math.log10(float(r.norm() / e.norm())),
+        "bias": float(e.mean()),
+        "bias_ulp": float(ulps.mean()),
+        "bias_ulp_se": float(ulps.std(correction=0)) / n**0.5,
+        "ulp_max": float(ulps.abs().max()),
+        "nonfinite": 0.0,
+    }
+    assert tuple(expected) == DEVIATION_METRICS
+    for metric, value in expected.items():
+        assert found[metric] == pytest.approx(value, rel=1e-9), metric
+
+
+def test_equal_tensors_deviate_by_exactly_nothing():
+    x, _ = _pair()
+    found = deviation(x, x.clone(), output_format="fp32")
+    assert found.pop("cosine") == 1.0
+    assert found.pop("sqnr_db") == math.inf
+    assert set(found.values()) == {0.0}
+
+
+def test_a_fifth_of_an_ulp_of_bias_shows_in_bias_ulp_alone():
+    generator = torch.Generator().manual_seed(1)
+    r = torch.rand(20_000, 1, generator=generator, dtype=torch.float64) + 1  # one binade
+    noise = (torch.rand(r.shape, generator=generator, dtype=torch.float64) - 0.5) * 2.0**-7
+    fair = deviation(r + noise, r, output_format="bf16")
+    biased = deviation(r + 0.2 * 2.0**-7 + noise * 0.9, r, output_format="bf16")
+    assert abs(fair["bias_ulp"]) < 3 * fair["bias_ulp_se"] < 0.01
+    assert biased["bias_ulp"] == pytest.approx(0.2, abs=3 * biased["bias_ulp_se"])
+    assert biased["bias_ulp"] > 50 * biased["bias_ulp_se"]
+    assert biased["mean_abs"] < 1.3 * fair["mean_abs"]
+
+
+def test_one_nan_is_counted_and_blanks_nothing():
+    x, r = _pair()
+    clean = deviation(x, r, output_format="bf16")
+    x[0, 0, 0, 0], x[1, 2, 3, 4] = math.nan, math.inf
+    found = deviation(x, r, output_format="bf16")
+    assert found["nonfinite"] == 2
+    assert found["rel_fro"] == pytest.approx(clean["rel_fro"], rel=0.1)
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_padding_is_left_out():
+    x, r = _pair()
+    valid = torch.ones(2, 1, 5, dtype=torch.bool)
+    valid[1, :, 3:] = False
+    spoiled = x.clone()
+    spoiled[1, :, 3:] = math.nan
+    kept = torch.cat([x[0].reshape(-1, 8), x[1, :, :3].reshape(-1, 8)])
+    kept_r = torch.cat([r[0].reshape(-1, 8), r[1, :, :3].reshape(-1, 8)])
+    found = deviation(spoiled, r, output_format="bf16", valid=valid)
+    expected = deviation(kept, kept_r, output_format="bf16")
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 10_000), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_swapping_the_two_turns_the_bias_around(seed, dtype):
+    x, r = (t.to(dtype) for t in _pair(seed))
+    there = deviation(x, r, output_format="fp32")
+    back = deviation(r, x, output_format="fp32")
+    assert there["bias"] == -back["bias"]
+    assert there["max_abs"] == back["max_abs"]
+
+
+def test_error_ratio_is_flash_attns_measure():
+    golden = torch.zeros(4, dtype=torch.float64) + 10
+    baseline, candidate = golden + 1, golden - 3
+    found = dict(zip(GOLDEN_METRICS, golden_tensor(candidate, baseline, golden).tolist(), strict=True))
+    assert found == {
+        "error_ratio": 3.0,
+        "golden_candidate_rel_fro": pytest.approx(0.3),
+        "golden_baseline_rel_fro": pytest.approx(0.1),
+    }
+    assert golden_tensor(golden, golden, golden).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"one shape, got \(2, 3\) and \(3, 2\)"):
+        deviation_tensor(torch.zeros(2, 3), torch.zeros(3, 2), output_format="fp32")
