@@ -119,7 +119,7 @@ def _heat(table: Table, arm: str, metric: str) -> dict[str, Any]:
         "xgap": 1,
         "ygap": 1,
         "meta": {"arm": arm, "metric": metric},
-        "colorscale": "Viridis" if kind.centre is None else "PuOr",
+        "colorscale": "Viridis" if kind.centre is None else "PuOr_r",
         "colorbar": {"thickness": 12, "outlinewidth": 0, "exponentformat": "power"},
     }
     if kind.centre is not None:

@@ -28,7 +28,9 @@ def print_ladder(ladder: Ladder, console: Console) -> None:
     full = console.width >= FULL_WIDTH
     console.print()
     console.print(Text(ladder.question, style="bold"))
+    console.print()
     console.print(_table(ladder, full), highlight=False)
+    console.print()
     console.print(Text(_caption(ladder, full), style="dim"), highlight=False)
     for text in verdicts(ladder):
         console.print()
@@ -43,7 +45,11 @@ def print_ladder(ladder: Ladder, console: Console) -> None:
 def _table(ladder: Ladder, full: bool) -> Table:
     early, last = f"step {ladder.early_step}", f"step {ladder.last_step}"
     table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2 if full else 1, 0, 0), expand=False
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 2 if full else 1, 0, 0),
+        expand=False,
     )
     table.add_column("arm", no_wrap=True)
     table.add_column("what changed", overflow="fold")

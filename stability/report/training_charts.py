@@ -20,7 +20,11 @@ DRIFT_METRICS = {
     "max_abs": "largest |difference| of all weights",
     "sign_flips": "share of weights with another sign",
 }
-STEPS = {"log steps": "log", "linear steps": "linear"}
+STEPS = {
+    "log steps": {"xaxis.type": "log", "xaxis.tickmode": "linear"},
+    "linear steps": {"xaxis.type": "linear", "xaxis.tickmode": "auto"},
+}
+"""How the step axis may be laid out. A log axis ticks at each power of ten."""
 HEIGHT = 430
 
 
@@ -89,7 +93,7 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
     ]
     patches = {
         "metric": {key: {"yaxis.title.text": text} for key, text in DRIFT_METRICS.items()},
-        "steps": {name: {"xaxis.type": kind} for name, kind in STEPS.items()},
+        "steps": STEPS,
     }
     figure = make_figure(
         lines,
@@ -102,9 +106,9 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
         key="drift",
         title="Distance from the baseline's weights",
         caption=(
-            "Against the baseline's snapshot of the same seed and step, from the first update on. A "
-            "straight rise on linear steps is exponential growth. W1 is blind to position, so it "
-            "is far smaller than the others and never stands alone."
+            "Against the baseline's snapshot of the same seed and step, from the first update on. "
+            "A straight rise on linear steps is exponential growth. W1 is blind to position, so "
+            "it is far smaller than the others and never stands alone."
         ),
         good="a candidate runs below the yardstick from the first step on, and rerun stays at 0.",
         bad=(

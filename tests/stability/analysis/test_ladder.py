@@ -1,0 +1,214 @@
+"""The ladder against numbers read straight from the records, and against records cut short."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from stability.analysis.ladder import build_ladder
+from stability.analysis.recorded import read_study
+from stability.analysis.sampling import w1_floor
+from stability.records.layout import RunPaths
+from stability.records.manifest import read_manifest, write_manifest
+
+
+def logged(study_dir, arm, seed, name):
+    """A metric by step, read without the code under test."""
+    lines = (study_dir / arm / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return {entry["step"]: entry[name] for entry in entries if name in entry}
+
+
+@pytest.fixture
+def study(synthetic, tmp_path):
+    """A finished study that a test may spoil."""
+    return synthetic.write_synthetic(tmp_path / "quickstart")
+
+
+@pytest.mark.parametrize("arm", ["flash_fa2", "fp32", "init_seed"])
+def test_drift_loss_and_ratio_are_those_of_the_records(finished, arm):
+    row = build_ladder(finished).row(arm)
+    for step, rel_l2, w1, ratio in [
+        (20, row.rel_l2.early, row.w1.early, row.ratio.early),
+        (200, row.rel_l2.last, row.w1.last, row.ratio.last),
+    ]:
+        mine = [logged(finished, arm, seed, "drift/all/rel_l2")[step] for seed in (0, 1)]
+        yards = [logged(finished, "fp32", seed, "drift/all/rel_l2")[step] for seed in (0, 1)]
+        assert dict(rel_l2.per_seed) == dict(enumerate(mine))
+        assert (rel_l2.low, rel_l2.high) == (min(mine), max(mine))
+        assert rel_l2.mean == pytest.approx(sum(mine) / 2, rel=1e-15)
+        assert ratio.mean == pytest.approx((mine[0] / yards[0] + mine[1] / yards[1]) / 2, rel=1e-15)
+        assert w1.per_seed[1] == logged(finished, arm, 1, "drift/all/w1")[step]
+    losses = logged(finished, arm, 1, "train/loss")
+    tail = [losses[step] for step in range(180, 200)]
+    assert row.final_loss.per_seed[1] == pytest.approx(sum(tail) / 20, rel=1e-15)
+
+
+def test_rows_climb_from_the_baseline_by_early_drift(finished):
+    names = [row.arm for row in build_ladder(finished).rows]
+    assert names == [
+        "baseline",
+        "rerun",
+        "nudge",
+        "flash_fa2",
+        "fp32",
+        "flash_all_bf16",
+        "init_seed",
+    ]
+
+
+def test_rerun_is_exactly_zero_and_the_baseline_has_no_drift(finished):
+    ladder = build_ladder(finished)
+    rerun = ladder.row("rerun")
+    assert rerun.rel_l2.early.is_zero
+    assert rerun.rel_l2.last.is_zero
+    assert rerun.ratio.last.mean == 0
+    baseline = ladder.row("baseline")
+    assert (baseline.rel_l2.last.n, baseline.w1.early.n, baseline.ratio.last.n) == (0, 0, 0)
+
+
+def test_changes_read_as_sentences(finished):
+    said = {row.arm: row.change for row in build_ladder(finished).rows}
+    assert said == {
+        "baseline": "the reference: baseline, bf16-mixed",
+        "flash_all_bf16": "attention: baseline -> flash:all_bf16",
+        "flash_fa2": "attention: baseline -> flash:fa2",
+        "rerun": "nothing (A/A)",
+        "nudge": "initial weights moved by 1 ULP",
+        "fp32": "bf16-mixed -> 32-true",
+        "init_seed": "other initial weights (seed +1000)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("diff", "said"),
+    [
+        (
+            {"attention.numerics.block_k": [None, 32], "attention.implementation": ["x", "flash"]},
+            "attention: baseline -> flash (block_k=32)",
+        ),
+        ({"seed.order_offset": [0, 7]}, "other batch order (seed +7)"),
+        ({"model.init": ["gpt2", "xavier"]}, "initialisation: gpt2 -> xavier"),
+        ({"optimizer.lr": [0.1, 0.2]}, "optimizer.lr: 0.1 -> 0.2"),
+    ],
+    ids=["numerics", "order", "init", "anything"],
+)
+def test_every_axis_has_a_sentence(finished, study, diff, said):
+    path = study / "study.json"
+    content = json.loads(path.read_text())
+    content["arms"][1]["diff"] = diff
+    path.write_text(json.dumps(content))
+    assert build_ladder(study).row("flash_all_bf16").change == said
+
+
+@pytest.mark.parametrize(
+    ("asked", "read"), [(0, 1), (1, 1), (20, 20), (49, 20), (999, 200)], ids=str
+)
+def test_early_step_is_a_planned_snapshot(synthetic, tmp_path, asked, read):
+    synthetic.write_study_json(tmp_path, early_step=asked)
+    assert build_ladder(tmp_path).early_step == read
+
+
+def test_study_that_has_not_begun_has_rows_without_numbers(synthetic, tmp_path):
+    synthetic.write_study_json(tmp_path)
+    ladder = build_ladder(tmp_path)
+    assert [row.state for row in ladder.rows] == ["missing"] * 7
+    assert all(row.rel_l2.early.n == row.final_loss.n == 0 for row in ladder.rows)
+    assert "NaN" not in ladder.to_json()
+
+
+def test_run_cut_short_counts_only_at_steps_it_reached(synthetic, study):
+    arm = synthetic.ARMS[2]
+    (RunPaths.for_run(study, "flash_fa2", 1).metrics).unlink()
+    synthetic.write_run(study, arm, 1, state="failed", until=60)
+    row = build_ladder(study).row("flash_fa2")
+    assert (row.state, row.rel_l2.early.n, row.rel_l2.last.n, row.final_loss.n) == (
+        "failed",
+        2,
+        1,
+        1,
+    )
+    assert row.message == ("seed 1 failed: ValueError: loss is not finite (1 of 2 seeds finished)")
+
+
+def test_ratio_leaves_out_a_seed_that_the_yardstick_lacks(study):
+    metrics = RunPaths.for_run(study, "fp32", 1).metrics
+    metrics.write_text('{"step": 0, "train/loss": 5.5}\n')
+    row = build_ladder(study).row("flash_fa2")
+    assert set(row.ratio.early.per_seed) == {0}
+    assert set(row.rel_l2.early.per_seed) == {0, 1}
+
+
+def test_last_step_is_the_last_that_any_arm_reached(synthetic, tmp_path):
+    synthetic.write_study_json(tmp_path)
+    for arm in synthetic.ARMS[:2]:
+        synthetic.write_run(tmp_path, arm, 0, state="running", until=70)
+    ladder = build_ladder(tmp_path)
+    assert (ladder.early_step, ladder.last_step) == (20, 50)
+    assert ladder.row("flash_all_bf16").rel_l2.last.n == 1
+
+
+@pytest.mark.parametrize("spoiled", ["manifest.json", "metrics.jsonl"])
+def test_unreadable_record_fails_its_run_and_spares_the_others(study, spoiled):
+    (study / "flash_fa2" / "seed-1" / spoiled).write_text('{"step"\n{"step": 1}\n')
+    row = build_ladder(study).row("flash_fa2")
+    assert row.state == "failed"
+    assert "seed 1 failed: records can't be read" in row.message
+    assert row.rel_l2.last.n == 1
+    assert build_ladder(study).row("fp32").state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "study.json must exist"), ("{", "must hold a study's config"), ("{}", "KeyError")],
+    ids=["missing", "torn", "empty"],
+)
+def test_folder_without_a_study_is_refused(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "study.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        build_ladder(tmp_path)
+
+
+def test_diverged_run_is_shown_as_not_a_number(study):
+    with (study / "fp32" / "seed-0" / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 200, "drift/all/rel_l2": "nan", "drift/all/w1": "inf"}\n')
+    ladder = build_ladder(study)
+    row = ladder.row("fp32")
+    assert str(row.rel_l2.last.mean) == str(row.rel_l2.last.low) == "nan"
+    content = json.loads(ladder.to_json())
+    last = next(r for r in content["rows"] if r["arm"] == "fp32")["rel_l2"]["last"]
+    assert last["mean"] == "nan"
+
+
+def test_json_holds_what_the_ladder_holds(finished):
+    ladder = build_ladder(finished)
+    content = json.loads(ladder.to_json())
+    assert [row["arm"] for row in content["rows"]] == [row.arm for row in ladder.rows]
+    found = next(row for row in content["rows"] if row["arm"] == "flash_fa2")
+    early = ladder.row("flash_fa2").rel_l2.early
+    assert found["rel_l2"]["early"] == {
+        "n": 2,
+        "mean": early.mean,
+        "min": early.low,
+        "max": early.high,
+        "per_seed": {"0": early.per_seed[0], "1": early.per_seed[1]},
+    }
+    assert content["yardstick"] == "fp32"
+
+
+def test_sampling_floor_is_that_of_two_samples_of_the_weights(finished):
+    run = read_study(finished).arm("init_seed").runs[0]
+    sigma = run.drift("w1")[200] / run.drift("w1_over_std")[200]
+    assert w1_floor(run, 200) == pytest.approx(1.8 * sigma / (30 * 40 + 25) ** 0.5, rel=1e-12)
+    ladder = build_ladder(finished)
+    assert ladder.row("init_seed").w1_floor.last.n == 2
+    assert ladder.row("fp32").w1_floor.last.n == 0
+
+
+def test_final_loss_needs_a_finished_run(study):
+    paths = RunPaths.for_run(study, "nudge", 0)
+    write_manifest(paths.manifest, replace(read_manifest(paths.manifest), state="interrupted"))
+    row = build_ladder(study).row("nudge")
+    assert set(row.final_loss.per_seed) == {1}
+    assert row.state == "interrupted"

@@ -1,0 +1,36 @@
+"""Lines that are thinned, and colours for more arms than a palette holds."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stability.report.chart import POINTS, arm_lines, mean_over_seeds
+from stability.report.palette import ArmStyle, arm_styles
+
+STYLE = ArmStyle("#000000", "solid", "circle")
+
+
+@settings(deadline=None, max_examples=20)
+@given(length=st.integers(POINTS + 1, 5 * POINTS), spike=st.floats(2, 1e6), where=st.floats(0, 1))
+def test_thinning_keeps_every_spike(length, spike, where):
+    values = {step: 1.0 + (step % 7) / 10 for step in range(length)}
+    at = round(where * (length - 1))
+    values[at] = spike
+    (line,) = arm_lines("x", {0: values}, STYLE, bold=False)
+    assert len(line["x"]) <= POINTS
+    assert line["x"] == sorted(line["x"])
+    assert at in line["x"]
+    assert max(line["y"]) == float(f"{spike:.6g}")
+
+
+def test_gap_stands_for_a_number_that_is_not_finite():
+    (line,) = arm_lines("x", {0: {0: 1.0, 1: float("nan"), 2: float("inf")}}, STYLE, bold=False)
+    assert line["y"] == [1.0, None, None]
+
+
+def test_mean_is_taken_only_where_every_seed_is():
+    assert mean_over_seeds({0: {1: 1.0, 2: 2.0}, 1: {1: 3.0}}) == {1: 2.0}
+
+
+def test_twenty_arms_are_told_apart():
+    styles = arm_styles(["baseline", *(f"arm{n}" for n in range(20))])
+    assert len(set(styles.values())) == 21
