@@ -89,6 +89,15 @@ def test_the_lse_point_moves_lse_alone():
     assert torch.equal(results["bf16"].lse, results["fp64"].lse.bfloat16().double())
 
 
+def test_the_running_sum_adds_what_statistics_rounded_not_what_probabilities_did():
+    q, k, v = draw(Shape(1, 2, 1, 65, 130, 40), torch.float64)
+    numerics = PROFILES["golden"]
+    _, exact = flash_attention(q, k, v, numerics=numerics, engine="twin", return_lse=True)
+    numerics = numerics.with_(probabilities="bf16")
+    _, lowered = flash_attention(q, k, v, numerics=numerics, engine="twin", return_lse=True)
+    assert torch.equal(lowered, exact)
+
+
 def test_every_value_of_all_bf16_lies_on_the_bf16_grid():
     q, k, v = draw(Shape(1, 2, 1, 65, 130, 40), torch.float32)
     out, lse = flash_attention(
