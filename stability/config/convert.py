@@ -24,8 +24,8 @@ class ConfigError(ValueError):
 class Place:
     """Where a value stands: the file it came from and its dotted path there.
 
-    `overridden` holds the paths below `base` that the command line set; there the path is shown as
-    the option that the user typed.
+    `overridden` holds the paths below `base` that the command line set; there, and in the groups
+    around them, the path is shown as an option.
     """
 
     source: str
@@ -40,8 +40,12 @@ class Place:
     def error(self, problem: str) -> ConfigError:
         """Return, for raising, the error that says `problem` about this place."""
         path = self.path
-        below = path.removeprefix("base.")
-        if any(below == key or below.startswith(f"{key}.") for key in self.overridden):
+        group, _, below = path.partition("base.")
+        around = (
+            f"{below}.".startswith(f"{key}.") or key.startswith(f"{below}.")
+            for key in self.overridden
+        )
+        if below and not group and any(around):
             path = f"--{below}"
         parts = [part for part in (self.source, path) if part]
         return ConfigError(": ".join([*parts, " ".join(problem.split())]))

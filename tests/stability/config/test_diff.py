@@ -1,0 +1,59 @@
+"""Two arms: which values differ, and on which axes those lie."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stability.config.diff import changed_axes, diff
+from stability.config.load import override
+from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
+
+ARM = ArmConfig(
+    model=ModelConfig(depth=1, width=8, heads=1, context=4),
+    attention=AttentionConfig(implementation="flash", numerics={"block_k": 32}),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "axes"),
+    [
+        ({}, {}, []),
+        (
+            {"attention": {"implementation": "baseline"}},
+            {
+                "attention.implementation": ("flash", "baseline"),
+                "attention.numerics.block_k": (32, None),
+            },
+            ["attention"],
+        ),
+        ({"precision": "32-true"}, {"precision": ("bf16-mixed", "32-true")}, ["precision"]),
+        ({"model": {"init": "xavier"}}, {"model.init": ("gpt2", "xavier")}, ["init"]),
+        ({"seed": {"init_offset": 3}}, {"seed.init_offset": (0, 3)}, ["seed"]),
+        ({"seed": {"order_offset": 3}}, {"seed.order_offset": (0, 3)}, ["data_order"]),
+        ({"nudge": {"ulps": 1}}, {"nudge.ulps": (0, 1)}, ["nudge"]),
+        ({"probe": {"every": 3, "shadow": {"implementation": "sdpa"}}}, {}, []),
+        (
+            {"model": {"depth": 2}, "nudge": {"ulps": 1}, "seed": {"base": 1}},
+            {"model.depth": (1, 2), "seed.base": (0, 1), "nudge.ulps": (0, 1)},
+            ["model.depth", "seed.base", "nudge"],
+        ),
+        (
+            {"train": {"trainer": {"precision_x": {"a": 1}}}},
+            {"train.trainer.precision_x.a": (None, 1)},
+            ["train.trainer.precision_x.a"],
+        ),
+    ],
+)
+def test_differences_are_named_by_path_and_axis(changes, expected, axes):
+    differences = diff(ARM, override(ARM, changes, "arms.x"))
+    assert differences == expected
+    assert changed_axes(differences) == axes
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 3), st.sampled_from(["gpt2", "xavier"]), st.integers(0, 2))
+def test_a_difference_seen_from_the_other_side_is_swapped(depth, init, ulps):
+    changes = {"model": {"depth": depth, "init": init}, "nudge": {"ulps": ulps}}
+    other = override(ARM, changes, "arms.x")
+    assert {p: (b, a) for p, (a, b) in diff(ARM, other).items()} == diff(other, ARM)
+    assert bool(diff(ARM, other)) == (other != ARM)

@@ -1,0 +1,191 @@
+"""A study's YAML: what is read, and each mistake in one line that names file and key."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stability.config.load import ConfigError, load_study
+
+STUDY = """
+name: tiny
+question: Does it matter?
+base:
+  model: {depth: 2, width: 32, heads: 2, context: 32}
+  optimizer: {lr: 1e-3}
+  train: {steps: 10, snapshot_steps: [2, 5]}
+arms:
+  fp32: {precision: 32-true}
+  flash: {attention: {implementation: flash, profile: fa2, numerics: {block_k: 32}}}
+  rerun:
+seeds: [0, 1]
+yardstick: fp32
+early_step: 5
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_study(edit=lambda content: None, text=STUDY) -> Path:
+        content = yaml.safe_load(text)
+        content["base"]["optimizer"] = {"lr": 1e-3}
+        edit(content)
+        path = tmp_path / "tiny.yaml"
+        path.write_text(yaml.safe_dump(content, sort_keys=False))
+        return path
+
+    return write_study
+
+
+def _set(dotted, value):
+    def edit(content):
+        *parents, key = dotted.split(".")
+        for parent in parents:
+            content = content.setdefault(parent, {})
+        content[key] = value
+
+    return edit
+
+
+def test_a_study_is_read_with_the_baseline_first(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(STUDY)
+    study = load_study(path)
+    assert list(study.arms) == ["baseline", "fp32", "flash", "rerun"]
+    assert study.arms["baseline"] == study.arms["rerun"] == {}
+    assert study.base.optimizer.lr == 0.001, "1e-3 is a number, though YAML 1.1 reads a string"
+    assert study.base.train.snapshot_steps == (2, 5)
+    assert study.seeds == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_set("base.train.stepz", 3), "base.train.stepz: unknown key; nearest: steps"),
+        (_set("base.trian", {}), "base.trian: unknown key; nearest: train"),
+        (_set("arm", {}), "arm: unknown key; nearest: arms"),
+        (_set("base.precision", "fp16"), "base.precision: must be a known name, got 'fp16'; nea"),
+        (_set("base.precision", 32), "base.precision: must be a known name, got 32; nearest: 32-t"),
+        (_set("base.model", "demmo"), "base.model: .* preset, got 'demmo'; nearest: demo"),
+        (_set("base.model", {"preset": "x"}), "base.model.preset: must be a model preset, got 'x'"),
+        (_set("base.model", 7), "base.model: must be a mapping, got 7"),
+        (_set("base", None), "base.model: missing"),
+        (_set("base", [1]), r"base: must be a mapping, got \[1\]"),
+        (
+            _set("base.attention.implementation", "flesh"),
+            "base.attention.implementation: must be a known attention, got 'flesh'; nearest: flash",
+        ),
+        (_set("base.attention.engine", "cuda"), "base.attention.engine: must be a known name"),
+        (
+            _set("base.probe.shadow", {"implementation": "flash", "profile": "fa22"}),
+            "base.probe.shadow.profile: must be a profile of flash, got 'fa22'; nearest: fa2",
+        ),
+        (
+            _set("arms.flash.attention.numerics", {"probabilities": "bf61"}),
+            "arms.flash.attention.numerics.probabilities: .*got 'bf61'; nearest: bf16",
+        ),
+        (
+            _set("arms.flash.attention.numerics", {"blok_k": 3}),
+            "arms.flash.attention.numerics.blok_k: .*nearest: block_k",
+        ),
+        (_set("arms.flash.attention.numerics", {"self": 3}), "arms.flash.attention.numerics.self"),
+        (
+            _set("arms.x", {"attention": {"implementation": "sdpa", "profile": "fa2"}}),
+            "arms.x.attention: sdpa takes no profile",
+        ),
+        (_set("arms.x", {"sed": {}}), "arms.x.sed: unknown key; nearest: seed"),
+        (_set("arms.x", {"model": {"init": "xavir"}}), "arms.x.model.init: .*nearest: xavier"),
+        (_set("arms.x", "fp32"), "arms.x: must be a mapping of overrides, got 'fp32'"),
+        (_set("arms.a/b", {}), "arms: a name must be 1 to 64 letters, .* got 'a/b'"),
+        (_set("arms.baseline", {"precision": "32-true"}), "arms.baseline: must override nothing"),
+        (_set("arms", ["x"]), "arms: must be a mapping from arm names"),
+        (_set("name", ".."), r"name: must be 1 to 64 letters, .* got '\.\.'"),
+        (_set("name", "x" * 65), "name: must be 1 to 64 letters"),
+        (_set("yardstick", "fp23"), "yardstick: must be an arm, got 'fp23'; nearest: fp32"),
+        (_set("seeds", []), "seeds: must be different whole numbers from 0"),
+        (_set("seeds", [1, 1]), "seeds: must be different whole numbers from 0"),
+        (_set("seeds", [-1]), "seeds: must be different whole numbers from 0"),
+        (_set("seeds", [True]), "seeds.0: must be a whole number, got True"),
+        (_set("early_step", 4), "early_step: must be a step with a snapshot, got 4; nearest: 5"),
+        (_set("early_step", 50), "early_step: must be a step with a snapshot, got 50; nearest: 10"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_file_and_key(write, edit, message):
+    path = write(edit)
+    with pytest.raises(ConfigError, match=f"tiny.yaml: {message}") as refusal:
+        load_study(path)
+    assert str(refusal.value).startswith(f"{path}: ")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: a\nname: b\n", "line 2: key 'name' is given twice"),
+        ("base:\n  train: {steps: 1, steps: 2}\n", "line 2: key 'steps' is given twice"),
+        ("base: [1\n", "line 2: "),
+        ("- a\n- b\n", "must hold a mapping"),
+        ("", "must hold a mapping, got None"),
+        ("a: !!python/object:os.system x\n", "line 1: could not determine a constructor"),
+    ],
+)
+def test_what_is_no_yaml_mapping_is_refused(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"bad.yaml: {message}"):
+        load_study(path)
+
+
+def test_unreadable_files_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"gone.yaml: cannot be read: No such file"):
+        load_study(tmp_path / "gone.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9")
+    with pytest.raises(ConfigError, match=r"latin.yaml: cannot be read: not UTF-8 text"):
+        load_study(tmp_path / "latin.yaml")
+
+
+def test_overrides_are_typed_and_reach_every_arm(write):
+    changes = {"train.steps": "7", "optimizer.lr": "2e-4", "train.snapshot_steps": "[5, 6]"}
+    study = load_study(write(), changes)
+    assert (study.base.train.steps, study.base.optimizer.lr) == (7, 2e-4)
+    assert study.base.train.snapshot_steps == (5, 6)
+
+
+def test_overrides_that_are_only_valid_together_are_taken_together(write):
+    model = load_study(write(), {"model.heads": "3", "model.width": "48"}).base.model
+    assert (model.heads, model.width) == (3, 48)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.stepz": "5"}, "--train.stepz: unknown key; nearest: steps"),
+        ({"trian.steps": "5"}, "--trian: unknown key; nearest: train"),
+        ({"train.steps": "many"}, "--train.steps: must be a whole number, got 'many'"),
+        ({"train.steps": ""}, "--train.steps: must be a whole number, got ''"),
+        ({"train.steps": "[1"}, r"--train.steps: must be YAML, got '\[1'"),
+        ({"model": "demoo"}, "--model: must be a model preset, got 'demoo'; nearest: demo"),
+        ({"precision": "bf16"}, "--precision: must be a known name, got 'bf16'; nearest: bf16-"),
+    ],
+)
+def test_a_wrong_override_is_named_as_it_was_typed(write, changes, message):
+    with pytest.raises(ConfigError, match=f"tiny.yaml: {message}"):
+        load_study(write(), changes)
+
+
+def test_a_run_cut_short_reads_its_last_step_early(write):
+    assert load_study(write(), {"train.steps": "3"}).early_step == 3
+    assert load_study(write(), {"train.steps": "7"}).early_step == 5
+
+
+def test_presets_come_from_beside_the_study_before_the_shipped_ones(write, tmp_path):
+    path = write(_set("base.model", "demo"))
+    assert load_study(path).base.model.depth == 5
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "demo.yaml").write_text("{depth: 9, width: 64, heads: 2, context: 16}")
+    assert load_study(path).base.model.depth == 9
+    assert load_study(path, {"model.depth": "4"}).base.model.depth == 4
+    path = write(_set("base.model", {"preset": "demo", "kv_heads": 1}))
+    model = load_study(path).base.model
+    assert (model.depth, model.kv_heads) == (9, 1)
+    assert load_study(path, {"model": "small"}).base.model.kv_heads == 0

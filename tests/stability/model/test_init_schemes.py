@@ -1,0 +1,78 @@
+"""Initial weights: the laws they are drawn from, and the seed that alone decides them."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stability.config.schema import ModelConfig
+from stability.model.gpt import GPT
+from stability.model.init_schemes import INIT_SCHEMES, initialise
+
+CONFIG = ModelConfig(depth=3, width=128, heads=4, context=64)
+
+
+def _weights(scheme, seed=0, dtype=torch.float32):
+    model = GPT(CONFIG, [F.scaled_dot_product_attention] * 3).to(dtype)
+    initialise(model, scheme, seed)
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("scheme", INIT_SCHEMES)
+def test_the_seed_alone_decides(scheme):
+    first, again, other = _weights(scheme), _weights(scheme), _weights(scheme, seed=1)
+    for name, value in first.items():
+        assert torch.equal(value, again[name]), name
+        drawn = value.dim() == 2
+        assert torch.equal(value, other[name]) != drawn, name
+
+
+def test_a_wider_dtype_holds_the_same_values():
+    single, double = _weights("gpt2"), _weights("gpt2", dtype=torch.float64)
+    for name, value in single.items():
+        assert torch.equal(value.double(), double[name]), name
+
+
+@pytest.mark.parametrize(
+    ("scheme", "query", "residual"),
+    [
+        ("gpt2", 0.02, 0.02 / math.sqrt(2 * 3)),
+        ("xavier", math.sqrt(2 / (128 + 128)), math.sqrt(2 / (128 + 512))),
+        ("kaiming", math.sqrt(2 / 128), math.sqrt(2 / 512)),
+        ("orthogonal", math.sqrt(1 / 128), math.sqrt(1 / 512)),
+    ],
+)
+def test_matrices_have_the_scheme_s_spread(scheme, query, residual):
+    weights = _weights(scheme)
+    # the spread of n values is known to 1/sqrt(2n): 0.6 % for the smallest matrix; five of these
+    assert weights["blocks.layer_1.query.weight"].std() == pytest.approx(query, rel=0.03)
+    assert weights["blocks.layer_1.mlp_residual.weight"].std() == pytest.approx(residual, rel=0.03)
+    assert weights["token_embedding.weight"].std() == pytest.approx(0.02, rel=0.03)
+    assert weights["position_embedding.weight"].std() == pytest.approx(0.02, rel=0.04)
+
+
+def test_orthogonal_matrices_are_orthogonal():
+    up = _weights("orthogonal")["blocks.layer_0.mlp_up.weight"].double()
+    assert torch.allclose(up.T @ up, torch.eye(128, dtype=torch.float64), atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", INIT_SCHEMES)
+def test_biases_are_zero_and_norms_are_one(scheme):
+    for name, value in _weights(scheme).items():
+        if name.endswith("bias"):
+            assert (value == 0).all(), name
+        elif value.dim() == 1:
+            assert (value == 1).all(), name
+
+
+def test_no_two_layers_share_their_draw():
+    weights = _weights("gpt2")
+    layers = [weights[f"blocks.layer_{i}.query.weight"] for i in range(3)]
+    assert all(not torch.equal(a, b) for a, b in pairwise(layers))
+
+
+def test_an_unknown_scheme_names_the_nearest():
+    with pytest.raises(ValueError, match="scheme must be known, got 'xavir'; nearest: xavier"):
+        _weights("xavir")
