@@ -50,7 +50,7 @@ def test_numerics_are_frozen():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FlashNumerics().with_(probabilites="fp32"), "no field 'probabilites'; nearest: p"),
+        (lambda: FlashNumerics().with_(probability="fp32"), "no field 'probability'; nearest: p"),
         (lambda: FlashNumerics().with_(scores="fp23"), "scores must be a format, got 'fp23'; near"),
         (lambda: FlashNumerics().with_(dp="int8"), "BackwardNumerics: dp must be a format"),
         (lambda: Tiling(block_q=48), r"block_q must be one of \(16, 32, 64, 128, 256\), got 48"),
