@@ -1,0 +1,174 @@
+"""The data module: batches as a function of the step, across resumes, workers and accumulation."""
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.nn import functional as F
+
+from stability.config.schema import DataConfig, ModelConfig, OptimizerConfig
+from stability.data.blocks import batch_indices, cut_blocks
+from stability.data.datamodule import TextDataModule
+from stability.data.fingerprint import hash_tokens
+from stability.data.tokenizers import load_tokenizer
+from stability.model.gpt import GPT
+from stability.model.init_schemes import initialise
+from stability.model.lightning_module import LanguageModel
+
+CONTEXT = 16
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(Path(random.__file__).read_text()[: 17 * 30])  # fewer blocks than 8 steps need
+    return path
+
+
+def _data(text_file, steps=8, order_seed=3, **options):
+    return TextDataModule(
+        DataConfig(source=str(text_file), **options),
+        context=CONTEXT,
+        batch_size=5,
+        steps=steps,
+        order_seed=order_seed,
+    )
+
+
+def _expected(text_file, batches, order_seed=3):
+    text = text_file.read_text()
+    blocks = cut_blocks(load_tokenizer("bytes").encode([text]), CONTEXT).long()
+    return [blocks[batch_indices(order_seed, t, 5, len(blocks))] for t in range(batches)]
+
+
+class _Watch(Callback):
+    """Keeps the batches, and a checkpoint of the third step as ModelCheckpoint would save it."""
+
+    def __init__(self, checkpoint):
+        self.batches = []
+        self.checkpoint = checkpoint
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches.append(batch.clone())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.checkpoint and trainer.global_step == 3 and not self.checkpoint.exists():
+            trainer.save_checkpoint(self.checkpoint)
+
+
+def _sdpa(q, k, v, *, causal, scale=None):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+
+def _fit(data, *, stop=None, save=None, resume=None, accumulate=1):
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    model = GPT(ModelConfig(depth=2, width=32, heads=2, context=CONTEXT), [_sdpa] * 2)
+    initialise(model, "gpt2", 0)
+    watch = _Watch(save)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=stop or data.steps,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=1.0,
+        callbacks=[watch],
+        enable_checkpointing=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    module = LanguageModel(model, OptimizerConfig(warmup_steps=2), steps=data.steps)
+    trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+    return watch.batches, model.state_dict()
+
+
+def _same(first, second):
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def test_lightning_sees_the_batches_that_seed_and_step_name(text_file):
+    batches, _ = _fit(_data(text_file))
+    assert batches[0].dtype == torch.int64
+    assert _same(batches, _expected(text_file, 8))
+
+
+def test_a_resumed_run_ends_in_the_bits_of_an_undisturbed_one(text_file, tmp_path):
+    whole, weights = _fit(_data(text_file))
+    _fit(_data(text_file), stop=4, save=tmp_path / "3.ckpt")
+    rest, resumed = _fit(_data(text_file), resume=tmp_path / "3.ckpt")
+    assert _same(rest, whole[3:])
+    assert weights.keys() == resumed.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_accumulated_batches_go_on_where_the_updates_did(text_file, tmp_path):
+    checkpoint = tmp_path / "3.ckpt"
+    whole, weights = _fit(_data(text_file, steps=4), save=checkpoint, accumulate=2)
+    assert _same(whole, _expected(text_file, 8))
+    rest, resumed = _fit(_data(text_file, steps=4), resume=checkpoint, accumulate=2)
+    assert _same(rest, whole[6:])
+    assert all(torch.equal(value, resumed[name]) for name, value in weights.items())
+
+
+# Python 3.12 warns of any fork in a process with threads, and PyTorch forks its workers
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_workers_change_nothing(text_file):
+    data = _data(text_file, workers=1)
+    data.setup("fit")
+    assert _same(list(data.train_dataloader()), _expected(text_file, 8))
+
+
+def test_reading_batches_leaves_the_global_generator_alone(text_file):
+    before = torch.get_rng_state()
+    data = _data(text_file)
+    data.setup("fit")
+    list(data.train_dataloader())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_hash_and_vocabulary_are_those_of_the_tokens(text_file, tmp_path):
+    data = _data(text_file)
+    data.setup("fit")
+    tokens = load_tokenizer("bytes").encode([text_file.read_text()])
+    assert (data.text_hash, data.vocab_size) == (hash_tokens(tokens), 256)
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text().replace("a", "b"))
+    changed = _data(other)
+    changed.setup("fit")
+    assert changed.text_hash != data.text_hash
+
+
+def test_a_text_that_changed_since_the_last_run_is_read_anew(tmp_path):
+    path = tmp_path / "text.txt"
+    hashes = set()
+    for letter in "ab":
+        path.write_text(letter * (100 + ord(letter)))
+        data = _data(path)
+        data.setup("fit")
+        hashes.add(data.text_hash)
+    assert len(hashes) == 2
+
+
+@pytest.mark.parametrize("tokens", [0, 16, 17 * 4, 17 * 5 - 2])
+def test_a_text_too_short_for_a_batch_is_refused(tmp_path, tokens):
+    path = tmp_path / "text.txt"
+    path.write_text("x" * tokens)
+    reason = "which is too short" if tokens else "which is empty"
+    with pytest.raises(ValueError, match=reason):
+        _data(path).setup("fit")
+
+
+def test_a_text_of_just_one_batch_is_enough(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("x" * (17 * 5 - 1))
+    _data(path).setup("fit")
+
+
+def test_batches_before_setup_are_refused(text_file):
+    with pytest.raises(ValueError, match="setup must be called before train_dataloader"):
+        _data(text_file).train_dataloader()
