@@ -100,8 +100,9 @@ def span(spread: Spread, write: Callable[[float], str], between: str) -> str:
     low, high = write(spread.low), write(spread.high)
     if low == high or not spread.n:
         return ""
-    number, unit = re.match(r"([\d.]*)(.*)", low).groups()
-    return f"{number if high.endswith(unit) else low}{between}{high}"
+    number = re.sub(r"[^\d.].*", "", low)
+    shared = high.endswith(low.removeprefix(number))
+    return f"{number if shared else low}{between}{high}"
 
 
 def _jsonable(value: float) -> float | str:

@@ -1,0 +1,1 @@
+"""Views of the records: the terminal's table and progress, figures, the HTML report."""

@@ -106,44 +106,47 @@ def arm_lines(
     """
     by_seed = {seed: values for seed, values in by_seed.items() if values}
     all_zero = positive and all(v == 0 for values in by_seed.values() for v in values.values())
+    x, y = _points(mean_over_seeds(by_seed), positive)
     shared = {
         "type": "scatter",
-        "mode": "lines",
         "legendgroup": arm,
         "meta": dict(meta or {}),
         "visible": "legendonly" if hidden else True,
     }
-    lines = []
-    if len(by_seed) > 1 and not all_zero:
-        for seed, values in by_seed.items():
-            x, y = _points(values, positive)
-            lines.append(
-                {
-                    **shared,
-                    "x": x,
-                    "y": y,
-                    "opacity": 0.4,
-                    "showlegend": False,
-                    "hoverinfo": "skip",
-                    "name": f"{label(arm)}, seed {seed}",
-                    "line": {"color": style.colour, "width": 1, "dash": style.dash},
-                }
-            )
-    x, y = _points(mean_over_seeds(by_seed), positive)
-    name = f"{label(arm)}: 0 (exact)" if all_zero else label(arm)
-    return [
-        *lines,
-        {
-            **shared,
-            "x": x or [None],
-            "y": y or [None],
-            "name": name,
-            "mode": "lines+markers" if len(x) <= 40 else "lines",
-            "marker": {"symbol": style.symbol, "size": 7, "color": style.colour},
-            "line": {"color": style.colour, "width": 3 if bold else 1.6, "dash": style.dash},
-            "hovertemplate": f"{hover} at step %{{x}}",
-        },
-    ]
+    mean = {
+        **shared,
+        "x": x or [None],
+        "y": y or [None],
+        "name": f"{label(arm)}: 0 (exact)" if all_zero else label(arm),
+        "mode": "lines+markers" if len(x) <= 40 else "lines",
+        "marker": {"symbol": style.symbol, "size": 7, "color": style.colour},
+        "line": {"color": style.colour, "width": 3 if bold else 1.6, "dash": style.dash},
+        "hovertemplate": f"{hover} at step %{{x}}",
+    }
+    if len(by_seed) < 2 or all_zero:
+        return [mean]
+    return [*(_seed_line(shared, seed, v, style, positive) for seed, v in by_seed.items()), mean]
+
+
+def _seed_line(
+    shared: Mapping[str, Any],
+    seed: int,
+    values: Mapping[int, float],
+    style: ArmStyle,
+    positive: bool,
+) -> dict[str, Any]:
+    x, y = _points(values, positive)
+    return {
+        **shared,
+        "x": x,
+        "y": y,
+        "mode": "lines",
+        "opacity": 0.4,
+        "showlegend": False,
+        "hoverinfo": "skip",
+        "name": f"{label(shared['legendgroup'])}, seed {seed}",
+        "line": {"color": style.colour, "width": 1, "dash": style.dash},
+    }
 
 
 def _points(values: Mapping[int, float], positive: bool) -> tuple[list[int], list[float | None]]:

@@ -58,7 +58,7 @@ def render(study: RecordedStudy, ladder: Ladder) -> str:
     )
     chart, sections = study_charts(study, ladder)
     figures = {
-        shown.key: json.loads(shown.figure.to_json())
+        shown.key: shown.figure.to_plotly_json()
         for shown in [chart, *(chart for section in sections for chart in section.charts)]
     }
     return environment.get_template("report.html.j2").render(

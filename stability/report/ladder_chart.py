@@ -113,11 +113,11 @@ def _mark(spread: Spread, place: int, style: ArmStyle, suffix: str) -> dict[str,
 
 def _legend(ladder: Ladder) -> list[dict[str, Any]]:
     entries = [
-        (f"step {ladder.early_step}", "markers", {"symbol": "circle-open"}, None),
-        (f"step {ladder.last_step}", "markers", {"symbol": "circle"}, None),
+        (f"step {ladder.early_step}", "markers", "circle-open"),
+        (f"step {ladder.last_step}", "markers", "circle"),
     ]
     if _yardstick_lines(ladder):
-        entries.append((f"{label(ladder.yardstick)}, the yardstick", "lines", None, "dash"))
+        entries.append((f"{label(ladder.yardstick)}, the yardstick", "lines", "circle"))
     return [
         {
             "type": "scatter",
@@ -125,11 +125,11 @@ def _legend(ladder: Ladder) -> list[dict[str, Any]]:
             "x": [None],
             "y": [None],
             "name": name,
-            "marker": {"color": GREY, "size": 11, **(marker or {})},
-            "line": {"color": GREY, "dash": dash or "solid", "width": 1.5},
+            "marker": {"color": GREY, "size": 11, "symbol": symbol},
+            "line": {"color": GREY, "dash": "dash", "width": 1.5},
             "hoverinfo": "skip",
         }
-        for name, mode, marker, dash in entries
+        for name, mode, symbol in entries
     ]
 
 

@@ -4,6 +4,7 @@ Leaves out what happens inside attention (`deviation_charts`).
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from stability.analysis.recorded import BASELINE, RecordedArm, RecordedStudy
 from stability.analysis.sampling import INDEPENDENT_AXES
@@ -25,18 +26,47 @@ STEPS = {
     "linear steps": {"xaxis.type": "linear", "xaxis.tickmode": "auto"},
 }
 """How the step axis may be laid out. A log axis ticks at each power of ten."""
+STEP_TITLE = {"title": {"text": "step"}}
 HEIGHT = 430
 
 
 def loss_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section:
     """Return the training loss of each arm, and its difference from the baseline's."""
-    step_axis = {"title": {"text": "step"}}
-    losses = [
+    charts = (_loss_chart(study, styles), _loss_difference_chart(study, styles))
+    return Section(key="loss", title="Loss", intro="", charts=charts, choices={})
+
+
+def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section:
+    """Return the drift of each arm over the steps, for each drift metric."""
+    return Section(
+        key="drift",
+        title="Drift",
+        intro="",
+        charts=(_drift_chart(study, styles),),
+        choices={"metric": tuple(DRIFT_METRICS), "steps": tuple(STEPS)},
+    )
+
+
+def _loss_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
+    lines = [
         line
         for arm in study.arms
         for line in arm_lines(arm.name, _losses(arm), styles[arm.name], bold=_is_candidate(arm))
     ]
-    differences = [
+    return Chart(
+        key="loss",
+        title="Training loss",
+        caption="Thick: mean over the seeds; thin: each seed. All arms see the same batches.",
+        good="all arms lie on top of one another.",
+        bad="an arm leaves the bundle, or spikes where the others do not.",
+        figure=make_figure(
+            lines, height=HEIGHT, xaxis=STEP_TITLE, yaxis={"title": {"text": "loss (nats)"}}
+        ),
+    )
+
+
+def _loss_difference_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
+    lines = [
         line
         for arm in study.candidates
         for line in arm_lines(
@@ -48,61 +78,34 @@ def loss_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Sectio
             hidden=arm.axis in INDEPENDENT_AXES,
         )
     ]
-    loss = Chart(
-        key="loss",
-        title="Training loss",
-        caption="Thick: mean over the seeds; thin: each seed. All arms see the same batches.",
-        good="all arms lie on top of one another.",
-        bad="an arm leaves the bundle, or spikes where the others do not.",
-        figure=make_figure(
-            losses, height=HEIGHT, xaxis=step_axis, yaxis={"title": {"text": "loss (nats)"}}
-        ),
-    )
-    difference = Chart(
+    return Chart(
         key="loss-difference",
         title="Loss minus the baseline's, on the same batch",
         caption="Paired by seed and step, so the noise of the batches cancels.",
         good="it wanders around 0 with no trend.",
         bad="it stays on one side of 0 and grows: the change costs (or wins) loss.",
         figure=make_figure(
-            differences,
+            lines,
             height=HEIGHT,
-            xaxis=step_axis,
+            xaxis=STEP_TITLE,
             yaxis={"title": {"text": "loss - baseline loss (nats)"}, "zeroline": True},
         ),
         remarks=_hidden_remarks(study),
     )
-    return Section(key="loss", title="Loss", intro="", charts=(loss, difference), choices={})
 
 
-def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section:
-    """Return the drift of each arm over the steps, for each drift metric."""
-    lines = [
-        line
-        for metric in DRIFT_METRICS
-        for arm in study.candidates
-        for line in arm_lines(
-            arm.name,
-            {seed: _after_start(run.drift(metric)) for seed, run in arm.runs.items()},
-            styles[arm.name],
-            bold=_is_candidate(arm),
-            positive=True,
-            hover="%{y:.2e}",
-            meta={"metric": metric},
-        )
-    ]
-    patches = {
-        "metric": {key: {"yaxis.title.text": text} for key, text in DRIFT_METRICS.items()},
-        "steps": STEPS,
-    }
+def _drift_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
     figure = make_figure(
-        lines,
+        _drift_lines(study, styles),
         height=520,
-        xaxis={"title": {"text": "step"}, "type": "log", "dtick": 1},
+        xaxis={**STEP_TITLE, "type": "log", "dtick": 1},
         yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, "type": "log", "dtick": 1},
-        meta=patches,
+        meta={
+            "metric": {key: {"yaxis.title.text": text} for key, text in DRIFT_METRICS.items()},
+            "steps": STEPS,
+        },
     )
-    chart = Chart(
+    return Chart(
         key="drift",
         title="Distance from the baseline's weights",
         caption=(
@@ -118,13 +121,23 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
         figure=figure,
         remarks=_zero_remarks(study),
     )
-    return Section(
-        key="drift",
-        title="Drift",
-        intro="",
-        charts=(chart,),
-        choices={"metric": tuple(DRIFT_METRICS), "steps": tuple(STEPS)},
-    )
+
+
+def _drift_lines(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> list[dict[str, Any]]:
+    return [
+        line
+        for metric in DRIFT_METRICS
+        for arm in study.candidates
+        for line in arm_lines(
+            arm.name,
+            {seed: _after_start(run.drift(metric)) for seed, run in arm.runs.items()},
+            styles[arm.name],
+            bold=_is_candidate(arm),
+            positive=True,
+            hover="%{y:.2e}",
+            meta={"metric": metric},
+        )
+    ]
 
 
 def _is_candidate(arm: RecordedArm) -> bool:

@@ -72,7 +72,7 @@ def rel_l2(arm: str, seed: int, step: int) -> float:
         return 0.0
     start, rate, ceiling = GROWTH[arm]
     grown = start * (1 + step) ** 0.5 * math.exp(rate * step)
-    return grown * ceiling / (grown + ceiling) * (1 + 0.07 * seed * (len(arm) % 4))
+    return grown * ceiling / (grown + ceiling) * (1 + 0.07 * seed * ((1 + len(arm)) % 4))
 
 
 def drifts(arm: str, seed: int, step: int) -> dict[str, float]:
