@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a run failed, 2 bad input (nothing was written), 130 inter
 module is imported only when the verb is used, so `--help` is quick.
 """
 
+import argparse
 import difflib
 import importlib
 import sys
@@ -21,6 +22,10 @@ VERBS = {
     "show": ("stability.cli.inspect", "print the ladder of a study"),
     "report": ("stability.cli.inspect", "write the HTML report of a study"),
 }
+
+
+class _HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Help whose last paragraph keeps its lines."""
 
 
 class _Parser(jsonargparse.ArgumentParser):
@@ -46,11 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(VERBS[verb][0])
     command = getattr(module, verb)
     rest, overrides = module.split_overrides(rest) if verb == "run" else (rest, None)
-    parser = _Parser(prog=f"stability {verb}", description=VERBS[verb][1])
-    parser.add_function_arguments(command, skip={"overrides"})
+    parser = _Parser(prog=f"stability {verb}", formatter_class=_HelpFormatter)
+    parser.add_function_arguments(command, as_positional=True, skip={"overrides"})
     if verb == "run":
         parser.epilog = module.override_help()
-        parser.formatter_class = jsonargparse.DefaultHelpFormatter
     arguments = parser.parse_args(rest).as_dict()
     if overrides is not None:
         arguments["overrides"] = overrides
