@@ -1,4 +1,4 @@
-"""Measures on tensors: deviation, ULPs, Wasserstein distance, drift. Pure: torch and nothing else."""
+"""Measures on tensors: deviation, ULPs, Wasserstein distance, drift. Pure functions of them."""
 
 from stability.metrics.deviation import deviation
 from stability.metrics.drift import drift

@@ -25,8 +25,8 @@ ALL = "all"
 
 DRIFT_METRICS = ("w1", "w1_over_std", "mean_abs", "max_abs", "rel_l2", "cosine", "sign_flips")
 
-# Torch's own grain: a dozen FP64 passes stay in the cache and on one thread, so the sums depend on no
-# thread count, and a busy machine does not wait for threads to join (3x at 3e7 values).
+# Torch's own grain: a dozen FP64 passes stay in the cache and on one thread, so the sums depend on
+# no thread count, and a busy machine does not wait for threads to join.
 _CHUNK = 2**15
 
 _NO_DRIFT = {metric: 1.0 if metric == "cosine" else 0.0 for metric in DRIFT_METRICS}

@@ -1,6 +1,6 @@
 """Files that are whole or not there: written beside their place, forced to disk, renamed.
 
-Leaves out appending: a log line is at most torn at its end (`metric_log`).
+Leaves out appending, which tears at most the last line (`metric_log`).
 """
 
 import os

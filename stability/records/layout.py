@@ -11,7 +11,7 @@ __all__ = ["RunPaths", "StudyPaths", "list_runs", "snapshot_steps"]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SEED = re.compile(r"seed-(\d+)")
-_SNAPSHOT = re.compile(r"step-(\d{8})\.safetensors")
+_SNAPSHOT = re.compile(r"step-(\d{8,})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class RunPaths:
     def for_run(cls, study: Path, arm: str, seed: int) -> "RunPaths":
         """Return the paths of a run below the study's folder.
 
-        ValueError if the arm's name could lead out of it.
+        ValueError if the arm's name could lead out of it, or if the seed is negative.
         """
         if not _NAME.fullmatch(arm) or set(arm) == {"."}:
             raise ValueError(
                 "RunPaths.for_run: arm must be 1 to 64 letters, digits, dots, '_' or '-', "
-                f"got {arm!r}"
+                f"got {arm!r}; rename the arm"
             )
         if seed < 0:
-            raise ValueError(f"RunPaths.for_run: seed must be >= 0, got {seed}")
+            raise ValueError(f"RunPaths.for_run: seed must be >= 0, got {seed}; count from 0")
         return cls(study / arm / f"seed-{seed}")
 
     @property
@@ -93,7 +93,9 @@ class RunPaths:
         return self.root / "wandb"
 
     def snapshot(self, step: int) -> Path:
-        """The weights after `step` updates."""
+        """The weights after `step` updates. ValueError if that is negative."""
+        if step < 0:
+            raise ValueError(f"RunPaths.snapshot: step must be >= 0, got {step}; count from 0")
         return self.snapshots_dir / f"step-{step:08d}.safetensors"
 
 

@@ -4,13 +4,14 @@ Leaves out the numbers of the run (`metric_log`) and whether two manifests make 
 (`study.contract`).
 """
 
+import difflib
 import hashlib
 import json
 import platform
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import attention_kernels
 import torch
@@ -27,7 +28,7 @@ _PACKAGES = ("datasets", "lightning", "numpy", "torch", "triton")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """One run. `diff` maps config paths to [baseline's value, this arm's value]."""
+    """One run in JSON values. `diff` maps config paths to [baseline's value, this arm's value]."""
 
     study: str
     arm: str
@@ -49,39 +50,62 @@ class Manifest:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write `manifest`, whole or not at all."""
-    write_text(path, json.dumps(asdict(manifest), indent=2) + "\n")
+    write_text(path, json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest at `path`.
 
-    ValueError, naming the file, if it is missing, no JSON, or has other fields than a manifest.
+    ValueError, one line that names the file, if it is missing, torn, or not made of a manifest's
+    fields.
     """
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise ValueError(f"{path}: there is no such manifest") from error
+        raise ValueError(f"{path}: there is no manifest here; `stability run` writes it") from error
     except ValueError as error:
-        raise ValueError(f"{path}: must be a JSON object: {error}") from error
-    names = {field.name for field in fields(Manifest)}
-    if not isinstance(content, dict) or set(content) != names:
-        odd = sorted(names.symmetric_difference(content)) if isinstance(content, dict) else content
-        raise ValueError(f"{path}: fields missing or unknown: {odd}")
-    if content["state"] not in get_args(RunState):
-        raise ValueError(f"{path}: state must be {get_args(RunState)}, is {content['state']!r}")
+        raise ValueError(f"{path}: must be JSON, is torn or edited: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must be a JSON object, is {type(content).__name__}")
+    _check_keys(path, content)
+    for name, hint in get_type_hints(Manifest).items():
+        _check_value(path, name, content[name], hint)
     return Manifest(**content)
+
+
+def _check_keys(path: Path, content: dict[str, Any]) -> None:
+    names = [field.name for field in fields(Manifest)]
+    for name in content:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
+            raise ValueError(f"{path}: unknown key {name!r}; nearest: {', '.join(near)}")
+    missing = [name for name in names if name not in content]
+    if missing:
+        raise ValueError(f"{path}: missing key {', '.join(missing)}; it is no whole manifest")
+
+
+def _check_value(path: Path, name: str, value: Any, hint: Any) -> None:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError(f"{path}: {name} must be one of {get_args(hint)}, is {value!r}")
+        return
+    expected = get_origin(hint) or hint
+    if not isinstance(value, expected):
+        raise ValueError(f"{path}: {name} must be of type {expected.__name__}, is {value!r}")
 
 
 def environment() -> dict[str, Any]:
     """Return what the bits of a run may depend on besides its config, as JSON values.
 
-    `kernel_source` is the SHA-256 of the attention library's files.
+    `simd` is the widest instruction set that torch uses; `kernel_source` is the SHA-256 of the
+    attention library's files. Versions come from package metadata: nothing is imported for them.
     """
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
         "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu": _cpu_model(),
+        "simd": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "kernel_source": _kernel_source(),
@@ -93,6 +117,15 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor())
 
 
 def _kernel_source() -> str:

@@ -2,19 +2,22 @@
 
 A line is `{"step": 3, "train/loss": 1.25}`; several lines may share a step. JSON has no NaN and no
 infinity, so they stand as the strings "nan", "inf" and "-inf"; any other string is a text entry,
-not a metric. A process killed while writing leaves at most a torn last line, which readers ignore
-and the next writer cuts off. Leaves out what the names mean (`names`).
+not a metric. A line is one `write` and ends in a newline: a process killed while writing leaves at
+most a torn last line, which readers ignore and the next writer cuts off. Leaves out what the names
+mean (`names`), and power cuts: lines are not forced to disk.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 __all__ = ["MetricLog", "Series", "read_metrics", "read_text"]
 
+_STEP = "step"
 _NON_FINITE = {"nan", "inf", "-inf"}
 
 
@@ -31,17 +34,24 @@ class MetricLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = None
+        self._file: FileIO | None = None
 
     def append(self, step: int, metrics: Mapping[str, float], **text: str) -> None:
-        """Write one line for `step`: numbers by metric name, and text entries by keyword."""
-        line: dict[str, Any] = {"step": step}
-        line |= {name: _to_json(float(value)) for name, value in metrics.items()}
-        encoded = json.dumps(line | text, allow_nan=False) + "\n"
+        """Write one line for `step`: numbers by metric name, and text entries by keyword.
+
+        ValueError for a name that is given twice or is "step", or a text that would be read back
+        as a number; OSError if the disk takes no more, with the log as it was.
+        """
+        _check_names(metrics, text)
+        line = {_STEP: step, **{name: _to_json(float(x)) for name, x in metrics.items()}, **text}
+        encoded = (json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n").encode()
         if self._file is None:
             self._file = self._open()
-        written = self._file.write(encoded.encode())
+        start = self._file.tell()
+        written = self._file.write(encoded)
         if written != len(encoded):
+            self._file.truncate(start)
+            self.close()
             raise OSError(f"{self._path}: wrote {written} of {len(encoded)} bytes; disk full?")
 
     def position(self) -> int:
@@ -72,17 +82,17 @@ class MetricLog:
             self._file.close()
             self._file = None
 
-    def _open(self) -> Any:
+    def _open(self) -> FileIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.truncate_to(self.position())  # cuts off a torn last line
-        return self._path.open("ab", buffering=0)
+        return FileIO(self._path, "ab")
 
 
 def read_metrics(path: Path) -> dict[str, Series]:
-    """Return every metric of a log by name; ValueError names a line that is no JSON object."""
+    """Return every metric of a log by name; ValueError names the file and line that is damaged."""
     found: dict[str, Series] = {}
     for line in _lines(path):
-        step = line.pop("step")
+        step = line.pop(_STEP)
         for name, value in line.items():
             if isinstance(value, str) and value not in _NON_FINITE:
                 continue
@@ -93,8 +103,8 @@ def read_metrics(path: Path) -> dict[str, Series]:
 
 
 def read_text(path: Path, key: str) -> dict[int, str]:
-    """Return a text entry by step; ValueError as `read_metrics`."""
-    return {line["step"]: line[key] for line in _lines(path) if key in line}
+    """Return a text entry by step, the later line where two share one; ValueError as above."""
+    return {line[_STEP]: line[key] for line in _lines(path) if key in line}
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -104,9 +114,24 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             line = json.loads(raw)
         except ValueError as error:
             raise ValueError(f"{path}: line {number} must be JSON, is {raw[:60]!r}") from error
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        if not isinstance(line, dict) or not isinstance(line.get(_STEP), int):
             raise ValueError(f"{path}: line {number} must be an object with a step: {raw[:60]!r}")
+        odd = [name for name, value in line.items() if not isinstance(value, int | float | str)]
+        if odd:
+            raise ValueError(f"{path}: line {number}: {odd[0]} must be a number or a text")
         yield line
+
+
+def _check_names(metrics: Mapping[str, float], text: Mapping[str, str]) -> None:
+    twice = [name for name in metrics if name in text or name == _STEP]
+    if twice:
+        raise ValueError(f"MetricLog.append: {twice[0]!r} must be given once; rename one")
+    for name, value in text.items():
+        if value in _NON_FINITE:
+            raise ValueError(
+                f"MetricLog.append: {name} must not be the text {value!r}, which is read as a "
+                "number; pass a number among the metrics"
+            )
 
 
 def _to_json(value: float) -> float | str:
