@@ -126,8 +126,11 @@ def ladder_of(study: RecordedStudy) -> Ladder:
 
 
 def planned_early_step(study: RecordedStudy) -> int:
-    """Return the planned snapshot nearest below the early step asked for, but after step 0."""
-    planned = [step for step in study.planned_snapshots if step > 0]
+    """Return the planned snapshot nearest below the early step asked for, but after step 0.
+
+    The last step is early only in a study that has no snapshot in between.
+    """
+    planned = [step for step in study.planned_snapshots if 0 < step < study.steps] or [study.steps]
     return max((step for step in planned if step <= study.early_step), default=planned[0])
 
 

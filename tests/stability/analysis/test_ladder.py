@@ -102,7 +102,7 @@ def test_every_axis_has_a_sentence(finished, study, diff, said):
 
 
 @pytest.mark.parametrize(
-    ("asked", "read"), [(0, 1), (1, 1), (20, 20), (49, 20), (999, 200)], ids=str
+    ("asked", "read"), [(0, 1), (1, 1), (20, 20), (49, 20), (200, 100), (999, 100)], ids=str
 )
 def test_early_step_is_a_planned_snapshot(synthetic, tmp_path, asked, read):
     synthetic.write_study_json(tmp_path, early_step=asked)
@@ -212,3 +212,10 @@ def test_final_loss_needs_a_finished_run(study):
     row = build_ladder(study).row("nudge")
     assert set(row.final_loss.per_seed) == {1}
     assert row.state == "interrupted"
+
+
+def test_study_of_one_step_reads_that_step_twice(synthetic, tmp_path):
+    base = synthetic.CONFIG["base"]
+    synthetic.write_study_json(tmp_path, base={**base, "train": {**base["train"], "steps": 1}})
+    ladder = build_ladder(tmp_path)
+    assert (ladder.early_step, ladder.last_step) == (1, 1)
