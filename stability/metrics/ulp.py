@@ -6,8 +6,9 @@ Powers of two are made from the bits of FP64: `torch.ldexp` raises 2 in FP32, so
 """
 
 import torch
-from attention_kernels.formats import Format, format_named
 from torch import Tensor
+
+from attention_kernels.formats import Format, format_named
 
 __all__ = ["signed_ulp_error", "ulp_distance", "ulp_size"]
 

@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import attention_kernels
 import torch
 
+import attention_kernels
 from stability.records.atomic import write_text
 
 __all__ = ["Manifest", "RunState", "environment", "read_manifest", "write_manifest"]
