@@ -48,23 +48,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=3, cutoff=0.4) or list(VERBS)
         _fail(f"no verb {verb!r}; nearest: {', '.join(near)}")
-    module = importlib.import_module(VERBS[verb][0])
-    command = getattr(module, verb)
-    rest, overrides = module.split_overrides(rest) if verb == "run" else (rest, None)
-    parser = _Parser(prog=f"stability {verb}", formatter_class=_HelpFormatter)
-    parser.add_function_arguments(command, as_positional=True, skip={"overrides"})
-    if verb == "run":
-        parser.epilog = module.override_help()
-    arguments = parser.parse_args(rest).as_dict()
-    if overrides is not None:
-        arguments["overrides"] = overrides
     try:
-        return command(**arguments)
+        return _run_verb(verb, rest)
     except (ValueError, FileNotFoundError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
         sys.stderr.write("stability: interrupted; the same command goes on from here\n")
         return 130
+
+
+def _run_verb(verb: str, words: list[str]) -> int:
+    module = importlib.import_module(VERBS[verb][0])
+    command = getattr(module, verb)
+    parser = _Parser(prog=f"stability {verb}", formatter_class=_HelpFormatter)
+    parser.add_function_arguments(command, as_positional=True, skip={"overrides"})
+    if verb != "run":
+        return command(**parser.parse_args(words).as_dict())
+    parser.epilog = module.override_help()
+    rest, overrides = module.split_overrides(words)
+    return command(**parser.parse_args(rest).as_dict(), overrides=overrides)
 
 
 def _overview() -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import re
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +68,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             rest.append(word)
             continue
         if match.group(2) is None and not remaining:
-            sys.exit(f"stability: --{name} needs a value")
+            raise ValueError(f"--{name} needs a value")
         overrides[name] = match.group(2) if match.group(2) is not None else remaining.pop(0)
     return rest, overrides
 

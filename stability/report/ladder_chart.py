@@ -4,17 +4,20 @@ Leaves out the table beside it (`html`, `terminal`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.recorded import BASELINE
+from stability.analysis.sampling import INDEPENDENT_AXES
 from stability.analysis.spread import EXACT_ZERO, Spread, scientific
 from stability.report.chart import Chart, label, make_figure
 from stability.report.palette import GREY, ArmStyle
 
 __all__ = ["ladder_chart"]
 
+OFF_SCALE = 10
+"""An arm this many times beyond the largest paired drift is named at the edge instead of drawn."""
 HOLLOW = "-open"
 """Plotly's suffix for the outline of a symbol: the early step."""
 
@@ -22,15 +25,13 @@ HOLLOW = "-open"
 def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
     """Return the ladder chart: hollow is early, filled is last, whiskers reach over the seeds."""
     rows = [row for row in ladder.rows if row.arm != BASELINE]
-    traces = [trace for place, row in enumerate(rows) for trace in _arm(row, place, styles)]
+    limit = _scale_limit(rows)
+    traces = [trace for place, row in enumerate(rows) for trace in _arm(row, place, styles, limit)]
+    notes = (_note(row, place, limit) for place, row in enumerate(rows))
     figure = make_figure(
         [*traces, *_legend(ladder)],
         height=130 + 40 * len(rows),
-        xaxis={
-            "type": "log",
-            "title": {"text": "drift from the baseline (relative L2)"},
-            "dtick": 1,
-        },
+        xaxis={"type": "log", "title": {"text": "drift from the baseline (relative L2)"}},
         yaxis={
             "tickvals": list(range(len(rows))),
             "ticktext": [_tick(row) for row in rows],
@@ -38,7 +39,7 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
             "showgrid": False,
         },
         shapes=_yardstick_lines(ladder),
-        annotations=[note for place, row in enumerate(rows) if (note := _note(row, place))],
+        annotations=[note for note in notes if note],
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0},
     )
     return Chart(
@@ -60,9 +61,28 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
     )
 
 
-def _arm(row: Row, place: int, styles: Mapping[str, ArmStyle]) -> list[dict[str, Any]]:
+def _scale_limit(rows: Sequence[Row]) -> float:
+    """Return the largest drift on the scale: independent initial weights are no yardstick for it.
+
+    Such an arm lies decades away from the others, and would press them into one spot.
+    """
+    paired = [
+        spread.high
+        for row in rows
+        if row.axis not in INDEPENDENT_AXES
+        for spread in (row.rel_l2.early, row.rel_l2.last)
+        if _can_show(spread)
+    ]
+    return OFF_SCALE * max(paired) if paired else math.inf
+
+
+def _arm(
+    row: Row, place: int, styles: Mapping[str, ArmStyle], limit: float
+) -> list[dict[str, Any]]:
     style = styles[row.arm]
     early, last = row.rel_l2.early, row.rel_l2.last
+    if _beyond(row, limit):
+        return []
     shown = [spread.mean for spread in (early, last) if _can_show(spread)]
     link = {
         "type": "scatter",
@@ -152,17 +172,26 @@ def _yardstick_lines(ladder: Ladder) -> list[dict[str, Any]]:
     ]
 
 
-def _note(row: Row, place: int) -> dict[str, Any] | None:
-    if row.rel_l2.early.is_zero or row.rel_l2.last.is_zero:
+def _beyond(row: Row, limit: float) -> bool:
+    return any(s.n and s.mean > limit for s in (row.rel_l2.early, row.rel_l2.last))
+
+
+def _note(row: Row, place: int, limit: float) -> dict[str, Any] | None:
+    early, last = row.rel_l2.early, row.rel_l2.last
+    side = "left"
+    if early.is_zero or last.is_zero:
         text = f"◂ {EXACT_ZERO}, off the scale"
-    elif not row.rel_l2.early.n and not row.rel_l2.last.n:
+    elif not early.n and not last.n:
         text = f"no drift on record: {row.state}"
+    elif _beyond(row, limit):
+        far = [scientific(spread.mean) for spread in (early, last) if spread.n]
+        text, side = f"{' and '.join(far)}, off the scale ▸", "right"
     else:
         return None
     return {
         "xref": "paper",
-        "x": 0.01,
-        "xanchor": "left",
+        "x": 0.01 if side == "left" else 0.99,
+        "xanchor": side,
         "yref": "y",
         "y": place,
         "text": text,

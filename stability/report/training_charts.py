@@ -99,7 +99,7 @@ def _drift_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
         _drift_lines(study, styles),
         height=520,
         xaxis={**STEP_TITLE, "type": "log", "dtick": 1},
-        yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, "type": "log", "dtick": 1},
+        yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, "type": "log"},
         meta={
             "metric": {key: {"yaxis.title.text": text} for key, text in DRIFT_METRICS.items()},
             "steps": STEPS,
@@ -119,7 +119,7 @@ def _drift_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
             "either: chaos brings even the 1-ULP nudge there."
         ),
         figure=figure,
-        remarks=_zero_remarks(study),
+        remarks=(*_hidden_remarks(study), *_zero_remarks(study)),
     )
 
 
@@ -135,6 +135,7 @@ def _drift_lines(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> list[d
             bold=_is_candidate(arm),
             positive=True,
             hover="%{y:.2e}",
+            hidden=arm.axis in INDEPENDENT_AXES,
             meta={"metric": metric},
         )
     ]
@@ -168,8 +169,8 @@ def _after_start(values: Mapping[int, float]) -> dict[int, float]:
 
 def _hidden_remarks(study: RecordedStudy) -> tuple[str, ...]:
     return tuple(
-        f"{arm.name} starts from other weights, so its difference is of another size: hidden until "
-        "its name is clicked."
+        f"{arm.name} starts from other weights and lies far beyond the others: hidden until its "
+        "name is clicked."
         for arm in study.candidates
         if arm.axis in INDEPENDENT_AXES
     )
