@@ -31,7 +31,11 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
     figure = make_figure(
         [*traces, *_legend(ladder)],
         height=130 + 40 * len(rows),
-        xaxis={"type": "log", "title": {"text": "drift from the baseline (relative L2)"}},
+        xaxis={
+            "type": "log",
+            "title": {"text": "drift from the baseline (relative L2)"},
+            "nticks": 6,
+        },
         yaxis={
             "tickvals": list(range(len(rows))),
             "ticktext": [_tick(row) for row in rows],
