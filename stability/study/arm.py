@@ -3,6 +3,7 @@
 Leaves out the order of runs (`runner`) and how anything is displayed.
 """
 
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -144,7 +145,10 @@ def _fit(
     loggers: list[Logger] = [RecordsLogger(log), *([wandb] if wandb else [])]
     trainer = make_trainer(config, run.paths, loggers, _callbacks(run, parts, log, observer))
     try:
-        trainer.fit(parts.module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        with warnings.catch_warnings():
+            # a run that goes on has checkpoints there already
+            warnings.filterwarnings("ignore", r"Checkpoint directory .* is not empty", UserWarning)
+            trainer.fit(parts.module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     finally:
         log.close()
         if wandb:

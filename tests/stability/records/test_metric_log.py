@@ -1,83 +1,174 @@
-"""The metric log: what is written comes back, and a kill costs at most the line being written."""
+"""The metric log: every number comes back, and a kill costs at most the line being written."""
 
 import math
+import os
+import signal
+import subprocess
+import sys
+from io import FileIO
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability.records.metric_log import MetricLog, read_metrics, read_text
+from stability.records.metric_log import MetricLog, Series, read_metrics, read_text
 
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda n: n != "step")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def log(tmp_path):
+    log = MetricLog(tmp_path / "run" / "metrics.jsonl")
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+def test_metrics_and_texts_come_back_by_name_and_step(log, path):
+    log.append(0, {"train/loss": 1.25})
+    log.append(1, {}, batch_hash="ab")
+    log.append(1, {"train/loss": 1.0, "drift/all/w1": 0.0})
+    assert read_metrics(path) == {
+        "train/loss": Series([0, 1], [1.25, 1.0]),
+        "drift/all/w1": Series([1], [0.0]),
+    }
+    assert read_text(path, "batch_hash") == {1: "ab"}
+    assert path.read_text().splitlines()[0] == '{"step": 0, "train/loss": 1.25}'
+
+
+def test_making_a_log_writes_nothing(log, path):
+    assert log.position() == 0
+    log.truncate_to(0)
+    assert not path.parent.exists()
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 99), st.dictionaries(NAMES, st.floats(), max_size=4))))
-def test_every_number_comes_back_to_the_bit(tmp_path_factory, lines):
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats()), max_size=8))
+def test_every_float_comes_back_to_the_bit(tmp_path_factory, entries):
     path = tmp_path_factory.mktemp("log") / "metrics.jsonl"
+    path.touch()
     log = MetricLog(path)
-    log.append(0, {})
-    for step, metrics in lines:
-        log.append(step, metrics)
+    for step, value in entries:
+        log.append(step, {"x": value})
     log.close()
+    found = read_metrics(path).get("x", Series())
+    assert found.steps == [step for step, _ in entries]
+    assert [repr(v) for v in found.values] == [repr(value) for _, value in entries]
+
+
+def test_numbers_that_are_not_finite_are_valid_json_and_come_back(log, path):
+    log.append(3, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    assert path.read_text() == '{"step": 3, "a": "nan", "b": "inf", "c": "-inf"}\n'
     found = read_metrics(path)
-    for name in {name for _, metrics in lines for name in metrics}:
-        expected = [(step, metrics[name]) for step, metrics in lines if name in metrics]
-        assert found[name].steps == [step for step, _ in expected]
-        for value, (_, original) in zip(found[name].values, expected, strict=True):
-            assert value == original or (math.isnan(value) and math.isnan(original))
+    assert math.isnan(found["a"].values[0])
+    assert (found["b"].values, found["c"].values) == ([math.inf], [-math.inf])
 
 
-def test_text_is_kept_apart_from_metrics(tmp_path):
-    log = MetricLog(tmp_path / "metrics.jsonl")
-    log.append(1, {"train/loss": 2.0}, batch_hash="abc")
+def test_a_line_is_on_disk_when_append_returns(log, path):
+    for step in range(3):
+        log.append(step, {"x": 1.0})
+        assert read_metrics(path)["x"].steps == list(range(step + 1))
+
+
+@pytest.mark.parametrize("tail", ['{"step": 2, "x": 1', '{"step": 2, "x": 1}', '{"ü'])
+def test_a_torn_last_line_is_ignored_and_never_glued_to(log, path, tail):
+    log.append(1, {"x": 1.0})
+    whole = log.position()
     log.close()
-    assert set(read_metrics(tmp_path / "metrics.jsonl")) == {"train/loss"}
-    assert read_text(tmp_path / "metrics.jsonl", "batch_hash") == {1: "abc"}
+    with path.open("ab") as file:
+        file.write(tail.encode()[:-1] if tail.endswith("ü") else tail.encode())
+    assert read_metrics(path)["x"].steps == [1]
+    again = MetricLog(path)
+    assert again.position() == whole
+    again.append(5, {"x": 2.0})
+    again.close()
+    assert read_metrics(path)["x"] == Series([1, 5], [1.0, 2.0])
 
 
-def test_a_line_is_on_disk_before_append_returns(tmp_path):
-    log = MetricLog(tmp_path / "metrics.jsonl")
-    log.append(1, {"a": 1.0})
-    assert read_metrics(tmp_path / "metrics.jsonl")["a"].values == [1.0]
-    log.close()
-
-
-def test_a_torn_last_line_is_ignored_and_never_glued_onto(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "a": 1.0}\n{"step": 2, "a": 2')
-    assert read_metrics(path)["a"].steps == [1]
-    log = MetricLog(path)
-    log.append(3, {"a": 3.0})
-    log.close()
-    assert path.read_bytes() == b'{"step": 1, "a": 1.0}\n{"step": 3, "a": 3.0}\n'
-
-
-@pytest.mark.parametrize("bad", [b"{torn\n", b"[1]\n", b'{"a": 1}\n'])
-def test_a_damaged_line_is_refused_with_its_number(tmp_path, bad):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + bad + b'{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl: line 2 must be"):
+@pytest.mark.parametrize(
+    "damage", ['{"step": 1, "x": 1{"step"', "[1]", '{"x": 1}', '{"step": 1, "x": []}']
+)
+def test_damage_before_the_last_line_is_an_error_that_names_file_and_line(path, damage):
+    path.parent.mkdir()
+    path.write_text(f'{{"step": 0, "x": 1}}\n{damage}\n{{"step": 2, "x": 1}}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl: line 2"):
         read_metrics(path)
 
 
-def test_cutting_goes_back_to_a_position_and_appending_goes_on_there(tmp_path):
-    log = MetricLog(tmp_path / "metrics.jsonl")
-    assert log.position() == 0
-    log.append(1, {"a": 1.0})
+def test_truncating_drops_what_came_after_and_appending_goes_on_there(log, path):
+    log.append(1, {"x": 1.0})
     position = log.position()
-    log.append(2, {"a": 2.0})
-    log.close()
-    again = MetricLog(tmp_path / "metrics.jsonl")
-    again.truncate_to(position)
-    again.append(3, {"a": 3.0})
-    assert again.position() > position
-    again.close()
-    assert read_metrics(tmp_path / "metrics.jsonl")["a"].steps == [1, 3]
-    with pytest.raises(ValueError, match=r"must be at least 99999 bytes long .* is \d+; remove"):
-        again.truncate_to(99_999)
+    log.append(2, {"x": 2.0})
+    log.truncate_to(position)
+    assert read_metrics(path)["x"].steps == [1]
+    log.append(2, {"x": 3.0})
+    assert read_metrics(path)["x"] == Series([1, 2], [1.0, 3.0])
 
 
-def test_making_a_log_writes_nothing(tmp_path):
-    MetricLog(tmp_path / "run" / "metrics.jsonl").close()
-    assert list(tmp_path.iterdir()) == []
+def test_a_log_shorter_than_its_checkpoint_is_refused(log, path):
+    log.append(1, {"x": 1.0})
+    with pytest.raises(
+        ValueError, match="must be at least 1000 bytes long to go on from the check"
+    ):
+        log.truncate_to(1000)
+    assert read_metrics(path)["x"].steps == [1]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text", "message"),
+    [
+        ({"step": 1.0}, {}, "'step' must be given once"),
+        ({"x": 1.0}, {"x": "a"}, "'x' must be given once"),
+        ({}, {"x": "nan"}, "x must not be the text 'nan'"),
+    ],
+)
+def test_an_entry_that_would_not_come_back_is_refused(log, path, metrics, text, message):
+    with pytest.raises(ValueError, match=message):
+        log.append(1, metrics, **text)
+    assert not path.exists()
+
+
+def test_a_full_disk_leaves_whole_lines(log, path, monkeypatch):
+    log.append(1, {"x": 1.0})
+
+    class Full(FileIO):
+        def write(self, data):
+            return super().write(data[: len(data) // 2])
+
+    monkeypatch.setattr(log, "_file", Full(path, "ab"))
+    with pytest.raises(OSError, match=r"wrote 12 of 24 bytes; disk full\?"):
+        log.append(2, {"long": 1.0})
+    log.append(3, {"x": 3.0})
+    assert read_metrics(path) == {"x": Series([1, 3], [1.0, 3.0])}
+
+
+def test_a_killed_writer_leaves_whole_lines(path):
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from stability.records.metric_log import MetricLog\n"
+        "log = MetricLog(Path(sys.argv[1]))\n"
+        "step = 0\n"
+        "while True:\n"
+        "    log.append(step, {f'metric/{i}': 0.1 * i for i in range(300)})\n"
+        "    step += 1\n"
+        "    if step == 50: print('going', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout.readline() == b"going\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    series = read_metrics(path)
+    steps = series["metric/0"].steps
+    assert len(steps) >= 50
+    assert steps == list(range(len(steps)))
+    assert all(one.steps == steps for one in series.values())
