@@ -50,7 +50,7 @@ class Manifest:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write `manifest`, whole or not at all."""
-    write_text(path, json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(asdict(manifest), indent=2) + "\n")
 
 
 def read_manifest(path: Path) -> Manifest:

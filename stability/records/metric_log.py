@@ -44,7 +44,7 @@ class MetricLog:
         """
         _check_names(metrics, text)
         line = {_STEP: step, **{name: _to_json(float(x)) for name, x in metrics.items()}, **text}
-        encoded = (json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n").encode()
+        encoded = (json.dumps(line, allow_nan=False) + "\n").encode()
         if self._file is None:
             self._file = self._open()
         start = self._file.tell()

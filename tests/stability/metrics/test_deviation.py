@@ -27,7 +27,10 @@ def test_each_metric_is_its_formula():
     found = deviation(x, r, output_format="bf16")
     e, n = x - r, x.numel()
     ulps = torch.tensor(
-        [d / 2.0 ** (math.floor(math.log2(abs(v))) - 7) for d, v in zip(e.flatten(), r.flatten(), strict=True)],
+        [
+            d / 2.0 ** (math.floor(math.log2(abs(v))) - 7)
+            for d, v in zip(e.flatten(), r.flatten(), strict=True)
+        ],
         dtype=torch.float64,
     )
     expected = {
@@ -105,7 +108,9 @@ def test_swapping_the_two_turns_the_bias_around(seed, dtype):
 def test_error_ratio_is_flash_attns_measure():
     golden = torch.zeros(4, dtype=torch.float64) + 10
     baseline, candidate = golden + 1, golden - 3
-    found = dict(zip(GOLDEN_METRICS, golden_tensor(candidate, baseline, golden).tolist(), strict=True))
+    found = dict(
+        zip(GOLDEN_METRICS, golden_tensor(candidate, baseline, golden).tolist(), strict=True)
+    )
     assert found == {
         "error_ratio": 3.0,
         "golden_candidate_rel_fro": pytest.approx(0.3),
@@ -115,5 +120,75 @@ def test_error_ratio_is_flash_attns_measure():
 
 
 def test_other_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"one shape, got \(2, 3\) and \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"one shape and hold values, got \(2, 3\), \(3, 2\)"):
         deviation_tensor(torch.zeros(2, 3), torch.zeros(3, 2), output_format="fp32")
+
+
+def test_ulps_are_of_the_dtype_of_x_unless_a_format_is_named():
+    x, r = (t.bfloat16() for t in _pair())
+    assert deviation(x, r) == deviation(x, r, output_format="bf16")
+    assert deviation(x, r)["ulp_max"] < deviation(x, r, output_format="fp32")["ulp_max"]
+
+
+def test_equal_zeros_are_equal_and_a_zero_reference_has_no_direction():
+    zero, one = torch.zeros(2, 3), torch.ones(2, 3)
+    found = deviation(zero, zero)
+    assert (found["cosine"], found["sqnr_db"], found["rel_fro"]) == (1.0, math.inf, 0.0)
+    found = deviation(one, zero)
+    assert (found["sqnr_db"], found["rel_fro"]) == (-math.inf, math.inf)
+    assert math.isnan(found["cosine"])
+
+
+def test_a_reference_that_is_not_finite_is_left_out_and_not_counted():
+    x, r = _pair()
+    r[0, 0, 0, 0] = math.inf
+    found = deviation(x, r)
+    assert found["nonfinite"] == 0
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_with_nothing_to_compare_only_the_count_is_a_number():
+    x = torch.full((2, 3), math.nan)
+    found = deviation(x, torch.ones(2, 3))
+    assert found.pop("nonfinite") == 6
+    assert all(math.isnan(value) for value in found.values())
+    assert golden_tensor(x, x, x).isnan().all()
+
+
+def test_one_nan_does_not_blank_the_measures_against_the_golden():
+    golden = torch.full((4,), 10.0)
+    baseline, candidate = golden + 1, golden - 3
+    candidate[2] = math.nan
+    assert float(golden_tensor(candidate, baseline, golden)[0]) == pytest.approx(3)
+
+
+def test_nothing_waits_for_the_device_or_branches_on_a_value():
+    x = torch.empty(2, 3, 4, device="meta")  # holds no values: reading one raises
+    valid = torch.empty(2, 1, dtype=torch.bool, device="meta")
+    row = deviation_tensor(x, x, output_format="bf16", valid=valid)
+    assert (row.device.type, row.dtype, row.shape) == ("meta", torch.float64, (12,))
+    assert golden_tensor(x, x, x).shape == (3,)
+
+
+def test_autocast_and_gradients_leave_the_measures_alone():
+    x, r = (t.float() for t in _pair())
+    plain = deviation(x, r)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert deviation(x, r) == plain
+    assert deviation(x.requires_grad_(), r) == plain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"valid": torch.ones(3, dtype=torch.bool)}, r"valid must be bool .* \(2,\), got .*\(3,\)"),
+        ({"valid": torch.ones(2)}, r"valid must be bool and broadcast .* got torch.float32"),
+        ({"output_format": "bf61"}, "got 'bf61'; nearest: .*bf16"),
+        ({"x": torch.ones(2, 3).int()}, "dtype must be one of .* got torch.int32"),
+        ({"x": torch.ones(0, 3), "reference": torch.ones(0, 3)}, r"hold values, got \(0, 3\)"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(arguments, message):
+    arguments = {"x": torch.ones(2, 3), "reference": torch.ones(2, 3), **arguments}
+    with pytest.raises(ValueError, match=message):
+        deviation(arguments.pop("x"), arguments.pop("reference"), **arguments)

@@ -1,7 +1,13 @@
 """Drift: zero for equal weights, and each metric what an independent formula says."""
 
+import math
+import sys
+from unittest import mock
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import wasserstein_distance
 
 from stability.metrics.drift import DRIFT_METRICS, drift
@@ -74,12 +80,84 @@ def test_a_constant_reference_has_an_infinite_ratio_not_an_error():
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        ({"x": torch.ones(2)}, {"y": torch.ones(2)}, "only one has: x, y"),
-        ({}, {}, "at least one; only one has: none at all"),
-        ({"x": torch.ones(2)}, {"x": torch.ones(3)}, r"x must have one shape .* \(2,\) and \(3,\)"),
+        ({"x": torch.ones(2)}, {"y": torch.ones(2)}, "only in state_a: x; only in state_b: y"),
+        ({"all": torch.ones(2)}, {"all": torch.ones(2)}, 'none of them called "all"'),
+        (
+            {"layer.wight": torch.ones(2)},
+            {"layer.weight": torch.ones(2)},
+            "nearest: .*layer.weight",
+        ),
+        ({"x": torch.ones(0)}, {"x": torch.ones(0)}, r"hold values, got x \(0,\)"),
+        ({}, {}, "state_b must hold parameters"),
+        (
+            {"x": torch.ones(2)},
+            {"x": torch.ones(3)},
+            r"one shape .* got x \(2,\) and \(3,\)",
+        ),
         ({"x": torch.ones(2).int()}, {"x": torch.ones(2)}, "x must be floating-point, got .*int32"),
     ],
 )
 def test_what_cannot_be_compared_is_named(a, b, message):
     with pytest.raises(ValueError, match=message):
         drift(a, b)
+
+
+def test_the_same_bits_do_not_drift_even_where_they_are_no_numbers():
+    b = {"w": torch.tensor([1.0, float("nan"), float("inf")]), "v": torch.ones(2)}
+    found = drift({name: x.clone() for name, x in b.items()}, b)
+    assert found["all"]["max_abs"] == found["w"]["rel_l2"] == 0.0
+    moved = drift({"w": b["w"].clone(), "v": 2 * b["v"]}, b)
+    assert moved["w"]["max_abs"] == 0.0
+    assert moved["v"]["max_abs"] == 1.0
+    assert math.isnan(moved["all"]["max_abs"])
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_nan_in_one_state_is_carried_into_all(where):
+    a, b = _states()
+    a[["wide", "narrow"][where]].view(-1)[3] = float("nan")
+    found = drift(a, b)["all"]
+    assert all(math.isnan(value) for metric, value in found.items() if metric != "sign_flips")
+
+
+def test_the_two_zeros_are_equal_weights():
+    found = drift({"w": torch.tensor([0.0, 1.0])}, {"w": torch.tensor([-0.0, 1.0])})["w"]
+    assert found == {m: 1.0 if m == "cosine" else 0.0 for m in DRIFT_METRICS}
+    found = drift({"w": torch.zeros(2)}, {"w": -torch.zeros(2)})["all"]
+    assert found == {m: 1.0 if m == "cosine" else 0.0 for m in DRIFT_METRICS}
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 90), st.floats(-1e3, 1e3), st.integers(0, 99))
+def test_metrics_do_not_depend_on_how_values_are_cut_into_chunks(chunk, size, offset, seed):
+    generator = torch.Generator().manual_seed(seed)
+    b = {"w": offset + 1e-4 * torch.randn(size, generator=generator, dtype=torch.float64)}
+    a = {"w": b["w"] + 1e-5 * torch.randn(size, generator=generator, dtype=torch.float64)}
+    whole = drift(a, b)["w"]
+    with mock.patch.object(sys.modules["stability.metrics.drift"], "_CHUNK", chunk):
+        cut = drift(a, b)["w"]
+    assert cut == pytest.approx(whole, rel=1e-9)
+
+
+def test_a_spread_far_below_the_mean_keeps_its_digits():
+    b = {"gain": 1000 + 1e-6 * torch.arange(100_000, dtype=torch.float64).sin()}
+    found = drift({"gain": b["gain"] + 1e-3}, b)["gain"]
+    std = float((b["gain"] - 1000).std(correction=0))
+    assert found["w1_over_std"] == pytest.approx(1e-3 / std, rel=1e-6)
+    constant = {"gain": torch.full((100_000,), 0.1)}
+    assert drift({"gain": constant["gain"] + 1}, constant)["gain"]["w1_over_std"] == float("inf")
+
+
+def test_layout_dtype_and_gradients_of_the_states_do_not_matter():
+    a, b = _states()
+    other = {
+        "wide": torch.nn.Parameter(a["wide"].mT.contiguous().mT.double()),
+        "narrow": a["narrow"].double(),
+    }
+    before = hash_of(other)
+    assert drift(other, b) == drift(a, b)
+    assert hash_of(other) == before
+
+
+def hash_of(state):
+    return [x.detach().clone().numpy().tobytes() for x in state.values()]

@@ -1,11 +1,13 @@
 """ULPs against the formats' own neighbours."""
 
+import math
+
 import pytest
 import torch
-from attention_kernels.formats import FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_kernels.formats import FORMATS
 from stability.metrics.ulp import signed_ulp_error, ulp_distance, ulp_size
 
 
@@ -47,3 +49,38 @@ def test_mixed_dtypes_are_refused():
         ValueError, match=r"one floating dtype, got torch.float32 and torch.float64"
     ):
         ulp_distance(torch.zeros(1), torch.zeros(1, dtype=torch.float64))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.floats(min_value=0, allow_nan=False, allow_infinity=False))
+def test_ulp_size_of_fp64_is_nextafters(value):
+    above = math.nextafter(value, math.inf)
+    if math.isfinite(above):
+        size = ulp_size(torch.tensor([value, -value], dtype=torch.float64), "fp64")
+        assert size.tolist() == [above - value] * 2
+
+
+@pytest.mark.parametrize(("name", "spacing"), [("fp16", 32.0), ("bf16", 2.0**120)])
+def test_beyond_the_largest_value_the_spacing_is_the_one_below_it(name, spacing):
+    x = torch.tensor([FORMATS[name].max_value, 1e300], dtype=torch.float64)
+    assert ulp_size(x, FORMATS[name]).tolist() == [spacing] * 2
+
+
+def test_what_is_no_number_has_no_spacing():
+    x = torch.tensor([math.nan, math.inf, -math.inf])
+    assert ulp_size(x, "bf16").isnan().all()
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ValueError, match=r"got 'bf61'; nearest: .*bf16"):
+        ulp_size(torch.ones(1), "bf61")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_nan_and_what_int64_cannot_count_are_as_far_as_can_be(dtype):
+    nan, one = torch.full((2,), math.nan, dtype=dtype), torch.ones(2, dtype=dtype)
+    far = torch.iinfo(torch.int64).max
+    assert ulp_distance(nan, one).tolist() == ulp_distance(nan, nan).tolist() == [far] * 2
+    largest = torch.full((1,), torch.finfo(torch.float64).max, dtype=torch.float64)
+    assert ulp_distance(largest, -largest).tolist() == [far]
+    assert ulp_distance(largest, largest).tolist() == [0]

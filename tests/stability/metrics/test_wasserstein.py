@@ -68,9 +68,37 @@ def test_nan_gives_nan_and_infinity_stays_infinite():
     a, nan, inf = torch.zeros(3), torch.tensor([0.0, math.nan, 1.0]), torch.tensor([0, 1, math.inf])
     assert math.isnan(wasserstein_1d(a, nan))
     assert math.isnan(wasserstein_1d(nan, a[:2]))
-    assert wasserstein_1d(a, inf) == math.inf
+    assert wasserstein_1d(a, inf) == wasserstein_1d(a, inf[:2].repeat(2) + inf[2]) == math.inf
 
 
 def test_empty_is_refused():
     with pytest.raises(ValueError, match="a and b must hold values, got 0 and 3"):
         wasserstein_1d(torch.empty(0), torch.zeros(3))
+
+
+def test_infinite_values_of_one_sign_match_each_other():
+    a = torch.tensor([math.inf, 0.0, -math.inf])
+    assert wasserstein_1d(a, a) == 0.0
+    assert wasserstein_1d(a, torch.tensor([-math.inf, math.inf, 3.0])) == 1.0
+    assert wasserstein_1d(a, a.repeat(2)) == 0.0
+
+
+@pytest.mark.parametrize(("n", "m"), [(100_003, 100_003), (100_003, 70_001), (65_536, 32_768)])
+def test_w1_of_many_values_is_scipys(n, m):
+    generator = torch.Generator().manual_seed(n + m)
+    a = torch.randn(n, generator=generator)
+    b = torch.randn(m, generator=generator).round(decimals=1) * 1e30
+    for x, y in ((a, b), (1e30 * a, b)):
+        expected = wasserstein_distance(x.numpy(), y.numpy())
+        assert wasserstein_1d(x, y) == pytest.approx(expected, rel=1e-10)
+
+
+def test_narrow_formats_are_taken_at_their_exact_values():
+    a = torch.tensor([1.0, 3.0]).bfloat16()
+    b = torch.tensor([1.0, 3.0 + 2.0**-30], dtype=torch.float64)
+    assert wasserstein_1d(a, b) == 2.0**-31
+
+
+def test_integers_are_refused():
+    with pytest.raises(ValueError, match=r"must be floating-point, got torch.int64; convert"):
+        wasserstein_1d(torch.zeros(2), torch.zeros(2, dtype=torch.int64))
