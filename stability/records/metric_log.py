@@ -40,18 +40,16 @@ class MetricLog:
         """Write one line for `step`: numbers by metric name, and text entries by keyword.
 
         ValueError for a name that is given twice or is "step", or a text that would be read back
-        as a number; OSError if the disk takes no more, with the log as it was.
+        as a number; OSError if the disk takes no more; the line is lost, the log is not.
         """
         _check_names(metrics, text)
         line = {_STEP: step, **{name: _to_json(float(x)) for name, x in metrics.items()}, **text}
         encoded = (json.dumps(line, allow_nan=False) + "\n").encode()
         if self._file is None:
             self._file = self._open()
-        start = self._file.tell()
         written = self._file.write(encoded)
         if written != len(encoded):
-            self._file.truncate(start)
-            self.close()
+            self.close()  # the next append cuts off what was written
             raise OSError(f"{self._path}: wrote {written} of {len(encoded)} bytes; disk full?")
 
     def position(self) -> int:

@@ -83,7 +83,7 @@ def test_a_constant_reference_has_an_infinite_ratio_not_an_error():
         ({"x": torch.ones(2)}, {"y": torch.ones(2)}, "only in state_a: x; only in state_b: y"),
         ({"all": torch.ones(2)}, {"all": torch.ones(2)}, 'none of them called "all"'),
         (
-            {"layer.wight": torch.ones(2)},
+            {"layer.weigh2": torch.ones(2)},
             {"layer.weight": torch.ones(2)},
             "nearest: .*layer.weight",
         ),

@@ -53,7 +53,7 @@ def _with(**changes):
         (_with()[:-40], "must be JSON, is torn or edited"),
         ("[1]", "must be a JSON object, is list"),
         (_without("hashes"), "missing key hashes; it is no whole manifest"),
-        (_with(hashs={}), "unknown key 'hashs'; nearest: hashes"),
+        (_with(hash={}), "unknown key 'hash'; nearest: hashes"),
         (_with(state="done"), r"state must be one of \('running', .*, is 'done'"),
         (_with(step="17"), "step must be of type int, is '17'"),
         (_with(diff=None), "diff must be of type dict, is None"),
