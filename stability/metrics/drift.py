@@ -181,10 +181,11 @@ def _check_names(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor]) -
     }
     if lone["a"] or lone["b"]:
         named = "; ".join(f"only in state_{s}: {', '.join(n)}" for s, n in lone.items() if n)
-        near = difflib.get_close_matches((lone["a"] or lone["b"])[0], [*state_a, *state_b], n=3)
+        first, others = (lone["a"], state_b) if lone["a"] else (lone["b"], state_a)
+        near = difflib.get_close_matches(first[0], others, n=3, cutoff=0.4) or list(others)[:3]
         raise ValueError(
             f"drift: state_a and state_b must hold the same parameters, got {named}; "
-            f"nearest: {', '.join(near)}"
+            f"nearest to {first[0]}: {', '.join(near)}"
         )
 
 
