@@ -1,4 +1,4 @@
-"""Every YAML in configs/ is loaded, expanded and built; one is a claim with its time and command."""
+"""Every YAML in configs/ loads and expands, and says its claim, its time and its command."""
 
 from pathlib import Path
 

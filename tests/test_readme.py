@@ -40,7 +40,8 @@ def test_linked_file_exists(link):
 
 def test_every_command_is_of_a_kind_that_is_tested():
     for command in COMMANDS:
-        assert command.startswith(("make ", "stability ", "git clone ", "cd ", ".venv/bin/")), command
+        known = ("make ", "stability ", "git clone ", "cd ", ".venv/bin/")
+        assert command.startswith(known), command
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,10 @@ def test_stability_command_runs(command, quick, monkeypatch, capsys):
     words = shlex.split(command)[1:]
     if words[0] != "run" and not (quick / "runs" / "quickstart").exists():
         assert main(["run", "configs/quickstart.yaml", "--wandb", "disabled"]) == 0
-    shrunk = [re.sub(r"^\d+$", "2", w) if words[i - 1] == "--train.steps" else w
-              for i, w in enumerate(words)]
+    shrunk = [
+        re.sub(r"^\d+$", "2", w) if words[i - 1] == "--train.steps" else w
+        for i, w in enumerate(words)
+    ]
     assert main(shrunk) == 0
     assert capsys.readouterr().out
 

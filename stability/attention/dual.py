@@ -12,10 +12,10 @@ the two is the primary.
 from dataclasses import dataclass, field
 
 import torch
-from attention_kernels import AttentionFn, golden_attention
-from attention_kernels.numerics import input_format
 from torch import Tensor
 
+from attention_kernels import AttentionFn, golden_attention
+from attention_kernels.numerics import input_format
 from stability.metrics.deviation import (
     DEVIATION_METRICS,
     GOLDEN_METRICS,

@@ -11,6 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from attention_kernels import (
     BASELINE_PROFILES,
     PROFILES,
@@ -19,9 +22,6 @@ from attention_kernels import (
     flash_attention,
     resolve_engine,
 )
-from torch import Tensor
-from torch.nn import functional as F
-
 from stability.config.schema import AttentionConfig
 
 __all__ = ["IMPLEMENTATIONS", "ResolvedAttention", "resolve_attention"]

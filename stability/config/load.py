@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from attention_kernels import BASELINE_PROFILES, PROFILES
-
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, to_dict
 from stability.config.schema import ArmConfig, AttentionConfig, StudyConfig
 from stability.config.yaml_file import parse_value, read_mapping

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from attention_kernels import AttentionFn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attention_kernels import AttentionFn
 from stability.config.schema import ModelConfig
 
 __all__ = ["GPT", "Block", "HeadNorm"]

@@ -17,6 +17,7 @@ from stability.callbacks.snapshot_writer import SnapshotWriter
 from stability.callbacks.training_log import LogPosition, TrainingLog
 from stability.config.load import to_dict
 from stability.config.schema import ArmConfig, Axis
+from stability.data.datamodule import TextDataModule
 from stability.records.layout import RunPaths
 from stability.records.manifest import Manifest, environment, read_manifest, write_manifest
 from stability.records.metric_log import MetricLog, read_text
@@ -126,7 +127,7 @@ def train(run: Run, wandb_mode: WandbMode, observer: StudyObserver) -> Manifest:
 
 
 def _fit(
-    run: Run, parts: Parts, data: object, wandb_mode: WandbMode, observer: StudyObserver
+    run: Run, parts: Parts, data: TextDataModule, wandb_mode: WandbMode, observer: StudyObserver
 ) -> None:
     config = run.config
     checkpoint = _latest_checkpoint(run.paths)

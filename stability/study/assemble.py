@@ -6,11 +6,11 @@ Leaves out running them (`arm`) and every decision about files.
 from dataclasses import dataclass
 
 import torch
-from attention_kernels import AttentionFn
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
+from attention_kernels import AttentionFn
 from stability.attention.dual import AttentionProbe, DualAttention
 from stability.attention.registry import ResolvedAttention, resolve_attention
 from stability.attention.schedule import EveryN

@@ -42,7 +42,7 @@ def axis_of(arm: Arm) -> Axis:
             f"arms.{arm.name}: must differ in one axis, differs in {', '.join(changed)}; "
             "make an arm of each"
         )
-    return changed[0] if changed else "none"
+    return next((axis for axis in AXES if axis in changed), "none")
 
 
 def check_start(baseline: Manifest, candidate: Manifest) -> None:

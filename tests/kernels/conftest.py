@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+
 from attention_kernels.testing import nan_filled
 
 

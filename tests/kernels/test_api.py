@@ -4,9 +4,10 @@ import math
 import subprocess
 import sys
 
-import attention_kernels
 import pytest
 import torch
+
+import attention_kernels
 from attention_kernels import (
     BASELINE_PROFILES,
     PROFILES,

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+
 from attention_kernels import (
     PROFILES,
     baseline_attention,

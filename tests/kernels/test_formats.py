@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from attention_kernels.formats import FORMATS, format_named, round_into, round_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from attention_kernels.formats import FORMATS, format_named, round_into, round_to
 
 NARROW = ["bf16", "fp16"]
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+
 from attention_kernels import golden, golden_attention
 from attention_kernels.testing import HARD_SHAPES, Shape, make_qkv, with_gradients
 

@@ -5,6 +5,7 @@ On a GPU the shapes are those of flash-attn's tests; the interpreter gets small 
 
 import pytest
 import torch
+
 from attention_kernels import (
     PROFILES,
     baseline_attention,

@@ -1,9 +1,10 @@
 """The masks against their definition: i attends j iff j <= i + key_len - query_len."""
 
 import torch
-from attention_kernels.masks import first_attending_row, hidden_keys, visible_key_stop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from attention_kernels.masks import first_attending_row, hidden_keys, visible_key_stop
 
 LENGTHS = st.integers(1, 12)
 

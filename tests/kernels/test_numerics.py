@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from attention_kernels.numerics import BaselineNumerics, FlashNumerics, Tiling, input_format
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
 

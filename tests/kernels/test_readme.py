@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from attention_kernels import BASELINE_PROFILES, PROFILES
 
 README = (Path(__file__).parents[2] / "kernels" / "README.md").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from attention_kernels.testing import (
     HARD_SHAPES,
     Shape,

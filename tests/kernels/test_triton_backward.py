@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from attention_kernels import PROFILES, triton_launch, twin_backward, twin_forward
 from attention_kernels.formats import FORMATS
 from attention_kernels.testing import Shape, make_qkv, nan_filled

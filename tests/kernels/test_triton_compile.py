@@ -14,16 +14,17 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_kernels import PROFILES, triton_launch
-from attention_kernels.numerics import FlashNumerics
-from attention_kernels.triton_backward import dkv_kernel, dq_kernel
-from attention_kernels.triton_forward import forward_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
+
+from attention_kernels import PROFILES, triton_launch
+from attention_kernels.numerics import FlashNumerics
+from attention_kernels.triton_backward import dkv_kernel, dq_kernel
+from attention_kernels.triton_forward import forward_kernel
 
 KERNELS = {kernel.__name__: kernel for kernel in (forward_kernel, dq_kernel, dkv_kernel)}
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}

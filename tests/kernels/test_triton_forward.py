@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 import triton.language as tl
+
 from attention_kernels import PROFILES, triton_forward, triton_launch, twin_forward
 from attention_kernels.formats import FORMATS
 from attention_kernels.testing import Shape, make_qkv, nan_filled

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+
 from attention_kernels import round_to as round_tensor
 from attention_kernels import triton_launch
 from attention_kernels.triton_rounding import round_to

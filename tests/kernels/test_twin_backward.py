@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
 from attention_kernels.testing import (
     HARD_SHAPES,

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from attention_kernels import (
     BASELINE_PROFILES,
     PROFILES,
@@ -10,8 +13,6 @@ from attention_kernels import (
     golden_attention,
 )
 from attention_kernels.testing import HARD_SHAPES, Shape, assert_within_budget, make_qkv
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 FLASH_ATTN_SHAPES = [
     Shape(1, 2, 2, 113, 203, 32),

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+
 from attention_kernels import baseline_attention, flash_attention, golden_attention
 
 CALLS = [flash_attention, baseline_attention, golden_attention]

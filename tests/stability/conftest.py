@@ -69,7 +69,9 @@ def tiny_content(text: Path) -> dict:
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory) -> Path:
-    words = [line.strip() for line in Path(random.__file__).read_text().splitlines() if line.strip()]
+    words = [
+        line.strip() for line in Path(random.__file__).read_text().splitlines() if line.strip()
+    ]
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text("\n".join(words))
     return path

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
 
+from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
 from stability.attention.dual import AttentionProbe, DualAttention
 from stability.attention.schedule import EveryN
 from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS, deviation

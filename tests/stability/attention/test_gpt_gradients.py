@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attention_kernels import BASELINE_PROFILES, PROFILES, baseline_attention, flash_attention
 
+from attention_kernels import BASELINE_PROFILES, PROFILES, baseline_attention, flash_attention
 from stability.config.schema import ModelConfig
 from stability.model.gpt import GPT
 from stability.model.init_schemes import initialise

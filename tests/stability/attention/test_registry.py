@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from attention_kernels import PROFILES, baseline_attention, flash_attention
 from torch.nn import functional as F
 
+from attention_kernels import PROFILES, baseline_attention, flash_attention
 from stability.attention.registry import resolve_attention
 from stability.config.schema import AttentionConfig
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, one-line errors, nothing written on bad input."""
+"""The command line as a user meets it: exit codes, one-line errors, nothing half done."""
 
 import pytest
 
@@ -118,7 +118,9 @@ def test_run_trains_shows_the_ladder_and_writes_the_report(write_study, tmp_path
     assert main(["report", str(tmp_path / "runs" / "tiny")]) == 0
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["show", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["run", "--help"], ["show", "--help"], ["--version"]]
+)
 def test_help_explains_itself(words, capsys):
     try:
         code = main(words)

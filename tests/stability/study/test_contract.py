@@ -61,7 +61,7 @@ def test_another_batch_is_refused_with_its_number(trained, tmp_path):
             line["batch_hash"] = "f" * 64
     other.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     check_batches(paths[0], other, axis="attention", step=3)
-    with pytest.raises(ContractError, match="flash_fa2: batch 4 differs .*'ffff"):
+    with pytest.raises(ContractError, match=r"flash_fa2: batch 4 differs .*'ffff"):
         check_batches(paths[0], other, axis="attention", step=6)
     check_batches(paths[0], other, axis="data_order", step=6)
 

@@ -44,7 +44,9 @@ def _wait_for_lines(path: Path, lines: int, process: subprocess.Popen) -> None:
         if path.exists() and path.read_bytes().count(b"\n") >= lines:
             return
         time.sleep(0.005)
-    raise AssertionError(f"ended with {process.poll()} before line {lines}: {process.stdout.read()}")
+    raise AssertionError(
+        f"ended with {process.poll()} before line {lines}: {process.stdout.read()}"
+    )
 
 
 def _bits(study: Path) -> dict[str, bytes]:
@@ -56,17 +58,17 @@ def _bits(study: Path) -> dict[str, bytes]:
     return bits
 
 
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arm", "lines", "how"),
-    [("baseline", 3, signal.SIGKILL), ("baseline", 70, signal.SIGKILL), ("fp32", 90, signal.SIGINT)],
+    [
+        ("baseline", 3, signal.SIGKILL),
+        ("baseline", 70, signal.SIGKILL),
+        ("fp32", 90, signal.SIGINT),
+    ],
     ids=["killed-before-a-checkpoint", "killed-after-one", "interrupted-in-a-candidate"],
 )
-def test_a_stopped_study_goes_on_to_the_same_bits(
-    write_study, run_tiny, tmp_path, arm, lines, how
-):
+def test_a_stopped_study_goes_on_to_the_same_bits(write_study, run_tiny, tmp_path, arm, lines, how):
     path = write_study(_short)
     process = _start(path, tmp_path / "stopped")
     run = RunPaths.for_run(tmp_path / "stopped" / "tiny", arm, 0)

@@ -84,9 +84,7 @@ def test_arms_of_a_seed_saw_the_same_batches_and_seeds_differ(trained):
 
 
 def test_same_initial_weights_unless_the_axis_is_the_seed(trained):
-    init = {
-        arm: read_manifest(_run(trained, arm).manifest).hashes["init_weights"] for arm in ARMS
-    }
+    init = {arm: read_manifest(_run(trained, arm).manifest).hashes["init_weights"] for arm in ARMS}
     assert len({init[arm] for arm in ARMS if arm != "init_seed"}) == 1
     assert init["init_seed"] != init["baseline"]
 
@@ -96,8 +94,10 @@ def test_manifest_names_the_engine_that_auto_became_and_the_final_weights(traine
     manifest = read_manifest(run.manifest)
     assert manifest.resolved["engine"] == "twin"
     assert manifest.resolved["numerics"]["statistics"] == "fp32"
-    assert manifest.diff == {"attention.implementation": ["baseline", "flash"],
-                             "attention.profile": ["", "fa2"]}
+    assert manifest.diff == {
+        "attention.implementation": ["baseline", "flash"],
+        "attention.profile": ["", "fa2"],
+    }
     assert manifest.hashes["final_weights"] == hash_state(read_snapshot(run.snapshot(6)))
 
 
