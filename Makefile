@@ -17,8 +17,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/stability run configs/quickstart.yaml
 
+# one thread a worker: two workers of two threads each would fight over two cores
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --no-showlocals
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -31,11 +32,15 @@ bench: $(INSTALLED)
 	$(BIN)/python kernels/benchmarks/run.py
 	$(BIN)/python benchmarks/metrics.py
 
-# Needs an NVIDIA GPU and a python3 with torch, Triton and pytest; nothing is installed.
-gpu:
-	PYTHONPATH=kernels:. $(PYTHON) -m pytest -q -m gpu tests/kernels
-	PYTHONPATH=kernels $(PYTHON) kernels/benchmarks/run.py --device cuda
-	PYTHONPATH=kernels:. $(PYTHON) -m stability.cli.main run configs/quickstart.yaml --out runs-gpu --wandb disabled
+# Needs an NVIDIA GPU. With GPU_PYTHON=python3, a python that has torch, Triton and pytest already,
+# nothing is installed, and the demo runs only if that python has the other dependencies too.
+GPU_PYTHON ?= $(BIN)/python
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
+	PYTHONPATH=kernels:. $(GPU_PYTHON) -m pytest -q -m gpu --confcutdir=tests/kernels tests/kernels
+	PYTHONPATH=kernels $(GPU_PYTHON) kernels/benchmarks/run.py --device cuda
+	@if $(GPU_PYTHON) -c 'import lightning, wandb, datasets, jsonargparse' 2>/dev/null; \
+	then PYTHONPATH=kernels:. $(GPU_PYTHON) -m stability.cli.main run configs/quickstart.yaml --out runs/gpu; \
+	else echo 'demo skipped: $(GPU_PYTHON) lacks one of lightning, wandb, datasets, jsonargparse'; fi
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -61,8 +61,13 @@ def is_finished(run: Run) -> bool:
 def check_existing(run: Run) -> None:
     """RunConflictError if the run's directory holds a run of another config or environment."""
     if not run.paths.manifest.exists():
-        if run.paths.root.exists() and any(run.paths.root.iterdir()):
-            raise RunConflictError(f"{run.paths.root}: holds files but no manifest; use --out")
+        # a kill during the very first write leaves a temporary file and no manifest
+        strangers = [path for path in run.paths.root.glob("*") if path.suffix != ".tmp"]
+        if strangers:
+            raise RunConflictError(
+                f"{run.paths.root}: holds files but no manifest ({strangers[0].name}); "
+                "use --out for another folder"
+            )
         return
     manifest = read_manifest(run.paths.manifest)
     _refuse_difference(run, "config", manifest.config, to_dict(run.config))

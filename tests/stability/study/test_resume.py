@@ -13,7 +13,8 @@ from stability.config.load import load_study
 from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
-from stability.study.arm import RunConflictError
+from stability.study.arm import RunConflictError, check_existing
+from stability.study.runner import plan
 
 ROOT = Path(__file__).parents[3]
 KEPT = ("baseline", "fp32")
@@ -108,6 +109,8 @@ def test_a_directory_with_another_run_is_refused_and_untouched(write_study, run_
 def test_a_directory_that_is_no_run_is_refused(write_study, run_tiny, tmp_path):
     stranger = tmp_path / "runs" / "tiny" / "baseline" / "seed-0" / "thesis.txt"
     stranger.parent.mkdir(parents=True)
+    (stranger.parent / ".manifest.json.ab12.tmp").write_text("half")  # what a kill may leave
+    check_existing(plan(load_study(write_study(_short), None), tmp_path / "runs")[0])
     stranger.write_text("years of work")
     with pytest.raises(RunConflictError, match="holds files but no manifest"):
         run_tiny(load_study(write_study(_short), None), tmp_path / "runs")
