@@ -34,7 +34,9 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
         xaxis={
             "type": "log",
             "title": {"text": "drift from the baseline (relative L2)"},
-            "nticks": 6,
+            "nticks": 4,
+            "tickformat": ".0e",
+            "tickangle": 0,
         },
         yaxis={
             "tickvals": list(range(len(rows))),
