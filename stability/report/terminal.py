@@ -18,7 +18,7 @@ from stability.analysis.verdict import notes, verdicts
 
 __all__ = ["print_ladder"]
 
-FULL_WIDTH = 112
+FULL_WIDTH = 124
 """From this width on the table shows W1 and the seeds' range."""
 STATE_STYLE = {"finished": "", "failed": "red", "running": "cyan"}
 
