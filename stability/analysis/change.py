@@ -7,7 +7,8 @@ Leaves out whether the change is allowed (`study.contract`). The probe only look
 from collections.abc import Mapping
 from typing import Any
 
-from stability.analysis.recorded import BASELINE, RecordedArm, RecordedStudy
+from stability.analysis.recorded import RecordedArm, RecordedStudy
+from stability.config.schema import BASELINE
 
 __all__ = ["attention_label", "describe_change"]
 

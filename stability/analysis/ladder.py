@@ -11,7 +11,6 @@ from pathlib import Path
 
 from stability.analysis.change import describe_change
 from stability.analysis.recorded import (
-    BASELINE,
     RecordedArm,
     RecordedRun,
     RecordedStudy,
@@ -20,7 +19,7 @@ from stability.analysis.recorded import (
 )
 from stability.analysis.sampling import INDEPENDENT_AXES, w1_floor
 from stability.analysis.spread import Spread
-from stability.config.schema import Axis
+from stability.config.schema import BASELINE, Axis
 
 __all__ = ["EarlyLast", "Ladder", "Row", "build_ladder", "ladder_of", "planned_early_step"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stability.analysis.recorded import BASELINE, RecordedRun, RecordedStudy
-from stability.config.schema import Axis
+from stability.analysis.recorded import RecordedRun, RecordedStudy
+from stability.config.schema import BASELINE, Axis
 
 __all__ = ["HASHES", "Proof", "Verdict", "environment_of", "hash_proofs"]
 

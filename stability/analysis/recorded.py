@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stability.config.schema import Axis
+from stability.config.schema import BASELINE, Axis
 from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import Series, read_metrics
 from stability.records.names import TRAIN_LOSS, drift_name
 
-__all__ = ["BASELINE", "RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "read_study"]
+__all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "read_study"]
 
-BASELINE = "baseline"
 RunState = Literal["running", "interrupted", "failed", "finished", "missing"]
 
 

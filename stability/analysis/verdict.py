@@ -8,8 +8,8 @@ growth rates.
 from collections.abc import Callable
 
 from stability.analysis.ladder import Ladder, Row
-from stability.analysis.recorded import BASELINE
 from stability.analysis.spread import MISSING, Spread, scientific, span, times
+from stability.config.schema import BASELINE
 
 __all__ = ["CHAOS_SHARE", "notes", "sentence", "swamped_by_chaos", "verdicts"]
 

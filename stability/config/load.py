@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 
 from attention_kernels import BASELINE_PROFILES, PROFILES
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, to_dict
-from stability.config.schema import ArmConfig, AttentionConfig, StudyConfig
+from stability.config.schema import BASELINE, ArmConfig, AttentionConfig, StudyConfig
 from stability.config.yaml_file import parse_value, read_mapping
 
 __all__ = ["ConfigError", "from_dict", "load_study", "override", "to_dict"]
 
 T = TypeVar("T")
 
-BASELINE = "baseline"
 PROFILES_OF: dict[str, Mapping[str, Any]] = {
     "baseline": BASELINE_PROFILES,
     "flash": PROFILES,
@@ -179,7 +178,7 @@ def _check_attention(config: AttentionConfig, place: Place) -> None:
 
 def _with_early_step(study: StudyConfig, root: Place) -> StudyConfig:
     train = study.base.train
-    planned = sorted({0, train.steps, *(s for s in train.snapshot_steps if 0 <= s <= train.steps)})
+    planned = train.planned_snapshots()
     early = study.early_step
     if early > train.steps and root.overridden:
         early = train.steps

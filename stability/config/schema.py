@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 __all__ = [
     "AXES",
+    "BASELINE",
     "ArmConfig",
     "AttentionConfig",
     "Axis",
@@ -26,6 +27,9 @@ __all__ = [
 Precision = Literal["64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 InitScheme = Literal["gpt2", "xavier", "kaiming", "orthogonal"]
 Axis = Literal["attention", "precision", "init", "seed", "data_order", "nudge", "none"]
+
+BASELINE = "baseline"
+"""The arm that every other arm of its study is paired with."""
 
 AXES: dict[Axis, str] = {
     "attention": "attention",
@@ -141,6 +145,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
             _require(getattr(self, name) >= 1, "train", f"{name} must be >= 1", getattr(self, name))
+
+    def planned_snapshots(self) -> list[int]:
+        """Return the steps with a snapshot, sorted: the first, the last and those asked for."""
+        return sorted({0, self.steps, *(s for s in self.snapshot_steps if 0 <= s <= self.steps)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

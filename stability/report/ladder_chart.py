@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stability.analysis.ladder import Ladder, Row
-from stability.analysis.recorded import BASELINE
 from stability.analysis.sampling import INDEPENDENT_AXES
 from stability.analysis.spread import EXACT_ZERO, Spread, scientific
+from stability.config.schema import BASELINE
 from stability.report.chart import Chart, label, make_figure
 from stability.report.palette import GREY, ArmStyle
 

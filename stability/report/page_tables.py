@@ -10,8 +10,9 @@ from typing import Any
 
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.proofs import HASHES, Proof, environment_of, hash_proofs
-from stability.analysis.recorded import BASELINE, RecordedArm, RecordedStudy
+from stability.analysis.recorded import RecordedArm, RecordedStudy
 from stability.analysis.spread import MISSING, Spread, plain, scientific, span, times
+from stability.config.schema import BASELINE
 
 __all__ = [
     "Cell",

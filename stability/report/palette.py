@@ -6,7 +6,7 @@ Grey stands for the baseline. Beyond seven arms the colours repeat with another 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stability.analysis.recorded import BASELINE
+from stability.config.schema import BASELINE
 
 __all__ = ["ArmStyle", "arm_styles"]
 

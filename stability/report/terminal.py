@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from stability.analysis.ladder import Ladder, Row
-from stability.analysis.recorded import BASELINE
 from stability.analysis.spread import MISSING, Spread, plain, scientific, times
 from stability.analysis.verdict import notes, verdicts
+from stability.config.schema import BASELINE
 
 __all__ = ["print_ladder"]
 

@@ -6,8 +6,9 @@ Leaves out what happens inside attention (`deviation_charts`).
 from collections.abc import Mapping
 from typing import Any
 
-from stability.analysis.recorded import BASELINE, RecordedArm, RecordedStudy
+from stability.analysis.recorded import RecordedArm, RecordedStudy
 from stability.analysis.sampling import INDEPENDENT_AXES
+from stability.config.schema import BASELINE
 from stability.report.chart import Chart, Section, arm_lines, make_figure
 from stability.report.palette import ArmStyle
 

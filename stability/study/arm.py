@@ -22,9 +22,9 @@ from stability.records.layout import RunPaths
 from stability.records.manifest import Manifest, environment, read_manifest, write_manifest
 from stability.records.metric_log import MetricLog, read_text
 from stability.records.snapshots import hash_state
-from stability.study.assemble import Parts, assemble, make_data, make_trainer
+from stability.study.assemble import Parts, assemble, load_data, make_trainer
 from stability.study.contract import ContractError, check_batches, check_start
-from stability.study.expand import Arm, planned_snapshots, with_seed
+from stability.study.expand import Arm, with_seed
 from stability.tracking.records_logger import RecordsLogger
 from stability.tracking.wandb_logger import WandbMode, finish, make_wandb_logger
 
@@ -94,8 +94,7 @@ def train(run: Run, wandb_mode: WandbMode, observer: StudyObserver) -> Manifest:
     """
     config = run.config
     parts = assemble(config)
-    data = make_data(config)
-    data.setup("fit")
+    data = load_data(config)
     manifest = Manifest(
         study=run.study,
         arm=run.arm.name,
@@ -162,7 +161,7 @@ def _fit(
 
 
 def _callbacks(run: Run, parts: Parts, log: MetricLog, observer: StudyObserver) -> list[Callback]:
-    steps = planned_snapshots(run.config)
+    steps = run.config.train.planned_snapshots()
     callbacks: list[Callback] = [
         *parts.callbacks,
         TrainingLog(run.config.train.log_every),

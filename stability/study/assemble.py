@@ -24,7 +24,7 @@ from stability.model.nudge import nudge_weights
 from stability.records.layout import RunPaths
 from stability.records.snapshots import hash_state
 
-__all__ = ["Parts", "assemble", "make_data", "make_trainer", "resolve_device"]
+__all__ = ["Parts", "assemble", "load_data", "make_trainer", "resolve_device"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +57,26 @@ def resolve_device(config: ArmConfig) -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-def make_data(config: ArmConfig) -> TextDataModule:
-    """Return the data module of an arm; reads nothing yet."""
-    return TextDataModule(
+def load_data(config: ArmConfig) -> TextDataModule:
+    """Return the data module of an arm, its text read and tokenised.
+
+    ValueError for a text that is missing, empty or too short, or for more kinds of tokens than the
+    model embeds.
+    """
+    data = TextDataModule(
         config.data,
         context=config.model.context,
         batch_size=config.train.batch_size,
         steps=config.train.steps,
         order_seed=config.seed.base + config.seed.order_offset,
     )
+    data.setup("fit")
+    if data.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size must be at least the {data.vocab_size} of tokenizer "
+            f"{config.data.tokenizer!r}, got {config.model.vocab_size}"
+        )
+    return data
 
 
 def assemble(config: ArmConfig) -> Parts:

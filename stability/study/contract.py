@@ -8,11 +8,11 @@ from typing import Any
 
 from stability.callbacks.batch_hash import BATCH_HASH
 from stability.config.diff import changed_axes
-from stability.config.schema import AXES, Axis
+from stability.config.schema import AXES, BASELINE, Axis
 from stability.records.layout import RunPaths
 from stability.records.manifest import Manifest
 from stability.records.metric_log import read_text
-from stability.study.expand import BASELINE, Arm
+from stability.study.expand import Arm
 
 __all__ = ["ContractError", "axis_of", "check_batches", "check_start"]
 
@@ -42,7 +42,8 @@ def axis_of(arm: Arm) -> Axis:
             f"arms.{arm.name}: must differ in one axis, differs in {', '.join(changed)}; "
             "make an arm of each"
         )
-    return next((axis for axis in AXES if axis in changed), "none")
+    axes: list[Axis] = [axis for axis in AXES if axis in changed]
+    return axes[0] if axes else "none"
 
 
 def check_start(baseline: Manifest, candidate: Manifest) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 
 from stability.config.diff import diff
 from stability.config.load import override
-from stability.config.schema import ArmConfig, SeedConfig, StudyConfig
+from stability.config.schema import BASELINE, ArmConfig, SeedConfig, StudyConfig
 
-__all__ = ["BASELINE", "Arm", "expand", "planned_snapshots", "with_seed"]
-
-BASELINE = "baseline"
+__all__ = ["Arm", "expand", "with_seed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +47,3 @@ def with_seed(config: ArmConfig, seed: int) -> ArmConfig:
             base=seed, init_offset=offsets.init_offset, order_offset=offsets.order_offset
         ),
     )
-
-
-def planned_snapshots(config: ArmConfig) -> list[int]:
-    """Return the steps with a snapshot, sorted: the first, the last and those asked for."""
-    steps = config.train.steps
-    return sorted({0, steps, *(s for s in config.train.snapshot_steps if 0 <= s <= steps)})

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from stability.callbacks.progress import StudyObserver
 from stability.config.load import to_dict
-from stability.config.schema import StudyConfig
+from stability.config.schema import BASELINE, StudyConfig
 from stability.records.atomic import write_text
 from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import read_manifest
 from stability.study.arm import Run, check_existing, is_finished, train
-from stability.study.assemble import assemble, make_data
+from stability.study.assemble import assemble, load_data
 from stability.study.contract import axis_of
-from stability.study.expand import BASELINE, expand
+from stability.study.expand import expand
 from stability.tracking.wandb_logger import WandbMode
 
 __all__ = ["check_study", "plan", "run_study"]
@@ -53,7 +53,7 @@ def check_study(runs: list[Run]) -> None:
         check_existing(run)
     for run in {run.arm.name: run for run in runs}.values():
         assemble(run.config)
-        make_data(run.config).setup("fit")
+        load_data(run.config)
 
 
 def run_study(

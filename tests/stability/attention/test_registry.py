@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from attention_kernels import PROFILES, baseline_attention, flash_attention
-from stability.attention.registry import resolve_attention
+from stability.attention.registry import IMPLEMENTATIONS, resolve_attention
+from stability.config.load import PROFILES_OF
 from stability.config.schema import AttentionConfig
 
 CPU = torch.device("cpu")
@@ -40,6 +41,10 @@ def test_auto_is_resolved_once_and_described():
     assert resolved.name == "flash:fa2"
     assert resolved.description["engine"] == "twin"
     assert resolved.description["numerics"]["probabilities"] == "input"
+
+
+def test_what_a_study_may_name_is_what_is_registered():
+    assert set(PROFILES_OF) == set(IMPLEMENTATIONS)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def _base(path, value):
         (lambda c: c.update(yardstick="fp23"), ["yardstick", "fp23", "fp32"]),
         (lambda c: c["arms"].update(x={"precision": "32-true", "nudge": {"ulps": 1}}), ["arms.x"]),
         (lambda c: c.update(seeds=[]), ["seeds"]),
+        (_base("model.vocab_size", 200), ["model.vocab_size", "256", "'bytes'", "200"]),
     ],
 )
 def test_bad_study_is_one_line_with_exit_code_2(write_study, refuse, edit, expected):

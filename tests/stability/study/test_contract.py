@@ -88,7 +88,7 @@ def test_an_arm_that_breaks_the_contract_while_it_runs_fails_and_the_others_go_o
 
     import stability.study.arm as arm_module
 
-    honest = arm_module.make_data
+    honest = arm_module.load_data
 
     def crooked(config):
         data = honest(config)
@@ -99,7 +99,7 @@ def test_an_arm_that_breaks_the_contract_while_it_runs_fails_and_the_others_go_o
         return data
 
     crooked.calls = [True, False]  # the baseline is honest, the rerun reads other batches
-    monkeypatch.setattr(arm_module, "make_data", crooked)
+    monkeypatch.setattr(arm_module, "load_data", crooked)
     ended = run_tiny(load_study(write_study(edit), None), tmp_path / "runs").ended
     assert [state for _, _, state, _ in ended] == ["finished", "failed", "finished"]
     assert "pair contract: rerun: batch 1 differs" in ended[1][3]
