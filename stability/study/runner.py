@@ -9,14 +9,14 @@ from pathlib import Path
 
 from stability.callbacks.progress import StudyObserver
 from stability.config.load import to_dict
-from stability.config.schema import BASELINE, StudyConfig
+from stability.config.schema import BASELINE, Axis, StudyConfig
 from stability.records.atomic import write_text
 from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import read_manifest
 from stability.study.arm import Run, check_existing, is_finished, train
 from stability.study.assemble import assemble, load_data
 from stability.study.contract import axis_of
-from stability.study.expand import expand
+from stability.study.expand import Arm, expand
 from stability.tracking.wandb_logger import WandbMode
 
 __all__ = ["check_study", "plan", "run_study"]
@@ -28,7 +28,7 @@ def plan(study: StudyConfig, out: Path) -> list[Run]:
     ContractError if an arm changes more than one axis.
     """
     folder = StudyPaths(out / study.name).root
-    arms = [(arm, axis_of(arm)) for arm in expand(study)]
+    arms: list[tuple[Arm, Axis]] = [(arm, axis_of(arm)) for arm in expand(study)]
     return [
         Run(
             study=study.name,
