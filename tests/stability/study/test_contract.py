@@ -9,6 +9,7 @@ import yaml
 from stability.config.load import load_study
 from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest
+from stability.study import arm as arm_module
 from stability.study.contract import ContractError, axis_of, check_batches, check_start
 from stability.study.expand import expand
 
@@ -86,8 +87,6 @@ def test_an_arm_that_breaks_the_contract_while_it_runs_fails_and_the_others_go_o
         content.update(seeds=[0], yardstick="fp32")
         content["arms"] = {k: arms[k] for k in ("baseline", "rerun", "fp32")}
 
-    import stability.study.arm as arm_module
-
     honest = arm_module.load_data
 
     def crooked(config):
@@ -106,3 +105,21 @@ def test_an_arm_that_breaks_the_contract_while_it_runs_fails_and_the_others_go_o
     manifest = read_manifest(RunPaths.for_run(tmp_path / "runs" / "tiny", "rerun", 0).manifest)
     assert manifest.state == "failed"
     assert yaml.safe_load(manifest.message.split(":")[0]) == "pair contract"
+
+
+def test_a_candidate_in_another_environment_is_refused_before_its_first_step(
+    write_study, run_tiny, tmp_path, monkeypatch
+):
+    def edit(content):
+        content.update(seeds=[0], yardstick="fp32")
+        content["arms"] = {k: content["arms"][k] for k in ("baseline", "fp32")}
+
+    honest = arm_module.environment
+    threads = iter([1, 2])
+    monkeypatch.setattr(arm_module, "environment", lambda: {**honest(), "threads": next(threads)})
+    ended = run_tiny(load_study(write_study(edit), None), tmp_path / "runs").ended
+    assert [state for _, _, state, _ in ended] == ["finished", "failed"]
+    assert "environment.threads must be the baseline's 1, is 2" in ended[1][3]
+    run = RunPaths.for_run(tmp_path / "runs" / "tiny", "fp32", 0)
+    assert not run.metrics.exists()
+    assert read_manifest(run.manifest).step == 0
