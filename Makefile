@@ -29,7 +29,7 @@ lint: $(INSTALLED)
 	$(BIN)/codespell
 
 bench: $(INSTALLED)
-	$(BIN)/python kernels/benchmarks/run.py
+	$(BIN)/python kernels/benchmarks/run.py --json kernels/benchmarks/results/cpu.json
 	$(BIN)/python benchmarks/metrics.py
 
 # Needs an NVIDIA GPU. With GPU_PYTHON=python3, a python that has torch, Triton and pytest already,
@@ -37,7 +37,7 @@ bench: $(INSTALLED)
 GPU_PYTHON ?= $(BIN)/python
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 	PYTHONPATH=kernels:. $(GPU_PYTHON) -m pytest -q -m gpu --confcutdir=tests/kernels tests/kernels
-	PYTHONPATH=kernels $(GPU_PYTHON) kernels/benchmarks/run.py --device cuda
+	PYTHONPATH=kernels $(GPU_PYTHON) kernels/benchmarks/run.py --device cuda --json kernels/benchmarks/results/cuda.json
 	@if $(GPU_PYTHON) -c 'import lightning, wandb, datasets, jsonargparse' 2>/dev/null; \
 	then PYTHONPATH=kernels:. $(GPU_PYTHON) -m stability.cli.main run configs/quickstart.yaml --out runs/gpu; \
 	else echo 'demo skipped: $(GPU_PYTHON) lacks one of lightning, wandb, datasets, jsonargparse'; fi
