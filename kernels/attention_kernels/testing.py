@@ -133,7 +133,9 @@ def nan_filled() -> Iterator[None]:
     def filling(make: Any) -> Any:
         def make_filled(*args: Any, **kwargs: Any) -> Tensor:
             x = make(*args, **kwargs)
-            return x.fill_(torch.nan) if x.is_floating_point() else x
+            if x.is_floating_point():
+                x.detach().fill_(torch.nan)  # detached: a leaf may require grad
+            return x
 
         return make_filled
 
