@@ -33,6 +33,7 @@ FA2, GOLDEN = PROFILES["fa2"], PROFILES["golden"].with_(probabilities="bf16", ds
 CASES = {
     "fa2-d64": (FA2, torch.bfloat16, 64),
     "fa2-d128": (FA2, torch.bfloat16, 128),
+    "fp32-d16": (FA2.with_(block_q=32, block_k=32), torch.float32, 16),
     "fp64-d32": (GOLDEN, torch.float64, 32),
 }
 
