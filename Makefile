@@ -24,7 +24,7 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
@@ -36,7 +36,7 @@ bench: $(INSTALLED)
 # nothing is installed, and the demo runs only if that python has the other dependencies too.
 GPU_PYTHON ?= $(BIN)/python
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
-	PYTHONPATH=kernels:. $(GPU_PYTHON) -m pytest -q -m gpu --confcutdir=tests/kernels tests/kernels
+	PYTHONPATH=kernels:. $(GPU_PYTHON) -m pytest -q -m gpu --confcutdir=tests/kernels tests/kernels/test_gpu.py tests/kernels/test_triton_rounding.py
 	PYTHONPATH=kernels $(GPU_PYTHON) kernels/benchmarks/run.py --device cuda --json kernels/benchmarks/results/cuda.json
 	@if $(GPU_PYTHON) -c 'import lightning, wandb, datasets, jsonargparse' 2>/dev/null; \
 	then PYTHONPATH=kernels:. $(GPU_PYTHON) -m stability.cli.main run configs/quickstart.yaml --out runs/gpu; \
