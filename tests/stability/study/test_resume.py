@@ -23,7 +23,7 @@ KEPT = ("baseline", "fp32")
 def _short(content):
     content["arms"] = {arm: content["arms"][arm] for arm in KEPT}
     content["seeds"] = [0]
-    content["base"]["train"]["steps"] = 60
+    content["base"]["train"]["steps"] = 100
     content["base"]["train"]["checkpoint_every"] = 7
 
 
@@ -79,7 +79,7 @@ def test_a_stopped_study_goes_on_to_the_same_bits(write_study, run_tiny, tmp_pat
     assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL), output
     manifest = read_manifest(run.manifest)
     assert manifest.state == ("interrupted" if how == signal.SIGINT else "running")
-    assert len(read_metrics(run.metrics)["train/loss"].steps) < 60
+    assert len(read_metrics(run.metrics)["train/loss"].steps) < 100
 
     study = load_study(path, None)
     ended = run_tiny(study, tmp_path / "stopped").ended
