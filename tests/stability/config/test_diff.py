@@ -50,6 +50,13 @@ def test_differences_are_named_by_path_and_axis(changes, expected, axes):
     assert changed_axes(differences) == axes
 
 
+def test_a_path_that_merely_begins_like_an_axis_is_none():
+    assert changed_axes({"model.initial": (1, 2), "nudge.ulps": (0, 1)}) == [
+        "model.initial",
+        "nudge",
+    ]
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 3), st.sampled_from(["gpt2", "xavier"]), st.integers(0, 2))
 def test_a_difference_seen_from_the_other_side_is_swapped(depth, init, ulps):
