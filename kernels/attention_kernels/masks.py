@@ -1,37 +1,156 @@
-"""Which query may attend which key: the semantics that every implementation shares.
+"""Which query may attend which key, and what is added to its score: shared by every implementation.
 
-Causal masks are aligned bottom-right, as in flash-attn 2.1 and later: query i attends key j when
-j <= i + key_len - query_len, so the last query sees every key. With more queries than keys the
-first rows attend nothing; they come first because the number of visible keys only grows with i.
-Leaves out how a masked score is represented, and windows, padding and ragged batches.
+Positions are aligned bottom-right, as in flash-attn 2.1 and later: query i stands at key
+i + key_len - query_len, so the last query stands at the last key. `causal` lets a query attend keys
+up to where it stands, a window (left, right) those at most `left` before and `right` after, and
+ALiBi (arXiv 2108.12409) subtracts slope * distance. A row that attends nothing is no error.
+Leaves out how a masked score is represented, the softcap's arithmetic, and checks of what users
+pass (`validation`).
+
+Shape suffixes: B batch, H query heads, I some query rows, J some keys, Q query_len, K key_len.
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-__all__ = ["first_attending_row", "hidden_keys", "visible_key_stop"]
+__all__ = ["Mask", "Sequence"]
 
 
-def first_attending_row(query_len: int, key_len: int, causal: bool) -> int:
-    """Return the first query row that attends any key; the rows before it attend nothing."""
-    return max(0, query_len - key_len) if causal else 0
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mask:
+    """The mask of one attention call; tensors are on the device of q.
 
-
-def visible_key_stop(row_stop: int, query_len: int, key_len: int, causal: bool) -> int:
-    """Return the number of leading keys that any of the query rows before `row_stop` attends."""
-    return min(key_len, max(0, row_stop + key_len - query_len)) if causal else key_len
-
-
-def hidden_keys(
-    rows: range, keys: range, query_len: int, key_len: int, causal: bool, device: torch.device
-) -> Tensor | None:
-    """Return a bool tensor `(len(rows), len(keys))`, true where the query may not attend the key.
-
-    None means that every query attends every key here, so that there is nothing to mask.
+    With `cu_seqlens_q` and `cu_seqlens_k` (int32, one more than there are sequences) the batch axis
+    is 1, sequences are packed along the rows, and `sequences` takes them apart.
     """
-    offset = key_len - query_len
-    if not causal or keys.stop - 1 <= rows.start + offset:
-        return None
+
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    """Keys to the left and right of where a query stands; None is no bound."""
+    softcap: float = 0.0
+    """Scores become softcap * tanh(score / softcap) before anything is added; 0 is off."""
+    key_padding: Tensor | None = None
+    """bool (batch, key_len): true where the key may be attended."""
+    visible: Tensor | None = None
+    """bool, broadcastable to (batch, heads, query_len, key_len): true where it may be attended."""
+    bias: Tensor | None = None
+    """Floating, shaped as `visible`: added to the scores; -inf hides the key."""
+    alibi_slopes: Tensor | None = None
+    """FP32 (batch or 1, heads)."""
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+    def offsets(self) -> tuple[int | None, int | None]:
+        """Return how far left and right of its place a query sees; None is no bound."""
+        left, right = self.window
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        return left, right
+
+    def sequences(self, query_len: int, key_len: int) -> Iterator["Sequence"]:
+        """Yield the sequences of the batch: one, or each of the packed ones that is not empty."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            yield Sequence(0, range(query_len), range(key_len), self)
+            return
+        queries, keys = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        for index in range(len(queries) - 1):
+            rows = range(queries[index], queries[index + 1])
+            columns = range(keys[index], keys[index + 1])
+            if rows and columns:
+                slopes = self.alibi_slopes
+                if slopes is not None and len(slopes) > 1:
+                    slopes = slopes[index : index + 1]
+                alone = replace(self, cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes)
+                yield Sequence(index, rows, columns, alone)
+
+    def key_range(self, rows: range, query_len: int, key_len: int) -> range:
+        """Return the keys that positions allow to any of `rows`; tensors may hide more."""
+        left, right = self.offsets()
+        offset = key_len - query_len
+        start = 0 if left is None else max(0, rows.start + offset - left)
+        stop = key_len if right is None else min(key_len, rows.stop + offset + right)
+        return range(min(start, key_len), max(stop, min(start, key_len)))
+
+    def hidden(
+        self, rows: range, keys: range, query_len: int, key_len: int, device: torch.device
+    ) -> Tensor | None:
+        """Return a bool tensor, true where the query may not attend the key; None if it always may.
+
+        It broadcasts to (B, H, I, J): rank 2 if positions alone decide, else rank 4.
+        """
+        hidden = self._hidden_by_position(rows, keys, query_len, key_len, device)
+        if self.key_padding is not None:
+            hidden = _either(hidden, ~self.key_padding[:, None, None, keys.start : keys.stop])
+        if self.visible is not None:
+            hidden = _either(hidden, ~_tile(self.visible, rows, keys))
+        return hidden
+
+    def _hidden_by_position(
+        self, rows: range, keys: range, query_len: int, key_len: int, device: torch.device
+    ) -> Tensor | None:
+        left, right = self.offsets()
+        offset = key_len - query_len
+        beyond = right is not None and keys.stop - 1 > rows.start + offset + right
+        before = left is not None and keys.start < rows.stop - 1 + offset - left
+        if not (beyond or before):
+            return None
+        ahead_IJ = _ahead(rows, keys, offset, device)
+        hidden_IJ = torch.zeros_like(ahead_IJ, dtype=torch.bool)
+        if right is not None:
+            hidden_IJ |= ahead_IJ > right
+        if left is not None:
+            hidden_IJ |= ahead_IJ < -left
+        return hidden_IJ
+
+    def added(
+        self,
+        rows: range,
+        keys: range,
+        query_len: int,
+        key_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor | None:
+        """Return what is added to the scores, in `dtype`, broadcastable to (B, H, I, J), or None.
+
+        The bias comes as it is; ALiBi is -slope * |distance|, computed in `dtype`.
+        """
+        added = None if self.bias is None else _tile(self.bias, rows, keys).to(dtype)
+        if self.alibi_slopes is not None:
+            distance_IJ = _ahead(rows, keys, key_len - query_len, device).abs().to(dtype)
+            alibi_BHIJ = -self.alibi_slopes.to(dtype)[:, :, None, None] * distance_IJ
+            added = alibi_BHIJ if added is None else added + alibi_BHIJ
+        return added
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One sequence: its place in the batch, its rows of q and of k and v, and the mask inside it."""
+
+    index: int
+    queries: range
+    keys: range
+    mask: Mask
+
+
+def _ahead(rows: range, keys: range, offset: int, device: torch.device) -> Tensor:
+    """Return how far each key is ahead of where each query stands, (I, J)."""
     row = torch.arange(rows.start, rows.stop, device=device)
     key = torch.arange(keys.start, keys.stop, device=device)
-    return key > row.unsqueeze(1) + offset
+    return key - (row.unsqueeze(1) + offset)
+
+
+def _tile(x: Tensor, rows: range, keys: range) -> Tensor:
+    """Return a tile of a broadcastable rank-4 tensor; axes of length 1 stay."""
+    if x.shape[2] != 1:
+        x = x[:, :, rows.start : rows.stop]
+    if x.shape[3] != 1:
+        x = x[..., keys.start : keys.stop]
+    return x
+
+
+def _either(hidden: Tensor | None, other: Tensor) -> Tensor:
+    return other if hidden is None else hidden | other

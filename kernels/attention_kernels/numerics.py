@@ -1,58 +1,50 @@
-"""Everything that decides the bits of an attention call, as frozen values.
+"""Everything that decides the bits of a flash attention call, as one frozen value.
 
-One `FlashNumerics` names a format for each rounding point of the flash recurrence, forward and
-backward, and the tile it runs in; the twin and the Triton kernel execute the same object. A format
-is a name of `formats.FORMATS`, or "input": the dtype of q. Leaves out the arithmetic itself
-(`twin_*`, `triton_*`, `baseline`) and the named values (`profiles`).
+`FlashNumerics` names a format for each rounding point of the flash recurrence, forward and
+backward, how its softmax is stabilised, the tiles and their order, how narrow operands are scaled,
+and what the arithmetic between the points is; the twin and the Triton kernel execute the same
+object. A format is a name that `formats.format_named` knows, or "input": the dtype of q. Leaves out
+the arithmetic itself (`twin_*`, `triton_*`), attention without tiles (`baseline_numerics`) and the
+named values (`profiles`).
 
-Between rounding points values live in the work format: FP64 when any point is FP64, else FP32.
+Between rounding points values live in the work format: FP32 if it holds every named format, else
+FP64.
 """
 
-import difflib
+import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
 
-from attention_kernels.formats import FORMATS, format_named
+from attention_kernels.choices import (
+    check_choice,
+    check_flag,
+    check_formats,
+    check_integer,
+    check_number,
+    resolved,
+    unknown_field,
+    work_dtype,
+)
+from attention_kernels.formats import ROUNDINGS, format_named
 
 __all__ = [
+    "Arithmetic",
     "BackwardNumerics",
-    "BaselineNumerics",
     "FlashNumerics",
     "ForwardNumerics",
+    "Scaling",
+    "Softmax",
     "Tiling",
-    "input_format",
 ]
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-
-
-def input_format(dtype: torch.dtype) -> str:
-    """Name of the format that `dtype` stores; ValueError if there is none."""
-    for name, format in FORMATS.items():
-        if format.dtype == dtype:
-            return name
-    raise ValueError(f"input_format: dtype must be one of {', '.join(FORMATS)}, got {dtype}")
-
-
-def _check_formats(group: Any) -> None:
-    for point in fields(group):
-        name = getattr(group, point.name)
-        if name != "input" and name not in FORMATS:
-            allowed = ["input", *FORMATS]
-            near = difflib.get_close_matches(str(name), allowed, n=3, cutoff=0.4) or allowed
-            raise ValueError(
-                f"{type(group).__name__}: {point.name} must be a format, got {name!r}; "
-                f"nearest: {', '.join(near)}"
-            )
-
-
-def _resolved(group: Any, dtype: torch.dtype) -> Any:
-    name = input_format(dtype)
-    return replace(
-        group, **{f.name: name for f in fields(group) if getattr(group, f.name) == "input"}
-    )
+EXPS = ("exact", "exp2", "exp2_polynomial")
+LOOP_ORDERS = ("query_outer", "key_outer")
+KEY_ORDERS = ("forward", "reversed")
+SCALINGS = ("none", "per_tensor", "per_block")
+DOTS = ("ieee", "tf32", "tf32x3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,20 +54,20 @@ class ForwardNumerics:
     operands: str = "input"
     """q, k, v (and dO in the backward) as they enter the dot products."""
     scores: str = "fp32"
-    """scale * q k^T, once per element, before the mask."""
+    """scale * q k^T with softcap and bias, once per element, before the mask."""
     statistics: str = "fp32"
     """Running max, exp(score - max), rescale factor and running sum."""
     probabilities: str = "input"
     """exp(score - max) as operand of the product with v (P in the backward, of dV)."""
     accumulator: str = "fp32"
-    """Unnormalised output after each key block."""
+    """Unnormalised output after each key block; the output of each split."""
     output: str = "input"
     """accumulator / sum, as stored; the backward's delta reads it."""
     lse: str = "fp32"
     """max + log(sum), as stored; the backward's P is recomputed from it."""
 
     def __post_init__(self) -> None:
-        _check_formats(self)
+        check_formats(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,22 +88,85 @@ class BackwardNumerics:
     """dQ, dK and dV as returned; the heads of a group are added before."""
 
     def __post_init__(self) -> None:
-        _check_formats(self)
+        check_formats(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Softmax:
+    """How the online softmax is computed and kept in range."""
+
+    exp: str = "exact"
+    """`exact` e**x; `exp2` 2**(x log2 e); `exp2_polynomial` the same by a cubic polynomial."""
+    rescale_threshold: float = 0.0
+    """The running max follows a new one only when that exceeds it by more than this, in log2."""
+    repeated_max_beta: float = 1.0
+    """Above 1: the factor on a positive block maximum that occurs more than once; 1 is off."""
+
+    def __post_init__(self) -> None:
+        check_choice(self, "exp", EXPS)
+        check_number(self, "rescale_threshold", low=0.0)
+        check_number(self, "repeated_max_beta", low=1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiling:
-    """Rows of q and of k that one step of the recurrence reads."""
+    """Rows of q and of k that one step of the recurrence reads, and the order of the steps."""
 
     block_q: int = 64
     block_k: int = 64
+    loop_order: str = "query_outer"
+    """`key_outer` sends the normalised output through memory, in `output`, at each key block."""
+    key_order: str = "forward"
+    """Forward or reversed; the backward's sums over keys follow it."""
+    splits: int = 1
+    """Parts of the keys that are attended apart and merged by their lse."""
 
     def __post_init__(self) -> None:
-        for name in ("block_q", "block_k"):
-            if getattr(self, name) not in BLOCK_SIZES:
-                raise ValueError(
-                    f"Tiling: {name} must be one of {BLOCK_SIZES}, got {getattr(self, name)!r}"
-                )
+        check_choice(self, "block_q", BLOCK_SIZES)
+        check_choice(self, "block_k", BLOCK_SIZES)
+        check_choice(self, "loop_order", LOOP_ORDERS)
+        check_choice(self, "key_order", KEY_ORDERS)
+        check_integer(self, "splits", low=1, high=256)
+        if self.loop_order == "key_outer" and self.splits > 1:
+            raise ValueError(
+                f"Tiling: splits must be 1 with loop_order 'key_outer', got {self.splits}; "
+                "each key block is merged into the stored output already"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """How operands are brought into the range of their format."""
+
+    scaling: str = "none"
+    """One factor for each head of a tensor, or for each of its blocks: max|x| onto the largest
+    value. P is multiplied by a power of two then (`FlashNumerics.probability_scale`)."""
+    incoherent: bool = False
+    """Rotate q and k by the same random-sign Hadamard matrix, which spreads outliers."""
+
+    def __post_init__(self) -> None:
+        check_choice(self, "scaling", SCALINGS)
+        check_flag(self, "incoherent")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arithmetic:
+    """What happens at every rounding point, and between them."""
+
+    rounding: str = "nearest_even"
+    """One of `formats.ROUNDINGS`, at every rounding point."""
+    seed: int = 0
+    """Of stochastic rounding and of the signs of incoherent processing."""
+    dot: str = "ieee"
+    """Products of FP32 operands: as they are, as TF32, or as three TF32 products."""
+    fp_fusion: bool = False
+    """Let the compiler contract a multiply and an add; the Triton engine alone can."""
+
+    def __post_init__(self) -> None:
+        check_choice(self, "rounding", ROUNDINGS)
+        check_integer(self, "seed", low=0, high=2**32 - 1)
+        check_choice(self, "dot", DOTS)
+        check_flag(self, "fp_fusion")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +175,27 @@ class FlashNumerics:
 
     forward: ForwardNumerics = field(default_factory=ForwardNumerics)
     backward: BackwardNumerics = field(default_factory=BackwardNumerics)
+    softmax: Softmax = field(default_factory=Softmax)
     tiling: Tiling = field(default_factory=Tiling)
+    scaling: Scaling = field(default_factory=Scaling)
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
+
+    def __post_init__(self) -> None:
+        if self.softmax.rescale_threshold and self.tiling.loop_order == "key_outer":
+            raise ValueError(
+                "FlashNumerics: rescale_threshold must be 0 with loop_order 'key_outer', got "
+                f"{self.softmax.rescale_threshold}; the stored output is normalised at each block"
+            )
+        if self.forward.probabilities == "input":
+            return
+        format = format_named(self.forward.probabilities)
+        largest = self.probability_scale() * 2.0**self.softmax.rescale_threshold
+        if largest > format.max_value:
+            raise ValueError(
+                "FlashNumerics: rescale_threshold must keep P within probabilities "
+                f"{format.name!r}, whose largest value is {format.max_value:g}, got "
+                f"{self.softmax.rescale_threshold}, where P reaches {largest:g}; use 0"
+            )
 
     def with_(self, **changes: Any) -> Self:
         """Return a copy with single fields changed by their own name, e.g. `block_k=32`.
@@ -129,75 +204,52 @@ class FlashNumerics:
         """
         groups = {f.name: getattr(self, f.name) for f in fields(self)}
         owner = {f.name: group for group, value in groups.items() for f in fields(value)}
+        by_group: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             if name not in owner:
-                near = difflib.get_close_matches(name, owner, n=3, cutoff=0.4) or list(owner)
-                raise ValueError(
-                    f"FlashNumerics.with_: no field {name!r}; nearest: {', '.join(near)}"
-                )
-            groups[owner[name]] = replace(groups[owner[name]], **{name: value})
-        return replace(self, **groups)
+                raise unknown_field("FlashNumerics.with_", name, owner)
+            by_group.setdefault(owner[name], {})[name] = value
+        return replace(self, **{g: replace(groups[g], **new) for g, new in by_group.items()})
 
     def resolve(self, dtype: torch.dtype) -> Self:
-        """Return a copy in which "input" is replaced by the format of `dtype`."""
-        return replace(
+        """Return a copy in which "input" is replaced by the format of `dtype`.
+
+        ValueError if what it then says contradicts itself.
+        """
+        numerics = replace(
             self,
-            forward=_resolved(self.forward, dtype),
-            backward=_resolved(self.backward, dtype),
+            forward=resolved(self.forward, dtype),
+            backward=resolved(self.backward, dtype),
         )
+        dot = self.arithmetic.dot
+        if dot != "ieee" and numerics.work_dtype() == torch.float64:
+            raise ValueError(
+                f"FlashNumerics: dot must be 'ieee' where the work format is FP64, got {dot!r}; "
+                "name no format wider than FP32"
+            )
+        return numerics
 
     def work_dtype(self) -> torch.dtype:
         """Dtype of the arithmetic between rounding points; call on resolved numerics."""
-        points = {**asdict(self.forward), **asdict(self.backward)}
-        return _work_dtype(points.values())
+        return work_dtype([*asdict(self.forward).values(), *asdict(self.backward).values()])
+
+    def probability_scale(self) -> float:
+        """Power of two that P is multiplied by before it is rounded; call on resolved numerics.
+
+        With scaled operands P, which is at most 1, is brought to the top of a format with at most
+        5 exponent bits (256 for e4m3, as FlashAttention-3 does); else it is left alone.
+        """
+        format = format_named(self.forward.probabilities)
+        if self.scaling.scaling == "none" or format.exponent_bits > 5:
+            return 1.0
+        return 2.0 ** math.floor(math.log2(format.max_value))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, flat, by their own names: what a manifest stores."""
-        return {**asdict(self.forward), **asdict(self.backward), **asdict(self.tiling)}
+        groups = (getattr(self, f.name) for f in fields(self))
+        return {name: value for group in groups for name, value in asdict(group).items()}
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BaselineNumerics:
-    """Formats at the rounding points of attention that holds the whole score matrix.
-
-    The defaults are what eager PyTorch does in the dtype of q, with the scale folded into the
-    score's rounding. Gradients are rounded to the same formats on the way back.
-    """
-
-    scores: str = "input"
-    """scale * q k^T."""
-    softmax: str = "input"
-    """softmax(scores), computed in the work format and rounded once."""
-    output: str = "input"
-    """softmax v."""
-
-    def __post_init__(self) -> None:
-        _check_formats(self)
-
-    def with_(self, **changes: Any) -> Self:
-        """Return a copy with single fields changed; ValueError names an unknown field."""
-        allowed = [f.name for f in fields(self)]
-        for name in changes:
-            if name not in allowed:
-                raise ValueError(
-                    f"BaselineNumerics.with_: no field {name!r}; nearest: {', '.join(allowed)}"
-                )
-        return replace(self, **changes)
-
-    def resolve(self, dtype: torch.dtype) -> Self:
-        """Return a copy in which "input" is replaced by the format of `dtype`."""
-        return _resolved(self, dtype)
-
-    def work_dtype(self) -> torch.dtype:
-        """Dtype of the arithmetic between rounding points; call on resolved numerics."""
-        return _work_dtype(asdict(self).values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name: what a manifest stores."""
-        return asdict(self)
-
-
-def _work_dtype(points: Any) -> torch.dtype:
-    if any(format_named(point).name == "fp64" for point in points):
-        return torch.float64
-    return torch.float32
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Return the numerics that `to_dict` gave; ValueError for an unknown field."""
+        return cls().with_(**values)

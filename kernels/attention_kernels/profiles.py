@@ -1,44 +1,55 @@
 """Named numerics: values only, each with its source in `kernels/README.md`."""
 
-from attention_kernels.numerics import (
-    BackwardNumerics,
-    BaselineNumerics,
-    FlashNumerics,
-    ForwardNumerics,
-)
+from dataclasses import fields
+
+from attention_kernels.baseline_numerics import BaselineNumerics
+from attention_kernels.numerics import BackwardNumerics, FlashNumerics, ForwardNumerics
 
 __all__ = ["BASELINE_PROFILES", "PROFILES"]
 
 
 def _flash_all(name: str) -> FlashNumerics:
     return FlashNumerics(
-        forward=ForwardNumerics(
-            operands=name,
-            scores=name,
-            statistics=name,
-            probabilities=name,
-            accumulator=name,
-            output=name,
-            lse=name,
-        ),
-        backward=BackwardNumerics(
-            delta=name,
-            dp=name,
-            ds=name,
-            dq_accumulator=name,
-            dkv_accumulator=name,
-            gradients=name,
-        ),
+        forward=ForwardNumerics(**{f.name: name for f in fields(ForwardNumerics)}),
+        backward=BackwardNumerics(**{f.name: name for f in fields(BackwardNumerics)}),
     )
 
 
+_FA2 = FlashNumerics()
+_FA3 = _FA2.with_(exp="exp2", key_order="reversed", block_q=128, block_k=128)
+_FP8 = {"operands": "e4m3", "probabilities": "e4m3", "output": "bf16", "ds": "bf16"}
+
 PROFILES: dict[str, FlashNumerics] = {
-    "fa2": FlashNumerics(),
+    "fa1": _FA2.with_(loop_order="key_outer"),
+    "fa2": _FA2,
+    "fa3": _FA3,
+    "fa3_fp8": _FA3.with_(**_FP8, scaling="per_block", incoherent=True),
+    "fa4": _FA3.with_(exp="exp2_polynomial", rescale_threshold=8.0),
     "all_bf16": _flash_all("bf16"),
+    "stabilised": _FA2.with_(repeated_max_beta=7.0),
     "golden": _flash_all("fp64"),
 }
 
 BASELINE_PROFILES: dict[str, BaselineNumerics] = {
     "plain": BaselineNumerics(),
-    "golden": BaselineNumerics(scores="fp64", softmax="fp64", output="fp64"),
+    "fp16_softmax": BaselineNumerics(
+        products="fp32", scores="fp32", softmax="fp16", softmax_rounding="each"
+    ),
+    "fp8": BaselineNumerics(
+        operands="e4m3",
+        products="fp32",
+        scores="fp32",
+        softmax="fp16",
+        softmax_rounding="each",
+        probabilities="e4m3",
+        scaling="per_tensor",
+    ),
+    "golden": BaselineNumerics(
+        operands="fp64",
+        products="fp64",
+        scores="fp64",
+        softmax="fp64",
+        probabilities="fp64",
+        output="fp64",
+    ),
 }

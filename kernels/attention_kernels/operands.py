@@ -1,0 +1,133 @@
+"""Operands as both flash engines receive them: rotated, scaled and rounded to their format.
+
+What FlashAttention-3 (arXiv 2407.08608, section 3.3) does to q, k and v before its FP8 products:
+incoherent processing multiplies q and k by the same orthogonal matrix M, signs times Hadamard, so
+that q k^T stays and outliers spread over the head_dim; scaling divides a head, or a block of its
+rows, by a factor that brings its largest magnitude onto the largest value of the format. Rounding
+happens here and nowhere else in an engine, so a kernel reads values that are on the grid already.
+Leaves out the products, and P (`FlashNumerics.probability_scale`).
+
+Shape suffixes: B batch, H heads, L rows, T blocks of rows, D head_dim, E head_dim up to the next
+power of two.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_kernels.choices import input_format
+from attention_kernels.formats import FORMATS, INPUT_DTYPES, format_named, round_to
+from attention_kernels.numerics import FlashNumerics
+from attention_kernels.random_bits import bits_at
+
+__all__ = ["Operand", "prepare", "rotate_back"]
+
+_CONTAINERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_POINTS = {"q": 1, "k": 2, "v": 3, "dout": 4}
+_SIGNS = 5
+
+
+class Operand(NamedTuple):
+    """An operand: `values` on the grid of its format, and what they are to be multiplied by.
+
+    `values` `(B, H, L, D)` are in the narrowest dtype that holds the format, or in the caller's
+    dtype where that is the format; `scales` is `(B, H, T)` in the work dtype, one for each block of
+    rows, or None for 1.
+    """
+
+    values: Tensor
+    scales: Tensor | None
+
+
+def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operand:
+    """Return the operand called `name` ("q", "k", "v" or "dout") of resolved numerics.
+
+    `x` is `(B, H, L, D)` as the caller gave it; `block` is the number of rows that share a factor
+    when scaling is per block. ValueError where a factor is wanted for values that are not finite.
+    """
+    target = format_named(numerics.forward.operands)
+    rounding, scaling = numerics.arithmetic.rounding, numerics.scaling
+    rotated = scaling.incoherent and name in ("q", "k")
+    exact = FORMATS[input_format(x.dtype)].fits(target) and target.subnormals
+    if exact and not rotated and scaling.scaling == "none":
+        return Operand(x, None)
+    work = torch.promote_types(numerics.work_dtype(), x.dtype)
+    values = x.to(torch.promote_types(work, torch.float32))
+    if rotated:
+        values = _rotate(values, numerics.arithmetic.seed)
+    scales = None
+    if scaling.scaling != "none":
+        rows = block if scaling.scaling == "per_block" else x.shape[2]
+        values, scales = _scaled(values, name, rows, target.max_value, numerics.work_dtype())
+        if scaling.scaling == "per_tensor":
+            scales = scales.expand(*scales.shape[:2], math.ceil(x.shape[2] / block))
+    bits = _bits(values, name, numerics.arithmetic.seed) if rounding == "stochastic" else None
+    values = round_to(values, target, rounding, bits=bits)
+    container = next(d for d in _CONTAINERS if target.fits(FORMATS[INPUT_DTYPES[d]]))
+    if target.name == input_format(x.dtype):
+        container = x.dtype
+    return Operand(values.to(container), scales)
+
+
+def rotate_back(dx: Tensor, numerics: FlashNumerics) -> Tensor:
+    """Return the gradient of q or k, given that of the rotated one; both in the work dtype."""
+    if not numerics.scaling.incoherent:
+        return dx
+    matrix = _rotation(dx.shape[-1], numerics.arithmetic.seed, dx)
+    return dx @ matrix.T
+
+
+def _scaled(
+    values: Tensor, name: str, rows: int, largest: float, work: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return values / factor and the factors, one for each `rows` rows; 1 where all are zero."""
+    length = values.shape[2]
+    blocks = math.ceil(length / rows)
+    padded = torch.nn.functional.pad(values, (0, 0, 0, blocks * rows - length))
+    peaks_BHT = padded.unflatten(2, (blocks, rows)).abs().amax(dim=(-1, -2))
+    if not peaks_BHT.isfinite().all():
+        raise ValueError(
+            f"flash_attention: {name} must be finite when its scaling is per tensor or per block, "
+            "got NaN or infinity; a factor cannot be taken from it"
+        )
+    scales_BHT = torch.where(peaks_BHT > 0, peaks_BHT / largest, 1.0).to(work)
+    by_row = scales_BHT.repeat_interleave(rows, dim=2)[:, :, :length, None]
+    # The quotient of the largest can round to just beyond the largest value.
+    return (values / by_row).clamp_(-largest, largest), scales_BHT
+
+
+def _bits(values: Tensor, name: str, seed: int) -> Tensor:
+    batch, heads, rows, columns = (
+        torch.arange(size, device=values.device) for size in values.shape
+    )
+    head = batch[:, None] * len(heads) + heads
+    return bits_at(seed, _POINTS[name], head[:, :, None, None], rows[:, None], columns)
+
+
+def _rotate(x: Tensor, seed: int) -> Tensor:
+    return x @ _rotation(x.shape[-1], seed, x)
+
+
+def _rotation(head_dim: int, seed: int, like: Tensor) -> Tensor:
+    """Return an orthogonal `(head_dim, head_dim)` matrix: random signs times Hadamard matrices.
+
+    A head_dim that is no power of two is cut into powers of two, each rotated in itself.
+    """
+    signs = 1 - 2 * (bits_at(seed, _SIGNS, torch.arange(head_dim)) >> 31)
+    blocks, left = [], head_dim
+    while left:
+        size = 1 << (left.bit_length() - 1)
+        blocks.append(_hadamard(size) / math.sqrt(size))
+        left -= size
+    matrix = signs.double()[:, None] * torch.block_diag(*blocks)
+    return matrix.to(like)
+
+
+def _hadamard(size: int) -> Tensor:
+    """Sylvester's matrix of a power of two."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix

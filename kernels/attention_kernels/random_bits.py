@@ -1,0 +1,37 @@
+"""Random bits as a pure function of a seed and coordinates: what stochastic rounding draws from.
+
+A counter-based generator: no state, so any tile of any engine can draw the bits of an element from
+where the element is, and a rerun draws the same. `mix` is the 32-bit finaliser "lowbias32" found
+by C. Wellons' search (nullprogram.com, "Prospecting for Hash Functions", 2018). Leaves out what the
+bits are used for; `triton_rounding` holds the same two functions on blocks.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["bits_at"]
+
+_WORD = 0xFFFFFFFF
+
+
+def bits_at(seed: int, *coordinates: int | Tensor) -> Tensor:
+    """Return 32 random bits for each place, int64, in the shape that the coordinates broadcast to.
+
+    Coordinates are integers below 2**32 or int64 tensors of them; at least one is a tensor. Their
+    order matters: each is folded into the hash of those before it.
+    """
+    mixed: int | Tensor = _mix(seed & _WORD)
+    for coordinate in coordinates:
+        mixed = _mix(mixed ^ coordinate)
+    assert isinstance(mixed, Tensor)
+    return mixed
+
+
+def _mix(x: int | Tensor) -> int | Tensor:
+    if isinstance(x, Tensor):
+        x = x.to(torch.int64)
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _WORD
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
