@@ -1,27 +1,64 @@
 """The attention calls that users make: check the arguments, resolve names, call.
 
-Leaves out every computation (`golden`, `baseline`, `autograd`).
+Leaves out every computation (`golden`, `baseline`, `operators`) and what a mask means (`masks`).
 """
 
 import importlib.util
 import math
-from typing import Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from attention_kernels import baseline, golden
-from attention_kernels.autograd import FlashAttention
+from attention_kernels.baseline_numerics import BaselineNumerics
+from attention_kernels.call import call_from_text, call_to_text
 from attention_kernels.interface import AttentionOutput
-from attention_kernels.numerics import BaselineNumerics, FlashNumerics
+from attention_kernels.mask_validation import check_mask, check_packable
+from attention_kernels.numerics import FlashNumerics
+from attention_kernels.operators import attend_by_definition, flash_forward, reference_forward
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
 from attention_kernels.validation import check_engine, check_scale, check_tensors
 
-__all__ = ["baseline_attention", "flash_attention", "golden_attention", "resolve_engine"]
+__all__ = [
+    "MaskArguments",
+    "baseline_attention",
+    "flash_attention",
+    "golden_attention",
+    "resolve_engine",
+]
 
 Engine = Literal["auto", "twin", "triton"]
 
 
+class MaskArguments(TypedDict, total=False):
+    """What every attention takes beside q, k and v; all of it is optional.
+
+    A query stands at the key that is as far from the last key as it is from the last query
+    (bottom-right). `causal`: it attends keys up to there. `scale`: of q k^T, None is
+    1/sqrt(head_dim). `window` (left, right): so many keys before and after, None is no bound.
+    `softcap`: scores become softcap * tanh(score / softcap). `key_padding`, bool
+    `(batch, key_len)`: true where a key may be attended. `attn_mask`, broadcastable to
+    `(batch, heads, query_len, key_len)`: bool, true where it may be attended, or floating, added to
+    the scores; it gets no gradient. `alibi_slopes`, `(heads,)` or `(batch, heads)`: subtract
+    slope * distance. `cu_seqlens_q`, `cu_seqlens_k`, int32: where each packed sequence starts and,
+    last, how many tokens there are; then q is `(total_tokens, heads, head_dim)`, k and v likewise.
+    `dropout_p` must be 0.
+    """
+
+    causal: bool
+    scale: float | None
+    window: tuple[int | None, int | None] | None
+    softcap: float
+    key_padding: Tensor | None
+    attn_mask: Tensor | None
+    alibi_slopes: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    dropout_p: float
+
+
+# A constant to torch.compile, which would otherwise trace the search for Triton.
+@torch.compiler.assume_constant_result
 def resolve_engine(engine: Engine, device: torch.device | str) -> Literal["twin", "triton"]:
     """Return the engine that `engine` means on `device`: auto is Triton on CUDA, else the twin.
 
@@ -45,11 +82,10 @@ def flash_attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
-    scale: float | None = ...,
     numerics: FlashNumerics = ...,
     engine: Engine = ...,
     return_lse: Literal[False] = ...,
+    **mask: Unpack[MaskArguments],
 ) -> Tensor: ...
 
 
@@ -59,11 +95,10 @@ def flash_attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
-    scale: float | None = ...,
     numerics: FlashNumerics = ...,
     engine: Engine = ...,
     return_lse: Literal[True],
+    **mask: Unpack[MaskArguments],
 ) -> AttentionOutput: ...
 
 
@@ -72,36 +107,34 @@ def flash_attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    scale: float | None = None,
     numerics: FlashNumerics = PROFILES["fa2"],
     engine: Engine = "auto",
     return_lse: bool = False,
+    **mask: Unpack[MaskArguments],
 ) -> Tensor | AttentionOutput:
     """Attend by the flash recurrence at the given numerics; differentiable once in q, k and v.
 
     q is `(batch, heads, query_len, head_dim)`, k and v `(batch, kv_heads, key_len, head_dim)`;
     heads is a multiple of kv_heads, head_dim is 16 to 256, the dtype is FP64, FP32, BF16 or FP16,
     any strides. Returns out, shaped and typed as q; with `return_lse` also the natural-log
-    log-sum-exp of the scaled scores, `(batch, heads, query_len)`, FP32 or FP64, which carries no
-    gradient.
+    log-sum-exp of the scores, `(batch, heads, query_len)` (packed: `(heads, total_tokens)`), FP32
+    or FP64, which carries no gradient.
 
-    `causal` lets query i attend keys up to i + key_len - query_len (bottom-right); a row that
-    attends nothing gives 0, lse -inf and zero gradients. `scale=None` is 1/sqrt(head_dim).
+    `mask` is `MaskArguments`: causal, scale, window, softcap, key_padding, attn_mask, alibi_slopes,
+    cu_seqlens_q, cu_seqlens_k. A row that attends nothing gives 0, lse -inf and zero gradients.
     `numerics` says all that decides the bits; the caller's autocast and matmul precision do not.
     `engine` is resolved by `resolve_engine`. ValueError for anything that doesn't fit.
     """
-    check_tensors("flash_attention", q, k, v)
-    out, lse = FlashAttention.apply(
-        q,
-        k,
-        v,
-        causal,
-        _resolved_scale("flash_attention", scale, q),
-        numerics.resolve(q.dtype),
-        resolve_engine(engine, q.device),
-    )
-    return AttentionOutput(out, lse) if return_lse else out
+    where = "flash_attention"
+    check_tensors(where, q, k, v)
+    tensors, text = _checked(where, q, k, v, mask, resolve_engine(engine, q.device), numerics)
+    packed = q.dim() == 3
+    if packed:
+        check_packable(where, numerics)
+    out, lse, _ = flash_forward(*tensors, text)
+    if packed:
+        out, lse = _unpacked(out), lse.squeeze(0)
+    return AttentionOutput(out, lse.detach()) if return_lse else out
 
 
 def baseline_attention(
@@ -109,33 +142,84 @@ def baseline_attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    scale: float | None = None,
     numerics: BaselineNumerics = BASELINE_PROFILES["plain"],
+    **mask: Unpack[MaskArguments],
 ) -> Tensor:
     """Attend with the whole score matrix in memory; arguments and result as `flash_attention`."""
-    check_tensors("baseline_attention", q, k, v)
-    scale = _resolved_scale("baseline_attention", scale, q)
-    resolved = numerics.resolve(q.dtype)
-    return baseline.attend(q, k, v, causal=causal, scale=scale, numerics=resolved)
+    return _by_definition("baseline_attention", q, k, v, mask, "baseline", numerics)
 
 
-def golden_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
-) -> Tensor:
+def golden_attention(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
     """Attend in FP64 and return out in FP64; arguments as `flash_attention`.
 
     Differentiable; autograd hands the gradients over in the dtype of q, k and v, so pass FP64
     copies to keep them whole. Memory grows with length, not with its square.
     """
-    check_tensors("golden_attention", q, k, v)
-    return golden.attend(
-        q, k, v, causal=causal, scale=_resolved_scale("golden_attention", scale, q)
-    )
+    return _by_definition("golden_attention", q, k, v, mask, "golden", None)
 
 
-def _resolved_scale(function: str, scale: float | None, q: Tensor) -> float:
+def _by_definition(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskArguments,
+    engine: str,
+    numerics: BaselineNumerics | None,
+) -> Tensor:
+    check_tensors(function, q, k, v)
+    tensors, text = _checked(function, q, k, v, mask, engine, numerics)
+    if torch.compiler.is_compiling():
+        out = reference_forward(*tensors, text)
+    else:
+        call = call_from_text(text)
+        names = ("key_padding", "visible", "bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+        made = call.mask(dict(zip(names, tensors[3:], strict=True)))
+        out = attend_by_definition(*tensors[:3], call, made)
+    return _unpacked(out) if q.dim() == 3 else out
+
+
+def _checked(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskArguments,
+    engine: str,
+    numerics: FlashNumerics | BaselineNumerics | None,
+) -> tuple[tuple[Any, ...], str]:
+    """Return the tensors of an operator, packed ones as a batch of one, and its text."""
+    check_mask(function, q, k, mask)
+    scale = mask.get("scale")
     if scale is None:
-        return 1.0 / math.sqrt(q.shape[-1])
+        scale = 1.0 / math.sqrt(q.shape[-1])
     check_scale(function, scale)
-    return float(scale)
+    attn_mask, slopes = mask.get("attn_mask"), mask.get("alibi_slopes")
+    if attn_mask is not None:
+        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+    is_bias = attn_mask is not None and attn_mask.is_floating_point()
+    if slopes is not None:
+        slopes = slopes.detach().float().reshape(-1, slopes.shape[-1])
+    if q.dim() == 3:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    tensors = (
+        q,
+        k,
+        v,
+        mask.get("key_padding"),
+        None if is_bias else attn_mask,
+        attn_mask if is_bias else None,
+        slopes,
+        mask.get("cu_seqlens_q"),
+        mask.get("cu_seqlens_k"),
+    )
+    window = mask.get("window") or (None, None)
+    causal, softcap = bool(mask.get("causal", False)), float(mask.get("softcap", 0.0))
+    text = call_to_text(
+        engine, float(scale), causal, (window[0], window[1]), softcap, numerics, q.dtype
+    )
+    return tensors, text
+
+
+def _unpacked(out: Tensor) -> Tensor:
+    return out.squeeze(0).transpose(0, 1)

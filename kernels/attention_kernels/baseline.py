@@ -1,24 +1,25 @@
-"""Attention that holds the whole score matrix, rounded as eager PyTorch would in a chosen format.
+"""Attention that holds the whole score matrix, rounded as eager PyTorch would in chosen formats.
 
 One autograd path: products and softmax in the work format (FP32, or FP64), a rounding of the value
 at each named point on the way forward and of its gradient on the way back. Products are never done
 in the narrow format itself, so the bits do not depend on how a machine multiplies BF16 or FP16.
 Leaves out blocks and running statistics (`twin_*`).
 
-Shape suffixes: B batch, H query heads, G kv heads, R query heads of one kv head (H = G R),
-Q query rows that attend anything, K key_len, D head_dim.
+Shape suffixes: B batch, H query heads, G kv heads, R query heads of one kv head (H = G R), L
+either length, Q query_len, K key_len, D head_dim.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attention_kernels.arithmetic import ieee_arithmetic
-from attention_kernels.formats import round_into
-from attention_kernels.masks import first_attending_row, hidden_keys
-from attention_kernels.numerics import BaselineNumerics, input_format
+from attention_kernels.baseline_numerics import BaselineNumerics
+from attention_kernels.choices import input_format
+from attention_kernels.formats import format_named, round_into, round_to
+from attention_kernels.masks import Mask, Sequence
 
 __all__ = ["attend"]
 
@@ -52,23 +53,139 @@ class _Product(torch.autograd.Function):
             return grads[0] @ b.mT, a.mT @ grads[0]
 
 
+class _RoundOperand(torch.autograd.Function):
+    """Round the value forward and pass the gradient: an operand's rounding is the product's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, format: str) -> Tensor:
+        return round_to(x, format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _Scaled(NamedTuple):
+    """An operand on its grid, `(B, H, L, D)`, and the factor of each head, `(B, H, 1, 1)` or 1."""
+
+    values: Tensor
+    factor: Tensor | float
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, numerics: BaselineNumerics
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, numerics: BaselineNumerics
 ) -> Tensor:
     """Return attention in q's dtype and shape; `numerics` is resolved, the rest as in `api`."""
-    kv_heads, query_len, key_len = k.shape[1], q.shape[2], k.shape[2]
     work, stored = numerics.work_dtype(), input_format(q.dtype)
     q_BHQD, k_BGKD, v_BGKD = (_Round.apply(x, stored, work) for x in (q, k, v))
-    start = first_attending_row(query_len, key_len, causal)
-    rows, keys = range(start, query_len), range(key_len)
-    q_BGRQD = q_BHQD[:, :, start:].unflatten(1, (kv_heads, -1))
+    parts, stop = [], 0
+    for sequence in mask.sequences(q.shape[2], k.shape[2]):
+        queries, keys = sequence.queries, sequence.keys
+        parts.append(torch.zeros_like(q_BHQD[:, :, stop : queries.start]))
+        parts.append(
+            _attend_sequence(
+                q_BHQD[:, :, queries.start : queries.stop],
+                k_BGKD[:, :, keys.start : keys.stop],
+                v_BGKD[:, :, keys.start : keys.stop],
+                sequence,
+                scale,
+                numerics,
+            )
+        )
+        stop = queries.stop
+    parts.append(torch.zeros_like(q_BHQD[:, :, stop:]))
+    out_BHQD = _Round.apply(torch.cat(parts, dim=2), numerics.output, work)
+    return _Round.apply(out_BHQD, stored, q.dtype)
 
-    products_BGRQK = _Product.apply(q_BGRQD.flatten(2, 3), k_BGKD.mT).unflatten(2, (-1, len(rows)))
-    scores_BGRQK = _Round.apply(products_BGRQK * scale, numerics.scores, work)
-    hidden_QK = hidden_keys(rows, keys, query_len, key_len, causal, q.device)
-    if hidden_QK is not None:
-        scores_BGRQK = scores_BGRQK.masked_fill(hidden_QK, -torch.inf)
-    weights_BGRQK = _Round.apply(torch.softmax(scores_BGRQK, dim=-1), numerics.softmax, work)
-    out_BGRQD = _Product.apply(weights_BGRQK.flatten(2, 3), v_BGKD).unflatten(2, (-1, len(rows)))
-    out_BHQD = _Round.apply(out_BGRQD.flatten(1, 2), numerics.output, work)
-    return _Round.apply(F.pad(out_BHQD, (0, 0, start, 0)), stored, q.dtype)
+
+def _attend_sequence(
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    sequence: Sequence,
+    scale: float,
+    numerics: BaselineNumerics,
+) -> Tensor:
+    query_len = q_BHQD.shape[2]
+    scores_BGRQK = _masked_scores(q_BHQD, k_BGKD, sequence, scale, numerics)
+    weights_BGRQK = _softmax(scores_BGRQK, numerics)
+    value = _operand(v_BGKD, numerics)
+    p_scale = _probability_scale(numerics)
+    if p_scale != 1.0:
+        weights_BGRQK = weights_BGRQK * p_scale
+    weights_BGRQK = _RoundOperand.apply(weights_BGRQK, numerics.probabilities)
+    out_BGRQD = _Product.apply(weights_BGRQK.flatten(2, 3), value.values)
+    if numerics.scaling != "none":
+        out_BGRQD = out_BGRQD * (value.factor / p_scale)
+    return out_BGRQD.unflatten(2, (-1, query_len)).flatten(1, 2)
+
+
+def _masked_scores(
+    q_BHQD: Tensor, k_BGKD: Tensor, sequence: Sequence, scale: float, numerics: BaselineNumerics
+) -> Tensor:
+    """Return the rounded scores `(B, G, R, Q, K)`, -inf where hidden."""
+    mask, work, kv_heads = sequence.mask, q_BHQD.dtype, k_BGKD.shape[1]
+    rows, keys = range(q_BHQD.shape[2]), range(k_BGKD.shape[2])
+    if numerics.scale_order == "before":
+        q_BHQD, scale = q_BHQD * scale, 1.0
+    query, key = _operand(q_BHQD, numerics), _operand(k_BGKD, numerics)
+    q_BGMD = query.values.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    scores_BGRQK = _Product.apply(q_BGMD, key.values.mT).unflatten(2, (-1, len(rows)))
+    if numerics.scaling != "none":
+        assert isinstance(query.factor, Tensor)
+        assert isinstance(key.factor, Tensor)
+        q_factor = query.factor.unflatten(1, (kv_heads, -1))
+        scores_BGRQK = scores_BGRQK * (q_factor * key.factor.unsqueeze(2))
+    scores_BGRQK = _Round.apply(scores_BGRQK, numerics.products, work) * scale
+    if mask.softcap:
+        scores_BGRQK = mask.softcap * torch.tanh(scores_BGRQK / mask.softcap)
+    lengths = len(rows), len(keys)
+    added = mask.added(rows, keys, *lengths, work, q_BHQD.device)
+    if added is not None:
+        scores_BGRQK = scores_BGRQK + _grouped(added, kv_heads)
+    scores_BGRQK = _Round.apply(scores_BGRQK, numerics.scores, work)
+    hidden = mask.hidden(rows, keys, *lengths, q_BHQD.device)
+    if hidden is not None:
+        scores_BGRQK = scores_BGRQK.masked_fill(_grouped(hidden, kv_heads), -torch.inf)
+    return scores_BGRQK
+
+
+def _softmax(scores_BGRQK: Tensor, numerics: BaselineNumerics) -> Tensor:
+    """Return softmax(scores); rows that attend nothing have no weights, and no NaN backward."""
+    format, work = numerics.softmax, scores_BGRQK.dtype
+    nothing_BGRQ1 = scores_BGRQK.detach().amax(dim=-1, keepdim=True) == -torch.inf
+    scores_BGRQK = scores_BGRQK.masked_fill(nothing_BGRQ1, 0.0)
+    if numerics.softmax_rounding == "once":
+        weights_BGRQK = torch.softmax(scores_BGRQK, dim=-1)
+    else:
+        largest_BGRQ1 = scores_BGRQK.detach().amax(dim=-1, keepdim=True)
+        p_BGRQK = _Round.apply(torch.exp(scores_BGRQK - largest_BGRQ1), format, work)
+        sum_BGRQ1 = _Round.apply(p_BGRQK.sum(dim=-1, keepdim=True), format, work)
+        weights_BGRQK = p_BGRQK / sum_BGRQ1
+    weights_BGRQK = _Round.apply(weights_BGRQK, format, work)
+    return weights_BGRQK.masked_fill(nothing_BGRQ1, 0.0)
+
+
+def _operand(x_BHLD: Tensor, numerics: BaselineNumerics) -> _Scaled:
+    """Round an operand to its format, brought into its range by a factor for each head if asked."""
+    if numerics.scaling == "none":
+        return _Scaled(_RoundOperand.apply(x_BHLD, numerics.operands), 1.0)
+    largest = format_named(numerics.operands).max_value
+    peaks = x_BHLD.detach().abs().amax(dim=(-1, -2), keepdim=True)
+    factor = torch.where(peaks > 0, peaks / largest, torch.ones_like(peaks))
+    values = (x_BHLD / factor).clamp(-largest, largest)
+    return _Scaled(_RoundOperand.apply(values, numerics.operands), factor)
+
+
+def _probability_scale(numerics: BaselineNumerics) -> float:
+    format = format_named(numerics.probabilities)
+    if numerics.scaling == "none" or format.exponent_bits > 5:
+        return 1.0
+    return 2.0 ** math.floor(math.log2(format.max_value))
+
+
+def _grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """Return a tile that broadcasts to (B, H, Q, K) as one that broadcasts to (B, G, R, Q, K)."""
+    if x.dim() == 2:
+        return x
+    return x.unsqueeze(1) if x.shape[1] == 1 else x.unflatten(1, (kv_heads, -1))

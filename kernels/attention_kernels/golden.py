@@ -6,16 +6,14 @@ backward, and forward and backward never hold a query_len x key_len matrix. Leav
 formats and rounding: FP64 is all it knows.
 
 Shape suffixes: B batch, H query heads, G kv heads, R query heads of one kv head (H = G R),
-C query rows of a chunk, Q query_len, K key_len, D head_dim.
+C query rows of a chunk, K keys that the chunk may see, D head_dim.
 """
-
-import math
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention_kernels.masks import first_attending_row, hidden_keys, visible_key_stop
+from attention_kernels.masks import Mask, Sequence
 
 __all__ = ["attend"]
 
@@ -25,35 +23,63 @@ __all__ = ["attend"]
 CHUNK_BYTES = 48 * 2**20
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float) -> Tensor:
     """Return attention in FP64, `(batch, heads, query_len, head_dim)`; arguments as in `api`."""
+    q, k, v = q.double(), k.double(), v.double()
+    parts, stop = [], 0
+    for sequence in mask.sequences(q.shape[2], k.shape[2]):
+        at_q, at_k = sequence.queries, sequence.keys
+        parts.append(torch.zeros_like(q[:, :, stop : at_q.start]))
+        parts += _attend_sequence(
+            q[:, :, at_q.start : at_q.stop],
+            k[:, :, at_k.start : at_k.stop],
+            v[:, :, at_k.start : at_k.stop],
+            sequence,
+            scale,
+        )
+        stop = at_q.stop
+    parts.append(torch.zeros_like(q[:, :, stop:]))
+    return torch.cat(parts, dim=2)
+
+
+def _attend_sequence(
+    q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float
+) -> list[Tensor]:
     kv_heads, query_len, key_len = k.shape[1], q.shape[2], k.shape[2]
-    k_BGKD, v_BGKD = k.double(), v.double()
-    q_BGRQD = q.double().unflatten(1, (kv_heads, -1))
-    start = first_attending_row(query_len, key_len, causal)
+    q_BGRQD = q.unflatten(1, (kv_heads, -1))
     budget = CHUNK_BYTES // (8 * q.shape[0] * q.shape[1])
-    chunks = [torch.zeros_like(q_BGRQD[..., :start, :])]
+    chunks, start = [], 0
     while start < query_len:
-        visible = visible_key_stop(start, query_len, key_len, causal)
-        rows = range(start, min(start + _chunk_rows(budget, visible, causal), query_len))
-        chunks.append(_checkpointed(q_BGRQD, k_BGKD, v_BGKD, rows, causal, scale))
+        rows = range(start, start + _chunk_rows(budget, start, sequence))
+        keys = sequence.mask.key_range(rows, query_len, key_len)
+        chunk = _checkpointed(q_BGRQD, k, v, rows, keys, sequence, scale)
+        chunks.append(chunk.flatten(1, 2))
         start = rows.stop
-    return torch.cat(chunks, dim=3).flatten(1, 2)
+    return chunks
 
 
-def _chunk_rows(budget: int, visible: int, causal: bool) -> int:
-    """Return how many rows have `budget` scores: rows * keys, where keys are `visible` before the
-    first row and, if causal, one more with each row.
-    """
-    if not causal:
-        return max(1, budget // visible)
-    return max(1, (math.isqrt(visible * visible + 4 * budget) - visible) // 2)
+def _chunk_rows(budget: int, start: int, sequence: Sequence) -> int:
+    """Return the most rows, in powers of two, whose scores fit `budget`; at least one."""
+    query_len, key_len = len(sequence.queries), len(sequence.keys)
+    rows = query_len - start
+    while rows > 1:
+        seen = sequence.mask.key_range(range(start, start + rows), query_len, key_len)
+        if rows * len(seen) <= budget:
+            break
+        rows = (rows + 1) // 2
+    return rows
 
 
 def _checkpointed(
-    q_BGRQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, rows: range, causal: bool, scale: float
+    q_BGRQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    rows: range,
+    keys: range,
+    sequence: Sequence,
+    scale: float,
 ) -> Tensor:
-    arguments = (q_BGRQD, k_BGKD, v_BGKD, rows, causal, scale)
+    arguments = (q_BGRQD, k_BGKD, v_BGKD, rows, keys, sequence, scale)
     needs_grad = any(x.requires_grad for x in (q_BGRQD, k_BGKD, v_BGKD))
     if not (needs_grad and torch.is_grad_enabled()):
         return _attend_rows(*arguments)
@@ -61,16 +87,38 @@ def _checkpointed(
 
 
 def _attend_rows(
-    q_BGRQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, rows: range, causal: bool, scale: float
+    q_BGRQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    rows: range,
+    keys: range,
+    sequence: Sequence,
+    scale: float,
 ) -> Tensor:
-    query_len, key_len = q_BGRQD.shape[3], k_BGKD.shape[2]
-    keys = range(visible_key_stop(rows.stop, query_len, key_len, causal))
-    k_BGKD, v_BGKD = k_BGKD[:, :, : keys.stop], v_BGKD[:, :, : keys.stop]
+    mask, lengths = sequence.mask, (len(sequence.queries), len(sequence.keys))
+    k_BGKD, v_BGKD = (x[:, :, keys.start : keys.stop] for x in (k_BGKD, v_BGKD))
     q_BGRCD = q_BGRQD[..., rows.start : rows.stop, :]
+    kv_heads = k_BGKD.shape[1]
     # Heads of a group are rows of one product, so that k and v are never repeated.
     scores_BGRCK = (q_BGRCD.flatten(2, 3) @ k_BGKD.mT * scale).unflatten(2, (-1, len(rows)))
-    hidden_CK = hidden_keys(rows, keys, query_len, key_len, causal, q_BGRQD.device)
-    if hidden_CK is not None:
-        scores_BGRCK = scores_BGRCK.masked_fill(hidden_CK, -torch.inf)
-    weights_BGRCK = torch.softmax(scores_BGRCK, dim=-1)
+    if mask.softcap:
+        scores_BGRCK = mask.softcap * torch.tanh(scores_BGRCK / mask.softcap)
+    added = mask.added(rows, keys, *lengths, scores_BGRCK.dtype, scores_BGRCK.device)
+    if added is not None:
+        scores_BGRCK = scores_BGRCK + _grouped(added, kv_heads)
+    hidden = mask.hidden(rows, keys, *lengths, scores_BGRCK.device)
+    if hidden is not None:
+        scores_BGRCK = scores_BGRCK.masked_fill(_grouped(hidden, kv_heads), -torch.inf)
+    # A row that attends nothing has NaN for weights; its scores are set to any finite value first,
+    # so that no NaN reaches the gradient.
+    nothing_BGRC1 = (scores_BGRCK == -torch.inf).all(dim=-1, keepdim=True)
+    scores_BGRCK = scores_BGRCK.masked_fill(nothing_BGRC1, 0.0)
+    weights_BGRCK = torch.softmax(scores_BGRCK, dim=-1).masked_fill(nothing_BGRC1, 0.0)
     return (weights_BGRCK.flatten(2, 3) @ v_BGKD).unflatten(2, (-1, len(rows)))
+
+
+def _grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """Return a tile that broadcasts to (B, H, C, K) as one that broadcasts to (B, G, R, C, K)."""
+    if x.dim() == 2:
+        return x
+    return x.unsqueeze(1) if x.shape[1] == 1 else x.unflatten(1, (kv_heads, -1))

@@ -6,7 +6,7 @@ Each query head has its own dK and dV; the heads of a group are added at the end
 multiplies dQ and dK there. Leaves out what the forward computes and the same things as it does.
 
 Shape suffixes: N batch x query heads, B batch, H query heads, G kv heads, I rows of a query block,
-J keys of a key block, Q query_len, K key_len, L either length, D head_dim.
+J keys of a key block, Q query_len, K key_len, L either length, D head_dim; 1 is an axis of one.
 """
 
 from collections.abc import Iterator
@@ -15,36 +15,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention_kernels.formats import round_into, round_to
-from attention_kernels.masks import first_attending_row, hidden_keys, visible_key_stop
+from attention_kernels.masks import Mask, Sequence
 from attention_kernels.numerics import FlashNumerics, Tiling
+from attention_kernels.operands import rotate_back
+from attention_kernels.twin_arithmetic import (
+    Flat,
+    Rounder,
+    dot,
+    exponential,
+    finite_or_zero,
+    flatten,
+    masked_scores,
+    refuse_fusion,
+)
 
 __all__ = ["backward"]
 
 
 class _Rows(NamedTuple):
-    """What a query block brings to a tile, and its dQ; lse and delta are `(N, I, 1)`."""
+    """What the queries of a sequence bring to a tile, and their dQ; lse and delta are `(N, L, 1)`."""
 
-    q: Tensor
-    dout: Tensor
+    q: Flat
+    dout: Flat
     lse: Tensor
     delta: Tensor
     dq: Tensor
 
-    def at(self, rows: range) -> "_Rows":
-        return _Rows(*(x[:, rows.start : rows.stop] for x in self))
-
 
 class _Keys(NamedTuple):
-    """What a key block brings to a tile, and its dK and dV."""
+    """What the keys of a sequence bring to a tile, and their dK and dV."""
 
-    k: Tensor
-    v: Tensor
+    k: Flat
+    v: Flat
     dk: Tensor
     dv: Tensor
-
-    def at(self, keys: range) -> "_Keys":
-        return _Keys(*(x[:, keys.start : keys.stop] for x in self))
 
 
 def backward(
@@ -55,7 +59,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     *,
-    causal: bool,
+    mask: Mask,
     scale: float,
     numerics: FlashNumerics,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,71 +68,141 @@ def backward(
     `out` and `lse` are what `twin_forward.forward` returned; dout, q, k and v come unrounded. A row
     that attends nothing has gradient 0 and adds nothing to dK and dV.
     """
-    heads, kv_heads, query_len, key_len = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-    q_NQD, k_NKD, v_NKD, dout_NQD = (_round_operand(x, heads, numerics) for x in (q, k, v, dout))
-    delta_NQ1 = (dout_NQD * out.flatten(0, 1)).sum(dim=-1, keepdim=True)
-    delta_NQ1 = round_to(delta_NQ1, numerics.backward.delta)
-    lse_NQ1 = lse.flatten(0, 1).unsqueeze(-1)
-    dq_NQD, dk_NKD, dv_NKD = (torch.zeros_like(x) for x in (q_NQD, k_NKD, v_NKD))
-    all_rows = _Rows(q_NQD, dout_NQD, lse_NQ1, delta_NQ1, dq_NQD)
-    all_keys = _Keys(k_NKD, v_NKD, dk_NKD, dv_NKD)
-    for rows, keys in _tiles(query_len, key_len, causal, numerics.tiling):
-        hidden_IJ = hidden_keys(rows, keys, query_len, key_len, causal, q.device)
-        _add_tile(all_rows.at(rows), all_keys.at(keys), hidden_IJ, scale, numerics)
-    point = numerics.backward.gradients
-    return (
-        round_to(dq_NQD.mul_(scale).unflatten(0, (-1, heads)), point),
-        round_to(_sum_groups(dk_NKD.mul_(scale), heads, kv_heads), point),
-        round_to(_sum_groups(dv_NKD, heads, kv_heads), point),
+    refuse_fusion(numerics)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    block_q, block_k = numerics.tiling.block_q, numerics.tiling.block_k
+    flat_q, flat_dout = (
+        flatten(x, name, heads, numerics, block_q) for x, name in ((q, "q"), (dout, "dout"))
     )
+    flat_k, flat_v = (
+        flatten(x, name, heads, numerics, block_k) for x, name in ((k, "k"), (v, "v"))
+    )
+    out_NQD, lse_NQ1 = out.flatten(0, 1), finite_or_zero(lse.flatten(0, 1).unsqueeze(-1))
+    dq_NQD, dk_NKD, dv_NKD = (torch.zeros_like(x.values) for x in (flat_q, flat_k, flat_v))
+    for sequence in mask.sequences(q.shape[2], k.shape[2]):
+        at_q, at_k = _slice(sequence.queries), _slice(sequence.keys)
+        rounded = Rounder(numerics, heads, sequence.index * heads)
+        part = flat_dout.at(sequence.queries)
+        delta_NQ1 = (part.restored() * out_NQD[at_q]).sum(dim=-1, keepdim=True)
+        every = range(len(sequence.queries))
+        delta_NQ1 = rounded(delta_NQ1, numerics.backward.delta, "delta", every, range(1))
+        rows = _Rows(
+            flat_q.at(sequence.queries), part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q]
+        )
+        keys = _Keys(
+            flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k]
+        )
+        _attend(rows, keys, sequence, scale, rounded)
+    dk_GKD = _sum_groups(dk_NKD.mul_(scale), heads, kv_heads)
+    dv_GKD = _sum_groups(dv_NKD, heads, kv_heads)
+    gradients = {"dq": dq_NQD.mul_(scale), "dk": dk_GKD, "dv": dv_GKD}
+    for name in ("dq", "dk"):
+        gradients[name] = rotate_back(gradients[name], numerics)
+    finished = (_finished(x, name, mask, (q, k), numerics) for name, x in gradients.items())
+    dq, dk, dv = finished
+    return dq, dk, dv
 
 
-def _round_operand(x: Tensor, heads: int, numerics: FlashNumerics) -> Tensor:
-    """Round an operand, repeat it to the number of query heads, and make batch x heads one axis."""
-    x_BHLD = round_into(x, numerics.forward.operands, numerics.work_dtype())
-    if x_BHLD.shape[1] != heads:
-        x_BHLD = x_BHLD.repeat_interleave(heads // x_BHLD.shape[1], dim=1)
-    return x_BHLD.reshape(-1, *x_BHLD.shape[2:])
+def _slice(rows: range) -> tuple[slice, slice]:
+    return slice(None), slice(rows.start, rows.stop)
 
 
-def _tiles(
-    query_len: int, key_len: int, causal: bool, tiling: Tiling
-) -> Iterator[tuple[range, range]]:
-    """Yield the rows and keys of each tile that is not wholly masked, key blocks outermost."""
-    first = first_attending_row(query_len, key_len, causal)
-    for key in range(0, key_len, tiling.block_k):
-        for row in range(first // tiling.block_q * tiling.block_q, query_len, tiling.block_q):
-            rows = range(max(first, row), min(row + tiling.block_q, query_len))
-            visible = visible_key_stop(rows.stop, query_len, key_len, causal)
-            if key < visible:
-                yield rows, range(key, min(key + tiling.block_k, visible))
+def _attend(rows: _Rows, keys: _Keys, sequence: Sequence, scale: float, rounded: Rounder) -> None:
+    """Add what every tile of one sequence gives to dQ, dK and dV, in place."""
+    for row, key in _tiles(sequence, rounded.numerics.tiling):
+        _add_tile(rows, keys, row, key, sequence, scale, rounded)
+
+
+def _tiles(sequence: Sequence, tiling: Tiling) -> Iterator[tuple[range, range]]:
+    """Yield the rows and keys of each tile that positions do not hide, key blocks outermost."""
+    query_len, key_len = len(sequence.queries), len(sequence.keys)
+    starts = list(range(0, key_len, tiling.block_k))
+    for key in reversed(starts) if tiling.key_order == "reversed" else starts:
+        keys = range(key, min(key + tiling.block_k, key_len))
+        for row in range(0, query_len, tiling.block_q):
+            rows = range(row, min(row + tiling.block_q, query_len))
+            seen = sequence.mask.key_range(rows, query_len, key_len)
+            if keys.start < seen.stop and keys.stop > seen.start:
+                yield rows, keys
 
 
 def _add_tile(
-    rows: _Rows, keys: _Keys, hidden_IJ: Tensor | None, scale: float, numerics: FlashNumerics
+    rows: _Rows,
+    keys: _Keys,
+    row: range,
+    key: range,
+    sequence: Sequence,
+    scale: float,
+    rounded: Rounder,
 ) -> None:
-    """Add what one query block and one key block give to dQ, dK and dV, in place."""
-    forward, point = numerics.forward, numerics.backward
-    scores_NIJ = round_to(torch.bmm(rows.q, keys.k.mT).mul_(scale), forward.scores)
-    if hidden_IJ is not None:
-        scores_NIJ.masked_fill_(hidden_IJ, -torch.inf)
-    p_NIJ = round_to(scores_NIJ.sub_(rows.lse).exp_(), forward.statistics)
-    dp_NIJ = round_to(torch.bmm(rows.dout, keys.v.mT), point.dp)
-    ds_NIJ = round_to(dp_NIJ.sub_(rows.delta).mul_(p_NIJ), point.ds)
-    keys.dv.baddbmm_(round_to(p_NIJ, forward.probabilities).mT, rows.dout)
-    keys.dk.baddbmm_(ds_NIJ.mT, rows.q)
-    rows.dq.baddbmm_(ds_NIJ, keys.k)
-    _round_stored(keys.dv, point.dkv_accumulator)
-    _round_stored(keys.dk, point.dkv_accumulator)
-    _round_stored(rows.dq, point.dq_accumulator)
+    numerics, point = rounded.numerics, rounded.numerics.backward
+    forward, at_q, at_k = numerics.forward, _slice(row), _slice(key)
+    scores_NIJ, slope_NIJ = masked_scores(rows.q, keys.k, row, key, sequence, scale, rounded)
+    p_NIJ = exponential(scores_NIJ.sub_(rows.lse[at_q]), numerics.softmax.exp)
+    p_NIJ = rounded(p_NIJ, forward.statistics, "backward_p", row, key)
+    dout_factor, v_factor = rows.dout.factor(row), keys.v.factor(key)
+    dp_NIJ = dot(rows.dout.values[at_q], keys.v.values[at_k].mT, numerics.arithmetic.dot)
+    if dout_factor is not None and v_factor is not None:
+        dp_NIJ = dp_NIJ.mul_(dout_factor * v_factor)
+    dp_NIJ = rounded(dp_NIJ, point.dp, "dp", row, key)
+    ds_NIJ = dp_NIJ.sub_(rows.delta[at_q]).mul_(p_NIJ)
+    if slope_NIJ is not None:
+        ds_NIJ = ds_NIJ.mul_(slope_NIJ)
+    ds_NIJ = rounded(ds_NIJ, point.ds, "ds", row, key)
+    p_scale = numerics.probability_scale()
+    p_NIJ = p_NIJ if p_scale == 1.0 else p_NIJ.mul_(p_scale)
+    p_NIJ = rounded(p_NIJ, forward.probabilities, "backward_probabilities", row, key)
+
+    if dout_factor is not None:
+        dout_factor = dout_factor / p_scale
+    mode, dims = numerics.arithmetic.dot, range(rows.dq.shape[-1])
+    dv, dk, dq = keys.dv[at_k], keys.dk[at_k], rows.dq[at_q]
+    _add_product(dv, p_NIJ.mT, rows.dout.values[at_q], dout_factor, mode)
+    _add_product(dk, ds_NIJ.mT, rows.q.values[at_q], rows.q.factor(row), mode)
+    _add_product(dq, ds_NIJ, keys.k.values[at_k], keys.k.factor(key), mode)
+    _store(dv, rounded(dv, point.dkv_accumulator, "dv_accumulator", key, dims, row.start))
+    _store(dk, rounded(dk, point.dkv_accumulator, "dk_accumulator", key, dims, row.start))
+    _store(dq, rounded(dq, point.dq_accumulator, "dq_accumulator", row, dims, key.start))
 
 
-def _round_stored(x: Tensor, format: str) -> None:
-    x.copy_(round_to(x, format))
+def _add_product(
+    total: Tensor, left: Tensor, right: Tensor, factor: Tensor | None, mode: str
+) -> None:
+    if factor is None and mode == "ieee":
+        total.baddbmm_(left, right)
+        return
+    product = dot(left, right, mode)
+    total.add_(product if factor is None else product.mul_(factor))
+
+
+def _store(total: Tensor, rounded: Tensor) -> None:
+    if rounded is not total:
+        total.copy_(rounded)
 
 
 def _sum_groups(x_NKD: Tensor, heads: int, kv_heads: int) -> Tensor:
-    x_BHKD = x_NKD.unflatten(0, (-1, heads))
+    """Add the heads of each group, in order; `(batch x kv_heads, K, D)`."""
     if kv_heads == heads:
-        return x_BHKD
-    return x_BHKD.unflatten(1, (kv_heads, -1)).sum(dim=2)
+        return x_NKD
+    return x_NKD.unflatten(0, (-1, heads // kv_heads)).sum(dim=1)
+
+
+def _finished(
+    x_NLD: Tensor,
+    name: str,
+    mask: Mask,
+    shapes: tuple[Tensor, Tensor],
+    numerics: FlashNumerics,
+) -> Tensor:
+    """Round a gradient as it is returned, each sequence in its own coordinates."""
+    q, k = shapes
+    heads = q.shape[1] if name == "dq" else k.shape[1]
+    dims = range(x_NLD.shape[-1])
+    for sequence in mask.sequences(q.shape[2], k.shape[2]):
+        lines = sequence.queries if name == "dq" else sequence.keys
+        rounded = Rounder(numerics, heads, sequence.index * heads)
+        part = x_NLD[_slice(lines)]
+        _store(
+            part, rounded(part, numerics.backward.gradients, name, range(len(lines)), dims)
+        )
+    return x_NLD.unflatten(0, (-1, heads))

@@ -9,7 +9,7 @@ import math
 
 from torch import Tensor
 
-from attention_kernels.formats import FORMATS
+from attention_kernels.formats import INPUT_DTYPES
 
 __all__ = [
     "ENGINES",
@@ -18,13 +18,15 @@ __all__ = [
     "check_engine",
     "check_scale",
     "check_tensors",
+    "require",
 ]
 
 ENGINES = ("auto", "twin", "triton")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 
-def _require(ok: bool, where: str, rule: str, got: object, advice: str) -> None:
+def require(ok: bool, where: str, rule: str, got: object, advice: str) -> None:
+    """Raise ValueError "<where> must be <rule>, got <got>; <advice>" unless `ok`."""
     if not ok:
         raise ValueError(f"{where} must be {rule}, got {got}; {advice}")
 
@@ -33,16 +35,17 @@ def check_tensors(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless q, k and v fit each other and what the engines can do."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         where = f"{function}: {name}"
-        _require(isinstance(x, Tensor), where, "a tensor", type(x).__name__, "pass a torch.Tensor")
-        _require(
-            x.dim() == 4 and x.numel() > 0,
+        require(isinstance(x, Tensor), where, "a tensor", type(x).__name__, "pass a torch.Tensor")
+        require(
+            x.dim() in (3, 4) and x.numel() > 0,
             where,
-            "(batch, heads, length, head_dim) with no empty axis",
+            "(batch, heads, length, head_dim), or packed (total_tokens, heads, head_dim), with no "
+            "empty axis",
             tuple(x.shape),
             "add the missing axes or drop the empty batch",
         )
-        _require(
-            x.dtype in {f.dtype for f in FORMATS.values()},
+        require(
+            x.dtype in INPUT_DTYPES,
             where,
             "float64, float32, bfloat16 or float16",
             x.dtype,
@@ -56,7 +59,7 @@ def _check_same(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         for what in ("dtype", "device"):
             expected, got = getattr(q, what), getattr(x, what)
-            _require(
+            require(
                 expected == got,
                 f"{function}: {name}",
                 f"of q's {what} {expected}",
@@ -66,41 +69,42 @@ def _check_same(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_shapes(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    batch, heads, _, head_dim = q.shape
+    packed, head_dim = q.dim() == 3, q.shape[-1]
+    heads, kv_heads = (x.shape[1] for x in (q, k))
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    _require(
+    require(
         MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM,
         f"{function}: head_dim",
         f"from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
         f"{head_dim} ({shapes})",
         f"pad q, k and v with zeros to {MIN_HEAD_DIM} and pass scale, or use more heads",
     )
-    _require(
+    require(
         k.shape == v.shape,
         f"{function}: v",
         "shaped as k",
         shapes,
         "pass one value for each key",
     )
-    _require(
-        (k.shape[0], k.shape[3]) == (batch, head_dim),
+    require(
+        k.dim() == q.dim() and k.shape[-1] == head_dim and (packed or k.shape[0] == q.shape[0]),
         f"{function}: k",
-        f"of q's batch {batch} and head_dim {head_dim}",
+        f"of q's batch and head_dim {head_dim}",
         shapes,
-        "axes are (batch, heads, length, head_dim)",
+        "axes are (batch, heads, length, head_dim), packed (total_tokens, heads, head_dim)",
     )
-    _require(
-        heads % k.shape[1] == 0,
+    require(
+        heads % kv_heads == 0,
         f"{function}: heads",
         "a multiple of kv_heads",
-        f"{heads} and {k.shape[1]} ({shapes})",
+        f"{heads} and {kv_heads} ({shapes})",
         "each kv head serves heads / kv_heads query heads",
     )
 
 
 def check_scale(function: str, scale: float) -> None:
     """Raise ValueError unless `scale` is a finite number."""
-    _require(
+    require(
         isinstance(scale, int | float) and math.isfinite(scale),
         f"{function}: scale",
         "a finite number",
@@ -111,9 +115,11 @@ def check_scale(function: str, scale: float) -> None:
 
 def check_engine(function: str, engine: str) -> None:
     """Raise ValueError unless `engine` is a known name."""
+    if engine in ENGINES:
+        return
     near = difflib.get_close_matches(str(engine), ENGINES, n=1, cutoff=0.4) or ENGINES
-    _require(
-        engine in ENGINES,
+    require(
+        False,
         f"{function}: engine",
         f"one of {', '.join(ENGINES)}",
         repr(engine),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import AttentionFn, golden_attention
-from attention_kernels.numerics import input_format
+from attention_kernels.choices import input_format
 from stability.metrics.deviation import (
     DEVIATION_METRICS,
     GOLDEN_METRICS,

@@ -84,7 +84,7 @@ class AttentionConfig:
     implementation: str = "baseline"
     profile: str = ""
     """A profile of the implementation; empty means its default (`plain`, `fa2`)."""
-    numerics: dict[str, str | int] = field(default_factory=dict)
+    numerics: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Single numerics fields changed by name, e.g. `{block_k: 32}`."""
     engine: Literal["auto", "twin", "triton"] = "auto"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.formats import Format
-from attention_kernels.numerics import input_format
+from attention_kernels.choices import input_format
 from stability.metrics.ulp import signed_ulp_error
 
 __all__ = ["DEVIATION_METRICS", "GOLDEN_METRICS", "deviation", "deviation_tensor", "golden_tensor"]

@@ -1,0 +1,225 @@
+"""The attentions as custom operators of torch: what makes them differentiable and compilable.
+
+`flash_forward` and `flash_backward` run an engine. A compiled model contains them as they are, with
+no graph break, because torch knows their shapes (fake implementations) and gradients without
+looking inside. They save q, k, v as they came, out, and lse in the work format; where out is
+rounded to a format that q's dtype does not hold, also that wider out, which the backward's delta
+reads. `reference_forward` and `reference_backward` do the same for golden and baseline inside of
+`torch.compile`; outside, autograd differentiates those as they stand. Leaves out the arithmetic
+(`twin_*`, `triton_*`, `golden`, `baseline`) and the checks of arguments (`api`, `validation`).
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_kernels import baseline, golden, twin_backward, twin_forward
+from attention_kernels.arithmetic import ieee_arithmetic
+from attention_kernels.baseline_numerics import BaselineNumerics
+from attention_kernels.call import Call, call_from_text
+from attention_kernels.choices import input_format
+from attention_kernels.formats import FORMATS, format_named, round_into
+from attention_kernels.masks import Mask
+from attention_kernels.numerics import FlashNumerics
+from attention_kernels.mask_validation import check_mask_values
+
+__all__ = ["attend_by_definition", "flash_forward", "reference_forward"]
+
+_MASK = ("key_padding", "visible", "bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def _mask(call: Call, tensors: tuple[Tensor | None, ...]) -> Mask:
+    return call.mask(dict(zip(_MASK, tensors, strict=True)))
+
+
+def _stored_apart(numerics: FlashNumerics, dtype: torch.dtype) -> bool:
+    """Say whether out, as rounded, does not fit the dtype that is returned."""
+    return not format_named(numerics.forward.output).fits(FORMATS[input_format(dtype)])
+
+
+@torch.library.custom_op("attention_kernels::flash_forward", mutates_args=())
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding: Tensor | None,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    text: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out in q's dtype, lse in the work dtype, and the wider out or an empty tensor."""
+    call = call_from_text(text)
+    tensors = (key_padding, visible, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+    mask, numerics = _mask(call, tensors), call.numerics
+    assert isinstance(numerics, FlashNumerics)
+    check_mask_values("flash_attention", mask, q.shape[2], k.shape[2])
+    run, _ = _engine(call.engine)
+    with ieee_arithmetic(q.device):
+        out, lse = run(q, k, v, mask=mask, scale=call.scale, numerics=numerics)
+    returned = round_into(out, input_format(q.dtype), q.dtype)
+    if not _stored_apart(numerics, q.dtype):
+        return returned, lse, q.new_empty(0)
+    return returned, lse, out
+
+
+@flash_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    numerics = call_from_text(rest[-1]).numerics
+    assert isinstance(numerics, FlashNumerics)
+    work = numerics.work_dtype()
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(q.shape[:3], dtype=work)
+    if not _stored_apart(numerics, q.dtype):
+        return out, lse, q.new_empty(0)
+    return out, lse, torch.empty_like(out, dtype=work)
+
+
+@torch.library.custom_op("attention_kernels::flash_backward", mutates_args=())
+def flash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_padding: Tensor | None,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    text: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v in their dtype."""
+    call = call_from_text(text)
+    tensors = (key_padding, visible, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+    numerics = call.numerics
+    assert isinstance(numerics, FlashNumerics)
+    _, run = _engine(call.engine)
+    options = {"mask": _mask(call, tensors), "scale": call.scale, "numerics": numerics}
+    with ieee_arithmetic(q.device):
+        gradients = run(dout, q, k, v, out.to(lse.dtype), lse, **options)
+    dq, dk, dv = (round_into(x, input_format(q.dtype), q.dtype) for x in gradients)
+    return dq, dk, dv
+
+
+@flash_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.text = inputs
+    out, lse, wider = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, wider if wider.numel() else out, lse)
+
+
+def _flash_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * (3 + len(_MASK) + 1)
+    q, k, v, *mask, out, lse = ctx.saved_tensors
+    gradients = flash_backward(dout, q, k, v, out, lse, *mask, ctx.text)
+    return (*gradients, *(None,) * (len(_MASK) + 1))
+
+
+flash_forward.register_autograd(_flash_gradients, setup_context=_save_flash)
+
+
+def _engine(name: str) -> tuple[Any, Any]:
+    if name == "twin":
+        return twin_forward.forward, twin_backward.backward
+    # Triton is an optional dependency: without it the twin still runs.
+    from attention_kernels import triton_launch
+
+    return triton_launch.forward, triton_launch.backward
+
+
+def attend_by_definition(q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Mask) -> Tensor:
+    """Return what golden or baseline gives, differentiable by autograd."""
+    check_mask_values(f"{call.engine}_attention", mask, q.shape[2], k.shape[2])
+    if call.engine == "golden":
+        return golden.attend(q, k, v, mask=mask, scale=call.scale)
+    assert isinstance(call.numerics, BaselineNumerics)
+    return baseline.attend(q, k, v, mask=mask, scale=call.scale, numerics=call.numerics)
+
+
+@torch.library.custom_op("attention_kernels::reference_forward", mutates_args=())
+def reference_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding: Tensor | None,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    text: str,
+) -> Tensor:
+    """Return `attend_by_definition`, contiguous."""
+    call = call_from_text(text)
+    tensors = (key_padding, visible, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+    return attend_by_definition(q, k, v, call, _mask(call, tensors)).contiguous()
+
+
+@reference_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    golden_dtype = torch.float64 if call_from_text(rest[-1]).engine == "golden" else q.dtype
+    return torch.empty_like(q, dtype=golden_dtype, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("attention_kernels::reference_backward", mutates_args=())
+def reference_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding: Tensor | None,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    text: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend again and differentiate; the gradients have the dtype of q, k and v."""
+    call = call_from_text(text)
+    tensors = (key_padding, visible, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+    stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
+
+    def differentiate() -> tuple[Tensor, ...]:
+        with torch.cuda.stream(stream):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = attend_by_definition(*leaves, call=call, mask=_mask(call, tensors))
+            return torch.autograd.grad(out, leaves, dout)
+
+    # torch switches autograd off for the thread that runs an operator; another thread has it.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        dq, dk, dv = (x.contiguous() for x in thread.submit(differentiate).result())
+    return dq, dk, dv
+
+
+@reference_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save_reference(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.text = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _reference_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = reference_backward(dout, *ctx.saved_tensors, ctx.text)
+    return (*gradients, *(None,) * (len(_MASK) + 1))
+
+
+reference_forward.register_autograd(_reference_gradients, setup_context=_save_reference)

@@ -1,0 +1,220 @@
+"""What the twin's forward and backward do alike to a tile: products, scores, exponentials, rounding.
+
+Every rounding point of the twin goes through one `Rounder`, which knows where the tile is, so that
+stochastic rounding draws bits that depend on an element's place and on nothing else. Leaves out the
+recurrences (`twin_forward`, `twin_backward`) and the rounding of operands (`operands`).
+
+The cubic of `exp2_polynomial` is FlashAttention-4's: Cody-Waite range reduction and a degree-3
+polynomial on [0, 1), maximal relative error 8.8e-5.
+
+Shape suffixes: B batch, H query heads, N batch x query heads, I rows of a query block, J keys of a
+key block, L length, C columns of any tile, T blocks, D head_dim.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_kernels.formats import round_to
+from attention_kernels.masks import Sequence
+from attention_kernels.numerics import FlashNumerics, Tiling
+from attention_kernels.operands import Operand, prepare
+from attention_kernels.random_bits import bits_at
+
+__all__ = [
+    "Flat",
+    "Rounder",
+    "dot",
+    "exponential",
+    "finite_or_zero",
+    "flatten",
+    "key_blocks",
+    "masked_scores",
+    "refuse_fusion",
+]
+
+POINTS = {
+    name: 16 + index
+    for index, name in enumerate(
+        "scores max p alpha sum probabilities accumulator output lse split_weights split_total "
+        "delta dp ds dq_accumulator dk_accumulator dv_accumulator dq dk dv "
+        "backward_p backward_probabilities split_output split_lse".split()
+    )
+}
+"""The name of each rounding, as the stream of its random bits; `triton_forward` has the same."""
+
+_CUBIC = (0.077119090, 0.227564394, 0.695146143, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounder:
+    """Rounds tiles `(N, I, C)`: `heads` heads for each batch, the first of which is `first_head`."""
+
+    numerics: FlashNumerics
+    heads: int
+    first_head: int = 0
+
+    def __call__(
+        self, x: Tensor, format: str, point: str, rows: range, columns: range, step: int = 0
+    ) -> Tensor:
+        """Round `x` once to `format`; rows, columns and step say where in the problem it is."""
+        arithmetic = self.numerics.arithmetic
+        if arithmetic.rounding != "stochastic":
+            return round_to(x, format, arithmetic.rounding)
+        heads = torch.arange(self.first_head, self.first_head + len(x), device=x.device)
+        row = torch.arange(rows.start, rows.stop, device=x.device)
+        column = torch.arange(columns.start, columns.stop, device=x.device)
+        bits = bits_at(
+            arithmetic.seed, POINTS[point], step, heads[:, None, None], row[:, None], column
+        )
+        return round_to(x, format, "stochastic", bits=bits)
+
+
+class Flat(NamedTuple):
+    """An operand with one axis of heads: `values` `(N, L, D)` in the work dtype, `scales` `(N, T)`.
+
+    `block` is the number of rows that share a factor.
+    """
+
+    values: Tensor
+    scales: Tensor | None
+    block: int
+
+    def at(self, rows: range) -> "Flat":
+        """Return some of the rows; packed sequences have no factors, which blocks would cross."""
+        if len(rows) == self.values.shape[1]:
+            return self
+        return Flat(self.values[:, rows.start : rows.stop], None, self.block)
+
+    def factor(self, rows: range) -> Tensor | None:
+        """Return the factor of one block of rows, `(N, 1, 1)`, or None for 1."""
+        return None if self.scales is None else self.scales[:, rows.start // self.block, None, None]
+
+    def restored(self) -> Tensor:
+        """Return the values multiplied by their factors, `(N, L, D)`."""
+        if self.scales is None:
+            return self.values
+        by_row = self.scales.repeat_interleave(self.block, dim=1)[:, : self.values.shape[1], None]
+        return self.values * by_row
+
+
+def flatten(x: Tensor, name: str, heads: int, numerics: FlashNumerics, block: int) -> Flat:
+    """Prepare an operand, repeat it to the number of query heads, make batch x heads one axis."""
+    operand: Operand = prepare(x, name, numerics, block)
+    values = _repeated(operand.values.to(numerics.work_dtype()), heads)
+    scales = operand.scales
+    if scales is not None:
+        scales = _repeated(scales, heads).flatten(0, 1)
+    return Flat(values.reshape(-1, *values.shape[2:]), scales, block)
+
+
+def _repeated(x_BHL: Tensor, heads: int) -> Tensor:
+    if x_BHL.shape[1] == heads:
+        return x_BHL
+    return x_BHL.repeat_interleave(heads // x_BHL.shape[1], dim=1)
+
+
+def refuse_fusion(numerics: FlashNumerics) -> None:
+    """Raise ValueError if a compiler is asked to contract operations: PyTorch has none that does."""
+    if numerics.arithmetic.fp_fusion:
+        raise ValueError(
+            "twin: fp_fusion must be false, got True; only compiled Triton kernels can contract a "
+            "multiply and an add, pass engine='triton' on a GPU"
+        )
+
+
+def key_blocks(rows: range, sequence: Sequence, tiling: Tiling) -> Iterator[list[range]]:
+    """Yield for each split the key blocks that `rows` may attend, in the order they are read."""
+    query_len, key_len = len(sequence.queries), len(sequence.keys)
+    seen = sequence.mask.key_range(rows, query_len, key_len)
+    size = tiling.block_k
+    share = math.ceil(math.ceil(key_len / size) / tiling.splits) * size
+    for split in range(tiling.splits):
+        first = max(seen.start // size * size, split * share)
+        last = min(seen.stop, (split + 1) * share)
+        blocks = [range(key, min(key + size, key_len)) for key in range(first, last, size)]
+        yield blocks[::-1] if tiling.key_order == "reversed" else blocks
+
+
+def dot(left: Tensor, right: Tensor, mode: str) -> Tensor:
+    """Return the batched product of two operands, summed in their dtype.
+
+    `tf32` rounds both to TF32 as the hardware's conversion does, ties away from zero; `tf32x3` adds
+    the products with what that dropped, the smallest first.
+    """
+    if mode == "ieee":
+        return torch.bmm(left, right)
+    left_big, right_big = _tf32(left), _tf32(right)
+    if mode == "tf32":
+        return torch.bmm(left_big, right_big)
+    left_small, right_small = _tf32(left - left_big), _tf32(right - right_big)
+    small = torch.bmm(left_big, right_small) + torch.bmm(left_small, right_big)
+    return small + torch.bmm(left_big, right_big)
+
+
+def _tf32(x: Tensor) -> Tensor:
+    return round_to(x, "tf32", "nearest_away")
+
+
+def exponential(x: Tensor, mode: str) -> Tensor:
+    """Return e**x by the way that `Softmax.exp` names; `x` is overwritten."""
+    if mode == "exact":
+        return x.exp_()
+    power = x.mul_(math.log2(math.e))
+    if mode == "exp2":
+        return power.exp2_()
+    smallest = -126 if x.dtype == torch.float32 else -1022
+    whole = power.floor()
+    fraction = power - whole
+    value = torch.full_like(fraction, _CUBIC[0])
+    for coefficient in _CUBIC[1:]:
+        value = value * fraction + coefficient
+    whole = whole.nan_to_num(nan=0.0).clamp(smallest, -smallest).to(torch.int32)
+    value = torch.ldexp(value, whole)
+    return torch.where(power < smallest, torch.zeros_like(value), value)
+
+
+def finite_or_zero(x: Tensor) -> Tensor:
+    """Return 0 for -inf: what a row that attends nothing subtracts, so exp gives 0, not NaN."""
+    return x.masked_fill(x == -torch.inf, 0.0)
+
+
+def masked_scores(
+    q: Flat, k: Flat, rows: range, keys: range, sequence: Sequence, scale: float, rounded: Rounder
+) -> tuple[Tensor, Tensor | None]:
+    """Return the rounded scores of one tile `(N, I, J)`, -inf where hidden, and the slope of the
+    softcap there (None without one). `rows` and `keys` count inside the sequence.
+    """
+    mask, numerics = sequence.mask, rounded.numerics
+    q_NID, k_NJD = q.values[:, rows.start : rows.stop], k.values[:, keys.start : keys.stop]
+    scores_NIJ = dot(q_NID, k_NJD.mT, numerics.arithmetic.dot)
+    q_factor, k_factor = q.factor(rows), k.factor(keys)
+    if q_factor is not None and k_factor is not None:
+        scores_NIJ.mul_(q_factor * k_factor)
+    scores_NIJ.mul_(scale)
+    slope_NIJ = None
+    if mask.softcap:
+        capped_NIJ = scores_NIJ.div_(mask.softcap).tanh_()
+        slope_NIJ = 1 - capped_NIJ * capped_NIJ
+        scores_NIJ = capped_NIJ.mul_(mask.softcap)
+    lengths = len(sequence.queries), len(sequence.keys)
+    added = mask.added(rows, keys, *lengths, scores_NIJ.dtype, scores_NIJ.device)
+    if added is not None:
+        scores_NIJ.add_(_flat_tile(added, scores_NIJ, rounded.heads))
+    scores_NIJ = rounded(scores_NIJ, numerics.forward.scores, "scores", rows, keys)
+    hidden = mask.hidden(rows, keys, *lengths, scores_NIJ.device)
+    if hidden is not None:
+        scores_NIJ = scores_NIJ.masked_fill_(_flat_tile(hidden, scores_NIJ, rounded.heads), -torch.inf)
+    return scores_NIJ, slope_NIJ
+
+
+def _flat_tile(x: Tensor, like_NIJ: Tensor, heads: int) -> Tensor:
+    """Return a tile that broadcasts to (B, H, I, J) as one that broadcasts to (N, I, J)."""
+    if x.dim() == 2:
+        return x
+    count, rows, keys = like_NIJ.shape
+    return x.expand(count // heads, heads, rows, keys).reshape(count, rows, keys)
