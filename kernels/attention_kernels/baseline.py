@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attention_kernels.arithmetic import ieee_arithmetic
 from attention_kernels.baseline_numerics import BaselineNumerics
@@ -33,6 +34,7 @@ class _Round(torch.autograd.Function):
         return round_into(x, format, work)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return round_into(grads[0], ctx.format, ctx.dtype), None, None
 
@@ -47,6 +49,7 @@ class _Product(torch.autograd.Function):
             return a @ b
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         a, b = ctx.saved_tensors
         with ieee_arithmetic(a.device):
@@ -61,6 +64,7 @@ class _RoundOperand(torch.autograd.Function):
         return round_to(x, format)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None
 
