@@ -201,7 +201,11 @@ def test_rows_that_attend_nothing_give_zeros_and_zero_gradients(mask):
     ],
     ids=["causal", "window", "window to the right", "softcap"],
 )
-def test_rows_before_the_first_key_give_zeros_and_zero_gradients(shape, options, empty):
+@pytest.mark.parametrize("chunk_bytes", [golden.CHUNK_BYTES, 8 * 2])
+def test_rows_before_the_first_key_give_zeros_and_zero_gradients(
+    monkeypatch, chunk_bytes, shape, options, empty
+):
+    monkeypatch.setattr(golden, "CHUNK_BYTES", chunk_bytes)
     results = with_gradients(golden_attention, *draw(shape), **options)
     assert not results["dq"][:, :, :empty].any()
     assert not results["out"][:, :, :empty].any()
