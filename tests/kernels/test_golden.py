@@ -201,7 +201,7 @@ def test_rows_that_attend_nothing_give_zeros_and_zero_gradients(mask):
     ],
     ids=["causal", "window", "window to the right", "softcap"],
 )
-@pytest.mark.parametrize("chunk_bytes", [golden.CHUNK_BYTES, 8 * 2])
+@pytest.mark.parametrize("chunk_bytes", [golden.CHUNK_BYTES, 8])
 def test_rows_before_the_first_key_give_zeros_and_zero_gradients(
     monkeypatch, chunk_bytes, shape, options, empty
 ):
@@ -214,11 +214,11 @@ def test_rows_before_the_first_key_give_zeros_and_zero_gradients(
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 30, 60])
 def test_the_chunk_size_moves_the_result_by_roundings_only(monkeypatch, rows, mask):
     inputs, options = draw(SHAPE), MASKS[mask]
     whole = with_gradients(golden_attention, *inputs, **options)
-    monkeypatch.setattr(golden, "CHUNK_BYTES", 8 * 2 * 4 * 21 * rows)
+    monkeypatch.setattr(golden, "CHUNK_BYTES", 8 * 21 * rows)
     assert_close(with_gradients(golden_attention, *inputs, **options), whole)
 
 
