@@ -34,8 +34,8 @@ class Operand(NamedTuple):
     """An operand: `values` on the grid of its format, and what they are to be multiplied by.
 
     `values` `(B, H, L, D)` are in the narrowest dtype that holds the format, or the caller's own
-    tensor where nothing is to be done to it; `scales` is `(B, H, T)` in the work dtype, one for each block of
-    rows, or None for 1.
+    tensor where nothing is to be done to it; `scales` is `(B, H, T)` in the work dtype, one for
+    each block of rows, or None for 1.
     """
 
     values: Tensor
