@@ -33,7 +33,7 @@ __all__ = ["backward"]
 
 
 class _Rows(NamedTuple):
-    """What the queries of a sequence bring to a tile, and their dQ; lse and delta are `(N, L, 1)`."""
+    """What the queries of a sequence bring to a tile, and dQ; lse and delta are `(N, L, 1)`."""
 
     q: Flat
     dout: Flat
@@ -86,20 +86,15 @@ def backward(
         delta_NQ1 = (part.restored() * out_NQD[at_q]).sum(dim=-1, keepdim=True)
         every = range(len(sequence.queries))
         delta_NQ1 = rounded(delta_NQ1, numerics.backward.delta, "delta", every, range(1))
-        rows = _Rows(
-            flat_q.at(sequence.queries), part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q]
-        )
-        keys = _Keys(
-            flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k]
-        )
+        rows = _Rows(flat_q.at(sequence.queries), part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q])
+        keys = _Keys(flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k])
         _attend(rows, keys, sequence, scale, rounded)
     dk_GKD = _sum_groups(dk_NKD.mul_(scale), heads, kv_heads)
     dv_GKD = _sum_groups(dv_NKD, heads, kv_heads)
     gradients = {"dq": dq_NQD.mul_(scale), "dk": dk_GKD, "dv": dv_GKD}
     for name in ("dq", "dk"):
         gradients[name] = rotate_back(gradients[name], numerics)
-    finished = (_finished(x, name, mask, (q, k), numerics) for name, x in gradients.items())
-    dq, dk, dv = finished
+    dq, dk, dv = (_finished(x, name, mask, (q, k), numerics) for name, x in gradients.items())
     return dq, dk, dv
 
 
@@ -202,7 +197,5 @@ def _finished(
         lines = sequence.queries if name == "dq" else sequence.keys
         rounded = Rounder(numerics, heads, sequence.index * heads)
         part = x_NLD[_slice(lines)]
-        _store(
-            part, rounded(part, numerics.backward.gradients, name, range(len(lines)), dims)
-        )
+        _store(part, rounded(part, numerics.backward.gradients, name, range(len(lines)), dims))
     return x_NLD.unflatten(0, (-1, heads))
