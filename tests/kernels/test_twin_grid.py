@@ -49,7 +49,7 @@ def mask_named(name, shape, generator):
 
 
 def hold_against_the_rule(lengths, head_dim, mask, group, dtype):
-    """Raise AssertionError if out errs over 2x, or a gradient over 3x, what plain attention does."""
+    """Raise AssertionError if out errs over 2x or a gradient over 3x what plain attention does."""
     heads = 4 if max(lengths) < 1000 else 2
     shape = Shape(1, heads, max(1, heads // group), *lengths, head_dim)
     generator = torch.Generator().manual_seed(sum(lengths) + head_dim)
