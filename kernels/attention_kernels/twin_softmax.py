@@ -39,5 +39,4 @@ def kept_maximum(old_NI1: Tensor, new_NI1: Tensor, softmax: Softmax) -> Tensor:
     if softmax.rescale_threshold == 0.0:
         return new_NI1
     growth_NI1 = (new_NI1 - old_NI1) * math.log2(math.e)
-    kept_NI1 = (old_NI1 > -torch.inf) & (growth_NI1 <= softmax.rescale_threshold)
-    return torch.where(kept_NI1, old_NI1, new_NI1)
+    return torch.where(growth_NI1 <= softmax.rescale_threshold, old_NI1, new_NI1)

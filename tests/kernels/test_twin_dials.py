@@ -15,7 +15,8 @@ from attention_kernels import (
     round_to,
 )
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv, with_gradients
-from attention_kernels.twin_arithmetic import exponential
+from attention_kernels.twin_arithmetic import Rounder, dot, exponential
+from attention_kernels.twin_softmax import block_maximum, kept_maximum
 
 SHAPE = Shape(2, 4, 2, 65, 130, 40)
 EXACT_DIALS = {
@@ -39,16 +40,21 @@ EXACT_DIALS = {
     },
 }
 MOVING_DIALS = {
-    **{name: EXACT_DIALS[name] for name in ("reversed", "splits", "key_outer", "incoherent")},
-    "exp2": {"exp": "exp2", "statistics": "fp32"},
+    "reversed": {"key_order": "reversed"},
+    "splits": {"splits": 3},
+    "key_outer": {"loop_order": "key_outer"},
+    "exp2": {"exp": "exp2"},
     "polynomial": {"exp": "exp2_polynomial"},
-    "threshold": {"rescale_threshold": 8.0, "block_k": 16},
+    "threshold": {"rescale_threshold": 8.0},
+    "beta": {"repeated_max_beta": 7.0},
+    "incoherent": {"incoherent": True},
     "per_tensor": {"operands": "e4m3", "scaling": "per_tensor"},
     "per_block": {"operands": "e4m3", "scaling": "per_block"},
     "toward_zero": {"rounding": "toward_zero"},
     "nearest_away": {"rounding": "nearest_away"},
     "stochastic": {"rounding": "stochastic"},
 }
+FORWARD_ONLY = {"splits", "key_outer", "threshold", "beta"}
 
 
 def masks():
@@ -93,14 +99,29 @@ def test_in_fp64_no_dial_moves_a_result_beyond_1e14(dial, mask):
 
 
 @pytest.mark.parametrize("dial", MOVING_DIALS)
-def test_each_dial_moves_the_output_at_low_precision(dial):
-    tensors = draw(dtype=torch.bfloat16)
-    # FP32 out, so that what the dial moves is not hidden by the last rounding.
-    plain = twin(*tensors, profile="all_bf16", output="fp32")["out"]
-    base = {"profile": "all_bf16"} if dial != "exp2" else {"profile": "fa2"}
-    moved = twin(*tensors, **base, **({"output": "fp32"} | MOVING_DIALS[dial]))["out"]
-    assert moved.isfinite().all()
-    assert not torch.equal(moved, plain)
+def test_each_dial_moves_what_it_may_at_low_precision(dial):
+    tensors = draw(dtype=torch.float32)
+    # FP32 results, so that what the dial moves is not hidden by the last rounding.
+    profile = "fa2" if dial == "exp2" else "all_bf16"
+    base = {"profile": profile, "output": "fp32", "gradients": "fp32", "block_k": 16}
+    plain, moved = twin(*tensors, **base), twin(*tensors, **base, **MOVING_DIALS[dial])
+    for name, value in moved.items():
+        assert value.isfinite().all()
+        if name == "out" or dial not in FORWARD_ONLY:
+            assert not torch.equal(value, plain[name]), name
+
+
+def test_reversed_keys_are_the_forward_order_of_reversed_blocks():
+    q, k, v, dout = draw(Shape(1, 2, 2, 32, 64, 16), torch.bfloat16)
+    swapped = [torch.cat(x.split(16, dim=2)[::-1], dim=2) for x in (k, v)]
+    base = {"profile": "all_bf16", "block_k": 16, "block_q": 16}
+    backwards = twin(q, k, v, dout, key_order="reversed", **base)
+    forwards = twin(q, *swapped, dout, **base)
+    for name in ("out", "dq"):
+        assert torch.equal(backwards[name], forwards[name]), name
+    for name in ("dk", "dv"):
+        unswapped = torch.cat(forwards[name].split(16, dim=2)[::-1], dim=2)
+        assert torch.equal(backwards[name], unswapped), name
 
 
 @pytest.mark.parametrize("mask", masks())
@@ -229,9 +250,9 @@ def test_tf32_products_err_as_tf32_and_three_of_them_as_fp32():
     tensors = draw(Shape(1, 2, 2, 65, 130, 64), torch.float32)
     golden = with_gradients(golden_attention, *(x.double() for x in tensors))
     errors = {}
-    for dot in ("ieee", "tf32", "tf32x3"):
-        found = twin(*tensors, profile="fa2", dot=dot)
-        errors[dot] = {
+    for mode in ("ieee", "tf32", "tf32x3"):
+        found = twin(*tensors, profile="fa2", dot=mode)
+        errors[mode] = {
             n: ((x - golden[n]).norm() / golden[n].norm()).item() for n, x in found.items()
         }
     for name in errors["ieee"]:
@@ -296,3 +317,76 @@ def test_forward_and_backward_repeat_to_the_bit(profile):
     first, second = twin(*tensors, profile=profile), twin(*tensors, profile=profile)
     for name in first:
         assert torch.equal(first[name], second[name]), name
+
+
+def test_a_repeated_maximum_is_moved_and_a_single_one_is_not():
+    beta = PROFILES["fa2"].with_(repeated_max_beta=2.0).softmax
+    scores = torch.tensor([[1.5, 1.5, 0], [1.5, 1, 0], [-2, -2, -3], [-8, -8, -9], [9, 9, 1]])
+    assert block_maximum(scores, beta).flatten().tolist() == [3, 1.5, 0, -2, 15]
+    assert block_maximum(torch.zeros(1, 2), beta).item() == 0
+    assert block_maximum(torch.full((1, 2), -torch.inf), beta).item() == -torch.inf
+    assert block_maximum(scores, PROFILES["fa2"].softmax).flatten().tolist() == [
+        1.5,
+        1.5,
+        -2,
+        -8,
+        9,
+    ]
+
+
+def test_the_maximum_is_kept_up_to_the_threshold_in_powers_of_two():
+    kept = PROFILES["fa2"].with_(rescale_threshold=4.0).softmax
+    bits = math.log(2)
+    old = torch.tensor([0.0, 0.0, -torch.inf, -torch.inf, 1.0])
+    new = torch.tensor([3.9 * bits, 4.1 * bits, 1.0, -torch.inf, 1.0])
+    expected = torch.tensor([0.0, 4.1 * bits, 1.0, -torch.inf, 1.0])
+    assert torch.equal(kept_maximum(old, new, kept), expected)
+    assert torch.equal(kept_maximum(old, new, PROFILES["fa2"].softmax), new)
+
+
+def test_every_factor_of_scaled_operands_is_multiplied_back():
+    # Operands on a grid as fine as FP32's and P on FP16's, with factors that differ by 1e6 from
+    # block to block: a factor that is left out or taken twice is off by orders of magnitude.
+    q, k, v, dout = draw(Shape(2, 4, 2, 96, 160, 32))
+    q, dout = (x * torch.logspace(-1, 1, 96).double()[:, None] for x in (q, dout))
+    k, v = (x * torch.logspace(1, -1, 160).double()[:, None] for x in (k, v))
+    golden = with_gradients(golden_attention, q, k, v, dout)
+    for scaling in ("per_block", "per_tensor"):
+        found = twin(q, k, v, dout, operands="fp32", probabilities="fp16", scaling=scaling)
+        for name, value in found.items():
+            assert (value - golden[name]).norm() <= 2**-10 * golden[name].norm(), name
+
+
+def test_tf32_rounds_ties_away_from_zero():
+    tie = torch.full((1, 1, 1), 1 + 2**-11)
+    one = torch.ones(1, 1, 1)
+    assert dot(tie, one, "ieee").item() == 1 + 2**-11
+    assert dot(tie, one, "tf32").item() == 1 + 2**-10
+    assert dot(-tie, one, "tf32").item() == -1 - 2**-10
+    assert dot(tie, one, "tf32x3").item() == 1 + 2**-11
+
+
+def test_random_bits_differ_from_head_to_head_sequence_to_sequence_and_block_to_block():
+    q, k, v, _ = draw(Shape(1, 1, 1, 16, 32, 16), torch.float32)
+    twice = [torch.cat([x, x], dim=2).squeeze(0).transpose(0, 1) for x in (q, k, v)]
+    offsets = torch.tensor([0, 16, 32], dtype=torch.int32)
+    numerics = PROFILES["golden"].with_(output="bf16", rounding="stochastic")
+    packed = flash_attention(
+        *twice, numerics=numerics, cu_seqlens_q=offsets, cu_seqlens_k=2 * offsets, engine="twin"
+    )
+    assert not torch.equal(packed[:16], packed[16:])
+    alone = flash_attention(q, k, v, numerics=numerics, engine="twin")
+    assert torch.equal(packed[:16], alone.squeeze(0).transpose(0, 1))
+    heads = flash_attention(
+        *(x.expand(1, 2, -1, -1) for x in (q, k, v)), numerics=numerics, engine="twin"
+    )
+    assert torch.equal(heads[:, :1], alone)
+    assert not torch.equal(heads[:, :1], heads[:, 1:])
+    rounded, tile = Rounder(numerics, heads=1), torch.full((1, 64, 64), 1 + 2**-9)
+    drawn = [
+        rounded(tile, "bf16", point, range(64), range(64), step)
+        for point, step in (("p", 0), ("p", 16), ("scores", 0))
+    ]
+    for other in drawn[1:]:
+        # Each goes up in a quarter of the places, so two agree in 10/16: 2560, give or take 31.
+        assert (drawn[0] == other).sum().item() == pytest.approx(2560, abs=155)
