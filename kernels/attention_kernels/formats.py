@@ -4,18 +4,21 @@ A value is rounded once and keeps the dtype that carries it: `round_to(x, "bf16"
 is an FP32 tensor whose values lie on the BF16 grid. The named formats are the IEEE 754 ones, TF32,
 BF16, and the two of "FP8 Formats for Deep Learning" (arXiv 2209.05433); any other is written
 `eXmY`, with X exponent and Y mantissa bits, IEEE-like: the top exponent is infinity and NaN. Two
-endings change a format: `e5m10-flush` has no subnormals (a result below the smallest normal value
-becomes zero, as on hardware that flushes), `e4m3-saturate` ends at its largest value.
+endings, in this order, change a format: `e5m10-flush` has no subnormals (a result below the
+smallest normal value becomes zero, as on hardware that flushes), `e4m3-saturate` ends at its
+largest value: what is beyond, infinity too, becomes that.
 
-FP32 carriers round to a dtype of torch by torch's cast, which is a single correct rounding. FP64
-carriers do not: torch casts FP64 to BF16 and FP16 through FP32, so a value can be rounded twice and
-land on the wrong neighbour (1 + 2**-8 + 2**-40 becomes 1.0 in BF16; the nearest is 1.0078125).
-There, and for all that torch has no dtype for, the grid is built explicitly in FP64: x / quantum is
-exact because the quantum is a power of two. Leaves out anything that knows about attention.
+Four ways lead to the same bits, the quickest first. FP32 goes to nearest even in a dtype of torch
+by torch's cast, a single correct rounding. FP64 does not: torch casts FP64 to BF16 and FP16 through
+FP32, so a value can be rounded twice and land on the wrong neighbour (1 + 2**-8 + 2**-40 becomes
+1.0 in BF16; the nearest is 1.0078125). Where format and carrier have the same exponent the bits
+past the mantissa are added to and cut off. Else x is divided by the spacing of the grid around it,
+a power of two, in FP64, exactly. Leaves out anything that knows about attention.
 """
 
 import difflib
 import functools
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -55,6 +58,12 @@ _DTYPES = {
     (4, 3): torch.float8_e4m3fn,
 }
 _MAX_EXPONENT_BITS, _MAX_MANTISSA_BITS = 11, 52
+_WORD = 0xFFFFFFFF
+_NAME = re.compile(
+    r"(?P<stem>[a-z]+\d+|e(?P<exponent>0|[1-9]\d*)m(?P<mantissa>0|[1-9]\d*))"
+    r"(?P<flush>-flush)?(?P<saturate>-saturate)?",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +93,11 @@ class Format:
                     f"Format: {what} must be from {low} to {high}, got {getattr(self, what)} "
                     f"in {self.name!r}; FP64 is e11m52"
                 )
+        if self.exponent_bits == _MAX_EXPONENT_BITS and not self.infinities:
+            raise ValueError(
+                f"Format: exponent_bits must be below {_MAX_EXPONENT_BITS} without infinities, got "
+                f"{self.exponent_bits} in {self.name!r}; FP64 cannot carry such a format"
+            )
 
     @property
     def min_exponent(self) -> int:
@@ -109,14 +123,40 @@ class Format:
         key = (self.exponent_bits, self.mantissa_bits)
         return _DTYPES.get(key) if plain and encoded else None
 
+    @property
+    def container(self) -> torch.dtype:
+        """The dtype that values on this grid are kept in as an operand of a dot product.
+
+        The narrowest that holds them all; BF16 before FP16, so that an FP8 operand meets one in
+        BF16 in the same dtype.
+        """
+        dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        return next(d for d in dtypes if self.fits(FORMATS[INPUT_DTYPES[d]]))
+
     def fits(self, wider: "Format") -> bool:
         """Say whether `wider` holds every finite value of this format."""
         quantum = self.min_exponent - self.mantissa_bits
+        smallest = quantum if self.subnormals else self.min_exponent
         return (
             self.mantissa_bits <= wider.mantissa_bits
-            and self.max_exponent <= wider.max_exponent
+            and self.max_value <= wider.max_value
             and quantum >= wider.min_exponent - wider.mantissa_bits
+            and (wider.subnormals or smallest >= wider.min_exponent)
         )
+
+    def changes_nothing(self, carrier: "Format") -> bool:
+        """Say whether every value that `carrier` holds, infinities too, rounds to itself."""
+        return self.infinities and not self.saturate and carrier.fits(self)
+
+    def largest_in(self, carrier: "Format") -> float:
+        """Return the largest value of this format that `carrier` holds; infinity if it lies beyond.
+
+        A saturating format of a wider range than its carrier ends with the carrier, at infinity.
+        """
+        held = min(self.mantissa_bits, carrier.mantissa_bits)
+        steps = 1 if self.infinities else 2
+        largest = (2.0 - steps * 2.0**-held) * 2.0**self.max_exponent
+        return largest if largest <= carrier.max_value else math.inf
 
 
 FORMATS = {
@@ -135,27 +175,22 @@ FORMATS = {
 
 @functools.cache
 def format_named(name: str) -> Format:
-    """Return the format called `name`: one of FORMATS or `eXmY`, each with `-flush`, `-saturate`.
+    """Return the format called `name`: one of FORMATS or `eXmY`, with `-flush`, `-saturate` or both.
 
-    ValueError with the nearest names otherwise.
+    Each format has one spelling. ValueError with the nearest names otherwise.
     """
-    stem, *endings = str(name).split("-")
-    written = re.fullmatch(r"e(\d{1,2})m(\d{1,2})", stem)
-    if (stem not in FORMATS and not written) or set(endings) - {"flush", "saturate"}:
+    written = _NAME.fullmatch(str(name))
+    if not written or (written["exponent"] is None and written["stem"] not in FORMATS):
         near = difflib.get_close_matches(str(name), FORMATS, n=3, cutoff=0.4) or list(FORMATS)
         raise ValueError(
-            f"format_named: name must be a known format or eXmY, with -flush or -saturate if "
+            f"format_named: name must be a known format or eXmY, then -flush and -saturate if "
             f"wanted, got {name!r}; nearest: {', '.join(near)}"
         )
-    if stem in FORMATS:
-        format = FORMATS[stem]
-    else:
-        assert written
-        format = Format(
-            name=stem, exponent_bits=int(written[1]), mantissa_bits=int(written[2])
-        )
-    flush, saturate = "flush" in endings, "saturate" in endings
-    return replace(format, name=name, subnormals=not flush, saturate=saturate)
+    endings = {"subnormals": not written["flush"], "saturate": bool(written["saturate"])}
+    if written["stem"] in FORMATS:
+        return replace(FORMATS[written["stem"]], name=name, **endings)
+    bits = {"exponent_bits": int(written["exponent"]), "mantissa_bits": int(written["mantissa"])}
+    return Format(name=name, **bits, **endings)
 
 
 def round_to(
@@ -168,12 +203,12 @@ def round_to(
 ) -> Tensor:
     """Round each value of `x` once to `format`.
 
-    `x` is FP32 or FP64, any shape; the result has its dtype and shape. `rounding` is one of
-    ROUNDINGS. Values that round beyond the range become infinite as IEEE 754 says (NaN where the
-    format has no infinity, the largest value where it saturates). A format at least as wide as the
-    carrier changes nothing. `stochastic` takes its random bits from `seed` and the position in
-    `x`, or `bits`: int64 of 32 random bits, broadcastable to `x`. ValueError for another dtype, an
-    unknown format or rounding.
+    `x` is FP32 or FP64, any shape; the result has its dtype and shape, and is `x` itself where
+    nothing can change. `rounding` is one of ROUNDINGS. Values that round beyond the range become
+    infinite as IEEE 754 says (NaN where the format has no infinity, the largest value where it
+    saturates). `stochastic` takes its random bits from `seed` and the position in `x`, or `bits`:
+    int64 of 32 random bits, broadcastable to `x`; the mean is kept to 2**-24 of a spacing.
+    ValueError for another dtype, an unknown format or rounding.
     """
     target = format if isinstance(format, Format) else format_named(format)
     if x.dtype not in (torch.float32, torch.float64):
@@ -182,14 +217,20 @@ def round_to(
         raise ValueError(
             f"round_to: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}"
         )
-    if FORMATS[INPUT_DTYPES[x.dtype]].fits(target) and target.subnormals:
+    carrier = FORMATS[INPUT_DTYPES[x.dtype]]
+    if target.changes_nothing(carrier):
         return x
-    if rounding == "nearest_even":
-        return _round_nearest_even(x, target)
     if rounding == "stochastic" and bits is None:
         positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
-        bits = bits_at(seed, positions >> 32, positions & 0xFFFFFFFF)
-    return _round_on_grid(x.double(), target, rounding, bits).to(x.dtype)
+        bits = bits_at(seed, positions >> 32, positions & _WORD)
+    if target.saturate:
+        largest = target.largest_in(carrier)
+        x = x.clamp(-largest, largest)
+    rounded = _round_unlimited(x, target, rounding, bits)
+    if target.subnormals:
+        return rounded
+    zero = torch.copysign(torch.zeros_like(rounded), rounded)
+    return torch.where(rounded.abs() < 2.0**target.min_exponent, zero, rounded)
 
 
 def round_into(x: Tensor, format: str | Format, dtype: torch.dtype) -> Tensor:
@@ -203,30 +244,64 @@ def round_into(x: Tensor, format: str | Format, dtype: torch.dtype) -> Tensor:
     return round_to(x.to(widest), format).to(dtype)
 
 
-def _round_nearest_even(x: Tensor, target: Format) -> Tensor:
-    """Round by the quickest way that rounds once."""
-    if target.dtype is not None and (x.dtype == torch.float32 or target.name == "fp32"):
-        return x.to(target.dtype).to(x.dtype)
-    if x.dtype == torch.float32 and target.exponent_bits == 8 and target.subnormals:
-        if not target.saturate:
-            return _round_fp32_bits(x, target.mantissa_bits)
-    return _round_on_grid(x.double(), target, "nearest_even", None).to(x.dtype)
+def _round_unlimited(x: Tensor, target: Format, rounding: str, bits: Tensor | None) -> Tensor:
+    """Round to `target` as if it had subnormals and did not saturate, by the quickest way."""
+    plain = replace(target, subnormals=True, saturate=False)
+    if rounding == "nearest_even" and plain.dtype is not None:
+        if x.dtype == torch.float32 or plain.dtype == torch.float32:
+            return _cast(x, plain, plain.dtype)
+    wide = x.double() if plain.exponent_bits > 8 else x
+    carrier = FORMATS[INPUT_DTYPES[wide.dtype]]
+    if plain.infinities and plain.exponent_bits == carrier.exponent_bits:
+        dropped = carrier.mantissa_bits - plain.mantissa_bits
+        return _round_last_bits(wide, dropped, rounding, bits).to(x.dtype)
+    largest = plain.largest_in(FORMATS[INPUT_DTYPES[x.dtype]])
+    return _round_on_grid(x.double(), plain, rounding, bits, largest).to(x.dtype)
 
 
-def _round_fp32_bits(x: Tensor, mantissa_bits: int) -> Tensor:
-    """Drop the last bits of FP32 values; a carry runs into the exponent and on to infinity."""
-    dropped = 23 - mantissa_bits
-    bits = x.view(torch.int32)
-    even = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
+def _cast(x: Tensor, target: Format, dtype: torch.dtype) -> Tensor:
+    """Round to nearest even by torch's cast; beyond e4m3 torch 2.11 makes NaN, torch 2.13 does not."""
+    rounded = x.to(dtype).to(x.dtype)
+    if target.infinities:
+        return rounded
+    half = 2.0 ** (target.max_exponent - target.mantissa_bits - 1)
+    return rounded.masked_fill_(x.abs() > target.max_value + half, torch.nan)
+
+
+def _round_last_bits(x: Tensor, dropped: int, rounding: str, random: Tensor | None) -> Tensor:
+    """Cut off the last bits of the mantissa; a carry runs into the exponent and on to infinity."""
+    if dropped <= 0:
+        return x
+    bits = x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+    if rounding == "nearest_even":
+        added = ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
+    elif rounding == "nearest_away":
+        added = 1 << (dropped - 1)
+    elif rounding == "toward_zero":
+        added = 0
+    elif rounding == "away":
+        added = (1 << dropped) - 1
+    else:
+        # Up where the part cut off, in 2**-24 of a spacing, exceeds 24 random bits.
+        assert random is not None
+        chance = random >> 8
+        chance = chance << (dropped - 24) if dropped > 24 else chance >> (24 - dropped)
+        added = (1 << dropped) - 1 - chance.to(bits.dtype)
+    rounded = (bits + added) & -(1 << dropped)
     # The carry of a NaN with a full payload would run into the sign.
-    return torch.where(x.isnan(), x, (even & -(1 << dropped)).view(torch.float32))
+    return torch.where(x.isnan(), x, rounded.view(x.dtype))
 
 
-def _round_on_grid(x: Tensor, target: Format, rounding: str, bits: Tensor | None) -> Tensor:
-    """Round FP64 values; x in units of the last place is exact, and so is its fraction."""
+def _round_on_grid(
+    x: Tensor, target: Format, rounding: str, bits: Tensor | None, largest: float
+) -> Tensor:
+    """Round FP64 values; x in units of the last place is exact, and so is its fraction.
+
+    `largest` is where truncation ends: `target.largest_in` the dtype that x came from.
+    """
     magnitude = x.abs()
-    exponent = torch.frexp(magnitude).exponent.sub_(1).clamp_(min=target.min_exponent)
-    quantum = torch.ldexp(torch.ones_like(x), exponent - target.mantissa_bits)
+    exponent = ((magnitude.view(torch.int64) >> 52) - 1023).clamp_(min=target.min_exponent)
+    quantum = ((exponent + (1023 - target.mantissa_bits)) << 52).view(torch.float64)
     scaled = magnitude / quantum
     if rounding == "nearest_even":
         kept = torch.round(scaled)
@@ -234,18 +309,10 @@ def _round_on_grid(x: Tensor, target: Format, rounding: str, bits: Tensor | None
         kept = torch.floor(scaled)
         kept += _goes_up(scaled - kept, rounding, bits)
     rounded = kept.mul_(quantum)
-    if not target.subnormals:
-        rounded = rounded.masked_fill(rounded < 2.0**target.min_exponent, 0.0)
-    beyond = rounded > target.max_value
-    if target.saturate or rounding == "toward_zero":
-        limit = target.max_value
-    else:
-        limit = torch.inf if target.infinities else torch.nan
-    rounded = rounded.masked_fill(beyond, limit)
-    infinite = target.max_value if target.saturate else torch.inf
-    if not (target.infinities or target.saturate):
-        infinite = torch.nan
-    rounded = rounded.masked_fill(magnitude == torch.inf, infinite)
+    limit = torch.inf if target.infinities else torch.nan
+    beyond = largest if rounding == "toward_zero" else limit
+    rounded = rounded.masked_fill(rounded > target.max_value, beyond)
+    rounded = rounded.masked_fill(magnitude == torch.inf, limit)
     return torch.where(x.isnan(), x, torch.copysign(rounded, x))
 
 
