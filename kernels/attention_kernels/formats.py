@@ -8,12 +8,11 @@ endings, in this order, change a format: `e5m10-flush` has no subnormals (a resu
 smallest normal value becomes zero, as on hardware that flushes), `e4m3-saturate` ends at its
 largest value: what is beyond, infinity too, becomes that.
 
-Four ways lead to the same bits, the quickest first. FP32 goes to nearest even in a dtype of torch
-by torch's cast, a single correct rounding. FP64 does not: torch casts FP64 to BF16 and FP16 through
-FP32, so a value can be rounded twice and land on the wrong neighbour (1 + 2**-8 + 2**-40 becomes
-1.0 in BF16; the nearest is 1.0078125). Where format and carrier have the same exponent the bits
-past the mantissa are added to and cut off. Else x is divided by the spacing of the grid around it,
-a power of two, in FP64, exactly. Leaves out anything that knows about attention.
+Three ways lead to the same bits, the quickest first. FP32 goes to BF16 and FP16, and FP64 to FP32,
+by torch's cast, a single correct rounding. FP64 does not go so to BF16 and FP16: torch casts it
+through FP32, and 1 + 2**-8 + 2**-40, rounded twice, becomes 1.0 in BF16 (the nearest is 1.0078125).
+Nor does FP8: torch 2.11 casts what is beyond e4m3 to NaN, torch 2.13 to the largest value. The two
+other ways are in `rounding`. Leaves out anything that knows about attention.
 """
 
 import difflib
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.random_bits import bits_at
+from attention_kernels.rounding import ROUNDINGS, round_last_bits, round_on_grid
 
 __all__ = [
     "FORMATS",
@@ -36,10 +36,6 @@ __all__ = [
     "round_into",
     "round_to",
 ]
-
-ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "away", "stochastic")
-"""To the nearest value (ties to even, or away from zero), to the neighbour nearer to zero, to the
-one farther from it, or to either with a probability that keeps the mean (24 random bits)."""
 
 INPUT_DTYPES = {
     torch.float64: "fp64",
@@ -57,8 +53,7 @@ _DTYPES = {
     (5, 2): torch.float8_e5m2,
     (4, 3): torch.float8_e4m3fn,
 }
-_MAX_EXPONENT_BITS, _MAX_MANTISSA_BITS = 11, 52
-_WORD = 0xFFFFFFFF
+_CASTS = {torch.float64: (torch.float32,), torch.float32: (torch.float16, torch.bfloat16)}
 _NAME = re.compile(
     r"(?P<stem>[a-z]+\d+|e(?P<exponent>0|[1-9]\d*)m(?P<mantissa>0|[1-9]\d*))"
     r"(?P<flush>-flush)?(?P<saturate>-saturate)?",
@@ -73,7 +68,7 @@ class Format:
     `subnormals=False` makes zero of results below the smallest normal value; `saturate=True` makes
     the largest value of results beyond it. `infinities=False` is the "fn" encoding of e4m3, whose
     top exponent holds numbers too: there results beyond the largest value become NaN. ValueError
-    for fewer than 2 or more than 11 exponent bits, or fewer than 1 or more than 52 mantissa bits.
+    unless FP64 holds the format.
     """
 
     name: str
@@ -84,20 +79,13 @@ class Format:
     infinities: bool = True
 
     def __post_init__(self) -> None:
-        for what, low, high in (
-            ("exponent_bits", 2, _MAX_EXPONENT_BITS),
-            ("mantissa_bits", 1, _MAX_MANTISSA_BITS),
-        ):
+        most = 11 if self.infinities else 10  # what FP64 holds
+        for what, low, high in (("exponent_bits", 2, most), ("mantissa_bits", 1, 52)):
             if not low <= getattr(self, what) <= high:
                 raise ValueError(
                     f"Format: {what} must be from {low} to {high}, got {getattr(self, what)} "
                     f"in {self.name!r}; FP64 is e11m52"
                 )
-        if self.exponent_bits == _MAX_EXPONENT_BITS and not self.infinities:
-            raise ValueError(
-                f"Format: exponent_bits must be below {_MAX_EXPONENT_BITS} without infinities, got "
-                f"{self.exponent_bits} in {self.name!r}; FP64 cannot carry such a format"
-            )
 
     @property
     def min_exponent(self) -> int:
@@ -112,8 +100,7 @@ class Format:
     @property
     def max_value(self) -> float:
         """Largest finite value; the fn encoding gives its last mantissa to NaN."""
-        steps = 1 if self.infinities else 2
-        return (2.0 - steps * 2.0**-self.mantissa_bits) * 2.0**self.max_exponent
+        return self._largest(self.mantissa_bits)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -149,14 +136,16 @@ class Format:
         return self.infinities and not self.saturate and carrier.fits(self)
 
     def largest_in(self, carrier: "Format") -> float:
-        """Return the largest value of this format that `carrier` holds; infinity if it lies beyond.
+        """Return the largest value of this format that `carrier` holds.
 
-        A saturating format of a wider range than its carrier ends with the carrier, at infinity.
+        Infinity if the format goes on where the carrier ends: then nothing is beyond it.
         """
-        held = min(self.mantissa_bits, carrier.mantissa_bits)
-        steps = 1 if self.infinities else 2
-        largest = (2.0 - steps * 2.0**-held) * 2.0**self.max_exponent
+        largest = self._largest(min(self.mantissa_bits, carrier.mantissa_bits))
         return largest if largest <= carrier.max_value else math.inf
+
+    def _largest(self, mantissa_bits: int) -> float:
+        steps = 1 if self.infinities else 2
+        return (2.0 - steps * 2.0**-mantissa_bits) * 2.0**self.max_exponent
 
 
 FORMATS = {
@@ -175,9 +164,9 @@ FORMATS = {
 
 @functools.cache
 def format_named(name: str) -> Format:
-    """Return the format called `name`: one of FORMATS or `eXmY`, with `-flush`, `-saturate` or both.
+    """Return the format called `name`: one of FORMATS or `eXmY`, and its endings.
 
-    Each format has one spelling. ValueError with the nearest names otherwise.
+    ValueError with the nearest names otherwise.
     """
     written = _NAME.fullmatch(str(name))
     if not written or (written["exponent"] is None and written["stem"] not in FORMATS):
@@ -222,7 +211,7 @@ def round_to(
         return x
     if rounding == "stochastic" and bits is None:
         positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
-        bits = bits_at(seed, positions >> 32, positions & _WORD)
+        bits = bits_at(seed, positions >> 32, positions & 0xFFFFFFFF)
     if target.saturate:
         largest = target.largest_in(carrier)
         x = x.clamp(-largest, largest)
@@ -247,82 +236,18 @@ def round_into(x: Tensor, format: str | Format, dtype: torch.dtype) -> Tensor:
 def _round_unlimited(x: Tensor, target: Format, rounding: str, bits: Tensor | None) -> Tensor:
     """Round to `target` as if it had subnormals and did not saturate, by the quickest way."""
     plain = replace(target, subnormals=True, saturate=False)
-    if rounding == "nearest_even" and plain.dtype is not None:
-        if x.dtype == torch.float32 or plain.dtype == torch.float32:
-            return _cast(x, plain, plain.dtype)
+    if rounding == "nearest_even" and plain.dtype in _CASTS[x.dtype]:
+        return x.to(plain.dtype).to(x.dtype)
     wide = x.double() if plain.exponent_bits > 8 else x
     carrier = FORMATS[INPUT_DTYPES[wide.dtype]]
     if plain.infinities and plain.exponent_bits == carrier.exponent_bits:
         dropped = carrier.mantissa_bits - plain.mantissa_bits
-        return _round_last_bits(wide, dropped, rounding, bits).to(x.dtype)
-    largest = plain.largest_in(FORMATS[INPUT_DTYPES[x.dtype]])
-    return _round_on_grid(x.double(), plain, rounding, bits, largest).to(x.dtype)
-
-
-def _cast(x: Tensor, target: Format, dtype: torch.dtype) -> Tensor:
-    """Round to nearest even by torch's cast; beyond e4m3 torch 2.11 makes NaN, torch 2.13 does not."""
-    rounded = x.to(dtype).to(x.dtype)
-    if target.infinities:
-        return rounded
-    half = 2.0 ** (target.max_exponent - target.mantissa_bits - 1)
-    return rounded.masked_fill_(x.abs() > target.max_value + half, torch.nan)
-
-
-def _round_last_bits(x: Tensor, dropped: int, rounding: str, random: Tensor | None) -> Tensor:
-    """Cut off the last bits of the mantissa; a carry runs into the exponent and on to infinity."""
-    if dropped <= 0:
-        return x
-    bits = x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
-    if rounding == "nearest_even":
-        added = ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
-    elif rounding == "nearest_away":
-        added = 1 << (dropped - 1)
-    elif rounding == "toward_zero":
-        added = 0
-    elif rounding == "away":
-        added = (1 << dropped) - 1
-    else:
-        # Up where the part cut off, in 2**-24 of a spacing, exceeds 24 random bits.
-        assert random is not None
-        chance = random >> 8
-        chance = chance << (dropped - 24) if dropped > 24 else chance >> (24 - dropped)
-        added = (1 << dropped) - 1 - chance.to(bits.dtype)
-    rounded = (bits + added) & -(1 << dropped)
-    # The carry of a NaN with a full payload would run into the sign.
-    return torch.where(x.isnan(), x, rounded.view(x.dtype))
-
-
-def _round_on_grid(
-    x: Tensor, target: Format, rounding: str, bits: Tensor | None, largest: float
-) -> Tensor:
-    """Round FP64 values; x in units of the last place is exact, and so is its fraction.
-
-    `largest` is where truncation ends: `target.largest_in` the dtype that x came from.
-    """
-    magnitude = x.abs()
-    exponent = ((magnitude.view(torch.int64) >> 52) - 1023).clamp_(min=target.min_exponent)
-    quantum = ((exponent + (1023 - target.mantissa_bits)) << 52).view(torch.float64)
-    scaled = magnitude / quantum
-    if rounding == "nearest_even":
-        kept = torch.round(scaled)
-    else:
-        kept = torch.floor(scaled)
-        kept += _goes_up(scaled - kept, rounding, bits)
-    rounded = kept.mul_(quantum)
-    limit = torch.inf if target.infinities else torch.nan
-    beyond = largest if rounding == "toward_zero" else limit
-    rounded = rounded.masked_fill(rounded > target.max_value, beyond)
-    rounded = rounded.masked_fill(magnitude == torch.inf, limit)
-    return torch.where(x.isnan(), x, torch.copysign(rounded, x))
-
-
-def _goes_up(fraction: Tensor, rounding: str, bits: Tensor | None) -> Tensor:
-    """Say where a magnitude goes to the upper neighbour, given its distance from the lower one."""
+        return round_last_bits(wide, dropped, rounding, bits).to(x.dtype)
+    rounded = round_on_grid(x.double(), plain.min_exponent, plain.mantissa_bits, rounding, bits)
+    beyond = torch.inf if plain.infinities else torch.nan
     if rounding == "toward_zero":
-        return torch.zeros_like(fraction, dtype=torch.bool)
-    if rounding == "away":
-        return fraction > 0
-    if rounding == "nearest_away":
-        return fraction >= 0.5
-    assert bits is not None
-    return fraction > (bits >> 8).double() * 2.0**-24
+        largest = plain.largest_in(FORMATS[INPUT_DTYPES[x.dtype]])
+        rounded.clamp_(-largest, largest).masked_fill_(x.isinf(), beyond)
+    else:
+        rounded.masked_fill_(rounded.abs() > plain.max_value, beyond)
+    return rounded.copysign_(x).to(x.dtype)

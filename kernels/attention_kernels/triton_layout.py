@@ -24,9 +24,8 @@ class _Layout:
         quantum = target.min_exponent - target.mantissa_bits
         self.identity = target.changes_nothing(carrier)
         self.cast = _hardware_cast(target, width)
-        # The carrier: bits of its mantissa, the value of its hidden bit, its infinity.
+        # The carrier: bits of its mantissa, its infinity.
         self.stored = carrier.mantissa_bits
-        self.hidden = 1 << self.stored
         self.infinity = (2**carrier.exponent_bits - 1) << self.stored
         # The format: its range of exponents beside the carrier's, and where it begins.
         self.wide = target.exponent_bits > carrier.exponent_bits
@@ -37,9 +36,9 @@ class _Layout:
         self.smallest = 0 if target.subnormals else self.first_normal << self.stored
         # And where it ends.
         self.largest = _bits(target.largest_in(carrier), width)
-        nan = self.infinity + (self.hidden >> 1)
-        beyond = self.infinity if target.infinities else nan
-        self.beyond = self.largest if target.saturate else beyond
+        self.saturate = target.saturate
+        nan = self.infinity + (1 << (self.stored - 1))
+        self.beyond = self.infinity if target.infinities else nan
 
 
 def _bits(value: float, width: int) -> int:

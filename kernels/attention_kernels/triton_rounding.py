@@ -3,8 +3,8 @@
 `round_to` rounds a block to any format of `formats`, in any rounding mode, bit for bit as
 `formats.round_to` rounds a tensor. The name of the constexpr at the call is the name of the
 rounding point, a field of `FlashNumerics` in upper case; its value is the format's name, which
-`triton_layout` turns into integers while the kernel compiles. All rounding is integer arithmetic on the
-bits, so that no flushing of subnormals can change it, but for the casts that the hardware does
+`triton_layout` turns into integers while the kernel compiles. All rounding is integer arithmetic on
+the bits, so that no flushing of subnormals can change it, but for the casts that the hardware does
 itself, to nearest even: FP32 to BF16 and FP16, FP64 to FP32. Leaves out where a kernel rounds.
 
 Interpreted, 16-bit operands arrive as FP32 (`triton_launch`): there the cast to BF16 truncates and
@@ -62,56 +62,78 @@ def round_to(b, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_bits):
 
 @triton.jit
 def _round_bits(b_int, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_bits, WIDTH: tl.constexpr):
-    """Round the bits of floating-point values, NaN aside.
-
-    The significand is an integer; its last `b_drop` bits are beyond the format. A carry out of the
-    significand runs into the exponent, which is what it should do.
-    """
-    STORED: tl.constexpr = layout_of(FORMAT, WIDTH, "stored")
-    HIDDEN: tl.constexpr = layout_of(FORMAT, WIDTH, "hidden")
-    b_size = b_int & (layout_of(FORMAT, WIDTH, "infinity") + HIDDEN - 1)
-    b_significand = (b_size & (HIDDEN - 1)) + tl.where(b_size >= HIDDEN, HIDDEN, 0)
-    b_drop = _dropped_bits(b_size, FORMAT, WIDTH)
-    # Beyond STORED + 1 dropped bits a value is below half the smallest of the format.
-    b_cut = tl.minimum(b_drop, STORED + 2)
-    b_unit = (b_size * 0 + 1) << b_cut
-    b_rest = b_significand & (b_unit - 1)
-    b_odd = (b_significand >> b_cut) & 1
-    if ROUNDING == "nearest_even":
-        m_up = 2 * b_rest + b_odd > b_unit
-    elif ROUNDING == "nearest_away":
-        m_up = (2 * b_rest >= b_unit) & (b_rest > 0)
-    elif ROUNDING == "away":
-        m_up = b_rest > 0
-    elif ROUNDING == "stochastic":
-        m_up = _chance_24_bits(b_rest, b_drop, STORED) > (b_bits >> 8).to(b_int.dtype)
-    else:
-        m_up = b_rest < 0
-    m_below = b_cut > STORED  # nearer to zero than the format's smallest value
-    b_down = tl.where(m_below, 0, b_size - b_rest)
-    b_step = tl.where(m_below, layout_of(FORMAT, WIDTH, "quantum"), b_unit)
-    b_round = b_down + tl.where(m_up, b_step, 0)
-    b_round = _limit(b_round, b_size, FORMAT, ROUNDING, WIDTH)
-    return b_round | (b_int - b_size)
-
-
-@triton.jit
-def _dropped_bits(b_size, FORMAT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return how many of the significand's last bits FORMAT does not hold."""
+    """Round the bits of floating-point values, NaN aside, whose order is that of their bits."""
     STORED: tl.constexpr = layout_of(FORMAT, WIDTH, "stored")
     MANTISSA: tl.constexpr = layout_of(FORMAT, WIDTH, "mantissa")
+    LARGEST: tl.constexpr = layout_of(FORMAT, WIDTH, "largest")
+    b_magnitude = b_int & (2 ** (WIDTH - 1) - 1)
+    b_size = b_magnitude
+    if layout_of(FORMAT, WIDTH, "saturate"):
+        b_size = tl.minimum(b_size, LARGEST)
     if layout_of(FORMAT, WIDTH, "narrow"):
         b_exponent = tl.maximum(b_size >> STORED, 1)
         b_below = tl.maximum(layout_of(FORMAT, WIDTH, "first_normal") - b_exponent, 0)
         b_drop = tl.maximum(b_below + (STORED - MANTISSA), 0)
+        b_round = _round_significand(b_size, b_drop, FORMAT, ROUNDING, b_bits, WIDTH)
+        b_round = _limit(b_round, b_size, FORMAT, ROUNDING, WIDTH)
     elif layout_of(FORMAT, WIDTH, "wide"):
         # The carrier's subnormals are normal values of FORMAT: count their leading bit.
         b_lead = (b_size.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         b_lead = tl.where(b_size >> STORED > 0, STORED, b_lead)
         b_drop = tl.maximum(b_lead - MANTISSA, 0)
+        b_round = _round_significand(b_size, b_drop, FORMAT, ROUNDING, b_bits, WIDTH)
+    elif MANTISSA < STORED:
+        b_round = _round_last_bits(b_size, STORED - MANTISSA, ROUNDING, b_bits)
     else:
-        b_drop = tl.maximum(b_size * 0 + (STORED - MANTISSA), 0)
-    return b_drop
+        b_round = b_size
+    if layout_of(FORMAT, WIDTH, "smallest") > 0:
+        b_round = tl.where(b_round < layout_of(FORMAT, WIDTH, "smallest"), 0, b_round)
+    return b_round | (b_int - b_magnitude)
+
+
+@triton.jit
+def _round_last_bits(b_size, DROPPED: tl.constexpr, ROUNDING: tl.constexpr, b_bits):
+    """Cut off the last bits of a mantissa; a carry runs into the exponent and on to infinity."""
+    if ROUNDING == "nearest_even":
+        b_round = b_size + (((b_size >> DROPPED) & 1) + (2 ** (DROPPED - 1) - 1))
+    elif ROUNDING == "nearest_away":
+        b_round = b_size + 2 ** (DROPPED - 1)
+    elif ROUNDING == "away":
+        b_round = b_size + (2**DROPPED - 1)
+    elif ROUNDING == "stochastic":
+        b_chance = (b_bits >> 8).to(b_size.dtype)
+        b_chance = b_chance << max(DROPPED - 24, 0) >> max(24 - DROPPED, 0)
+        b_round = b_size + ((2**DROPPED - 1) - b_chance)
+    else:
+        b_round = b_size
+    return b_round & -(2**DROPPED)
+
+
+@triton.jit
+def _round_significand(
+    b_size, b_drop, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_bits, WIDTH: tl.constexpr
+):
+    """Round magnitudes whose significands have `b_drop` bits that FORMAT does not hold."""
+    STORED: tl.constexpr = layout_of(FORMAT, WIDTH, "stored")
+    b_significand = (b_size & (2**STORED - 1)) + tl.where(b_size >> STORED > 0, 2**STORED, 0)
+    # Where more than STORED + 1 bits are dropped a value is below half of FORMAT's smallest.
+    b_cut = tl.minimum(b_drop, STORED + 2)
+    b_unit = (b_size * 0 + 1) << b_cut
+    b_rest = b_significand & (b_unit - 1)
+    if ROUNDING == "nearest_even":
+        m_up = 2 * b_rest + ((b_significand >> b_cut) & 1) > b_unit
+    elif ROUNDING == "nearest_away":
+        m_up = (2 * b_rest >= b_unit) & (b_rest > 0)
+    elif ROUNDING == "away":
+        m_up = b_rest > 0
+    elif ROUNDING == "stochastic":
+        m_up = _chance_24_bits(b_rest, b_drop, STORED) > (b_bits >> 8).to(b_size.dtype)
+    else:
+        m_up = b_rest < 0
+    m_below = b_cut > STORED  # nearer to zero than FORMAT's smallest value
+    b_down = tl.where(m_below, 0, b_size - b_rest)
+    b_step = tl.where(m_below, layout_of(FORMAT, WIDTH, "quantum"), b_unit)
+    return b_down + tl.where(m_up, b_step, 0)
 
 
 @triton.jit
@@ -124,15 +146,16 @@ def _chance_24_bits(b_rest, b_drop, STORED: tl.constexpr):
 
 @triton.jit
 def _limit(b_round, b_size, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, WIDTH: tl.constexpr):
-    """Return rounded magnitudes with what lies outside the range put where FORMAT says."""
+    """Return rounded magnitudes, those beyond FORMAT's largest value put where it says."""
     LARGEST: tl.constexpr = layout_of(FORMAT, WIDTH, "largest")
     BEYOND: tl.constexpr = layout_of(FORMAT, WIDTH, "beyond")
-    b_round = tl.where(b_round < layout_of(FORMAT, WIDTH, "smallest"), 0, b_round)
-    if ROUNDING == "toward_zero":
-        b_round = tl.where(b_round > LARGEST, LARGEST, b_round)
-    else:
-        b_round = tl.where(b_round > LARGEST, BEYOND, b_round)
-    return tl.where(b_size == layout_of(FORMAT, WIDTH, "infinity"), BEYOND, b_round)
+    if not layout_of(FORMAT, WIDTH, "saturate"):
+        if ROUNDING == "toward_zero":
+            b_round = tl.minimum(b_round, LARGEST)
+            b_round = tl.where(b_size == layout_of(FORMAT, WIDTH, "infinity"), BEYOND, b_round)
+        else:
+            b_round = tl.where(b_round > LARGEST, BEYOND, b_round)
+    return b_round
 
 
 @triton.jit
@@ -159,9 +182,9 @@ def _word(x):
 @triton.jit
 def _mix(b):
     b = b ^ (b >> 16)
-    b = b * 0x7FEB352D
+    b = tl.mul(b, 0x7FEB352D, sanitize_overflow=False)
     b = b ^ (b >> 15)
-    b = b * 0x846CA68B
+    b = tl.mul(b, 0x846CA68B, sanitize_overflow=False)
     return b ^ (b >> 16)
 
 
@@ -247,7 +270,7 @@ def dot(b_left, b_right, WORK: tl.constexpr, DOT: tl.constexpr):
     SIXTEEN: tl.constexpr = b_left.dtype == b_right.dtype and b_left.dtype.primitive_bitwidth == 16
     if SIXTEEN and tl.float32 == WORK:
         b_product = tl.dot(b_left, b_right, input_precision="ieee")
-    elif DOT == "ieee" or WORK == tl.float64:
+    elif DOT == "ieee" or tl.float64 == WORK:
         b_product = tl.dot(b_left.to(WORK), b_right.to(WORK), input_precision="ieee")
     else:
         b_left = b_left.to(WORK)
