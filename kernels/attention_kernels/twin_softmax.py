@@ -29,7 +29,7 @@ def block_maximum(scores_NIJ: Tensor, softmax: Softmax) -> Tensor:
     if softmax.repeated_max_beta == 1.0:
         return max_NI1
     repeated_NI1 = (scores_NIJ == max_NI1).sum(dim=-1, keepdim=True) > 1
-    moved_NI1 = torch.where(max_NI1 > 0, max_NI1 * softmax.repeated_max_beta, torch.zeros_like(max_NI1))
+    moved_NI1 = max_NI1.clamp(min=0.0) * softmax.repeated_max_beta
     moved_NI1 = torch.minimum(moved_NI1, max_NI1 + MAX_SHIFT)
     return torch.where(repeated_NI1, moved_NI1, max_NI1)
 
