@@ -53,7 +53,8 @@ class BaselineNumerics(Written):
     exponential, the sum and the quotient are each rounded to `softmax`."""
     scaling: str = "none"
     """`per_tensor`: one factor for each head brings max|x| of q, k and v onto the largest value of
-    `operands`; P is multiplied by a power of two then, as in `FlashNumerics`."""
+    `operands`; P is multiplied by a power of two then, as in `FlashNumerics`. A format of more than
+    5 exponent bits needs neither, and gets none."""
 
     def __post_init__(self) -> None:
         check_formats(self, *_CHOICES)
