@@ -83,6 +83,21 @@ def test_sdpa_means_what_the_golden_means(name, shape, kind):
     within_budget(found, plain, exact)
 
 
+@pytest.mark.parametrize("kind", ["visible", "bias", "causal"])
+def test_sdpa_never_sees_a_row_that_attends_nothing(monkeypatch, kind):
+    seen = []
+
+    def recording(q, k, v, attn_mask, **_):
+        seen.append(attn_mask)
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recording)
+    q, k, v, _ = draw(SHAPES[2])
+    attention(q, k, v, implementation="sdpa:math", **MASKS[kind](SHAPES[2]))
+    shown = seen[0] if seen[0].dtype == torch.bool else seen[0] > -torch.inf
+    assert shown.any(-1).all()
+
+
 @pytest.mark.parametrize("kind", FLEX_MASKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_flex_means_what_the_golden_means(shape, kind):
