@@ -20,6 +20,7 @@ PUBLIC = {
         "BaselineNumerics",
         "FlashNumerics",
         "Format",
+        "attention",
         "baseline_attention",
         "flash_attention",
         "golden_attention",

@@ -10,6 +10,7 @@ from attention_kernels.baseline_numerics import BaselineNumerics
 from attention_kernels.formats import Format, round_to
 from attention_kernels.interface import AttentionFn, AttentionOutput
 from attention_kernels.numerics import FlashNumerics
+from attention_kernels.peers import attention
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "BaselineNumerics",
     "FlashNumerics",
     "Format",
+    "attention",
     "baseline_attention",
     "flash_attention",
     "golden_attention",

@@ -7,8 +7,9 @@ module is imported only when the verb is used, so `--help` is quick.
 import argparse
 import difflib
 import importlib
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import jsonargparse
@@ -21,6 +22,7 @@ VERBS = {
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
     "show": ("stability.cli.inspect", "print the ladder of a study"),
     "report": ("stability.cli.inspect", "write the HTML report of a study"),
+    "doctor": ("stability.cli.doctor", "show which attentions and formats run on this machine"),
 }
 
 
@@ -62,11 +64,19 @@ def _run_verb(verb: str, words: list[str]) -> int:
     command = getattr(module, verb)
     parser = _Parser(prog=f"stability {verb}", formatter_class=_HelpFormatter)
     parser.add_function_arguments(command, as_positional=True, skip={"overrides"})
+    words = _with_values(command, words)
     if verb != "run":
         return command(**parser.parse_args(words).as_dict())
     parser.epilog = module.override_help()
     rest, overrides = module.split_overrides(words)
     return command(**parser.parse_args(rest).as_dict(), overrides=overrides)
+
+
+def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:
+    """Return `words` with "=true" after each bare bool option: jsonargparse wants a value."""
+    parameters = inspect.signature(command).parameters.values()
+    flags = {f"--{parameter.name}" for parameter in parameters if parameter.annotation is bool}
+    return [f"{word}=true" if word in flags else word for word in words]
 
 
 def _overview() -> str:

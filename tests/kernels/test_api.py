@@ -99,6 +99,7 @@ def test_the_public_surface_is_the_documented_one():
         "FlashNumerics",
         "Format",
         "PROFILES",
+        "attention",
         "baseline_attention",
         "flash_attention",
         "golden_attention",

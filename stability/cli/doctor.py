@@ -1,0 +1,112 @@
+"""`stability doctor`: what this machine has, and which attentions run on it, or why not.
+
+Looks, and changes nothing. Leaves out speed (`make bench`, `make gpu`).
+"""
+
+from json import dumps
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attention_kernels import BASELINE_PROFILES, PROFILES
+from attention_kernels.formats import FORMATS
+from attention_kernels.machine import (
+    engines,
+    hardware,
+    native_formats,
+    precision_switches,
+    versions,
+)
+from attention_kernels.peers import peers
+from stability import __version__
+
+__all__ = ["doctor"]
+
+
+def doctor(json: bool = False) -> int:
+    """Show versions, hardware, engines, number formats, and which attentions run here.
+
+    Args:
+        json: print JSON instead of tables
+    """
+    found = _examine()
+    console = Console()
+    if json:
+        console.print(dumps(found, indent=2), soft_wrap=True, highlight=False, markup=False)
+    else:
+        _print(found, console)
+    return 0
+
+
+def _examine() -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chips = ["cpu", "cuda"] if device == "cuda" else ["cpu"]
+    native = native_formats(device)
+    return {
+        "device": device,
+        "versions": {"stability": __version__} | versions(),
+        "hardware": {chip: hardware(chip) for chip in chips},
+        "switches": precision_switches(),
+        "engines": [engine._asdict() for engine in engines(device)],
+        "formats": {name: native.get(name, "") for name in FORMATS},
+        "attentions": [*_our_own(), *(peer._asdict() for peer in peers(device))],
+    }
+
+
+def _our_own() -> list[dict[str, Any]]:
+    names = [*(f"flash:{name}" for name in PROFILES)]
+    names += [*(f"baseline:{name}" for name in BASELINE_PROFILES), "golden"]
+    own = {"version": __version__, "available": True, "reason": ""}
+    return [{"name": name} | own for name in names]
+
+
+def _print(found: dict[str, Any], console: Console) -> None:
+    console.print()
+    _facts(console, "versions", {n: v or "not there" for n, v in found["versions"].items()})
+    for chip, facts in found["hardware"].items():
+        _facts(console, chip, facts)
+    if found["device"] == "cpu":
+        _facts(console, "cuda", {"name": "no CUDA device"})
+    _facts(console, "switches", found["switches"])
+    _facts(console, "engines", {e["name"]: e["how"] for e in found["engines"]})
+    by_unit = {name: unit or "emulated" for name, unit in found["formats"].items()}
+    _facts(console, f"formats on {found['device']}", by_unit)
+    console.print(Text(f"attentions on {found['device']}", style="bold"))
+    console.print(_attentions(found["attentions"]), highlight=False)
+    console.print()
+
+
+def _facts(console: Console, title: str, facts: dict[str, Any]) -> None:
+    grid = _grid()
+    for name, value in facts.items():
+        grid.add_row(Text(f"  {name}", style="dim"), Text(str(value)))
+    console.print(Text(title, style="bold"))
+    console.print(grid, highlight=False)
+    console.print()
+
+
+def _attentions(rows: list[dict[str, Any]]) -> Table:
+    grid = _grid(columns=4)
+    own = {"flash": [], "baseline": []}
+    for row in rows:
+        family, _, profile = row["name"].partition(":")
+        if family in own:
+            own[family].append(profile)
+    for family, profiles in own.items():
+        grid.add_row(f"  {family}:PROFILE", Text("yes", "green"), "", ", ".join(profiles))
+    for row in rows:
+        if row["name"].partition(":")[0] not in own:
+            runs = Text("yes", "green") if row["available"] else Text("no", "red")
+            grid.add_row(f"  {row['name']}", runs, row["version"], Text(row["reason"]))
+    return grid
+
+
+def _grid(columns: int = 2) -> Table:
+    grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for _ in range(columns - 1):
+        grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid
