@@ -94,6 +94,15 @@ def test_an_unknown_engine_is_answered_with_the_nearest():
         flash_attention(Q, Q, Q, engine="tritn")
 
 
+def test_numerics_of_another_kind_are_refused():
+    message = "flash_attention: numerics must be a FlashNumerics, got 'fa2'; take one of PROFILES"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flash_attention(Q, Q, Q, numerics="fa2")  # pyright: ignore[reportArgumentType]
+    message = "baseline_attention: numerics must be a BaselineNumerics, got FlashNumerics("
+    with pytest.raises(ValueError, match=re.escape(message)):
+        baseline_attention(Q, Q, Q, numerics=PROFILES["fa2"])  # pyright: ignore[reportArgumentType]
+
+
 BAD_NUMERICS = {
     "beta below 1": (
         {"repeated_max_beta": 0.5},
