@@ -5,19 +5,19 @@ Leaves out every computation (`golden`, `baseline`, `operators`) and what a mask
 
 import importlib.util
 import math
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from attention_kernels.baseline_numerics import BaselineNumerics
-from attention_kernels.call import call_from_text, call_to_text
+from attention_kernels.call import Call, plan_to_text
 from attention_kernels.interface import AttentionOutput
 from attention_kernels.mask_validation import check_mask, check_packable
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operators import attend_by_definition, flash_forward, reference_forward
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
-from attention_kernels.validation import check_engine, check_scale, check_tensors
+from attention_kernels.validation import check_engine, check_tensors
 
 __all__ = [
     "MaskArguments",
@@ -127,11 +127,12 @@ def flash_attention(
     """
     where = "flash_attention"
     check_tensors(where, q, k, v)
-    tensors, text = _checked(where, q, k, v, mask, resolve_engine(engine, q.device), numerics)
+    check_mask(where, q, k, mask)
     packed = q.dim() == 3
     if packed:
         check_packable(where, numerics)
-    out, lse, _ = flash_forward(*tensors, text)
+    plan = plan_to_text(resolve_engine(engine, q.device), numerics.text, q.dtype)
+    out, lse, _ = flash_forward(*_operands(q, k, v), *_call(q, mask, plan))
     if packed:
         out, lse = _unpacked(out), lse.squeeze(0)
     return AttentionOutput(out, lse.detach()) if return_lse else out
@@ -168,58 +169,50 @@ def _by_definition(
     numerics: BaselineNumerics | None,
 ) -> Tensor:
     check_tensors(function, q, k, v)
-    tensors, text = _checked(function, q, k, v, mask, engine, numerics)
+    check_mask(function, q, k, mask)
+    call = _call(
+        q, mask, plan_to_text(engine, None if numerics is None else numerics.text, q.dtype)
+    )
     if torch.compiler.is_compiling():
-        out = reference_forward(*tensors, text)
+        out = reference_forward(*_operands(q, k, v), *call)
     else:
-        call = call_from_text(text)
-        names = ("key_padding", "visible", "bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
-        made = call.mask(dict(zip(names, tensors[3:], strict=True)))
-        out = attend_by_definition(*tensors[:3], call, made)
+        out = attend_by_definition(*_operands(q, k, v), call)
     return _unpacked(out) if q.dim() == 3 else out
 
 
-def _checked(
-    function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskArguments,
-    engine: str,
-    numerics: FlashNumerics | BaselineNumerics | None,
-) -> tuple[tuple[Any, ...], str]:
-    """Return the tensors of an operator, packed ones as a batch of one, and its text."""
-    check_mask(function, q, k, mask)
+def _operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v with a batch axis; packed sequences are a batch of one."""
+    if q.dim() == 4:
+        return q, k, v
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    return q, k, v
+
+
+def _unpacked(out: Tensor) -> Tensor:
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _call(q: Tensor, mask: MaskArguments, plan: str) -> Call:
+    """Return what an operator takes beside q, k and v, given arguments that are checked."""
     scale = mask.get("scale")
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
-    check_scale(function, scale)
     attn_mask, slopes = mask.get("attn_mask"), mask.get("alibi_slopes")
     if attn_mask is not None:
         attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
     is_bias = attn_mask is not None and attn_mask.is_floating_point()
     if slopes is not None:
         slopes = slopes.detach().float().reshape(-1, slopes.shape[-1])
-    if q.dim() == 3:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    tensors = (
-        q,
-        k,
-        v,
-        mask.get("key_padding"),
-        None if is_bias else attn_mask,
-        attn_mask if is_bias else None,
-        slopes,
-        mask.get("cu_seqlens_q"),
-        mask.get("cu_seqlens_k"),
+    left, right = mask.get("window") or (None, None)
+    return Call(
+        key_padding=mask.get("key_padding"),
+        visible=None if is_bias else attn_mask,
+        bias=attn_mask if is_bias else None,
+        alibi_slopes=slopes,
+        cu_seqlens_q=mask.get("cu_seqlens_q"),
+        cu_seqlens_k=mask.get("cu_seqlens_k"),
+        causal=bool(mask.get("causal", False)),
+        left=left,
+        right=right,
+        softcap=float(mask.get("softcap", 0.0)),
+        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        plan=plan,
     )
-    window = mask.get("window") or (None, None)
-    causal, softcap = bool(mask.get("causal", False)), float(mask.get("softcap", 0.0))
-    text = call_to_text(
-        engine, float(scale), causal, (window[0], window[1]), softcap, numerics, q.dtype
-    )
-    return tensors, text
-
-
-def _unpacked(out: Tensor) -> Tensor:
-    return out.squeeze(0).transpose(0, 1)

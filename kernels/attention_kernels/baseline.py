@@ -1,9 +1,9 @@
 """Attention that holds the whole score matrix, rounded as eager PyTorch would in chosen formats.
 
-One autograd path: products and softmax in the work format (FP32, or FP64), a rounding of the value
-at each named point on the way forward and of its gradient on the way back. Products are never done
-in the narrow format itself, so the bits do not depend on how a machine multiplies BF16 or FP16.
-Leaves out blocks and running statistics (`twin_*`).
+One autograd path: products and softmax in the work format (FP32; FP64 where a format or q's dtype
+is beyond it), a rounding of the value at each named point on the way forward and of its gradient on
+the way back. Products are never done in the narrow format itself, so the bits do not depend on how
+a machine multiplies BF16 or FP16. Leaves out blocks and running statistics (`twin_*`).
 
 Shape suffixes: B batch, H query heads, G kv heads, R query heads of one kv head (H = G R), L
 either length, Q query_len, K key_len, D head_dim.
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attention_kernels.arithmetic import ieee_arithmetic
 from attention_kernels.baseline_numerics import BaselineNumerics
@@ -33,6 +34,7 @@ class _Round(torch.autograd.Function):
         return round_into(x, format, work)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return round_into(grads[0], ctx.format, ctx.dtype), None, None
 
@@ -47,6 +49,7 @@ class _Product(torch.autograd.Function):
             return a @ b
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         a, b = ctx.saved_tensors
         with ieee_arithmetic(a.device):
@@ -54,15 +57,52 @@ class _Product(torch.autograd.Function):
 
 
 class _RoundOperand(torch.autograd.Function):
-    """Round the value forward and pass the gradient: an operand's rounding is the product's own."""
+    """Round the value, at most `largest`, and pass the gradient: the rounding is the product's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, format: str) -> Tensor:
-        return round_to(x, format)
+    def forward(ctx: Any, x: Tensor, format: str, largest: float) -> Tensor:
+        return round_to(x if largest == math.inf else x.clamp(-largest, largest), format)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+        return grads[0], None, None
+
+
+class _Softmax(torch.autograd.Function):
+    """Softmax rounded as the numerics say; backward as eager's, from the weights as rounded.
+
+    A row that attends nothing has no weights, and no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores_BGRQK: Tensor, numerics: BaselineNumerics) -> Tensor:
+        largest_BGRQ1 = scores_BGRQK.amax(dim=-1, keepdim=True)
+        nothing_BGRQ1 = largest_BGRQ1 == -torch.inf
+        if nothing_BGRQ1.any():
+            scores_BGRQK = scores_BGRQK.masked_fill(nothing_BGRQ1, 0.0)
+        if numerics.softmax_rounding == "once":
+            weights_BGRQK = torch.softmax(scores_BGRQK, dim=-1)
+        else:
+            largest_BGRQ1 = largest_BGRQ1.masked_fill(nothing_BGRQ1, 0.0)
+            p_BGRQK = round_to(torch.exp(scores_BGRQK - largest_BGRQ1), numerics.softmax)
+            sum_BGRQ1 = round_to(p_BGRQK.sum(dim=-1, keepdim=True), numerics.softmax)
+            weights_BGRQK = p_BGRQK / sum_BGRQ1
+        weights_BGRQK = round_to(weights_BGRQK, numerics.softmax)
+        if nothing_BGRQ1.any():
+            weights_BGRQK = weights_BGRQK.masked_fill(nothing_BGRQ1, 0.0)
+        ctx.format = numerics.softmax
+        ctx.save_for_backward(weights_BGRQK)
+        return weights_BGRQK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (weights_BGRQK,) = ctx.saved_tensors
+        dweights_BGRQK = round_to(grads[0], ctx.format)
+        # What torch.softmax runs backward: its sum, spelled out, would add in another order.
+        run = torch.ops.aten._softmax_backward_data
+        return run(dweights_BGRQK, weights_BGRQK, -1, weights_BGRQK.dtype), None
 
 
 class _Scaled(NamedTuple):
@@ -76,7 +116,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, numerics: BaselineNumerics
 ) -> Tensor:
     """Return attention in q's dtype and shape; `numerics` is resolved, the rest as in `api`."""
-    work, stored = numerics.work_dtype(), input_format(q.dtype)
+    stored = input_format(q.dtype)
+    work = torch.promote_types(numerics.work_dtype(), q.dtype)
     q_BHQD, k_BGKD, v_BGKD = (_Round.apply(x, stored, work) for x in (q, k, v))
     parts, stop = [], 0
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
@@ -108,12 +149,12 @@ def _attend_sequence(
 ) -> Tensor:
     query_len = q_BHQD.shape[2]
     scores_BGRQK = _masked_scores(q_BHQD, k_BGKD, sequence, scale, numerics)
-    weights_BGRQK = _softmax(scores_BGRQK, numerics)
+    weights_BGRQK = _Softmax.apply(scores_BGRQK, numerics)
     value = _operand(v_BGKD, numerics)
     p_scale = _probability_scale(numerics)
     if p_scale != 1.0:
         weights_BGRQK = weights_BGRQK * p_scale
-    weights_BGRQK = _RoundOperand.apply(weights_BGRQK, numerics.probabilities)
+    weights_BGRQK = _RoundOperand.apply(weights_BGRQK, numerics.probabilities, math.inf)
     out_BGRQD = _Product.apply(weights_BGRQK.flatten(2, 3), value.values)
     if numerics.scaling != "none":
         out_BGRQD = out_BGRQD * (value.factor / p_scale)
@@ -150,31 +191,17 @@ def _masked_scores(
     return scores_BGRQK
 
 
-def _softmax(scores_BGRQK: Tensor, numerics: BaselineNumerics) -> Tensor:
-    """Return softmax(scores); rows that attend nothing have no weights, and no NaN backward."""
-    format, work = numerics.softmax, scores_BGRQK.dtype
-    nothing_BGRQ1 = scores_BGRQK.detach().amax(dim=-1, keepdim=True) == -torch.inf
-    scores_BGRQK = scores_BGRQK.masked_fill(nothing_BGRQ1, 0.0)
-    if numerics.softmax_rounding == "once":
-        weights_BGRQK = torch.softmax(scores_BGRQK, dim=-1)
-    else:
-        largest_BGRQ1 = scores_BGRQK.detach().amax(dim=-1, keepdim=True)
-        p_BGRQK = _Round.apply(torch.exp(scores_BGRQK - largest_BGRQ1), format, work)
-        sum_BGRQ1 = _Round.apply(p_BGRQK.sum(dim=-1, keepdim=True), format, work)
-        weights_BGRQK = p_BGRQK / sum_BGRQ1
-    weights_BGRQK = _Round.apply(weights_BGRQK, format, work)
-    return weights_BGRQK.masked_fill(nothing_BGRQ1, 0.0)
-
-
 def _operand(x_BHLD: Tensor, numerics: BaselineNumerics) -> _Scaled:
     """Round an operand to its format, brought into its range by a factor for each head if asked."""
+    target = format_named(numerics.operands)
     if numerics.scaling == "none":
-        return _Scaled(_RoundOperand.apply(x_BHLD, numerics.operands), 1.0)
-    largest = format_named(numerics.operands).max_value
+        return _Scaled(_RoundOperand.apply(x_BHLD, numerics.operands, math.inf), 1.0)
+    largest = target.max_value
     peaks = x_BHLD.detach().abs().amax(dim=(-1, -2), keepdim=True)
-    factor = torch.where(peaks > 0, peaks / largest, torch.ones_like(peaks))
-    values = (x_BHLD / factor).clamp(-largest, largest)
-    return _Scaled(_RoundOperand.apply(values, numerics.operands), factor)
+    needs = (peaks > 0) & (target.exponent_bits <= 5)
+    factor = torch.where(needs, peaks / largest, torch.ones_like(peaks))
+    # The quotient of the largest can round to just beyond the largest value.
+    return _Scaled(_RoundOperand.apply(x_BHLD / factor, numerics.operands, largest), factor)
 
 
 def _probability_scale(numerics: BaselineNumerics) -> float:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from attention_kernels.choices import (
+    Written,
     check_choice,
     check_formats,
     resolved,
@@ -25,8 +26,8 @@ SCALINGS = ("none", "per_tensor")
 _CHOICES = ("scale_order", "softmax_rounding", "scaling")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BaselineNumerics:
+@dataclass(frozen=True, kw_only=True)
+class BaselineNumerics(Written):
     """Formats at the rounding points, in the order they occur, and how they are applied.
 
     Gradients are rounded to the same formats on the way back, but not at `operands` and
@@ -52,13 +53,15 @@ class BaselineNumerics:
     exponential, the sum and the quotient are each rounded to `softmax`."""
     scaling: str = "none"
     """`per_tensor`: one factor for each head brings max|x| of q, k and v onto the largest value of
-    `operands`; P is multiplied by a power of two then, as in `FlashNumerics`."""
+    `operands`; P is multiplied by a power of two then, as in `FlashNumerics`. A format of more than
+    5 exponent bits needs neither, and gets none."""
 
     def __post_init__(self) -> None:
         check_formats(self, *_CHOICES)
         check_choice(self, "scale_order", SCALE_ORDERS)
         check_choice(self, "softmax_rounding", SOFTMAX_ROUNDINGS)
         check_choice(self, "scaling", SCALINGS)
+        self._write(self.to_dict())
 
     def with_(self, **changes: Any) -> Self:
         """Return a copy with single fields changed; ValueError names an unknown field."""

@@ -1,13 +1,12 @@
-"""All of an attention call that is no tensor, as one frozen value and as text.
+"""All of an attention call beside q, k and v, in the order in which an operator takes it.
 
-A custom operator of torch takes tensors and strings, so that is how numerics reach it. Leaves out
-the tensors of the mask (`masks`) and what is done with any of it (`operators`).
+A custom operator of torch takes tensors, numbers and strings, so numerics reach it as text. Leaves
+out what a mask means (`masks`) and what is done with any of it (`operators`).
 """
 
 import functools
 import json
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,73 +15,81 @@ from attention_kernels.baseline_numerics import BaselineNumerics
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 
-__all__ = ["Call", "call_from_text", "call_to_text"]
+__all__ = ["TENSORS", "Call", "Plan", "plan_from_text", "plan_to_text"]
+
+TENSORS = 6
+"""How many of a call's values are tensors; they come first."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """Who computes ("twin", "triton", "baseline", "golden"), at what scale, mask and numerics."""
+class Call(NamedTuple):
+    """The values of an operator after q, k and v; tensors as in `Mask`."""
+
+    key_padding: Tensor | None
+    visible: Tensor | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    causal: bool
+    left: int | None
+    right: int | None
+    softcap: float
+    scale: float
+    plan: str
+
+    def mask(self) -> Mask:
+        """Return the mask of the call."""
+        return Mask(
+            causal=self.causal,
+            window=(self.left, self.right),
+            softcap=self.softcap,
+            key_padding=self.key_padding,
+            visible=self.visible,
+            bias=self.bias,
+            alibi_slopes=self.alibi_slopes,
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+        )
+
+
+class Plan(NamedTuple):
+    """Who computes ("twin", "triton", "baseline", "golden") and at what resolved numerics.
+
+    The golden has none.
+    """
 
     engine: str
-    scale: float
-    causal: bool
-    window: tuple[int | None, int | None]
-    softcap: float
     numerics: FlashNumerics | BaselineNumerics | None
 
-    def mask(self, tensors: dict[str, Tensor | None]) -> Mask:
-        """Return the mask, given its tensors by the names of its fields."""
-        return Mask(causal=self.causal, window=self.window, softcap=self.softcap, **tensors)
 
-
-# A constant to torch.compile, which would otherwise trace the writing of JSON.
+# A constant to torch.compile, which would otherwise trace the reading and writing of JSON. It takes
+# nothing but constants, which are what torch.compile guards.
 @torch.compiler.assume_constant_result
-def call_to_text(
-    engine: str,
-    scale: float,
-    causal: bool,
-    window: tuple[int | None, int | None],
-    softcap: float,
-    numerics: FlashNumerics | BaselineNumerics | None,
-    dtype: torch.dtype,
-) -> str:
-    """Return the call as JSON, its numerics resolved for `dtype`; they are None for the golden.
+def plan_to_text(engine: str, numerics: str | None, dtype: torch.dtype) -> str:
+    """Return the plan for inputs of `dtype` as text, given the text of unresolved numerics.
 
     ValueError for numerics that contradict themselves in that dtype.
     """
-    return _write(engine, scale, causal, window, softcap, numerics, dtype)
+    return _resolved(engine, numerics, dtype)
 
 
 @functools.cache
-def _write(
-    engine: str,
-    scale: float,
-    causal: bool,
-    window: tuple[int | None, int | None],
-    softcap: float,
-    numerics: FlashNumerics | BaselineNumerics | None,
-    dtype: torch.dtype,
-) -> str:
-    fields: dict[str, Any] = {
-        "engine": engine,
-        "scale": scale,
-        "causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "numerics": numerics and numerics.resolve(dtype).to_dict(),
-    }
-    return json.dumps(fields)
+def _resolved(engine: str, numerics: str | None, dtype: torch.dtype) -> str:
+    if numerics is None:
+        return json.dumps({"engine": engine, "numerics": None})
+    read = _numerics(engine, json.loads(numerics)).resolve(dtype)
+    return json.dumps({"engine": engine, "numerics": read.to_dict()})
 
 
 @functools.cache
-def call_from_text(text: str) -> Call:
-    """Return the call that `call_to_text` wrote."""
+def plan_from_text(text: str) -> Plan:
+    """Return the plan that `plan_to_text` wrote."""
     fields = json.loads(text)
-    values = fields.pop("numerics")
-    numerics: FlashNumerics | BaselineNumerics | None = None
-    if fields["engine"] == "baseline":
-        numerics = BaselineNumerics().with_(**values)
-    elif values is not None:
-        numerics = FlashNumerics.from_dict(values)
-    left, right = fields.pop("window")
-    return Call(**fields, window=(left, right), numerics=numerics)
+    engine, values = fields["engine"], fields["numerics"]
+    return Plan(engine, None if values is None else _numerics(engine, values))
+
+
+def _numerics(engine: str, values: dict[str, object]) -> FlashNumerics | BaselineNumerics:
+    if engine == "baseline":
+        return BaselineNumerics().with_(**values)
+    return FlashNumerics.from_dict(values)

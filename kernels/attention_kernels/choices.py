@@ -1,9 +1,10 @@
-"""Checks and look-ups that the frozen numerics share: allowed values, formats by name.
+"""What the frozen numerics share: checks of allowed values, formats by name, their text.
 
 Every message reads "<class>: <field> must be <rule>, got <value>". Leaves out what the fields mean.
 """
 
 import difflib
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -14,6 +15,7 @@ import torch
 from attention_kernels.formats import FORMATS, INPUT_DTYPES, format_named
 
 __all__ = [
+    "Written",
     "check_choice",
     "check_flag",
     "check_formats",
@@ -24,6 +26,20 @@ __all__ = [
     "unknown_field",
     "work_dtype",
 ]
+
+
+class Written:
+    """Base of numerics that carry themselves as text, by which `torch.compile` can tell them apart.
+
+    It compares strings by value; frozen dataclasses not at all (torch 2.11), or by an identity that
+    the next object can inherit from one that is gone.
+    """
+
+    text: str
+    """The fields by name, as JSON."""
+
+    def _write(self, values: dict[str, Any]) -> None:
+        object.__setattr__(self, "text", json.dumps(values))
 
 
 def input_format(dtype: torch.dtype) -> str:

@@ -4,18 +4,20 @@ A value is rounded once and keeps the dtype that carries it: `round_to(x, "bf16"
 is an FP32 tensor whose values lie on the BF16 grid. The named formats are the IEEE 754 ones, TF32,
 BF16, and the two of "FP8 Formats for Deep Learning" (arXiv 2209.05433); any other is written
 `eXmY`, with X exponent and Y mantissa bits, IEEE-like: the top exponent is infinity and NaN. Two
-endings change a format: `e5m10-flush` has no subnormals (a result below the smallest normal value
-becomes zero, as on hardware that flushes), `e4m3-saturate` ends at its largest value.
+endings, in this order, change a format: `e5m10-flush` has no subnormals (a result below the
+smallest normal value becomes zero, as on hardware that flushes), `e4m3-saturate` ends at its
+largest value: what is beyond, infinity too, becomes that.
 
-FP32 carriers round to a dtype of torch by torch's cast, which is a single correct rounding. FP64
-carriers do not: torch casts FP64 to BF16 and FP16 through FP32, so a value can be rounded twice and
-land on the wrong neighbour (1 + 2**-8 + 2**-40 becomes 1.0 in BF16; the nearest is 1.0078125).
-There, and for all that torch has no dtype for, the grid is built explicitly in FP64: x / quantum is
-exact because the quantum is a power of two. Leaves out anything that knows about attention.
+Three ways lead to the same bits, the quickest first. FP32 goes to BF16 and FP16, and FP64 to FP32,
+by torch's cast, a single correct rounding. FP64 does not go so to BF16 and FP16: torch casts it
+through FP32, and 1 + 2**-8 + 2**-40, rounded twice, becomes 1.0 in BF16 (the nearest is 1.0078125).
+Nor does FP8: torch 2.11 casts what is beyond e4m3 to NaN, torch 2.13 to the largest value. The two
+other ways are in `rounding`. Leaves out anything that knows about attention.
 """
 
 import difflib
 import functools
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.random_bits import bits_at
+from attention_kernels.rounding import ROUNDINGS, round_last_bits, round_on_grid
 
 __all__ = [
     "FORMATS",
@@ -33,10 +36,6 @@ __all__ = [
     "round_into",
     "round_to",
 ]
-
-ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "away", "stochastic")
-"""To the nearest value (ties to even, or away from zero), to the neighbour nearer to zero, to the
-one farther from it, or to either with a probability that keeps the mean (24 random bits)."""
 
 INPUT_DTYPES = {
     torch.float64: "fp64",
@@ -54,7 +53,12 @@ _DTYPES = {
     (5, 2): torch.float8_e5m2,
     (4, 3): torch.float8_e4m3fn,
 }
-_MAX_EXPONENT_BITS, _MAX_MANTISSA_BITS = 11, 52
+_CASTS = {torch.float64: (torch.float32,), torch.float32: (torch.float16, torch.bfloat16)}
+_NAME = re.compile(
+    r"(?P<stem>[a-z]+\d+|e(?P<exponent>0|[1-9]\d*)m(?P<mantissa>0|[1-9]\d*))"
+    r"(?P<flush>-flush)?(?P<saturate>-saturate)?",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +68,7 @@ class Format:
     `subnormals=False` makes zero of results below the smallest normal value; `saturate=True` makes
     the largest value of results beyond it. `infinities=False` is the "fn" encoding of e4m3, whose
     top exponent holds numbers too: there results beyond the largest value become NaN. ValueError
-    for fewer than 2 or more than 11 exponent bits, or fewer than 1 or more than 52 mantissa bits.
+    unless FP64 holds the format.
     """
 
     name: str
@@ -75,10 +79,8 @@ class Format:
     infinities: bool = True
 
     def __post_init__(self) -> None:
-        for what, low, high in (
-            ("exponent_bits", 2, _MAX_EXPONENT_BITS),
-            ("mantissa_bits", 1, _MAX_MANTISSA_BITS),
-        ):
+        most = 11 if self.infinities else 10  # what FP64 holds
+        for what, low, high in (("exponent_bits", 2, most), ("mantissa_bits", 1, 52)):
             if not low <= getattr(self, what) <= high:
                 raise ValueError(
                     f"Format: {what} must be from {low} to {high}, got {getattr(self, what)} "
@@ -98,8 +100,7 @@ class Format:
     @property
     def max_value(self) -> float:
         """Largest finite value; the fn encoding gives its last mantissa to NaN."""
-        steps = 1 if self.infinities else 2
-        return (2.0 - steps * 2.0**-self.mantissa_bits) * 2.0**self.max_exponent
+        return self._largest(self.mantissa_bits)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -109,14 +110,42 @@ class Format:
         key = (self.exponent_bits, self.mantissa_bits)
         return _DTYPES.get(key) if plain and encoded else None
 
+    @property
+    def container(self) -> torch.dtype:
+        """The dtype that values on this grid are kept in as an operand of a dot product.
+
+        The narrowest that holds them all; BF16 before FP16, so that an FP8 operand meets one in
+        BF16 in the same dtype.
+        """
+        dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        return next(d for d in dtypes if self.fits(FORMATS[INPUT_DTYPES[d]]))
+
     def fits(self, wider: "Format") -> bool:
         """Say whether `wider` holds every finite value of this format."""
         quantum = self.min_exponent - self.mantissa_bits
+        smallest = quantum if self.subnormals else self.min_exponent
         return (
             self.mantissa_bits <= wider.mantissa_bits
-            and self.max_exponent <= wider.max_exponent
+            and self.max_value <= wider.max_value
             and quantum >= wider.min_exponent - wider.mantissa_bits
+            and (wider.subnormals or smallest >= wider.min_exponent)
         )
+
+    def changes_nothing(self, carrier: "Format") -> bool:
+        """Say whether every value that `carrier` holds, infinities too, rounds to itself."""
+        return self.infinities and not self.saturate and carrier.fits(self)
+
+    def largest_in(self, carrier: "Format") -> float:
+        """Return the largest value of this format that `carrier` holds.
+
+        Infinity if the format goes on where the carrier ends: then nothing is beyond it.
+        """
+        largest = self._largest(min(self.mantissa_bits, carrier.mantissa_bits))
+        return largest if largest <= carrier.max_value else math.inf
+
+    def _largest(self, mantissa_bits: int) -> float:
+        steps = 1 if self.infinities else 2
+        return (2.0 - steps * 2.0**-mantissa_bits) * 2.0**self.max_exponent
 
 
 FORMATS = {
@@ -135,27 +164,22 @@ FORMATS = {
 
 @functools.cache
 def format_named(name: str) -> Format:
-    """Return the format called `name`: one of FORMATS or `eXmY`, each with `-flush`, `-saturate`.
+    """Return the format called `name`: one of FORMATS or `eXmY`, and its endings.
 
     ValueError with the nearest names otherwise.
     """
-    stem, *endings = str(name).split("-")
-    written = re.fullmatch(r"e(\d{1,2})m(\d{1,2})", stem)
-    if (stem not in FORMATS and not written) or set(endings) - {"flush", "saturate"}:
+    written = _NAME.fullmatch(str(name))
+    if not written or (written["exponent"] is None and written["stem"] not in FORMATS):
         near = difflib.get_close_matches(str(name), FORMATS, n=3, cutoff=0.4) or list(FORMATS)
         raise ValueError(
-            f"format_named: name must be a known format or eXmY, with -flush or -saturate if "
+            f"format_named: name must be a known format or eXmY, then -flush and -saturate if "
             f"wanted, got {name!r}; nearest: {', '.join(near)}"
         )
-    if stem in FORMATS:
-        format = FORMATS[stem]
-    else:
-        assert written
-        format = Format(
-            name=stem, exponent_bits=int(written[1]), mantissa_bits=int(written[2])
-        )
-    flush, saturate = "flush" in endings, "saturate" in endings
-    return replace(format, name=name, subnormals=not flush, saturate=saturate)
+    endings = {"subnormals": not written["flush"], "saturate": bool(written["saturate"])}
+    if written["stem"] in FORMATS:
+        return replace(FORMATS[written["stem"]], name=name, **endings)
+    bits = {"exponent_bits": int(written["exponent"]), "mantissa_bits": int(written["mantissa"])}
+    return Format(name=name, **bits, **endings)
 
 
 def round_to(
@@ -168,12 +192,12 @@ def round_to(
 ) -> Tensor:
     """Round each value of `x` once to `format`.
 
-    `x` is FP32 or FP64, any shape; the result has its dtype and shape. `rounding` is one of
-    ROUNDINGS. Values that round beyond the range become infinite as IEEE 754 says (NaN where the
-    format has no infinity, the largest value where it saturates). A format at least as wide as the
-    carrier changes nothing. `stochastic` takes its random bits from `seed` and the position in
-    `x`, or `bits`: int64 of 32 random bits, broadcastable to `x`. ValueError for another dtype, an
-    unknown format or rounding.
+    `x` is FP32 or FP64, any shape; the result has its dtype and shape, and is `x` itself where
+    nothing can change. `rounding` is one of ROUNDINGS. Values that round beyond the range become
+    infinite as IEEE 754 says (NaN where the format has no infinity, the largest value where it
+    saturates). `stochastic` takes its random bits from `seed` and the position in `x`, or `bits`:
+    int64 of 32 random bits, broadcastable to `x`; the mean is kept to 2**-24 of a spacing.
+    ValueError for another dtype, an unknown format or rounding.
     """
     target = format if isinstance(format, Format) else format_named(format)
     if x.dtype not in (torch.float32, torch.float64):
@@ -182,14 +206,20 @@ def round_to(
         raise ValueError(
             f"round_to: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}"
         )
-    if FORMATS[INPUT_DTYPES[x.dtype]].fits(target) and target.subnormals:
+    carrier = FORMATS[INPUT_DTYPES[x.dtype]]
+    if target.changes_nothing(carrier):
         return x
-    if rounding == "nearest_even":
-        return _round_nearest_even(x, target)
     if rounding == "stochastic" and bits is None:
         positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
         bits = bits_at(seed, positions >> 32, positions & 0xFFFFFFFF)
-    return _round_on_grid(x.double(), target, rounding, bits).to(x.dtype)
+    if target.saturate:
+        largest = target.largest_in(carrier)
+        x = x.clamp(-largest, largest)
+    rounded = _round_unlimited(x, target, rounding, bits)
+    if target.subnormals:
+        return rounded
+    zero = torch.copysign(torch.zeros_like(rounded), rounded)
+    return torch.where(rounded.abs() < 2.0**target.min_exponent, zero, rounded)
 
 
 def round_into(x: Tensor, format: str | Format, dtype: torch.dtype) -> Tensor:
@@ -203,59 +233,21 @@ def round_into(x: Tensor, format: str | Format, dtype: torch.dtype) -> Tensor:
     return round_to(x.to(widest), format).to(dtype)
 
 
-def _round_nearest_even(x: Tensor, target: Format) -> Tensor:
-    """Round by the quickest way that rounds once."""
-    if target.dtype is not None and (x.dtype == torch.float32 or target.name == "fp32"):
-        return x.to(target.dtype).to(x.dtype)
-    if x.dtype == torch.float32 and target.exponent_bits == 8 and target.subnormals:
-        if not target.saturate:
-            return _round_fp32_bits(x, target.mantissa_bits)
-    return _round_on_grid(x.double(), target, "nearest_even", None).to(x.dtype)
-
-
-def _round_fp32_bits(x: Tensor, mantissa_bits: int) -> Tensor:
-    """Drop the last bits of FP32 values; a carry runs into the exponent and on to infinity."""
-    dropped = 23 - mantissa_bits
-    bits = x.view(torch.int32)
-    even = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
-    # The carry of a NaN with a full payload would run into the sign.
-    return torch.where(x.isnan(), x, (even & -(1 << dropped)).view(torch.float32))
-
-
-def _round_on_grid(x: Tensor, target: Format, rounding: str, bits: Tensor | None) -> Tensor:
-    """Round FP64 values; x in units of the last place is exact, and so is its fraction."""
-    magnitude = x.abs()
-    exponent = torch.frexp(magnitude).exponent.sub_(1).clamp_(min=target.min_exponent)
-    quantum = torch.ldexp(torch.ones_like(x), exponent - target.mantissa_bits)
-    scaled = magnitude / quantum
-    if rounding == "nearest_even":
-        kept = torch.round(scaled)
-    else:
-        kept = torch.floor(scaled)
-        kept += _goes_up(scaled - kept, rounding, bits)
-    rounded = kept.mul_(quantum)
-    if not target.subnormals:
-        rounded = rounded.masked_fill(rounded < 2.0**target.min_exponent, 0.0)
-    beyond = rounded > target.max_value
-    if target.saturate or rounding == "toward_zero":
-        limit = target.max_value
-    else:
-        limit = torch.inf if target.infinities else torch.nan
-    rounded = rounded.masked_fill(beyond, limit)
-    infinite = target.max_value if target.saturate else torch.inf
-    if not (target.infinities or target.saturate):
-        infinite = torch.nan
-    rounded = rounded.masked_fill(magnitude == torch.inf, infinite)
-    return torch.where(x.isnan(), x, torch.copysign(rounded, x))
-
-
-def _goes_up(fraction: Tensor, rounding: str, bits: Tensor | None) -> Tensor:
-    """Say where a magnitude goes to the upper neighbour, given its distance from the lower one."""
+def _round_unlimited(x: Tensor, target: Format, rounding: str, bits: Tensor | None) -> Tensor:
+    """Round to `target` as if it had subnormals and did not saturate, by the quickest way."""
+    plain = replace(target, subnormals=True, saturate=False)
+    if rounding == "nearest_even" and plain.dtype in _CASTS[x.dtype]:
+        return x.to(plain.dtype).to(x.dtype)
+    wide = x.double() if plain.exponent_bits > 8 else x
+    carrier = FORMATS[INPUT_DTYPES[wide.dtype]]
+    if plain.infinities and plain.exponent_bits == carrier.exponent_bits:
+        dropped = carrier.mantissa_bits - plain.mantissa_bits
+        return round_last_bits(wide, dropped, rounding, bits).to(x.dtype)
+    rounded = round_on_grid(x.double(), plain.min_exponent, plain.mantissa_bits, rounding, bits)
+    beyond = torch.inf if plain.infinities else torch.nan
     if rounding == "toward_zero":
-        return torch.zeros_like(fraction, dtype=torch.bool)
-    if rounding == "away":
-        return fraction > 0
-    if rounding == "nearest_away":
-        return fraction >= 0.5
-    assert bits is not None
-    return fraction > (bits >> 8).double() * 2.0**-24
+        largest = plain.largest_in(FORMATS[INPUT_DTYPES[x.dtype]])
+        rounded.clamp_(-largest, largest).masked_fill_(x.isinf(), beyond)
+    else:
+        rounded.masked_fill_(rounded.abs() > plain.max_value, beyond)
+    return rounded.copysign_(x).to(x.dtype)

@@ -9,6 +9,8 @@ Shape suffixes: B batch, H query heads, G kv heads, R query heads of one kv head
 C query rows of a chunk, K keys that the chunk may see, D head_dim.
 """
 
+from bisect import bisect_right
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -59,15 +61,14 @@ def _attend_sequence(
 
 
 def _chunk_rows(budget: int, start: int, sequence: Sequence) -> int:
-    """Return the most rows, in powers of two, whose scores fit `budget`; at least one."""
+    """Return the most rows from `start` on whose scores fit `budget`; at least one."""
     query_len, key_len = len(sequence.queries), len(sequence.keys)
-    rows = query_len - start
-    while rows > 1:
+
+    def scores(rows: int) -> int:
         seen = sequence.mask.key_range(range(start, start + rows), query_len, key_len)
-        if rows * len(seen) <= budget:
-            break
-        rows = (rows + 1) // 2
-    return rows
+        return rows * len(seen)
+
+    return max(1, bisect_right(range(1, query_len - start + 1), budget, key=scores))
 
 
 def _checkpointed(
@@ -100,7 +101,8 @@ def _attend_rows(
     q_BGRCD = q_BGRQD[..., rows.start : rows.stop, :]
     kv_heads = k_BGKD.shape[1]
     # Heads of a group are rows of one product, so that k and v are never repeated.
-    scores_BGRCK = (q_BGRCD.flatten(2, 3) @ k_BGKD.mT * scale).unflatten(2, (-1, len(rows)))
+    q_BGMD = q_BGRCD.flatten(2, 3) * scale
+    scores_BGRCK = (q_BGMD @ k_BGKD.mT).unflatten(2, (-1, len(rows)))
     if mask.softcap:
         scores_BGRCK = mask.softcap * torch.tanh(scores_BGRCK / mask.softcap)
     added = mask.added(rows, keys, *lengths, scores_BGRCK.dtype, scores_BGRCK.device)
@@ -109,12 +111,21 @@ def _attend_rows(
     hidden = mask.hidden(rows, keys, *lengths, scores_BGRCK.device)
     if hidden is not None:
         scores_BGRCK = scores_BGRCK.masked_fill(_grouped(hidden, kv_heads), -torch.inf)
-    # A row that attends nothing has NaN for weights; its scores are set to any finite value first,
-    # so that no NaN reaches the gradient.
-    nothing_BGRC1 = (scores_BGRCK == -torch.inf).all(dim=-1, keepdim=True)
-    scores_BGRCK = scores_BGRCK.masked_fill(nothing_BGRC1, 0.0)
-    weights_BGRCK = torch.softmax(scores_BGRCK, dim=-1).masked_fill(nothing_BGRC1, 0.0)
+    weights_BGRCK = _softmax(scores_BGRCK)
     return (weights_BGRCK.flatten(2, 3) @ v_BGKD).unflatten(2, (-1, len(rows)))
+
+
+def _softmax(scores_BGRCK: Tensor) -> Tensor:
+    """Return softmax(scores), zeros for rows that attend nothing."""
+    if not scores_BGRCK.shape[-1]:
+        return scores_BGRCK
+    nothing_BGRC1 = scores_BGRCK.detach().amax(dim=-1, keepdim=True) == -torch.inf
+    if not nothing_BGRC1.any():
+        return torch.softmax(scores_BGRCK, dim=-1)
+    # Such a row would have NaN for weights; its scores are set to any finite value first, so that
+    # no NaN reaches the gradient.
+    scores_BGRCK = scores_BGRCK.masked_fill(nothing_BGRC1, 0.0)
+    return torch.softmax(scores_BGRCK, dim=-1).masked_fill(nothing_BGRC1, 0.0)
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:

@@ -6,6 +6,7 @@ numerics (`validation`, `numerics`).
 """
 
 import difflib
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels.formats import INPUT_DTYPES
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.validation import require
@@ -34,43 +36,56 @@ _NAMES = (
 
 
 def check_mask(function: str, q: Tensor, k: Tensor, mask: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the arguments of the mask fit q and k; TypeError for a name unknown."""
+    """Raise ValueError unless the arguments of the mask fit q and k, TypeError for other names."""
     for name in mask:
         if name not in _NAMES:
             near = difflib.get_close_matches(name, _NAMES, n=3, cutoff=0.4) or _NAMES
             raise TypeError(f"{function}: no argument {name!r}; nearest: {', '.join(near)}")
-    require(
-        mask.get("dropout_p", 0.0) == 0.0,
-        f"{function}: dropout_p",
-        "0",
-        repr(mask.get("dropout_p")),
-        "dropout's random numbers would hide what numerics do; apply it outside of attention",
-    )
+    _check_scalars(function, mask)
     _check_window(function, mask.get("window"))
-    softcap = mask.get("softcap", 0.0)
-    require(
-        isinstance(softcap, int | float) and math.isfinite(softcap) and softcap >= 0,
-        f"{function}: softcap",
-        "a finite number of at least 0",
-        repr(softcap),
-        "leave it 0 for none",
-    )
     _check_packing(function, q, mask)
     for name in ("key_padding", "attn_mask", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"):
         x = mask.get(name)
         if x is not None:
             _check_tensor(function, name, x, q)
+    _check_offset_shapes(function, mask)
     _check_mask_shapes(function, q, k, mask)
+    _check_slope_shape(function, q, mask)
+
+
+def _check_scalars(function: str, mask: Mapping[str, Any]) -> None:
+    scale, softcap = mask.get("scale"), mask.get("softcap", 0.0)
+    causal, dropout_p = mask.get("causal", False), mask.get("dropout_p", 0.0)
+    # What torch.compile has no constant for has no repr there: none is made before it is needed.
+    if not isinstance(causal, bool):
+        require(False, f"{function}: causal", "true or false", repr(causal), "pass a bool")
+    if not (scale is None or _is_number(scale)):
+        advice = "leave it None for 1/sqrt(head_dim)"
+        require(False, f"{function}: scale", "a finite number", repr(scale), advice)
+    if not (_is_number(softcap) and softcap >= 0):
+        rule = "a finite number of at least 0"
+        require(False, f"{function}: softcap", rule, repr(softcap), "leave it 0 for none")
+    if dropout_p != 0.0:
+        advice = "its random numbers would hide what numerics do; apply dropout after attention"
+        require(False, f"{function}: dropout_p", "0", repr(dropout_p), advice)
+
+
+def _is_number(x: Any) -> bool:
+    # `math.isfinite` has no trace in torch.compile once x is a symbol there.
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < math.inf
 
 
 def _check_window(function: str, window: Any) -> None:
     if window is None:
         return
-    where, rule = f"{function}: window", "(left, right), each an integer of at least 0 or None"
     ok = isinstance(window, tuple | list) and len(window) == 2
     for size in window if ok else ():
-        ok = ok and (size is None or (isinstance(size, int) and size >= 0))
-    require(ok, where, rule, repr(window), "None is no bound; flash-attn's -1 is None here")
+        is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
+        ok = ok and (size is None or is_size)
+    if not ok:
+        rule = "(left, right), each an integer of at least 0 or None"
+        advice = "None is no bound; flash-attn's -1 is None here"
+        require(False, f"{function}: window", rule, repr(window), advice)
 
 
 def _check_packing(function: str, q: Tensor, mask: Mapping[str, Any]) -> None:
@@ -105,18 +120,32 @@ def _check_tensor(function: str, name: str, x: Any, q: Tensor) -> None:
     )
     is_right, rule = {
         "key_padding": (x.dtype == torch.bool, "bool, true where the key may be attended"),
-        "attn_mask": (x.dtype == torch.bool or x.is_floating_point(), "bool or floating"),
-        "alibi_slopes": (x.is_floating_point(), "floating"),
+        "attn_mask": (
+            x.dtype == torch.bool or x.dtype in INPUT_DTYPES,
+            "bool, float64, float32, bfloat16 or float16",
+        ),
+        "alibi_slopes": (x.dtype in INPUT_DTYPES, "float64, float32, bfloat16 or float16"),
         "cu_seqlens_q": (x.dtype == torch.int32, "int32"),
         "cu_seqlens_k": (x.dtype == torch.int32, "int32"),
     }[name]
     require(is_right, where, rule, x.dtype, "convert it first")
 
 
-def _check_mask_shapes(function: str, q: Tensor, k: Tensor, mask: Mapping[str, Any]) -> None:
-    padding, attn_mask, slopes = (
-        mask.get(name) for name in ("key_padding", "attn_mask", "alibi_slopes")
+def _check_offset_shapes(function: str, mask: Mapping[str, Any]) -> None:
+    offsets_q, offsets_k = mask.get("cu_seqlens_q"), mask.get("cu_seqlens_k")
+    if offsets_q is None or offsets_k is None:
+        return
+    require(
+        offsets_q.dim() == 1 and len(offsets_q) >= 2 and offsets_q.shape == offsets_k.shape,
+        f"{function}: cu_seqlens_q and cu_seqlens_k",
+        "of shape (sequences + 1,), alike for q and k",
+        f"{tuple(offsets_q.shape)} and {tuple(offsets_k.shape)}",
+        "start with 0 and end with the number of tokens",
     )
+
+
+def _check_mask_shapes(function: str, q: Tensor, k: Tensor, mask: Mapping[str, Any]) -> None:
+    padding, attn_mask = mask.get("key_padding"), mask.get("attn_mask")
     if padding is not None:
         expected = (q.shape[0], k.shape[2])
         require(
@@ -129,34 +158,28 @@ def _check_mask_shapes(function: str, q: Tensor, k: Tensor, mask: Mapping[str, A
     if attn_mask is not None:
         full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         short = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
-        fits = len(short) == 4 and all(a in (1, b) for a, b in zip(short, full, strict=True))
         require(
-            fits,
+            len(short) == 4 and all(a in (1, b) for a, b in zip(short, full, strict=True)),
             f"{function}: attn_mask",
             f"broadcastable to (batch, heads, query_len, key_len) = {full}",
             tuple(attn_mask.shape),
             "add axes of length 1",
         )
-    if slopes is not None:
-        heads = q.shape[1]
-        batch = q.shape[0] if q.dim() == 4 else len(mask["cu_seqlens_q"]) - 1
-        require(
-            tuple(slopes.shape) in ((heads,), (batch, heads)),
-            f"{function}: alibi_slopes",
-            f"(heads,) or (batch, heads) = {(batch, heads)}",
-            tuple(slopes.shape),
-            "give one slope for each query head",
-        )
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        offsets = mask.get(name)
-        if offsets is not None:
-            require(
-                offsets.dim() == 1 and len(offsets) == len(mask["cu_seqlens_q"]) >= 2,
-                f"{function}: {name}",
-                "of shape (sequences + 1,), alike for q and k",
-                tuple(offsets.shape),
-                "start with 0 and end with the number of tokens",
-            )
+
+
+def _check_slope_shape(function: str, q: Tensor, mask: Mapping[str, Any]) -> None:
+    slopes = mask.get("alibi_slopes")
+    if slopes is None:
+        return
+    heads = q.shape[1]
+    batch = q.shape[0] if q.dim() == 4 else len(mask["cu_seqlens_q"]) - 1
+    require(
+        tuple(slopes.shape) in ((heads,), (batch, heads)),
+        f"{function}: alibi_slopes",
+        f"(heads,) or (batch, heads) = {(batch, heads)}",
+        tuple(slopes.shape),
+        "give one slope for each query head",
+    )
 
 
 def check_mask_values(function: str, mask: Mask, query_len: int, key_len: int) -> None:
@@ -167,7 +190,7 @@ def check_mask_values(function: str, mask: Mask, query_len: int, key_len: int) -
     ):
         if offsets is not None:
             values = offsets.tolist()
-            rising = all(a <= b for a, b in zip(values, values[1:], strict=False))
+            rising = all(a <= b for a, b in itertools.pairwise(values))
             require(
                 rising and values[0] == 0 and values[-1] == total,
                 f"{function}: {name}",

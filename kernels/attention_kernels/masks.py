@@ -128,7 +128,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One sequence: its place in the batch, its rows of q and of k and v, and the mask inside it."""
+    """One sequence: its place in the batch, its rows of q, its rows of k and v, its own mask."""
 
     index: int
     queries: range

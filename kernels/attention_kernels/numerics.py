@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 
 from attention_kernels.choices import (
+    Written,
     check_choice,
     check_flag,
     check_formats,
@@ -169,8 +170,8 @@ class Arithmetic:
         check_flag(self, "fp_fusion")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlashNumerics:
+@dataclass(frozen=True, kw_only=True)
+class FlashNumerics(Written):
     """The numerics of one flash attention, forward and backward."""
 
     forward: ForwardNumerics = field(default_factory=ForwardNumerics)
@@ -181,6 +182,7 @@ class FlashNumerics:
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
 
     def __post_init__(self) -> None:
+        self._write(self.to_dict())
         if self.softmax.rescale_threshold and self.tiling.loop_order == "key_outer":
             raise ValueError(
                 "FlashNumerics: rescale_threshold must be 0 with loop_order 'key_outer', got "

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from attention_kernels.choices import input_format
-from attention_kernels.formats import FORMATS, INPUT_DTYPES, format_named, round_to
+from attention_kernels.formats import FORMATS, format_named, round_to
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.random_bits import bits_at
 
 __all__ = ["Operand", "prepare", "rotate_back"]
 
-_CONTAINERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _POINTS = {"q": 1, "k": 2, "v": 3, "dout": 4}
 _SIGNS = 5
 
@@ -32,9 +31,9 @@ _SIGNS = 5
 class Operand(NamedTuple):
     """An operand: `values` on the grid of its format, and what they are to be multiplied by.
 
-    `values` `(B, H, L, D)` are in the narrowest dtype that holds the format, or in the caller's
-    dtype where that is the format; `scales` is `(B, H, T)` in the work dtype, one for each block of
-    rows, or None for 1.
+    `values` `(B, H, L, D)` are in `Format.container`, or in the caller's dtype where rounding could
+    change nothing; `scales` is `(B, H, T)` in the work dtype, one for each block of rows, or None
+    for 1.
     """
 
     values: Tensor
@@ -50,7 +49,7 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
     target = format_named(numerics.forward.operands)
     rounding, scaling = numerics.arithmetic.rounding, numerics.scaling
     rotated = scaling.incoherent and name in ("q", "k")
-    exact = FORMATS[input_format(x.dtype)].fits(target) and target.subnormals
+    exact = target.changes_nothing(FORMATS[input_format(x.dtype)])
     if exact and not rotated and scaling.scaling == "none":
         return Operand(x, None)
     work = torch.promote_types(numerics.work_dtype(), x.dtype)
@@ -65,10 +64,7 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
             scales = scales.expand(*scales.shape[:2], math.ceil(x.shape[2] / block))
     bits = _bits(values, name, numerics.arithmetic.seed) if rounding == "stochastic" else None
     values = round_to(values, target, rounding, bits=bits)
-    container = next(d for d in _CONTAINERS if target.fits(FORMATS[INPUT_DTYPES[d]]))
-    if target.name == input_format(x.dtype):
-        container = x.dtype
-    return Operand(values.to(container), scales)
+    return Operand(values.to(target.container), scales)
 
 
 def rotate_back(dx: Tensor, numerics: FlashNumerics) -> Tensor:

@@ -10,7 +10,7 @@ reads. `reference_forward` and `reference_backward` do the same for golden and b
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,20 +18,21 @@ from torch import Tensor
 from attention_kernels import baseline, golden, twin_backward, twin_forward
 from attention_kernels.arithmetic import ieee_arithmetic
 from attention_kernels.baseline_numerics import BaselineNumerics
-from attention_kernels.call import Call, call_from_text
+from attention_kernels.call import TENSORS, Call, plan_from_text
 from attention_kernels.choices import input_format
 from attention_kernels.formats import FORMATS, format_named, round_into
-from attention_kernels.masks import Mask
-from attention_kernels.numerics import FlashNumerics
 from attention_kernels.mask_validation import check_mask_values
+from attention_kernels.numerics import FlashNumerics
 
 __all__ = ["attend_by_definition", "flash_forward", "reference_forward"]
 
-_MASK = ("key_padding", "visible", "bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
-
-
-def _mask(call: Call, tensors: tuple[Tensor | None, ...]) -> Mask:
-    return call.mask(dict(zip(_MASK, tensors, strict=True)))
+_QKV = "Tensor q, Tensor k, Tensor v, "
+_CALL = (
+    "Tensor? key_padding, Tensor? visible, Tensor? bias, Tensor? alibi_slopes, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, SymInt? left, SymInt? right, "
+    "float softcap, float scale, str plan"
+)
+"""The fields of `Call`."""
 
 
 def _stored_apart(numerics: FlashNumerics, dtype: torch.dtype) -> bool:
@@ -39,26 +40,19 @@ def _stored_apart(numerics: FlashNumerics, dtype: torch.dtype) -> bool:
     return not format_named(numerics.forward.output).fits(FORMATS[input_format(dtype)])
 
 
-@torch.library.custom_op("attention_kernels::flash_forward", mutates_args=())
-def flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding: Tensor | None,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    text: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "attention_kernels::flash_forward",
+    mutates_args=(),
+    schema=f"({_QKV}{_CALL}) -> (Tensor out, Tensor lse, Tensor wider)",
+)
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return out in q's dtype, lse in the work dtype, and the wider out or an empty tensor."""
-    call = call_from_text(text)
-    tensors = (key_padding, visible, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-    mask, numerics = _mask(call, tensors), call.numerics
+    call = Call(*rest)
+    engine, numerics = plan_from_text(call.plan)
     assert isinstance(numerics, FlashNumerics)
+    mask = call.mask()
     check_mask_values("flash_attention", mask, q.shape[2], k.shape[2])
-    run, _ = _engine(call.engine)
+    run, _ = _engine(engine)
     with ieee_arithmetic(q.device):
         out, lse = run(q, k, v, mask=mask, scale=call.scale, numerics=numerics)
     returned = round_into(out, input_format(q.dtype), q.dtype)
@@ -69,7 +63,7 @@ def flash_forward(
 
 @flash_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    numerics = call_from_text(rest[-1]).numerics
+    numerics = plan_from_text(Call(*rest).plan).numerics
     assert isinstance(numerics, FlashNumerics)
     work = numerics.work_dtype()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -79,54 +73,58 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     return out, lse, torch.empty_like(out, dtype=work)
 
 
-@torch.library.custom_op("attention_kernels::flash_backward", mutates_args=())
+@torch.library.custom_op(
+    "attention_kernels::flash_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, {_QKV}Tensor out, Tensor lse, {_CALL}) -> "
+    "(Tensor dq, Tensor dk, Tensor dv)",
+)
 def flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_padding: Tensor | None,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    text: str,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v in their dtype."""
-    call = call_from_text(text)
-    tensors = (key_padding, visible, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-    numerics = call.numerics
+    call = Call(*rest)
+    engine, numerics = plan_from_text(call.plan)
     assert isinstance(numerics, FlashNumerics)
-    _, run = _engine(call.engine)
-    options = {"mask": _mask(call, tensors), "scale": call.scale, "numerics": numerics}
+    _, run = _engine(engine)
+    options = {"mask": call.mask(), "scale": call.scale, "numerics": numerics}
     with ieee_arithmetic(q.device):
         gradients = run(dout, q, k, v, out.to(lse.dtype), lse, **options)
     dq, dk, dv = (round_into(x, input_format(q.dtype), q.dtype) for x in gradients)
     return dq, dk, dv
 
 
-@flash_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _like_qkv(dout: Tensor, *qkv_and_rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in qkv_and_rest[:3]
+    )
     return dq, dk, dv
 
 
+def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
+    raise RuntimeError(
+        "attention_kernels: gradients of q, k and v must be differentiated at most once, got a "
+        "second derivative; only golden_attention, outside of torch.compile, has one"
+    )
+
+
+flash_backward.register_fake(_like_qkv)
+flash_backward.register_autograd(_refuse)
+
+
 def _save_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.text = inputs
     out, lse, wider = output
+    ctx.settings = inputs[3 + TENSORS :]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, wider if wider.numel() else out, lse)
+    ctx.save_for_backward(*inputs[: 3 + TENSORS], wider if wider.numel() else out, lse)
 
 
 def _flash_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * (3 + len(_MASK) + 1)
-    q, k, v, *mask, out, lse = ctx.saved_tensors
-    gradients = flash_backward(dout, q, k, v, out, lse, *mask, ctx.text)
-    return (*gradients, *(None,) * (len(_MASK) + 1))
+        return (None,) * (3 + len(Call._fields))
+    q, k, v, *tensors, out, lse = ctx.saved_tensors
+    gradients = flash_backward(dout, q, k, v, out, lse, *tensors, *ctx.settings)
+    return (*gradients, *(None,) * len(Call._fields))
 
 
 flash_forward.register_autograd(_flash_gradients, setup_context=_save_flash)
@@ -141,63 +139,49 @@ def _engine(name: str) -> tuple[Any, Any]:
     return triton_launch.forward, triton_launch.backward
 
 
-def attend_by_definition(q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Mask) -> Tensor:
+def attend_by_definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """Return what golden or baseline gives, differentiable by autograd."""
-    check_mask_values(f"{call.engine}_attention", mask, q.shape[2], k.shape[2])
-    if call.engine == "golden":
+    engine, numerics = plan_from_text(call.plan)
+    mask = call.mask()
+    check_mask_values(f"{engine}_attention", mask, q.shape[2], k.shape[2])
+    if engine == "golden":
         return golden.attend(q, k, v, mask=mask, scale=call.scale)
-    assert isinstance(call.numerics, BaselineNumerics)
-    return baseline.attend(q, k, v, mask=mask, scale=call.scale, numerics=call.numerics)
+    assert isinstance(numerics, BaselineNumerics)
+    return baseline.attend(q, k, v, mask=mask, scale=call.scale, numerics=numerics)
 
 
-@torch.library.custom_op("attention_kernels::reference_forward", mutates_args=())
-def reference_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding: Tensor | None,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    text: str,
-) -> Tensor:
+@torch.library.custom_op(
+    "attention_kernels::reference_forward",
+    mutates_args=(),
+    schema=f"({_QKV}{_CALL}) -> Tensor",
+)
+def reference_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Return `attend_by_definition`, contiguous."""
-    call = call_from_text(text)
-    tensors = (key_padding, visible, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-    return attend_by_definition(q, k, v, call, _mask(call, tensors)).contiguous()
+    return attend_by_definition(q, k, v, Call(*rest)).contiguous()
 
 
 @reference_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    golden_dtype = torch.float64 if call_from_text(rest[-1]).engine == "golden" else q.dtype
-    return torch.empty_like(q, dtype=golden_dtype, memory_format=torch.contiguous_format)
+    golden_plan = plan_from_text(Call(*rest).plan).engine == "golden"
+    dtype = torch.float64 if golden_plan else q.dtype
+    return torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("attention_kernels::reference_backward", mutates_args=())
+@torch.library.custom_op(
+    "attention_kernels::reference_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, {_QKV}{_CALL}) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
 def reference_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding: Tensor | None,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    text: str,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend again and differentiate; the gradients have the dtype of q, k and v."""
-    call = call_from_text(text)
-    tensors = (key_padding, visible, bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
     stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
 
     def differentiate() -> tuple[Tensor, ...]:
         with torch.cuda.stream(stream):
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = attend_by_definition(*leaves, call=call, mask=_mask(call, tensors))
+            out = attend_by_definition(*leaves, call=Call(*rest))
             return torch.autograd.grad(out, leaves, dout)
 
     # torch switches autograd off for the thread that runs an operator; another thread has it.
@@ -206,20 +190,18 @@ def reference_backward(
     return dq, dk, dv
 
 
-@reference_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv
+reference_backward.register_fake(_like_qkv)
+reference_backward.register_autograd(_refuse)
 
 
 def _save_reference(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.text = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.settings = inputs[3 + TENSORS :]
+    ctx.save_for_backward(*inputs[: 3 + TENSORS])
 
 
 def _reference_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = reference_backward(dout, *ctx.saved_tensors, ctx.text)
-    return (*gradients, *(None,) * (len(_MASK) + 1))
+    gradients = reference_backward(dout, *ctx.saved_tensors, *ctx.settings)
+    return (*gradients, *(None,) * len(Call._fields))
 
 
 reference_forward.register_autograd(_reference_gradients, setup_context=_save_reference)

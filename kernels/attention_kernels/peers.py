@@ -28,7 +28,7 @@ from attention_kernels.api import (
 from attention_kernels.mask_validation import check_mask, check_mask_values
 from attention_kernels.masks import Mask
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
-from attention_kernels.validation import check_scale, check_tensors, require
+from attention_kernels.validation import check_tensors, require
 
 __all__ = ["PEERS", "PeerStatus", "attention", "peers"]
 
@@ -130,7 +130,6 @@ def attention(
     check_mask("attention", q, k, mask)
     scale = mask.get("scale")
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    check_scale("attention", scale)
     if own:
         return _call_own(implementation, q, k, v, mask, float(scale))
     return _call_peer(implementation, peer, q, k, v, mask, float(scale))

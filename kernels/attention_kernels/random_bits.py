@@ -12,17 +12,19 @@ from torch import Tensor
 __all__ = ["bits_at"]
 
 _WORD = 0xFFFFFFFF
+_NOT_ZERO = 0x9E3779B9  # 2**32 / golden ratio; `_mix` leaves 0 where it is
 
 
 def bits_at(seed: int, *coordinates: int | Tensor) -> Tensor:
     """Return 32 random bits for each place, int64, in the shape that the coordinates broadcast to.
 
     Coordinates are integers below 2**32 or int64 tensors of them; at least one is a tensor. Their
-    order matters: each is folded into the hash of those before it.
+    order matters: each is folded into the hash of those before it. It is hashed itself first, else
+    two rows whose hashes differ in their last bits alone would draw the same bits in other columns.
     """
-    mixed: int | Tensor = _mix(seed & _WORD)
+    mixed: int | Tensor = _mix((seed & _WORD) ^ _NOT_ZERO)
     for coordinate in coordinates:
-        mixed = _mix(mixed ^ coordinate)
+        mixed = _mix(mixed ^ _mix(coordinate))
     assert isinstance(mixed, Tensor)
     return mixed
 

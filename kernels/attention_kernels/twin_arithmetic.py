@@ -1,4 +1,4 @@
-"""What the twin's forward and backward do alike to a tile: products, scores, exponentials, rounding.
+"""What the twin's forward and backward do alike to a tile: products, scores, exp, rounding.
 
 Every rounding point of the twin goes through one `Rounder`, which knows where the tile is, so that
 stochastic rounding draws bits that depend on an element's place and on nothing else. Leaves out the
@@ -38,21 +38,39 @@ __all__ = [
 ]
 
 POINTS = {
-    name: 16 + index
-    for index, name in enumerate(
-        "scores max p alpha sum probabilities accumulator output lse split_weights split_total "
-        "delta dp ds dq_accumulator dk_accumulator dv_accumulator dq dk dv "
-        "backward_p backward_probabilities split_output split_lse".split()
-    )
+    "scores": 16,
+    "max": 17,
+    "p": 18,
+    "alpha": 19,
+    "sum": 20,
+    "probabilities": 21,
+    "accumulator": 22,
+    "output": 23,
+    "lse": 24,
+    "split_weights": 25,
+    "split_total": 26,
+    "delta": 27,
+    "dp": 28,
+    "ds": 29,
+    "dq_accumulator": 30,
+    "dk_accumulator": 31,
+    "dv_accumulator": 32,
+    "dq": 33,
+    "dk": 34,
+    "dv": 35,
+    "backward_p": 36,
+    "backward_probabilities": 37,
+    "split_output": 38,
+    "split_lse": 39,
 }
-"""The name of each rounding, as the stream of its random bits; `triton_forward` has the same."""
+"""The name of each rounding and the stream of its random bits; 1 to 5 are those of operands."""
 
 _CUBIC = (0.077119090, 0.227564394, 0.695146143, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounder:
-    """Rounds tiles `(N, I, C)`: `heads` heads for each batch, the first of which is `first_head`."""
+    """Rounds tiles `(N, I, C)` of `heads` heads a batch, the first of them `first_head`."""
 
     numerics: FlashNumerics
     heads: int
@@ -119,7 +137,7 @@ def _repeated(x_BHL: Tensor, heads: int) -> Tensor:
 
 
 def refuse_fusion(numerics: FlashNumerics) -> None:
-    """Raise ValueError if a compiler is asked to contract operations: PyTorch has none that does."""
+    """Raise ValueError if operations are to be contracted, which PyTorch has no way to do."""
     if numerics.arithmetic.fp_fusion:
         raise ValueError(
             "twin: fp_fusion must be false, got True; only compiled Triton kernels can contract a "
@@ -208,7 +226,9 @@ def masked_scores(
     scores_NIJ = rounded(scores_NIJ, numerics.forward.scores, "scores", rows, keys)
     hidden = mask.hidden(rows, keys, *lengths, scores_NIJ.device)
     if hidden is not None:
-        scores_NIJ = scores_NIJ.masked_fill_(_flat_tile(hidden, scores_NIJ, rounded.heads), -torch.inf)
+        scores_NIJ = scores_NIJ.masked_fill_(
+            _flat_tile(hidden, scores_NIJ, rounded.heads), -torch.inf
+        )
     return scores_NIJ, slope_NIJ
 
 

@@ -29,7 +29,7 @@ def block_maximum(scores_NIJ: Tensor, softmax: Softmax) -> Tensor:
     if softmax.repeated_max_beta == 1.0:
         return max_NI1
     repeated_NI1 = (scores_NIJ == max_NI1).sum(dim=-1, keepdim=True) > 1
-    moved_NI1 = torch.where(max_NI1 > 0, max_NI1 * softmax.repeated_max_beta, torch.zeros_like(max_NI1))
+    moved_NI1 = max_NI1.clamp(min=0.0) * softmax.repeated_max_beta
     moved_NI1 = torch.minimum(moved_NI1, max_NI1 + MAX_SHIFT)
     return torch.where(repeated_NI1, moved_NI1, max_NI1)
 
@@ -39,5 +39,4 @@ def kept_maximum(old_NI1: Tensor, new_NI1: Tensor, softmax: Softmax) -> Tensor:
     if softmax.rescale_threshold == 0.0:
         return new_NI1
     growth_NI1 = (new_NI1 - old_NI1) * math.log2(math.e)
-    kept_NI1 = (old_NI1 > -torch.inf) & (growth_NI1 <= softmax.rescale_threshold)
-    return torch.where(kept_NI1, old_NI1, new_NI1)
+    return torch.where(growth_NI1 <= softmax.rescale_threshold, old_NI1, new_NI1)

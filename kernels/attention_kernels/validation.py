@@ -5,7 +5,6 @@ the fields of the numerics, which check themselves.
 """
 
 import difflib
-import math
 
 from torch import Tensor
 
@@ -16,7 +15,6 @@ __all__ = [
     "MAX_HEAD_DIM",
     "MIN_HEAD_DIM",
     "check_engine",
-    "check_scale",
     "check_tensors",
     "require",
 ]
@@ -99,17 +97,6 @@ def _check_shapes(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         "a multiple of kv_heads",
         f"{heads} and {kv_heads} ({shapes})",
         "each kv head serves heads / kv_heads query heads",
-    )
-
-
-def check_scale(function: str, scale: float) -> None:
-    """Raise ValueError unless `scale` is a finite number."""
-    require(
-        isinstance(scale, int | float) and math.isfinite(scale),
-        f"{function}: scale",
-        "a finite number",
-        repr(scale),
-        "leave it None for 1/sqrt(head_dim)",
     )
 
 

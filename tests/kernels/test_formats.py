@@ -1,111 +1,133 @@
-"""Each grid is right: at every value, every midpoint and its two neighbours, and out of range."""
+"""A format is what its name says: range, grid, dtype, container, and one spelling each."""
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from attention_kernels.formats import FORMATS, format_named, round_into, round_to
+from attention_kernels.formats import FORMATS, INPUT_DTYPES, Format, format_named
 
-NARROW = ["bf16", "fp16"]
-
-
-def positive_grid(name: str) -> torch.Tensor:
-    """Every finite value >= 0 of a 16-bit format, ascending, in FP64: its bit patterns in order."""
-    bits = torch.arange(2**15, dtype=torch.int16)
-    values = bits.view(format_named(name).dtype).double()
-    return values[torch.isfinite(values)]
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("name", NARROW)
-def test_fp64_midpoints_go_to_the_even_neighbour_and_their_neighbours_to_the_near_one(name, sign):
-    grid = positive_grid(name)
-    low, high = sign * grid[:-1], sign * grid[1:]
-    middle = (low + high) / 2
-    even = torch.where(torch.arange(len(low)) % 2 == 0, low, high)
-    assert torch.equal(round_to(middle, name), even)
-    assert torch.equal(round_to(torch.nextafter(middle, low), name), low)
-    assert torch.equal(round_to(torch.nextafter(middle, high), name), high)
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_format_that_torch_has_is_torchs(name):
+    format, info = format_named(name), torch.finfo(DTYPES[name])
+    assert format.dtype == DTYPES[name]
+    assert format.max_value == info.max
+    assert 2.0**format.min_exponent == info.tiny
+    assert 2.0**-format.mantissa_bits == info.eps
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_values_on_the_grid_stay_from_both_carriers(name):
-    grid = positive_grid(name)
-    assert torch.equal(round_to(grid, name), grid)
-    assert torch.equal(round_to(grid.float(), name), grid.float())
-
-
-@pytest.mark.parametrize("name", NARROW)
-def test_rounding_from_fp32_is_torchs_cast(name):
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=generator, dtype=torch.int64)
-    x = bits.to(torch.int32).view(torch.float32)
-    x = x[torch.isfinite(x)]
-    cast = x.to(format_named(name).dtype).float()
-    assert torch.equal(round_to(x, name), cast)
-    assert torch.equal(round_to(x.double(), name), cast.double())
-
-
-def test_rounding_from_fp64_to_fp16_is_numpys_single_rounding():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(100_000, dtype=torch.float64, generator=generator) * 100
-    x = torch.cat([x, x * 1e-7])
-    expected = torch.from_numpy(x.numpy().astype(np.float16).astype(np.float64))
-    assert torch.equal(round_to(x, "fp16"), expected)
-
-
-@pytest.mark.parametrize("name", NARROW)
-def test_past_the_largest_value_half_a_spacing_decides_between_it_and_infinity(name):
-    largest = format_named(name).max_value
-    spacing = largest - positive_grid(name)[-2].item()
-    edge = torch.tensor([largest + spacing / 2, -largest - spacing / 2], dtype=torch.float64)
-    inside = torch.nextafter(edge, torch.zeros_like(edge))
-    assert round_to(edge, name).tolist() == [torch.inf, -torch.inf]
-    assert round_to(inside, name).tolist() == [largest, -largest]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
-def test_infinities_nans_and_signed_zeros_survive(name, dtype):
-    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0], dtype=dtype)
-    rounded = round_to(x, name)
-    assert rounded.dtype == dtype
-    torch.testing.assert_close(rounded, x, rtol=0, atol=0, equal_nan=True)
-    assert rounded.signbit()[-2:].tolist() == [False, True]
-
-
-@settings(deadline=None, max_examples=200)
-@given(
-    value=st.floats(allow_nan=False, allow_infinity=False),
-    name=st.sampled_from(list(FORMATS)),
+@pytest.mark.parametrize(
+    ("name", "largest", "smallest_normal", "smallest"),
+    [
+        ("tf32", (2 - 2**-10) * 2.0**127, 2.0**-126, 2.0**-136),
+        ("e3m4", 15.5, 0.25, 2.0**-6),
+        ("e2m1", 3.0, 1.0, 0.5),
+        ("e6m9", (2 - 2**-9) * 2.0**31, 2.0**-30, 2.0**-39),
+        ("e8m15", (2 - 2**-15) * 2.0**127, 2.0**-126, 2.0**-141),
+        ("e11m1", 1.5 * 2.0**1023, 2.0**-1022, 2.0**-1023),
+    ],
 )
-def test_rounding_twice_is_rounding_once(value, name):
-    x = torch.tensor([value], dtype=torch.float64)
-    once = round_to(x, name)
-    assert torch.equal(round_to(once, name), once)
+def test_exmy_is_like_ieee(name, largest, smallest_normal, smallest):
+    format = format_named(name)
+    assert format.max_value == largest
+    assert 2.0**format.min_exponent == smallest_normal
+    assert 2.0 ** (format.min_exponent - format.mantissa_bits) == smallest
 
 
-def test_a_format_as_wide_as_the_carrier_is_no_copy():
-    x = torch.ones(3)
-    assert round_to(x, "fp32") is x
-    assert round_to(x, "fp64") is x
+def test_a_name_says_its_format_and_two_endings():
+    flush = format_named("e5m10-flush")
+    assert (flush.exponent_bits, flush.mantissa_bits) == (5, 10)
+    assert (flush.subnormals, flush.saturate, flush.infinities) == (False, False, True)
+    both = format_named("e4m3-flush-saturate")
+    assert (both.subnormals, both.saturate, both.infinities) == (False, True, False)
+    assert both.name == "e4m3-flush-saturate"
+    assert format_named("e8m7") == Format(name="e8m7", exponent_bits=8, mantissa_bits=7)
 
 
-def test_fp64_input_enters_an_fp32_carrier_rounded_once():
-    twice_wrong = torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64)
-    entered = round_into(twice_wrong, "bf16", torch.float32)
-    assert entered.dtype == torch.float32
-    assert entered.item() == 1 + 2**-7
-    assert round_into(twice_wrong, "bf16", torch.bfloat16).item() == 1 + 2**-7
+@pytest.mark.parametrize("name", ["e5m2-flush", "e5m2-saturate", "tf32", "e4m2", "e5m3"])
+def test_a_format_that_differs_from_torchs_has_no_dtype(name):
+    assert format_named(name).dtype is None
 
 
-def test_an_unknown_format_is_answered_with_the_nearest():
-    with pytest.raises(ValueError, match=r"format_named: name must be .*'bf61'; nearest: bf16"):
-        round_to(torch.ones(1), "bf61")
+def test_e4m3_with_infinities_is_not_torchs():
+    assert Format(name="ieee", exponent_bits=4, mantissa_bits=3).dtype is None
+    assert Format(name="ieee", exponent_bits=4, mantissa_bits=3).max_value == 240.0
 
 
-def test_a_narrow_carrier_is_refused():
-    with pytest.raises(ValueError, match=r"round_to: x must be float32 or float64, got .*bfloat16"):
-        round_to(torch.ones(1, dtype=torch.bfloat16), "bf16")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bf61", r"format_named: name must be a known format or eXmY.*'bf61'; nearest: bf16"),
+        ("fp16-saturate-flush", r"then -flush and -saturate if wanted, got 'fp16-saturate-flush'"),
+        ("fp16-flush-flush", r"got 'fp16-flush-flush'"),
+        ("fp16-trap", r"got 'fp16-trap'"),
+        ("e05m3", r"got 'e05m3'; nearest: e5m2"),
+        ("e5m", r"got 'e5m'; nearest: e5m2"),
+        ("", r"got ''; nearest: fp64, fp32, tf32, bf16, fp16, e4m3, e5m2"),
+        (None, r"got None; nearest: "),
+        ("e1m3", r"Format: exponent_bits must be from 2 to 11, got 1 in 'e1m3'; FP64 is e11m52"),
+        ("e12m3", r"exponent_bits must be from 2 to 11, got 12"),
+        ("e5m0", r"Format: mantissa_bits must be from 1 to 52, got 0 in 'e5m0'"),
+        ("e5m53", r"mantissa_bits must be from 1 to 52, got 53"),
+    ],
+)
+def test_a_name_that_says_no_format_is_refused_with_the_nearest(name, message):
+    with pytest.raises(ValueError, match=message):
+        format_named(name)
+
+
+def test_a_format_wider_than_fp64_is_refused():
+    with pytest.raises(ValueError, match="exponent_bits must be from 2 to 10, got 11 in 'fn'"):
+        Format(name="fn", exponent_bits=11, mantissa_bits=3, infinities=False)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide", "fits"),
+    [
+        ("fp16", "tf32", True),
+        ("fp16", "bf16", False),  # mantissa
+        ("bf16", "fp16", False),  # range
+        ("e4m3", "fp16", True),
+        ("e4m3", "e4m4", False),  # 448 is past 240 and a half
+        ("e5m2", "fp16", True),
+        ("bf16", "fp32", True),
+        ("e8m15-flush", "fp32-flush", True),
+        ("fp32", "fp32-flush", False),  # 2**-149
+        ("e7m23", "fp32-flush", True),  # its smallest, 2**-85, is normal there
+        ("e8m23-saturate", "fp32", True),
+        ("e9m2", "fp32", False),
+        ("fp64", "fp64", True),
+    ],
+)
+def test_a_format_fits_a_wider_one_that_holds_all_its_values(narrow, wide, fits):
+    assert format_named(narrow).fits(format_named(wide)) is fits
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("e4m3", torch.bfloat16),
+        ("e5m2-saturate", torch.bfloat16),
+        ("e2m1", torch.bfloat16),
+        ("e5m8", torch.float16),
+        ("e6m9", torch.float32),
+        ("tf32", torch.float32),
+        ("fp32", torch.float32),
+        ("e9m2", torch.float64),
+        ("fp64", torch.float64),
+    ],
+)
+def test_an_operand_is_held_in_the_narrowest_dtype(name, dtype):
+    format = format_named(name)
+    assert format.container == dtype
+    assert format.fits(FORMATS[INPUT_DTYPES[dtype]])

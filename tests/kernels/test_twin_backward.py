@@ -1,11 +1,13 @@
 """The twin's gradients: exact at FP64, inside flash-attn's budget below, live at every point."""
 
+from dataclasses import fields
 from functools import partial
 
 import pytest
 import torch
 
 from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
+from attention_kernels.numerics import BackwardNumerics, ForwardNumerics
 from attention_kernels.testing import (
     HARD_SHAPES,
     Shape,
@@ -82,7 +84,8 @@ def test_fa2_gradients_err_at_most_three_times_as_much_as_plain_attention(shape,
 
 
 def test_every_rounding_point_is_listed():
-    assert list(MOVED_BY) == [p for p in PROFILES["fa2"].to_dict() if not p.startswith("block")]
+    points = [f.name for group in (ForwardNumerics, BackwardNumerics) for f in fields(group)]
+    assert list(MOVED_BY) == points
 
 
 @pytest.mark.parametrize("point", MOVED_BY)
@@ -132,7 +135,8 @@ def test_group_gradients_are_the_sum_over_the_heads_of_the_group():
         assert torch.equal(shared[name], apart[name].unflatten(1, (2, 3)).sum(dim=2))
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+# Blocks of fa3_fp8 have factors of their own, and the two calls cut them elsewhere.
+@pytest.mark.parametrize("profile", [p for p in PROFILES if "fp8" not in p])
 def test_rows_that_attend_nothing_give_zero_gradients(profile):
     q, k, v, dout = draw(Shape(1, 2, 1, 70, 5, 16), torch.bfloat16)
     dead = with_gradients(twin(profile), q, k, v, dout, causal=True)

@@ -1,0 +1,260 @@
+"""`round_to` against torch's casts, gfloat, the grids written out, and the laws of rounding."""
+
+import math
+
+import gfloat
+import pytest
+import torch
+from gfloat import formats as gfloat_formats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_kernels.formats import FORMATS, ROUNDINGS, Format, format_named, round_to
+from attention_kernels.random_bits import bits_at
+
+CARRIERS = [torch.float32, torch.float64]
+WRITTEN_OUT = ["fp16", "bf16", "e4m3", "e5m2", "e3m4", "e2m1", "e6m9", "e8m1"]
+GFLOAT = {
+    "fp16": gfloat_formats.format_info_binary16,
+    "bf16": gfloat_formats.format_info_bfloat16,
+    "e4m3": gfloat_formats.format_info_ocp_e4m3,
+    "e5m2": gfloat_formats.format_info_ocp_e5m2,
+}
+AGAINST_GFLOAT = [*GFLOAT, "tf32", "e3m4", "e2m1", "e6m9", "e8m15", "e9m7", "e10m20", "e11m30"]
+
+
+def same(x, y):
+    """Equal in value and sign of zero, NaN equal to NaN of any sign and payload."""
+    both_nan = x.isnan() & y.isnan()
+    return bool((both_nan | ((x == y) & (x.signbit() == y.signbit()))).all())
+
+
+def positive_grid(name):
+    """Every finite value >= 0, ascending, in FP64, from the definition of a binary format."""
+    format = format_named(name)
+    steps = 2**format.mantissa_bits
+    count = torch.arange((2**format.exponent_bits - int(format.infinities)) * steps).double()
+    exponent = torch.div(count, steps, rounding_mode="floor")
+    fraction = torch.where(exponent > 0, count % steps + steps, count)
+    scale = (exponent.clamp(min=1) - 1 + format.min_exponent - format.mantissa_bits).long()
+    values = fraction * (scale + 1023 << 52).view(torch.float64)
+    return values if format.infinities else values[:-1]
+
+
+def random_patterns(count, dtype=torch.float32):
+    """Random bit patterns: every exponent alike, infinities, NaN and subnormals among them."""
+    generator = torch.Generator().manual_seed(0)
+    size, integer = (32, torch.int32) if dtype == torch.float32 else (64, torch.int64)
+    bounds = (-(2 ** (size - 1)), 2 ** (size - 1) - 1, (count,))
+    return torch.randint(*bounds, generator=generator, dtype=integer).view(dtype)
+
+
+def spread(count, dtype):
+    """Random values with exponents from 2**-45 to 2**45, where narrow formats begin and end."""
+    generator = torch.Generator().manual_seed(1)
+    exponent = torch.randint(-45, 46, (count,), generator=generator)
+    return torch.ldexp(torch.randn(count, dtype=dtype, generator=generator), exponent)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3", "e5m2"])
+def test_the_grid_written_out_is_torchs(name):
+    dtype = format_named(name).dtype
+    size, integer = (15, torch.int16) if dtype.itemsize == 2 else (7, torch.uint8)
+    patterns = torch.arange(2**size).to(integer).view(dtype).double()
+    assert torch.equal(patterns[patterns.isfinite()], positive_grid(name))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3", "e5m2", "e3m4", "e2m1", "e6m9"])
+def test_every_value_on_a_grid_stays(name, rounding):
+    grid = positive_grid(name)
+    for carrier in CARRIERS:
+        x = torch.cat([grid, -grid]).to(carrier)
+        assert same(round_to(x, name, rounding), x)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS, ids=str)
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_between_neighbours_the_mode_decides(name, carrier):
+    """At every midpoint, and beside it and beside both neighbours, by the carrier's own spacing."""
+    grid = positive_grid(name)
+    low, high = (x.to(carrier) for x in (grid[:-1], grid[1:]))
+    middle = ((grid[:-1] + grid[1:]) / 2).to(carrier)
+    even = torch.where(torch.arange(len(low)) % 2 == 0, low, high)
+    up = torch.nextafter
+    points = {
+        "above low": (up(low, high), low, low),
+        "below middle": (up(middle, low), low, low),
+        "middle": (middle, even, high),
+        "above middle": (up(middle, high), high, high),
+        "below high": (up(high, low), high, high),
+    }
+    for where, (x, to_even, to_away) in points.items():
+        for sign in (1, -1):
+            assert same(round_to(sign * x, name), sign * to_even), where
+            assert same(round_to(sign * x, name, "nearest_away"), sign * to_away), where
+            assert same(round_to(sign * x, name, "toward_zero"), sign * low), where
+            assert same(round_to(sign * x, name, "away"), sign * high), where
+            to_either = round_to(sign * x, name, "stochastic")
+            assert bool(((to_either == sign * low) | (to_either == sign * high)).all()), where
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2"])
+def test_a_million_random_fp32_values_round_as_torch_casts(name):
+    x = random_patterns(1_000_000)
+    cast = x.to(format_named(name).dtype).float()
+    assert same(round_to(x, name), cast)
+    assert same(round_to(x[:200_000].double(), name), cast[:200_000].double())
+
+
+def test_a_million_random_fp32_values_round_as_torch_casts_to_e4m3():
+    """Beyond 464, half a spacing past the largest value, torch 2.11 gives NaN, torch 2.13 448."""
+    x = torch.cat([random_patterns(500_000), spread(500_000, torch.float32)])
+    cast = x.to(torch.float8_e4m3fn).float()
+    beyond = x.abs() > 464
+    limit = torch.where(x.isnan(), x, torch.full_like(x, 448.0).copysign(x))
+    assert same(round_to(x, "e4m3"), torch.where(beyond, torch.nan, cast))
+    assert same(round_to(x, "e4m3-saturate"), torch.where(beyond, limit, cast))
+
+
+def gfloat_info(format):
+    if format.name in GFLOAT:
+        return GFLOAT[format.name]
+    return gfloat.FormatInfo(
+        name=format.name,
+        k=1 + format.exponent_bits + format.mantissa_bits,
+        precision=format.mantissa_bits + 1,
+        bias=2 ** (format.exponent_bits - 1) - 1,
+        is_signed=True,
+        domain=gfloat.Domain.Extended,
+        has_nz=True,
+        num_high_nans=2**format.mantissa_bits - 1,
+        has_subnormals=True,
+        is_twos_complement=False,
+    )
+
+
+def gfloat_round(x, name, mode, saturate):
+    info = gfloat_info(format_named(name))
+    away = (gfloat.RoundMode.TowardPositive, gfloat.RoundMode.TowardNegative)
+
+    def one(value):
+        towards = away[math.copysign(1, value) < 0] if mode == "away" else gfloat.RoundMode[mode]
+        return gfloat.round_float(info, value, towards, saturate)
+
+    rounded = [one(value) for value in x.tolist()]
+    return torch.tensor(rounded, dtype=torch.float64).to(x.dtype)
+
+
+@pytest.mark.parametrize("saturate", [False, True], ids=["overflows", "saturates"])
+@pytest.mark.parametrize(
+    ("rounding", "mode"),
+    [
+        ("nearest_even", "TiesToEven"),
+        ("nearest_away", "TiesToAway"),
+        ("toward_zero", "TowardZero"),
+        ("away", "away"),
+    ],
+)
+@pytest.mark.parametrize("name", AGAINST_GFLOAT)
+def test_rounds_as_gfloat(name, rounding, mode, saturate):
+    largest = format_named(name).max_value
+    edges = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf])
+    subnormal = (torch.arange(1, 31) ** 5 % 2**23).to(torch.int32).view(torch.float32)
+    for carrier in CARRIERS:
+        ends = torch.tensor([largest, -largest, largest * 1.01, -largest * 1.3]).to(carrier)
+        ties = round_to(spread(60, carrier), name) * (1 + 2.0 ** -format_named(name).mantissa_bits)
+        x = torch.cat([edges.to(carrier), subnormal.to(carrier), ends, ties])
+        x = torch.cat([x, random_patterns(150, carrier), spread(150, carrier)])
+        if saturate and largest > torch.finfo(carrier).max:
+            x = x[x.isfinite()]  # where the format goes on, the carrier can't hold its end
+        rounded = round_to(x, name + "-saturate" * saturate, rounding)
+        assert same(rounded, gfloat_round(x, name, mode, saturate))
+
+
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "e3m4", "e8m15", "fp16"])
+def test_rounds_stochastically_as_gfloat_with_the_random_number_mirrored(name):
+    """gfloat goes up where fraction + r / 2**24 >= 1, we where the fraction exceeds r / 2**24."""
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0)).abs() + 0.25
+    bits = bits_at(3, torch.arange(2000))
+    info, mode = gfloat_info(format_named(name)), gfloat.RoundMode.StochasticFastest
+    mirrored = (2**24 - 1 - (bits >> 8)).tolist()
+    theirs = [
+        gfloat.round_float(info, value, mode, False, number, 24)
+        for value, number in zip(x.tolist(), mirrored, strict=True)
+    ]
+    for carrier in CARRIERS:
+        rounded = round_to(x.to(carrier), name, "stochastic", bits=bits)
+        assert rounded.tolist() == theirs
+
+
+formats = st.builds(
+    lambda exponent, mantissa, flush, saturate: format_named(
+        f"e{exponent}m{mantissa}" + "-flush" * flush + "-saturate" * saturate
+    ),
+    st.integers(2, 11),
+    st.integers(1, 52),
+    st.booleans(),
+    st.booleans(),
+) | st.sampled_from([*FORMATS.values(), format_named("e4m3-saturate")])
+carriers = st.sampled_from(CARRIERS)
+patterns = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20)
+
+
+def values(patterns, carrier):
+    """Any bit patterns, NaN left out, in FP64 or the nearest values of FP32."""
+    x = torch.tensor(patterns, dtype=torch.int64).view(torch.float64)
+    narrow = (torch.tensor(patterns) >> 32).to(torch.int32).view(torch.float32)
+    x = x if carrier == torch.float64 else narrow
+    return x[~x.isnan()]
+
+
+@settings(deadline=None, max_examples=300)
+@given(patterns, carriers, formats, st.sampled_from(ROUNDINGS))
+def test_rounding_twice_is_rounding_once(patterns, carrier, format, rounding):
+    once = round_to(values(patterns, carrier), format, rounding)
+    for again in ROUNDINGS:
+        assert same(round_to(once, format, again), once)
+
+
+@settings(deadline=None, max_examples=300)
+@given(patterns, carriers, formats, st.sampled_from(ROUNDINGS))
+def test_the_sign_changes_the_sign_alone(patterns, carrier, format, rounding):
+    x = values(patterns, carrier)
+    assert same(round_to(-x, format, rounding), -round_to(x, format, rounding))
+
+
+@settings(deadline=None, max_examples=300)
+@given(patterns, carriers, formats, st.sampled_from(ROUNDINGS), st.integers(0, 2**32 - 1))
+def test_rounding_keeps_the_order(patterns, carrier, format, rounding, number):
+    x = values(patterns, carrier).sort().values
+    rounded = round_to(x, format, rounding, bits=torch.tensor(number))
+    rounded = rounded[~rounded.isnan()]  # past the end of a format without infinities
+    assert bool((rounded.diff() >= 0).logical_or(rounded.diff().isnan()).all())
+
+
+@settings(deadline=None, max_examples=300)
+@given(patterns, carriers, formats, st.sampled_from(ROUNDINGS))
+def test_every_result_is_one_of_the_two_neighbours(patterns, carrier, format, rounding):
+    x = values(patterns, carrier)
+    rounded = round_to(x, format, rounding)
+    below, above = round_to(x, format, "toward_zero"), round_to(x, format, "away")
+    is_below, is_above = (rounded == below) | rounded.isnan(), (rounded == above) | rounded.isnan()
+    assert bool((is_below | is_above).all())
+    assert bool((below.abs() <= x.abs()).logical_or(below.isnan()).all())
+    if not (format.saturate or not format.subnormals):
+        assert bool((above.abs() >= x.abs()).logical_or(above.isnan()).all())
+
+
+def test_no_bit_pattern_of_fp64_is_rounded_through_fp32():
+    twice_wrong = torch.tensor([1 + 2**-8 + 2**-40, 1 + 2**-11 + 2**-40], dtype=torch.float64)
+    assert round_to(twice_wrong, "bf16")[0].item() == 1 + 2**-7
+    assert round_to(twice_wrong, "fp16")[1].item() == 1 + 2**-10
+
+
+def test_a_format_object_needs_no_name():
+    ieee = Format(name="mine", exponent_bits=4, mantissa_bits=3)
+    x = torch.tensor([240.0, 247.9, 248.0, 1.0625, 2.0**-10, 1.01 * 2.0**-10])
+    expected = [240.0, 240.0, torch.inf, 1.0, 0.0, 2.0**-9]
+    assert round_to(x, ieee).tolist() == expected
+    assert round_to(x.double(), ieee).tolist() == expected
