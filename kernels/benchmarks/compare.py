@@ -105,7 +105,7 @@ def _refusal(call: Any, inputs: Any) -> str:
     try:
         call(inputs.q, inputs.k, inputs.v, **inputs.mask)
     except ValueError as error:
-        return str(error)
+        return str(error).partition(";")[0]
     return ""
 
 

@@ -107,7 +107,7 @@ def masked(kind: str, shape: Shape, device: str) -> Inputs:
     """Draw the inputs of `shape` under one of MASKS."""
     batch, heads, _, length, _, _ = shape
     if kind == "grouped heads":
-        return draw(shape._replace(kv_heads=heads // 4), device)
+        return draw(shape._replace(kv_heads=max(1, heads // 4)), device)
     if kind == "packed":
         return _packed(draw(shape, device), device)
     keys = torch.arange(length, device=device)
