@@ -9,31 +9,18 @@ from typing import Any
 
 import torch
 from measure import Times, flops, take_turns
-from registry import DIAL_SHAPES, DIALS, MASKS, draw, masked
+from registry import DIAL_SHAPES, DIALS, MASKS, Inputs, draw, masked
 from tables import Row, print_costs, print_speeds
 
 from attention_kernels import PROFILES, attention, flash_attention
-from attention_kernels.peers import PeerStatus, peers
+from attention_kernels.peers import PeerStatus
 from attention_kernels.testing import Shape
 
-__all__ = ["compare_dials", "compare_masks", "compare_peers", "peers_present"]
+__all__ = ["compare_dials", "compare_masks", "compare_peers", "refusal"]
 
 QUADRATIC = ("sdpa:math", "baseline:plain")
 """They hold the score matrix."""
 MAX_SCORES = {"cpu": 2**28, "cuda": 2**30}
-
-
-def peers_present(device: str, wanted: list[str]) -> list[PeerStatus]:
-    """Return the peers to time: those that run, and of these the wanted ones if any are named."""
-    found = []
-    for peer in peers(device):
-        if wanted and peer.name not in wanted:
-            continue
-        if peer.available:
-            found.append(peer)
-        else:
-            print(f"  {peer.name:18}not here: {peer.reason}")
-    return found
 
 
 def compare_peers(
@@ -44,32 +31,53 @@ def compare_peers(
     own: list[str],
     others: list[PeerStatus],
     rounds: int,
-) -> dict[str, Times]:
-    """Time our own and the peers on one problem, side by side."""
+) -> tuple[list[Row], dict[str, Times]]:
+    """Time our own and the peers on one problem, side by side; those that refuse it say why."""
     inputs = draw(shape, device, {"causal": causal})
     scores = shape.batch * shape.heads * shape.query_len * shape.key_len
-    names = [
-        name
-        for name in (*own, *(peer.name for peer in others))
-        if name not in QUADRATIC or scores <= MAX_SCORES[device]
-    ]
     forward_only = tuple(peer.name for peer in others if not peer.backward)
-    calls = {name: (partial(attention, implementation=name), inputs) for name in names}
+    calls, refused = {}, {}
     torch.compiler.reset()  # or FlexAttention's ninth shape would be one too many
-    return take_turns(calls, rounds=rounds, forward_only=forward_only)
+    for name in (*own, *(peer.name for peer in others)):
+        if name in QUADRATIC and scores > MAX_SCORES[device]:
+            continue
+        call = partial(attention, implementation=name)
+        reason = refusal(call, inputs, backward=name not in forward_only)
+        if reason:
+            refused[name] = reason
+        else:
+            calls[name] = (call, inputs)
+    times = take_turns(calls, rounds=rounds, forward_only=forward_only)
+    return _speed_rows(shape, causal, times, refused), times
 
 
-def speed_rows(shape: Shape, causal: bool, times: dict[str, Times]) -> list[Row]:
-    """Return a row for each attention, and print them."""
+def _speed_rows(
+    shape: Shape, causal: bool, times: dict[str, Times], refused: dict[str, str]
+) -> list[Row]:
     count = flops(shape, causal=causal)
+    about = {"section": "peers", "case": str(shape), "causal": causal}
     rows = []
     for name, (forward, backward) in times.items():
-        row = {"section": "peers", "case": str(shape), "causal": causal, "name": name}
-        row |= {"forward_s": forward, "forward_tflops": count / forward / 1e12}
-        back = None if backward is None else 2.5 * count / backward / 1e12
-        rows.append(row | {"backward_s": backward, "backward_tflops": back})
+        row = about | {"name": name, "forward_s": forward, "backward_s": backward}
+        row["forward_tflops"] = count / forward / 1e12
+        row["backward_tflops"] = None if backward is None else 2.5 * count / backward / 1e12
+        rows.append(row)
+    rows += [about | {"name": name, "refused": reason} for name, reason in refused.items()]
     print_speeds(f"{shape}  {'causal' if causal else 'full'}  BF16", rows)
     return rows
+
+
+def refusal(call: Any, inputs: Inputs, *, backward: bool) -> str:
+    """Return why the call does not run on this device, forward and backward, or ""."""
+    leaves = (inputs.q, inputs.k, inputs.v)
+    try:
+        with torch.set_grad_enabled(backward):
+            out = call(*leaves, **inputs.mask)
+        if backward:
+            torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
+    except (ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
+        return str(error).partition("\n")[0].partition(";")[0] or type(error).__name__
+    return ""
 
 
 def compare_dials(device: str, rounds: int) -> list[Row]:
@@ -80,7 +88,7 @@ def compare_dials(device: str, rounds: int) -> list[Row]:
     calls, refused = {"fast path": (flash_attention, inputs)}, {}
     for name, changes in DIALS.items():
         call = partial(flash_attention, numerics=fast.with_(**changes))
-        reason = _refusal(call, inputs)
+        reason = refusal(call, inputs, backward=True)
         if reason:
             refused[name] = reason
         else:
@@ -93,20 +101,13 @@ def compare_masks(device: str, rounds: int) -> list[Row]:
     """Time each kind of mask against attention without one."""
     shape = DIAL_SHAPES[device]
     drawn = {kind: masked(kind, shape, device) for kind in MASKS}
-    refused = {kind: _refusal(flash_attention, inputs) for kind, inputs in drawn.items()}
+    refused = {
+        kind: refusal(flash_attention, inputs, backward=True) for kind, inputs in drawn.items()
+    }
     calls = {kind: (flash_attention, drawn[kind]) for kind in MASKS if not refused[kind]}
     times = take_turns(calls, rounds=rounds)
     why = {kind: reason for kind, reason in refused.items() if reason}
     return _cost_rows("masks", f"masks of fa2 at {shape}", shape, times, why)
-
-
-def _refusal(call: Any, inputs: Any) -> str:
-    """Return why the call is refused on this device, or ""."""
-    try:
-        call(inputs.q, inputs.k, inputs.v, **inputs.mask)
-    except ValueError as error:
-        return str(error).partition(";")[0]
-    return ""
 
 
 def _cost_rows(

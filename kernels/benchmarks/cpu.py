@@ -7,7 +7,7 @@ and 0.6x at 4096; the twin's memory linear in length; golden at (4, 8, 8192, 128
 from functools import partial
 
 import torch
-from compare import compare_dials, compare_masks, compare_peers, peers_present, speed_rows
+from compare import compare_dials, compare_masks, compare_peers
 from measure import golden_peak, seconds, take_turns, twin_growth
 from registry import CPU_SHAPES, LONG_SHAPE, SHORT_SHAPE, draw, square
 from tables import Requirement, Row
@@ -29,10 +29,10 @@ MIN_INTERPRETER_OVER_TWIN = 20.0
 Result = tuple[list[Row], list[Requirement]]
 
 
-def sections(wanted: list[str]) -> dict[str, object]:
+def sections(others: list[PeerStatus]) -> dict[str, object]:
     """Return what can be run, by name."""
     return {
-        "peers": partial(_peers, wanted),
+        "peers": partial(_peers, others),
         "dials": lambda: (compare_dials("cpu", rounds=3), []),
         "masks": lambda: (compare_masks("cpu", rounds=3), []),
         "memory": _memory,
@@ -40,13 +40,12 @@ def sections(wanted: list[str]) -> dict[str, object]:
     }
 
 
-def _peers(wanted: list[str]) -> Result:
-    others = peers_present("cpu", wanted)
+def _peers(others: list[PeerStatus]) -> Result:
     rows, requirements = [], []
     for shape in (*CPU_SHAPES, LONG_SHAPE):
         for causal in (False, True):
             only_required = shape == LONG_SHAPE
-            times = compare_peers(
+            found, times = compare_peers(
                 "cpu",
                 shape,
                 causal=causal,
@@ -54,7 +53,7 @@ def _peers(wanted: list[str]) -> Result:
                 others=_fused(others) if only_required else others,
                 rounds=ROUNDS.get(shape, 3),
             )
-            rows += speed_rows(shape, causal, times)
+            rows += found
             if shape in LIMITS:
                 ratio = times["flash:fa2"].both / times["baseline:plain"].both
                 claim = f"twin over baseline, forward + backward, {shape}"

@@ -18,7 +18,7 @@ from typing import Any
 import cpu
 import gpu
 import torch
-from gate import gate
+from gate import gate, right_peers
 from tables import Requirement, print_requirements
 
 from attention_kernels.machine import hardware, precision_switches, versions
@@ -78,15 +78,17 @@ def main(words: list[str] | None = None) -> int:
     place = gpu if device == "cuda" else cpu
     about = describe(device)
     print(json.dumps(about, indent=1))
-    present = [p for p in peers(device) if p.available]
-    names = [*place.OWN, *(p.name for p in present)]
-    gate(device, names, tuple(p.name for p in present if not p.backward))
+    for name in place.OWN:
+        gate(device, name)
+    wanted = [p for p in peers(device) if not arguments.against or p.name in arguments.against]
+    others = right_peers(device, wanted)
+    names = [*place.OWN, *(peer.name for peer in others)]
     print(f"within flash-attn's error budget: {', '.join(names)}")
     rows: list[dict[str, Any]] = []
     requirements: list[Requirement] = []
     todo = [
         section
-        for name, section in place.sections(arguments.against).items()
+        for name, section in place.sections(others).items()
         if not arguments.only or name in arguments.only
     ]
     for section in todo + ([cpu.run_golden] if arguments.golden else []):

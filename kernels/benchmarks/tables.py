@@ -30,6 +30,9 @@ def print_speeds(title: str, rows: list[Row]) -> None:
     print(f"\n{title}")
     print(f"  {'':18}{'forward ms':>12}{'TFLOPS':>9}{'backward ms':>13}{'TFLOPS':>9}")
     for row in rows:
+        if "refused" in row:
+            print(f"  {row['name']:18}{'not here: ':>12}{row['refused']}")
+            continue
         ahead = f"{1e3 * row['forward_s']:12.3f}{row['forward_tflops']:9.3g}"
         back = f"{'forward only':>22}"
         if row["backward_s"] is not None:

@@ -14,6 +14,7 @@ import torch
 
 from attention_kernels import PROFILES, flash_attention, golden_attention
 from attention_kernels.api import MaskArguments
+from attention_kernels.peers import PeerStatus, peers
 from attention_kernels.testing import assert_within_budget
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"
@@ -92,11 +93,37 @@ def test_a_wrong_attention_is_never_timed(room, monkeypatch, wrong):
     module = types.SimpleNamespace(attend=attend)
     monkeypatch.setitem(sys.modules, "benchmarked", module)
     with pytest.raises(AssertionError, match=f"benchmarked:attend {wrong}: max error"):
-        room.gate.gate("cpu", ["benchmarked:attend"])
+        room.gate.gate("cpu", "benchmarked:attend")
 
 
-def test_right_attentions_pass_the_gate(room):
-    room.gate.gate("cpu", ["flash:fa2", "sdpa:flash", "flex"], forward_only=("flex",))
+def test_only_peers_that_run_and_are_right_are_timed(room, monkeypatch, capsys):
+    module = types.SimpleNamespace(attend=lambda q, k, v, *, causal, scale: q + k + v)
+    monkeypatch.setitem(sys.modules, "benchmarked", module)
+    wrong = PeerStatus("benchmarked:attend", "", True, "", True)
+    right = room.gate.right_peers("cpu", [*peers("cpu"), wrong])
+    assert [peer.name for peer in right] == ["sdpa:math", "sdpa:flash", "flex"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "flashinfer" in line and "left out: flashinfer is" in line]
+    assert "benchmarked:attend" in lines[-1]
+    assert "over the budget" in lines[-1]
+
+
+def test_a_peer_that_refuses_a_shape_says_why_and_the_others_go_on(room, monkeypatch, capsys):
+    def attend(q, k, v, *, causal, scale):
+        raise NotImplementedError("no kernel for head_dim 16; try 64")
+
+    monkeypatch.setitem(sys.modules, "benchmarked", types.SimpleNamespace(attend=attend))
+    rows, times = room.compare.compare_peers(
+        "cpu",
+        room.registry.square(1, 2, 32, 16),
+        causal=True,
+        own=["flash:fa2"],
+        others=[PeerStatus("benchmarked:attend", "", True, "", True)],
+        rounds=1,
+    )
+    assert list(times) == ["flash:fa2"]
+    assert rows[1]["refused"] == "no kernel for head_dim 16"
+    assert "not here: no kernel for head_dim 16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -129,6 +156,8 @@ def test_gpu_goals_are_judged_by_the_mean_over_lengths(room):
     found = room.gpu.speed_requirements(measured)
     assert [round(r.measured, 6) for r in found] == [round(2**0.5, 6), round(2 / 3, 6), 0.9]
     assert [r.met for r in found] == [True, False, True]
+    del measured[64, 512, True]["flash:fa2"]
+    assert not any(r.met for r in room.gpu.speed_requirements(measured))
     assert "sdpa:flash's, forward, head_dim 64 causal (worst length 0.50)" in found[0].claim
 
 
@@ -181,7 +210,7 @@ def test_what_cannot_be_measured_is_refused(room, capsys, words, expected):
     assert expected in capsys.readouterr().err
 
 
-def test_peers_table_and_costs_of_dials_come_out_on_the_cpu(room, monkeypatch, capsys):
+def test_peers_table_and_costs_of_dials_come_out_on_the_cpu(room, monkeypatch):
     shape = room.registry.square(1, 2, 32, 16)
     monkeypatch.setattr(room.cpu, "CPU_SHAPES", [shape])
     longer = room.registry.square(1, 2, 48, 16)
@@ -190,7 +219,8 @@ def test_peers_table_and_costs_of_dials_come_out_on_the_cpu(room, monkeypatch, c
     dials = {"exp exp2": {"exp": "exp2"}, "fp_fusion": {"fp_fusion": True}}
     monkeypatch.setattr(room.compare, "DIALS", dials)
     monkeypatch.setattr(room.compare, "DIAL_SHAPES", {"cpu": shape})
-    sections = room.cpu.sections(["sdpa:flash", "flex", "flash_attn2"])
+    others = [peer for peer in peers("cpu") if peer.name in ("sdpa:flash", "flex")]
+    sections = room.cpu.sections(others)
     rows, requirements = sections["peers"]()
     assert {row["name"] for row in rows} >= {"flash:fa2", "baseline:plain", "sdpa:flash", "flex"}
     assert [(r.limit, "causal" in r.claim) for r in requirements] == [
@@ -206,7 +236,6 @@ def test_peers_table_and_costs_of_dials_come_out_on_the_cpu(room, monkeypatch, c
     assert "fp_fusion" in costs[-1]["refused"]
     masks, _ = sections["masks"]()
     assert [row["name"] for row in masks] == list(room.registry.MASKS)
-    assert "not here: flash_attn is not installed" in capsys.readouterr().out
 
 
 def test_it_runs_from_a_plain_checkout_with_torch_alone(tmp_path):
