@@ -35,8 +35,9 @@ bench: $(INSTALLED)
 # Needs an NVIDIA GPU. With GPU_PYTHON=python3, a python that has torch, Triton and pytest already,
 # nothing is installed, and the demo runs only if that python has the other dependencies too.
 GPU_PYTHON ?= $(BIN)/python
+GPU_TESTS = $(shell grep -l 'mark.gpu' tests/kernels/*.py)
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
-	PYTHONPATH=kernels:. $(GPU_PYTHON) -m pytest -q -m gpu --confcutdir=tests/kernels tests/kernels/test_gpu.py tests/kernels/test_triton_rounding.py
+	PYTHONPATH=kernels:. $(GPU_PYTHON) -m pytest -q -m gpu --confcutdir=tests/kernels $(GPU_TESTS)
 	PYTHONPATH=kernels $(GPU_PYTHON) kernels/benchmarks/run.py --device cuda --json kernels/benchmarks/results/cuda.json
 	@if $(GPU_PYTHON) -c 'import lightning, wandb, datasets, jsonargparse' 2>/dev/null; \
 	then PYTHONPATH=kernels:. $(GPU_PYTHON) -m stability.cli.main run configs/quickstart.yaml --out runs/gpu; \

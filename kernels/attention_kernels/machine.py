@@ -132,8 +132,8 @@ def precision_switches() -> dict[str, str]:
     cuda = torch.backends.cuda.matmul
     mkldnn = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     return {
-        "cuda.matmul.fp32_precision": cuda.fp32_precision,
-        "mkldnn.matmul.fp32_precision": mkldnn.fp32_precision,
+        "cuda.matmul.fp32_precision": str(cuda.fp32_precision),
+        "mkldnn.matmul.fp32_precision": str(mkldnn.fp32_precision),
         "cuda.matmul.allow_bf16_reduced_precision_reduction": str(
             cuda.allow_bf16_reduced_precision_reduction
         ),

@@ -37,6 +37,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float) -> Tens
     # optional dependency: flex_attention loads Triton where there is one
     from torch.nn.attention.flex_attention import flex_attention
 
+    if (
+        not torch.is_grad_enabled()
+    ):  # on the CPU it refuses tensors that merely could have gradients
+        q, k, v = q.detach(), k.detach(), v.detach()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         out = flex_attention(q, k, v, **options)

@@ -40,6 +40,7 @@ class PeerStatus(NamedTuple):
     version: str
     available: bool
     reason: str
+    backward: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,8 @@ class Peer:
     attend: Callable[..., Tensor]
     status: Callable[[torch.device], tuple[str, bool, str]]
     takes: tuple[str, ...]
+    no_backward_on: tuple[str, ...] = ()
+    """Types of devices."""
 
 
 _EXPLICIT = ("causal", "window", "key_padding", "attn_mask", "alibi_slopes")
@@ -64,6 +67,7 @@ def _library(name: str) -> Peer:
         attend=peer_libraries.attend_flashinfer if name == "flashinfer" else call,
         status=partial(peer_libraries.status, name),
         takes=takes,
+        no_backward_on=("cpu", "cuda") if name == "flashinfer" else (),
     )
 
 
@@ -80,6 +84,7 @@ PEERS: dict[str, Peer] = {
         attend=peer_flex.attend,
         status=peer_flex.status,
         takes=(*_EXPLICIT, "softcap", "cu_seqlens_q", "cu_seqlens_k"),
+        no_backward_on=("cpu",),
     ),
     **{name: _library(name) for name in peer_libraries.LIBRARIES},
 }
@@ -88,7 +93,12 @@ PEERS: dict[str, Peer] = {
 def peers(device: torch.device | str) -> list[PeerStatus]:
     """Return each attention that is not ours, whether it runs on `device`, and if not, why."""
     device = torch.device(device)
-    return [PeerStatus(name, *peer.status(device)) for name, peer in PEERS.items()]
+    found = []
+    for name, peer in PEERS.items():
+        version, available, reason = peer.status(device)
+        backward = available and device.type not in peer.no_backward_on
+        found.append(PeerStatus(name, version, available, reason, backward))
+    return found
 
 
 def attention(

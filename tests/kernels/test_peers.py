@@ -312,6 +312,8 @@ def test_flex_has_no_gradients_on_the_cpu_and_says_so():
     q, k, v, _ = draw(SHAPES[0])
     with pytest.raises(ValueError, match=r"'flex'.* does not support backward on CPU"):
         attention(q.requires_grad_(), k, v, implementation="flex")
+    with torch.no_grad():
+        assert torch.isfinite(attention(q, k, v, implementation="flex")).all()
 
 
 @pytest.mark.parametrize(
@@ -428,6 +430,7 @@ def test_all_peers_are_listed_with_a_reason_where_they_do_not_run():
     assert found["sdpa:flash"].available
     assert found["sdpa:math"].version == torch.__version__
     assert "forward only" in found["flex"].reason
+    assert [name for name in found if found[name].backward] == ["sdpa:math", "sdpa:flash"]
     for status in found.values():
         assert status.available or status.reason
 

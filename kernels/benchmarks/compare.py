@@ -1,0 +1,127 @@
+"""The comparisons that both devices have: against peers, and dials and masks against the fast path.
+
+Each returns rows for the results file and prints them. Leaves out what a device must reach (`cpu`,
+`gpu`).
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from measure import Times, flops, take_turns
+from registry import DIAL_SHAPES, DIALS, MASKS, Inputs, draw, masked
+from tables import Row, print_costs, print_speeds
+
+from attention_kernels import PROFILES, attention, flash_attention
+from attention_kernels.peers import PeerStatus
+from attention_kernels.testing import Shape
+
+__all__ = ["compare_dials", "compare_masks", "compare_peers", "refusal"]
+
+QUADRATIC = ("sdpa:math", "baseline:plain")
+"""They hold the score matrix."""
+MAX_SCORES = {"cpu": 2**28, "cuda": 2**30}
+
+
+def compare_peers(
+    device: str,
+    shape: Shape,
+    *,
+    causal: bool,
+    own: list[str],
+    others: list[PeerStatus],
+    rounds: int,
+) -> tuple[list[Row], dict[str, Times]]:
+    """Time our own and the peers on one problem, side by side; those that refuse it say why."""
+    inputs = draw(shape, device, {"causal": causal})
+    scores = shape.batch * shape.heads * shape.query_len * shape.key_len
+    forward_only = tuple(peer.name for peer in others if not peer.backward)
+    calls, refused = {}, {}
+    torch.compiler.reset()  # or FlexAttention's ninth shape would be one too many
+    for name in (*own, *(peer.name for peer in others)):
+        if name in QUADRATIC and scores > MAX_SCORES[device]:
+            continue
+        call = partial(attention, implementation=name)
+        reason = refusal(call, inputs, backward=name not in forward_only)
+        if reason:
+            refused[name] = reason
+        else:
+            calls[name] = (call, inputs)
+    times = take_turns(calls, rounds=rounds, forward_only=forward_only)
+    return _speed_rows(shape, causal, times, refused), times
+
+
+def _speed_rows(
+    shape: Shape, causal: bool, times: dict[str, Times], refused: dict[str, str]
+) -> list[Row]:
+    count = flops(shape, causal=causal)
+    about = {"section": "peers", "case": str(shape), "causal": causal}
+    rows = []
+    for name, (forward, backward) in times.items():
+        row = about | {"name": name, "forward_s": forward, "backward_s": backward}
+        row["forward_tflops"] = count / forward / 1e12
+        row["backward_tflops"] = None if backward is None else 2.5 * count / backward / 1e12
+        rows.append(row)
+    rows += [about | {"name": name, "refused": reason} for name, reason in refused.items()]
+    print_speeds(f"{shape}  {'causal' if causal else 'full'}  BF16", rows)
+    return rows
+
+
+def refusal(call: Any, inputs: Inputs, *, backward: bool) -> str:
+    """Return why the call does not run on this device, forward and backward, or ""."""
+    leaves = (inputs.q, inputs.k, inputs.v)
+    try:
+        with torch.set_grad_enabled(backward):
+            out = call(*leaves, **inputs.mask)
+        if backward:
+            torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
+    except (ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
+        return str(error).partition("\n")[0].partition(";")[0] or type(error).__name__
+    return ""
+
+
+def compare_dials(device: str, rounds: int) -> list[Row]:
+    """Time each dial alone against the fast path, causal."""
+    shape = DIAL_SHAPES[device]
+    inputs = draw(shape, device, {"causal": True})
+    fast = PROFILES["fa2"]
+    calls, refused = {"fast path": (flash_attention, inputs)}, {}
+    for name, changes in DIALS.items():
+        call = partial(flash_attention, numerics=fast.with_(**changes))
+        reason = refusal(call, inputs, backward=True)
+        if reason:
+            refused[name] = reason
+        else:
+            calls[name] = (call, inputs)
+    times = take_turns(calls, rounds=rounds)
+    return _cost_rows("dials", f"dials of fa2 at {shape}, causal", shape, times, refused)
+
+
+def compare_masks(device: str, rounds: int) -> list[Row]:
+    """Time each kind of mask against attention without one."""
+    shape = DIAL_SHAPES[device]
+    drawn = {kind: masked(kind, shape, device) for kind in MASKS}
+    refused = {
+        kind: refusal(flash_attention, inputs, backward=True) for kind, inputs in drawn.items()
+    }
+    calls = {kind: (flash_attention, drawn[kind]) for kind in MASKS if not refused[kind]}
+    times = take_turns(calls, rounds=rounds)
+    why = {kind: reason for kind, reason in refused.items() if reason}
+    return _cost_rows("masks", f"masks of fa2 at {shape}", shape, times, why)
+
+
+def _cost_rows(
+    section: str, title: str, shape: Shape, times: dict[str, Times], refused: dict[str, str]
+) -> list[Row]:
+    fast = next(iter(times.values()))
+    rows = []
+    for name, found in times.items():
+        row: Row = {"section": section, "case": str(shape), "name": name}
+        row |= {"forward_s": found.forward, "backward_s": found.backward}
+        row["forward_cost"] = found.forward / fast.forward
+        row["backward_cost"] = (found.both - found.forward) / (fast.both - fast.forward)
+        rows.append(row)
+    for name, reason in refused.items():
+        rows.append({"section": section, "case": str(shape), "name": name, "refused": reason})
+    print_costs(title, rows)
+    return rows

@@ -1,0 +1,108 @@
+"""What is measured on a CPU, and what it must be: an honest subset that takes minutes.
+
+Required: the twin, `fa2`, forward plus backward, at most 1.0x `baseline_attention` at length 512
+and 0.6x at 4096; the twin's memory linear in length; golden at (4, 8, 8192, 128) in 5 minutes.
+"""
+
+from functools import partial
+
+import torch
+from compare import compare_dials, compare_masks, compare_peers
+from measure import golden_peak, seconds, take_turns, twin_growth
+from registry import CPU_SHAPES, LONG_SHAPE, SHORT_SHAPE, draw, square
+from tables import Requirement, Row
+
+from attention_kernels import flash_attention, golden_attention
+from attention_kernels.peers import PeerStatus
+
+__all__ = ["OWN", "run_golden", "sections"]
+
+OWN = ["flash:fa2", "flash:all_bf16", "baseline:plain"]
+LIMITS = {SHORT_SHAPE: 1.0, LONG_SHAPE: 0.6}
+ROUNDS = {SHORT_SHAPE: 7, LONG_SHAPE: 3}
+MAX_GROWTH = 2.5
+"""Of memory where length doubles: linear is 2, quadratic 4."""
+MAX_GOLDEN_BYTES = 2e9
+MAX_GOLDEN_SECONDS = 300.0
+MIN_INTERPRETER_OVER_TWIN = 20.0
+
+Result = tuple[list[Row], list[Requirement]]
+
+
+def sections(others: list[PeerStatus]) -> dict[str, object]:
+    """Return what can be run, by name."""
+    return {
+        "peers": partial(_peers, others),
+        "dials": lambda: (compare_dials("cpu", rounds=3), []),
+        "masks": lambda: (compare_masks("cpu", rounds=3), []),
+        "memory": _memory,
+        "interpreter": _interpreter,
+    }
+
+
+def _peers(others: list[PeerStatus]) -> Result:
+    rows, requirements = [], []
+    for shape in (*CPU_SHAPES, LONG_SHAPE):
+        for causal in (False, True):
+            only_required = shape == LONG_SHAPE
+            found, times = compare_peers(
+                "cpu",
+                shape,
+                causal=causal,
+                own=["flash:fa2", "baseline:plain"] if only_required else OWN,
+                others=_fused(others) if only_required else others,
+                rounds=ROUNDS.get(shape, 3),
+            )
+            rows += found
+            if shape in LIMITS:
+                ratio = times["flash:fa2"].both / times["baseline:plain"].both
+                claim = f"twin over baseline, forward + backward, {shape}"
+                claim += " causal" if causal else ""
+                requirements.append(Requirement(claim, ratio, LIMITS[shape]))
+    return rows, requirements
+
+
+def _fused(others: list[PeerStatus]) -> list[PeerStatus]:
+    return [peer for peer in others if peer.name not in ("sdpa:math", "flex")]
+
+
+def _memory() -> Result:
+    growth = {length: twin_growth(length) for length in (4096, 8192)}
+    rows: list[Row] = [
+        {"section": "memory", "name": "flash:fa2", "case": f"length {length}", "bytes": count}
+        for length, count in growth.items()
+    ]
+    peak = golden_peak(8192)
+    rows.append({"section": "memory", "name": "golden", "case": "b1-h8-q8192-d128", "bytes": peak})
+    print("\nmemory, forward + backward")
+    for row in rows:
+        print(f"  {row['name']:12}{row['case']:20}{row['bytes'] / 1e6:9.0f} MB")
+    ratio = growth[8192] / growth[4096]
+    return rows, [
+        Requirement("the twin's memory at length 8192 over 4096", ratio, MAX_GROWTH),
+        Requirement("bytes at golden's peak, length 8192", peak, MAX_GOLDEN_BYTES),
+    ]
+
+
+def _interpreter() -> Result:
+    inputs = draw(square(1, 4, 256, 64), "cpu")
+    engines = {name: partial(flash_attention, engine=name) for name in ("twin", "triton")}
+    times = take_turns({name: (call, inputs) for name, call in engines.items()}, rounds=1)
+    ratio = times["triton"].both / times["twin"].both
+    print(
+        f"\ninterpreted Triton at length 256: {times['triton'].both:.2f} s, {ratio:.0f}x the twin"
+    )
+    row: Row = {"section": "interpreter", "case": str(square(1, 4, 256, 64)), "over_twin": ratio}
+    claim = "interpreted Triton over the twin"
+    return [row], [Requirement(claim, ratio, MIN_INTERPRETER_OVER_TWIN, at_most=False)]
+
+
+def run_golden() -> Result:
+    """Time the golden's forward at (4, 8, 8192, 128); minutes."""
+    inputs = draw(square(4, 8, 8192, 128), "cpu")
+    with torch.no_grad():
+        took = seconds(lambda: golden_attention(inputs.q, inputs.k, inputs.v))
+    print(f"\ngolden forward at (4, 8, 8192, 128): {took:.0f} s")
+    row: Row = {"section": "golden", "case": str(square(4, 8, 8192, 128)), "forward_s": took}
+    claim = "seconds of golden's forward at (4, 8, 8192, 128)"
+    return [row], [Requirement(claim, took, MAX_GOLDEN_SECONDS)]
