@@ -31,11 +31,11 @@ class Masks(NamedTuple):
     """The tensors of a mask with their strides; None for those that are not there."""
 
     padding: Tensor | None
-    padding_strides: tuple[int, int, int, int]
+    padding_strides: tuple[int, ...]
     visible: Tensor | None
-    visible_strides: tuple[int, int, int, int]
+    visible_strides: tuple[int, ...]
     bias: Tensor | None
-    bias_strides: tuple[int, int, int, int]
+    bias_strides: tuple[int, ...]
     slopes: Tensor | None
     slopes_batch: int
     cu_q: Tensor | None

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from attention_kernels.masks import Mask
@@ -111,7 +110,7 @@ def constants_of(
         packed=mask.cu_seqlens_q is not None,
         group=q.shape[1] // k.shape[1],
         head_dim=head_dim,
-        block_d=max(16, triton.next_power_of_2(head_dim)),
+        block_d=max(16, 1 << (head_dim - 1).bit_length()),
         block_q=numerics.tiling.block_q,
         block_k=numerics.tiling.block_k,
     )

@@ -10,7 +10,7 @@ streams of its random bits.
 """
 
 # `N` is annotated as Triton wants it, which hides its fields from pyright.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -42,7 +42,7 @@ def _block_maximum(b_scores, N: tl.constexpr):
     """Return each row's maximum, moved by beta where it is repeated (`twin_softmax`)."""
     b_max = row_max(b_scores, 1)  # [BLOCK_Q]
     if N.beta > 1.0:
-        b_count = row_sum((b_scores == b_max[:, None]).to(tl.int32), 1)
+        b_count = row_sum(tl.where(b_scores == b_max[:, None], 1, 0), 1)
         b_moved = tl.where(b_max > 0.0, b_max, 0.0) * N.beta
         b_moved = tl.minimum(b_moved, b_max + _MAX_SHIFT)
         b_max = tl.where(b_count > 1, b_moved, b_max)

@@ -5,7 +5,7 @@ One program a query block of one head; splits are added in their order. Leaves o
 """
 
 # `N` is annotated as Triton wants it, which hides its fields from pyright.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

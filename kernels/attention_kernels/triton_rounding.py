@@ -12,6 +12,9 @@ and BF16 is an integer type to NumPy, so the sum is rounded on its bits, and no 
 narrowed.
 """
 
+# Constants are annotated as Triton wants them, which pyright takes for their type.
+# pyright: reportAssignmentType=false, reportArgumentType=false
+
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice

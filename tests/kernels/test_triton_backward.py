@@ -5,6 +5,7 @@ import torch
 
 from attention_kernels import PROFILES, triton_launch, twin_backward, twin_forward
 from attention_kernels.formats import FORMATS
+from attention_kernels.masks import Mask
 from attention_kernels.testing import Shape, make_qkv, nan_filled
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -46,7 +47,7 @@ def draw(shape, dtype=torch.float64, seed=0):
 
 def run(dout, q, k, v, profile="golden", causal=False, engine=triton_launch, **changes):
     """Gradients by name; out and lse are the twin's at the unchanged profile, in every call."""
-    options = {"causal": causal, "scale": q.shape[-1] ** -0.5}
+    options = {"mask": Mask(causal=causal), "scale": q.shape[-1] ** -0.5}
     numerics = PROFILES[profile].resolve(q.dtype)
     out, lse = twin_forward.forward(q, k, v, **options, numerics=numerics)
     numerics = numerics.with_(**changes)

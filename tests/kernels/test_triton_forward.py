@@ -11,6 +11,7 @@ import triton.language as tl
 
 from attention_kernels import PROFILES, triton_forward, triton_launch, twin_forward
 from attention_kernels.formats import FORMATS
+from attention_kernels.masks import Mask
 from attention_kernels.testing import Shape, make_qkv, nan_filled
 
 SHAPES = [
@@ -36,7 +37,8 @@ def draw(shape, dtype=torch.float64, seed=0):
 
 def run(q, k, v, profile="golden", causal=False, engine=triton_launch, **changes):
     numerics = PROFILES[profile].with_(**changes).resolve(q.dtype)
-    return engine.forward(q, k, v, causal=causal, scale=q.shape[-1] ** -0.5, numerics=numerics)
+    mask = Mask(causal=causal)
+    return engine.forward(q, k, v, mask=mask, scale=q.shape[-1] ** -0.5, numerics=numerics)
 
 
 def dense(q, k, v, causal):
@@ -162,10 +164,11 @@ def test_threads_may_attend_at_once():
 HASH = """
 import hashlib, torch
 from attention_kernels import PROFILES, triton_launch
+from attention_kernels.masks import Mask
 from attention_kernels.testing import Shape, make_qkv
 q, k, v = make_qkv(Shape(1, 2, 1, 65, 70, 40), torch.bfloat16, torch.Generator().manual_seed(0))
 out, lse = triton_launch.forward(
-    q, k, v, causal=True, scale=0.15, numerics=PROFILES["fa2"].resolve(torch.bfloat16)
+    q, k, v, mask=Mask(causal=True), scale=0.15, numerics=PROFILES["fa2"].resolve(q.dtype)
 )
 print(hashlib.sha256(out.numpy().tobytes() + lse.numpy().tobytes()).hexdigest())
 """
