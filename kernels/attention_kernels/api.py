@@ -17,7 +17,7 @@ from attention_kernels.mask_validation import check_mask, check_packable
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operators import attend_by_definition, flash_forward, reference_forward
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
-from attention_kernels.validation import check_engine, check_tensors
+from attention_kernels.validation import check_engine, check_numerics, check_tensors
 
 __all__ = [
     "MaskArguments",
@@ -128,6 +128,7 @@ def flash_attention(
     where = "flash_attention"
     check_tensors(where, q, k, v)
     check_mask(where, q, k, mask)
+    check_numerics(where, numerics, FlashNumerics, "PROFILES")
     packed = q.dim() == 3
     if packed:
         check_packable(where, numerics)
@@ -147,6 +148,7 @@ def baseline_attention(
     **mask: Unpack[MaskArguments],
 ) -> Tensor:
     """Attend with the whole score matrix in memory; arguments and result as `flash_attention`."""
+    check_numerics("baseline_attention", numerics, BaselineNumerics, "BASELINE_PROFILES")
     return _by_definition("baseline_attention", q, k, v, mask, "baseline", numerics)
 
 

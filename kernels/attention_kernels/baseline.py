@@ -198,8 +198,9 @@ def _operand(x_BHLD: Tensor, numerics: BaselineNumerics) -> _Scaled:
         return _Scaled(_RoundOperand.apply(x_BHLD, numerics.operands, math.inf), 1.0)
     largest = target.max_value
     peaks = x_BHLD.detach().abs().amax(dim=(-1, -2), keepdim=True)
-    needs = (peaks > 0) & (target.exponent_bits <= 5)
-    factor = torch.where(needs, peaks / largest, torch.ones_like(peaks))
+    factor = peaks / largest
+    needs = (factor > 0) & (target.exponent_bits <= 5)
+    factor = torch.where(needs, factor, 1.0)
     # The quotient of the largest can round to just beyond the largest value.
     return _Scaled(_RoundOperand.apply(x_BHLD / factor, numerics.operands, largest), factor)
 

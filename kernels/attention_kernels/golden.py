@@ -10,6 +10,7 @@ C query rows of a chunk, K keys that the chunk may see, D head_dim.
 """
 
 from bisect import bisect_right
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,36 +29,63 @@ CHUNK_BYTES = 48 * 2**20
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float) -> Tensor:
     """Return attention in FP64, `(batch, heads, query_len, head_dim)`; arguments as in `api`."""
     q, k, v = q.double(), k.double(), v.double()
+    sequences = list(mask.sequences(q.shape[2], k.shape[2]))
+    queries, keys = [s.queries for s in sequences], [s.keys for s in sequences]
+    pieces = zip(sequences, _rows(q, queries), _rows(k, keys), _rows(v, keys), strict=True)
     parts, stop = [], 0
-    for sequence in mask.sequences(q.shape[2], k.shape[2]):
-        at_q, at_k = sequence.queries, sequence.keys
-        parts.append(torch.zeros_like(q[:, :, stop : at_q.start]))
-        parts += _attend_sequence(
-            q[:, :, at_q.start : at_q.stop],
-            k[:, :, at_k.start : at_k.stop],
-            v[:, :, at_k.start : at_k.stop],
-            sequence,
-            scale,
-        )
-        stop = at_q.stop
+    for sequence, *qkv in pieces:
+        parts.append(torch.zeros_like(q[:, :, stop : sequence.queries.start]))
+        parts.append(_attend_sequence(*qkv, sequence=sequence, scale=scale))
+        stop = sequence.queries.stop
     parts.append(torch.zeros_like(q[:, :, stop:]))
     return torch.cat(parts, dim=2)
 
 
-def _attend_sequence(
-    q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float
-) -> list[Tensor]:
+def _rows(x: Tensor, ranges: list[range]) -> list[Tensor]:
+    """Return the rows of `x` in each of rising ranges; backward, one tensor takes all of them."""
+    sizes, stop = [], 0
+    for part in ranges:
+        sizes += [part.start - stop, len(part)]
+        stop = part.stop
+    return list(x.split([*sizes, x.shape[2] - stop], dim=2)[1::2])
+
+
+def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float) -> Tensor:
+    """Attend as many heads at a time as fit one chunk whole, at least those of one kv head.
+
+    Each time a chunk reads k and v, its backward writes gradients as large as those of all heads
+    that are attended together.
+    """
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    fit = CHUNK_BYTES // (8 * group * len(sequence.queries) * len(sequence.keys))
+    batches, heads = max(1, fit // kv_heads), min(kv_heads, max(1, fit))
+    outs = []
+    for i, of_batch in enumerate(zip(*(x.split(batches) for x in (q, k, v)), strict=True)):
+        sizes = (heads * group, heads, heads)
+        parts = zip(*(x.split(n, dim=1) for x, n in zip(of_batch, sizes, strict=True)), strict=True)
+        row = []
+        for j, (q_part, k_part, v_part) in enumerate(parts):
+            at_batch = slice(i * batches, (i + 1) * batches)
+            at_heads = slice(j * heads * group, (j + 1) * heads * group)
+            part = replace(sequence, mask=sequence.mask.part(at_batch, at_heads))
+            row.append(_attend_heads(q_part, k_part, v_part, part, scale))
+        outs.append(torch.cat(row, dim=1))
+    return torch.cat(outs)
+
+
+def _attend_heads(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float) -> Tensor:
     kv_heads, query_len, key_len = k.shape[1], q.shape[2], k.shape[2]
-    q_BGRQD = q.unflatten(1, (kv_heads, -1))
     budget = CHUNK_BYTES // (8 * q.shape[0] * q.shape[1])
-    chunks, start = [], 0
+    rows, start = [], 0
     while start < query_len:
-        rows = range(start, start + _chunk_rows(budget, start, sequence))
-        keys = sequence.mask.key_range(rows, query_len, key_len)
-        chunk = _checkpointed(q_BGRQD, k, v, rows, keys, sequence, scale)
-        chunks.append(chunk.flatten(1, 2))
-        start = rows.stop
-    return chunks
+        rows.append(range(start, start + _chunk_rows(budget, start, sequence)))
+        start = rows[-1].stop
+    chunks = []
+    for part, q_part in zip(rows, q.split([len(part) for part in rows], dim=2), strict=True):
+        q_BGRCD = q_part.unflatten(1, (kv_heads, -1))
+        keys = sequence.mask.key_range(part, query_len, key_len)
+        chunks.append(_checkpointed(q_BGRCD, k, v, part, keys, sequence, scale).flatten(1, 2))
+    return torch.cat(chunks, dim=2)
 
 
 def _chunk_rows(budget: int, start: int, sequence: Sequence) -> int:
@@ -72,7 +100,7 @@ def _chunk_rows(budget: int, start: int, sequence: Sequence) -> int:
 
 
 def _checkpointed(
-    q_BGRQD: Tensor,
+    q_BGRCD: Tensor,
     k_BGKD: Tensor,
     v_BGKD: Tensor,
     rows: range,
@@ -80,15 +108,15 @@ def _checkpointed(
     sequence: Sequence,
     scale: float,
 ) -> Tensor:
-    arguments = (q_BGRQD, k_BGKD, v_BGKD, rows, keys, sequence, scale)
-    needs_grad = any(x.requires_grad for x in (q_BGRQD, k_BGKD, v_BGKD))
+    arguments = (q_BGRCD, k_BGKD, v_BGKD, rows, keys, sequence, scale)
+    needs_grad = any(x.requires_grad for x in (q_BGRCD, k_BGKD, v_BGKD))
     if not (needs_grad and torch.is_grad_enabled()):
         return _attend_rows(*arguments)
     return checkpoint(_attend_rows, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _attend_rows(
-    q_BGRQD: Tensor,
+    q_BGRCD: Tensor,
     k_BGKD: Tensor,
     v_BGKD: Tensor,
     rows: range,
@@ -98,7 +126,6 @@ def _attend_rows(
 ) -> Tensor:
     mask, lengths = sequence.mask, (len(sequence.queries), len(sequence.keys))
     k_BGKD, v_BGKD = (x[:, :, keys.start : keys.stop] for x in (k_BGKD, v_BGKD))
-    q_BGRCD = q_BGRQD[..., rows.start : rows.stop, :]
     kv_heads = k_BGKD.shape[1]
     # Heads of a group are rows of one product, so that k and v are never repeated.
     q_BGMD = q_BGRCD.flatten(2, 3) * scale

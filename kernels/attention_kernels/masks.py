@@ -66,6 +66,17 @@ class Mask:
                 alone = replace(self, cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes)
                 yield Sequence(index, rows, columns, alone)
 
+    def part(self, batch: slice, heads: slice) -> "Mask":
+        """Return the mask of some of the batch, and of some query heads, alone."""
+        padding, slopes = self.key_padding, self.alibi_slopes
+        return replace(
+            self,
+            key_padding=None if padding is None else padding[batch],
+            visible=_part(self.visible, batch, heads),
+            bias=_part(self.bias, batch, heads),
+            alibi_slopes=_part(slopes, batch, heads),
+        )
+
     def key_range(self, rows: range, query_len: int, key_len: int) -> range:
         """Return the keys that positions allow to any of `rows`; tensors may hide more."""
         left, right = self.offsets()
@@ -141,6 +152,15 @@ def _ahead(rows: range, keys: range, offset: int, device: torch.device) -> Tenso
     row = torch.arange(rows.start, rows.stop, device=device)
     key = torch.arange(keys.start, keys.stop, device=device)
     return key - (row.unsqueeze(1) + offset)
+
+
+def _part(x: Tensor | None, batch: slice, heads: slice) -> Tensor | None:
+    """Return the part of a tensor that broadcasts to (B, H, ...); axes of length 1 stay."""
+    if x is None:
+        return None
+    if x.shape[0] != 1:
+        x = x[batch]
+    return x[:, heads] if x.shape[1] != 1 else x
 
 
 def _tile(x: Tensor, rows: range, keys: range) -> Tensor:

@@ -11,6 +11,7 @@ Shape suffixes: B batch, H heads, L rows, T blocks of rows, D head_dim, E head_d
 power of two.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.choices import input_format
-from attention_kernels.formats import FORMATS, format_named, round_to
+from attention_kernels.formats import FORMATS, Format, format_named, round_to
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.random_bits import bits_at
 
@@ -31,8 +32,8 @@ _SIGNS = 5
 class Operand(NamedTuple):
     """An operand: `values` on the grid of its format, and what they are to be multiplied by.
 
-    `values` `(B, H, L, D)` are in `Format.container`, or in the caller's dtype where rounding could
-    change nothing; `scales` is `(B, H, T)` in the work dtype, one for each block of rows, or None
+    `values` `(B, H, L, D)` are in `Format.container`, or the caller's own tensor where nothing is
+    to be done to it; `scales` is `(B, H, T)` in the work dtype, one for each block of rows, or None
     for 1.
     """
 
@@ -55,11 +56,12 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
     work = torch.promote_types(numerics.work_dtype(), x.dtype)
     values = x.to(torch.promote_types(work, torch.float32))
     if rotated:
-        values = _rotate(values, numerics.arithmetic.seed)
+        seed = numerics.arithmetic.seed
+        values = values @ _rotation(x.shape[-1], seed, values.dtype, values.device)
     scales = None
     if scaling.scaling != "none":
         rows = block if scaling.scaling == "per_block" else x.shape[2]
-        values, scales = _scaled(values, name, rows, target.max_value, numerics.work_dtype())
+        values, scales = _scaled(values, name, rows, target, numerics.work_dtype())
         if scaling.scaling == "per_tensor":
             scales = scales.expand(*scales.shape[:2], math.ceil(x.shape[2] / block))
     bits = _bits(values, name, numerics.arithmetic.seed) if rounding == "stochastic" else None
@@ -71,15 +73,18 @@ def rotate_back(dx: Tensor, numerics: FlashNumerics) -> Tensor:
     """Return the gradient of q or k, given that of the rotated one; both in the work dtype."""
     if not numerics.scaling.incoherent:
         return dx
-    matrix = _rotation(dx.shape[-1], numerics.arithmetic.seed, dx)
-    return dx @ matrix.T
+    return dx @ _rotation(dx.shape[-1], numerics.arithmetic.seed, dx.dtype, dx.device).T
 
 
 def _scaled(
-    values: Tensor, name: str, rows: int, largest: float, work: torch.dtype
+    values: Tensor, name: str, rows: int, target: Format, work: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return values / factor and the factors, one for each `rows` rows; 1 where all are zero."""
-    length = values.shape[2]
+    """Return values / factor and the factors, one for each `rows` rows.
+
+    A factor is 1 where it would be zero, and in a format of more than 5 exponent bits: that has
+    range enough, and products of its largest values would overflow.
+    """
+    length, largest = values.shape[2], target.max_value
     blocks = math.ceil(length / rows)
     padded = torch.nn.functional.pad(values, (0, 0, 0, blocks * rows - length))
     peaks_BHT = padded.unflatten(2, (blocks, rows)).abs().amax(dim=(-1, -2))
@@ -88,7 +93,9 @@ def _scaled(
             f"flash_attention: {name} must be finite when its scaling is per tensor or per block, "
             "got NaN or infinity; a factor cannot be taken from it"
         )
-    scales_BHT = torch.where(peaks_BHT > 0, peaks_BHT / largest, 1.0).to(work)
+    scales_BHT = (peaks_BHT / largest).to(work)
+    needs = (scales_BHT > 0) & (target.exponent_bits <= 5)
+    scales_BHT = torch.where(needs, scales_BHT, 1.0)
     by_row = scales_BHT.repeat_interleave(rows, dim=2)[:, :, :length, None]
     # The quotient of the largest can round to just beyond the largest value.
     return (values / by_row).clamp_(-largest, largest), scales_BHT
@@ -102,11 +109,8 @@ def _bits(values: Tensor, name: str, seed: int) -> Tensor:
     return bits_at(seed, _POINTS[name], head[:, :, None, None], rows[:, None], columns)
 
 
-def _rotate(x: Tensor, seed: int) -> Tensor:
-    return x @ _rotation(x.shape[-1], seed, x)
-
-
-def _rotation(head_dim: int, seed: int, like: Tensor) -> Tensor:
+@functools.lru_cache(maxsize=16)
+def _rotation(head_dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an orthogonal `(head_dim, head_dim)` matrix: random signs times Hadamard matrices.
 
     A head_dim that is no power of two is cut into powers of two, each rotated in itself.
@@ -118,7 +122,7 @@ def _rotation(head_dim: int, seed: int, like: Tensor) -> Tensor:
         blocks.append(_hadamard(size) / math.sqrt(size))
         left -= size
     matrix = signs.double()[:, None] * torch.block_diag(*blocks)
-    return matrix.to(like)
+    return matrix.to(device, dtype)
 
 
 def _hadamard(size: int) -> Tensor:

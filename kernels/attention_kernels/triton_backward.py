@@ -5,36 +5,54 @@
 FlashAttention-2 (arXiv 2307.08691, algorithm 2), which does both in one kernel and adds dQ by
 atomics. Executes `FlashNumerics.backward` and the forward's points that recur. Leaves out the
 launch (`triton_launch`) and what a rounding is (`triton_rounding`). Strides are tuples
-(batch, head, row, dim).
+(batch, head, row, dim); the other arguments are those of `forward_kernel`. Numbers at `rounded` are
+the streams of its random bits.
 """
+
+# `N` is annotated as Triton wants it, which hides its fields from pyright.
+# pyright: reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl
 
-from attention_kernels.triton_rounding import dot, operand, round_to, to_work
+from attention_kernels.triton_rounding import contain, dot, exponential, to_work
 from attention_kernels.triton_tiles import (
     at_head,
     at_row,
-    batch_and_head,
+    bounds,
     finite_or_zero,
-    first_row,
-    key_stops,
+    key_span,
+    load_factor,
     load_rows,
-    mask_scores,
+    place,
+    rounded,
+    row_span,
     row_sum,
-    scores,
     store_rows,
+    tile_scores,
 )
 
 
 @triton.jit
-def _probabilities(b_scores, b_lse, STATISTICS: tl.constexpr):
-    return round_to(tl.exp(b_scores - finite_or_zero(b_lse)), STATISTICS)
+def _probabilities(b_scores, b_lse, n, o_q, o_k, N: tl.constexpr):
+    b_p = exponential(b_scores - finite_or_zero(b_lse), N.exp)
+    return rounded(b_p, N.statistics, N, 36, 0, n, o_q, o_k)
 
 
 @triton.jit
-def _score_gradient(b_p, b_dp, b_delta, DP: tl.constexpr, DS: tl.constexpr, WORK: tl.constexpr):
-    return operand(b_p * (round_to(b_dp, DP) - b_delta), DS, WORK)
+def _score_gradient(b_p, b_dp, b_delta, b_tanh, factor, n, o_q, o_k, N: tl.constexpr):
+    """Return R_ds(P (dP - delta)), times the slope of the softcap, as an operand."""
+    if N.scaled:
+        b_dp = b_dp * factor
+    b_ds = (rounded(b_dp, N.dp, N, 28, 0, n, o_q, o_k) - b_delta) * b_p
+    if N.softcap > 0.0:
+        b_ds = b_ds * (1.0 - b_tanh * b_tanh)
+    return contain(rounded(b_ds, N.ds, N, 29, 0, n, o_q, o_k), N.ds, N.work)
+
+
+@triton.jit
+def _times(b_product, factor, N: tl.constexpr):
+    return b_product * factor if N.scaled else b_product
 
 
 @triton.jit
@@ -53,64 +71,125 @@ def dq_kernel(
     out_strides,
     dout_strides,
     dq_strides,
+    factors,
+    masks,
     heads,
-    query_len,
-    key_len,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WORK: tl.constexpr,
-    OPERANDS: tl.constexpr,
-    SCORES: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    DELTA: tl.constexpr,
-    DP: tl.constexpr,
-    DS: tl.constexpr,
-    DQ_ACCUMULATOR: tl.constexpr,
-    GRADIENTS: tl.constexpr,
+    max_query_len,
+    query_rows,
+    key_rows,
+    N: tl.constexpr,
 ):
-    """Write dQ and delta of BLOCK_Q rows of one query head."""
-    o_start = first_row(query_len, BLOCK_Q)
-    o_batch, o_head = batch_and_head(query_len, heads, BLOCK_Q)
-    o_q = o_start + tl.arange(0, BLOCK_Q)
+    """Write dQ and delta of block_q rows of one query head."""
+    o_start, o_head, o_batch = place(max_query_len, heads, N.block_q)
+    q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
+    k_first, key_len = bounds(masks.cu_k, o_batch, key_rows, N)
+    n, o_kv_head = o_batch * heads + o_head, o_head // N.group
+    o_q, o_dim = o_start + tl.arange(0, N.block_q), tl.arange(0, N.block_d)
     m_q = o_q < query_len
-    p_k = at_head(p_k, k_strides, o_batch, o_head // GROUP)
-    p_v = at_head(p_v, v_strides, o_batch, o_head // GROUP)
-    p_q = at_head(p_q, q_strides, o_batch, o_head)
-    p_dout = at_head(p_dout, dout_strides, o_batch, o_head)
-    p_out = at_head(p_out, out_strides, o_batch, o_head)
-    b_q = load_rows(p_q, q_strides, o_q, query_len, HEAD_DIM, BLOCK_D, True)
-    b_q = operand(b_q, OPERANDS, WORK)
-    b_do = load_rows(p_dout, dout_strides, o_q, query_len, HEAD_DIM, BLOCK_D, True)
-    b_do = operand(b_do, OPERANDS, WORK)
-    b_out = load_rows(p_out, out_strides, o_q, query_len, HEAD_DIM, BLOCK_D, True)
-    b_delta = round_to(row_sum(to_work(b_do, WORK) * b_out, 1), DELTA)  # [BLOCK_Q]
-    p_delta = at_row(p_delta, o_batch, o_head, heads, query_len)
+    q_blocks = (query_len + N.block_q - 1) // N.block_q
+    k_blocks = (key_len + N.block_k - 1) // N.block_k
+    p_k = at_head(p_k, k_strides, o_batch, o_kv_head, k_first, N)
+    p_v = at_head(p_v, v_strides, o_batch, o_kv_head, k_first, N)
+    p_q = at_head(p_q, q_strides, o_batch, o_head, q_first, N)
+    p_dout = at_head(p_dout, dout_strides, o_batch, o_head, q_first, N)
+    p_out = at_head(p_out, out_strides, o_batch, o_head, q_first, N)
+    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True)
+    b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True)
+    b_out = load_rows(p_out, out_strides, o_q, query_len, N, True)
+    block = o_start // N.block_q
+    q_factor = load_factor(factors.q, o_batch, o_head, heads, q_blocks, block, N)
+    do_factor = load_factor(factors.dout, o_batch, o_head, heads, q_blocks, block, N)
+    b_delta = row_sum(_times(to_work(b_do, N.work), do_factor, N) * to_work(b_out, N.work), 1)
+    b_delta = rounded(b_delta, N.delta, N, 27, 0, n, o_q, 0)  # [BLOCK_Q]
+    p_delta = at_row(p_delta, o_batch, o_head, heads, query_rows, q_first, N)
     tl.store(p_delta + o_q, b_delta, mask=m_q)
-    p_lse = at_row(p_lse, o_batch, o_head, heads, query_len)
+    p_lse = at_row(p_lse, o_batch, o_head, heads, query_rows, q_first, N)
     b_lse = tl.load(p_lse + o_q, mask=m_q, other=0.0)
 
-    b_dq = tl.full((BLOCK_Q, BLOCK_D), 0.0, WORK)
-    _, stop = key_stops(o_start, query_len, key_len, CAUSAL, BLOCK_Q, BLOCK_K)
-    for k_start in range(0, stop, BLOCK_K):
-        o_k = k_start + tl.arange(0, BLOCK_K)
-        b_k = load_rows(p_k, k_strides, o_k, key_len, HEAD_DIM, BLOCK_D, True)
-        b_v = load_rows(p_v, v_strides, o_k, key_len, HEAD_DIM, BLOCK_D, True)
-        b_k = operand(b_k, OPERANDS, WORK)
-        b_v = operand(b_v, OPERANDS, WORK)
-        b_s = scores(b_q, b_k, SCALE, SCORES, WORK)  # [BLOCK_Q, BLOCK_K]
-        b_s = mask_scores(b_s, o_q[:, None], o_k[None, :], query_len, key_len, CAUSAL)
-        b_p = _probabilities(b_s, b_lse[:, None], STATISTICS)
-        b_dp = dot(b_do, tl.trans(b_v), WORK)
-        b_ds = _score_gradient(b_p, b_dp, b_delta[:, None], DP, DS, WORK)
-        b_dq = round_to(b_dq + dot(b_ds, b_k, WORK), DQ_ACCUMULATOR)
+    b_dq = tl.full((N.block_q, N.block_d), 0.0, N.work)
+    first, stop = key_span(o_start, query_len, key_len, N)
+    last = (stop + N.block_k - 1) // N.block_k * N.block_k - N.block_k
+    for at in range(first, stop, N.block_k):
+        k_start = first + last - at if N.reversed else at
+        o_k = k_start + tl.arange(0, N.block_k)
+        b_k = load_rows(p_k, k_strides, o_k, key_len, N, True)
+        b_v = load_rows(p_v, v_strides, o_k, key_len, N, True)
+        block = k_start // N.block_k
+        k_factor = load_factor(factors.k, o_batch, o_kv_head, heads // N.group, k_blocks, block, N)
+        v_factor = load_factor(factors.v, o_batch, o_kv_head, heads // N.group, k_blocks, block, N)
+        o_row, o_col = o_q[:, None], o_k[None, :]
+        b_scores, b_tanh = tile_scores(
+            b_q, b_k, q_factor * k_factor, masks, o_batch, o_head, o_row, o_col,
+            query_len, key_len, n, N, True,
+        )  # [BLOCK_Q, BLOCK_K]  # fmt: skip
+        b_p = _probabilities(b_scores, b_lse[:, None], n, o_row, o_col, N)
+        b_dp = dot(b_do, tl.trans(b_v), N.work, N.dot)
+        b_ds = _score_gradient(
+            b_p, b_dp, b_delta[:, None], b_tanh, do_factor * v_factor, n, o_row, o_col, N
+        )
+        b_dq += _times(dot(b_ds, b_k, N.work, N.dot), k_factor, N)
+        b_dq = rounded(b_dq, N.dq_accumulator, N, 30, k_start, n, o_row, o_dim[None, :])
 
-    p_dq = at_head(p_dq, dq_strides, o_batch, o_head)
-    store_rows(p_dq, dq_strides, o_q, query_len, round_to(b_dq * SCALE, GRADIENTS), HEAD_DIM)
+    p_dq = at_head(p_dq, dq_strides, o_batch, o_head, q_first, N)
+    b_dq = rounded(b_dq * N.scale, N.gradients, N, 33, 0, n, o_q[:, None], o_dim[None, :])
+    store_rows(p_dq, dq_strides, o_q, query_len, b_dq, N)
+
+
+@triton.jit
+def _add_query_block(
+    b_dk,
+    b_dv,
+    b_k,
+    b_v,
+    k_factor,
+    v_factor,
+    p_q,
+    p_dout,
+    p_lse,
+    p_delta,
+    q_strides,
+    dout_strides,
+    factors,
+    masks,
+    o_batch,
+    o_head,
+    heads,
+    q_start,
+    o_k,
+    query_len,
+    key_len,
+    N: tl.constexpr,
+):
+    """Return dK and dV of a key block with what one query block of one head adds to them."""
+    n, o_dim = o_batch * heads + o_head, tl.arange(0, N.block_d)
+    o_q = q_start + tl.arange(0, N.block_q)
+    m_q = o_q < query_len
+    o_row, o_col = o_q[None, :], o_k[:, None]
+    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True)
+    b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True)
+    blocks, block = (query_len + N.block_q - 1) // N.block_q, q_start // N.block_q
+    q_factor = load_factor(factors.q, o_batch, o_head, heads, blocks, block, N)
+    do_factor = load_factor(factors.dout, o_batch, o_head, heads, blocks, block, N)
+    b_lse = tl.load(p_lse + o_q, mask=m_q, other=float("inf"))
+    b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0)
+    b_scores, b_tanh = tile_scores(
+        b_k, b_q, q_factor * k_factor, masks, o_batch, o_head, o_row, o_col,
+        query_len, key_len, n, N, True,
+    )  # [BLOCK_K, BLOCK_Q]  # fmt: skip
+    b_p = _probabilities(b_scores, b_lse[None, :], n, o_row, o_col, N)
+    b_dp = dot(b_v, tl.trans(b_do), N.work, N.dot)
+    b_ds = _score_gradient(
+        b_p, b_dp, b_delta[None, :], b_tanh, do_factor * v_factor, n, o_row, o_col, N
+    )
+    if N.p_scale > 1.0:
+        b_p = b_p * N.p_scale
+    b_p = rounded(b_p, N.probabilities, N, 37, 0, n, o_row, o_col)
+    b_pdo = dot(contain(b_p, N.probabilities, N.work), b_do, N.work, N.dot)
+    b_dv += _times(b_pdo, do_factor / N.p_scale, N)
+    b_dv = rounded(b_dv, N.dkv_accumulator, N, 32, q_start, n, o_col, o_dim[None, :])
+    b_dk += _times(dot(b_ds, b_q, N.work, N.dot), q_factor, N)
+    b_dk = rounded(b_dk, N.dkv_accumulator, N, 31, q_start, n, o_col, o_dim[None, :])
+    return b_dk, b_dv
 
 
 @triton.jit
@@ -128,72 +207,54 @@ def dkv_kernel(
     v_strides,
     dout_strides,
     dkv_strides,
+    factors,
+    masks,
     heads,
-    query_len,
-    key_len,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WORK: tl.constexpr,
-    OPERANDS: tl.constexpr,
-    SCORES: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    PROBABILITIES: tl.constexpr,
-    DP: tl.constexpr,
-    DS: tl.constexpr,
-    DKV_ACCUMULATOR: tl.constexpr,
-    GRADIENTS: tl.constexpr,
+    max_key_len,
+    query_rows,
+    key_rows,
+    N: tl.constexpr,
 ):
-    """Write dK and dV of BLOCK_K rows of one kv head; score blocks are [BLOCK_K, BLOCK_Q]."""
-    o_start = first_row(key_len, BLOCK_K)
-    o_batch, o_kv_head = batch_and_head(key_len, heads // GROUP, BLOCK_K)
-    o_k = o_start + tl.arange(0, BLOCK_K)
-    p_k = at_head(p_k, k_strides, o_batch, o_kv_head)
-    p_v = at_head(p_v, v_strides, o_batch, o_kv_head)
-    b_k = load_rows(p_k, k_strides, o_k, key_len, HEAD_DIM, BLOCK_D, True)
-    b_k = operand(b_k, OPERANDS, WORK)
-    b_v = load_rows(p_v, v_strides, o_k, key_len, HEAD_DIM, BLOCK_D, True)
-    b_v = operand(b_v, OPERANDS, WORK)
+    """Write dK and dV of block_k rows of one kv head; score blocks are [BLOCK_K, BLOCK_Q]."""
+    kv_heads = heads // N.group
+    o_start, o_kv_head, o_batch = place(max_key_len, kv_heads, N.block_k)
+    q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
+    k_first, key_len = bounds(masks.cu_k, o_batch, key_rows, N)
+    o_k, o_dim = o_start + tl.arange(0, N.block_k), tl.arange(0, N.block_d)
+    k_blocks = (key_len + N.block_k - 1) // N.block_k
+    p_k = at_head(p_k, k_strides, o_batch, o_kv_head, k_first, N)
+    p_v = at_head(p_v, v_strides, o_batch, o_kv_head, k_first, N)
+    b_k = load_rows(p_k, k_strides, o_k, key_len, N, True)
+    b_v = load_rows(p_v, v_strides, o_k, key_len, N, True)
+    block = o_start // N.block_k
+    k_factor = load_factor(factors.k, o_batch, o_kv_head, kv_heads, k_blocks, block, N)
+    v_factor = load_factor(factors.v, o_batch, o_kv_head, kv_heads, k_blocks, block, N)
 
-    first = 0
-    if CAUSAL:
-        first = tl.maximum(o_start - (key_len - query_len), 0) // BLOCK_Q * BLOCK_Q
-    b_dk_group = tl.full((BLOCK_K, BLOCK_D), 0.0, WORK)
-    b_dv_group = tl.full((BLOCK_K, BLOCK_D), 0.0, WORK)
-    for member in range(0, GROUP):
-        o_head = o_kv_head * GROUP + member
-        p_q_head = at_head(p_q, q_strides, o_batch, o_head)
-        p_do_head = at_head(p_dout, dout_strides, o_batch, o_head)
-        p_lse_head = at_row(p_lse, o_batch, o_head, heads, query_len)
-        p_delta_head = at_row(p_delta, o_batch, o_head, heads, query_len)
-        b_dk = tl.full((BLOCK_K, BLOCK_D), 0.0, WORK)
-        b_dv = tl.full((BLOCK_K, BLOCK_D), 0.0, WORK)
-        for q_start in range(first, query_len, BLOCK_Q):
-            o_q = q_start + tl.arange(0, BLOCK_Q)
-            m_q = o_q < query_len
-            b_q = load_rows(p_q_head, q_strides, o_q, query_len, HEAD_DIM, BLOCK_D, True)
-            b_q = operand(b_q, OPERANDS, WORK)
-            b_do = load_rows(p_do_head, dout_strides, o_q, query_len, HEAD_DIM, BLOCK_D, True)
-            b_do = operand(b_do, OPERANDS, WORK)
-            b_lse = tl.load(p_lse_head + o_q, mask=m_q, other=float("inf"))
-            b_delta = tl.load(p_delta_head + o_q, mask=m_q, other=0.0)
-            b_s = scores(b_k, b_q, SCALE, SCORES, WORK)  # [BLOCK_K, BLOCK_Q]
-            b_s = mask_scores(b_s, o_q[None, :], o_k[:, None], query_len, key_len, CAUSAL)
-            b_p = _probabilities(b_s, b_lse[None, :], STATISTICS)
-            b_dv_block = dot(operand(b_p, PROBABILITIES, WORK), b_do, WORK)
-            b_dv = round_to(b_dv + b_dv_block, DKV_ACCUMULATOR)
-            b_dp = dot(b_v, tl.trans(b_do), WORK)
-            b_ds = _score_gradient(b_p, b_dp, b_delta[None, :], DP, DS, WORK)
-            b_dk = round_to(b_dk + dot(b_ds, b_q, WORK), DKV_ACCUMULATOR)
+    first, stop = row_span(o_start, query_len, key_len, N)
+    b_dk_group = tl.full((N.block_k, N.block_d), 0.0, N.work)
+    b_dv_group = tl.full((N.block_k, N.block_d), 0.0, N.work)
+    for member in range(0, N.group):
+        o_head = o_kv_head * N.group + member
+        p_q_head = at_head(p_q, q_strides, o_batch, o_head, q_first, N)
+        p_do_head = at_head(p_dout, dout_strides, o_batch, o_head, q_first, N)
+        p_lse_head = at_row(p_lse, o_batch, o_head, heads, query_rows, q_first, N)
+        p_delta_head = at_row(p_delta, o_batch, o_head, heads, query_rows, q_first, N)
+        b_dk = tl.full((N.block_k, N.block_d), 0.0, N.work)
+        b_dv = tl.full((N.block_k, N.block_d), 0.0, N.work)
+        for q_start in range(first, stop, N.block_q):
+            b_dk, b_dv = _add_query_block(
+                b_dk, b_dv, b_k, b_v, k_factor, v_factor, p_q_head, p_do_head, p_lse_head,
+                p_delta_head, q_strides, dout_strides, factors, masks, o_batch, o_head, heads,
+                q_start, o_k, query_len, key_len, N,
+            )  # fmt: skip
         b_dk_group += b_dk
         b_dv_group += b_dv
 
-    p_dk = at_head(p_dk, dkv_strides, o_batch, o_kv_head)
-    p_dv = at_head(p_dv, dkv_strides, o_batch, o_kv_head)
-    b_dk_group = round_to(b_dk_group * SCALE, GRADIENTS)
-    store_rows(p_dk, dkv_strides, o_k, key_len, b_dk_group, HEAD_DIM)
-    store_rows(p_dv, dkv_strides, o_k, key_len, round_to(b_dv_group, GRADIENTS), HEAD_DIM)
+    n = o_batch * kv_heads + o_kv_head
+    o_row = o_k[:, None]
+    p_dk = at_head(p_dk, dkv_strides, o_batch, o_kv_head, k_first, N)
+    p_dv = at_head(p_dv, dkv_strides, o_batch, o_kv_head, k_first, N)
+    b_dk_group = rounded(b_dk_group * N.scale, N.gradients, N, 34, 0, n, o_row, o_dim[None, :])
+    store_rows(p_dk, dkv_strides, o_k, key_len, b_dk_group, N)
+    b_dv_group = rounded(b_dv_group, N.gradients, N, 35, 0, n, o_row, o_dim[None, :])
+    store_rows(p_dv, dkv_strides, o_k, key_len, b_dv_group, N)

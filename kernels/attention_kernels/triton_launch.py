@@ -2,63 +2,76 @@
 
 The device of q decides, no environment variable does. Owns launch geometry that does not decide
 bits (pipeline stages); block_q and block_k do decide them and come from the numerics. Leaves out
-autograd (`autograd`), checks of the arguments (`validation`) and autotuning: a block size that
-timing chose would change the numbers from machine to machine.
-
-The interpreter is Triton's own, used without TRITON_INTERPRET: that variable acts on the whole
-process when it imports Triton, and torch or a user may have done so long before. Four traps:
-a jitted function refuses to be called from Python, so each kernel runs in a copy of its module's
-namespace in which the functions it calls are interpreted too; BF16 is uint16 to NumPy (casts
-truncate, subnormals widen wrongly, `tl.dot` multiplies the raw integers), so 16-bit tensors are
-widened before; while it runs, `triton.language` is patched, so only one thread may; and NumPy
-warns about -inf - -inf and casts to infinity, which are ordinary here.
+autograd (`operators`), checks of the arguments (`validation`), the interpreter (`triton_interpret`)
+and autotuning: a block size that timing chose would change the numbers from machine to machine.
 """
 
-import functools
-import threading
-import types
-import warnings
 from typing import Any
 
-import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction, KernelInterface
+from triton.runtime.jit import JITFunction
 
+from attention_kernels.formats import round_to
+from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
+from attention_kernels.operands import Operand, prepare, rotate_back
+from attention_kernels.random_bits import bits_at
+from attention_kernels.triton_arguments import factors_of, kernel_inputs, lengths_of, masks_of
 from attention_kernels.triton_backward import dkv_kernel, dq_kernel
+from attention_kernels.triton_constants import Constants, constants_of
 from attention_kernels.triton_forward import forward_kernel
+from attention_kernels.triton_interpret import interpret
+from attention_kernels.triton_merge import merge_kernel
 
-__all__ = ["backward", "compile_options", "forward", "interpreted", "kernel_constants"]
-
-_interpreter_lock = threading.Lock()
+__all__ = ["backward", "compile_options", "forward"]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, numerics: FlashNumerics
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, numerics: FlashNumerics
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` in the work dtype, rounded at `output` and `lse`.
 
     q `(batch, heads, query_len, head_dim)`, k and v `(batch, kv_heads, key_len, head_dim)`, any
     strides, unrounded; `numerics` resolved. ValueError if the blocks do not fit the GPU.
     """
-    work = numerics.work_dtype()
-    q, k, v = _kernel_inputs(work, q, k, v)
-    out = torch.empty(q.shape, dtype=work, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=work, device=q.device)
-    strides = (q.stride(), k.stride(), v.stride(), out.stride())
-    points = ("operands", "scores", "statistics", "probabilities", "accumulator", "output", "lse")
+    work, tiling = numerics.work_dtype(), numerics.tiling
+    constants = constants_of(q, k, mask, scale, numerics)
+    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k)
+    heads, query_rows, key_rows = q.shape[1], q.shape[2], k.shape[2]
+    operands = [
+        prepare(x, name, numerics, block)
+        for x, name, block in (
+            (q, "q", tiling.block_q),
+            (k, "k", tiling.block_k),
+            (v, "v", tiling.block_k),
+        )
+    ]
+    q_, k_, v_ = kernel_inputs(work, *(operand.values for operand in operands))
+    factors = factors_of(operands)
+    # Rows of packed tensors that are in no sequence are nobody's program to write.
+    make = torch.zeros if constants.packed else torch.empty
+    parts = tiling.splits * q.shape[0]
+    out = make((parts, *q.shape[1:]), dtype=work, device=q.device)
+    lse = torch.full((parts, *q.shape[1:3]), -torch.inf, dtype=work, device=q.device)
+    strides = (q_.stride(), k_.stride(), v_.stride(), out.stride())
+    blocks = _blocks(lengths.query, tiling.block_q) * heads * lengths.batches
+    counts = (lengths.batches, heads, lengths.query, query_rows)
     _launch(
         forward_kernel,
-        _blocks(q, numerics.tiling.block_q),
-        (q, k, v, out, lse, *strides, q.shape[1], q.shape[2], k.shape[2]),
-        kernel_constants(q, k, causal, scale, numerics, points),
+        blocks * tiling.splits,
+        (q_, k_, v_, out, lse, *strides, factors, masks, *counts, key_rows),
+        constants,
+        numerics.arithmetic.fp_fusion,
     )
-    return out, lse
+    if tiling.splits == 1:
+        return out, lse
+    merged = make(q.shape, dtype=work, device=q.device)
+    merged_lse = torch.full_like(lse[: q.shape[0]], -torch.inf)
+    arguments = (out, lse, merged, merged_lse, out.stride(), merged.stride(), masks, *counts)
+    _launch(merge_kernel, blocks, arguments, constants, numerics.arithmetic.fp_fusion)
+    return merged, merged_lse
 
 
 def backward(
@@ -69,7 +82,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     *,
-    causal: bool,
+    mask: Mask,
     scale: float,
     numerics: FlashNumerics,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,163 +90,142 @@ def backward(
 
     `out` and `lse` are `forward`'s, `dout` is shaped like out; the rest as in `forward`.
     """
-    work = numerics.work_dtype()
-    dout, q, k, v = _kernel_inputs(work, dout, q, k, v)
-    lse = lse.contiguous()
+    work, tiling = numerics.work_dtype(), numerics.tiling
+    constants = constants_of(q, k, mask, scale, numerics)
+    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k)
+    heads, kv_heads, query_rows, key_rows = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    rows_of = {
+        "q": tiling.block_q,
+        "dout": tiling.block_q,
+        "k": tiling.block_k,
+        "v": tiling.block_k,
+    }
+    operands: dict[str, Operand] = {
+        name: prepare(x, name, numerics, rows_of[name])
+        for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout))
+    }
+    q_, k_, v_, dout_ = kernel_inputs(work, *(operand.values for operand in operands.values()))
+    factors = factors_of(list(operands.values()))
+    lse, out = lse.contiguous(), out.detach()
     delta = torch.empty_like(lse)
-    dq = torch.empty(q.shape, dtype=work, device=q.device)
-    dk = torch.empty(k.shape, dtype=work, device=q.device)
-    dv = torch.empty(k.shape, dtype=work, device=q.device)
-    strides = (q.stride(), k.stride(), v.stride())
-    dq_strides = (*strides, out.stride(), dout.stride(), dq.stride())
-    dkv_strides = (*strides, dout.stride(), dk.stride())
-    lengths = (q.shape[1], q.shape[2], k.shape[2])
-    points = ("operands", "scores", "statistics", "dp", "ds", "gradients")
+    make = torch.zeros if constants.packed else torch.empty
+    dq, dk, dv = (make(x.shape, dtype=work, device=q.device) for x in (q, k, v))
+    strides = (q_.stride(), k_.stride(), v_.stride())
     _launch(
         dq_kernel,
-        _blocks(q, numerics.tiling.block_q),
-        (q, k, v, out, dout, lse, delta, dq, *dq_strides, *lengths),
-        kernel_constants(q, k, causal, scale, numerics, (*points, "delta", "dq_accumulator")),
+        _blocks(lengths.query, tiling.block_q) * heads * lengths.batches,
+        (
+            *(q_, k_, v_, out, dout_, lse, delta, dq),
+            *(*strides, out.stride(), dout_.stride(), dq.stride(), factors, masks),
+            *(heads, lengths.query, query_rows, key_rows),
+        ),
+        constants,
+        numerics.arithmetic.fp_fusion,
     )
     _launch(
         dkv_kernel,
-        _blocks(k, numerics.tiling.block_k),
-        (q, k, v, dout, lse, delta, dk, dv, *dkv_strides, *lengths),
-        kernel_constants(
-            q, k, causal, scale, numerics, (*points, "probabilities", "dkv_accumulator")
+        _blocks(lengths.key, tiling.block_k) * kv_heads * lengths.batches,
+        (
+            *(q_, k_, v_, dout_, lse, delta, dk, dv),
+            *(*strides, dout_.stride(), dk.stride(), factors, masks),
+            *(heads, lengths.key, query_rows, key_rows),
         ),
+        constants,
+        numerics.arithmetic.fp_fusion,
     )
+    if not numerics.scaling.incoherent:
+        return dq, dk, dv
+    rotated = {"dq": rotate_back(dq, numerics), "dk": rotate_back(dk, numerics), "dv": dv}
+    dq, dk, dv = (_round_gradient(x, name, mask, (q, k), numerics) for name, x in rotated.items())
     return dq, dk, dv
 
 
-@functools.cache
-def interpreted(kernel: KernelInterface) -> InterpretedFunction:
-    """Return the same kernel for Triton's interpreter, and with it every function it calls."""
-    return InterpretedFunction(_in_interpreted_namespace(kernel, {}))
+def _round_gradient(
+    x: Tensor, name: str, mask: Mask, of: tuple[Tensor, Tensor], numerics: FlashNumerics
+) -> Tensor:
+    """Round a gradient as the kernels would, had they the rotated one; rows are a sequence's."""
+    format, arithmetic = numerics.backward.gradients, numerics.arithmetic
+    if arithmetic.rounding != "stochastic":
+        return round_to(x, format, arithmetic.rounding)
+    streams = {"dq": 33, "dk": 34, "dv": 35}
+    head, dim = (torch.arange(x.shape[axis], device=x.device) for axis in (1, 3))
+    for sequence in mask.sequences(of[0].shape[2], of[1].shape[2]):
+        lines = sequence.queries if name == "dq" else sequence.keys
+        batch = sequence.index + torch.arange(x.shape[0], device=x.device)
+        n = batch[:, None] * x.shape[1] + head
+        row = torch.arange(len(lines), device=x.device)
+        bits = bits_at(arithmetic.seed, streams[name], 0, n[:, :, None, None], row[:, None], dim)
+        part = x[:, :, lines.start : lines.stop]
+        part.copy_(round_to(part, format, "stochastic", bits=bits))
+    return x
 
 
-def _in_interpreted_namespace(
-    function: Any, namespaces: dict[int, dict[str, Any]]
-) -> types.FunctionType:
-    source = function.fn
-    module = id(source.__globals__)
-    if module not in namespaces:
-        namespace = namespaces[module] = dict(source.__globals__)
-        for name, value in source.__globals__.items():
-            if isinstance(value, KernelInterface):
-                inner = _in_interpreted_namespace(value, namespaces)
-                namespace[name] = InterpretedFunction(inner).rewrite()
-            elif name == "COMPILED":
-                namespace[name] = False
-        namespace["range"] = _interpreted_range
-    return types.FunctionType(
-        source.__code__, namespaces[module], source.__name__, source.__defaults__
-    )
+def _blocks(length: int, block: int) -> int:
+    return (length + block - 1) // block
 
 
-def _interpreted_range(*bounds: Any) -> range:
-    """Loop bounds as integers; Triton 3.6 fails to make them with NumPy 2.5, 3.7 does not."""
-    return range(*(b.handle.data.item() if isinstance(b, tl.tensor) else b for b in bounds))
-
-
-def _kernel_inputs(work: torch.dtype, *tensors: Tensor) -> list[Tensor]:
-    """Widen 16-bit tensors, exactly, where the kernel can't read them.
-
-    The interpreter's BF16 is no number, and Triton 3.6 and 3.7 fail to compile an FP64 dot of
-    blocks that were loaded as 16 bits ("fp64 don't support largeK MMA").
-    """
-    widen = tensors[0].device.type == "cpu" or work == torch.float64
-    detached = [tensor.detach() for tensor in tensors]
-    return [
-        tensor.float() if widen and tensor.element_size() == 2 else tensor for tensor in detached
-    ]
-
-
-def _blocks(rows: Tensor, block: int) -> int:
-    return rows.shape[0] * rows.shape[1] * ((rows.shape[2] + block - 1) // block)
-
-
-def kernel_constants(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    scale: float,
-    numerics: FlashNumerics,
-    points: tuple[str, ...],
-) -> dict[str, Any]:
-    """Return a kernel's compile-time arguments; `points` are the rounding points it executes."""
-    formats = numerics.to_dict()
-    head_dim = q.shape[3]
-    return {
-        "SCALE": float(scale),
-        "CAUSAL": bool(causal),
-        "GROUP": q.shape[1] // k.shape[1],
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_Q": numerics.tiling.block_q,
-        "BLOCK_K": numerics.tiling.block_k,
-        "WORK": tl.float64 if numerics.work_dtype() == torch.float64 else tl.float32,
-        **{point.upper(): formats[point] for point in points},
-    }
-
-
-def compile_options(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+def compile_options(kernel: Any, constants: Constants, fp_fusion: bool = False) -> dict[str, Any]:
     """Return the compiler options that can decide bits; they depend on no device.
 
     A program gets 4 warps, 8 if its largest block of FP32 values would leave fewer than 64
     registers a thread to one copy of it: at 64 x 128 the forward takes 173 registers on sm_90, at
-    64 x 256 it spills. FP fusion is off: a contracted multiply-add skips a rounding.
+    64 x 256 it spills. FP fusion is off unless asked: a contracted multiply-add skips a rounding.
     """
-    blocks = constants["BLOCK_Q"], constants["BLOCK_K"]
+    blocks = constants.block_q, constants.block_k
     rows, columns = blocks[::-1] if kernel is dkv_kernel else blocks
     accumulators = 2 if kernel is dkv_kernel else 1
-    values = accumulators * rows * max(columns, constants["BLOCK_D"])
-    registers = values * constants["WORK"].primitive_bitwidth // 32
-    return {"num_warps": 4 if registers <= 64 * 128 else 8, "enable_fp_fusion": False}
+    values = accumulators * rows * max(columns, constants.block_d)
+    registers = values * constants.work.primitive_bitwidth // 32
+    return {"num_warps": 4 if registers <= 64 * 128 else 8, "enable_fp_fusion": fp_fusion}
 
 
 def _launch(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: Constants,
+    fp_fusion: bool = False,
 ) -> None:
     device = arguments[0].device
     if device.type == "cpu":
-        _interpret(kernel, programs, arguments, constants)
+        if fp_fusion:
+            raise ValueError(
+                "triton_launch: fp_fusion must be false where kernels are interpreted, got True; "
+                "only a compiler can contract a multiply and an add"
+            )
+        interpret(kernel, programs, arguments, constants)
     elif device.type == "cuda":
-        _run_compiled(kernel, programs, arguments, constants)
+        _run_compiled(kernel, programs, arguments, constants, fp_fusion)
     else:
         raise ValueError(
             f"triton_launch: q must be on a cpu or cuda device, got {device}; use engine='twin'"
         )
 
 
-def _interpret(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]
-) -> None:
-    with _interpreter_lock, np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        interpreted(kernel)[(programs,)](*arguments, **constants)
-
-
 def _run_compiled(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: Constants,
+    fp_fusion: bool = False,
 ) -> None:
     if not isinstance(kernel, JITFunction):
         raise ValueError(
             "triton_launch: CUDA tensors must be run by compiled kernels, got a process that "
             "imported Triton with TRITON_INTERPRET set; unset it or use engine='twin'"
         )
-    options = compile_options(kernel, constants)
+    options = compile_options(kernel, constants, fp_fusion)
     # Stages only change how many tiles wait in shared memory, never an operation.
     for stages in (2, 1):
         try:
             with torch.cuda.device(arguments[0].device):
-                kernel[(programs,)](*arguments, **constants, **options, num_stages=stages)
+                kernel[(programs,)](*arguments, N=constants, **options, num_stages=stages)
             return
         except OutOfResources as error:
             too_large = error
     raise ValueError(
-        f"triton_launch: block_q and block_k must fit the GPU at head_dim {constants['HEAD_DIM']}, "
-        f"got block_q={constants['BLOCK_Q']}, block_k={constants['BLOCK_K']} "
+        f"triton_launch: block_q and block_k must fit the GPU at head_dim {constants.head_dim}, "
+        f"got block_q={constants.block_q}, block_k={constants.block_k} "
         f"({too_large.name}: {too_large.required} needed, {too_large.limit} there); "
         "use smaller blocks or engine='twin'"
     ) from too_large

@@ -7,8 +7,9 @@ rounding point, a field of `FlashNumerics` in upper case; its value is the forma
 the bits, so that no flushing of subnormals can change it, but for the casts that the hardware does
 itself, to nearest even: FP32 to BF16 and FP16, FP64 to FP32. Leaves out where a kernel rounds.
 
-Interpreted, 16-bit operands arrive as FP32 (`triton_launch`): there the cast to BF16 truncates and
-BF16 is an integer type to NumPy, so the sum is rounded on its bits, and no block is ever narrowed.
+Interpreted, 16-bit operands arrive as FP32 (`triton_arguments`): there the cast to BF16 truncates
+and BF16 is an integer type to NumPy, so the sum is rounded on its bits, and no block is ever
+narrowed.
 """
 
 import triton
@@ -18,7 +19,7 @@ from triton.language.extra import libdevice
 from attention_kernels.triton_layout import container_of, layout_of
 
 COMPILED = tl.constexpr(True)
-"""False in the namespace that the interpreter runs in (`triton_launch.interpreted`)."""
+"""False in the namespace that the interpreter runs in (`triton_interpret.interpreted`)."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -291,9 +292,3 @@ def dot(b_left, b_right, WORK: tl.constexpr, DOT: tl.constexpr):
 def divide(b_over, b_under):
     """Return the quotient, correctly rounded; `/` of FP32 is off by up to 2 ULP on a GPU."""
     return tl.div_rn(b_over, b_under) if b_over.dtype == tl.float32 else b_over / b_under
-
-
-@triton.jit
-def operand(b, FORMAT: tl.constexpr, WORK: tl.constexpr):
-    """Round a block once to FORMAT, to nearest even, and contain it."""
-    return contain(round_to(b.to(WORK), FORMAT, "nearest_even", 0), FORMAT, WORK)

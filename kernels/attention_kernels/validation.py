@@ -15,6 +15,7 @@ __all__ = [
     "MAX_HEAD_DIM",
     "MIN_HEAD_DIM",
     "check_engine",
+    "check_numerics",
     "check_tensors",
     "require",
 ]
@@ -51,6 +52,13 @@ def check_tensors(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     _check_same(function, q, k, v)
     _check_shapes(function, q, k, v)
+
+
+def check_numerics(function: str, numerics: object, kind: type, profiles: str) -> None:
+    """Raise ValueError unless `numerics` are of `kind`."""
+    if not isinstance(numerics, kind):
+        advice = f"take one of {profiles}"
+        require(False, f"{function}: numerics", f"a {kind.__name__}", repr(numerics), advice)
 
 
 def _check_same(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,6 +1,9 @@
 """The calls resolve their names once, refuse what can't be honoured and import nothing optional."""
 
+import copy
+import json
 import math
+import pickle
 import subprocess
 import sys
 
@@ -47,6 +50,47 @@ def test_the_log_sum_exp_comes_only_when_asked_for():
     assert isinstance(result, AttentionOutput)
     assert torch.equal(result.out, flash_attention(q, k, v))
     assert result.lse.shape == q.shape[:3]
+
+
+def test_packed_results_are_shaped_as_packed_queries():
+    q, k, v = (x[0].transpose(0, 1) for x in draw())
+    offsets = (torch.tensor(x, dtype=torch.int32) for x in ((0, 5, 17), (0, 30, 33)))
+    packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
+    out, lse = flash_attention(q, k, v, return_lse=True, **packed)
+    assert (out.shape, lse.shape) == (q.shape, (2, 17))
+    for attention in (baseline_attention, golden_attention):
+        assert attention(q, k, v, **packed).shape == q.shape
+    first = flash_attention(*(x.transpose(0, 1)[None] for x in (q[:5], k[:30], v[:30])))
+    assert torch.equal(out[:5], first[0].transpose(0, 1))
+
+
+def test_lse_is_the_log_of_the_sum_and_minus_infinity_for_rows_that_attend_nothing():
+    q, k, v = draw(torch.float64)
+    numerics = PROFILES["golden"]
+    lse = flash_attention(q, k, v, numerics=numerics, return_lse=True, window=(None, 0)).lse
+    scores = q @ k.mT / math.sqrt(24)
+    hidden = torch.ones(17, 33).triu(33 - 17 + 1).bool()
+    torch.testing.assert_close(lse, scores.masked_fill(hidden, -torch.inf).logsumexp(-1))
+    v = k = k[:, :, :9]
+    lse = flash_attention(q, k, v, return_lse=True, causal=True).lse
+    assert (lse.isneginf() == (torch.arange(17) < 8)).all()
+
+
+def test_out_has_the_dtype_of_q_and_goldens_is_fp64():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        q, k, v = draw(dtype)
+        assert flash_attention(q, k, v).dtype == dtype
+        assert baseline_attention(q, k, v).dtype == dtype
+        assert golden_attention(q, k, v).dtype == torch.float64
+
+
+def test_numerics_survive_being_copied_and_sent():
+    for numerics in (PROFILES["fa3_fp8"], BASELINE_PROFILES["fp8"]):
+        for twin in (copy.deepcopy(numerics), pickle.loads(pickle.dumps(numerics))):
+            assert (twin, twin.text) == (numerics, numerics.text)
+    changed = PROFILES["fa2"].with_(block_k=32)
+    assert changed.text != PROFILES["fa2"].text
+    assert json.loads(changed.text) == changed.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -174,10 +174,21 @@ def test_scaled_operands_fill_their_format_and_are_scaled_back():
 def test_a_zero_operand_needs_no_factor():
     q, k, v, dout = draw(Shape(1, 2, 2, 5, 9, 16), torch.bfloat16)
     fp8 = BASELINE_PROFILES["fp8"]
+    tiny = k.float().clamp(-1, 1).sign() * 2.0**-133
+    for small in (0 * k, tiny.bfloat16()):
+        got = baseline_attention(q, small, v, numerics=fp8)
+        assert got.isfinite().all()
     results = with_gradients(baseline_attention, q, 0 * k, v, dout, numerics=fp8)
     assert all(x.isfinite().all() for x in results.values())
     mean = v.float().mean(2, keepdim=True).expand_as(q)
     torch.testing.assert_close(results["out"].float(), mean, rtol=2**-3, atol=2**-3)
+
+
+def test_no_scaled_value_is_beyond_the_largest():
+    # With this many mantissa bits a quotient one spacing of FP32 too large would round to infinity.
+    q, k, v, _ = draw(Shape(16, 16, 16, 3, 5, 16), torch.float32)
+    fine = BASELINE_PROFILES["plain"].with_(operands="e5m22", scaling="per_tensor")
+    assert baseline_attention(q, k, v, numerics=fine).isfinite().all()
 
 
 def test_scaling_stops_no_gradient_at_the_largest_value():

@@ -1,6 +1,5 @@
 """The golden is softmax(scale q k^T) v under every mask, in FP64, and small in memory."""
 
-import math
 import subprocess
 import sys
 
@@ -201,7 +200,7 @@ def test_rows_that_attend_nothing_give_zeros_and_zero_gradients(mask):
     ],
     ids=["causal", "window", "window to the right", "softcap"],
 )
-@pytest.mark.parametrize("chunk_bytes", [golden.CHUNK_BYTES, 8 * 2])
+@pytest.mark.parametrize("chunk_bytes", [golden.CHUNK_BYTES, 8])
 def test_rows_before_the_first_key_give_zeros_and_zero_gradients(
     monkeypatch, chunk_bytes, shape, options, empty
 ):
@@ -214,11 +213,11 @@ def test_rows_before_the_first_key_give_zeros_and_zero_gradients(
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 30, 60])
 def test_the_chunk_size_moves_the_result_by_roundings_only(monkeypatch, rows, mask):
     inputs, options = draw(SHAPE), MASKS[mask]
     whole = with_gradients(golden_attention, *inputs, **options)
-    monkeypatch.setattr(golden, "CHUNK_BYTES", 8 * 2 * 4 * 21 * rows)
+    monkeypatch.setattr(golden, "CHUNK_BYTES", 8 * 21 * rows)
     assert_close(with_gradients(golden_attention, *inputs, **options), whole)
 
 
@@ -252,17 +251,18 @@ def test_large_scores_do_not_overflow():
     torch.testing.assert_close(results["out"][0, 0], v[0, 0, best[0, 0]])
 
 
-def test_length_8192_forward_and_backward_stay_below_a_gigabyte():
+def test_length_8192_forward_and_backward_never_hold_a_head_of_scores():
     script = """
 import resource, torch
 from attention_kernels import golden_attention
 torch.set_num_threads(2)
 q, k, v = (torch.randn(1, 2, 8192, 16, requires_grad=True) for _ in range(3))
+torch.autograd.grad(golden_attention(q[:, :, :64], k, v).sum(), (q, k, v))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 torch.autograd.grad(golden_attention(q, k, v, causal=True).sum(), (q, k, v))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
-    # One T x T matrix of FP64 is 1.07 GB for the two heads: not even one is ever held.
-    assert int(run.stdout) < math.prod((2, 8192, 8192, 8)) * 0.9
+    assert int(run.stdout) < 8192 * 8192 * 8, "bytes beyond what a short call takes"

@@ -36,7 +36,7 @@ def _round_kernel(p_x, p_y, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
 def round_in_kernel(x, format, device):
     x = torch.cat([x, x.new_zeros(-len(x) % BLOCK)]).to(device)
     y = torch.full_like(x, torch.nan)
-    kernel = triton_launch.interpreted(_round_kernel) if device == "cpu" else _round_kernel
+    kernel = triton_interpret.interpreted(_round_kernel) if device == "cpu" else _round_kernel
     with np.errstate(all="ignore"):
         kernel[(len(x) // BLOCK,)](x, y, FORMAT=format, BLOCK=BLOCK)
     return y.cpu()
