@@ -168,15 +168,14 @@ def compile_options(kernel: Any, constants: Constants, fp_fusion: bool = False) 
     """Return the compiler options that can decide bits; they depend on no device.
 
     A program gets 4 warps, 8 if its largest block of FP32 values would leave fewer than 64
-    registers a thread to one copy of it: at 64 x 128 the forward takes 173 registers on sm_90, at
-    64 x 256 it spills. FP fusion is off unless asked: a contracted multiply-add skips a rounding.
+    registers a thread to one copy of it: at 64 x 256 the forward spills on sm_90 otherwise. dK and
+    dV are two sums beside two tiles, and get 8: with 4 they spill on sm_100. FP fusion is off
+    unless asked: a contracted multiply-add skips a rounding.
     """
-    blocks = constants.block_q, constants.block_k
-    rows, columns = blocks[::-1] if kernel is dkv_kernel else blocks
-    accumulators = 2 if kernel is dkv_kernel else 1
-    values = accumulators * rows * max(columns, constants.block_d)
+    values = constants.block_q * max(constants.block_k, constants.block_d)
     registers = values * constants.work.primitive_bitwidth // 32
-    return {"num_warps": 4 if registers <= 64 * 128 else 8, "enable_fp_fusion": fp_fusion}
+    warps = 8 if kernel is dkv_kernel or registers > 64 * 128 else 4
+    return {"num_warps": warps, "enable_fp_fusion": fp_fusion}
 
 
 def _launch(

@@ -12,8 +12,8 @@ ULP that no absolute measure shows; `error_ratio` is the acceptance measure of f
 import torch
 from torch import Tensor
 
-from attention_kernels.formats import Format
 from attention_kernels.choices import input_format
+from attention_kernels.formats import Format
 from stability.metrics.ulp import signed_ulp_error
 
 __all__ = ["DEVIATION_METRICS", "GOLDEN_METRICS", "deviation", "deviation_tensor", "golden_tensor"]
