@@ -24,9 +24,11 @@ PROFILES: dict[str, FlashNumerics] = {
     "fa2": _FA2,
     "fa3": _FA3,
     "fa3_fp8": _FA3.with_(**_FP8, scaling="per_block", incoherent=True),
+    "fa3_fp8_per_tensor": _FA3.with_(**_FP8, scaling="per_tensor", incoherent=True),
+    "fa3_fp8_coherent": _FA3.with_(**_FP8, scaling="per_block"),
     "fa4": _FA3.with_(exp="exp2_polynomial", rescale_threshold=8.0),
     "all_bf16": _flash_all("bf16"),
-    "stabilised": _FA2.with_(repeated_max_beta=7.0),
+    "stabilised": _FA2.with_(accumulator="bf16", repeated_max_beta=7.0),
     "golden": _flash_all("fp64"),
 }
 

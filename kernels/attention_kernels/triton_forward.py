@@ -34,6 +34,7 @@ from attention_kernels.triton_tiles import (
 )
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG_2 = tl.constexpr(0.6931471805599453)
 _MAX_SHIFT = tl.constexpr(6.0)
 
 
@@ -43,9 +44,10 @@ def _block_maximum(b_scores, N: tl.constexpr):
     b_max = row_max(b_scores, 1)  # [BLOCK_Q]
     if N.beta > 1.0:
         b_count = row_sum(tl.where(b_scores == b_max[:, None], 1, 0), 1)
-        b_moved = tl.where(b_max > 0.0, b_max, 0.0) * N.beta
-        b_moved = tl.minimum(b_moved, b_max + _MAX_SHIFT)
-        b_max = tl.where(b_count > 1, b_moved, b_max)
+        b_shift = tl.where(b_max > 0.0, b_max, 0.0) * N.beta - b_max
+        b_doublings = tl.maximum(tl.ceil((b_shift - _MAX_SHIFT) / _LOG_2), 0.0)
+        b_moved = b_max + (b_shift - b_doublings * _LOG_2)
+        b_max = tl.where((b_count > 1) & (b_max > float("-inf")), b_moved, b_max)
     return b_max
 
 

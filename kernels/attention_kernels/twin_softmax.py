@@ -19,8 +19,10 @@ from attention_kernels.numerics import Softmax
 __all__ = ["block_maximum", "kept_maximum"]
 
 MAX_SHIFT = 6.0
-"""How far beta may move a maximum: exp(-6) is 0.0025. Without a bound a score of 20 at beta 7 would
-leave exp(-120), nothing; and e**-6 is no power of two, which would restore the ties."""
+"""How far beta may move a maximum. Without a bound a score of 20 at beta 7 would leave exp(-120),
+nothing. Beyond it whole factors of two are taken back, so that every P keeps the mantissa, and so
+the roundings, that the published rule gives it."""
+_LOG_2 = math.log(2)
 
 
 def block_maximum(scores_NIJ: Tensor, softmax: Softmax) -> Tensor:
@@ -29,9 +31,10 @@ def block_maximum(scores_NIJ: Tensor, softmax: Softmax) -> Tensor:
     if softmax.repeated_max_beta == 1.0:
         return max_NI1
     repeated_NI1 = (scores_NIJ == max_NI1).sum(dim=-1, keepdim=True) > 1
-    moved_NI1 = max_NI1.clamp(min=0.0) * softmax.repeated_max_beta
-    moved_NI1 = torch.minimum(moved_NI1, max_NI1 + MAX_SHIFT)
-    return torch.where(repeated_NI1, moved_NI1, max_NI1)
+    shift_NI1 = max_NI1.clamp(min=0.0) * softmax.repeated_max_beta - max_NI1
+    doublings_NI1 = torch.ceil((shift_NI1 - MAX_SHIFT) / _LOG_2).clamp(min=0.0)
+    moved_NI1 = max_NI1 + (shift_NI1 - doublings_NI1 * _LOG_2)
+    return torch.where(repeated_NI1 & (max_NI1 > -torch.inf), moved_NI1, max_NI1)
 
 
 def kept_maximum(old_NI1: Tensor, new_NI1: Tensor, softmax: Softmax) -> Tensor:

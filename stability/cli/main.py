@@ -22,6 +22,7 @@ VERBS = {
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
     "show": ("stability.cli.inspect", "print the ladder of a study"),
     "report": ("stability.cli.inspect", "write the HTML report of a study"),
+    "deviate": ("stability.cli.deviate", "measure attention numerics against FP64, point by point"),
     "doctor": ("stability.cli.doctor", "show which attentions and formats run on this machine"),
 }
 

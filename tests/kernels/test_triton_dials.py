@@ -122,7 +122,7 @@ def test_the_kernels_split_fp32_operands_as_the_twin_does(dot):
     plain = run("twin", tensors, "fa2")
     for name, value in found.items():
         # What TF32 drops is 2**-12; another order of additions moves few values across a tie.
-        assert (value - twin[name]).norm() <= 2**-17 * twin[name].norm(), name
+        assert (value - twin[name]).norm() <= 2**-15 * twin[name].norm(), name
         moved = (value - plain[name]).norm() / plain[name].norm()
         assert (moved > 2**-14) == (dot == "tf32"), name
 

@@ -1,0 +1,105 @@
+"""q, k, v and dO for the microbenchmark: drawn by a law, or read from a file.
+
+Drawn once in FP64 and rounded to the format under test, so that every implementation sees inputs
+that lie on that format's grid. Leaves out capturing them from a trained model (`study.capture`).
+"""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from attention_kernels import round_to
+from attention_kernels.formats import FORMATS, INPUT_DTYPES, format_named
+from attention_kernels.testing import Shape
+
+__all__ = ["DISTRIBUTIONS", "Inputs", "carrier_of", "draw", "on_grid", "read"]
+
+DISTRIBUTIONS = {
+    "normal": "N(0, 1)",
+    "outliers": "N(0, 1) + N(0, 100) Bernoulli(0.001), the law of FlashAttention-3's table 3",
+    "uniform": "U(0, 1): all of one sign, so that errors of one direction add up",
+    "large": "N(0, 16): a softmax that is nearly one-hot",
+}
+
+
+class Inputs(NamedTuple):
+    """One attention problem; tensors as in `scaled_dot_product_attention`, dout like out."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+def carrier_of(format: str) -> torch.dtype:
+    """Return the dtype that q, k and v have at `format`: its own, or the wider FP32 or FP64."""
+    target = format_named(format)
+    for dtype, name in INPUT_DTYPES.items():
+        if name == format:
+            return dtype
+    return torch.float32 if target.fits(FORMATS["fp32"]) else torch.float64
+
+
+def draw(distribution: str, shape: Shape, format: str, seed: int, device: str = "cpu") -> Inputs:
+    """Draw inputs on the grid of `format`; ValueError names the nearest known distribution."""
+    if distribution not in DISTRIBUTIONS:
+        near = difflib.get_close_matches(distribution, DISTRIBUTIONS, n=3, cutoff=0.4)
+        raise ValueError(
+            f"draw: distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}; "
+            f"nearest: {', '.join(near or DISTRIBUTIONS)}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    lengths = {
+        "q": shape.query_len,
+        "k": shape.key_len,
+        "v": shape.key_len,
+        "dout": shape.query_len,
+    }
+    tensors = []
+    for name, length in lengths.items():
+        heads = shape.heads if name in ("q", "dout") else shape.kv_heads
+        size = (shape.batch, heads, length, shape.head_dim)
+        law = "normal" if name == "dout" else distribution
+        tensors.append(_law(law, size, generator).to(device))
+    return on_grid(tensors, format)
+
+
+def read(path: Path, format: str, device: str = "cpu") -> Inputs:
+    """Read q, k, v (and dout, else N(0, 1)) from a safetensors file and round them to `format`.
+
+    ValueError if the file is missing or holds no q, k or v.
+    """
+    if not path.is_file():
+        raise ValueError(f"read: qkv must be a safetensors file, got {str(path)!r}; no such file")
+    tensors = load_file(path)
+    missing = [name for name in ("q", "k", "v") if name not in tensors]
+    if missing:
+        raise ValueError(
+            f"read: {path} must hold q, k and v, got {', '.join(sorted(tensors)) or 'nothing'}; "
+            f"missing: {', '.join(missing)}"
+        )
+    q = tensors["q"]
+    noise = torch.randn(q.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = [q, tensors["k"], tensors["v"], tensors.get("dout", noise)]
+    return on_grid([x.double().to(device) for x in found], format)
+
+
+def _law(distribution: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if distribution == "uniform":
+        return torch.rand(size, generator=generator, dtype=torch.float64)
+    x = torch.randn(size, generator=generator, dtype=torch.float64)
+    if distribution == "outliers":
+        rare = torch.rand(size, generator=generator, dtype=torch.float64) < 0.001
+        x += 10 * torch.randn(size, generator=generator, dtype=torch.float64) * rare
+    return 4 * x if distribution == "large" else x
+
+
+def on_grid(tensors: Iterable[Tensor], format: str) -> Inputs:
+    """Return q, k, v and dout, FP64, rounded to `format` in the dtype that carries it."""
+    carrier = carrier_of(format)
+    return Inputs(*(round_to(x, format).to(carrier) for x in tensors))

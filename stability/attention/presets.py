@@ -1,0 +1,177 @@
+"""Published figures that the microbenchmark is held against: which problems, and what was printed.
+
+`fa3_table3` is table 3 of FlashAttention-3 (arXiv 2407.08608): RMSE against FP64 on inputs with
+outliers. The paper does not say at which scale or length. At head_dim 128 and length 4096 the FP16
+column comes out at softmax scale 1 and the FP8 column at 1/sqrt(head_dim), and neither at the
+other's scale, where it is off by 4 to 20 times. `tie_bias` builds the failure of arXiv 2510.04212:
+rows in which P is exactly 1 twice, with small residuals, over values of one sign. Leaves out
+tables and the command (`cli.deviate`).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attention_kernels import PROFILES, flash_attention, golden_attention
+from stability.attention.inputs import Inputs
+from stability.attention.microbenchmark import Figures, Problem, at_format
+
+__all__ = [
+    "FA3_TABLE3",
+    "TIE_CASES",
+    "Published",
+    "TieBias",
+    "fa3_table3",
+    "published_and_measured",
+    "tie_bias",
+    "tied_inputs",
+]
+
+TIED_RESIDUALS = 30
+RESIDUAL_DEPTH = 10.5
+"""exp(-10.5) or a little less each: 30 residuals weigh 5e-4 beside the two ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """One printed figure, and what gives it here: a profile's RMSE, or a baseline's."""
+
+    row: str
+    column: str
+    profile: str = "fa2"
+    baseline: str = "plain"
+    of_baseline: bool = False
+    scale: float | None
+    rmse: float
+
+
+FA3_TABLE3 = (
+    Published(
+        row="FP16",
+        column="baseline",
+        baseline="fp16_softmax",
+        of_baseline=True,
+        scale=1.0,
+        rmse=3.2e-4,
+    ),
+    Published(row="FP16", column="FA2", profile="fa2", scale=1.0, rmse=1.9e-4),
+    Published(row="FP16", column="FA3", profile="fa3", scale=1.0, rmse=1.9e-4),
+    Published(
+        row="FP8", column="baseline", baseline="fp8", of_baseline=True, scale=None, rmse=2.4e-2
+    ),
+    Published(row="FP8", column="FA3", profile="fa3_fp8", scale=None, rmse=9.1e-3),
+    Published(
+        row="FP8",
+        column="no block quantisation",
+        profile="fa3_fp8_per_tensor",
+        scale=None,
+        rmse=9.3e-3,
+    ),
+    Published(
+        row="FP8",
+        column="no incoherent processing",
+        profile="fa3_fp8_coherent",
+        scale=None,
+        rmse=2.4e-2,
+    ),
+)
+
+
+def fa3_table3(cell: Published, *, length: int = 4096, heads: int = 4, seed: int = 0) -> Problem:
+    """Return the problem of one cell of the table."""
+    return Problem(
+        profile=cell.profile,
+        baseline=cell.baseline,
+        format="fp16",
+        length=length,
+        head_dim=128,
+        heads=heads,
+        scale=cell.scale,
+        distribution="outliers",
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TieBias:
+    """Mean signed error of out in ULPs of BF16 against the golden, with its standard error."""
+
+    profile: str
+    engine: str
+    sign: int
+    bias_ulp: float
+    standard_error: float
+    mean_abs_ulp: float
+    samples: int
+
+
+def tied_inputs(heads: int, sign: int, seed: int) -> Inputs:
+    """Return 64 queries a head, `(1, heads, 64, 64)`, and 32 keys of which two tie in every row.
+
+    v is in [2, 4), times `sign`; all are on the BF16 grid, in FP32.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    keys, rows, dim = 2 + TIED_RESIDUALS, 64, 64
+    q = torch.zeros(1, heads, rows, dim)
+    # Two digits, so that the maxima are not the few values that BF16 has between 1 and 2.
+    q[..., 0] = 1 + torch.rand(1, heads, rows, generator=generator)
+    q[..., 2] = torch.rand(1, heads, rows, generator=generator)
+    q[..., 1] = RESIDUAL_DEPTH
+    k = torch.zeros(1, heads, keys, dim)
+    k[..., 0], k[..., 2] = 1.0, 2.0**-8
+    k[..., 2:, 1] = -(1 + 0.1 * torch.rand(1, heads, TIED_RESIDUALS, generator=generator))
+    v = sign * (2 + 2 * torch.rand(1, heads, keys, dim, generator=generator))
+    # Values that would round up to 4 stay below it.
+    v = v.clamp(-3.98, 3.98)
+    dout = torch.zeros(1, heads, rows, dim)
+    return Inputs(*(x.bfloat16().float() for x in (q, k, v, dout)))
+
+
+TIE_CASES = (
+    ("all_bf16", ()),
+    ("all_bf16", (("statistics", "fp32"), ("output", "fp32"))),
+    ("stabilised", (("repeated_max_beta", 1),)),
+    ("stabilised", ()),
+    ("fa2", ()),
+)
+"""Profiles, with what is changed in them: in the second the unnormalised P v alone is rounded."""
+
+
+def tie_bias(
+    profile: str,
+    changes: tuple[tuple[str, Any], ...],
+    engine: str,
+    sign: int,
+    *,
+    heads: int,
+    seed: int = 0,
+) -> TieBias:
+    """Measure the bias of one profile in one engine, on values of one sign.
+
+    Inputs are on the BF16 grid in FP32, so that an output that is not rounded stays so. Rows of a
+    head share v, so the standard error is that of the means of the heads.
+    """
+    numerics = at_format(PROFILES[profile].with_(**dict(changes)), "bf16", stored=False)
+    inputs = tied_inputs(heads, sign, seed)
+    qkv = (inputs.q, inputs.k, inputs.v)
+    out = flash_attention(*qkv, scale=1.0, numerics=numerics, engine=engine)
+    golden = golden_attention(*qkv, scale=1.0)
+    ulps_BHQD = (out.double() - golden) / 2.0**-6  # the spacing of BF16 in [2, 4)
+    by_head = ulps_BHQD.mean(dim=(0, 2, 3))
+    return TieBias(
+        profile=" ".join([profile, *(f"{name}={value}" for name, value in changes)]),
+        engine=engine,
+        sign=sign,
+        bias_ulp=by_head.mean().item(),
+        standard_error=by_head.std().item() / math.sqrt(heads),
+        mean_abs_ulp=ulps_BHQD.abs().mean().item(),
+        samples=out.numel(),
+    )
+
+
+def published_and_measured(cell: Published, figures: Figures) -> tuple[float, float]:
+    """Return the printed RMSE and the one measured."""
+    found = figures.baseline if cell.of_baseline else figures.candidate
+    return cell.rmse, found["rmse"]

@@ -1,0 +1,135 @@
+"""What `stability deviate` prints: a row a point, a waterfall, published beside measured.
+
+Fits 80 columns: what does not vary stands above the table, not in it. Leaves out the measuring
+(`attention.microbenchmark`, `attention.waterfall`) and the picture (`deviation_plot`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = [
+    "COLUMNS",
+    "metric_of",
+    "print_points",
+    "print_published",
+    "print_ties",
+    "print_waterfall",
+]
+
+COLUMNS = ("rmse", "max_abs", "bias_ulp", "error_ratio")
+"""Shown unless others are asked for; of the candidate against the golden."""
+BAR = 18
+
+
+def print_points(
+    rows: Sequence[Mapping[str, Any]],
+    varied: Sequence[str],
+    columns: Sequence[str],
+    console: Console,
+) -> None:
+    """Print one line for each result of each point.
+
+    A row holds the point's fields, `what`, and the metrics by group: candidate, baseline, pair,
+    golden. A column is a metric of the candidate against the golden, `error_ratio`, or
+    `baseline/<metric>` and `pair/<metric>` for the baseline's error and the distance of the two.
+    """
+    if not rows:
+        return
+    fixed = {k: v for k, v in rows[0]["point"].items() if k not in varied and v not in (None, ())}
+    console.print(Text("  ".join(f"{name}={value}" for name, value in fixed.items()), style="dim"))
+    table = _table([*varied, "what"], columns)
+    for row in rows:
+        cells = [str(row["point"][name]) for name in varied]
+        table.add_row(*cells, row["what"], *(_cell(row, name) for name in columns))
+    console.print(table, highlight=False)
+    console.print(
+        Text("against the FP64 golden; error_ratio is over the baseline's error", style="dim")
+    )
+
+
+def print_waterfall(steps: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print each point's relative error of out and the gradients, with a bar of the largest."""
+    whats = list(steps[0]["errors"])
+    for change, heading in (
+        ("none", "as the profile says"),
+        ("lowered", "each point alone lowered to the profile's format, all others FP64"),
+        ("raised", "each point alone raised to FP64, the rest as the profile says"),
+    ):
+        chosen = [step for step in steps if step["change"] == change]
+        top = max((max(step["errors"].values()) for step in chosen), default=0.0)
+        console.print(Text(f"\n{heading}: relative error", style="bold"))
+        table = _table(["point"], whats)
+        if change != "none":
+            table.add_column("largest", no_wrap=True)
+        for step in chosen:
+            errors = [_number(step["errors"][what]) for what in whats]
+            bar = [] if change == "none" else [_bar(max(step["errors"].values()), top)]
+            table.add_row(step["point"] or "all", *errors, *bar)
+        console.print(table, highlight=False)
+
+
+def print_published(rows: Sequence[Mapping[str, Any]], title: str, console: Console) -> None:
+    """Print published figures beside the measured ones and their ratio."""
+    console.print(Text(title, style="bold"))
+    table = _table(["row", "column"], ["published", "measured", "ratio"])
+    for row in rows:
+        ratio = row["measured"] / row["published"]
+        figures = (_number(row["published"]), _number(row["measured"]), f"{ratio:.2f}x")
+        table.add_row(row["row"], row["column"], *figures)
+    console.print(table, highlight=False)
+
+
+def print_ties(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the signed bias of rows with two tied maxima."""
+    title = "two tied maxima and small residuals: mean signed error of out, in ULPs of BF16"
+    console.print(Text(title, style="bold"))
+    table = _table(["profile", "engine", "values"], ["bias", "+-", "mean |e|"])
+    for row in rows:
+        sign = "positive" if row["sign"] > 0 else "negative"
+        figures = (f"{row['bias_ulp']:+.4f}", f"{row['standard_error']:.4f}")
+        absolute = f"{row['mean_abs_ulp']:.3f}"
+        table.add_row(row["profile"], row["engine"], sign, *figures, absolute)
+    console.print(table, highlight=False)
+
+
+def _table(names: Sequence[str], figures: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for name in figures:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    group, _, metric = name.rpartition("/")
+    if metric == "bias_ulp":
+        found = row[group or "candidate"]
+        return f"{found['bias_ulp']:+.3f} +- {found['bias_ulp_se']:.3f}"
+    return _number(metric_of(row, name))
+
+
+def metric_of(row: Mapping[str, Any], name: str) -> float:
+    """Return the metric that a column is called by."""
+    group, _, metric = name.rpartition("/")
+    return row[group or ("golden" if metric in row["golden"] else "candidate")][metric]
+
+
+def _number(value: float) -> str:
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    return f"{value:.3g}" if 1e-2 <= abs(value) < 1e4 else f"{value:.2e}"
+
+
+def _bar(value: float, top: float) -> str:
+    """A bar on a log scale that ends two decades below the largest."""
+    if value <= 0 or top <= 0:
+        return ""
+    share = 1 + math.log10(value / top) / 2
+    return "#" * max(1, round(BAR * max(0.0, share)))
