@@ -1,0 +1,99 @@
+"""`stability deviate` runs every combination, prints what was asked for, and refuses early."""
+
+import functools
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from stability.attention import presets
+from stability.cli.main import main
+
+SMALL = ["--length", "64", "--head_dim", "16", "--heads", "2"]
+
+
+def shown(capsys, *words):
+    assert main(["deviate", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_combination_is_a_row_with_its_numerics(capsys):
+    words = ["--profile", "fa2,all_bf16", "--format", "bf16,e8m9", "--backward", "--json"]
+    found = json.loads(shown(capsys, *SMALL, *words))
+    points = [
+        (row["point"]["profile"], row["point"]["format"], row["what"]) for row in found["rows"]
+    ]
+    assert len(set(points)) == len(points) == 2 * 2 * 4
+    assert found["versions"]["torch"] == torch.__version__
+    for row in found["rows"]:
+        assert row["numerics"]["accumulator"] in ("fp32", "bf16")
+        assert {"rmse", "bias_ulp", "bias_ulp_se", "sqnr_db"} <= set(row["candidate"])
+        assert {"max_abs"} <= set(row["pair"]) & set(row["baseline"])
+
+
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_the_tables_fit_the_terminal(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
+    for words in (["--profile", "fa2,stabilised", "--length", "32,64"], ["--waterfall"]):
+        text = shown(capsys, *SMALL[2:], *words)
+        assert max(len(line) for line in text.splitlines()) <= int(width)
+        assert "\u2026" not in text
+
+
+def test_set_and_masks_reach_the_numerics(capsys):
+    words = ["--set", "accumulator=bf16,splits=2", "--window", "8,none", "--causal", "--json"]
+    (row,) = json.loads(shown(capsys, *SMALL, *words))["rows"]
+    assert row["numerics"]["splits"] == 2
+    assert row["point"]["window"] == [8, None]
+    (plain,) = json.loads(shown(capsys, *SMALL, "--json"))["rows"]
+    assert row["candidate"]["rmse"] > plain["candidate"]["rmse"]
+
+
+def test_pictures_are_whole_pages(capsys, tmp_path):
+    for name, words in (("points", ["--block_k", "16,64"]), ("waterfall", ["--waterfall"])):
+        path = tmp_path / f"{name}.html"
+        shown(capsys, *SMALL, *words, "--plot", str(path))
+        page = path.read_text()
+        assert "<html" in page
+        assert "Plotly.newPlot" in page
+        assert "http-equiv" not in page
+
+
+def test_captured_tensors_are_measured(capsys, tmp_path):
+    path = tmp_path / "qkv.safetensors"
+    tensors = {name: torch.randn(1, 2, 32, 16) for name in "qkv"}
+    save_file(tensors, path)
+    (row,) = json.loads(shown(capsys, "--qkv", str(path), "--json"))["rows"]
+    save_file({name: 4 * x for name, x in tensors.items()}, path)
+    (larger,) = json.loads(shown(capsys, "--qkv", str(path), "--json"))["rows"]
+    assert larger["candidate"]["rmse"] != row["candidate"]["rmse"]
+
+
+def test_presets_hold_published_figures_beside_ours(capsys, monkeypatch):
+    short = functools.partial(presets.fa3_table3, length=128)
+    monkeypatch.setattr(presets, "fa3_table3", short)
+    rows = json.loads(shown(capsys, "--preset", "fa3_table3", "--json"))["rows"]
+    assert [row["published"] for row in rows][:3] == [3.2e-4, 1.9e-4, 1.9e-4]
+    assert all(row["measured"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--profile", "fa2,fa9"], "profile must be a known profile, got 'fa9'"),
+        (["--preset", "fa3_table"], "preset must be one of fa3_table3, tie_bias, got 'fa3_table'"),
+        (["--length", "64,x"], "length must be integers with commas, got '64,x'"),
+        (["--window", "5"], "window must be LEFT,RIGHT"),
+        (["--set", "splits"], "set must be FIELD=VALUE with commas, got 'splits'"),
+        (["--columns", "rmsd"], "columns must be metrics, got 'rmsd'; nearest: rmse"),
+        (["--qkv", "a", "--checkpoint", "b"], "qkv and checkpoint must not both be given"),
+        (["--checkpoint", "nowhere"], "checkpoint must be a run's folder, got 'nowhere'"),
+        (["--waterfall", "--length", "32,64"], "waterfall takes one point, got 2 combinations"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(capsys, words, message):
+    with pytest.raises(SystemExit) as stop:
+        main(["deviate", *words])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
