@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.baseline_numerics import BaselineNumerics
-from attention_kernels.call import Call, plan_to_text
+from attention_kernels.call import Call, constant_to_the_compiler, plan_to_text
 from attention_kernels.interface import AttentionOutput
 from attention_kernels.mask_validation import check_mask, check_packable
 from attention_kernels.numerics import FlashNumerics
@@ -58,7 +58,7 @@ class MaskArguments(TypedDict, total=False):
 
 
 # A constant to torch.compile, which would otherwise trace the search for Triton.
-@torch.compiler.assume_constant_result
+@constant_to_the_compiler
 def resolve_engine(engine: Engine, device: torch.device | str) -> Literal["twin", "triton"]:
     """Return the engine that `engine` means on `device`: auto is Triton on CUDA, else the twin.
 

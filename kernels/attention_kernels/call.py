@@ -6,7 +6,8 @@ out what a mask means (`masks`) and what is done with any of it (`operators`).
 
 import functools
 import json
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,16 @@ from attention_kernels.baseline_numerics import BaselineNumerics
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 
-__all__ = ["TENSORS", "Call", "Plan", "plan_from_text", "plan_to_text"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+__all__ = [
+    "TENSORS",
+    "Call",
+    "Plan",
+    "constant_to_the_compiler",
+    "plan_from_text",
+    "plan_to_text",
+]
 
 TENSORS = 6
 """How many of a call's values are tensors; they come first."""
@@ -52,6 +62,16 @@ class Call(NamedTuple):
         )
 
 
+def constant_to_the_compiler(function: F) -> F:
+    """Mark a function of constants, whose result torch.compile takes without tracing it.
+
+    What `torch.compiler.assume_constant_result` does, which imports Dynamo, and Triton with it, and
+    takes 1.5 s when this package is imported.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
 class Plan(NamedTuple):
     """Who computes ("twin", "triton", "baseline", "golden") and at what resolved numerics.
 
@@ -64,7 +84,7 @@ class Plan(NamedTuple):
 
 # A constant to torch.compile, which would otherwise trace the reading and writing of JSON. It takes
 # nothing but constants, which are what torch.compile guards.
-@torch.compiler.assume_constant_result
+@constant_to_the_compiler
 def plan_to_text(engine: str, numerics: str | None, dtype: torch.dtype) -> str:
     """Return the plan for inputs of `dtype` as text, given the text of unresolved numerics.
 

@@ -1,33 +1,105 @@
-"""The numerics contract on paper lists every rounding point with the formats the profiles hold."""
+"""The numerics contract on paper is the one in the code: points, dials, profiles, examples."""
 
+import ast
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from attention_kernels import BASELINE_PROFILES, PROFILES
+from attention_kernels.numerics import BackwardNumerics, ForwardNumerics
 
-README = (Path(__file__).parents[2] / "kernels" / "README.md").read_text(encoding="utf-8")
+KERNELS = Path(__file__).parents[2] / "kernels"
+README = (KERNELS / "README.md").read_text(encoding="utf-8")
+POINTS = [f.name for g in (ForwardNumerics, BackwardNumerics) for f in fields(g)]
 
 
-def rows():
+def tables():
+    """Header cell -> rows of cells, of every table."""
+    found, rows = {}, None
     for line in README.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| `"):
-            yield cells[0].split("`")[1], cells[2:]
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.startswith("|"):
+            rows = None
+        elif rows is None:
+            rows = found.setdefault(cells[0], [])
+        elif not set(line) <= set("|-"):
+            rows.append(cells)
+    return found
+
+
+def named(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def source_of(place):
+    """The text of a function called `file.py:function`."""
+    file, _, function = place.partition(":")
+    text = (KERNELS / "attention_kernels" / file).read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return ast.get_source_segment(text, node)
+    raise AssertionError(f"{place} is in the README and not in the code")
+
+
+def test_each_rounding_point_is_listed_in_the_order_it_occurs():
+    rows = tables()["forward point"] + tables()["backward point"]
+    assert [named(row[0])[0] for row in rows] == POINTS
 
 
 @pytest.mark.parametrize(
-    ("profiles", "columns"),
-    [(PROFILES, ("fa2", "all_bf16", "golden")), (BASELINE_PROFILES, ("plain", "golden"))],
-    ids=["flash", "baseline"],
+    "row",
+    tables()["forward point"] + tables()["backward point"],
+    ids=lambda row: named(row[0])[0],
 )
-def test_each_rounding_point_is_listed_with_its_formats(profiles, columns):
-    assert set(columns) == set(profiles)
-    listed = [(point, formats) for point, formats in rows() if len(formats) == len(columns)]
-    flat = {name: profiles[name].to_dict() for name in columns}
-    expected = [
+def test_each_rounding_point_is_where_the_table_says(row):
+    (point,) = named(row[0])
+    for cell in row[2:]:
+        (place,) = named(cell)
+        assert re.search(rf"\.{point}\b", source_of(place)), f"{place} does not round {point}"
+
+
+def test_each_baseline_point_is_listed_with_its_formats():
+    header, *_ = (line for line in README.splitlines() if line.startswith("| baseline point"))
+    columns = [cell.strip() for cell in header.strip("|").split("|")][2:]
+    assert columns == list(BASELINE_PROFILES)
+    flat = {name: BASELINE_PROFILES[name].to_dict() for name in columns}
+    others = ("scale_order", "softmax_rounding", "scaling")
+    assert [(named(row[0])[0], row[2:]) for row in tables()["baseline point"]] == [
         (point, [flat[name][point] for name in columns])
-        for point in flat[columns[0]]
-        if not point.startswith("block_")
+        for point in flat["plain"]
+        if point not in others
     ]
-    assert listed == expected
+
+
+def test_each_dial_is_listed_and_where_the_table_says():
+    rows = tables()["dial"]
+    listed = [name for row in rows for name in named(row[0])]
+    assert sorted(listed) == sorted(set(PROFILES["fa2"].to_dict()) - set(POINTS))
+    for row in rows:
+        for place in named(row[2]):
+            assert source_of(place)
+
+
+@pytest.mark.parametrize("row", tables()["profile"], ids=lambda row: named(row[0])[0])
+def test_each_profile_differs_from_fa2_in_what_the_table_says(row):
+    (name,) = named(row[0])
+    changes = dict(pair.split("=") for pair in row[1].split() if "=" in pair)
+    if row[1].startswith("every point"):
+        changes = dict.fromkeys(POINTS, row[1].split()[-1])
+    expected = {k: str(v) for k, v in (PROFILES["fa2"].to_dict() | changes).items()}
+    assert {k: str(v) for k, v in PROFILES[name].to_dict().items()} == expected
+
+
+def test_every_profile_is_in_the_table():
+    assert [named(row[0])[0] for row in tables()["profile"]] == list(PROFILES)
+
+
+def test_the_examples_run():
+    namespace = {}
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, namespace)
+    assert namespace["lse"].shape == (1, 4, 128)
