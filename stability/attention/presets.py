@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from attention_kernels import PROFILES, flash_attention, golden_attention
+from attention_kernels.api import Engine
 from stability.attention.inputs import Inputs
 from stability.attention.microbenchmark import Figures, Problem, at_format
 
@@ -142,7 +143,7 @@ TIE_CASES = (
 def tie_bias(
     profile: str,
     changes: tuple[tuple[str, Any], ...],
-    engine: str,
+    engine: Engine,
     sign: int,
     *,
     heads: int,

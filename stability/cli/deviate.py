@@ -16,6 +16,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from attention_kernels.api import Engine
 from attention_kernels.machine import versions
 from stability.attention import presets
 from stability.attention.inputs import Inputs, on_grid, read
@@ -56,7 +57,7 @@ def deviate(
     softcap: float = 0.0,
     scale: float | None = None,
     set: str = "",
-    engine: str = "auto",
+    engine: Engine = "auto",
     qkv: str = "",
     checkpoint: str = "",
     layer: int = 0,
@@ -179,7 +180,7 @@ def _waterfall(
     return 0
 
 
-def _preset(name: str, engine: str, as_json: bool, console: Console) -> int:
+def _preset(name: str, engine: Engine, as_json: bool, console: Console) -> int:
     if name not in PRESETS:
         raise ValueError(
             f"deviate: preset must be one of {', '.join(PRESETS)}, got {name!r}; "

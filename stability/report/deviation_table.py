@@ -55,7 +55,7 @@ def print_points(
 
 def print_waterfall(steps: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print each point's relative error of out and the gradients, with a bar of the largest."""
-    whats = list(steps[0]["errors"])
+    results = list(steps[0]["errors"])
     for change, heading in (
         ("none", "as the profile says"),
         ("lowered", "each point alone lowered to the profile's format, all others FP64"),
@@ -64,11 +64,11 @@ def print_waterfall(steps: Sequence[Mapping[str, Any]], console: Console) -> Non
         chosen = [step for step in steps if step["change"] == change]
         top = max((max(step["errors"].values()) for step in chosen), default=0.0)
         console.print(Text(f"\n{heading}: relative error", style="bold"))
-        table = _table(["point"], whats)
+        table = _table(["point"], results)
         if change != "none":
             table.add_column("largest", no_wrap=True)
         for step in chosen:
-            errors = [_number(step["errors"][what]) for what in whats]
+            errors = [_number(step["errors"][what]) for what in results]
             bar = [] if change == "none" else [_bar(max(step["errors"].values()), top)]
             table.add_row(step["point"] or "all", *errors, *bar)
         console.print(table, highlight=False)
