@@ -136,6 +136,11 @@ def _child(what: str, length: int) -> int:
 
 
 def _peak_bytes() -> int:
+    """Return the peak of this process. Linux's ru_maxrss would begin at the peak of the parent."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if "VmHWM" in line)
+        return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
