@@ -134,6 +134,8 @@ def deviate(
         problem.numerics().resolve(torch.bfloat16)
         problem.baseline_numerics()
     given = _given(qkv, checkpoint, layer, step)
+    if given is not None:
+        problems = [dataclasses.replace(problem, **_shape_of(given)) for problem in problems]
     varied = [name for name, values in lists.items() if len(values) > 1]
     if waterfall:
         return _waterfall(problems, given, plot, json, console)
@@ -261,6 +263,19 @@ def _columns(text: str) -> list[str]:
                 f"deviate: columns must be metrics, got {name!r}; nearest: {nearest(metric, known)}"
             )
     return names or list(COLUMNS)
+
+
+def _shape_of(given: Inputs) -> dict[str, Any]:
+    batch, heads, length, head_dim = given.q.shape
+    return {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": given.k.shape[1],
+        "length": length,
+        "key_len": given.k.shape[2],
+        "head_dim": head_dim,
+        "distribution": "given",
+    }
 
 
 def _given(qkv: str, checkpoint: str, layer: int, step: int | None) -> Inputs | None:

@@ -41,11 +41,17 @@ def write_plot(
         }
         for index, (name, points) in enumerate(lines.items())
     ]
-    numeric = all(isinstance(x, int | float) for points in lines.values() for x, _ in points)
+    places = sorted({x for points in lines.values() for x, _ in points}, key=str)
+    numeric = all(isinstance(x, int | float) for x in places)
     _write(
         path,
         traces,
-        xaxis={"title": {"text": along}, "type": "log" if numeric else "category"},
+        xaxis={
+            "title": {"text": along},
+            "type": "log" if numeric else "category",
+            "tickvals": places,
+            "ticktext": [str(place) for place in places],
+        },
         yaxis={"title": {"text": f"{metric}, against the FP64 golden"}, "type": _scale(metric)},
     )
 

@@ -111,7 +111,11 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     group, _, metric = name.rpartition("/")
     if metric == "bias_ulp":
         found = row[group or "candidate"]
-        return f"{found['bias_ulp']:+.3f} +- {found['bias_ulp_se']:.3f}"
+        bias, error = found["bias_ulp"], found["bias_ulp_se"]
+        # Where the golden is next to zero an error is any number of its ULPs.
+        if abs(bias) >= 1e3 or error >= 1e3:
+            return f"{bias:+.0e} +- {error:.0e}"
+        return f"{bias:+.3f} +- {error:.3f}"
     return _number(metric_of(row, name))
 
 

@@ -2,20 +2,39 @@
 
 import functools
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from stability.attention import presets
 from stability.cli.main import main
 
+ROOT = Path(__file__).parents[3]
 SMALL = ["--length", "64", "--head_dim", "16", "--heads", "2"]
 
 
 def shown(capsys, *words):
     assert main(["deviate", *words]) == 0
     return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory):
+    """A run of two layers and two steps, with its snapshots."""
+    folder = tmp_path_factory.mktemp("study")
+    content = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    content["base"]["model"] = {"depth": 2, "width": 32, "heads": 2, "context": 16}
+    content["base"]["train"].update(steps=2, batch_size=2, snapshot_steps=[1], accelerator="cpu")
+    content |= {"seeds": [0], "early_step": 1}
+    arms = content["arms"]
+    content["arms"] = {name: arms[name] for name in arms if name == content["yardstick"]}
+    (folder / "study.yaml").write_text(yaml.safe_dump(content))
+    words = ["run", str(folder / "study.yaml"), "--out", str(folder), "--wandb", "disabled"]
+    assert main(words) == 0
+    return next(folder.glob("*/baseline/seed-0"))
 
 
 def test_every_combination_is_a_row_with_its_numerics(capsys):
@@ -68,6 +87,26 @@ def test_captured_tensors_are_measured(capsys, tmp_path):
     save_file({name: 4 * x for name, x in tensors.items()}, path)
     (larger,) = json.loads(shown(capsys, "--qkv", str(path), "--json"))["rows"]
     assert larger["candidate"]["rmse"] != row["candidate"]["rmse"]
+    point = larger["point"]
+    assert (point["batch"], point["heads"], point["length"], point["head_dim"]) == (1, 2, 32, 16)
+    assert point["distribution"] == "given"
+
+
+def test_a_layer_of_a_run_is_captured_and_measured(capsys, trained_run):
+    words = ["--checkpoint", str(trained_run), "--layer", "1", "--causal", "--json"]
+    (row,) = json.loads(shown(capsys, *words))["rows"]
+    assert (row["point"]["heads"], row["point"]["head_dim"]) == (2, 16)
+    (other,) = json.loads(shown(capsys, *words[:2], "--causal", "--json"))["rows"]
+    assert other["candidate"]["rmse"] != row["candidate"]["rmse"]
+    (early,) = json.loads(shown(capsys, *words, "--step", "0"))["rows"]
+    assert early["candidate"]["rmse"] != row["candidate"]["rmse"]
+    for extra, message in (
+        (["--layer", "7"], "layer must be from 0 to 1, got 7"),
+        (["--step", "99"], "step must be one of [0, 1, 2], got 99"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["deviate", "--checkpoint", str(trained_run), *extra])
+        assert message in capsys.readouterr().err
 
 
 def test_presets_hold_published_figures_beside_ours(capsys, monkeypatch):
