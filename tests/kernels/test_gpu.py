@@ -13,6 +13,7 @@ from attention_kernels import (
     golden_attention,
     triton_launch,
 )
+from attention_kernels.masks import Mask
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv, nan_filled
 
 NEEDS_CUDA = [
@@ -125,4 +126,4 @@ def test_blocks_too_large_for_the_gpu_are_refused_by_name():
     q = torch.zeros(1, 1, 256, 256, device="cuda")
     numerics = PROFILES["fa2"].with_(block_q=256, block_k=256).resolve(q.dtype)
     with pytest.raises(ValueError, match="block_q=256, block_k=256"):
-        triton_launch.forward(q, q, q, causal=False, scale=0.0625, numerics=numerics)
+        triton_launch.forward(q, q, q, mask=Mask(), scale=0.0625, numerics=numerics)
