@@ -20,6 +20,7 @@ PUBLIC = {
         "BaselineNumerics",
         "FlashNumerics",
         "Format",
+        "MaskArguments",
         "attention",
         "baseline_attention",
         "flash_attention",
@@ -27,7 +28,7 @@ PUBLIC = {
         "resolve_engine",
         "round_to",
     ],
-    "stability": ["__version__"],
+    "stability": ["__version__", "register_transformers", "shadow"],
 }
 
 

@@ -1,6 +1,7 @@
 """Attention whose every rounding is named: golden, baseline, and flash in two engines."""
 
 from attention_kernels.api import (
+    MaskArguments,
     baseline_attention,
     flash_attention,
     golden_attention,
@@ -21,6 +22,7 @@ __all__ = [
     "BaselineNumerics",
     "FlashNumerics",
     "Format",
+    "MaskArguments",
     "attention",
     "baseline_attention",
     "flash_attention",

@@ -1,33 +1,60 @@
 """Metric names, the same in the metric log, in W&B and in the report.
 
-`train/loss`, `deviation/<layer>/<what>/<metric>`, `drift/<parameter or "all">/<metric>`. Leaves out
-what a metric means: `metrics.deviation` and `metrics.drift` say that.
+`train/loss`, `deviation/<layer>/<what>/<metric>`, `drift/<parameter or "all">/<metric>`,
+`watch/<name>` and `watch/<layer>/<name>`. A deviation's name has one part more for a single head
+(`head_3`) or a range of positions (`positions_0_63`), and one for the shadow if a probe has
+several. Leaves out what a metric means: `metrics.deviation` and `metrics.drift` say that.
 """
 
+import re
 from typing import NamedTuple
 
 __all__ = [
     "STEP_AXIS",
     "TRAIN_LOSS",
+    "ULP_HISTOGRAM",
+    "WHATS",
     "DeviationName",
     "DriftName",
     "deviation_name",
     "drift_name",
+    "head_part",
     "parse_deviation",
     "parse_drift",
+    "positions_part",
+    "watch_name",
 ]
 
 TRAIN_LOSS = "train/loss"
 STEP_AXIS = "trainer/global_step"
 """W&B's x axis: the number of optimizer updates made before the measurement."""
 
+WHATS = {
+    "out": "output, on the same inputs",
+    "lse": "log-sum-exp, on the same inputs",
+    "dq": "gradient of q, under the same gradient of the output",
+    "dk": "gradient of k, under the same gradient of the output",
+    "dv": "gradient of v, under the same gradient of the output",
+    "carried": "candidate on its own stream's inputs against candidate on the baseline's",
+    "total": "candidate in its own stream against baseline in its own",
+}
+"""What is compared. `out` is error made in the layer, `carried` what earlier layers brought in,
+`total` both."""
+
+ULP_HISTOGRAM = "ulp_histogram"
+"""The metric whose value is a list of counts, not a number."""
+
+_PART = re.compile(r"head_\d+|positions_\d+_\d+")
+
 
 class DeviationName(NamedTuple):
-    """The parts of a deviation's name."""
+    """The parts of a deviation's name; `part` is "" for the whole layer."""
 
     layer: str
     what: str
     metric: str
+    shadow: str = ""
+    part: str = ""
 
 
 class DriftName(NamedTuple):
@@ -37,9 +64,19 @@ class DriftName(NamedTuple):
     metric: str
 
 
-def deviation_name(layer: str, what: str, metric: str) -> str:
-    """Return the name of a deviation: `what` is out, dq, dk or dv."""
-    return f"deviation/{layer}/{what}/{metric}"
+def deviation_name(layer: str, what: str, metric: str, *, shadow: str = "", part: str = "") -> str:
+    """Return the name of a deviation; `what` is a key of `WHATS`, the layer has no "/"."""
+    return "/".join(("deviation", layer, *filter(None, (shadow, part)), what, metric))
+
+
+def head_part(head: int) -> str:
+    """Return the part of a name that means one query head (for dk and dv, one kv head)."""
+    return f"head_{head}"
+
+
+def positions_part(positions: range) -> str:
+    """Return the part of a name that means these positions in the sequence."""
+    return f"positions_{positions.start}_{positions.stop - 1}"
 
 
 def drift_name(parameter: str, metric: str) -> str:
@@ -47,11 +84,21 @@ def drift_name(parameter: str, metric: str) -> str:
     return f"drift/{parameter}/{metric}"
 
 
+def watch_name(name: str, *, layer: str = "", part: str = "") -> str:
+    """Return the name of a watched figure of the run, of a layer, or of a head of a layer."""
+    return "/".join(("watch", *filter(None, (layer, part)), name))
+
+
 def parse_deviation(name: str) -> DeviationName | None:
     """Return the parts of a deviation's name, None for any other name."""
-    head, _, rest = name.partition("/")
-    parts = rest.rsplit("/", 2)
-    return DeviationName(*parts) if head == "deviation" and len(parts) == 3 else None
+    head, *parts = name.split("/")
+    if head != "deviation" or not 3 <= len(parts) <= 5:
+        return None
+    layer, *middle, what, metric = parts
+    part = middle.pop() if middle and _PART.fullmatch(middle[-1]) else ""
+    if len(middle) > 1:
+        return None
+    return DeviationName(layer, what, metric, middle[0] if middle else "", part)
 
 
 def parse_drift(name: str) -> DriftName | None:

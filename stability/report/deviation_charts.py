@@ -69,7 +69,7 @@ def _table(arm: RecordedArm, metric: str) -> Table:
         found[0]
         for run in arm.runs.values()
         for name in run.metrics
-        if (found := parse_deviation(name)) and found[1:] == ("out", metric)
+        if (found := parse_deviation(name)) and found[1:] == ("out", metric, "", "")
     }
     table = {}
     for layer in sorted(layers, key=_natural):
