@@ -2,20 +2,21 @@
 
 A line is `{"step": 3, "train/loss": 1.25}`; several lines may share a step. JSON has no NaN and no
 infinity, so they stand as the strings "nan", "inf" and "-inf"; any other string is a text entry,
-not a metric. A line is one `write` and ends in a newline: a process killed while writing leaves at
-most a torn last line, which readers ignore and the next writer cuts off. Leaves out what the names
-mean (`names`), and power cuts: lines are not forced to disk.
+not a metric, and neither is a list, which holds the counts of a histogram. A line is one `write`
+and ends in a newline: a process killed while writing leaves at most a torn last line, which readers
+ignore and the next writer cuts off. Leaves out what the names mean (`names`), and power cuts: lines
+are not forced to disk.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MetricLog", "Series", "read_metrics", "read_text"]
+__all__ = ["MetricLog", "Series", "read_counts", "read_lines", "read_metrics", "read_text"]
 
 _STEP = "step"
 _NON_FINITE = {"nan", "inf", "-inf"}
@@ -36,14 +37,24 @@ class MetricLog:
         self._path = path
         self._file: FileIO | None = None
 
-    def append(self, step: int, metrics: Mapping[str, float], **text: str) -> None:
-        """Write one line for `step`: numbers by metric name, and text entries by keyword.
+    def append(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        counts: Mapping[str, Sequence[int]] | None = None,
+        **text: str,
+    ) -> None:
+        """Write one line for `step`: numbers and counts by metric name, text entries by keyword.
 
-        ValueError for a name that is given twice or is "step", or a text that would be read back
-        as a number; OSError if the disk takes no more; the line is lost, the log is not.
+        Counts are one or more whole numbers >= 0. ValueError for others, for a name that is given
+        twice or is "step", or a text that would be read back as a number; OSError if the disk takes
+        no more; the line is lost, the log is not.
         """
-        _check_names(metrics, text)
-        line = {_STEP: step, **{name: _to_json(float(x)) for name, x in metrics.items()}, **text}
+        lists = {name: list(values) for name, values in (counts or {}).items()}
+        _check_names(metrics, lists, text)
+        _check_counts(lists)
+        numbers = {name: _to_json(float(x)) for name, x in metrics.items()}
+        line = {_STEP: step, **numbers, **lists, **text}
         encoded = (json.dumps(line, allow_nan=False) + "\n").encode()
         if self._file is None:
             self._file = self._open()
@@ -89,10 +100,10 @@ class MetricLog:
 def read_metrics(path: Path) -> dict[str, Series]:
     """Return every metric of a log by name; ValueError names the file and line that is damaged."""
     found: dict[str, Series] = {}
-    for line in _lines(path):
+    for _, line in read_lines(path):
         step = line.pop(_STEP)
         for name, value in line.items():
-            if isinstance(value, str) and value not in _NON_FINITE:
+            if isinstance(value, list) or (isinstance(value, str) and value not in _NON_FINITE):
                 continue
             series = found.setdefault(name, Series())
             series.steps.append(step)
@@ -100,12 +111,26 @@ def read_metrics(path: Path) -> dict[str, Series]:
     return found
 
 
+def read_counts(path: Path) -> dict[str, dict[int, list[int]]]:
+    """Return every list of counts by name and step, the later line where two share both.
+
+    ValueError as above.
+    """
+    found: dict[str, dict[int, list[int]]] = {}
+    for _, line in read_lines(path):
+        for name, value in line.items():
+            if isinstance(value, list):
+                found.setdefault(name, {})[line[_STEP]] = value
+    return found
+
+
 def read_text(path: Path, key: str) -> dict[int, str]:
     """Return a text entry by step, the later line where two share one; ValueError as above."""
-    return {line[_STEP]: line[key] for line in _lines(path) if key in line}
+    return {line[_STEP]: line[key] for _, line in read_lines(path) if key in line}
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Give each whole line as it stands, with its number from 1; ValueError as above."""
     *whole, _torn = path.read_bytes().split(b"\n")
     for number, raw in enumerate(whole, start=1):
         try:
@@ -114,14 +139,27 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{path}: line {number} must be JSON, is {raw[:60]!r}") from error
         if not isinstance(line, dict) or not isinstance(line.get(_STEP), int):
             raise ValueError(f"{path}: line {number} must be an object with a step: {raw[:60]!r}")
-        odd = [name for name, value in line.items() if not isinstance(value, int | float | str)]
+        odd = [name for name, value in line.items() if not _is_entry(value)]
         if odd:
-            raise ValueError(f"{path}: line {number}: {odd[0]} must be a number or a text")
-        yield line
+            raise ValueError(
+                f"{path}: line {number}: {odd[0]} must be a number, a text or a list of counts"
+            )
+        yield number, line
 
 
-def _check_names(metrics: Mapping[str, float], text: Mapping[str, str]) -> None:
-    twice = [name for name in metrics if name in text or name == _STEP]
+def _is_entry(value: Any) -> bool:
+    return _are_counts(value) if isinstance(value, list) else isinstance(value, int | float | str)
+
+
+def _are_counts(values: list[Any]) -> bool:
+    return bool(values) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_names(
+    metrics: Mapping[str, float], counts: Mapping[str, list[int]], text: Mapping[str, str]
+) -> None:
+    seen = {_STEP}
+    twice = [name for name in (*metrics, *counts, *text) if name in seen or seen.add(name)]
     if twice:
         raise ValueError(f"MetricLog.append: {twice[0]!r} must be given once; rename one")
     for name, value in text.items():
@@ -129,6 +167,15 @@ def _check_names(metrics: Mapping[str, float], text: Mapping[str, str]) -> None:
             raise ValueError(
                 f"MetricLog.append: {name} must not be the text {value!r}, which is read as a "
                 "number; pass a number among the metrics"
+            )
+
+
+def _check_counts(counts: Mapping[str, list[int]]) -> None:
+    for name, values in counts.items():
+        if not _are_counts(values):
+            raise ValueError(
+                f"MetricLog.append: {name} must be one or more whole numbers >= 0, got {values!r}; "
+                "pass other numbers among the metrics"
             )
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability.records.metric_log import MetricLog, Series, read_metrics, read_text
+from stability.records.metric_log import MetricLog, Series, read_counts, read_metrics, read_text
 
 ROOT = Path(__file__).parents[3]
 NAMES = st.text(min_size=1).filter(lambda name: name != "step")
@@ -91,14 +91,46 @@ def test_a_torn_last_line_is_ignored_and_never_glued_to(log, path, tail):
     assert read_metrics(path)["x"] == Series([1, 5], [1.0, 2.0])
 
 
+@pytest.mark.parametrize("read", [read_metrics, read_counts])
 @pytest.mark.parametrize(
-    "damage", ['{"step": 1, "x": 1{"step"', "[1]", '{"x": 1}', '{"step": 1, "x": []}']
+    "damage",
+    [
+        '{"step": 1, "x": 1{"step"',
+        "[1]",
+        '{"x": 1}',
+        '{"step": 1, "x": null}',
+        '{"step": 1, "x": []}',
+        '{"step": 1, "x": [1, 2.5]}',
+        '{"step": 1, "x": [1, -1]}',
+        '{"step": 1, "x": [true]}',
+        '{"step": 1, "x": [[1]]}',
+    ],
 )
-def test_damage_before_the_last_line_is_an_error_that_names_file_and_line(path, damage):
+def test_damage_before_the_last_line_is_an_error_that_names_file_and_line(path, damage, read):
     path.parent.mkdir()
     path.write_text(f'{{"step": 0, "x": 1}}\n{damage}\n{{"step": 2, "x": 1}}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl: line 2"):
-        read_metrics(path)
+        read(path)
+
+
+def test_counts_come_back_by_name_and_step_and_are_no_metrics(log, path):
+    log.append(0, {"x": 1.5}, counts={"a/ulp_histogram": [0, 2**60, 3]}, note="hello")
+    log.append(0, {}, counts={"b/ulp_histogram": (7,)})
+    log.append(5, {}, counts={"a/ulp_histogram": [1, 1, 1]})
+    assert read_counts(path) == {
+        "a/ulp_histogram": {0: [0, 2**60, 3], 5: [1, 1, 1]},
+        "b/ulp_histogram": {0: [7]},
+    }
+    assert read_metrics(path) == {"x": Series([0], [1.5])}
+    assert read_text(path, "note") == {0: "hello"}
+    assert path.read_text().splitlines()[1] == '{"step": 0, "b/ulp_histogram": [7]}'
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [-1], [True], ["1"]])
+def test_a_list_that_is_no_counts_is_refused(log, path, values):
+    with pytest.raises(ValueError, match="x must be one or more whole numbers >= 0, got"):
+        log.append(1, {}, counts={"x": values})
+    assert not path.exists()
 
 
 def test_truncating_drops_what_came_after_and_appending_goes_on_there(log, path):
@@ -121,16 +153,19 @@ def test_a_log_shorter_than_its_checkpoint_is_refused(log, path):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "text", "message"),
+    ("metrics", "counts", "text", "message"),
     [
-        ({"step": 1.0}, {}, "'step' must be given once"),
-        ({"x": 1.0}, {"x": "a"}, "'x' must be given once"),
-        ({}, {"x": "nan"}, "x must not be the text 'nan'"),
+        ({"step": 1.0}, {}, {}, "'step' must be given once"),
+        ({"x": 1.0}, {}, {"x": "a"}, "'x' must be given once"),
+        ({"x": 1.0}, {"x": [1]}, {}, "'x' must be given once"),
+        ({}, {"step": [1]}, {}, "'step' must be given once"),
+        ({}, {"x": [1]}, {"x": "a"}, "'x' must be given once"),
+        ({}, {}, {"x": "nan"}, "x must not be the text 'nan'"),
     ],
 )
-def test_an_entry_that_would_not_come_back_is_refused(log, path, metrics, text, message):
+def test_an_entry_that_would_not_come_back_is_refused(log, path, metrics, counts, text, message):
     with pytest.raises(ValueError, match=message):
-        log.append(1, metrics, **text)
+        log.append(1, metrics, counts, **text)
     assert not path.exists()
 
 

@@ -37,9 +37,7 @@ def test_names_are_the_documented_ones():
 
 
 @settings(deadline=None, max_examples=100)
-@given(
-    layer=WORDS, what=WORDS, metric=WORDS, shadow=st.one_of(st.just(""), WORDS), part=PARTS
-)
+@given(layer=WORDS, what=WORDS, metric=WORDS, shadow=st.one_of(st.just(""), WORDS), part=PARTS)
 def test_a_deviation_is_read_back(layer, what, metric, shadow, part):
     name = deviation_name(layer, what, metric, shadow=shadow, part=part)
     assert parse_deviation(name) == (layer, what, metric, shadow, part)

@@ -1,0 +1,71 @@
+"""What happened in a run, in words: findings of the probe, and alerts of the training watch.
+
+An event is a line of the metric log, `{"step": 3, "event": "alert", "layer": "layer_2", "text":
+"..."}`, so that a resume cuts events and metrics at the same place. Any number may share a step.
+Leaves out when something is worth an event: `attention` and `metrics.thresholds` say that.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from stability.records.metric_log import MetricLog, read_lines
+
+__all__ = ["Event", "EventKind", "log_event", "read_events"]
+
+EventKind = Literal["finding", "alert"]
+"""A finding is a fact about an implementation, an alert a figure past a published threshold."""
+
+_KEY = "event"
+_KINDS = get_args(EventKind)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened, measured on the weights after `step` updates.
+
+    `layer` is "" if the whole run is meant. ValueError for an unknown kind, an empty text, or a
+    negative step.
+    """
+
+    step: int
+    kind: EventKind
+    layer: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ValueError(
+                f"Event: kind must be one of {', '.join(_KINDS)}, got {self.kind!r}; choose one"
+            )
+        if not self.text:
+            raise ValueError("Event: text must say what happened, got ''; write a sentence")
+        if self.step < 0:
+            raise ValueError(f"Event: step must be >= 0, got {self.step}; count from 0")
+
+
+def log_event(log: MetricLog, event: Event) -> None:
+    """Append `event` to `log` as a line of its own; errors as `MetricLog.append`."""
+    log.append(event.step, {}, event=event.kind, layer=event.layer, text=event.text)
+
+
+def read_events(path: Path) -> list[Event]:
+    """Return the events of a metric log in its order.
+
+    ValueError names the file and the line of an event that is damaged.
+    """
+    return [
+        _to_event(line, f"{path}: line {number}")
+        for number, line in read_lines(path)
+        if _KEY in line
+    ]
+
+
+def _to_event(line: dict[str, Any], where: str) -> Event:
+    for key in ("layer", "text"):
+        if not isinstance(line.get(key), str):
+            raise ValueError(f"{where}: an event's {key} must be a text, got {line.get(key)!r}")
+    try:
+        return Event(line["step"], line[_KEY], line["layer"], line["text"])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
