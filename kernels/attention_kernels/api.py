@@ -139,26 +139,80 @@ def flash_attention(
     return AttentionOutput(out, lse.detach()) if return_lse else out
 
 
+@overload
+def baseline_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    numerics: BaselineNumerics = ...,
+    return_lse: Literal[False] = ...,
+    **mask: Unpack[MaskArguments],
+) -> Tensor: ...
+
+
+@overload
+def baseline_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    numerics: BaselineNumerics = ...,
+    return_lse: Literal[True],
+    **mask: Unpack[MaskArguments],
+) -> AttentionOutput: ...
+
+
 def baseline_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     numerics: BaselineNumerics = BASELINE_PROFILES["plain"],
+    return_lse: bool = False,
     **mask: Unpack[MaskArguments],
-) -> Tensor:
+) -> Tensor | AttentionOutput:
     """Attend with the whole score matrix in memory; arguments and result as `flash_attention`."""
     check_numerics("baseline_attention", numerics, BaselineNumerics, "BASELINE_PROFILES")
-    return _by_definition("baseline_attention", q, k, v, mask, "baseline", numerics)
+    return _by_definition("baseline_attention", q, k, v, mask, "baseline", numerics, return_lse)
 
 
-def golden_attention(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
-    """Attend in FP64 and return out in FP64; arguments as `flash_attention`.
+@overload
+def golden_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **mask: Unpack[MaskArguments],
+) -> Tensor: ...
+
+
+@overload
+def golden_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **mask: Unpack[MaskArguments],
+) -> AttentionOutput: ...
+
+
+def golden_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = False,
+    **mask: Unpack[MaskArguments],
+) -> Tensor | AttentionOutput:
+    """Attend in FP64 and return out, and the LSE, in FP64; arguments as `flash_attention`.
 
     Differentiable; autograd hands the gradients over in the dtype of q, k and v, so pass FP64
     copies to keep them whole. Memory grows with length, not with its square.
     """
-    return _by_definition("golden_attention", q, k, v, mask, "golden", None)
+    return _by_definition("golden_attention", q, k, v, mask, "golden", None, return_lse)
 
 
 def _by_definition(
@@ -169,17 +223,23 @@ def _by_definition(
     mask: MaskArguments,
     engine: str,
     numerics: BaselineNumerics | None,
-) -> Tensor:
+    return_lse: bool,
+) -> Tensor | AttentionOutput:
     check_tensors(function, q, k, v)
     check_mask(function, q, k, mask)
     call = _call(
         q, mask, plan_to_text(engine, None if numerics is None else numerics.text, q.dtype)
     )
+    lse = None
     if torch.compiler.is_compiling():
+        if return_lse:
+            raise ValueError(f"{function}: return_lse must be False inside of torch.compile")
         out = reference_forward(*_operands(q, k, v), *call)
     else:
-        out = attend_by_definition(*_operands(q, k, v), call)
-    return _unpacked(out) if q.dim() == 3 else out
+        out, lse = attend_by_definition(*_operands(q, k, v), call, return_lse)
+    if q.dim() == 3:
+        out, lse = _unpacked(out), None if lse is None else lse.squeeze(0)
+    return out if lse is None else AttentionOutput(out, lse)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -113,30 +113,44 @@ class _Scaled(NamedTuple):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, numerics: BaselineNumerics
-) -> Tensor:
-    """Return attention in q's dtype and shape; `numerics` is resolved, the rest as in `api`."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    numerics: BaselineNumerics,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return attention in q's dtype and shape; `numerics` is resolved, the rest as in `api`.
+
+    With `with_lse` also the log-sum-exp of the rounded scores `(batch, heads, query_len)` in the
+    work format, without gradient.
+    """
     stored = input_format(q.dtype)
     work = torch.promote_types(numerics.work_dtype(), q.dtype)
     q_BHQD, k_BGKD, v_BGKD = (_Round.apply(x, stored, work) for x in (q, k, v))
     parts, stop = [], 0
+    lse_BHQ = q_BHQD.new_full(q.shape[:3], -torch.inf) if with_lse else None
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
         queries, keys = sequence.queries, sequence.keys
         parts.append(torch.zeros_like(q_BHQD[:, :, stop : queries.start]))
-        parts.append(
-            _attend_sequence(
-                q_BHQD[:, :, queries.start : queries.stop],
-                k_BGKD[:, :, keys.start : keys.stop],
-                v_BGKD[:, :, keys.start : keys.stop],
-                sequence,
-                scale,
-                numerics,
-            )
+        out_BHQD, scores_BGRQK = _attend_sequence(
+            q_BHQD[:, :, queries.start : queries.stop],
+            k_BGKD[:, :, keys.start : keys.stop],
+            v_BGKD[:, :, keys.start : keys.stop],
+            sequence,
+            scale,
+            numerics,
         )
+        parts.append(out_BHQD)
+        if lse_BHQ is not None:
+            lse_BGRQ = scores_BGRQK.detach().logsumexp(dim=-1)
+            lse_BHQ[:, :, queries.start : queries.stop] = lse_BGRQ.flatten(1, 2)
         stop = queries.stop
     parts.append(torch.zeros_like(q_BHQD[:, :, stop:]))
     out_BHQD = _Round.apply(torch.cat(parts, dim=2), numerics.output, work)
-    return _Round.apply(out_BHQD, stored, q.dtype)
+    return _Round.apply(out_BHQD, stored, q.dtype), lse_BHQ
 
 
 def _attend_sequence(
@@ -146,7 +160,8 @@ def _attend_sequence(
     sequence: Sequence,
     scale: float,
     numerics: BaselineNumerics,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """Return out and the rounded scores."""
     query_len = q_BHQD.shape[2]
     scores_BGRQK = _masked_scores(q_BHQD, k_BGKD, sequence, scale, numerics)
     weights_BGRQK = _Softmax.apply(scores_BGRQK, numerics)
@@ -158,7 +173,7 @@ def _attend_sequence(
     out_BGRQD = _Product.apply(weights_BGRQK.flatten(2, 3), value.values)
     if numerics.scaling != "none":
         out_BGRQD = out_BGRQD * (value.factor / p_scale)
-    return out_BGRQD.unflatten(2, (-1, query_len)).flatten(1, 2)
+    return out_BGRQD.unflatten(2, (-1, query_len)).flatten(1, 2), scores_BGRQK
 
 
 def _masked_scores(

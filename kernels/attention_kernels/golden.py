@@ -10,7 +10,9 @@ C query rows of a chunk, K keys that the chunk may see, D head_dim.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence as Many
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,19 +28,46 @@ __all__ = ["attend"]
 CHUNK_BYTES = 48 * 2**20
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float) -> Tensor:
-    """Return attention in FP64, `(batch, heads, query_len, head_dim)`; arguments as in `api`."""
+class _Part(NamedTuple):
+    """Some rows of out, and of the LSE `(batch, heads, rows)` if it was asked for."""
+
+    out: Tensor
+    lse: Tensor | None
+
+
+def _joined(parts: Many[_Part], dim: int) -> _Part:
+    if len(parts) == 1:
+        return parts[0]
+    lses = [part.lse for part in parts if part.lse is not None]
+    return _Part(
+        torch.cat([part.out for part in parts], dim), torch.cat(lses, dim) if lses else None
+    )
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, with_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return attention in FP64, `(batch, heads, query_len, head_dim)`; arguments as in `api`.
+
+    With `with_lse` also the log-sum-exp of the scores `(batch, heads, query_len)`, without gradient.
+    """
     q, k, v = q.double(), k.double(), v.double()
     sequences = list(mask.sequences(q.shape[2], k.shape[2]))
     queries, keys = [s.queries for s in sequences], [s.keys for s in sequences]
     pieces = zip(sequences, _rows(q, queries), _rows(k, keys), _rows(v, keys), strict=True)
     parts, stop = [], 0
     for sequence, *qkv in pieces:
-        parts.append(torch.zeros_like(q[:, :, stop : sequence.queries.start]))
-        parts.append(_attend_sequence(*qkv, sequence=sequence, scale=scale))
+        parts.append(_nothing(q[:, :, stop : sequence.queries.start], with_lse))
+        parts.append(_attend_sequence(*qkv, sequence, scale, with_lse))
         stop = sequence.queries.stop
-    parts.append(torch.zeros_like(q[:, :, stop:]))
-    return torch.cat(parts, dim=2)
+    parts.append(_nothing(q[:, :, stop:], with_lse))
+    return _joined(parts, dim=2)
+
+
+def _nothing(q: Tensor, with_lse: bool) -> _Part:
+    """Return what rows give that belong to no sequence."""
+    lse = q.new_full(q.shape[:3], -torch.inf) if with_lse else None
+    return _Part(torch.zeros_like(q), lse)
 
 
 def _rows(x: Tensor, ranges: list[range]) -> list[Tensor]:
@@ -50,7 +79,9 @@ def _rows(x: Tensor, ranges: list[range]) -> list[Tensor]:
     return list(x.split([*sizes, x.shape[2] - stop], dim=2)[1::2])
 
 
-def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float) -> Tensor:
+def _attend_sequence(
+    q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float, with_lse: bool
+) -> _Part:
     """Attend as many heads at a time as fit one chunk whole, at least those of one kv head.
 
     Each time a chunk reads k and v, its backward writes gradients as large as those of all heads
@@ -68,12 +99,14 @@ def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale:
             at_batch = slice(i * batches, (i + 1) * batches)
             at_heads = slice(j * heads * group, (j + 1) * heads * group)
             part = replace(sequence, mask=sequence.mask.part(at_batch, at_heads))
-            row.append(_attend_heads(q_part, k_part, v_part, part, scale))
-        outs.append(torch.cat(row, dim=1))
-    return torch.cat(outs)
+            row.append(_attend_heads(q_part, k_part, v_part, part, scale, with_lse))
+        outs.append(_joined(row, dim=1))
+    return _joined(outs, dim=0)
 
 
-def _attend_heads(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float) -> Tensor:
+def _attend_heads(
+    q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float, with_lse: bool
+) -> _Part:
     kv_heads, query_len, key_len = k.shape[1], q.shape[2], k.shape[2]
     budget = CHUNK_BYTES // (8 * q.shape[0] * q.shape[1])
     rows, start = [], 0
@@ -84,8 +117,11 @@ def _attend_heads(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: fl
     for part, q_part in zip(rows, q.split([len(part) for part in rows], dim=2), strict=True):
         q_BGRCD = q_part.unflatten(1, (kv_heads, -1))
         keys = sequence.mask.key_range(part, query_len, key_len)
-        chunks.append(_checkpointed(q_BGRCD, k, v, part, keys, sequence, scale).flatten(1, 2))
-    return torch.cat(chunks, dim=2)
+        arguments = (q_BGRCD, k, v, part, keys, sequence, scale, with_lse)
+        out_BGRCD, lse_BGRC = _checkpointed(*arguments)
+        lse = None if lse_BGRC is None else lse_BGRC.flatten(1, 2)
+        chunks.append(_Part(out_BGRCD.flatten(1, 2), lse))
+    return _joined(chunks, dim=2)
 
 
 def _chunk_rows(budget: int, start: int, sequence: Sequence) -> int:
@@ -107,8 +143,9 @@ def _checkpointed(
     keys: range,
     sequence: Sequence,
     scale: float,
-) -> Tensor:
-    arguments = (q_BGRCD, k_BGKD, v_BGKD, rows, keys, sequence, scale)
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    arguments = (q_BGRCD, k_BGKD, v_BGKD, rows, keys, sequence, scale, with_lse)
     needs_grad = any(x.requires_grad for x in (q_BGRCD, k_BGKD, v_BGKD))
     if not (needs_grad and torch.is_grad_enabled()):
         return _attend_rows(*arguments)
@@ -123,7 +160,8 @@ def _attend_rows(
     keys: range,
     sequence: Sequence,
     scale: float,
-) -> Tensor:
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
     mask, lengths = sequence.mask, (len(sequence.queries), len(sequence.keys))
     k_BGKD, v_BGKD = (x[:, :, keys.start : keys.stop] for x in (k_BGKD, v_BGKD))
     kv_heads = k_BGKD.shape[1]
@@ -139,7 +177,8 @@ def _attend_rows(
     if hidden is not None:
         scores_BGRCK = scores_BGRCK.masked_fill(_grouped(hidden, kv_heads), -torch.inf)
     weights_BGRCK = _softmax(scores_BGRCK)
-    return (weights_BGRCK.flatten(2, 3) @ v_BGKD).unflatten(2, (-1, len(rows)))
+    out_BGRCD = (weights_BGRCK.flatten(2, 3) @ v_BGKD).unflatten(2, (-1, len(rows)))
+    return out_BGRCD, scores_BGRCK.detach().logsumexp(dim=-1) if with_lse else None
 
 
 def _softmax(scores_BGRCK: Tensor) -> Tensor:

@@ -139,15 +139,19 @@ def _engine(name: str) -> tuple[Any, Any]:
     return triton_launch.forward, triton_launch.backward
 
 
-def attend_by_definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    """Return what golden or baseline gives, differentiable by autograd."""
+def attend_by_definition(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, with_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return what golden or baseline gives, differentiable by autograd, and the LSE if asked for."""
     engine, numerics = plan_from_text(call.plan)
     mask = call.mask()
     check_mask_values(f"{engine}_attention", mask, q.shape[2], k.shape[2])
     if engine == "golden":
-        return golden.attend(q, k, v, mask=mask, scale=call.scale)
+        return golden.attend(q, k, v, mask=mask, scale=call.scale, with_lse=with_lse)
     assert isinstance(numerics, BaselineNumerics)
-    return baseline.attend(q, k, v, mask=mask, scale=call.scale, numerics=numerics)
+    return baseline.attend(
+        q, k, v, mask=mask, scale=call.scale, numerics=numerics, with_lse=with_lse
+    )
 
 
 @torch.library.custom_op(
@@ -157,7 +161,7 @@ def attend_by_definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
 )
 def reference_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Return `attend_by_definition`, contiguous."""
-    return attend_by_definition(q, k, v, Call(*rest)).contiguous()
+    return attend_by_definition(q, k, v, Call(*rest))[0].contiguous()
 
 
 @reference_forward.register_fake
@@ -181,7 +185,7 @@ def reference_backward(
     def differentiate() -> tuple[Tensor, ...]:
         with torch.cuda.stream(stream):
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = attend_by_definition(*leaves, call=Call(*rest))
+            out, _ = attend_by_definition(*leaves, call=Call(*rest))
             return torch.autograd.grad(out, leaves, dout)
 
     # torch switches autograd off for the thread that runs an operator; another thread has it.

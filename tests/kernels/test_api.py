@@ -142,6 +142,7 @@ def test_the_public_surface_is_the_documented_one():
         "BaselineNumerics",
         "FlashNumerics",
         "Format",
+        "MaskArguments",
         "PROFILES",
         "attention",
         "baseline_attention",
