@@ -43,7 +43,7 @@ class BatchHash(Callback):
         """Record the hash when the update has been made."""
         if trainer.global_step > self._step:
             digest = self.fingerprint.hexdigest()
-            self._log.append(trainer.global_step, {}, **{BATCH_HASH: digest})
+            self._log.append(trainer.global_step, {}, None, **{BATCH_HASH: digest})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hash so far."""

@@ -1,13 +1,14 @@
-"""Lightning's metrics into the run's metric log.
+"""Lightning's metrics, and a run's events and counts, into its metric log.
 
-Leaves out everything but numbers: hyperparameters are in the manifest.
+Leaves out hyperparameters, which are in the manifest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
 
+from stability.records.events import Event, log_event
 from stability.records.metric_log import MetricLog
 
 __all__ = ["RecordsLogger"]
@@ -37,6 +38,14 @@ class RecordsLogger(Logger):
         kept = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         if kept:
             self._log.append(step, kept)
+
+    def log_event(self, event: Event) -> None:
+        """Append `event`, at its own step."""
+        log_event(self._log, event)
+
+    def log_counts(self, counts: Mapping[str, Sequence[int]], step: int) -> None:
+        """Append the counts of histograms at `step`."""
+        self._log.append(step, {}, counts)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the manifest holds the config."""

@@ -1,0 +1,205 @@
+"""Watches a run for signs of failure: gradients, second moments, output logits, loss spikes.
+
+Logs `watch/...` at due steps, on weights after as many updates as the step says, like the loss; a
+figure that gets past a published threshold becomes an event of kind alert, once for each time. It
+reads gradients, optimizer state and logits and writes to none of them, hooks no backward pass, and
+fetches all of a step's figures from the device at once. Leaves out the arithmetic
+(`metrics.training_watch`, `metrics.thresholds`) and what happens inside attention.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from stability.metrics.thresholds import LOSS_SPIKE_DEVIATIONS, crossings
+from stability.metrics.training_watch import (
+    LossSpikes,
+    count_nonfinite,
+    gradient_norm,
+    log_z,
+    rms_ratio,
+)
+from stability.records.names import watch_name
+from stability.tracking.alerts import alert_event, emit
+
+__all__ = ["TrainingWatch"]
+
+
+class TrainingWatch(Callback):
+    """Log the figures below at every `every`-th step, and alerts as they arise.
+
+    `watch/grad_norm` and `watch/nonfinite_gradients`: of the whole step's gradients, before
+    clipping. `watch/rms/<parameter>` and `watch/rms_max`: RMS_t after the update, with the
+    gradients as they were clipped; absent for optimizers without Adam's `exp_avg_sq`.
+    `watch/log_z`: of the logits that `model` returns, as a tensor or as `.logits`, in the step's
+    last micro-batch. `watch/loss_spike`: 1 if the loss of any step since the last due one stood
+    out, else 0; every step's loss counts, the mean over its micro-batches.
+
+    `model` is the module that returns the logits, by default `pl_module.model` if there is one and
+    else the LightningModule itself. Sparse gradients are left out. ValueError for `every` below 1,
+    and at the start of training for more than one optimizer.
+    """
+
+    def __init__(self, every: int, model: nn.Module | None = None) -> None:
+        if every < 1:
+            raise ValueError(f"TrainingWatch: every must be >= 1, got {every}; leave the watch out")
+        self._every = every
+        self._model = model
+        self._spikes = LossSpikes(LOSS_SPIKE_DEVIATIONS)
+        self._previous: dict[str, float] = {}
+        self._losses: list[Tensor] = []  # one a step, 0-d, until the next due step
+        self._loss: Tensor | None = None
+        self._seen: dict[str, Tensor] = {}
+        self._hook: RemovableHandle | None = None
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a run that the figures would be ambiguous for."""
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                "TrainingWatch: the module must have one optimizer, got "
+                f"{len(trainer.optimizers)}; leave the watch out"
+            )
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at this forward pass's logits if the step is due."""
+        self._release()
+        self._step = trainer.global_step
+        if self._is_due():
+            self._hook = self._watched(pl_module).register_forward_hook(self._see_output)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Measure the step's gradients: all micro-batches are in, nothing is clipped."""
+        if not self._is_due():
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        dense = [g for g in gradients if g is not None and g.layout == torch.strided]
+        if dense:
+            self._seen[watch_name("grad_norm")] = gradient_norm(dense)
+            self._seen[watch_name("nonfinite_gradients")] = count_nonfinite(dense)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Take in the loss; when the update has been made at a due step, log everything."""
+        self._release()
+        self._see_loss(outputs)
+        if trainer.global_step == self._step:
+            return  # gradients are still being accumulated
+        if self._loss is not None:
+            self._losses.append(self._loss)
+            self._loss = None
+        if self._is_due():
+            self._see_second_moments(pl_module, trainer.optimizers[0])
+            self._log(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave no hook behind."""
+        self._release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered from step to step."""
+        losses = torch.stack(self._losses).tolist() if self._losses else []
+        return {
+            "losses": losses,
+            "previous": dict(self._previous),
+            "spikes": self._spikes.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on as the run that wrote the checkpoint would have."""
+        self._losses = [torch.tensor(loss, dtype=torch.float64) for loss in state_dict["losses"]]
+        self._previous = dict(state_dict["previous"])
+        self._spikes.load_state_dict(state_dict["spikes"])
+
+    def _is_due(self) -> bool:
+        return self._step % self._every == 0
+
+    def _watched(self, pl_module: LightningModule) -> nn.Module:
+        inner = getattr(pl_module, "model", None) if self._model is None else self._model
+        return inner if isinstance(inner, nn.Module) else pl_module
+
+    def _release(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    @torch.no_grad()
+    def _see_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if isinstance(logits, Tensor) and logits.dim() >= 2 and logits.is_floating_point():
+            self._seen[watch_name("log_z")] = log_z(logits)
+
+    def _see_loss(self, outputs: Any) -> None:
+        """Add a micro-batch's loss, which Lightning has divided by their number."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        if isinstance(loss, Tensor):
+            loss64 = loss.detach().double()
+            self._loss = loss64 if self._loss is None else self._loss + loss64
+
+    def _see_second_moments(self, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        names = _parameter_names(pl_module, self._watched(pl_module))
+        ratios = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                ratio = _rms_ratio(parameter, optimizer.state.get(parameter, {}), group)
+                if ratio is not None:
+                    ratios[watch_name(names[parameter], layer="rms")] = ratio
+        if ratios:
+            self._seen.update(ratios)
+            self._seen[watch_name("rms_max")] = torch.stack(list(ratios.values())).amax()
+
+    def _log(self, trainer: Trainer) -> None:
+        names, gathered = list(self._seen), [*self._seen.values(), *self._losses]
+        watched_losses = len(self._losses)
+        self._seen, self._losses = {}, []
+        if not gathered:
+            return
+        device = gathered[0].device
+        values = torch.stack([value.to(device) for value in gathered]).tolist()
+        metrics = dict(zip(names, values[: len(names)], strict=True))
+        if watched_losses:
+            spikes = [self._spikes.update(loss) for loss in values[len(names) :]]
+            metrics[watch_name("loss_spike")] = float(any(spikes))
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=self._step)
+        for crossing in crossings(metrics, self._previous):
+            emit(trainer.loggers, alert_event(crossing, self._step))
+        self._previous = {**self._previous, **metrics}
+
+
+def _rms_ratio(
+    parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+) -> Tensor | None:
+    """Return RMS_t of a parameter, None without a dense gradient or Adam's second moment."""
+    grad, second_moment = parameter.grad, state.get("exp_avg_sq")
+    if grad is None or grad.layout != torch.strided or second_moment is None:
+        return None
+    if not {"betas", "eps"} <= group.keys() or "step" not in state:
+        return None
+    return rms_ratio(
+        grad, second_moment, step=state["step"], beta2=group["betas"][1], eps=group["eps"]
+    )
+
+
+def _parameter_names(pl_module: LightningModule, model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return each parameter's name in `model`, as snapshots have it, if they are all in there."""
+    whole = {parameter: name for name, parameter in pl_module.named_parameters()}
+    inner = {parameter: name for name, parameter in model.named_parameters()}
+    return inner if inner.keys() >= whole.keys() else whole

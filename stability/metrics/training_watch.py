@@ -1,0 +1,122 @@
+"""Figures of a training run that foretell a failure: gradient norm, RMS_t, log Z, loss spikes.
+
+Tensors in, FP64 scalars out, on the tensors' device and without waiting for it: a caller gathers
+them and transfers once. Leaves out when a figure is worth an alert (`thresholds`) and what is
+watched inside attention.
+
+RMS_t and spikes of the loss: arXiv 2304.13013; log Z of the output logits: arXiv 2309.14322.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LossSpikes", "count_nonfinite", "gradient_norm", "log_z", "rms_ratio"]
+
+_POSITIONS = 4096
+"""Positions that `log_z` widens at a time: 0.8 GB in FP32 for 50,000 logits each."""
+
+
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of all `gradients` together, squares summed in FP64, so none overflows.
+
+    ValueError without a gradient.
+    """
+    _require_some("gradient_norm", gradients)
+    norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float64) for g in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def count_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return how many values of all `tensors` are NaN or infinite. ValueError without a tensor."""
+    _require_some("count_nonfinite", tensors)
+    return torch.stack([(~torch.isfinite(x)).sum() for x in tensors]).sum().double()
+
+
+def rms_ratio(
+    grad: Tensor, exp_avg_sq: Tensor, *, step: int | Tensor, beta2: float, eps: float
+) -> Tensor:
+    """Return RMS_t = sqrt(mean(g^2 / max(v, eps^2))) of one tensor (arXiv 2304.13013).
+
+    `exp_avg_sq` is Adam's running mean of g^2, this gradient included, after `step` updates (from
+    1; a 0-d tensor as in the optimizer's state will do); v is that divided by 1 - beta2^step. 1
+    means that v is up to date with the gradients; it is at most sqrt((1 - beta2^step) / (1 -
+    beta2)), so a beta2 of 0.8 or less keeps it below 2.3. ValueError unless both have one shape.
+    """
+    if grad.shape != exp_avg_sq.shape:
+        raise ValueError(
+            f"rms_ratio: exp_avg_sq must have the shape of grad {tuple(grad.shape)}, got "
+            f"{tuple(exp_avg_sq.shape)}; pass the state of the same parameter"
+        )
+    updates = step.double() if isinstance(step, Tensor) else step
+    v = exp_avg_sq.detach().double() / (1 - beta2**updates)
+    return (grad.detach().double().square() / v.clamp_(min=eps**2)).mean().sqrt()
+
+
+def log_z(logits: Tensor) -> Tensor:
+    """Return the mean over positions of log(sum(exp(logits))), natural log.
+
+    `logits` are `(..., vocab)`, and widened to FP32 if they are narrower. ValueError for a tensor
+    with no dimension.
+    """
+    if logits.dim() == 0:
+        raise ValueError("log_z: logits must be (..., vocab), got a 0-d tensor; pass the logits")
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    rows = logits.detach().reshape(-1, logits.shape[-1])
+    sums = [part.to(wide).logsumexp(-1).double().sum() for part in rows.split(_POSITIONS)]
+    return torch.stack(sums).sum() / len(rows)
+
+
+class LossSpikes:
+    """Tells whether a loss stands out: above mean + `deviations` * std of the `window` before it.
+
+    The rule, with 3.2 deviations, is `thresholds.LOSS_SPIKE_DEVIATIONS`; its source gives no window
+    that could be checked, so 50 losses are ours, and nothing is a spike until they are there. std
+    is that of the window itself (divided by its length). A loss that is not finite is a spike, and
+    stays out of the window. ValueError for a window below 2 or deviations that are not positive.
+    """
+
+    def __init__(self, deviations: float, window: int = 50) -> None:
+        if window < 2:
+            raise ValueError(
+                f"LossSpikes: window must be >= 2, got {window}; one loss has no deviation"
+            )
+        if not deviations > 0:
+            raise ValueError(f"LossSpikes: deviations must be > 0, got {deviations}; try 3.2")
+        self._deviations = deviations
+        self._losses: deque[float] = deque(maxlen=window)
+
+    def update(self, loss: float) -> bool:
+        """Take in the next step's loss and return whether it is a spike."""
+        if not math.isfinite(loss):
+            return True
+        spike = len(self._losses) == self._losses.maxlen and loss > self._limit()
+        self._losses.append(loss)
+        return spike
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window, oldest loss first."""
+        return {"losses": list(self._losses)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the window of a checkpoint."""
+        self._losses = deque(state_dict["losses"], maxlen=self._losses.maxlen)
+
+    def _limit(self) -> float:
+        mean = _mean(self._losses)
+        variance = _mean((loss - mean) ** 2 for loss in self._losses)
+        return mean + self._deviations * math.sqrt(variance)
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return math.fsum(listed) / len(listed)
+
+
+def _require_some(function: str, tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise ValueError(f"{function}: must be given a tensor, got none; leave the figure out")

@@ -1,0 +1,211 @@
+"""The training watch: its figures are those of a training by hand, and it changes nothing."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stability.callbacks.training_watch import TrainingWatch
+from stability.config.schema import ModelConfig, OptimizerConfig
+from stability.model.gpt import GPT
+from stability.model.init_schemes import initialise
+from stability.model.lightning_module import LanguageModel
+
+OPTIMIZER = OptimizerConfig(lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, warmup_steps=0)
+CLIP = 0.3
+
+
+def _sdpa(q, k, v, *, causal, scale=None):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+
+def _language_model():
+    model = GPT(ModelConfig(depth=1, width=16, heads=2, context=8, vocab_size=11), [_sdpa])
+    initialise(model, "gpt2", 0)
+    return LanguageModel(model, OPTIMIZER, steps=100)
+
+
+def _by_hand(module, blocks, steps, accumulate):
+    """Train with an AdamW of our own in FP64, and return the watched figures of each step."""
+    weights, batches = dict(module.model.named_parameters()), iter(blocks)
+    moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
+    found, (beta1, beta2) = [], OPTIMIZER.betas
+    for step in range(steps):
+        total = {name: torch.zeros_like(w) for name, w in weights.items()}
+        for batch in (next(batches) for _ in range(accumulate)):
+            logits = module.model(batch[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) / accumulate
+            for name, g in zip(weights, torch.autograd.grad(loss, weights.values()), strict=True):
+                total[name] += g
+        norm = torch.cat([g.flatten() for g in total.values()]).norm()
+        figures = {
+            "watch/grad_norm": norm,
+            "watch/log_z": logits.detach().exp().sum(-1).log().mean(),
+        }
+        factor = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 100))
+        for name, w in weights.items():
+            g = total[name] * min(1.0, CLIP / (norm.item() + 1e-6))  # as torch clips
+            m, v = moments[name]
+            moments[name] = m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+            v_hat = v / (1 - beta2 ** (step + 1))
+            figures[f"watch/rms/{name}"] = (g * g / v_hat.clamp(min=1e-16)).mean().sqrt()
+            decay = OPTIMIZER.weight_decay if w.dim() >= 2 else 0.0
+            update = m / (1 - beta1 ** (step + 1)) / (v_hat.sqrt() + OPTIMIZER.eps)
+            with torch.no_grad():
+                w.sub_(OPTIMIZER.lr * factor * (update + decay * w))
+        figures["watch/rms_max"] = max(x for n, x in figures.items() if n.startswith("watch/rms/"))
+        found.append({name: float(value) for name, value in figures.items()})
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_figures_are_those_of_a_training_by_hand(tmp_path, fit, read, blocks, accumulate):
+    module = _language_model().double()
+    fit(
+        tmp_path,
+        module,
+        [TrainingWatch(2)],
+        steps=5,
+        gradient_clip_val=CLIP,
+        accumulate_grad_batches=accumulate,
+        precision="64-true",
+    )
+    expected = _by_hand(_language_model().double(), blocks, 5, accumulate)
+    assert all(figures["watch/grad_norm"] > 2 * CLIP for figures in expected), "clipping bites"
+    found = read(tmp_path)
+    assert set(found) == {*expected[0], "watch/nonfinite_gradients", "watch/loss_spike"}
+    for name, values in found.items():
+        assert list(values) == [0, 2, 4], name
+        for step, value in values.items():
+            # FP64 sums in other orders, 1e-16 each, through five updates of Adam
+            assert value == pytest.approx(expected[step].get(name, 0.0), rel=1e-11), (name, step)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-mixed"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_watching_changes_no_bit_of_weights_gradients_or_random_state(
+    tmp_path, fit, read, precision, accumulate
+):
+    ends = []
+    for folder, callbacks in (("off", []), ("on", [TrainingWatch(1)])):
+        torch.manual_seed(3)
+        module = _language_model()
+        module.model.final_norm = nn.Sequential(module.model.final_norm, nn.Dropout(0.2))
+        fit(
+            tmp_path / folder,
+            module,
+            callbacks,
+            steps=4,
+            precision=precision,
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=CLIP,
+        )
+        tensors = [x for p in module.parameters() for x in (p.detach(), p.grad)]
+        ends.append([*tensors, torch.get_rng_state()])
+    assert len(read(tmp_path / "on")["watch/log_z"]) == 4
+    assert all(torch.equal(off, on) for off, on in zip(*ends, strict=True))
+
+
+class Spy(TrainingWatch):
+    """Counts what the watch fetches to the host."""
+
+    def __init__(self, every):
+        super().__init__(every)
+        self.scalars = 0
+
+    def _count(self, hook, *arguments):
+        spy = self
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                spy.scalars += func is torch.ops.aten._local_scalar_dense.default
+                return func(*args, **(kwargs or {}))
+
+        with Mode():
+            hook(*arguments)
+
+    def on_before_optimizer_step(self, *arguments):
+        self._count(super().on_before_optimizer_step, *arguments)
+
+    def on_train_batch_end(self, *arguments):
+        self._count(super().on_train_batch_end, *arguments)
+
+    def _see_output(self, *arguments):
+        self._count(super()._see_output, *arguments)
+
+
+def test_a_due_step_is_fetched_at_once_and_others_fetch_nothing(tmp_path, fit, monkeypatch):
+    fetched = []
+    to_list = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: fetched.append(len(x)) or to_list(x))
+    spy, module = Spy(3), _language_model()
+    fit(tmp_path, module, [spy], steps=6, accumulate_grad_batches=2)
+    figures = 4 + len(list(module.parameters()))  # norm, non-finite, log Z, largest, one a tensor
+    assert fetched == [figures + 1, figures + 3], "with the losses of the steps in between"
+    assert spy.scalars == 0
+
+
+def test_the_hook_is_there_in_due_steps_alone_and_gone_after_an_error(tmp_path, fit):
+    hooks = []
+
+    class Look(Callback):
+        def on_before_backward(self, trainer, pl_module, loss):
+            hooks.append(len(pl_module.model._forward_hooks))
+            if trainer.global_step == 4:
+                raise KeyError("stop")
+
+    module = _language_model()
+    with pytest.raises(KeyError, match="stop"):
+        fit(tmp_path, module, [TrainingWatch(2), Look()], steps=9, accumulate_grad_batches=2)
+    assert hooks == [1, 1, 0, 0, 1, 1, 0, 0, 1]
+    assert len(module.model._forward_hooks) == 0
+
+
+class Wrapped(LightningModule):
+    """A module that is its own model, or holds one beside another part."""
+
+    def __init__(self, model, head, convert=lambda x: x):
+        super().__init__()
+        if model is not None:
+            self.model = model
+        self.head, self.convert = head, convert
+
+    def forward(self, x):
+        return self.convert(self.head(x))
+
+    def training_step(self, batch, batch_idx):
+        out = self(self.model(batch.float()) if hasattr(self, "model") else batch.float())
+        return getattr(out, "logits", out).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("convert", [lambda x: x, lambda x: SimpleNamespace(logits=x)])
+def test_the_logits_of_any_module_are_found(tmp_path, fit, read, blocks, convert):
+    torch.manual_seed(0)
+    module = Wrapped(None, nn.Linear(9, 5), convert)
+    logits = module.head(next(iter(blocks)).float()).detach()
+    expected = logits.exp().sum(-1).log().mean().item()
+    fit(tmp_path, module, [TrainingWatch(1)], steps=1)
+    assert read(tmp_path)["watch/log_z"][0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_module_with_more_than_its_model_keeps_its_names_and_can_be_told_the_logits(
+    tmp_path, fit, read, blocks, named
+):
+    module = Wrapped(nn.Linear(9, 4), nn.Linear(4, 5))
+    x = next(iter(blocks)).float()
+    hidden = module.model(x)
+    logits = module.head(hidden) if named else hidden
+    expected = logits.detach().exp().sum(-1).log().mean().item()
+    fit(tmp_path, module, [TrainingWatch(1, module.head if named else None)], steps=1)
+    found = read(tmp_path)
+    assert found["watch/log_z"][0] == pytest.approx(expected, rel=1e-5)
+    assert {"watch/rms/model.weight", "watch/rms/head.weight"} <= set(found)
