@@ -3,20 +3,41 @@
 Everything is accumulated in FP64 on the tensors' device and stays there as one small tensor, so
 that a probe can gather all layers and transfer once; nothing here waits for the device or branches
 on a value. Only positions where both x and r are finite are compared: one NaN must not blank every
-other figure, and shows in `nonfinite`. Leaves out ULPs (`ulp`) and names (`records.names`).
+other figure, and shows in `nonfinite`. Leaves out the pass over the tensors (`deviation_sums`),
+ULPs (`ulp`) and names (`records.names`).
 
 `bias` and `bias_ulp` are signed because the failure in arXiv 2510.04212 is a bias of a fifth of an
 ULP that no absolute measure shows; `error_ratio` is the acceptance measure of flash-attn's tests.
 """
+
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attention_kernels.choices import input_format
 from attention_kernels.formats import Format
-from stability.metrics.ulp import signed_ulp_error
+from stability.metrics.deviation_sums import (
+    ULP_EDGES,
+    GoldenSums,
+    RowSums,
+    golden_sums,
+    row_sums,
+)
 
-__all__ = ["DEVIATION_METRICS", "GOLDEN_METRICS", "deviation", "deviation_tensor", "golden_tensor"]
+__all__ = [
+    "DEVIATION_METRICS",
+    "GOLDEN_METRICS",
+    "PART_METRICS",
+    "ULP_EDGES",
+    "Comparison",
+    "compare",
+    "deviation",
+    "deviation_tensor",
+    "golden_tensor",
+    "position_ranges",
+]
 
 DEVIATION_METRICS = (
     "max_abs",
@@ -33,6 +54,80 @@ DEVIATION_METRICS = (
     "nonfinite",
 )
 GOLDEN_METRICS = ("error_ratio", "golden_candidate_rel_fro", "golden_baseline_rel_fro")
+PART_METRICS = ("rel_fro", "rmse", "max_abs", "bias", "bias_ulp", "bias_ulp_se", "nonfinite")
+"""Those that are given for a single head or range of positions."""
+
+_PART_COLUMNS = tuple(DEVIATION_METRICS.index(metric) for metric in PART_METRICS)
+
+
+class Comparison(NamedTuple):
+    """The figures of one pair of results, FP64 on their device."""
+
+    layer: Tensor
+    """`DEVIATION_METRICS`, and with a golden `GOLDEN_METRICS`."""
+    heads: Tensor | None
+    """`(heads, PART_METRICS)`, and with a golden `error_ratio`."""
+    positions: Tensor | None
+    """The same for each range of positions."""
+    histogram: Tensor
+    """How many errors lie between `ULP_EDGES`."""
+
+
+def compare(
+    x: Tensor,
+    reference: Tensor,
+    *,
+    golden: Tensor | None = None,
+    output_format: str | Format | None = None,
+    valid: Tensor | None = None,
+    heads: bool = False,
+    positions: int = 0,
+) -> Comparison:
+    """Return the metrics of x against the reference, and of both against the golden. No sync.
+
+    Arguments and metrics as in `deviation_tensor` and `golden_tensor`. With `heads` also for each
+    head, with `positions` for each of so many ranges of positions (`position_ranges`); both need
+    `(batch, heads, length, head_dim)`. ValueError as `deviation_tensor`, or for another rank.
+    """
+    tensors = {"x": x, "reference": reference}
+    _check("compare", tensors if golden is None else {**tensors, "golden": golden})
+    if (heads or positions) and x.dim() != 4:
+        raise ValueError(
+            "compare: x must be (batch, heads, length, head_dim) for figures of heads or "
+            f"positions, got {tuple(x.shape)}"
+        )
+    inside = _inside(x, valid)
+    rows, histogram = row_sums(x, reference, output_format or input_format(x.dtype), inside)
+    against = None if golden is None else golden_sums(x, reference, golden, inside)
+    layer = _metrics(RowSums(*(_total(name, t) for name, t in rows._asdict().items())))
+    if against is not None:
+        layer = torch.cat([layer, _golden_metrics(GoldenSums(*(t.sum() for t in against)))])
+    return Comparison(
+        layer=layer,
+        heads=_parts(rows, against, (0, 2)) if heads else None,
+        positions=_of_positions(rows, against, positions) if positions else None,
+        histogram=histogram,
+    )
+
+
+def position_ranges(length: int, ranges: int) -> list[range]:
+    """Return so many ranges of about equal size that make up `length` positions, none empty."""
+    edges = [round(i * length / ranges) for i in range(ranges + 1)]
+    return [range(a, b) for a, b in pairwise(edges) if a < b]
+
+
+def _of_positions(rows: RowSums, against: GoldenSums | None, ranges: int) -> Tensor:
+    made = []
+    for part in position_ranges(rows.count.shape[2], ranges):
+        cut = slice(part.start, part.stop)
+        made.append(
+            _parts(
+                RowSums(*(t[:, :, cut] for t in rows)),
+                None if against is None else GoldenSums(*(t[:, :, cut] for t in against)),
+                (0, 1, 2),
+            )
+        )
+    return torch.stack(made)
 
 
 def deviation_tensor(
@@ -57,14 +152,9 @@ def deviation_tensor(
     unknown format, or a mask that does not fit.
     """
     _check("deviation_tensor", {"x": x, "reference": reference})
-    output_format = output_format or input_format(x.dtype)
-    x64, r64 = x.detach().double(), reference.detach().double()
-    inside = _inside(x64, valid)
-    finite = torch.isfinite(x64)
-    nonfinite = (inside & ~finite).sum().double()
-    (x64, r64), n = _compared(inside & finite & torch.isfinite(r64), x64, r64)
-    compared = _compared_metrics(x64, r64, n, output_format)
-    return torch.cat([torch.where(n > 0, compared, torch.nan), nonfinite.unsqueeze(0)])
+    format = output_format or input_format(x.dtype)
+    rows, _ = row_sums(x, reference, format, _inside(x, valid))
+    return _metrics(RowSums(*(_total(name, t) for name, t in rows._asdict().items())))
 
 
 def deviation(
@@ -87,39 +177,63 @@ def golden_tensor(candidate: Tensor, baseline: Tensor, golden: Tensor) -> Tensor
     ValueError for unequal or empty shapes.
     """
     _check("golden_tensor", {"candidate": candidate, "baseline": baseline, "golden": golden})
-    c64, b64, g64 = (tensor.detach().double() for tensor in (candidate, baseline, golden))
-    finite = torch.isfinite(c64) & torch.isfinite(b64) & torch.isfinite(g64)
-    (c64, b64, g64), n = _compared(finite, c64, b64, g64)
-    candidate_error, baseline_error, norm = (c64 - g64).norm(), (b64 - g64).norm(), g64.norm()
-    ratio = torch.where(candidate_error == baseline_error, 1.0, candidate_error / baseline_error)
-    metrics = torch.stack([ratio, _ratio(candidate_error, norm), _ratio(baseline_error, norm)])
-    return torch.where(n > 0, metrics, torch.nan)
+    sums = golden_sums(candidate, baseline, golden, None)
+    return _golden_metrics(GoldenSums(*(t.sum() for t in sums)))
 
 
-def _compared_metrics(x64: Tensor, r64: Tensor, n: Tensor, output_format: str | Format) -> Tensor:
-    """Return all metrics but `nonfinite`; values that are not compared must be 0 in x and r."""
-    error = x64 - r64
-    ulps = signed_ulp_error(x64, r64, output_format)
-    bias, bias_ulp = error.sum() / n, ulps.sum() / n
-    mean_square, mean_square_ulp = error.square().sum() / n, ulps.square().sum() / n
-    size, norm = error.abs(), r64.norm()
-    error_norm, largest = error.norm(), size.amax()
-    cosine = ((x64 * r64).sum() / (x64.norm() * norm)).clamp(-1.0, 1.0)
-    return torch.stack(
+def _total(field: str, values: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+    dims = tuple(range(values.dim())) if dims is None else dims
+    if field in ("largest", "ulp_largest"):
+        return values.amax(dim=dims)
+    return values.sum(dim=dims)
+
+
+def _parts(rows: RowSums, against: GoldenSums | None, over: tuple[int, ...]) -> Tensor:
+    """Return `PART_METRICS`, and `error_ratio`, of rows summed over some dimensions."""
+    summed = RowSums(*(_total(name, t, over) for name, t in rows._asdict().items()))
+    made = _metrics(summed)[..., _PART_COLUMNS]
+    if against is None:
+        return made
+    ratio = _golden_metrics(GoldenSums(*(t.sum(dim=over) for t in against)))[..., :1]
+    return torch.cat([made, ratio], dim=-1)
+
+
+def _metrics(sums: RowSums) -> Tensor:
+    """Return `DEVIATION_METRICS` of what `sums` are the sums of, in a new last axis."""
+    n = sums.count
+    bias, bias_ulp = sums.error / n, sums.ulp / n
+    mean_square, mean_square_ulp = sums.square / n, sums.ulp_square / n
+    norm, error_norm = sums.reference.sqrt(), sums.square.sqrt()
+    # |x|^2 and x r by way of r: e is what was summed
+    x_norm = (sums.reference + 2 * sums.product + sums.square).clamp(min=0.0).sqrt()
+    cosine = ((sums.reference + sums.product) / (x_norm * norm)).clamp(-1.0, 1.0)
+    equal = sums.largest == 0
+    compared = torch.stack(
         [
-            largest,
-            size.sum() / n,
+            sums.largest,
+            sums.absolute / n,
             _std(mean_square, bias),
             mean_square.sqrt(),
             _ratio(error_norm, norm),
-            torch.where(largest == 0, 1.0, cosine),
-            torch.where(largest == 0, torch.inf, 20 * torch.log10(norm / error_norm)),
+            torch.where(equal, 1.0, cosine),
+            torch.where(equal, torch.inf, 20 * torch.log10(norm / error_norm)),
             bias,
             bias_ulp,
             _std(mean_square_ulp, bias_ulp) / n.sqrt(),
-            ulps.abs().amax(),
-        ]
+            sums.ulp_largest,
+        ],
+        dim=-1,
     )
+    compared = torch.where((n > 0).unsqueeze(-1), compared, torch.nan)
+    return torch.cat([compared, sums.nonfinite.unsqueeze(-1)], dim=-1)
+
+
+def _golden_metrics(sums: GoldenSums) -> Tensor:
+    """Return `GOLDEN_METRICS` of what `sums` are the sums of, in a new last axis."""
+    candidate, baseline, norm = (t.sqrt() for t in (sums.candidate, sums.baseline, sums.golden))
+    ratio = torch.where(candidate == baseline, 1.0, candidate / baseline)
+    metrics = torch.stack([ratio, _ratio(candidate, norm), _ratio(baseline, norm)], dim=-1)
+    return torch.where((sums.count > 0).unsqueeze(-1), metrics, torch.nan)
 
 
 def _check(function: str, tensors: dict[str, Tensor]) -> None:
@@ -131,24 +245,19 @@ def _check(function: str, tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _inside(x64: Tensor, valid: Tensor | None) -> Tensor:
-    """Return which values are no padding, shaped as x64."""
+def _inside(x: Tensor, valid: Tensor | None) -> Tensor | None:
+    """Return which rows are no padding, shaped as them; None if all are."""
     if valid is None:
-        return torch.ones_like(x64, dtype=torch.bool)
+        return None
     try:
         if valid.dtype == torch.bool:
-            return valid.expand(x64.shape[:-1]).unsqueeze(-1).expand_as(x64)
+            return valid.expand(x.shape[:-1])
     except RuntimeError:
         pass  # does not broadcast
     raise ValueError(
-        f"deviation_tensor: valid must be bool and broadcast to {tuple(x64.shape[:-1])}, got "
+        f"deviation_tensor: valid must be bool and broadcast to {tuple(x.shape[:-1])}, got "
         f"{valid.dtype} {tuple(valid.shape)}; give one flag for each position"
     )
-
-
-def _compared(which: Tensor, *tensors: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the tensors with 0 wherever `which` is false, and how many values are left."""
-    return [torch.where(which, tensor, 0.0) for tensor in tensors], which.sum().double()
 
 
 def _std(mean_square: Tensor, mean: Tensor) -> Tensor:
