@@ -1,5 +1,26 @@
-"""Training-stability research: paired runs, deviation, drift and their context."""
+"""Paired training runs that show whether a change of numerics matters."""
 
-__all__ = ["__version__"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stability.attention.intercept_transformers import register_transformers
+    from stability.attention.session import shadow
+    from stability.callbacks.shadow_callback import ShadowCallback
 
 __version__ = "0.1.0"
+
+__all__ = ["ShadowCallback", "__version__", "register_transformers", "shadow"]
+
+_HOMES = {
+    "ShadowCallback": "stability.callbacks.shadow_callback",
+    "register_transformers": "stability.attention.intercept_transformers",
+    "shadow": "stability.attention.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is used: `import stability` stays light."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'stability' has no attribute {name!r}")

@@ -56,9 +56,9 @@ def attend(
     queries, keys = [s.queries for s in sequences], [s.keys for s in sequences]
     pieces = zip(sequences, _rows(q, queries), _rows(k, keys), _rows(v, keys), strict=True)
     parts, stop = [], 0
-    for sequence, *qkv in pieces:
+    for sequence, q_rows, k_rows, v_rows in pieces:
         parts.append(_nothing(q[:, :, stop : sequence.queries.start], with_lse))
-        parts.append(_attend_sequence(*qkv, sequence, scale, with_lse))
+        parts.append(_attend_sequence(q_rows, k_rows, v_rows, sequence, scale, with_lse))
         stop = sequence.queries.stop
     parts.append(_nothing(q[:, :, stop:], with_lse))
     return _joined(parts, dim=2)

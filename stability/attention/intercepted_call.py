@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
 
-__all__ = ["AttentionCall", "Attend", "Catch", "Primary"]
+__all__ = ["Attend", "AttentionCall", "Catch", "Primary", "autocast_dtype", "valid_rows"]
+
+_LOWEST = -1e4
+"""Scores below cannot be attended beside any other: models hide keys by the lowest of a dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +41,7 @@ class AttentionCall:
 class Primary(Protocol):
     """The model's own attention, with the call's mask and options."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
         """Attend on q, k and v, shaped as the call's, and return out shaped as q."""
         ...
 
@@ -60,3 +63,27 @@ class Catch(Protocol):
     def __call__(self, model: nn.Module, attend: Attend) -> AbstractContextManager[None]:
         """Return a context in which each attention call of `model` goes through `attend`."""
         ...
+
+
+def autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """Return the dtype that the caller's autocast makes attention compute in, None for q's own."""
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    return None if dtype == q.dtype else dtype
+
+
+def valid_rows(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return which query rows are no padding, bool `(batch, query_len)`; None if all may be.
+
+    Padding is told from the mask of a self-attention: a key that no query of its sequence may
+    attend. `attn_mask` is bool, true where a key may be attended, or added to the scores, and
+    broadcasts to `(batch, heads, query_len, key_len)`. Waits for nothing.
+    """
+    if attn_mask is None or q.shape[2] != k.shape[2] or attn_mask.dim() < 2:
+        return None
+    visible = attn_mask if attn_mask.dtype == torch.bool else attn_mask > _LOWEST
+    attended = visible.reshape((1,) * (4 - visible.dim()) + tuple(visible.shape))
+    attended = attended.any(dim=2).any(dim=1)  # (batch or 1, key_len or 1)
+    return attended.expand(q.shape[0], q.shape[2])

@@ -1,33 +1,54 @@
-"""Switches the attention probe on at due steps and logs what it saw.
+"""Looks through the probe at due steps of our GPT's training and logs what it saw.
 
-A deviation at step s was measured in the forward pass on weights after s updates, like the loss
-logged at s. Leaves out the comparison itself (`attention.dual`).
+A deviation at step s was measured in the forward and backward pass on weights after s updates, like
+the loss logged at s. On CUDA a step's figures are logged when the next ones are due, or at the
+checkpoint in between, so that nothing waits for them. Leaves out the comparison itself
+(`attention.probe`) and models that are not built with one (`shadow_callback`).
 """
 
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
-from stability.attention.dual import AttentionProbe
-from stability.attention.schedule import EveryN
+from stability.attention.probe import AttentionProbe
+from stability.attention.reading import Transfer
+from stability.attention.schedule import Schedule
+from stability.attention.second_pass import repeating_forward
+from stability.callbacks.probe_log import ProbeLog
 
 __all__ = ["DeviationProbe"]
 
 
 class DeviationProbe(Callback):
-    """Log `deviation/<layer>/out/<metric>` at the steps that `schedule` names."""
+    """Log `deviation/...` and `watch/<layer>/...` of `model` at the steps that `schedule` names."""
 
-    def __init__(self, probe: AttentionProbe, schedule: EveryN) -> None:
+    def __init__(
+        self, probe: AttentionProbe, schedule: Schedule, model: nn.Module, *, inherited: bool
+    ) -> None:
         self._probe = probe
         self._schedule = schedule
-        self._step = 0
+        self._model = model
+        self._inherited = inherited
+        self._log = ProbeLog()
+        self._looking: ExitStack | None = None
+        self._underway: tuple[int, Transfer] | None = None
+        self._trainer: Trainer | None = None
+        self._step = -1
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Arm the probe for this forward pass."""
-        self._step = trainer.global_step
-        self._probe.active = self._schedule.is_due(self._step)
+        """Arm the probe for a step's first forward pass."""
+        self._trainer = trainer
+        begins, self._step = trainer.global_step != self._step, trainer.global_step
+        if not begins or not self._schedule.is_due(self._step):
+            return
+        self._looking = ExitStack()
+        if self._inherited:
+            self._looking.enter_context(repeating_forward([self._model], self._probe))
+        self._probe.arm()
 
     def on_train_batch_end(
         self,
@@ -37,11 +58,35 @@ class DeviationProbe(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Disarm it, once the step's last micro-batch is through, and log the deviations."""
-        self._probe.active = False
-        if trainer.global_step == self._step:
-            return  # gradients are still being accumulated
-        metrics = self._probe.collect()
-        if metrics:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=self._step)
+        """Disarm it, and send the figures off once the step's last micro-batch is through."""
+        if self._looking is None or trainer.global_step == self._step:
+            return  # not due, or gradients are still being accumulated
+        self._looking.close()
+        self._looking = None
+        self._probe.disarm()
+        self._write()
+        transfer = self._probe.start_transfer()
+        if transfer is not None:
+            self._underway = (self._step, transfer)
+            if transfer.is_here:
+                self._write()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the last figures."""
+        self._write()
+
+    def _write(self) -> None:
+        if self._underway is not None and self._trainer is not None:
+            step, transfer = self._underway
+            self._underway = None
+            self._log.write(self._trainer.loggers, step, transfer.result())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the running sums and what was reported; logs first what a checkpoint counts on."""
+        self._write()
+        return {"probe": self._probe.state_dict(), "watched": self._log.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._probe.load_state_dict(state_dict["probe"])
+        self._log.load_state_dict(state_dict["watched"])

@@ -74,10 +74,22 @@ def _run_verb(verb: str, words: list[str]) -> int:
 
 
 def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:
-    """Return `words` with "=true" after each bare bool option: jsonargparse wants a value."""
-    parameters = inspect.signature(command).parameters.values()
-    flags = {f"--{parameter.name}" for parameter in parameters if parameter.annotation is bool}
-    return [f"{word}=true" if word in flags else word for word in words]
+    """Return `words` with "=true" after each bare bool option: jsonargparse wants a value.
+
+    A name may be written with dashes.
+    """
+    parameters = {
+        f"--{name}": parameter for name, parameter in inspect.signature(command).parameters.items()
+    }
+    found = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name
+        if name in parameters:
+            bare = parameters[name].annotation is bool and not equals
+            word = f"{name}=true" if bare else f"{name}{equals}{value}"
+        found.append(word)
+    return found
 
 
 def _overview() -> str:

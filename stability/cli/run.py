@@ -28,6 +28,7 @@ def run(
     study: Path,
     out: Path = Path("runs"),
     wandb: Literal["offline", "online", "disabled"] = "offline",
+    check_observer: bool = False,
     overrides: dict[str, str] | None = None,
 ) -> int:
     """Train every arm and seed of a study, print the ladder and write the report.
@@ -36,6 +37,8 @@ def run(
         study: the study's YAML file
         out: folder that gets a folder named after the study
         wandb: where W&B's records go; offline needs no account
+        check_observer: first train a few steps with every instrument and with none; the bits must
+            be equal
         overrides: values in the study's base, by dotted key
     """
     config = load_study(study, overrides)
@@ -43,7 +46,7 @@ def run(
     _quieten()
     console = Console()
     with StudyDisplay(console, len(runs)) as display:
-        run_study(config, out, wandb_mode=wandb, observer=display)
+        run_study(config, out, wandb_mode=wandb, observer=display, check_observer=check_observer)
     folder = out / config.name
     report = write_report(folder)
     print_ladder(build_ladder(folder), console)

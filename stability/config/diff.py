@@ -15,15 +15,15 @@ __all__ = ["changed_axes", "diff"]
 def diff(a: ArmConfig, b: ArmConfig) -> dict[str, tuple[Any, Any]]:
     """Return dotted path -> (value in a, value in b) for each value that differs.
 
-    A key that only one of them has is None in the other. `probe` is left out: watching changes
-    nothing.
+    A key that only one of them has is None in the other. `probe` and `watch` are left out: looking
+    changes nothing.
     """
     first, second = _leaves(to_dict(a)), _leaves(to_dict(b))
     paths = dict.fromkeys([*first, *second])
     return {
         path: (first.get(path), second.get(path))
         for path in paths
-        if not path.startswith("probe.") and first.get(path) != second.get(path)
+        if not path.startswith(("probe.", "watch.")) and first.get(path) != second.get(path)
     }
 
 

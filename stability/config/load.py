@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from attention_kernels import BASELINE_PROFILES, PROFILES
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, to_dict
+from stability.config.plugins import ATTENTIONS, plugins
 from stability.config.schema import BASELINE, ArmConfig, AttentionConfig, StudyConfig
 from stability.config.yaml_file import parse_value, read_mapping
 
@@ -22,9 +23,10 @@ T = TypeVar("T")
 PROFILES_OF: dict[str, Mapping[str, Any]] = {
     "baseline": BASELINE_PROFILES,
     "flash": PROFILES,
-    "sdpa": {},
+    "golden": {},
+    "sdpa": dict.fromkeys(("math", "flash", "efficient", "cudnn")),
 }
-"""The profiles that each attention implementation knows."""
+"""The profiles that each attention implementation knows; PyTorch's are its backends."""
 
 _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}")
 
@@ -49,7 +51,9 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     study = from_mapping(StudyConfig, content, root)
     _check_names(study, root)
     _check_attention(study.base.attention, root.at("base.attention"))
-    _check_attention(study.base.probe.shadow, root.at("base.probe.shadow"))
+    shadows = root.at("base.probe.shadows")
+    for index, shadow in enumerate(study.base.probe.shadows):
+        _check_attention(shadow, shadows.at(str(index)))
     for name, mapping in arms.items():
         place = root.at("arms").at(name)
         _check_attention(_overridden(study.base, mapping, place).attention, place.at("attention"))
@@ -157,21 +161,27 @@ def _check_names(study: StudyConfig, root: Place) -> None:
 
 def _check_attention(config: AttentionConfig, place: Place) -> None:
     name = config.implementation
-    if name not in PROFILES_OF:
+    own = ":" in name or name in plugins(ATTENTIONS)  # looked up when the arm is resolved
+    if name not in PROFILES_OF and not own:
+        known = [*PROFILES_OF, *plugins(ATTENTIONS)]
         raise place.at("implementation").error(
-            f"must be a known attention, got {name!r}; nearest: {nearest(name, PROFILES_OF)}"
+            f"must be a known attention or MODULE:FUNCTION, got {name!r}; "
+            f"nearest: {nearest(name, known)}"
         )
-    profiles = PROFILES_OF[name]
-    if not profiles and (config.profile or config.numerics):
-        raise place.error(f"{name} takes no profile and no numerics; PyTorch chooses its kernel")
+    profiles = PROFILES_OF.get(name, {})
+    with_numerics = [profile for profile in profiles.values() if profile is not None]
     if config.profile and config.profile not in profiles:
+        if not profiles:
+            raise place.error(f"{name} takes no profile, got {config.profile!r}")
         raise place.at("profile").error(
             f"must be a profile of {name}, got {config.profile!r}; nearest: "
             f"{nearest(config.profile, profiles)}"
         )
+    if config.numerics and not with_numerics:
+        raise place.error(f"{name} takes no numerics: they are its own")
     for key, value in config.numerics.items():
         try:
-            next(iter(profiles.values())).with_(**{key: value})
+            with_numerics[0].with_(**{key: value})
         except (TypeError, ValueError) as error:
             raise place.at("numerics").at(key).error(str(error)) from error
 

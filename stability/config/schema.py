@@ -22,6 +22,7 @@ __all__ = [
     "SeedConfig",
     "StudyConfig",
     "TrainConfig",
+    "WatchConfig",
 ]
 
 Precision = Literal["64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"]
@@ -82,6 +83,7 @@ class AttentionConfig:
     """An attention by registry name, with the numerics it runs at."""
 
     implementation: str = "baseline"
+    """Registered, an entry point's name, or `module:function` of your own."""
     profile: str = ""
     """A profile of the implementation; empty means its default (`plain`, `fa2`)."""
     numerics: dict[str, str | int | float | bool] = field(default_factory=dict)
@@ -138,6 +140,8 @@ class TrainConfig:
     snapshot_steps: tuple[int, ...] = ()
     """Steps with a snapshot besides 0 and the last; steps past the end are left out."""
     checkpoint_every: int = 50
+    compile: str = ""
+    """A backend of torch.compile, e.g. `inductor`; empty is eager. Attention stays eager."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     trainer: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `lightning.Trainer`, passed through."""
@@ -153,12 +157,75 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeConfig:
-    """The dual-attention hook. `every=0` switches it off."""
+    """The dual-attention hook: when and where it looks, and at what.
+
+    Due are the multiples of `every`, those in `steps`, and `per_decade` log-spaced steps between
+    powers of ten; with none of them the probe is off.
+    """
 
     every: int = 10
-    shadow: AttentionConfig = field(default_factory=lambda: AttentionConfig(implementation="flash"))
-    """Runs beside the primary; in arms that change the attention it is the baseline's own."""
+    steps: tuple[int, ...] = ()
+    per_decade: int = 0
+    shadows: tuple[AttentionConfig, ...] = (AttentionConfig(implementation="flash"),)
+    """Run beside the primary; in arms that change the attention it is the baseline's own."""
+    shadows_are: Literal["candidates", "baseline"] = "candidates"
+    """Set by the study: `baseline` in arms that change the attention."""
     golden: bool = True
+    """Also FP64: error ratios of candidate over baseline."""
+    backward: bool = True
+    """Also the gradients of q, k and v under the run's own gradient of the output."""
+    layers: tuple[str, ...] = ("*",)
+    """Globs of layer names, e.g. `layer_*`."""
+    heads: bool = False
+    """Also for each head."""
+    positions: int = 0
+    """Also for so many ranges of positions in the sequence."""
+    inside: bool = False
+    """Also logits, entropy, repeated maxima, LSE, norms of W_Q and the running sum of delta."""
+    inherited: bool = False
+    """Run the forward pass a second time, in the shadow's own stream."""
+    overhead: float | str = 0.0
+    """Most of the run's time that the probe may take, e.g. `5%`: layers take turns. 0: no bound."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "per_decade", "positions"):
+            _require(getattr(self, name) >= 0, "probe", f"{name} must be >= 0", getattr(self, name))
+        _require(min(self.steps, default=0) >= 0, "probe", "steps must be >= 0", list(self.steps))
+        share = self.overhead_share
+        _require(
+            share is not None and 0 <= share < 1,
+            "probe",
+            "overhead must be in [0, 1) or below 100%",
+            self.overhead,
+        )
+        _require(bool(self.layers), "probe", "layers must name at least one", self.layers)
+        if self.is_on:
+            _require(bool(self.shadows), "probe", "shadows must name at least one", self.shadows)
+
+    @property
+    def overhead_share(self) -> float | None:
+        """`overhead` as a number; None if it is none."""
+        text = str(self.overhead).strip()
+        try:
+            return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            return None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any step is ever due."""
+        return bool(self.every or self.steps or self.per_decade)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchConfig:
+    """What is watched of the run itself: gradients, Adam's RMS_t, log Z, loss spikes."""
+
+    every: int = 1
+    """0 switches it off."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "watch", "every must be >= 0", self.every)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +260,7 @@ class ArmConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

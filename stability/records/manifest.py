@@ -8,7 +8,7 @@ import difflib
 import hashlib
 import json
 import platform
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -46,6 +46,8 @@ class Manifest:
     """Updates made when the manifest was written."""
     message: str
     """Why the run failed; else empty."""
+    observer: dict[str, Any] = field(default_factory=dict)
+    """The observer gate's result, if it was asked for: `steps`, `equal` and the two hashes."""
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -74,7 +76,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _check_keys(path: Path, content: dict[str, Any]) -> None:
-    names = [field.name for field in fields(Manifest)]
+    names = [each.name for each in fields(Manifest)]
     for name in content:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names

@@ -25,6 +25,8 @@ from stability.records.snapshots import hash_state
 from stability.study.assemble import Parts, assemble, load_data, make_trainer
 from stability.study.contract import ContractError, check_batches, check_start
 from stability.study.expand import Arm, with_seed
+from stability.study.observer_gate import ObserverError
+from stability.study.observer_gate import check_observer as run_gate
 from stability.tracking.records_logger import RecordsLogger
 from stability.tracking.wandb_logger import WandbMode, finish, make_wandb_logger
 
@@ -86,8 +88,13 @@ def _refuse_difference(run: Run, where: str, found: object, asked: object) -> No
         )
 
 
-def train(run: Run, wandb_mode: WandbMode, observer: StudyObserver) -> Manifest:
+def train(
+    run: Run, wandb_mode: WandbMode, observer: StudyObserver, *, check_observer: bool = False
+) -> Manifest:
     """Train `run` to its last step, going on from its checkpoint if there is one.
+
+    With `check_observer` the observer gate comes first: a run that looking would change is not
+    trained, it fails.
 
     Returns the final manifest. Whatever goes wrong is recorded in it: a failure comes back as state
     `failed`; an interrupt is recorded as `interrupted` and raised as KeyboardInterrupt.
@@ -113,6 +120,9 @@ def train(run: Run, wandb_mode: WandbMode, observer: StudyObserver) -> Manifest:
     try:
         if run.baseline is not None:
             check_start(read_manifest(run.baseline.manifest), manifest)
+        if check_observer:
+            manifest = _observed(manifest, config)
+            write_manifest(run.paths.manifest, manifest)
         _fit(run, parts, data, wandb_mode, observer)
         manifest = replace(manifest, state="finished", hashes=_final_hashes(run, parts, manifest))
     except (KeyboardInterrupt, SystemExit):
@@ -121,6 +131,8 @@ def train(run: Run, wandb_mode: WandbMode, observer: StudyObserver) -> Manifest:
         raise KeyboardInterrupt from None
     except ContractError as error:
         manifest = replace(manifest, state="failed", message=f"pair contract: {error}")
+    except ObserverError as error:
+        manifest = replace(manifest, state="failed", message=f"observer gate: {error}")
     except Exception as error:
         manifest = replace(manifest, state="failed", message=f"{type(error).__name__}: {error}")
         raise
@@ -128,6 +140,17 @@ def train(run: Run, wandb_mode: WandbMode, observer: StudyObserver) -> Manifest:
         manifest = replace(manifest, step=_steps_logged(run))
         write_manifest(run.paths.manifest, manifest)
     return manifest
+
+
+def _observed(manifest: Manifest, config: ArmConfig) -> Manifest:
+    """Return the manifest with the gate's result; ObserverError if it does not hold."""
+    check = run_gate(config)
+    if not check.equal:
+        raise ObserverError(
+            f"after {check.steps} steps the weights must be {check.unwatched[:16]} with every "
+            f"instrument on, are {check.watched[:16]}"
+        )
+    return replace(manifest, observer=check.to_dict())
 
 
 def _fit(

@@ -4,17 +4,20 @@ Leaves out running them (`arm`) and every decision about files.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from torch import nn
 
-from attention_kernels import AttentionFn
-from stability.attention.dual import AttentionProbe, DualAttention
+from stability.attention.dual import DualAttention, as_shadows
+from stability.attention.probe import AttentionProbe
 from stability.attention.registry import ResolvedAttention, resolve_attention
-from stability.attention.schedule import EveryN
+from stability.attention.schedule import Schedule
 from stability.callbacks.deviation_probe import DeviationProbe
+from stability.callbacks.training_watch import TrainingWatch
 from stability.config.schema import ArmConfig
 from stability.data.datamodule import TextDataModule
 from stability.model.gpt import GPT
@@ -86,25 +89,32 @@ def assemble(config: ArmConfig) -> Parts:
     """
     device = resolve_device(config)
     primary = resolve_attention(config.attention, device)
-    callbacks: list[Callback] = []
-    attention: list[AttentionFn] = [primary] * config.model.depth
-    if config.probe.every:
-        probe = AttentionProbe(
-            shadow=resolve_attention(config.probe.shadow, device),
-            shadow_is_candidate=config.attention.implementation == "baseline",
-            golden=config.probe.golden,
-        )
+    modules: dict[str, nn.Module] = {}
+    probe = _probe(config, device, modules) if config.probe.is_on else None
+    attention: list[Any] = [primary] * config.model.depth
+    if probe is not None:
         attention = [
             DualAttention(layer=f"layer_{index}", primary=primary, probe=probe)
             for index in range(config.model.depth)
         ]
-        callbacks.append(DeviationProbe(probe, EveryN(every=config.probe.every)))
+    if config.train.compile:
+        # compiled or not, an attention is the same kernel call: so are its bits, probed or not
+        attention = [torch.compiler.disable(function) for function in attention]
     model = GPT(config.model, attention)
     initialise(model, config.model.init, config.seed.base + config.seed.init_offset)
     if config.precision == "64-true":
         model.double()
     init_hash = hash_state(model.state_dict())
     nudge_weights(model, config.nudge.ulps, config.seed.base)
+    callbacks: list[Callback] = []
+    if probe is not None:
+        modules.update(model.blocks.named_children())
+        callbacks.append(_probing(config, probe, model))
+    if config.watch.every:
+        callbacks.append(TrainingWatch(config.watch.every))
+    if config.train.compile:
+        # not the module itself: hooks on it stay outside of the graph
+        model.forward = torch.compile(model.forward, backend=config.train.compile)
     return Parts(
         model=model,
         module=LanguageModel(model, config.optimizer, config.train.steps),
@@ -112,6 +122,23 @@ def assemble(config: ArmConfig) -> Parts:
         init_hash=init_hash,
         callbacks=callbacks,
     )
+
+
+def _probe(
+    config: ArmConfig, device: torch.device, modules: dict[str, nn.Module]
+) -> AttentionProbe:
+    return AttentionProbe(
+        config.probe,
+        as_shadows([resolve_attention(shadow, device) for shadow in config.probe.shadows]),
+        shadow_is_candidate=config.probe.shadows_are == "candidates",
+        modules=modules,
+    )
+
+
+def _probing(config: ArmConfig, probe: AttentionProbe, model: GPT) -> DeviationProbe:
+    wanted = config.probe
+    schedule = Schedule(every=wanted.every, steps=wanted.steps, per_decade=wanted.per_decade)
+    return DeviationProbe(probe, schedule, model, inherited=wanted.inherited)
 
 
 def make_trainer(

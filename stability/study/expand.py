@@ -27,13 +27,14 @@ def expand(study: StudyConfig) -> list[Arm]:
     """Return the arms of `study`, the baseline first.
 
     An arm that changes the attention is shadowed by the baseline's attention; the others by the
-    study's `probe.shadow`.
+    study's `probe.shadows`.
     """
     arms = []
     for name, changes in study.arms.items():
         config = override(study.base, changes, where=f"arms.{name}")
         if config.attention != study.base.attention:
-            config = replace(config, probe=replace(config.probe, shadow=study.base.attention))
+            probe = replace(config.probe, shadows=(study.base.attention,), shadows_are="baseline")
+            config = replace(config, probe=probe)
         arms.append(Arm(name=name, config=config, diff=diff(study.base, config)))
     return sorted(arms, key=lambda arm: arm.name != BASELINE)
 

@@ -57,12 +57,18 @@ def check_study(runs: list[Run]) -> None:
 
 
 def run_study(
-    study: StudyConfig, out: Path, *, wandb_mode: WandbMode, observer: StudyObserver
+    study: StudyConfig,
+    out: Path,
+    *,
+    wandb_mode: WandbMode,
+    observer: StudyObserver,
+    check_observer: bool = False,
 ) -> list[Run]:
     """Train every arm and seed of `study` into `out/<name>`, and return the runs.
 
     Finished runs are kept, unfinished ones go on. A run that fails is recorded and the others go
-    on; a candidate whose baseline failed is not started.
+    on; a candidate whose baseline failed is not started. With `check_observer` each run passes the
+    observer gate before its first step, and its manifest holds the result.
     """
     runs = plan(study, out)
     check_study(runs)
@@ -76,7 +82,7 @@ def run_study(
             continue
         observer.run_started(index, len(runs), run.arm.name, run.seed, run.config.train.steps)
         try:
-            manifest = train(run, wandb_mode, observer)
+            manifest = train(run, wandb_mode, observer, check_observer=check_observer)
             observer.run_ended(run.arm.name, run.seed, manifest.state, manifest.message)
         except Exception as error:
             observer.run_ended(run.arm.name, run.seed, "failed", f"{type(error).__name__}: {error}")

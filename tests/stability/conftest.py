@@ -58,7 +58,7 @@ def tiny_content(text: Path) -> dict:
                 "checkpoint_every": 2,
                 "accelerator": "cpu",
             },
-            "probe": {"every": 2, "shadow": {"implementation": "flash", "profile": "all_bf16"}},
+            "probe": {"every": 2, "shadows": [{"implementation": "flash", "profile": "all_bf16"}]},
         },
         "arms": TINY_ARMS,
         "seeds": [0, 1],

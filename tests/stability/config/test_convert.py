@@ -54,7 +54,13 @@ ARMS = st.builds(
         snapshot_steps=st.lists(st.integers(0, 99), max_size=4).map(tuple),
         trainer=st.dictionaries(NAMES, st.integers() | st.booleans() | NAMES, max_size=2),
     ),
-    probe=st.builds(ProbeConfig, every=st.integers(0, 9), shadow=ATTENTION, golden=st.booleans()),
+    probe=st.builds(
+        ProbeConfig,
+        every=st.integers(0, 9),
+        shadows=st.lists(ATTENTION, min_size=1, max_size=3).map(tuple),
+        golden=st.booleans(),
+        overhead=st.sampled_from([0.0, 0.25, "5%"]),
+    ),
 )  # fmt: skip
 
 

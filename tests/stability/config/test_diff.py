@@ -31,7 +31,8 @@ ARM = ArmConfig(
         ({"seed": {"init_offset": 3}}, {"seed.init_offset": (0, 3)}, ["seed"]),
         ({"seed": {"order_offset": 3}}, {"seed.order_offset": (0, 3)}, ["data_order"]),
         ({"nudge": {"ulps": 1}}, {"nudge.ulps": (0, 1)}, ["nudge"]),
-        ({"probe": {"every": 3, "shadow": {"implementation": "sdpa"}}}, {}, []),
+        ({"probe": {"every": 3, "shadows": [{"implementation": "sdpa"}]}}, {}, []),
+        ({"watch": {"every": 0}}, {}, []),
         (
             {"model": {"depth": 2}, "nudge": {"ulps": 1}, "seed": {"base": 1}},
             {"model.depth": (1, 2), "seed.base": (0, 1), "nudge.ulps": (0, 1)},

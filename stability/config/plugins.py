@@ -1,0 +1,21 @@
+"""What other packages add by entry points: attentions and metrics, by name.
+
+A package names a function in its own metadata, e.g.
+`[project.entry-points."stability.attentions"] mine = "mypkg:my_attention"`, and studies, probes and
+`shadow` know it as `mine`. Leaves out loading anything: a name is looked up without an import.
+"""
+
+from importlib.metadata import EntryPoint, entry_points
+
+__all__ = ["ATTENTIONS", "METRICS", "plugins"]
+
+ATTENTIONS = "stability.attentions"
+"""Functions of (q, k, v, *, causal, scale=None, ...) -> out, as `AttentionFn` says."""
+
+METRICS = "stability.metrics"
+"""Functions of (x, reference, valid) -> a 0-d tensor on their device."""
+
+
+def plugins(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name, as the installed packages declare them."""
+    return {entry.name: entry for entry in entry_points(group=group)}

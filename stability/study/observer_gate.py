@@ -1,0 +1,94 @@
+"""The observer gate: a few steps with every instrument on and with none must end in the same bits.
+
+Both are trained as the arm itself would be, from its start, in a temporary folder. Leaves out what
+the instruments measure meanwhile.
+"""
+
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from stability.callbacks.batch_hash import BatchHash
+from stability.callbacks.snapshot_writer import SnapshotWriter
+from stability.callbacks.training_log import TrainingLog
+from stability.config.schema import ArmConfig, ProbeConfig, WatchConfig
+from stability.records.layout import RunPaths
+from stability.records.metric_log import MetricLog
+from stability.records.snapshots import hash_state
+from stability.study.assemble import assemble, load_data, make_trainer
+from stability.tracking.records_logger import RecordsLogger
+
+__all__ = ["OBSERVER_STEPS", "ObserverCheck", "ObserverError", "check_observer"]
+
+OBSERVER_STEPS = 4
+"""Updates of each of the two runs; the probe looks at every one."""
+
+
+class ObserverError(ValueError):
+    """Looking at a run has changed it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObserverCheck:
+    """The hashes of the weights after `steps` updates, watched and unwatched."""
+
+    steps: int
+    watched: str
+    unwatched: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether looking has changed nothing."""
+        return self.watched == self.unwatched
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a manifest holds of it."""
+        return {**asdict(self), "equal": self.equal}
+
+
+def check_observer(config: ArmConfig, steps: int = OBSERVER_STEPS) -> ObserverCheck:
+    """Train `config` for `steps` updates with everything on and everything off.
+
+    "On" is the arm's own shadows with the golden, gradients, heads, positions, logits and a second
+    forward pass, at every step and layer, and the training watch; ValueError as `assemble`.
+    """
+    on = replace(
+        config.probe,
+        every=1,
+        layers=("*",),
+        golden=True,
+        backward=True,
+        heads=True,
+        positions=4,
+        inside=True,
+        inherited=True,
+        overhead=0.0,
+        shadows=config.probe.shadows or ProbeConfig().shadows,
+    )
+    off = replace(config.probe, every=0, steps=(), per_decade=0)
+    return ObserverCheck(
+        steps=steps,
+        watched=_trained(replace(config, probe=on, watch=WatchConfig(every=1)), steps),
+        unwatched=_trained(replace(config, probe=off, watch=WatchConfig(every=0)), steps),
+    )
+
+
+def _trained(config: ArmConfig, steps: int) -> str:
+    train = replace(config.train, steps=steps, checkpoint_every=10 * steps, snapshot_steps=())
+    config = replace(config, train=train)
+    parts, data = assemble(config), load_data(config)
+    with tempfile.TemporaryDirectory(prefix="observer-") as folder:
+        run = RunPaths(Path(folder))
+        log = MetricLog(run.metrics)
+        callbacks: list[Callback] = list(parts.callbacks)
+        if config.watch.every:
+            callbacks += [TrainingLog(1), BatchHash(log), SnapshotWriter(parts.model, run, [1])]
+        try:
+            trainer = make_trainer(config, run, [RecordsLogger(log)], callbacks)
+            trainer.fit(parts.module, datamodule=data)
+        finally:
+            log.close()
+    return hash_state(parts.model.state_dict())

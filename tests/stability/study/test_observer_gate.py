@@ -1,0 +1,89 @@
+"""The observer gate: looking changes no bit, and a probe that would change one is caught."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stability.attention.probe import AttentionProbe
+from stability.config.load import load_study
+from stability.records.layout import RunPaths
+from stability.records.manifest import read_manifest
+from stability.study.expand import expand
+from stability.study.observer_gate import check_observer
+from stability.study.runner import run_study
+from tests.stability.conftest import SilentObserver
+
+
+def _config(write_study, arm="baseline", **train):
+    arms = {arm.name: arm.config for arm in expand(load_study(write_study(), None))}
+    config = arms[arm]
+    return replace(config, train=replace(config.train, **train))
+
+
+@pytest.mark.parametrize(
+    ("arm", "train"),
+    [
+        ("baseline", {}),
+        ("flash_all_bf16", {}),
+        ("fp32", {}),
+        ("baseline", {"trainer": {"accumulate_grad_batches": 2}}),
+        pytest.param(
+            "baseline",
+            {"compile": "aot_eager"},
+            # Dynamo looks at .grad of what flows between the graphs: torch/_dynamo/variables
+            marks=pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not"),
+        ),
+    ],
+    ids=["bf16-mixed", "flash", "fp32", "gradient-accumulation", "compiled"],
+)
+def test_every_instrument_changes_no_bit(write_study, arm, train):
+    check = check_observer(_config(write_study, arm, **train), steps=2)
+    assert check.equal
+    assert check.steps == 2
+    assert len(check.watched) == 64
+
+
+@pytest.mark.parametrize("how", ["draws", "writes"])
+def test_a_probe_that_disturbs_is_caught(write_study, monkeypatch, how):
+    look = AttentionProbe._look
+
+    def disturbing(self, pending, dout):
+        first = not pending.seen
+        look(self, pending, dout)
+        if first and how == "writes" and dout is not None:
+            dout.mul_(1.01)
+
+    def drawing(self, call, primary):
+        return primary(call.q + torch.rand(()).to(call.q.dtype) * 1e-2, call.k, call.v)
+
+    if how == "writes":
+        monkeypatch.setattr(AttentionProbe, "_look", disturbing)
+    else:
+        monkeypatch.setattr(AttentionProbe, "attend", drawing)
+    assert not check_observer(_config(write_study), steps=2).equal
+
+
+def test_the_manifest_holds_the_result_and_a_broken_gate_stops_the_run(
+    write_study, tmp_path, monkeypatch
+):
+    def one_arm(content):
+        content["arms"] = {"baseline": {}}
+        content.update(seeds=[0], yardstick="")
+        content["base"]["train"].update(steps=2, snapshot_steps=[1])
+        content["early_step"] = 1
+
+    study = load_study(write_study(one_arm), None)
+    observer = SilentObserver()
+    run_study(study, tmp_path / "a", wandb_mode="disabled", observer=observer, check_observer=True)
+    manifest = read_manifest(RunPaths.for_run(tmp_path / "a" / "tiny", "baseline", 0).manifest)
+    assert manifest.observer["equal"] is True
+    assert manifest.observer["watched"] == manifest.observer["unwatched"]
+
+    def disturbing(self, call, primary):
+        return primary(call.q * 1.01, call.k, call.v)
+
+    monkeypatch.setattr(AttentionProbe, "attend", disturbing)
+    run_study(study, tmp_path / "b", wandb_mode="disabled", observer=observer, check_observer=True)
+    assert observer.ended[-1][2] == "failed"
+    assert "observer gate: after 4 steps the weights must be" in observer.ended[-1][3]
