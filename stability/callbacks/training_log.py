@@ -18,17 +18,21 @@ __all__ = ["LogPosition", "TrainingLog"]
 class TrainingLog(Callback):
     """Log `train/loss` at every `every`-th step: the loss on weights after that many updates.
 
-    With gradient accumulation it is the loss of the step's last micro-batch.
+    With gradient accumulation it is the mean over the step's micro-batches: Lightning has divided
+    each one's loss by their number.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._step = 0
+        self._step = -1
+        self._loss: Tensor | None = None
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Remember the step that this batch belongs to."""
+        if trainer.global_step != self._step:
+            self._loss = None
         self._step = trainer.global_step
 
     def on_train_batch_end(
@@ -39,12 +43,13 @@ class TrainingLog(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log the loss when the update has been made."""
+        """Add up the step's loss, and log it when the update has been made."""
+        loss: Tensor = outputs["loss"].detach()
+        self._loss = loss if self._loss is None else self._loss + loss
         if trainer.global_step == self._step or self._step % self._every != 0:
             return
-        loss: Tensor = outputs["loss"]
         for logger in trainer.loggers:
-            logger.log_metrics({TRAIN_LOSS: loss.item()}, step=self._step)
+            logger.log_metrics({TRAIN_LOSS: self._loss.item()}, step=self._step)
 
 
 class LogPosition(Callback):

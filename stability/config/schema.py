@@ -221,7 +221,7 @@ class ProbeConfig:
 class WatchConfig:
     """What is watched of the run itself: gradients, Adam's RMS_t, log Z, loss spikes."""
 
-    every: int = 1
+    every: int = 10
     """0 switches it off."""
 
     def __post_init__(self) -> None:
