@@ -150,6 +150,12 @@ def test_a_due_step_is_fetched_at_once_and_others_fetch_nothing(tmp_path, fit, m
     assert spy.scalars == 0
 
 
+def test_the_hook_is_gone_when_training_ends_at_a_due_step(tmp_path, fit):
+    module = _language_model()
+    fit(tmp_path, module, [TrainingWatch(2)], steps=1)
+    assert len(module.model._forward_hooks) == 0
+
+
 def test_the_hook_is_there_in_due_steps_alone_and_gone_after_an_error(tmp_path, fit):
     hooks = []
 
