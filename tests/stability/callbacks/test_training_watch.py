@@ -172,6 +172,18 @@ def test_the_hook_is_there_in_due_steps_alone_and_gone_after_an_error(tmp_path, 
     assert len(module.model._forward_hooks) == 0
 
 
+def test_a_compiled_model_is_watched_under_the_names_of_the_model_itself(tmp_path, fit, read):
+    found = []
+    for compiled in (False, True):
+        module = _language_model()
+        if compiled:
+            module.model = torch.compile(module.model, backend="eager")
+        fit(tmp_path / str(compiled), module, [TrainingWatch(1)], steps=2)
+        found.append(read(tmp_path / str(compiled)))
+    assert found[0].keys() == found[1].keys()
+    assert found[1]["watch/log_z"] == found[0]["watch/log_z"]
+
+
 class Wrapped(LightningModule):
     """A module that is its own model, or holds one beside another part."""
 
