@@ -200,6 +200,9 @@ def _rms_ratio(
 
 def _parameter_names(pl_module: LightningModule, model: nn.Module) -> dict[nn.Parameter, str]:
     """Return each parameter's name in `model`, as snapshots have it, if they are all in there."""
-    whole = {parameter: name for name, parameter in pl_module.named_parameters()}
-    inner = {parameter: name for name, parameter in model.named_parameters()}
+    whole, inner = (
+        # torch.compile puts its own prefix before the names of a module that it wraps
+        {parameter: name.replace("_orig_mod.", "") for name, parameter in module.named_parameters()}
+        for module in (pl_module, model)
+    )
     return inner if inner.keys() >= whole.keys() else whole

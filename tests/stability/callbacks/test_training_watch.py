@@ -150,6 +150,12 @@ def test_a_due_step_is_fetched_at_once_and_others_fetch_nothing(tmp_path, fit, m
     assert spy.scalars == 0
 
 
+def test_the_hook_is_gone_when_training_ends_at_a_due_step(tmp_path, fit):
+    module = _language_model()
+    fit(tmp_path, module, [TrainingWatch(2)], steps=1)
+    assert len(module.model._forward_hooks) == 0
+
+
 def test_the_hook_is_there_in_due_steps_alone_and_gone_after_an_error(tmp_path, fit):
     hooks = []
 
@@ -164,6 +170,18 @@ def test_the_hook_is_there_in_due_steps_alone_and_gone_after_an_error(tmp_path, 
         fit(tmp_path, module, [TrainingWatch(2), Look()], steps=9, accumulate_grad_batches=2)
     assert hooks == [1, 1, 0, 0, 1, 1, 0, 0, 1]
     assert len(module.model._forward_hooks) == 0
+
+
+def test_a_compiled_model_is_watched_under_the_names_of_the_model_itself(tmp_path, fit, read):
+    found = []
+    for compiled in (False, True):
+        module = _language_model()
+        if compiled:
+            module.model = torch.compile(module.model, backend="eager")
+        fit(tmp_path / str(compiled), module, [TrainingWatch(1)], steps=2)
+        found.append(read(tmp_path / str(compiled)))
+    assert found[0].keys() == found[1].keys()
+    assert found[1]["watch/log_z"] == found[0]["watch/log_z"]
 
 
 class Wrapped(LightningModule):

@@ -28,8 +28,19 @@ class Driven(LightningModule):
         return self.optimizer(self.parameters(), lr=1e-3, **keywords)
 
 
-def test_an_optimizer_without_second_moments_has_no_rms(tmp_path, fit, read):
-    fit(tmp_path, Driven(lambda step: 2.0, torch.optim.SGD), [TrainingWatch(1)], steps=2)
+class Foreign(torch.optim.SGD):
+    """Keeps something under Adam's name, without Adam's betas."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].update(exp_avg_sq=torch.ones(3), step=1)
+        return loss
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Foreign])
+def test_an_optimizer_without_second_moments_has_no_rms(tmp_path, fit, read, optimizer):
+    fit(tmp_path, Driven(lambda step: 2.0, optimizer), [TrainingWatch(1)], steps=2)
     found = read(tmp_path)
     assert set(found) == {"watch/grad_norm", "watch/nonfinite_gradients", "watch/loss_spike"}
     assert found["watch/grad_norm"][1] == pytest.approx(2 * math.sqrt(3))

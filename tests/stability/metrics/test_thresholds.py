@@ -18,7 +18,7 @@ def _names(found):
 @pytest.mark.parametrize(
     ("name", "below", "past"),
     [
-        (LOGIT, 1e4, 10001.0),
+        (LOGIT, 1e4, math.nextafter(1e4, math.inf)),
         (HEAD, 1e4, 10001.0),
         (RMS_A, 2.2999, 2.3),
         ("watch/loss_spike", 0.0, 1.0),

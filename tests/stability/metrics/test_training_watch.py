@@ -137,6 +137,10 @@ def test_old_losses_leave_the_window():
     assert _fed(spikes, [100.0, 1.0, 1.0, 2.0]) == [False, False, False, True]
 
 
+def test_a_spike_enters_the_window_so_that_a_new_level_is_no_spike_for_ever():
+    assert _fed(LossSpikes(3.2, window=2), [1.0, 1.0, 5.0, 5.0]) == [False, False, True, False]
+
+
 def test_a_loss_that_is_not_finite_is_a_spike_and_spoils_nothing():
     spikes = LossSpikes(3.2, window=2)
     assert _fed(spikes, [1.0, math.nan, math.inf, 1.0, 2.0]) == [False, True, True, False, True]
