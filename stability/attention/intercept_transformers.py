@@ -1,0 +1,203 @@
+"""Catching every attention call of a Hugging Face transformers model.
+
+Each of them asks `AttentionInterface.get_interface` in every forward for the function that its
+config names: calls are caught in that one method. Configs and masks stay as they are, so the
+model's own eager or sdpa function gets exactly what it would have got. Leaves out attention that a
+model computes without the interface (`intercept_sdpa` catches it where it ends in
+`scaled_dot_product_attention`), what a mask means (`transformers_masks`), and replacing a model's
+attention for good (`transformers_candidate`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+from torch import Tensor, nn
+
+from stability.attention.intercepted_call import Attend, AttentionCall
+from stability.attention.transformers_candidate import is_registered, register_transformers
+from stability.attention.transformers_masks import (
+    MaskReader,
+    Received,
+    autocast_dtype,
+    unsupported,
+)
+
+__all__ = [
+    "catch_transformers",
+    "check_transformers",
+    "is_transformers_model",
+    "register_transformers",
+]
+
+Function = Callable[..., tuple[Tensor, Tensor | None]]
+"""An attention function of transformers; it returns (batch, query_len, heads, head_dim)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Catching:
+    layers: dict[nn.Module, str]
+    attend: Attend
+    reader: MaskReader = field(default_factory=MaskReader)
+
+
+_CATCHING: list[_Catching] = []
+"""The contexts that are open, of all models; the interface is patched while there is any."""
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Say whether `model` is a `PreTrainedModel` or has one inside; imports nothing."""
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for module in model.modules()
+        for kind in type(module).__mro__
+    )
+
+
+def check_transformers(model: nn.Module) -> None:
+    """Raise ValueError for what can be seen, before it runs, not to be caught or repeated.
+
+    That is an attention implementation that is neither eager nor sdpa nor of
+    `register_transformers`, and attention dropout > 0 in a part that is in training mode.
+    """
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        is_attention = any(part in type(module).__name__.lower() for part in ("attention", "attn"))
+        if config is None or not is_attention:
+            continue
+        implementation = getattr(config, "_attn_implementation", None)
+        if implementation not in (None, "eager", "sdpa") and not is_registered(implementation):
+            raise ValueError(
+                f"check_transformers: _attn_implementation of {name} must be 'eager' or 'sdpa', "
+                f"got {implementation!r}; call model.set_attn_implementation('sdpa')"
+            )
+        if module.training:
+            _refuse_dropout(name, config)
+
+
+def _refuse_dropout(layer: str, config: Any) -> None:
+    for field_name, value in vars(config).items():
+        is_dropout = "att" in field_name and "drop" in field_name
+        if is_dropout and isinstance(value, int | float) and value > 0:
+            raise ValueError(
+                f"check_transformers: config.{field_name} of {layer} must be 0 in training, got "
+                f"{value}; build the model with {field_name}=0, or call model.eval()"
+            )
+
+
+@contextmanager
+def catch_transformers(model: nn.Module, attend: Attend) -> Iterator[None]:
+    """Catch each attention call of `model`, all or part of which is a `PreTrainedModel`.
+
+    `attend(call, primary)` decides what the layer returns; left alone, the model computes the same
+    bits as outside. Contexts may be nested and may end in any order. ValueError as
+    `check_transformers`.
+    """
+    from transformers import AttentionInterface  # optional dependency
+
+    check_transformers(model)
+    layers = {module: name for name, module in model.named_modules()}
+    catching = _Catching(layers=layers, attend=attend)
+    if not _CATCHING:
+        AttentionInterface.get_interface = _catching_interface(AttentionInterface.get_interface)
+    _CATCHING.append(catching)
+    try:
+        yield
+    finally:
+        _CATCHING[:] = [other for other in _CATCHING if other is not catching]
+        if not _CATCHING:
+            AttentionInterface.get_interface = AttentionInterface.get_interface.__wrapped__
+
+
+def _catching_interface(get_interface: Callable[..., Function]) -> Callable[..., Function]:
+    @wraps(get_interface)
+    def catching(self: Any, attn_implementation: str, default: Function) -> Function:
+        function = get_interface(self, attn_implementation, default)
+        for catching in _CATCHING:
+            function = partial(_attend, catching, attn_implementation, function, default)
+        return function
+
+    return catching
+
+
+def _attend(
+    catching: _Catching,
+    implementation: str,
+    function: Function,
+    default: Function,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Be the attention function that `module` calls."""
+    if module not in catching.layers:
+        return function(module, query, key, value, attention_mask, **options)
+    layer = catching.layers[module]
+    is_eager = implementation in (None, "eager")
+    received = Received(
+        module=module,
+        attention_mask=attention_mask,
+        options=options,
+        function=default if is_eager else function,
+        eager=is_eager,
+        self_attention=not _is_cross(layer, module),
+    )
+    primary = _Primary(function, received)
+    call = _call(layer, implementation, received, query, key, value, catching.reader)
+    return primary.returned(catching.attend(call, primary))
+
+
+def _is_cross(layer: str, module: nn.Module) -> bool:
+    """Tell cross-attention by its names: nothing else does when lengths agree."""
+    names = f"{layer} {type(module).__name__}".lower()
+    return any(part in names for part in ("cross", "encoder_attn", "encdec"))
+
+
+def _call(
+    layer: str,
+    implementation: str,
+    received: Received,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reader: MaskReader,
+) -> AttentionCall:
+    reason = unsupported(received, q, k, v)
+    if not (received.eager or implementation == "sdpa" or is_registered(implementation)):
+        reason = f"attention implementation {implementation!r}"
+    call = partial(
+        AttentionCall, layer=layer, q=q, k=k, v=v, dtype=autocast_dtype(q, k, v), unsupported=reason
+    )
+    if reason:
+        return call()
+    mask, valid = reader.read(received, q, k)
+    return call(mask=mask, valid=valid)
+
+
+class _Primary:
+    """The model's own attention function as a `Primary`; it lives as long as one call."""
+
+    def __init__(self, function: Function, received: Received) -> None:
+        self._function = function
+        self._received = received
+        self._results: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        module, mask, options = self._received[:3]
+        out, weights = self._function(module, q, k, v, mask, **options)
+        turned = out.transpose(1, 2)
+        self._results.append((turned, out, weights))
+        return turned
+
+    def returned(self, out: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what the layer expects: its own tensor, if `out` is that, and its weights."""
+        for turned, own, weights in self._results:
+            if turned is out:
+                return own, weights
+        weights = self._results[0][2] if self._results else None
+        return out.transpose(1, 2).contiguous(), weights
