@@ -16,12 +16,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attention_kernels import MaskArguments
 from stability.attention.intercepted_call import Attend, AttentionCall
 from stability.attention.transformers_candidate import is_registered, register_transformers
 from stability.attention.transformers_masks import (
+    CANDIDATE_LOOKS_AT,
     MaskReader,
     Received,
     autocast_dtype,
+    looked_at,
     unsupported,
 )
 
@@ -41,6 +44,16 @@ class _Catching:
     layers: dict[nn.Module, str]
     attend: Attend
     reader: MaskReader = field(default_factory=MaskReader)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """Which attention function a model asked for."""
+
+    name: str
+    eager: bool
+    known: bool
+    looks_at: frozenset[str]
 
 
 _CATCHING: list[_Catching] = []
@@ -115,8 +128,15 @@ def _catching_interface(get_interface: Callable[..., Function]) -> Callable[...,
     @wraps(get_interface)
     def catching(self: Any, attn_implementation: str, default: Function) -> Function:
         function = get_interface(self, attn_implementation, default)
-        for catching in _CATCHING:
-            function = partial(_attend, catching, attn_implementation, function, default)
+        registered = is_registered(attn_implementation)
+        kind = _Kind(
+            name=attn_implementation,
+            eager=function is default,
+            known=function is default or registered or attn_implementation == "sdpa",
+            looks_at=CANDIDATE_LOOKS_AT if registered else looked_at(function),
+        )
+        for context in _CATCHING:
+            function = partial(_attend, context, kind, function)
         return function
 
     return catching
@@ -124,9 +144,8 @@ def _catching_interface(get_interface: Callable[..., Function]) -> Callable[...,
 
 def _attend(
     catching: _Catching,
-    implementation: str,
+    kind: _Kind,
     function: Function,
-    default: Function,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -138,17 +157,31 @@ def _attend(
     if module not in catching.layers:
         return function(module, query, key, value, attention_mask, **options)
     layer = catching.layers[module]
-    is_eager = implementation in (None, "eager")
     received = Received(
         module=module,
         attention_mask=attention_mask,
         options=options,
-        function=default if is_eager else function,
-        eager=is_eager,
+        looks_at=kind.looks_at,
+        eager=kind.eager,
         self_attention=not _is_cross(layer, module),
     )
+    reason = unsupported(received, query, key, value)
+    if not kind.known:
+        reason = f"attention implementation {kind.name!r}"
+    mask, valid = MaskArguments(), None
+    if not reason:
+        mask, valid = catching.reader.read(received, query, key)
+    call = AttentionCall(
+        layer=layer,
+        q=query,
+        k=key,
+        v=value,
+        mask=mask,
+        valid=valid,
+        dtype=autocast_dtype(query, key, value),
+        unsupported=reason,
+    )
     primary = _Primary(function, received)
-    call = _call(layer, implementation, received, query, key, value, catching.reader)
     return primary.returned(catching.attend(call, primary))
 
 
@@ -156,27 +189,6 @@ def _is_cross(layer: str, module: nn.Module) -> bool:
     """Tell cross-attention by its names: nothing else does when lengths agree."""
     names = f"{layer} {type(module).__name__}".lower()
     return any(part in names for part in ("cross", "encoder_attn", "encdec"))
-
-
-def _call(
-    layer: str,
-    implementation: str,
-    received: Received,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    reader: MaskReader,
-) -> AttentionCall:
-    reason = unsupported(received, q, k, v)
-    if not (received.eager or implementation == "sdpa" or is_registered(implementation)):
-        reason = f"attention implementation {implementation!r}"
-    call = partial(
-        AttentionCall, layer=layer, q=q, k=k, v=v, dtype=autocast_dtype(q, k, v), unsupported=reason
-    )
-    if reason:
-        return call()
-    mask, valid = reader.read(received, q, k)
-    return call(mask=mask, valid=valid)
 
 
 class _Primary:

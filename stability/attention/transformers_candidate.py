@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from attention_kernels import AttentionFn
 from stability.attention.registry import ResolvedAttention, resolve_attention
 from stability.attention.transformers_masks import (
+    CANDIDATE_LOOKS_AT,
     MaskReader,
     Received,
     autocast_dtype,
@@ -86,7 +87,7 @@ class _Registered:
             module=module,
             attention_mask=attention_mask,
             options=options,
-            function=self.__call__,
+            looks_at=CANDIDATE_LOOKS_AT,
             eager=False,
             self_attention=False,
         )

@@ -22,7 +22,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from attention_kernels import MaskArguments
 from attention_kernels.validation import MAX_HEAD_DIM, MIN_HEAD_DIM
 
-__all__ = ["MaskReader", "Received", "autocast_dtype", "unsupported"]
+__all__ = [
+    "CANDIDATE_LOOKS_AT",
+    "MaskReader",
+    "Received",
+    "autocast_dtype",
+    "looked_at",
+    "unsupported",
+]
+
+CANDIDATE_LOOKS_AT = frozenset(("softcap", "position_bias"))
+"""What a registered candidate is given beyond what every attention function looks at."""
 
 _TENSORS = {"query", "key", "value", "query_states", "key_states", "value_states"}
 _UNDERSTOOD = _TENSORS | {
@@ -45,21 +55,21 @@ class Received(NamedTuple):
     module: nn.Module
     attention_mask: Tensor | None
     options: Mapping[str, Any]
-    function: Callable[..., Any]
+    looks_at: frozenset[str]
+    """The arguments that the function looks at, of all that models pass."""
     eager: bool
-    """Whether `function` is a model's own `eager_attention_forward`, which knows no `is_causal`."""
+    """Whether it is the model's own `eager_attention_forward`, which knows no `is_causal`."""
     self_attention: bool
     """Whether query i and key i are the same token where there are as many of both."""
 
     def option(self, name: str) -> Any:
         """Return an option, None where it was not given or the function does not look at it."""
-        if self.eager and name not in _named(self.function):
-            return None
-        return self.options.get(name)
+        return self.options.get(name) if name in self.looks_at else None
 
 
 @lru_cache(maxsize=256)
-def _named(function: Callable[..., Any]) -> frozenset[str]:
+def looked_at(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the arguments of an attention function of transformers that it takes by name."""
     return frozenset(inspect.signature(function).parameters)
 
 
@@ -91,9 +101,9 @@ def _unsupported_option(received: Received) -> str:
     if isinstance(options.get("scaling"), Tensor):
         return "scaling that is a tensor"
     if received.eager:
-        for name in sorted(_named(received.function) - _UNDERSTOOD):
+        for name in sorted(received.looks_at - _UNDERSTOOD):
             if options.get(name) is not None:
-                return f"the option {name} of {received.function.__name__}"
+                return f"the option {name} of its eager attention"
     return ""
 
 

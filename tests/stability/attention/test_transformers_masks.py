@@ -12,6 +12,7 @@ from stability.attention.transformers_masks import (
     MaskReader,
     Received,
     autocast_dtype,
+    looked_at,
     unsupported,
 )
 
@@ -38,7 +39,7 @@ def received(mask=None, eager=True, self_attention=True, **options):
         module=nn.Identity().eval(),
         attention_mask=mask,
         options={"scaling": 0.25, **options},
-        function=eager_attention_forward if eager else sdpa_attention_forward,
+        looks_at=looked_at(eager_attention_forward if eager else sdpa_attention_forward),
         eager=eager,
         self_attention=self_attention,
     )
@@ -46,7 +47,8 @@ def received(mask=None, eager=True, self_attention=True, **options):
 
 def difference(call, q, k, v):
     """Return the distance from what transformers computes to what the call is said to mean."""
-    own = call.function(call.module, q, k, v, call.attention_mask, **call.options)[0]
+    function = eager_attention_forward if call.eager else sdpa_attention_forward
+    own = function(call.module, q, k, v, call.attention_mask, **call.options)[0]
     mask, _ = MaskReader().read(call, q, k)
     return (own.transpose(1, 2) - golden_attention(q, k, v, **mask)).abs().max()
 
@@ -141,7 +143,7 @@ def test_mask_of_inference_mode_is_read():
         (received(s_aux=torch.zeros(2)), "attention sinks"),
         (received(cache=object(), eager=False), "a paged cache"),
         (received(scaling=torch.ones(())), "scaling that is a tensor"),
-        (received(novelty=3), "the option novelty of eager_attention_forward"),
+        (received(novelty=3), "the option novelty of its eager attention"),
         (received(torch.ones(2, 6)), "an attention_mask of shape (2, 6)"),
         (received(torch.zeros(1, 1, 6, 6, requires_grad=True)), "attention_mask that is trained"),
         (
