@@ -17,13 +17,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
-from stability.attention.intercepted_call import Attend, AttentionCall
+from stability.attention.intercepted_call import Attend, AttentionCall, autocast_dtype
 from stability.attention.transformers_candidate import is_registered, register_transformers
 from stability.attention.transformers_masks import (
     CANDIDATE_LOOKS_AT,
     MaskReader,
     Received,
-    autocast_dtype,
     looked_at,
     unsupported,
 )
@@ -178,7 +177,7 @@ def _attend(
         v=value,
         mask=mask,
         valid=valid,
-        dtype=autocast_dtype(query, key, value),
+        dtype=autocast_dtype(query),
         unsupported=reason,
     )
     primary = _Primary(function, received)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels import AttentionFn
+from stability.attention.intercepted_call import autocast_dtype
 from stability.attention.registry import ResolvedAttention, resolve_attention
 from stability.attention.transformers_masks import (
     CANDIDATE_LOOKS_AT,
     MaskReader,
     Received,
-    autocast_dtype,
     unsupported,
 )
 
@@ -98,7 +98,7 @@ class _Registered:
                 f"{self._candidate} can do, got {reason}; build the model without it, or call "
                 "model.set_attn_implementation('sdpa')"
             )
-        dtype = autocast_dtype(query, key, value)
+        dtype = autocast_dtype(query)
         if dtype is not None:
             query, key, value = (x.to(dtype) for x in (query, key, value))
         mask, _ = self._reader.read(received, query, key)

@@ -21,12 +21,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention_kernels import MaskArguments
 from attention_kernels.validation import MAX_HEAD_DIM, MIN_HEAD_DIM
+from stability.attention.intercepted_call import valid_rows
 
 __all__ = [
     "CANDIDATE_LOOKS_AT",
     "MaskReader",
     "Received",
-    "autocast_dtype",
     "looked_at",
     "unsupported",
 ]
@@ -71,15 +71,6 @@ class Received(NamedTuple):
 def looked_at(function: Callable[..., Any]) -> frozenset[str]:
     """Return the arguments of an attention function of transformers that it takes by name."""
     return frozenset(inspect.signature(function).parameters)
-
-
-def autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast makes attention compute in, None if that of q, k and v."""
-    device = q.device.type
-    if not torch.is_autocast_enabled(device) or torch.float64 in (q.dtype, k.dtype, v.dtype):
-        return None
-    dtype = torch.get_autocast_dtype(device)
-    return None if q.dtype == k.dtype == v.dtype == dtype else dtype
 
 
 def unsupported(received: Received, q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -151,21 +142,22 @@ class MaskReader:
                 mask = torch.ones(query_len, key_len, dtype=torch.bool, device=q.device).tril()
                 mask = mask[None, None]
         if received.attention_mask is not None:
-            square = received.self_attention and query_len == key_len
-            mask, valid = self._cached(received.attention_mask, key_len, square)
+            mask, valid = self._cached(received.attention_mask, received.self_attention, q, k)
         mask = _with_bias(mask, received.option("position_bias"))
         if mask is not None:
             arguments["attn_mask"] = mask
         return arguments, None if valid is None else valid.expand(q.shape[0], -1)
 
-    def _cached(self, mask: Tensor, key_len: int, square: bool) -> tuple[Tensor, Tensor | None]:
+    def _cached(
+        self, mask: Tensor, self_attention: bool, q: Tensor, k: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         # A static cache's mask is rewritten in place; an inference tensor can't tell.
         version = -1 if mask.is_inference() else mask._version
-        asked = (version, key_len, square)
+        asked = (version, self_attention, q.shape[0], k.shape[2])
         found = self._read.get(mask)
         if found is None or found[0] != asked:
-            with torch.no_grad():  # some eager functions before 5.23 cut a longer mask
-                found = (asked, *_translate(mask[..., :key_len].detach(), square))
+            with torch.no_grad():
+                found = (asked, *_translate(mask.detach(), self_attention, q, k))
             self._read[mask] = found
         return found[1], found[2]
 
@@ -177,18 +169,21 @@ def _is_causal(received: Received, query_len: int) -> bool:
     return bool(getattr(received.module, "is_causal", True) if given is None else given)
 
 
-def _translate(mask_BHQK: Tensor, square: bool) -> tuple[Tensor, Tensor | None]:
+def _translate(
+    mask_BHQK: Tensor, self_attention: bool, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Return the mask with -inf where a key is hidden, and which query rows count."""
-    visible_BHQK = mask_BHQK
+    # Some eager functions before transformers 5.23 cut a mask that is longer than the keys.
+    mask_BHQK = visible_BHQK = mask_BHQK[..., : k.shape[2]]
     if mask_BHQK.dtype != torch.bool:
         # transformers hides a key by the lowest finite number, or by twice that where two masks
         # meet. In a row that attends nothing it then averages v: such rows do not count.
         visible_BHQK = mask_BHQK > torch.finfo(mask_BHQK.dtype).min / 2
         mask_BHQK = mask_BHQK.masked_fill(~visible_BHQK, -torch.inf)
-    visible_BQK = visible_BHQK.any(dim=1)
-    valid_BQ = visible_BQK.any(dim=-1)
-    if square:
-        valid_BQ = valid_BQ & visible_BQK.any(dim=1)
+    valid_BQ = visible_BHQK.any(dim=-1).any(dim=1)
+    attended_BQ = valid_rows(mask_BHQK, q, k) if self_attention else None
+    if attended_BQ is not None:
+        valid_BQ = valid_BQ & attended_BQ
     # Only where looking costs no synchronisation; all true says the same.
     if valid_BQ.device.type == "cpu" and bool(valid_BQ.all()):
         return mask_BHQK, None

@@ -11,7 +11,6 @@ from attention_kernels import golden_attention
 from stability.attention.transformers_masks import (
     MaskReader,
     Received,
-    autocast_dtype,
     looked_at,
     unsupported,
 )
@@ -94,6 +93,14 @@ def test_padding_is_told_from_the_keys_that_nobody_attends(is_bool):
     assert torch.equal(mask["attn_mask"] == (1 if is_bool else 0), visible)
 
 
+def test_keys_hidden_by_a_moderate_number_are_padding_too():
+    q, k, _ = tensors()
+    mask = torch.zeros(2, 1, 1, 6).double()
+    mask[1, :, :, 4:] = -10000.0
+    assert MaskReader().read(received(mask), q, k)[1].sum(dim=1).tolist() == [6, 4]
+    assert difference(received(mask), *tensors()) < 1e-14
+
+
 def test_mask_is_cut_to_the_keys():
     q, k, _ = tensors()
     longer = torch.zeros(1, 1, 6, 9).double()
@@ -173,13 +180,3 @@ def test_shapes_that_no_attention_function_takes_are_named():
 def test_options_that_change_nothing_are_supported():
     assert unsupported(received(dropout=0.1), *tensors()) == ""  # eval mode
     assert unsupported(received(sliding_window=3, novelty=None, other=1), *tensors()) == ""
-
-
-def test_autocast_dtype_is_named_where_it_differs():
-    q, k, v = (x.float() for x in tensors())
-    assert autocast_dtype(q, k, v) is None
-    with torch.autocast("cpu", torch.bfloat16):
-        assert autocast_dtype(q, k, v) == torch.bfloat16
-        assert autocast_dtype(q.bfloat16(), k.bfloat16(), v) == torch.bfloat16
-        assert autocast_dtype(q.bfloat16(), k.bfloat16(), v.bfloat16()) is None
-        assert autocast_dtype(*tensors()) is None
