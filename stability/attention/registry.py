@@ -25,6 +25,7 @@ from attention_kernels import (
     golden_attention,
     resolve_engine,
 )
+from attention_kernels.peers import PEERS
 from stability.attention.own_attention import find_own, is_own, loaded
 from stability.config.convert import nearest
 from stability.config.plugins import ATTENTIONS, plugins
@@ -141,6 +142,12 @@ def _resolve_sdpa(config: AttentionConfig, device: torch.device) -> ResolvedAtte
     _refuse_engine(config)
     if config.numerics:
         _refuse_settings(config, "PyTorch chooses its own kernel")
+    backends = [name.partition(":")[2] for name in PEERS if name.startswith("sdpa:")]
+    if config.profile and config.profile not in backends:
+        raise ValueError(
+            "resolve_attention: profile of sdpa must be one of PyTorch's backends, got "
+            f"{config.profile!r}; nearest: {nearest(config.profile, backends)}"
+        )
     name = f"sdpa:{config.profile}" if config.profile else "sdpa"
     return ResolvedAttention(
         name=name,

@@ -1,8 +1,8 @@
 """Runs a model's forward pass a second time, in the stream of the shadow, and leaves no trace.
 
-The second pass gets the same arguments and the same random state, without gradients; buffers and
-random state are put back after it. So the report can tell error made in a layer from error that
-earlier layers carried in. Leaves out the comparison (`probe`).
+The second pass gets the same arguments, the same random state and copies of the buffers, and no
+gradients; random state is put back after it. So the report can tell error made in a layer from
+error that earlier layers carried in. Leaves out the comparison (`probe`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.func import functional_call
 
 from stability.attention.probe import AttentionProbe
 
@@ -60,23 +61,16 @@ class _Repeater:
             return
         now, self._repeating = _RandomState(), True
         assert self._state is not None
-        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+        # copies in the place of the buffers: what a pass writes into them, e.g. running means, is
+        # lost with them, and what the backward pass needs of the originals is not touched
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         try:
             self._state.restore()
             with torch.no_grad(), self._probe.second_pass():
-                module(*args, **kwargs)
+                functional_call(module, buffers, args, kwargs)
         finally:
             self._repeating = False
             now.restore()
-            _put_back(buffers)
-
-
-def _put_back(buffers: list[tuple[Tensor, int, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, version, value in buffers:
-            # one that the backward pass needs must not be written to, and has not changed
-            if buffer._version != version:
-                buffer.copy_(value)
 
 
 class _RandomState:

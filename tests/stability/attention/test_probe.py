@@ -73,7 +73,10 @@ def test_gradients_of_the_shadow_are_those_of_a_real_backward_through_it_to_the_
     for what, shadow, x in zip(("dq", "dk", "dv"), real, qkv, strict=True):
         expected = deviation(shadow, x.grad, output_format="bf16")
         for metric in DEVIATION_METRICS:
-            assert found[deviation_name("layer_3", what, metric)] == expected[metric], (what, metric)
+            assert found[deviation_name("layer_3", what, metric)] == expected[metric], (
+                what,
+                metric,
+            )
 
 
 def test_error_ratio_of_each_result_is_against_the_golden():
