@@ -14,6 +14,7 @@ from attention_kernels.baseline_numerics import BaselineNumerics
 from attention_kernels.call import Call, constant_to_the_compiler, plan_to_text
 from attention_kernels.interface import AttentionOutput
 from attention_kernels.mask_validation import check_mask, check_packable
+from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operators import attend_by_definition, flash_forward, reference_forward
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
@@ -24,6 +25,7 @@ __all__ = [
     "baseline_attention",
     "flash_attention",
     "golden_attention",
+    "read_mask",
     "resolve_engine",
 ]
 
@@ -252,6 +254,16 @@ def _operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _unpacked(out: Tensor) -> Tensor:
     return out.squeeze(0).transpose(0, 1)
+
+
+def read_mask(q: Tensor, k: Tensor, arguments: MaskArguments) -> tuple[Mask, float]:
+    """Return the mask and the scale that `arguments` mean for q and k, `(batch, heads, ...)`.
+
+    For measures that form the scores by themselves. ValueError as `flash_attention`.
+    """
+    check_mask("read_mask", q, k, arguments)
+    call = _call(q, arguments, "")
+    return call.mask(), call.scale
 
 
 def _call(q: Tensor, mask: MaskArguments, plan: str) -> Call:
