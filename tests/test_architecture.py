@@ -28,7 +28,7 @@ PUBLIC = {
         "resolve_engine",
         "round_to",
     ],
-    "stability": ["__version__", "register_transformers", "shadow"],
+    "stability": ["ShadowCallback", "__version__", "register_transformers", "shadow"],
 }
 
 

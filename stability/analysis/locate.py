@@ -1,0 +1,187 @@
+"""Where an attention goes wrong: which layer, which head, which gradient, since which step.
+
+Each place is held against its peers of the same step: all layers, or all heads of all layers. An
+error stands out if it is five times the median of the others and, where there is a golden, also
+twice the baseline's own error, the factor that flash-attn's tests allow: numerics that are worse
+everywhere alike point at no place. Healthy layers differ by less than a factor of three. A bias
+stands out by itself: a mean signed error above a tenth of an ULP and six standard errors, which
+rounding to nearest gives in none of a billion cases. Leaves out how that is told (`report`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, NamedTuple
+
+from stability.records.metric_log import Series
+from stability.records.names import DeviationName, parse_deviation
+
+__all__ = ["Located", "Place", "locate"]
+
+TIMES_PEERS = 5.0
+TIMES_BASELINE = 2.0
+BIAS_ULP = 0.1
+BIAS_ERRORS = 6.0
+
+WHATS = ("out", "lse", "dq", "dk", "dv")
+"""What is compared on the same inputs: error made in the layer itself."""
+
+
+class Place(NamedTuple):
+    """A layer, or one of its heads."""
+
+    layer: str
+    head: int | None = None
+
+    def __str__(self) -> str:
+        return self.layer if self.head is None else f"{self.layer}, head {self.head}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Located:
+    """A place that stands out, since which step, and how far at the step where it does most."""
+
+    kind: Literal["error", "bias"]
+    shadow: str
+    what: str
+    place: Place
+    since: int
+    metric: str
+    value: float
+    peers: float
+    """The median of the others at that step; of a bias its standard error."""
+
+    @property
+    def text(self) -> str:
+        """The finding as a sentence."""
+        who = f"{self.shadow}: " if self.shadow else ""
+        where = f"{who}{self.what} of {self.place}"
+        if self.kind == "bias":
+            return (
+                f"{where} is biased by {self.value:+.3f} ULP ({self.peers:.3f} standard error), "
+                f"since step {self.since}"
+            )
+        than = self.value / self.peers if self.peers else float("inf")
+        return (
+            f"{where} stands out: {self.metric} {self.value:.3g}, {than:.3g} times the others' "
+            f"{self.peers:.3g}, since step {self.since}"
+        )
+
+
+def locate(metrics: Mapping[str, Series]) -> list[Located]:
+    """Return the places of a run's `metrics` that stand out, the furthest first of each kind."""
+    table = _table(metrics)
+    errors: list[Located] = []
+    for shadow in dict.fromkeys(key[0] for key in table):
+        for what in WHATS:
+            errors += _errors(table, shadow, what)
+    biases = [
+        found
+        for (shadow, what, metric), places in table.items()
+        if metric == "bias_ulp" and what in WHATS
+        for found in _biases(places, table.get((shadow, what, "bias_ulp_se"), {}), shadow, what)
+    ]
+    errors.sort(key=lambda found: -found.value / (found.peers or 1e-300))
+    biases.sort(key=lambda found: -abs(found.value) / (found.peers or 1e-300))
+    return [*errors, *biases]
+
+
+_ByStep = dict[int, float]
+_Table = dict[tuple[str, str, str], dict[Place, _ByStep]]
+"""(shadow, what, metric) -> place -> step -> value."""
+
+
+def _table(metrics: Mapping[str, Series]) -> _Table:
+    table: _Table = {}
+    for name, series in metrics.items():
+        parts = parse_deviation(name)
+        if parts is None or parts.part.startswith("positions"):
+            continue
+        values = dict(zip(series.steps, series.values, strict=True))
+        key = (parts.shadow, parts.what, parts.metric)
+        table.setdefault(key, {})[_place(parts)] = values
+    return table
+
+
+def _place(parts: DeviationName) -> Place:
+    return Place(parts.layer, int(parts.part.removeprefix("head_")) if parts.part else None)
+
+
+def _errors(table: _Table, shadow: str, what: str) -> list[Located]:
+    ratios = table.get((shadow, what, "error_ratio"), {})
+    metric = "error_ratio" if ratios else "rel_fro"
+    places = ratios or table.get((shadow, what, metric), {})
+    heads = {place: values for place, values in places.items() if place.head is not None}
+    layers = {place: values for place, values in places.items() if place.head is None}
+    least = TIMES_BASELINE if ratios else 0.0
+    found = _outliers(heads, least)
+    kept = {}
+    for place, seen in found.items():
+        siblings = [other for other in heads if other.layer == place.layer]
+        out = [other for other in found if other.layer == place.layer]
+        if 2 * len(out) <= len(siblings):
+            kept[place] = seen
+    covered = {place.layer for place in kept}
+    for place, seen in _outliers(layers, least).items():
+        if place.layer not in covered:
+            kept[place] = seen
+    return [
+        Located(
+            kind="error",
+            shadow=shadow,
+            what=what,
+            place=place,
+            since=since,
+            metric=metric,
+            value=value,
+            peers=peers,
+        )
+        for place, (since, value, peers) in kept.items()
+    ]
+
+
+def _outliers(
+    places: Mapping[Place, _ByStep], least: float
+) -> dict[Place, tuple[int, float, float]]:
+    """Return (first step, largest value, its peers' median) of each place that stands out."""
+    found: dict[Place, tuple[int, float, float]] = {}
+    for step in sorted({step for values in places.values() for step in values}):
+        now = {place: values[step] for place, values in places.items() if step in values}
+        for place, value in now.items():
+            others = [other for at, other in now.items() if at != place]
+            if not others or not value >= least:
+                continue
+            peers = median(others)
+            if not value > TIMES_PEERS * peers:
+                continue
+            since, largest, _ = found.get(place, (step, 0.0, 0.0))
+            if value > largest:
+                found[place] = (since, value, peers)
+    return found
+
+
+def _biases(
+    places: Mapping[Place, _ByStep], errors: Mapping[Place, _ByStep], shadow: str, what: str
+) -> list[Located]:
+    """Return the layers whose signed error is biased, and heads of layers that are not."""
+    found: dict[Place, Located] = {}
+    for place in sorted(places, key=lambda place: place.head is not None):
+        if Place(place.layer) in found:
+            continue
+        for step, bias in sorted(places[place].items()):
+            error = errors.get(place, {}).get(step, float("inf"))
+            if abs(bias) <= BIAS_ULP or not abs(bias) > BIAS_ERRORS * error:
+                continue
+            before = found.get(place)
+            if before is None or abs(bias) > abs(before.value):
+                found[place] = Located(
+                    kind="bias",
+                    shadow=shadow,
+                    what=what,
+                    place=place,
+                    since=before.since if before else step,
+                    metric="bias_ulp",
+                    value=bias,
+                    peers=error,
+                )
+    return list(found.values())
