@@ -38,11 +38,27 @@ Function = Callable[..., tuple[Tensor, Tensor | None]]
 """An attention function of transformers; it returns (batch, query_len, heads, head_dim)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Catching:
     layers: dict[nn.Module, str]
     attend: Attend
     reader: MaskReader = field(default_factory=MaskReader)
+    calls: dict[nn.Module, int] = field(default_factory=dict)
+    depth: int = 0
+    """How many modules of the model are running, one inside the other."""
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if not self.depth:
+            self.calls.clear()
+        self.depth += 1
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.depth = max(0, self.depth - 1)
+
+    def layer(self, module: nn.Module) -> str:
+        """Return the module's path, numbered from its second call in a forward pass on."""
+        count = self.calls[module] = self.calls.get(module, -1) + 1
+        return f"{self.layers[module]}#{count}" if count else self.layers[module]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,20 +120,27 @@ def catch_transformers(model: nn.Module, attend: Attend) -> Iterator[None]:
     """Catch each attention call of `model`, all or part of which is a `PreTrainedModel`.
 
     `attend(call, primary)` decides what the layer returns; left alone, the model computes the same
-    bits as outside. Contexts may be nested and may end in any order. ValueError as
-    `check_transformers`.
+    bits as outside. The layer is the dotted path of the attention module; its second call in a
+    forward pass gets `#1` behind it, and so on. Contexts may be nested and may end in any order.
+    ValueError as `check_transformers`.
     """
     from transformers import AttentionInterface  # optional dependency
 
     check_transformers(model)
     layers = {module: name for name, module in model.named_modules()}
     catching = _Catching(layers=layers, attend=attend)
+    handles = []
+    for module in layers:
+        handles.append(module.register_forward_pre_hook(catching.enter))
+        handles.append(module.register_forward_hook(catching.leave, always_call=True))
     if not _CATCHING:
         AttentionInterface.get_interface = _catching_interface(AttentionInterface.get_interface)
     _CATCHING.append(catching)
     try:
         yield
     finally:
+        for handle in handles:
+            handle.remove()
         _CATCHING[:] = [other for other in _CATCHING if other is not catching]
         if not _CATCHING:
             AttentionInterface.get_interface = AttentionInterface.get_interface.__wrapped__
@@ -155,7 +178,7 @@ def _attend(
     """Be the attention function that `module` calls."""
     if module not in catching.layers:
         return function(module, query, key, value, attention_mask, **options)
-    layer = catching.layers[module]
+    layer = catching.layer(module)
     received = Received(
         module=module,
         attention_mask=attention_mask,

@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AttentionInterface, BartConfig, BartForConditionalGeneration
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AttentionInterface,
+    BartConfig,
+    BartForConditionalGeneration,
+)
 
 from attention_kernels import baseline_attention, golden_attention
 from stability.attention.intercept_transformers import catch_transformers
@@ -26,6 +32,10 @@ NAN = [(name, "eager", "left", torch.float64) for name in ("llama", "qwen3", "ge
 
 def leave_alone(call, primary):
     return primary(call.q, call.k, call.v)
+
+
+def copied(call, primary):
+    return leave_alone(call, primary).clone()
 
 
 class Recorder:
@@ -184,15 +194,16 @@ def test_what_is_returned_is_what_the_model_goes_on_with(name, implementation):
         before = model(**given).logits
         with catch_transformers(model, lambda call, primary: torch.zeros_like(call.q)):
             zeroed = model(**given).logits
-        with catch_transformers(model, lambda call, primary: leave_alone(call, primary).clone()):
-            copied = model(**given).logits
+        with catch_transformers(model, copied):
+            same = model(**given).logits
     assert not torch.equal(before, zeroed)
-    assert torch.equal(before, copied)
+    assert torch.equal(before, same)
 
 
-def test_attention_weights_are_still_returned():
+@pytest.mark.parametrize("attend", [leave_alone, copied], ids=["own", "copied"])
+def test_attention_weights_are_still_returned(attend):
     model, given = built("llama", "eager"), inputs("llama")
-    with torch.no_grad(), catch_transformers(model, leave_alone):
+    with torch.no_grad(), catch_transformers(model, attend):
         weights = model(**given, output_attentions=True).attentions
     assert [tuple(x.shape) for x in weights] == [(2, tiny.HEADS, tiny.LENGTH, tiny.LENGTH)] * 3
 
@@ -211,6 +222,28 @@ def test_generation_with_a_cache_is_caught(implementation):
         assert error.abs().amax(dim=(1, 3))[rows].max() <= rounding_bound(call, out, implementation)
 
 
+def test_calls_of_one_module_in_a_forward_pass_are_numbered():
+    sizes = {"hidden_size": tiny.WIDTH, "num_attention_heads": tiny.HEADS, "num_hidden_layers": 3}
+    config = AlbertConfig(vocab_size=tiny.VOCABULARY, intermediate_size=tiny.WIDTH, **sizes)
+    model, recorder = AlbertModel(config).eval(), Recorder()
+    with torch.no_grad(), catch_transformers(model, recorder):
+        model(**tiny.tokens())
+        model(**tiny.tokens())
+    layers = [call.layer.rpartition(".")[2] for call, _ in recorder.calls]
+    assert layers == ["attention", "attention#1", "attention#2"] * 2
+
+
+def test_checkpointed_layers_keep_their_names_and_their_bits():
+    model, recorder = built("llama", "sdpa").train(), Recorder()
+    expected = trained(model, inputs("llama"))
+    model.activation_checkpointing_enable()
+    with catch_transformers(model, recorder):
+        caught = trained(model, inputs("llama"))
+    assert all(torch.equal(caught[1][key], grad) for key, grad in expected[1].items())
+    layers = tiny.TINY["llama"].layers
+    assert [call.layer for call, _ in recorder.calls] == [*layers, *reversed(layers)]
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_autocast_names_the_dtype_that_is_computed_in(implementation):
     model, recorder = built("qwen3", implementation), Recorder()
@@ -227,8 +260,13 @@ def test_autocast_names_the_dtype_that_is_computed_in(implementation):
     assert any(call.dtype for call, _ in recorder.calls)
 
 
-def test_interface_is_restored_after_an_exception():
+def hooks_of(model):
+    return [(len(x._forward_hooks), len(x._forward_pre_hooks)) for x in model.modules()]
+
+
+def test_everything_is_restored_after_an_exception():
     model, before = built("gpt2", "sdpa"), AttentionInterface.get_interface
+    hooks = hooks_of(model)
 
     def fail(call, primary):
         raise RuntimeError("planted")
@@ -236,7 +274,7 @@ def test_interface_is_restored_after_an_exception():
     with pytest.raises(RuntimeError, match="planted"), catch_transformers(model, fail):
         model(**inputs("gpt2"))
     assert AttentionInterface.get_interface is before
-    model(**inputs("gpt2"))
+    assert hooks_of(model) == hooks
 
 
 def test_contexts_nest_end_in_any_order_and_keep_to_their_model():
