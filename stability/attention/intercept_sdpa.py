@@ -137,7 +137,7 @@ def _hand_over(
         v=v,
         mask=_mask(q, k, seen, is_causal, scale),
         valid=valid_rows(seen, q, k),
-        dtype=autocast_dtype(q),
+        dtype=autocast_dtype(q, k, v),
         unsupported=_unsupported(q, v, dropout_p),
     )
     if not no_heads:

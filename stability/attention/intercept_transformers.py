@@ -200,7 +200,7 @@ def _attend(
         v=value,
         mask=mask,
         valid=valid,
-        dtype=autocast_dtype(query),
+        dtype=autocast_dtype(query, key, value),
         unsupported=reason,
     )
     primary = _Primary(function, received)

@@ -65,13 +65,16 @@ class Catch(Protocol):
         ...
 
 
-def autocast_dtype(q: Tensor) -> torch.dtype | None:
-    """Return the dtype that the caller's autocast makes attention compute in, None for q's own."""
-    kind = q.device.type
-    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+def autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
+    """Return the dtype that the caller's autocast makes attention compute in, None for their own.
+
+    Autocast leaves FP64 alone.
+    """
+    kind, own = q.device.type, {q.dtype, k.dtype, v.dtype}
+    if not torch.is_autocast_enabled(kind) or torch.float64 in own:
         return None
     dtype = torch.get_autocast_dtype(kind)
-    return None if dtype == q.dtype else dtype
+    return None if own == {dtype} else dtype
 
 
 def valid_rows(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

@@ -98,7 +98,7 @@ class _Registered:
                 f"{self._candidate} can do, got {reason}; build the model without it, or call "
                 "model.set_attn_implementation('sdpa')"
             )
-        dtype = autocast_dtype(query)
+        dtype = autocast_dtype(query, key, value)
         if dtype is not None:
             query, key, value = (x.to(dtype) for x in (query, key, value))
         mask, _ = self._reader.read(received, query, key)
