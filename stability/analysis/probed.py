@@ -3,6 +3,7 @@
 Leaves out every judgement (`locate`) and how it is shown (`report`).
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from stability.records.metric_log import Series, read_counts, read_metrics
 from stability.records.names import WHATS, deviation_name, parse_deviation
 from stability.records.probe_record import METRICS_FILE, ProbeRecord, read_probe_record
 
-__all__ = ["Probed", "natural", "read_probe"]
+__all__ = ["Probed", "natural", "read_probe", "shadow_label"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,14 @@ class Probed:
         """Return a deviation by step; empty if it was never measured."""
         return self.by_step(deviation_name(layer, what, metric, shadow=shadow, part=part))
 
+    def worst(
+        self, layer: str, what: str, metric: str, *, shadow: str = "", part: str = ""
+    ) -> float | None:
+        """Return a deviation's largest finite value, None if it has none."""
+        values = self.series(layer, what, metric, shadow=shadow, part=part).values()
+        finite = [value for value in values if math.isfinite(value)]
+        return max(finite, key=abs) if finite else None
+
     def by_step(self, name: str) -> dict[int, float]:
         """Return any metric by step; empty if it was never logged."""
         found = self.metrics.get(name)
@@ -75,6 +84,11 @@ class Probed:
             if (parts := parse_deviation(name)) and parts.part.startswith(prefix)
         }
         return sorted(found, key=natural)
+
+
+def shadow_label(shadow: str) -> str:
+    """Return what a shadow is called on a page: one that is alone has no name in its metrics."""
+    return shadow or "the candidate"
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stability.config.schema import BASELINE, Axis
+from stability.records.events import Event, read_events
 from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import Series, read_metrics
@@ -29,6 +30,7 @@ class RecordedRun:
     seed: int
     manifest: Manifest | None
     metrics: Mapping[str, Series]
+    events: tuple[Event, ...] = ()
     error: str
 
     @property
@@ -144,12 +146,15 @@ def _read_arm(study_dir: Path, arm: Mapping[str, Any], seeds: list[int]) -> Reco
 
 
 def _read_run(paths: RunPaths, seed: int) -> RecordedRun:
-    manifest, metrics, error = None, {}, ""
+    manifest, metrics, events, error = None, {}, (), ""
     try:
         if paths.manifest.exists():
             manifest = read_manifest(paths.manifest)
         if paths.metrics.exists():
             metrics = read_metrics(paths.metrics)
+            events = tuple(read_events(paths.metrics))
     except (ValueError, OSError) as caught:
         error = f"records can't be read: {caught}"
-    return RecordedRun(paths=paths, seed=seed, manifest=manifest, metrics=metrics, error=error)
+    return RecordedRun(
+        paths=paths, seed=seed, manifest=manifest, metrics=metrics, events=events, error=error
+    )

@@ -1,40 +1,54 @@
-"""`stability show` and `stability report`: look at a study whose records exist."""
+"""`stability show` and `stability report`: look at a study or a probe whose records exist."""
 
 from pathlib import Path
 
 from rich.console import Console
 
 from stability.analysis.ladder import build_ladder
+from stability.analysis.recorded import read_study
+from stability.records.probe_record import PROBE_FILE
 from stability.report.html import write_report
+from stability.report.probe_page import write_probe_page
+from stability.report.probe_table import print_found, print_probe
 from stability.report.terminal import print_ladder
 
 __all__ = ["report", "show"]
 
 
-def show(study: Path) -> int:
-    """Print the ladder of a study.
+def show(folder: Path) -> int:
+    """Print the ladder of a study, or the table of a probe.
 
     Args:
-        study: the study's folder, e.g. runs/quickstart
+        folder: the folder of a study, e.g. runs/quickstart, or of a probe
     """
-    print_ladder(build_ladder(_existing(study)), Console())
+    console = Console()
+    if _holds_probe(folder):
+        print_probe(folder, console)
+        return 0
+    print_ladder(build_ladder(folder), console)
+    print_found(read_study(folder), console)
     return 0
 
 
-def report(study: Path) -> int:
-    """Write the study's report.html anew from its records, also while it runs.
+def report(folder: Path) -> int:
+    """Write a study's report.html, or a probe's probe.html, anew from its records.
+
+    Also while it runs.
 
     Args:
-        study: the study's folder, e.g. runs/quickstart
+        folder: the folder of a study, e.g. runs/quickstart, or of a probe
     """
-    Console().print(write_report(_existing(study)), soft_wrap=True, highlight=False)
+    written = write_probe_page(folder) if _holds_probe(folder) else write_report(folder)
+    Console().print(written, soft_wrap=True, highlight=False)
     return 0
 
 
-def _existing(study: Path) -> Path:
-    if not (study / "study.json").is_file():
-        raise ValueError(
-            f"study must be a folder that holds study.json, got {str(study)!r}; "
-            "`stability run` makes one"
-        )
-    return study
+def _holds_probe(folder: Path) -> bool:
+    if (folder / PROBE_FILE).is_file():
+        return True
+    if (folder / "study.json").is_file():
+        return False
+    raise ValueError(
+        f"folder must hold study.json or {PROBE_FILE}, got {str(folder)!r}; `stability run` and "
+        "`stability probe` make one"
+    )

@@ -13,7 +13,15 @@ import plotly.graph_objects as go
 
 from stability.report.palette import ArmStyle
 
-__all__ = ["Chart", "Section", "arm_lines", "label", "make_figure", "mean_over_seeds"]
+__all__ = [
+    "Chart",
+    "Section",
+    "arm_lines",
+    "choices_of",
+    "label",
+    "make_figure",
+    "mean_over_seeds",
+]
 
 POINTS = 800
 """A line with more points than this is thinned; each stretch keeps its lowest and highest point."""
@@ -74,6 +82,15 @@ def make_figure(traces: Iterable[Mapping[str, Any]], *, height: int, **layout: A
         layout[name] = {**axis, **layout.get(name, {})}
         layout[name]["title"] = {**layout[name].get("title", {}), "font": {"size": 13}}
     return go.Figure({"data": list(traces), "layout": {**base, **layout}})
+
+
+def choices_of(traces: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Return what a section of `traces` lets choose: each name in a `meta`, its options."""
+    found: dict[str, dict[str, None]] = {}
+    for trace in traces:
+        for name, option in trace["meta"].items():
+            found.setdefault(name, {})[option] = None
+    return {name: tuple(options) for name, options in found.items()}
 
 
 def mean_over_seeds(by_seed: Mapping[int, Mapping[int, float]]) -> dict[int, float]:

@@ -1,21 +1,29 @@
-"""Deviation inside attention: layer by layer, step by step, for one arm and metric at a time.
+"""Deviation inside attention: layer by layer, step by step, one result and metric at a time.
 
-Leaves out per-head figures and gradients, which the probe does not record.
+Forward and backward, for the arms of a study or the shadows of a probe. Leaves out single heads and
+ranges of positions (`probe_charts`).
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from plotly.colors import sample_colorscale
 
+from stability.analysis.probed import natural
 from stability.analysis.recorded import RecordedArm, RecordedStudy
-from stability.records.names import deviation_name, parse_deviation
+from stability.records.names import WHATS, deviation_name, parse_deviation
 from stability.report.chart import Chart, Section, label, make_figure, mean_over_seeds
 
-__all__ = ["DEVIATION_METRICS", "deviation_section"]
+__all__ = [
+    "DEVIATION_METRICS",
+    "Table",
+    "Tables",
+    "deviation_section",
+    "layer_lines",
+    "study_deviation",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,63 +40,75 @@ DEVIATION_METRICS = {
 }
 
 Table = dict[str, dict[int, float]]
-"""Layer -> step -> mean over the seeds."""
+"""Layer -> step -> value."""
+
+Tables = Mapping[tuple[str, str, str], Table]
+"""(arm or shadow, what was compared, metric) -> table."""
 
 
-def deviation_section(study: RecordedStudy) -> Section | None:
+def study_deviation(study: RecordedStudy) -> Section | None:
     """Return heat map and curves of the deviation per layer; None if nothing was probed.
 
     Arms that change the attention come first: they are what one looks for.
     """
     arms = sorted(study.arms, key=lambda arm: arm.axis != "attention")
     tables = {
-        (arm.name, metric): table
+        (arm.name, what, metric): table
         for arm in arms
+        for what in WHATS
         for metric in DEVIATION_METRICS
-        if (table := _table(arm, metric))
+        if (table := _mean_table(arm, what, metric))
     }
+    intro = (
+        "At probed steps each attention call is repeated on the same inputs, forward and backward: "
+        "candidate against baseline attention, and both against an FP64 golden. In arms that do "
+        "not change the attention, the study's first shadow is the candidate."
+    )
+    return deviation_section(tables, "arm", intro)
+
+
+def deviation_section(tables: Tables, group: str, intro: str) -> Section | None:
+    """Return the section of `tables`, whose first key is a choice called `group`, or None."""
     if not tables:
         return None
-    names = tuple(dict.fromkeys(arm for arm, _ in tables))
-    metrics = tuple(metric for metric in DEVIATION_METRICS if any(m == metric for _, m in tables))
+    groups = tuple(dict.fromkeys(key[0] for key in tables))
+    found = [
+        tuple(name for name in known if any(key[place] == name for key in tables))
+        for place, known in ((1, WHATS), (2, DEVIATION_METRICS))
+    ]
+    meta = {key: dict(zip((group, "what", "metric"), key, strict=True)) for key in tables}
     return Section(
         key="deviation",
         title="Deviation inside attention",
-        intro=(
-            "At probed steps each attention call is repeated on the same inputs: candidate against "
-            "baseline attention, and both against an FP64 golden. In arms that do not change the "
-            "attention, the study's shadow is the candidate."
-        ),
-        charts=(_heat_map(tables), _curves(tables)),
-        choices={"arm": names, "metric": metrics},
+        intro=intro,
+        charts=(_heat_map(tables, meta), _curves(tables, meta)),
+        choices={group: groups, "what": found[0], "metric": found[1]},
     )
 
 
-def _table(arm: RecordedArm, metric: str) -> Table:
+def _mean_table(arm: RecordedArm, what: str, metric: str) -> Table:
     layers = {
-        found[0]
+        (parts.layer, parts.shadow)
         for run in arm.runs.values()
         for name in run.metrics
-        if (found := parse_deviation(name)) and found[1:] == ("out", metric, "", "")
+        if (parts := parse_deviation(name)) and parts[1:3] == (what, metric) and not parts.part
     }
+    first = min((shadow for _, shadow in layers), default="")
     table = {}
-    for layer in sorted(layers, key=_natural):
-        name = deviation_name(layer, "out", metric)
+    for layer in sorted((layer for layer, shadow in layers if shadow == first), key=natural):
+        name = deviation_name(layer, what, metric, shadow=first)
         seeds = {seed: run.series(name) for seed, run in arm.runs.items()}
         table[layer] = mean_over_seeds({seed: values for seed, values in seeds.items() if values})
     return table
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sort key that puts layer_10 after layer_2."""
-    parts = re.findall(r"\d+|\D+", name)
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+_Meta = Mapping[tuple[str, str, str], dict[str, str]]
 
 
-def _heat_map(tables: Mapping[tuple[str, str], Table]) -> Chart:
+def _heat_map(tables: Tables, meta: _Meta) -> Chart:
     layers = max(len(table) for table in tables.values())
     figure = make_figure(
-        [_heat(table, arm, metric) for (arm, metric), table in tables.items()],
+        [_heat(table, key[2], meta[key]) for key, table in tables.items()],
         height=150 + max(150, 34 * layers),
         xaxis={"title": {"text": "step"}, "type": "category"},
         yaxis={"autorange": "reversed", "showgrid": False},
@@ -103,7 +123,7 @@ def _heat_map(tables: Mapping[tuple[str, str], Table]) -> Chart:
     )
 
 
-def _heat(table: Table, arm: str, metric: str) -> dict[str, Any]:
+def _heat(table: Table, metric: str, meta: Mapping[str, str]) -> dict[str, Any]:
     steps = sorted({step for values in table.values() for step in values})
     values = [[table[layer].get(step, math.nan) for step in steps] for layer in table]
     kind = DEVIATION_METRICS[metric]
@@ -118,7 +138,7 @@ def _heat(table: Table, arm: str, metric: str) -> dict[str, Any]:
         "hovertemplate": "%{y}, step %{x}: %{customdata}<extra></extra>",
         "xgap": 1,
         "ygap": 1,
-        "meta": {"arm": arm, "metric": metric},
+        "meta": dict(meta),
         "colorscale": "Viridis" if kind.centre is None else "PuOr_r",
         "colorbar": {"thickness": 12, "outlinewidth": 0, "exponentformat": "power"},
     }
@@ -140,8 +160,8 @@ def _height(value: float, kind: _Metric) -> float | None:
     return float(f"{math.log2(value) if kind.centre == 1.0 else value:.6g}")
 
 
-def _curves(tables: Mapping[tuple[str, str], Table]) -> Chart:
-    first = next(iter(tables))[1]
+def _curves(tables: Tables, meta: _Meta) -> Chart:
+    first = next(iter(tables))[2]
     patches = {
         "metric": {
             key: {"yaxis.title.text": _wrapped(kind.title), "yaxis.type": kind.axis}
@@ -149,11 +169,7 @@ def _curves(tables: Mapping[tuple[str, str], Table]) -> Chart:
         }
     }
     figure = make_figure(
-        [
-            trace
-            for (arm, metric), table in tables.items()
-            for trace in _layer_lines(table, arm, metric)
-        ],
+        [trace for key, table in tables.items() for trace in layer_lines(table, meta[key])],
         height=430,
         xaxis={"title": {"text": "step"}},
         yaxis={
@@ -182,7 +198,8 @@ def _wrapped(title: str) -> str:
     return " ".join(words[:half]) + "<br>" + " ".join(words[half:])
 
 
-def _layer_lines(table: Table, arm: str, metric: str) -> Sequence[dict[str, Any]]:
+def layer_lines(table: Table, meta: Mapping[str, str]) -> Sequence[dict[str, Any]]:
+    """Return a line for each layer, from dark to bright, shown where `meta` is chosen."""
     # the ends of Viridis vanish on a dark and on a white page
     places = [0.15 + 0.7 * index / max(1, len(table) - 1) for index in range(len(table))]
     colours = sample_colorscale("Viridis", places)
@@ -194,7 +211,7 @@ def _layer_lines(table: Table, arm: str, metric: str) -> Sequence[dict[str, Any]
             "y": [value if math.isfinite(value) else None for value in values.values()],
             "name": label(layer),
             "line": {"color": colour, "width": 2},
-            "meta": {"arm": arm, "metric": metric},
+            "meta": dict(meta),
             "hovertemplate": "%{y:.3g} at step %{x}",
         }
         for (layer, values), colour in zip(table.items(), colours, strict=True)

@@ -6,7 +6,7 @@ The charts themselves: `ladder_chart`, `training_charts`, `deviation_charts`.
 from stability.analysis.ladder import Ladder
 from stability.analysis.recorded import RecordedStudy
 from stability.report.chart import Chart, Section
-from stability.report.deviation_charts import deviation_section
+from stability.report.deviation_charts import study_deviation
 from stability.report.ladder_chart import ladder_chart
 from stability.report.palette import arm_styles
 from stability.report.training_charts import drift_section, loss_section
@@ -18,5 +18,5 @@ def study_charts(study: RecordedStudy, ladder: Ladder) -> tuple[Chart, list[Sect
     """Return the ladder chart, and the sections on loss, drift and deviation (if probed)."""
     styles = arm_styles([arm.name for arm in study.arms])
     sections = [loss_section(study, styles), drift_section(study, styles)]
-    deviation = deviation_section(study)
+    deviation = study_deviation(study)
     return ladder_chart(ladder, styles), [*sections, *([deviation] if deviation else [])]

@@ -18,7 +18,7 @@ from stability.analysis.recorded import RecordedStudy, read_study
 from stability.analysis.verdict import notes, verdicts
 from stability.records.atomic import write_text
 from stability.records.layout import StudyPaths
-from stability.report.chart import Section
+from stability.report.chart import Chart, Section
 from stability.report.figures import study_charts
 from stability.report.page_tables import (
     changes,
@@ -28,10 +28,10 @@ from stability.report.page_tables import (
     proof_lines,
 )
 
-__all__ = ["render", "write_report"]
+__all__ = ["fill", "render", "write_report"]
 
 PAGE = Path(__file__).parent / "page"
-"""Holds report.html.j2, report.css and report.js."""
+"""Holds the templates, report.css and report.js."""
 
 
 def write_report(study_dir: Path) -> Path:
@@ -49,6 +49,33 @@ def write_report(study_dir: Path) -> Path:
 
 def render(study: RecordedStudy, ladder: Ladder) -> str:
     """Return the whole page; every name and message in it is shown as text, whatever it holds."""
+    chart, sections = study_charts(study, ladder)
+    return fill(
+        "report.html.j2",
+        charts=[chart],
+        sections=sections,
+        study=study,
+        ladder=ladder,
+        verdicts=verdicts(ladder),
+        notes=notes(ladder),
+        lines=ladder_lines(ladder),
+        chart=chart,
+        changes=changes(study),
+        numerics=[(arm.name, numerics_text(arm)) for arm in study.arms],
+        hash_names=HASHES,
+        proofs=proof_lines(study),
+        environment=environment_lines(study),
+        events=[
+            (arm.name, seed, event)
+            for arm in study.arms
+            for seed, run in arm.runs.items()
+            for event in run.events
+        ],
+    )
+
+
+def fill(template: str, *, charts: list[Chart], sections: list[Section], **values: Any) -> str:
+    """Return a page with the figures of `charts` and `sections`, and all it needs to draw them."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(PAGE),
         autoescape=True,
@@ -56,28 +83,17 @@ def render(study: RecordedStudy, ladder: Ladder) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    chart, sections = study_charts(study, ladder)
     figures = {
         shown.key: shown.figure.to_plotly_json()
-        for shown in [chart, *(chart for section in sections for chart in section.charts)]
+        for shown in [*charts, *(chart for section in sections for chart in section.charts)]
     }
-    return environment.get_template("report.html.j2").render(
-        study=study,
-        ladder=ladder,
-        verdicts=verdicts(ladder),
-        notes=notes(ladder),
-        lines=ladder_lines(ladder),
-        chart=chart,
+    return environment.get_template(template).render(
         sections=sections,
-        changes=changes(study),
-        numerics=[(arm.name, numerics_text(arm)) for arm in study.arms],
-        hash_names=HASHES,
-        proofs=proof_lines(study),
-        environment=environment_lines(study),
         figures=_script_json({"figures": figures, "choices": _choices(sections)}),
         style=_verbatim("report.css"),
         script=_verbatim("report.js"),
         plotly=Markup(get_plotlyjs()),
+        **values,
     )
 
 

@@ -16,10 +16,12 @@ from rich.text import Text
 
 from stability.analysis.locate import locate
 from stability.analysis.probed import Probed, read_probe
+from stability.analysis.recorded import RecordedStudy
+from stability.analysis.spread import MISSING
 from stability.records.events import Event
 from stability.records.names import watch_name
 
-__all__ = ["event_lines", "located_lines", "print_probe"]
+__all__ = ["event_lines", "located_lines", "print_found", "print_probe"]
 
 SHOWN = 8
 """Located places and events that are printed; the page has all of them."""
@@ -72,6 +74,17 @@ def print_probe(folder: Path, console: Console) -> None:
     console.print(Text(_caption(probed), style="dim"), highlight=False)
     for line in event_lines(probed.events):
         console.print(line)
+
+
+def print_found(study: RecordedStudy, console: Console) -> None:
+    """Print what stands out in the runs of a study, and what happened in them; often nothing."""
+    for arm in study.arms:
+        for seed, run in arm.runs.items():
+            where = f"{arm.name}, seed {seed}"
+            for place in locate(run.metrics)[:SHOWN]:
+                console.print(Text(f"{where}: {place.text}"))
+            for line in event_lines(run.events):
+                console.print(Text.assemble(f"{where}  ", line) if line.plain else line)
 
 
 def located_lines(probed: Probed) -> list[str]:
@@ -133,14 +146,14 @@ def _cell(probed: Probed, shadow: str, layer: str, column: _Column) -> str:
     errors = probed.series(layer, column.what, "bias_ulp_se", shadow=shadow)
     finite = [step for step in values if math.isfinite(values[step])]
     if not finite:
-        return "–"
+        return MISSING
     step = max(finite, key=lambda at: abs(values[at]) / (errors[at] or math.inf))
     return f"{values[step]:{column.form}} ±{errors[step]:.3f}"
 
 
 def _largest(values: Iterable[float], form: str) -> str:
     finite = [value for value in values if math.isfinite(value)]
-    return format(max(finite, key=abs), form) if finite else "–"
+    return format(max(finite, key=abs), form) if finite else MISSING
 
 
 def _caption(probed: Probed) -> str:

@@ -1,0 +1,108 @@
+"""How a probe's errors spread: over their sizes in ULPs, and along the sequence.
+
+Leaves out everything by layer, head and step (`probe_charts`).
+"""
+
+import math
+
+from stability.analysis.probed import Probed, shadow_label
+from stability.metrics.deviation import ULP_EDGES
+from stability.records.names import ULP_HISTOGRAM, deviation_name
+from stability.report.chart import Chart, Section, choices_of, make_figure
+from stability.report.deviation_charts import DEVIATION_METRICS, layer_lines
+
+__all__ = ["histogram_section", "position_section"]
+
+
+def histogram_section(probed: Probed) -> Section | None:
+    """Return the shares of errors by size in ULPs, a line for each layer."""
+    traces = []
+    for shadow in probed.shadows:
+        for what in probed.whats:
+            table = {}
+            for layer in probed.layers:
+                name = deviation_name(layer, what, ULP_HISTOGRAM, shadow=shadow)
+                counts = [sum(bins) for bins in zip(*probed.counts.get(name, {}).values())]  # noqa: B905 equal by design
+                total = sum(counts)
+                if total:
+                    table[layer] = {i: count / total for i, count in enumerate(counts)}
+            meta = {"shadow": shadow_label(shadow), "what": what}
+            for trace in layer_lines(table, meta) if table else ():
+                hover = [f"{name}: {y or 0:.3%}" for name, y in zip(_BINS, trace["y"], strict=True)]
+                drawn = [y or None for y in trace["y"]]
+                traces.append({**trace, "x": list(_BINS), "y": drawn, "customdata": hover})
+                traces[-1]["hovertemplate"] = "%{customdata}"
+    if not traces:
+        return None
+    chart = Chart(
+        key="histogram",
+        title="Errors in units of the last place",
+        caption="Share of all values of all steps looked at; below 1e-7 nothing is drawn.",
+        good="a narrow peak that is the same on both sides of zero.",
+        bad="one side higher than the other: a bias; long arms: cancellation or a wrong mask.",
+        figure=make_figure(
+            traces,
+            height=430,
+            xaxis={"type": "category", "title": {"text": "error in ULPs"}},
+            yaxis={"type": "log", "title": {"text": "share of values"}},
+        ),
+    )
+    return Section(
+        key="histogram",
+        title="How large, in which direction",
+        intro="",
+        charts=(chart,),
+        choices=choices_of(traces),
+    )
+
+
+def _bins() -> tuple[str, ...]:
+    edges = [f"{edge:g}" for edge in ULP_EDGES]
+    inner = [f"{a} to {b}" for a, b in zip(edges, edges[1:], strict=False)]  # noqa: RUF007 reads plainer
+    return (f"below {edges[0]}", *inner, f"above {edges[-1]}")
+
+
+_BINS = _bins()
+
+
+def position_section(probed: Probed) -> Section | None:
+    """Return the error along the sequence, a line for each layer."""
+    ranges, traces = probed.parts("positions"), []
+    names = [part.removeprefix("positions_").replace("_", " to ") for part in ranges]
+    for shadow in probed.shadows:
+        for what in probed.whats:
+            for metric in DEVIATION_METRICS:
+                table = {}
+                for layer in probed.layers:
+                    values = [
+                        probed.worst(layer, what, metric, shadow=shadow, part=part)
+                        for part in ranges
+                    ]
+                    if any(value is not None for value in values):
+                        table[layer] = {i: v or math.nan for i, v in enumerate(values)}
+                meta = {"shadow": shadow_label(shadow), "what": what, "metric": metric}
+                for trace in layer_lines(table, meta) if table else ():
+                    hover = "%{y:.3g} at positions %{x}"
+                    traces.append({**trace, "x": names, "hovertemplate": hover})
+    if not traces:
+        return None
+    chart = Chart(
+        key="positions",
+        title="Along the sequence",
+        caption="The largest over the steps that were looked at.",
+        good="flat, or falling where a longer softmax averages more.",
+        bad="a jump at one range: a block's edge, a mask, a window.",
+        figure=make_figure(
+            traces,
+            height=430,
+            xaxis={"type": "category", "title": {"text": "positions"}},
+            yaxis={"title": {"text": "deviation"}},
+        ),
+    )
+    return Section(
+        key="positions",
+        title="Which positions",
+        intro="",
+        charts=(chart,),
+        choices=choices_of(traces),
+    )
