@@ -8,7 +8,7 @@ stands out by itself: a mean signed error above a tenth of an ULP and six standa
 rounding to nearest gives in none of a billion cases. Leaves out how that is told (`report`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from stability.records.metric_log import Series
 from stability.records.names import DeviationName, parse_deviation
 
-__all__ = ["Located", "Place", "locate"]
+__all__ = ["Located", "Place", "locate", "sentences"]
 
 TIMES_PEERS = 5.0
 TIMES_BASELINE = 2.0
@@ -52,20 +52,34 @@ class Located:
     """The median of the others at that step; of a bias its standard error."""
 
     @property
-    def text(self) -> str:
-        """The finding as a sentence."""
-        who = f"{self.shadow}: " if self.shadow else ""
-        where = f"{who}{self.what} of {self.place}"
+    def figure(self) -> str:
+        """What was found, in a few words."""
         if self.kind == "bias":
-            return (
-                f"{where} is biased by {self.value:+.3f} ULP ({self.peers:.3f} standard error), "
-                f"since step {self.since}"
-            )
-        than = self.value / self.peers if self.peers else float("inf")
-        return (
-            f"{where} stands out: {self.metric} {self.value:.3g}, {than:.3g} times the others' "
-            f"{self.peers:.3g}, since step {self.since}"
+            return f"{self.what} {self.value:+.3g} ULP (standard error {self.peers:.1g})"
+        return f"{self.what} {self.value:.3g} (others {self.peers:.2g})"
+
+
+_SAYS = {
+    ("error", "error_ratio"): "error ratio stands out",
+    ("error", "rel_fro"): "relative error stands out",
+    ("bias", "bias_ulp"): "signed error is biased",
+}
+
+
+def sentences(found: Sequence[Located]) -> list[str]:
+    """Return a sentence for each place: what stands out there, and since which step."""
+    grouped: dict[tuple[str, str, str, Place], list[Located]] = {}
+    for each in found:
+        grouped.setdefault((each.kind, each.metric, each.shadow, each.place), []).append(each)
+    lines = []
+    for (kind, metric, shadow, place), group in grouped.items():
+        who = f"{shadow}: " if shadow else ""
+        figures = ", ".join(
+            each.figure for each in sorted(group, key=lambda x: WHATS.index(x.what))
         )
+        since = min(each.since for each in group)
+        lines.append(f"{who}{place}: {_SAYS[kind, metric]} since step {since}: {figures}")
+    return lines
 
 
 def locate(metrics: Mapping[str, Series]) -> list[Located]:

@@ -62,7 +62,7 @@ def study_deviation(study: RecordedStudy) -> Section | None:
     intro = (
         "At probed steps each attention call is repeated on the same inputs, forward and backward: "
         "candidate against baseline attention, and both against an FP64 golden. In arms that do "
-        "not change the attention, the study's first shadow is the candidate."
+        "not change the attention, the study's first shadow is the candidate. Mean over the seeds."
     )
     return deviation_section(tables, "arm", intro)
 
@@ -116,7 +116,7 @@ def _heat_map(tables: Tables, meta: _Meta) -> Chart:
     return Chart(
         key="deviation-map",
         title="Layer by step",
-        caption="Mean over the seeds; the first layer on top.",
+        caption="The first layer on top.",
         good="even colour; error ratios near or below 1x; bias near 0.",
         bad="a layer that stands out, or a colour that deepens from left to right.",
         figure=figure,
@@ -181,7 +181,7 @@ def _curves(tables: Tables, meta: _Meta) -> Chart:
     return Chart(
         key="deviation-curves",
         title="Each layer over the steps",
-        caption="Mean over the seeds; dark is the first layer, bright the last.",
+        caption="Dark is the first layer, bright the last.",
         good="flat lines: attention is as exact late in training as at the start.",
         bad=(
             "a steady climb, or a bias that keeps one sign: errors of one sign add up over the "

@@ -37,6 +37,6 @@ def render_probe(probed: Probed) -> str:
         sections=probe_sections(probed),
         probed=probed,
         steps=", ".join(steps if len(steps) <= 8 else [*steps[:4], "...", *steps[-3:]]),
-        located=[line.removeprefix("- ") for line in located_lines(probed)],
+        located=located_lines(probed),
         descriptions=[(name, json.dumps(text, indent=1)) for name, text in described.items()],
     )

@@ -37,7 +37,7 @@ def histogram_section(probed: Probed) -> Section | None:
     chart = Chart(
         key="histogram",
         title="Errors in units of the last place",
-        caption="Share of all values of all steps looked at; below 1e-7 nothing is drawn.",
+        caption="Share of all values of all steps that were looked at.",
         good="a narrow peak that is the same on both sides of zero.",
         bad="one side higher than the other: a bias; long arms: cancellation or a wrong mask.",
         figure=make_figure(

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stability.analysis.locate import locate
+from stability.analysis.locate import locate, sentences
 from stability.analysis.probed import Probed, read_probe
 from stability.analysis.recorded import RecordedStudy
 from stability.analysis.spread import MISSING
@@ -38,18 +38,19 @@ class _Column:
 
 
 COLUMNS = (
-    _Column("out", "rel_fro", "out\nrel. error", ".1e"),
-    _Column("out", "error_ratio", "out\nerror ratio", ".3g"),
-    _Column("dq", "error_ratio", "dq\nerror ratio", ".3g"),
-    _Column("dk", "error_ratio", "dk\nerror ratio", ".3g"),
-    _Column("dv", "error_ratio", "dv\nerror ratio", ".3g"),
-    _Column("dq", "rel_fro", "dq\nrel. error", ".1e"),
-    _Column("dv", "rel_fro", "dv\nrel. error", ".1e"),
-    _Column("out", "bias_ulp", "out bias\n(ULP)", "+.3f"),
-    _Column("carried", "rel_fro", "carried in\nrel. error", ".1e"),
-    _Column("total", "rel_fro", "in all\nrel. error", ".1e"),
+    _Column("out", "rel_fro", "error\nof out", ".1e"),
+    _Column("out", "error_ratio", "ratio\nout", ".3g"),
+    _Column("dq", "error_ratio", "ratio\ndq", ".3g"),
+    _Column("dv", "error_ratio", "ratio\ndv", ".3g"),
+    _Column("dq", "rel_fro", "error\nof dq", ".1e"),
+    _Column("dv", "rel_fro", "error\nof dv", ".1e"),
+    _Column("out", "bias_ulp", "bias of out\nin ULP", "+.2g"),
+    _Column("total", "rel_fro", "error\nin all", ".1e"),
+    _Column("carried", "rel_fro", "carried\nin", ".1e"),
+    _Column("dk", "error_ratio", "ratio\ndk", ".3g"),
 )
-"""With a golden, ratios stand in the place of the gradients' relative errors."""
+"""What matters first: a narrow terminal leaves out the last ones. With a golden, ratios stand in
+the place of the gradients' relative errors."""
 
 
 def print_probe(folder: Path, console: Console) -> None:
@@ -69,7 +70,7 @@ def print_probe(folder: Path, console: Console) -> None:
         console.print()
         if shadow:
             console.print(Text(shadow, style="bold"))
-        console.print(_table(probed, shadow))
+        console.print(_fitting_table(probed, shadow, console))
     console.print()
     console.print(Text(_caption(probed), style="dim"), highlight=False)
     for line in event_lines(probed.events):
@@ -81,18 +82,18 @@ def print_found(study: RecordedStudy, console: Console) -> None:
     for arm in study.arms:
         for seed, run in arm.runs.items():
             where = f"{arm.name}, seed {seed}"
-            for place in locate(run.metrics)[:SHOWN]:
-                console.print(Text(f"{where}: {place.text}"))
+            for line in sentences(locate(run.metrics))[:SHOWN]:
+                console.print(Text(f"{where}: {line}"))
             for line in event_lines(run.events):
                 console.print(Text.assemble(f"{where}  ", line) if line.plain else line)
 
 
 def located_lines(probed: Probed) -> list[str]:
     """Return what stands out as sentences; one that says so if nothing does."""
-    found = locate(probed.metrics)
-    lines = [f"- {place.text}" for place in found[:SHOWN]]
+    found = sentences(locate(probed.metrics))
+    lines = found[:SHOWN]
     if len(found) > SHOWN:
-        lines.append(f"- and {len(found) - SHOWN} more places")
+        lines.append(f"and {len(found) - SHOWN} more places")
     return lines or ["No layer or head stands out from the others, and none is biased."]
 
 
@@ -111,12 +112,22 @@ def event_lines(events: Iterable[Event]) -> list[Text]:
     return lines
 
 
-def _table(probed: Probed, shadow: str) -> Table:
+def _fitting_table(probed: Probed, shadow: str, console: Console) -> Table:
+    """Return the table with as many columns as the terminal has room for."""
+    shown = [column for column in COLUMNS if _wanted(probed, shadow, column)]
+    table = _table(probed, shadow, shown)
+    unlimited = console.options.update(max_width=10_000)
+    while len(shown) > 2 and console.measure(table, options=unlimited).maximum > console.width:
+        shown.pop()
+        table = _table(probed, shadow, shown)
+    return table
+
+
+def _table(probed: Probed, shadow: str, shown: list[_Column]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), expand=False
     )
     table.add_column("layer", no_wrap=True)
-    shown = [column for column in COLUMNS if _wanted(probed, shadow, column)]
     for column in shown:
         table.add_column(column.title, justify="right", no_wrap=True)
     inside = any(probed.by_step(watch_name("max_logit", layer=layer)) for layer in probed.layers)
@@ -148,7 +159,7 @@ def _cell(probed: Probed, shadow: str, layer: str, column: _Column) -> str:
     if not finite:
         return MISSING
     step = max(finite, key=lambda at: abs(values[at]) / (errors[at] or math.inf))
-    return f"{values[step]:{column.form}} ±{errors[step]:.3f}"
+    return f"{values[step]:{column.form}} ±{errors[step]:.1g}"
 
 
 def _largest(values: Iterable[float], form: str) -> str:
@@ -157,14 +168,15 @@ def _largest(values: Iterable[float], form: str) -> str:
 
 
 def _caption(probed: Probed) -> str:
-    lines = ["Each figure at the step where it was largest (the bias: where it was surest)."]
+    lines = [
+        "Error: |candidate - baseline| / |baseline|. Each figure at the step where it was largest",
+        "(the bias, ± its standard error: where it was surest).",
+    ]
     if probed.record.golden:
-        lines.append(
-            "error ratio: |candidate - FP64| / |baseline - FP64|; flash-attn's tests allow 2."
-        )
+        lines.append("ratio: |candidate - FP64| / |baseline - FP64|; flash-attn's tests allow 2.")
     if "total" in probed.whats:
         lines.append(
-            "out: made in the layer, on the same inputs; carried in: what its own stream adds."
+            "Carried in: what the layer's inputs in the candidate's own stream add to its error."
         )
     return "\n".join(lines)
 

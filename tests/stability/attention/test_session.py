@@ -252,9 +252,9 @@ def test_a_compiled_model_is_refused():
     model.layers[1].compile(backend="eager")
     with pytest.raises(ValueError, match=r"got Attention.compile\(\) at layers.1"):
         shadow(model).__enter__()
-    with pytest.raises(ValueError, match="model must be a torch.nn.Module, got function"):
+    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, got function"):
         shadow(lambda x: x).__enter__()
-    with pytest.raises(ValueError, match="got 'flash:fa9'|got 'fa9'; nearest: fa"):
+    with pytest.raises(ValueError, match=r"got 'fa9'; nearest: fa"):
         shadow(Decoder(), "flash:fa9").__enter__()
 
 

@@ -73,7 +73,7 @@ def test_a_study_is_read_with_the_baseline_first(tmp_path):
         (_set("base", [1]), r"base: must be a mapping, got \[1\]"),
         (
             _set("base.attention.implementation", "flesh"),
-            "base.attention.implementation: must be a known attention .*got 'flesh'; nearest: flash",
+            "base.attention.implementation: must be a known .*got 'flesh'; nearest: flash",
         ),
         (_set("base.attention.engine", "cuda"), "base.attention.engine: must be a known name"),
         (

@@ -90,7 +90,7 @@ def test_charts_hold_the_numbers_of_the_records(page, finished):
 
 def test_deviation_of_each_layer_is_the_mean_of_the_seeds(page, finished, synthetic):
     traces = data_of(page)["figures"]["deviation-curves"]["data"]
-    chosen = {"arm": "flash_fa2", "metric": "error_ratio"}
+    chosen = {"arm": "flash_fa2", "what": "out", "metric": "error_ratio"}
     mine = [trace for trace in traces if trace["meta"] == chosen]
     assert [trace["name"] for trace in mine] == [f"layer_{n}" for n in range(5)]
     want = synthetic.deviations("flash_fa2", 3, 40)["error_ratio"]
@@ -99,10 +99,14 @@ def test_deviation_of_each_layer_is_the_mean_of_the_seeds(page, finished, synthe
 
 def test_what_is_chosen_at_first_is_visible_and_every_choice_has_traces(page):
     data = data_of(page)
-    assert data["choices"]["deviation"] == {"arm": "flash_all_bf16", "metric": "rel_fro"}
+    assert data["choices"]["deviation"] == {
+        "arm": "flash_all_bf16",
+        "what": "out",
+        "metric": "rel_fro",
+    }
     for key in ("deviation-map", "deviation-curves"):
         metas = [trace["meta"] for trace in data["figures"][key]["data"]]
-        assert {"arm": "fp32", "metric": "bias_ulp"} in metas
+        assert {"arm": "fp32", "what": "out", "metric": "bias_ulp"} in metas
         assert data["choices"]["deviation"] in metas
 
 

@@ -1,0 +1,91 @@
+"""Where an error is: exactly there, and nowhere in a healthy run."""
+
+import pytest
+
+from stability.analysis.locate import Place, locate, sentences
+from stability.analysis.probed import read_probe
+from tests.stability.report.synthetic_probe import write_probe
+
+
+def _layer(index):
+    return f"model.layers.{index}.self_attn"
+
+
+@pytest.mark.parametrize("golden", [True, False], ids=["error-ratio", "rel-fro"])
+def test_an_error_planted_in_one_head_is_found_in_it_alone_and_since_its_step(tmp_path, golden):
+    metrics = read_probe(write_probe(tmp_path, planted=(2, 1), golden=golden)).metrics
+    found = locate(metrics)
+    assert {each.place for each in found} == {Place(_layer(2), 1)}
+    assert {each.what for each in found} == {"out", "dq", "dk", "dv"}
+    assert {each.since for each in found} == {20}
+    assert {each.kind for each in found} == {"error"}
+    (line,) = sentences(found)
+    metric = "error ratio" if golden else "relative error"
+    assert line.startswith(f"{_layer(2)}, head 1: {metric} stands out since step 20: out ")
+
+
+def test_an_error_of_a_whole_layer_is_the_layers(tmp_path):
+    metrics = read_probe(write_probe(tmp_path, planted=(1, 0), heads=0, since=0)).metrics
+    assert {each.place for each in locate(metrics)} == {Place(_layer(1))}
+
+
+def test_most_heads_of_a_layer_are_the_layer(tmp_path):
+    metrics = dict(read_probe(write_probe(tmp_path, planted=(1, 0), since=0)).metrics)
+    first = f"deviation/{_layer(1)}/head_0/"
+    for name in [name for name in metrics if name.startswith(first)]:
+        for other in ("head_1", "head_2"):
+            metrics[name.replace("head_0", other)] = metrics[name]
+    assert {each.place for each in locate(metrics)} == {Place(_layer(1))}
+
+
+def test_a_fifth_of_an_ulp_is_found_by_its_sign_where_max_abs_shows_nothing(tmp_path):
+    probed = read_probe(write_probe(tmp_path, biased=3))
+    found = locate(probed.metrics)
+    assert {(each.kind, each.place, each.what) for each in found} == {
+        ("bias", Place(_layer(3)), "out")
+    }
+    assert found[0].value == pytest.approx(0.2, abs=0.05)
+    largest = [probed.worst(layer, "out", "max_abs") for layer in probed.layers]
+    assert len(set(largest)) == 1
+    assert sentences(found)[0].startswith(
+        f"{_layer(3)}: signed error is biased since step 0: out +0"
+    )
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 2), (4, 4), (12, 0)])
+def test_a_healthy_run_points_at_nothing(tmp_path, layers, heads):
+    for seed in range(12):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        probed = read_probe(write_probe(folder, seed=seed, layers=layers, heads=heads))
+        assert locate(probed.metrics) == []
+
+
+def test_what_is_bad_everywhere_alike_points_at_no_place(tmp_path):
+    metrics = dict(read_probe(write_probe(tmp_path)).metrics)
+    for name, series in metrics.items():
+        if name.endswith(("error_ratio", "rel_fro")):
+            series.values = [10 * value for value in series.values]
+    assert locate(metrics) == []
+
+
+def test_an_error_below_the_accepted_factor_is_none(tmp_path):
+    metrics = dict(read_probe(write_probe(tmp_path, heads=0)).metrics)
+    for name, series in metrics.items():
+        if name.endswith("error_ratio"):
+            series.values = [0.1 for _ in series.values]
+    metrics[f"deviation/{_layer(0)}/out/error_ratio"].values = [1.9] * 6
+    assert locate(metrics) == []
+    metrics[f"deviation/{_layer(0)}/out/error_ratio"].values = [1.9] * 5 + [2.1]
+    assert [each.since for each in locate(metrics)] == [50]
+
+
+def test_each_shadow_is_held_against_itself(tmp_path):
+    metrics = read_probe(write_probe(tmp_path, planted=(2, 1), shadows=("good", "bad"))).metrics
+    healthy = {name: series for name, series in metrics.items() if "/good/" not in name}
+    calm = tmp_path / "calm"
+    calm.mkdir()
+    other = read_probe(write_probe(calm, shadows=("good",))).metrics
+    found = locate({**healthy, **other})
+    assert {each.shadow for each in found} == {"bad"}
+    assert sentences(found)[0].startswith("bad: ")
