@@ -219,19 +219,23 @@ class _Primary:
     def __init__(self, function: Function, received: Received) -> None:
         self._function = function
         self._received = received
-        self._results: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._results: list[tuple[Tensor, Tensor | None]] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         module, mask, options = self._received[:3]
         out, weights = self._function(module, q, k, v, mask, **options)
         turned = out.transpose(1, 2)
-        self._results.append((turned, out, weights))
+        self._results.append((turned, weights))
         return turned
 
     def returned(self, out: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what the layer expects: its own tensor, if `out` is that, and its weights."""
-        for turned, own, weights in self._results:
+        """Return what the layer expects, and its own weights.
+
+        The function's own tensor comes back turned twice, with its memory as it was: the gradient
+        must pass through what `attend` was given, where a probe listens for it.
+        """
+        for turned, weights in self._results:
             if turned is out:
-                return own, weights
-        weights = self._results[0][2] if self._results else None
+                return turned.transpose(1, 2), weights
+        weights = self._results[0][1] if self._results else None
         return out.transpose(1, 2).contiguous(), weights

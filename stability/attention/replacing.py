@@ -36,6 +36,10 @@ class Replacement:
                 f"{self.direction!r}"
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return where and how it replaces, as JSON values."""
+        return {"layers": list(self.layers), "direction": self.direction}
+
     def covers(self, layer: str) -> bool:
         """Whether the attention of `layer` is replaced."""
         return any(fnmatchcase(layer, pattern) for pattern in self.layers)

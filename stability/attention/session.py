@@ -9,6 +9,7 @@ in the model at all. Leaves out where the figures go besides memory (`sink`).
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from stability.attention.intercepted_call import AttentionCall, Catch, Primary
 from stability.attention.model_check import check_model, nothing_caught
 from stability.attention.probe import AttentionProbe, BindMask
 from stability.attention.reading import Reading, Transfer
+from stability.attention.record_sink import RecordSink
 from stability.attention.registry import ResolvedAttention, resolve_attention
 from stability.attention.replacing import Direction, Replacement
 from stability.attention.rerun import WithLse
@@ -57,6 +59,7 @@ def shadow(
     overhead: float | str = 0.0,
     replace: Sequence[str] = (),
     direction: Direction = "both",
+    records: Path | str | None = None,
     sinks: Sequence[Sink] = (),
     first_step: int = 0,
 ) -> Iterator["Shadow"]:
@@ -71,8 +74,10 @@ def shadow(
     measures both against FP64, `backward` also dq, dk and dv; `heads` and `positions` (a number of
     ranges) also give each head's and range's figures, `inside` logits, entropy and the like,
     `inherited` runs the forward a second time in the candidate's stream. `overhead`, e.g. "5%",
-    bounds the probe's share of the time. `sinks` are given each step's figures; `first_step` is the
-    number of updates made before. ValueError, before anything runs, for a candidate that
+    bounds the probe's share of the time. `records` is a folder that gets the figures, for
+    `stability show` and `stability report`; `sinks` are given each step's, e.g.
+    `lambda step, reading: wandb.log(reading.metrics)`. `first_step` is the number of updates made
+    before. ValueError, before anything runs, for a candidate that
     can't be had, attention dropout, a compiled model; and after the first step looked at, if the
     model has made no attention call that can be caught.
     """
@@ -98,11 +103,39 @@ def shadow(
         if len(named) > 1:
             raise ValueError(f"shadow: candidate must be one to replace with, got {len(named)}")
         replacement = Replacement(candidate=named[0], layers=tuple(replace), direction=direction)
+    recorder = None
+    if records is not None:
+        recorder = _recorder(Path(records), model, named, replacement, golden)
+        sinks = [*sinks, recorder.write]
     session = Shadow(model, config, named, replacement, sinks, first_step)
+    if recorder is not None:
+        recorder.describe((), first_step)
     try:
         yield session
     finally:
         session.close()
+        if recorder is not None:
+            recorder.describe(session.layers, session.steps)
+            recorder.close()
+
+
+def _recorder(
+    folder: Path,
+    model: nn.Module,
+    candidates: Sequence[ResolvedAttention],
+    replacement: Replacement | None,
+    golden: bool,
+) -> RecordSink:
+    own = {"implementation": "the model's own"}
+    described = {one.name: one.description for one in candidates}
+    replaced = {} if replacement is None else {**candidates[0].description, **replacement.to_dict()}
+    return RecordSink(
+        folder,
+        model=type(model).__name__,
+        primary=replaced or own,
+        shadows={OWN: own} if replaced else described,
+        golden=golden,
+    )
 
 
 class Shadow:
@@ -150,6 +183,11 @@ class Shadow:
     def layers(self) -> tuple[str, ...]:
         """The layers whose attention has been caught so far, in the order of their calls."""
         return tuple(self._layers)
+
+    @property
+    def steps(self) -> int:
+        """How many steps have been ended, those before the first one included."""
+        return self._step
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -23,6 +23,7 @@ VERBS = {
     "show": ("stability.cli.inspect", "print the ladder of a study"),
     "report": ("stability.cli.inspect", "write the HTML report of a study"),
     "deviate": ("stability.cli.deviate", "measure attention numerics against FP64, point by point"),
+    "probe": ("stability.cli.probe", "compare a candidate attention inside a Hugging Face model"),
     "doctor": ("stability.cli.doctor", "show which attentions and formats run on this machine"),
 }
 

@@ -1,0 +1,116 @@
+"""Language models of Hugging Face transformers, by name or path, with random or given weights.
+
+transformers is an optional dependency. Leaves out what is done with a model (`attention.session`).
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["Weights", "language_loss", "load_pretrained"]
+
+Weights = Literal["random", "given"]
+
+
+def load_pretrained(
+    name: str, weights: Weights, *, seed: int = 0, attention: str = "sdpa"
+) -> tuple[nn.Module, list[str]]:
+    """Return the model called `name`, in training mode, and the dropout fields that were set to 0.
+
+    `name` is a folder with a config.json, or a name on the hub or in its cache. Random weights are
+    drawn as the model's own code does, after seeding torch's generator, which is put back. Every
+    dropout of the config is set to 0: a shadow could not drop what the model drops. ValueError, one
+    line, if transformers is missing or the name is neither, or for a model that takes no text.
+    """
+    try:
+        import transformers  # optional dependency
+    except ImportError as error:
+        raise ValueError(
+            "load_pretrained: transformers must be installed to load a model by name; "
+            "pip install 'training-stability[transformers]'"
+        ) from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        dropped = _without_dropout(config)
+        if weights == "random":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = _random(transformers, config, attention)
+        else:
+            model = _given(transformers, name, config, attention)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(_unknown(name, error)) from error
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        raise ValueError(
+            f"load_pretrained: model must take text, got {type(model).__name__}, which takes "
+            f"{model.main_input_name}; give it to stability.shadow in a loop of your own"
+        )
+    return model.train(), dropped
+
+
+def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the mean cross-entropy of `tokens` `(batch, length)`, of each next one if causal.
+
+    A model without logits over its vocabulary gets the mean square of its last hidden state: it is
+    no sensible loss, but it sends a gradient through every layer.
+    """
+    output = model(input_ids=tokens)
+    logits = getattr(output, "logits", None)
+    if logits is None or logits.dim() != 3 or logits.shape[-1] <= int(tokens.max()):
+        hidden = logits if logits is not None else output.last_hidden_state
+        return hidden.float().square().mean()
+    if "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__:
+        logits, tokens = logits[:, :-1], tokens[:, 1:]
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def _random(transformers: Any, config: Any, attention: str) -> nn.Module:
+    for kind in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel"):
+        known = getattr(transformers, kind)._model_mapping
+        if type(config) in known and _is_named_so(config, kind):
+            return getattr(transformers, kind).from_config(config, attn_implementation=attention)
+    return transformers.AutoModel.from_config(config, attn_implementation=attention)
+
+
+def _is_named_so(config: Any, kind: str) -> bool:
+    """Say whether the config's own architecture, if it names one, is of this kind."""
+    named = (getattr(config, "architectures", None) or [""])[0]
+    if not named:
+        return True
+    is_masked, is_causal = "MaskedLM" in named, "CausalLM" in named or "LMHead" in named
+    return {"AutoModelForCausalLM": is_causal, "AutoModelForMaskedLM": is_masked}.get(kind, True)
+
+
+def _given(transformers: Any, name: str, config: Any, attention: str) -> nn.Module:
+    for kind in ("AutoModelForCausalLM", "AutoModelForMaskedLM"):
+        known = getattr(transformers, kind)._model_mapping
+        if type(config) in known and _is_named_so(config, kind):
+            chosen = getattr(transformers, kind)
+            break
+    else:
+        chosen = transformers.AutoModel
+    return chosen.from_pretrained(name, config=config, attn_implementation=attention)
+
+
+def _without_dropout(config: Any) -> list[str]:
+    found = []
+    for field, value in vars(config).items():
+        names = "drop" in field or field.endswith("pdrop")
+        if names and isinstance(value, float) and 0 < value < 1:
+            setattr(config, field, 0.0)
+            found.append(field)
+    return found
+
+
+def _unknown(name: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:160]
+    what = "is no folder with a config.json" if Path(name).exists() else "is no folder"
+    return (
+        f"load_pretrained: model must be a folder or a name that the hub or its cache has, got "
+        f"{name!r}, which {what}: {reason}"
+    )
