@@ -63,7 +63,7 @@ def _bits(study: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("arm", "lines", "how"),
     [
-        ("baseline", 3, signal.SIGKILL),
+        ("baseline", 10, signal.SIGKILL),
         ("baseline", 70, signal.SIGKILL),
         ("fp32", 90, signal.SIGINT),
     ],
