@@ -49,7 +49,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention in FP64, `(batch, heads, query_len, head_dim)`; arguments as in `api`.
 
-    With `with_lse` also the log-sum-exp of the scores `(batch, heads, query_len)`, without gradient.
+    With `with_lse` also the log-sum-exp of the scores `(batch, heads, query_len)`, no gradient.
     """
     q, k, v = q.double(), k.double(), v.double()
     sequences = list(mask.sequences(q.shape[2], k.shape[2]))
@@ -118,7 +118,9 @@ def _attend_heads(
         q_BGRCD = q_part.unflatten(1, (kv_heads, -1))
         keys = sequence.mask.key_range(part, query_len, key_len)
         arguments = (q_BGRCD, k, v, part, keys, sequence, scale, with_lse)
-        out_BGRCD, lse_BGRC = _checkpointed(*arguments)
+        # one chunk alone may keep its scores: recomputing them would save no memory
+        attend_rows = _checkpointed if len(rows) > 1 else _attend_rows
+        out_BGRCD, lse_BGRC = attend_rows(*arguments)
         lse = None if lse_BGRC is None else lse_BGRC.flatten(1, 2)
         chunks.append(_Part(out_BGRCD.flatten(1, 2), lse))
     return _joined(chunks, dim=2)

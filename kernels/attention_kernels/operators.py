@@ -142,7 +142,7 @@ def _engine(name: str) -> tuple[Any, Any]:
 def attend_by_definition(
     q: Tensor, k: Tensor, v: Tensor, call: Call, with_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what golden or baseline gives, differentiable by autograd, and the LSE if asked for."""
+    """Return what golden or baseline gives, differentiable by autograd, and the LSE if asked."""
     engine, numerics = plan_from_text(call.plan)
     mask = call.mask()
     check_mask_values(f"{engine}_attention", mask, q.shape[2], k.shape[2])

@@ -11,7 +11,7 @@ ULP that no absolute measure shows; `error_ratio` is the acceptance measure of f
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from attention_kernels.choices import input_format
 from attention_kernels.formats import Format
 from stability.metrics.deviation_sums import (
     ULP_EDGES,
+    ErrorSums,
     GoldenSums,
-    RowSums,
+    error_sums,
     golden_sums,
-    row_sums,
 )
 
 __all__ = [
@@ -96,16 +96,25 @@ def compare(
             "compare: x must be (batch, heads, length, head_dim) for figures of heads or "
             f"positions, got {tuple(x.shape)}"
         )
+    ranges = position_ranges(x.shape[-2], positions) if positions else None
     inside = _inside(x, valid)
-    rows, histogram = row_sums(x, reference, output_format or input_format(x.dtype), inside)
-    against = None if golden is None else golden_sums(x, reference, golden, inside)
-    layer = _metrics(RowSums(*(_total(name, t) for name, t in rows._asdict().items())))
+    format = output_format or input_format(x.dtype)
+    sums, histogram = error_sums(_grouped(x), _grouped(reference), format, inside, ranges)
+    against = None
+    if golden is not None:
+        results = (_grouped(x), _grouped(reference), _grouped(golden))
+        against = golden_sums(*results, inside=inside, ranges=ranges)
+    layer = _metrics(_total(sums))
     if against is not None:
-        layer = torch.cat([layer, _golden_metrics(GoldenSums(*(t.sum() for t in against)))])
+        layer = torch.cat([layer, _golden_metrics(_total(against))])
+    if not (heads or positions):
+        return Comparison(layer, None, None, histogram)
+    sums = _unflattened(sums, x)
+    against = None if against is None else _unflattened(against, x)
     return Comparison(
         layer=layer,
-        heads=_parts(rows, against, (0, 2)) if heads else None,
-        positions=_of_positions(rows, against, positions) if positions else None,
+        heads=_part_metrics(sums, against, (0, 2)) if heads else None,
+        positions=_part_metrics(sums, against, (0, 1)) if positions else None,
         histogram=histogram,
     )
 
@@ -114,20 +123,6 @@ def position_ranges(length: int, ranges: int) -> list[range]:
     """Return so many ranges of about equal size that make up `length` positions, none empty."""
     edges = [round(i * length / ranges) for i in range(ranges + 1)]
     return [range(a, b) for a, b in pairwise(edges) if a < b]
-
-
-def _of_positions(rows: RowSums, against: GoldenSums | None, ranges: int) -> Tensor:
-    made = []
-    for part in position_ranges(rows.count.shape[2], ranges):
-        cut = slice(part.start, part.stop)
-        made.append(
-            _parts(
-                RowSums(*(t[:, :, cut] for t in rows)),
-                None if against is None else GoldenSums(*(t[:, :, cut] for t in against)),
-                (0, 1, 2),
-            )
-        )
-    return torch.stack(made)
 
 
 def deviation_tensor(
@@ -153,8 +148,8 @@ def deviation_tensor(
     """
     _check("deviation_tensor", {"x": x, "reference": reference})
     format = output_format or input_format(x.dtype)
-    rows, _ = row_sums(x, reference, format, _inside(x, valid))
-    return _metrics(RowSums(*(_total(name, t) for name, t in rows._asdict().items())))
+    sums, _ = error_sums(_grouped(x), _grouped(reference), format, _inside(x, valid))
+    return _metrics(_total(sums))
 
 
 def deviation(
@@ -177,28 +172,44 @@ def golden_tensor(candidate: Tensor, baseline: Tensor, golden: Tensor) -> Tensor
     ValueError for unequal or empty shapes.
     """
     _check("golden_tensor", {"candidate": candidate, "baseline": baseline, "golden": golden})
-    sums = golden_sums(candidate, baseline, golden, None)
-    return _golden_metrics(GoldenSums(*(t.sum() for t in sums)))
+    sums = golden_sums(_grouped(candidate), _grouped(baseline), _grouped(golden))
+    return _golden_metrics(_total(sums))
 
 
-def _total(field: str, values: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
-    dims = tuple(range(values.dim())) if dims is None else dims
-    if field in ("largest", "ulp_largest"):
-        return values.amax(dim=dims)
-    return values.sum(dim=dims)
+S = TypeVar("S", ErrorSums, GoldenSums)
 
 
-def _parts(rows: RowSums, against: GoldenSums | None, over: tuple[int, ...]) -> Tensor:
-    """Return `PART_METRICS`, and `error_ratio`, of rows summed over some dimensions."""
-    summed = RowSums(*(_total(name, t, over) for name, t in rows._asdict().items()))
-    made = _metrics(summed)[..., _PART_COLUMNS]
+def _grouped(x: Tensor) -> Tensor:
+    """Return x as `(groups, length, head_dim)`, a view where its strides allow it."""
+    if x.dim() < 3:
+        return x.reshape(1, -1, x.shape[-1])
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def _unflattened(sums: S, x: Tensor) -> S:
+    """Return sums of `(batch * heads, ranges)` as `(batch, heads, ranges)`."""
+    return type(sums)(*(values.unflatten(0, x.shape[:2]) for values in sums))
+
+
+def _total(sums: S, over: tuple[int, ...] = (0, 1)) -> S:
+    """Return what the sums over some dimensions are: the largest of the largest, sums of sums."""
+    return type(sums)(
+        *(
+            values.amax(dim=over) if name.endswith("largest") else values.sum(dim=over)
+            for name, values in sums._asdict().items()
+        )
+    )
+
+
+def _part_metrics(sums: ErrorSums, against: GoldenSums | None, over: tuple[int, ...]) -> Tensor:
+    """Return `PART_METRICS`, and `error_ratio`, of sums taken together over some dimensions."""
+    made = _metrics(_total(sums, over))[..., _PART_COLUMNS]
     if against is None:
         return made
-    ratio = _golden_metrics(GoldenSums(*(t.sum(dim=over) for t in against)))[..., :1]
-    return torch.cat([made, ratio], dim=-1)
+    return torch.cat([made, _golden_metrics(_total(against, over))[..., :1]], dim=-1)
 
 
-def _metrics(sums: RowSums) -> Tensor:
+def _metrics(sums: ErrorSums) -> Tensor:
     """Return `DEVIATION_METRICS` of what `sums` are the sums of, in a new last axis."""
     n = sums.count
     bias, bias_ulp = sums.error / n, sums.ulp / n
@@ -246,12 +257,13 @@ def _check(function: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _inside(x: Tensor, valid: Tensor | None) -> Tensor | None:
-    """Return which rows are no padding, shaped as them; None if all are."""
+    """Return which rows are no padding, grouped as in `_grouped`; None if all are."""
     if valid is None:
         return None
     try:
         if valid.dtype == torch.bool:
-            return valid.expand(x.shape[:-1])
+            rows = valid.expand(x.shape[:-1])
+            return rows.reshape(1, -1) if x.dim() < 3 else rows.reshape(-1, x.shape[-2])
     except RuntimeError:
         pass  # does not broadcast
     raise ValueError(

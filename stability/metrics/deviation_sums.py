@@ -1,11 +1,13 @@
-"""What a deviation is made of: sums over each row, from which every metric follows.
+"""What a deviation is made of: sums over the values of each head and range of positions.
 
-One pass over x and the reference gives, for each row (the values of one position of one head), the
-sums that `deviation` needs; figures of a head, of a range of positions and of the whole layer are
-sums of rows. On the CPU the pass goes by chunks that stay in the cache, so its memory does not grow
-with the tensors. Nothing here waits for the device or branches on a value. Leaves out the metrics.
+One pass over x and the reference gives the sums that `deviation` needs of every head and range;
+those of a head, of a range and of the whole layer are sums of these. On the CPU the pass goes by
+chunks that stay in the cache, so its memory does not grow with the tensors. Nothing here waits for
+the device; only on the CPU does a branch look at a value. Leaves out the metrics themselves.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,20 +15,19 @@ from torch import Tensor
 
 from attention_kernels.formats import Format, format_named
 
-__all__ = ["ULP_EDGES", "GoldenSums", "RowSums", "golden_sums", "row_sums"]
+__all__ = ["ULP_EDGES", "ErrorSums", "GoldenSums", "error_sums", "golden_sums"]
 
 _POWERS = tuple(2.0**i for i in range(-1, 7))
 ULP_EDGES = (*(-power for power in reversed(_POWERS)), *_POWERS)
 """Inner bounds of the histogram of errors in ULPs: -64 to -0.5 and 0.5 to 64, powers of two. The
 first and last bin are open; an error on an edge counts to the bin further from zero."""
 
-_SIDE = len(_POWERS)
-_CHUNK = 2**15
-"""Values a chunk on the CPU: some eight tensors of them in FP64 fit a core's second-level cache."""
+_CHUNK = 2**16
+"""Values a chunk on the CPU: three tensors of them in FP64 fit a core's second-level cache."""
 
 
-class RowSums(NamedTuple):
-    """Sums over the compared values of each row, FP64 in the shape of the rows; e = x - r."""
+class ErrorSums(NamedTuple):
+    """Sums over the compared values, FP64, of one shape; e = x - r."""
 
     count: Tensor
     nonfinite: Tensor
@@ -49,7 +50,7 @@ class RowSums(NamedTuple):
 
 
 class GoldenSums(NamedTuple):
-    """Sums over each row's values that are finite in candidate, baseline and golden alike."""
+    """Sums over the values that are finite in candidate, baseline and golden alike."""
 
     count: Tensor
     candidate: Tensor
@@ -59,116 +60,175 @@ class GoldenSums(NamedTuple):
     """sum golden^2"""
 
 
-def row_sums(
-    x: Tensor, reference: Tensor, format: str | Format, inside: Tensor | None
-) -> tuple[RowSums, Tensor]:
-    """Return the sums of each row, and how many errors lie between `ULP_EDGES`, in FP64.
+def error_sums(
+    x: Tensor,
+    reference: Tensor,
+    format: str | Format,
+    inside: Tensor | None = None,
+    ranges: Sequence[range] | None = None,
+) -> tuple[ErrorSums, Tensor]:
+    """Return the sums of each head's ranges, `(groups, ranges)`, and the histogram of errors.
 
-    x and reference are `(..., head_dim)`; `inside`, bool `(...)`, is false for rows that are
-    padding: their sums are 0 and their errors are not counted. Two equal infinities are left out.
+    x and reference are `(groups, length, head_dim)`: a group is one head of one sequence; `ranges`
+    part the length, by default it is one. `inside`, bool `(groups, length)`, is false for rows
+    that are padding: they count nowhere. Two equal infinities are left out. The histogram, FP64,
+    says how many errors lie between `ULP_EDGES`.
     """
     target = format if isinstance(format, Format) else format_named(format)
-    shape = x.shape[:-1]
-    rows = [t.detach().reshape(-1, x.shape[-1]) for t in (x, reference)]
-    keep = None if inside is None else inside.expand(shape).reshape(-1)
-    sums = x.new_empty((len(RowSums._fields), rows[0].shape[0]), dtype=torch.float64)
-    counts = x.new_zeros(len(ULP_EDGES) + 1, dtype=torch.float64)
-    for part in _parts(rows[0]):
-        kept = None if keep is None else keep[part].unsqueeze(1)
-        counts += _sum_part(rows[0][part], rows[1][part], kept, target, sums[:, part])
-    return RowSums(*(values.reshape(shape) for values in sums)), counts
+    ranges = ranges or [range(x.shape[1])]
+    bins = x.new_zeros(_BINS, dtype=torch.float64)
+    table = _empty(len(ErrorSums._fields), x, len(ranges))
+    for groups, rows, at in _parts(x, ranges):
+        keep = None if inside is None else inside[groups, rows].unsqueeze(-1)
+        here = (groups, rows)
+        sums, counts = _sum_errors(x[here].detach(), reference[here].detach(), keep, target)
+        bins += counts
+        for index, values in enumerate(sums):
+            into = table[index, groups, at]
+            is_largest = ErrorSums._fields[index] in ("largest", "ulp_largest")
+            into.copy_(torch.maximum(into, values) if is_largest else into + values)
+    return ErrorSums(*table), _folded(bins)
 
 
 def golden_sums(
-    candidate: Tensor, baseline: Tensor, golden: Tensor, inside: Tensor | None
+    candidate: Tensor,
+    baseline: Tensor,
+    golden: Tensor,
+    inside: Tensor | None = None,
+    ranges: Sequence[range] | None = None,
 ) -> GoldenSums:
-    """Return the sums of each row; arguments as in `row_sums`."""
-    shape = candidate.shape[:-1]
-    tensors = (candidate, baseline, golden)
-    rows = [t.detach().reshape(-1, candidate.shape[-1]) for t in tensors]
-    keep = None if inside is None else inside.expand(shape).reshape(-1)
-    sums = candidate.new_empty((len(GoldenSums._fields), rows[0].shape[0]), dtype=torch.float64)
-    for part in _parts(rows[0]):
-        c, b, g = (t[part].double() for t in rows)
-        # new tensors: FP64 ones are not converted but the caller's own
-        c, b, g = c - g, b - g, g.clone()
-        ok = torch.isfinite(c) & torch.isfinite(b)
-        if keep is not None:
-            ok &= keep[part].unsqueeze(1)
-        lost = ~ok
-        for values in (c, b, g):
-            values.masked_fill_(lost, 0.0)
-        sums[0, part] = ok.sum(dim=1)
-        for index, values in enumerate((c, b, g), start=1):
-            sums[index, part] = torch.linalg.vector_norm(values, dim=1).square_()
-    return GoldenSums(*(values.reshape(shape) for values in sums))
+    """Return the sums of each head's ranges; arguments as in `error_sums`."""
+    ranges = ranges or [range(candidate.shape[1])]
+    table = _empty(len(GoldenSums._fields), candidate, len(ranges))
+    for groups, rows, at in _parts(candidate, ranges):
+        keep = None if inside is None else inside[groups, rows].unsqueeze(-1)
+        g = golden[groups, rows].detach().double()
+        c, b = (t[groups, rows].detach().double() - g for t in (candidate, baseline))
+        values = torch.stack([_squared(c), _squared(b), _squared(g)])
+        count = c.new_full((c.shape[0],), float(c[0].numel()))
+        if keep is not None or not _all_finite(values):
+            ok = torch.isfinite(c) & torch.isfinite(b)
+            ok = ok if keep is None else ok & keep
+            values = torch.stack([_squared(t.masked_fill(~ok, 0.0)) for t in (c, b, g)])
+            count = ok.sum(dim=(1, 2)).double()
+        table[0, groups, at] += count
+        table[1:, groups, at] += values
+    return GoldenSums(*table)
 
 
-def _parts(rows: Tensor) -> list[slice]:
-    """Return the rows of each chunk: a few on the CPU, all of them elsewhere."""
-    step = max(1, _CHUNK // rows.shape[1]) if rows.device.type == "cpu" else rows.shape[0]
-    return [slice(start, start + step) for start in range(0, rows.shape[0], max(1, step))]
+def _empty(fields: int, x: Tensor, ranges: int) -> Tensor:
+    return x.new_zeros((fields, x.shape[0], ranges), dtype=torch.float64)
 
 
-def _sum_part(
-    x: Tensor, reference: Tensor, keep: Tensor | None, target: Format, sums: Tensor
-) -> Tensor:
-    """Fill `sums`, a row of it for each field, and return the histogram."""
-    norm = torch.linalg.vector_norm
+def _parts(x: Tensor, ranges: Sequence[range]) -> list[tuple[slice, slice, int]]:
+    """Return (groups, rows, index of their range) of each chunk: small on the CPU, whole else."""
+    groups, _, head_dim = x.shape
+    limit = _CHUNK if x.device.type == "cpu" else max(1, x.numel())
+    found = []
+    for index, positions in enumerate(ranges):
+        step = max(1, min(len(positions), limit // head_dim))
+        together = max(1, limit // (step * head_dim))
+        for start in range(positions.start, positions.stop, step):
+            rows = slice(start, min(start + step, positions.stop))
+            found += [
+                (slice(first, first + together), rows, index)
+                for first in range(0, groups, together)
+            ]
+    return found
+
+
+def _sum_errors(
+    x: Tensor, reference: Tensor, keep: Tensor | None, target: Format
+) -> tuple[list[Tensor], Tensor]:
+    """Return the fields of `ErrorSums` of each group, and the histogram by sign and exponent."""
     r = reference.double()
     error = x.double() - r
-    ok = torch.isfinite(error)
-    # counted apart from what is left out: two equal infinities are no deviation
-    bad = ~ok & ~torch.isfinite(x) & (x != reference)
-    if keep is not None:
-        ok &= keep
-        bad &= keep
-    lost = ~ok
-    error.masked_fill_(lost, 0.0)
-    r = r.masked_fill(lost, 0.0)  # a copy: an FP64 reference is not converted but the caller's own
-    ulps = (error * 2.0**target.mantissa_bits).mul_(_inverse_power(reference, target))
-    ulps.masked_fill_(lost, 0.0)
-    sums[0] = ok.sum(dim=1)
-    sums[1] = bad.sum(dim=1)
-    sums[2] = norm(error, torch.inf, dim=1)
-    sums[3] = norm(error, 1, dim=1)
-    sums[4] = error.sum(dim=1)
-    sums[5] = norm(error, dim=1).square_()
-    sums[6] = norm(r, dim=1).square_()
-    sums[7] = r.mul_(error).sum(dim=1)
-    sums[8] = ulps.sum(dim=1)
-    sums[9] = norm(ulps, dim=1).square_()
-    sums[10] = norm(ulps, torch.inf, dim=1)
-    return _histogram(ulps, ok)
+    size = error.abs()
+    absolute = size.sum(dim=(1, 2))
+    count = absolute.new_full(absolute.shape, float(size[0].numel()))
+    nonfinite, ok = torch.zeros_like(count), None
+    if keep is not None or not _all_finite(absolute):
+        ok = torch.isfinite(error)
+        # counted apart from what is left out: two equal infinities are no deviation
+        bad = ~ok & ~torch.isfinite(x) & (x != reference)
+        if keep is not None:
+            ok, bad = ok & keep, bad & keep
+        lost = ~ok
+        # new tensors: an FP64 reference was not converted, it is the caller's own
+        error, r, size = (t.masked_fill(lost, 0.0) for t in (error, r, size))
+        absolute, count = size.sum(dim=(1, 2)), ok.sum(dim=(1, 2)).double()
+        nonfinite = bad.sum(dim=(1, 2)).double()
+    per_power = error * _inverse_power(reference, target)
+    if ok is not None:
+        per_power.masked_fill_(~ok, 0.0)
+    per_ulp = 2.0**target.mantissa_bits
+    sums = [
+        count,
+        nonfinite,
+        size.amax(dim=(1, 2)),
+        absolute,
+        error.sum(dim=(1, 2)),
+        _squared(error),
+        _squared(r),
+        (r * error).sum(dim=(1, 2)),
+        per_power.sum(dim=(1, 2)) * per_ulp,
+        _squared(per_power) * per_ulp**2,
+        torch.abs(per_power, out=size).amax(dim=(1, 2)) * per_ulp,
+    ]
+    return sums, _histogram(per_power, target.mantissa_bits, ok)
+
+
+def _all_finite(sums: Tensor) -> bool:
+    """Say whether no value was infinite or NaN; false where saying so would wait for a device."""
+    return sums.device.type == "cpu" and bool(torch.isfinite(sums).all())
+
+
+def _squared(x: Tensor) -> Tensor:
+    """Return the sum of squares of each group."""
+    return torch.linalg.vector_norm(x, dim=(1, 2)).square_()
 
 
 def _inverse_power(reference: Tensor, target: Format) -> Tensor:
-    """Return 2^-e, FP64, where 2^e is the power of two below |reference|, as in `ulp.ulp_size`."""
-    if reference.dtype == torch.float64:
-        bits, mantissa, bias, mask = reference.view(torch.int64), 52, _BIAS, 0x7FF
-    else:
-        bits, mantissa, bias, mask = reference.float().view(torch.int32), 23, 127, 0xFF
-    exponent = ((bits >> mantissa) & mask).long().sub_(bias)
-    # 2^-1023 would be subnormal: values of FP64's last binade count as those below
-    highest = min(1 - target.min_exponent, _BIAS - 1)
-    exponent.clamp_(min=target.min_exponent, max=highest)
-    return exponent.neg_().add_(_BIAS).bitwise_left_shift_(52).view(torch.float64)
+    """Return 2^-e, where 2^e is the power of two below |reference|, as in `ulp.ulp_size`.
+
+    The bits of FP32, or of FP64 for an FP64 reference. 2^-e of their last binade would be
+    subnormal: its values count as those of the one below.
+    """
+    wide = reference if reference.dtype == torch.float64 else reference.float()
+    integer, exponent_of_one, mantissa = (
+        (torch.int64, 1023, 52) if wide.dtype == torch.float64 else (torch.int32, 127, 23)
+    )
+    lowest = max(target.min_exponent, 1 - exponent_of_one) + exponent_of_one
+    highest = min(1 - target.min_exponent, exponent_of_one - 1) + exponent_of_one
+    power = wide.view(integer) & ((2 * exponent_of_one + 1) << mantissa)
+    power.clamp_(min=lowest << mantissa, max=highest << mantissa)
+    return power.neg_().add_((2 * exponent_of_one) << mantissa).view(wide.dtype)
 
 
-_BIAS = 1023
-"""Of FP64's exponent."""
+_BINS = 512
+"""One for each sign and exponent of FP32, until they are folded into those of `ULP_EDGES`."""
 
 
-def _histogram(ulps: Tensor, ok: Tensor) -> Tensor:
-    """Return how many of `ulps` lie in each bin; those not `ok` in none."""
-    bits = ulps.float().view(torch.int32)
-    distance = ((bits >> 23) & 0xFF).sub_(127 - 2).clamp_(0, _SIDE)
-    bins = torch.where(bits < 0, _SIDE - distance, _SIDE + distance)
-    bins.masked_fill_(~ok, 2 * _SIDE + 1)
-    size = 2 * _SIDE + 2
-    if ulps.device.type != "cpu":  # bincount would wait for the device there
-        ones = torch.ones(1, dtype=torch.float64, device=ulps.device).expand(bins.numel())
-        counts = ulps.new_zeros(size).scatter_add_(0, bins.flatten().long(), ones)
-    else:
-        counts = torch.bincount(bins.flatten(), minlength=size).double()
-    return counts[:-1]
+def _histogram(per_power: Tensor, mantissa_bits: int, ok: Tensor | None) -> Tensor:
+    """Return how many values of each sign and exponent there are, FP64; those not `ok` nowhere."""
+    ulps = (per_power * 2.0**mantissa_bits).float()
+    bins = (ulps.view(torch.int32) >> 23).bitwise_and_(_BINS - 1)
+    if ok is not None:
+        bins = bins.masked_fill_(~ok, _BINS)
+    if ulps.device.type == "cpu":
+        return torch.bincount(bins.flatten(), minlength=_BINS)[:_BINS].double()
+    # bincount would wait for the device
+    ones = torch.ones(1, dtype=torch.float64, device=ulps.device).expand(bins.numel())
+    counts = torch.zeros(_BINS + 1, dtype=torch.float64, device=ulps.device)
+    return counts.scatter_add_(0, bins.flatten().long(), ones)[:_BINS]
+
+
+def _folded(bins: Tensor) -> Tensor:
+    """Return the counts between `ULP_EDGES` of those by sign and exponent."""
+    side = len(_POWERS)
+    # exponent fields at which a bin begins: 0.5 has 126
+    starts = [0, *range(126, 126 + side), 256]
+    positive = [bins[a:b].sum() for a, b in pairwise(starts)]
+    negative = [bins[256 + a : 256 + b].sum() for a, b in pairwise(starts)]
+    middle = positive[0] + negative[0]
+    return torch.stack([*reversed(negative[1:]), middle, *positive[1:]])
