@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attention_kernels.choices import input_format
 from stability.attention.pending import Pending
 from stability.attention.query_weight import query_weight
-from stability.attention.reading import Gathered
+from stability.attention.reading import Finding, Gathered
 from stability.config.plugins import METRICS, plugins
 from stability.config.schema import ProbeConfig
 from stability.metrics.deviation import (
@@ -48,6 +48,8 @@ class Figures:
         self, config: ProbeConfig, shadows: Sequence[str], modules: Mapping[str, nn.Module]
     ) -> None:
         self.gathered = Gathered()
+        self.findings: list[Finding] = []
+        """What metrics of the user's own have failed with."""
         self._config = config
         self._modules = modules
         single = len(shadows) == 1
@@ -103,7 +105,11 @@ class Figures:
             self.gathered.add(names, values)
         for metric, measure in self._own_metrics.items():
             name = deviation_name(pending.layer, what, metric, **part_of)
-            self.gathered.add([name], measure(candidate, baseline, pending.valid))
+            try:
+                self.gathered.add([name], measure(candidate, baseline, pending.valid))
+            except Exception as error:  # a run must not die of a user's metric
+                reason = f"{metric}: {type(error).__name__}: {error}"
+                self.findings.append(Finding(pending.layer, reason))
 
     def compare_to_golden(
         self, pending: Pending, candidate: Tensor, golden: Tensor, shadow: str

@@ -105,9 +105,14 @@ class AttentionProbe:
         for pending in self._pending.values():
             self._look(pending, None)
         self._pending.clear()
-        findings = [found for found in self._findings if found not in self._reported]
+        findings = [
+            found
+            for found in (*self._findings, *self._figures.findings)
+            if found not in self._reported
+        ]
         self._reported.update(findings)
         self._findings.clear()
+        self._figures.findings.clear()
         return self._figures.gathered.transfer(list(dict.fromkeys(findings)))
 
     def collect(self) -> Reading:
