@@ -7,12 +7,13 @@ Leaves out which calls are caught (`intercept_*`) and looking at them (`probe`).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attention_kernels import MaskArguments
 from stability.attention.intercepted_call import AttentionCall, Primary
 from stability.attention.registry import MaskedAttention, ResolvedAttention
 
@@ -60,6 +61,20 @@ class Replacement:
         own = _Autocast(primary, call)
         pair = (candidate, own) if self.direction == "forward" else (own, candidate)
         return _Split(*pair)
+
+    def mixed(self, own: ResolvedAttention) -> ResolvedAttention:
+        """Return the attention of a covered layer: the candidate, or one direction of it."""
+        if self.direction == "both":
+            return self.candidate
+        pair = (self.candidate, own) if self.direction == "forward" else (own, self.candidate)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
+            forward, backward = (MaskedAttention(attention, mask) for attention in pair)
+            return _Split(forward, backward)(q, k, v)
+
+        description = {**self.candidate.description, **self.to_dict(), "elsewhere": own.description}
+        name = f"{self.candidate.name} {self.direction}"
+        return ResolvedAttention(name=name, function=attend, description=description)
 
 
 @dataclass(frozen=True, slots=True)

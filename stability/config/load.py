@@ -51,6 +51,10 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     study = from_mapping(StudyConfig, content, root)
     _check_names(study, root)
     _check_attention(study.base.attention, root.at("base.attention"))
+    if study.base.attention.is_partial:
+        raise root.at("base.attention").error(
+            "layers and direction belong to an arm, whose other part is as in base"
+        )
     shadows = root.at("base.probe.shadows")
     for index, shadow in enumerate(study.base.probe.shadows):
         _check_attention(shadow, shadows.at(str(index)))

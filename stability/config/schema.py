@@ -89,6 +89,18 @@ class AttentionConfig:
     numerics: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Single numerics fields changed by name, e.g. `{block_k: 32}`."""
     engine: Literal["auto", "twin", "triton"] = "auto"
+    layers: tuple[str, ...] = ("*",)
+    """In an arm: globs of the layers that attend so; the others attend as the baseline does."""
+    direction: Literal["both", "forward", "backward"] = "both"
+    """In an arm: the direction that is computed so; the other is as the baseline's."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.layers), "attention", "layers must name at least one", self.layers)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the baseline's attention computes a part."""
+        return self.layers != ("*",) or self.direction != "both"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

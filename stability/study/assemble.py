@@ -15,6 +15,7 @@ from torch import nn
 from stability.attention.dual import DualAttention, as_shadows
 from stability.attention.probe import AttentionProbe
 from stability.attention.registry import ResolvedAttention, resolve_attention
+from stability.attention.replacing import Replacement
 from stability.attention.schedule import Schedule
 from stability.callbacks.deviation_probe import DeviationProbe
 from stability.callbacks.training_watch import TrainingWatch
@@ -91,15 +92,11 @@ def assemble(config: ArmConfig) -> Parts:
     primary = resolve_attention(config.attention, device)
     modules: dict[str, nn.Module] = {}
     probe = _probe(config, device, modules) if config.probe.is_on else None
-    attention: list[Any] = [primary] * config.model.depth
-    if probe is not None:
-        attention = [
-            DualAttention(layer=f"layer_{index}", primary=primary, probe=probe)
-            for index in range(config.model.depth)
-        ]
+    attention = _attention_by_layer(config, device, primary, probe)
     if config.train.compile:
         # compiled or not, an attention is the same kernel call: so are its bits, probed or not
-        attention = [torch.compiler.disable(function) for function in attention]
+        eager: Any = torch.compiler.disable
+        attention = [eager(function) for function in attention]
     model = GPT(config.model, attention)
     initialise(model, config.model.init, config.seed.base + config.seed.init_offset)
     if config.precision == "64-true":
@@ -122,6 +119,34 @@ def assemble(config: ArmConfig) -> Parts:
         init_hash=init_hash,
         callbacks=callbacks,
     )
+
+
+def _attention_by_layer(
+    config: ArmConfig,
+    device: torch.device,
+    primary: ResolvedAttention,
+    probe: AttentionProbe | None,
+) -> list[Any]:
+    """Return each layer's attention; where an arm changes only a part, the rest is the baseline's.
+
+    ValueError if no layer's name matches the arm's globs.
+    """
+    names = [f"layer_{index}" for index in range(config.model.depth)]
+    changed = config.attention
+    own = resolve_attention(config.probe.shadows[0], device) if changed.is_partial else primary
+    replacement = Replacement(candidate=primary, layers=changed.layers, direction=changed.direction)
+    parts = {name: replacement.mixed(own) for name in names if replacement.covers(name)}
+    if not parts:
+        raise ValueError(
+            f"attention.layers must match one of {', '.join(names)}, got "
+            f"{', '.join(changed.layers)}"
+        )
+    if probe is None:
+        return [parts.get(name, own) for name in names]
+    return [
+        DualAttention(layer=name, primary=parts[name], probe=probe) if name in parts else own
+        for name in names
+    ]
 
 
 def _probe(
