@@ -4,8 +4,10 @@ Each place is held against its peers of the same step: all layers, or all heads 
 error stands out if it is five times the median of the others and, where there is a golden, also
 twice the baseline's own error, the factor that flash-attn's tests allow: numerics that are worse
 everywhere alike point at no place. Healthy layers differ by less than a factor of three. A bias
-stands out by itself: a mean signed error above a tenth of an ULP and six standard errors, which
-rounding to nearest gives in none of a billion cases. Leaves out how that is told (`report`).
+stands out by itself: a mean signed error above a tenth of an ULP and six standard errors, of one
+sign at most of the steps looked at. The standard error takes a layer's errors as independent, which
+those of a gradient summed over queries are not, so a single look must show twenty standard errors,
+and a single head three such steps. Leaves out how that is told (`report`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,8 @@ TIMES_PEERS = 5.0
 TIMES_BASELINE = 2.0
 BIAS_ULP = 0.1
 BIAS_ERRORS = 6.0
+BIAS_ERRORS_AT_ONE_STEP = 20.0
+STEPS_OF_A_HEAD = 3
 
 WHATS = ("out", "lse", "dq", "dk", "dv")
 """What is compared on the same inputs: error made in the layer itself."""
@@ -182,20 +186,32 @@ def _biases(
     for place in sorted(places, key=lambda place: place.head is not None):
         if Place(place.layer) in found:
             continue
-        for step, bias in sorted(places[place].items()):
-            error = errors.get(place, {}).get(step, float("inf"))
-            if abs(bias) <= BIAS_ULP or not abs(bias) > BIAS_ERRORS * error:
-                continue
-            before = found.get(place)
-            if before is None or abs(bias) > abs(before.value):
-                found[place] = Located(
-                    kind="bias",
-                    shadow=shadow,
-                    what=what,
-                    place=place,
-                    since=before.since if before else step,
-                    metric="bias_ulp",
-                    value=bias,
-                    peers=error,
-                )
+        series = places[place]
+        sure = _sure_steps(series, errors.get(place, {}))
+        if 2 * len(sure) <= len(series) or (place.head is not None and len(sure) < STEPS_OF_A_HEAD):
+            continue
+        step = max(sure, key=lambda at: abs(series[at]))
+        found[place] = Located(
+            kind="bias",
+            shadow=shadow,
+            what=what,
+            place=place,
+            since=min(sure),
+            metric="bias_ulp",
+            value=series[step],
+            peers=errors[place][step],
+        )
     return list(found.values())
+
+
+def _sure_steps(series: _ByStep, errors: _ByStep) -> list[int]:
+    """Return the steps at which a bias is sure, of the sign that more of them have."""
+    wanted = BIAS_ERRORS if len(series) > 1 else BIAS_ERRORS_AT_ONE_STEP
+    sure = [
+        step
+        for step, bias in series.items()
+        if abs(bias) > BIAS_ULP and abs(bias) > wanted * errors.get(step, float("inf"))
+    ]
+    positive = [step for step in sure if series[step] > 0]
+    negative = [step for step in sure if series[step] < 0]
+    return max(positive, negative, key=len)

@@ -52,6 +52,26 @@ def test_a_fifth_of_an_ulp_is_found_by_its_sign_where_max_abs_shows_nothing(tmp_
     )
 
 
+def test_a_bias_must_last_and_keep_its_sign(tmp_path):
+    """One step, or one head, proves less than it seems: errors of a layer are not independent."""
+    metrics = dict(read_probe(write_probe(tmp_path)).metrics)
+    layer, head = f"deviation/{_layer(0)}/dv", f"deviation/{_layer(1)}/head_1/dv"
+    metrics[f"{layer}/bias_ulp"].values = [0.0, 0.0, 0.2, 0.0, 0.2, 0.2]
+    metrics[f"{head}/bias_ulp"].values = [0.2, -0.2, 0.2, -0.2, 0.2, -0.2]
+    assert locate(metrics) == []
+    metrics[f"{layer}/bias_ulp"].values = [0.0, 0.2, 0.2, 0.0, 0.2, 0.2]
+    metrics[f"{head}/bias_ulp"].values = [0.2, -0.2, 0.2, 0.2, 0.2, -0.2]
+    found = locate(metrics)
+    assert {(each.place, each.since) for each in found} == {
+        (Place(_layer(0)), 10),
+        (Place(_layer(1), 1), 0),
+    }
+    once = {name: type(series)([0], series.values[1:2]) for name, series in metrics.items()}
+    assert locate(once) == []
+    once[f"{layer}/bias_ulp"].values = [0.25]
+    assert [each.place for each in locate(once)] == [Place(_layer(0))]
+
+
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 2), (4, 4), (12, 0)])
 def test_a_healthy_run_points_at_nothing(tmp_path, layers, heads):
     for seed in range(12):
