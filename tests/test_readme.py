@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ COMMANDS = [
     for line in block.splitlines()
     if line.strip() and not line.startswith("#")
 ]
+PYTHON = [block for language, block in BLOCKS if language == "python"]
 STABILITY = [command for command in COMMANDS if command.startswith("stability ")]
 
 
@@ -62,6 +64,8 @@ def quick(tmp_path_factory):
     content["early_step"] = 1
     (folder / "configs").mkdir()
     (folder / "configs" / "quickstart.yaml").write_text(yaml.safe_dump(content))
+    shutil.copytree(ROOT / "configs" / "transformers", folder / "configs" / "transformers")
+    shutil.copy(ROOT / "README.md", folder)
     return folder
 
 
@@ -71,6 +75,9 @@ def test_stability_command_runs(command, quick, monkeypatch, capsys):
     words = shlex.split(command)[1:]
     if words[0] != "run" and not (quick / "runs" / "quickstart").exists():
         assert main(["run", "configs/quickstart.yaml", "--wandb", "disabled"]) == 0
+    if "runs/mine" in words and not (quick / "runs" / "mine").exists():
+        for block in PYTHON:
+            exec(compile(block, "README.md", "exec"), {})
     shrunk = [
         re.sub(r"^\d+$", "2", w) if words[i - 1] == "--train.steps" else w
         for i, w in enumerate(words)
@@ -79,6 +86,7 @@ def test_stability_command_runs(command, quick, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("block", [b for language, b in BLOCKS if language == "python"])
-def test_python_example_runs(block):
+@pytest.mark.parametrize("block", PYTHON)
+def test_python_example_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     exec(compile(block, "README.md", "exec"), {})

@@ -168,15 +168,12 @@ def _largest(values: Iterable[float], form: str) -> str:
 
 
 def _caption(probed: Probed) -> str:
-    lines = [
-        "Error: |candidate - baseline| / |baseline|. Each figure at the step where it was largest",
-        "(the bias, ± its standard error: where it was surest).",
-    ]
+    lines = ["error: |candidate - baseline| / |baseline|, at the step where it was largest."]
     if probed.record.golden:
         lines.append("ratio: |candidate - FP64| / |baseline - FP64|; flash-attn's tests allow 2.")
     if "total" in probed.whats:
         lines.append(
-            "Carried in: what the layer's inputs in the candidate's own stream add to its error."
+            "in all: in the candidate's own stream; carried in: what that stream's inputs add."
         )
     return "\n".join(lines)
 

@@ -37,7 +37,7 @@ def test_the_table_says_what_stands_out_and_has_a_line_a_layer(tmp_path):
 def test_a_narrow_terminal_gets_fewer_columns_not_broken_ones(tmp_path, width):
     text = _printed(write_probe(tmp_path), width)
     table = text[text.index("layer ") :]
-    assert "…" not in table.split("Error:")[0]
+    assert "…" not in table.split("error:")[0]
     assert max(len(line) for line in text.splitlines()) <= width
     assert ("logit" in text) == (width >= 60)
 
