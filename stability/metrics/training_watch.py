@@ -45,7 +45,7 @@ def rms_ratio(
     `exp_avg_sq` is Adam's running mean of g^2, this gradient included, after `step` updates (from
     1; a 0-d tensor as in the optimizer's state will do); v is that divided by 1 - beta2^step. 1
     means that v is up to date with the gradients; it is at most sqrt((1 - beta2^step) / (1 -
-    beta2)), so a beta2 of 0.8 or less keeps it below 2.3. ValueError unless both have one shape.
+    beta2)). ValueError unless both have one shape.
     """
     if grad.shape != exp_avg_sq.shape:
         raise ValueError(
@@ -74,8 +74,8 @@ def log_z(logits: Tensor) -> Tensor:
 class LossSpikes:
     """Tells whether a loss stands out: above mean + `deviations` * std of the `window` before it.
 
-    The rule, with 3.2 deviations, is `thresholds.LOSS_SPIKE_DEVIATIONS`; its source gives no window
-    that could be checked, so 50 losses are ours, and nothing is a spike until they are there. std
+    The window of 50 losses and the 3.2 deviations of `thresholds.LOSS_SPIKE_DEVIATIONS` are ours, no
+    published ones. Nothing is a spike until the window is full. std
     is that of the window itself (divided by its length). A loss that is not finite is a spike, and
     stays out of the window. ValueError for a window below 2 or deviations that are not positive.
     """

@@ -8,7 +8,7 @@ from stability.metrics.thresholds import Threshold, crossings
 
 LOGIT = "watch/layer_2/max_logit"
 HEAD = "watch/layer_0/head_3/max_logit"
-RMS_A, RMS_B = "watch/rms/blocks.layer_0.query.weight", "watch/rms/final_norm.weight"
+OTHER = "watch/layer_5/max_logit"
 
 
 def _names(found):
@@ -20,7 +20,6 @@ def _names(found):
     [
         (LOGIT, 1e4, math.nextafter(1e4, math.inf)),
         (HEAD, 1e4, 10001.0),
-        (RMS_A, 2.2999, 2.3),
         ("watch/loss_spike", 0.0, 1.0),
         ("watch/nonfinite_gradients", 0.0, 1.0),
         (LOGIT, math.nan, math.inf),
@@ -36,34 +35,35 @@ def test_only_the_way_up_is_a_crossing(name, below, past):
 
 
 @pytest.mark.parametrize(
-    "name", ["watch/grad_norm", "watch/log_z", "watch/rms_max", "watch/layer_2/entropy", "rms/x"]
+    "name", ["watch/grad_norm", "watch/log_z", "watch/rms_max", "watch/layer_2/entropy", "watch/rms/x"]
 )
 def test_a_figure_without_a_published_threshold_never_crosses(name):
     assert crossings({name: 1e30}, {}) == []
 
 
 def test_a_metric_that_was_not_measured_in_between_keeps_its_last_value():
-    assert crossings({RMS_B: 1.0}, {RMS_A: 5.0}) == []
-    assert crossings({RMS_A: 5.0}, {RMS_A: 5.0, RMS_B: 1.0}) == []
+    assert crossings({OTHER: 1.0}, {LOGIT: 5e4}) == []
+    assert crossings({LOGIT: 5e4}, {LOGIT: 5e4, OTHER: 1.0}) == []
 
 
 def test_metrics_that_cross_together_make_one_crossing_led_by_the_largest():
-    metrics = {RMS_A: 2.5, RMS_B: 3.25, "watch/rms/other": 1.0, LOGIT: 2e4}
-    logit, rms = crossings(metrics, {})
-    assert (logit.values, logit.layer) == ({LOGIT: 2e4}, "layer_2")
-    assert (list(rms.values), rms.layer) == ([RMS_B, RMS_A], "final_norm.weight")
-    assert rms.text == (
-        "watch/rms/final_norm.weight = 3.25, and 1 more (>= 2.3, arXiv 2304.13013): second moment "
-        "out of date, as 1 to 8 steps before a loss spike"
+    spike = "watch/loss_spike"
+    metrics = {LOGIT: 2e4, OTHER: 3e4, HEAD: 1.0, spike: 1.0}
+    logit, loss = crossings(metrics, {})
+    assert (list(logit.values), logit.layer) == ([OTHER, LOGIT], "layer_5")
+    assert (loss.values, loss.layer) == ({spike: 1.0}, "")
+    assert logit.text == (
+        "watch/layer_5/max_logit = 3e+04, and 1 more (> 10000, arXiv 2309.14322): attention logits "
+        "of runs that diverge"
     )
-    assert _names(crossings(metrics, {RMS_B: 3.0, LOGIT: 2e4})) == [[RMS_A]]
+    assert _names(crossings(metrics, {OTHER: 2e4, spike: 1.0})) == [[LOGIT]]
 
 
 def test_a_crossing_of_the_whole_run_has_no_layer():
     (crossing,) = crossings({"watch/loss_spike": 1.0}, {})
     assert crossing.layer == ""
     assert crossing.text == (
-        "watch/loss_spike = 1 (> 0, arXiv 2304.13013): "
+        "watch/loss_spike = 1 (> 0, our rule): "
         "loss above its running mean by 3.2 standard deviations"
     )
 
