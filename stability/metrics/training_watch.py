@@ -74,10 +74,10 @@ def log_z(logits: Tensor) -> Tensor:
 class LossSpikes:
     """Tells whether a loss stands out: above mean + `deviations` * std of the `window` before it.
 
-    The window of 50 losses and the 3.2 deviations of `thresholds.LOSS_SPIKE_DEVIATIONS` are ours, no
-    published ones. Nothing is a spike until the window is full. std
-    is that of the window itself (divided by its length). A loss that is not finite is a spike, and
-    stays out of the window. ValueError for a window below 2 or deviations that are not positive.
+    The window of 50 and the 3.2 deviations of `thresholds.LOSS_SPIKE_DEVIATIONS` are ours, no
+    published ones. Nothing is a spike until the window is full. std is that of the window itself
+    (divided by its length). A loss that is not finite is a spike, and stays out of the window.
+    ValueError for a window below 2 or deviations that are not positive.
     """
 
     def __init__(self, deviations: float, window: int = 50) -> None:
