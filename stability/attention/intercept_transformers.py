@@ -88,11 +88,17 @@ def check_transformers(model: nn.Module) -> None:
     """Raise ValueError for what can be seen, before it runs, not to be caught or repeated.
 
     That is an attention implementation that is neither eager nor sdpa nor of
-    `register_transformers`, and attention dropout > 0 in a part that is in training mode.
+    `register_transformers`, attention with learned sinks, which no candidate knows, and attention
+    dropout > 0 in a part that is in training mode.
     """
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         is_attention = any(part in type(module).__name__.lower() for part in ("attention", "attn"))
+        if is_attention and getattr(module, "sinks", None) is not None:
+            raise ValueError(
+                f"check_transformers: attention of {name} must have no sinks, got "
+                f"{type(module).__name__} with learned ones; no shadow and no golden has them"
+            )
         if config is None or not is_attention:
             continue
         implementation = getattr(config, "_attn_implementation", None)

@@ -41,6 +41,15 @@ def test_attention_dropout_is_refused_in_training_only(name, field):
         pass
 
 
+def test_learned_sinks_are_refused():
+    model = tiny.TINY["llama"].build()
+    check_transformers(model)
+    model.model.layers[1].self_attn.sinks = nn.Parameter(model.lm_head.weight[0, :4].detach())
+    message = "attention of model.layers.1.self_attn must have no sinks, got LlamaAttention with"
+    with pytest.raises(ValueError, match=message):
+        check_transformers(model)
+
+
 def test_other_implementations_are_refused():
     model = tiny.TINY["llama"].build()
     model.config._attn_implementation_internal = "flash_attention_2"
