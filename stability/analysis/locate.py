@@ -27,7 +27,7 @@ BIAS_ERRORS = 6.0
 BIAS_ERRORS_AT_ONE_STEP = 20.0
 STEPS_OF_A_HEAD = 3
 
-WHATS = ("out", "lse", "dq", "dk", "dv")
+MADE_HERE = ("out", "lse", "dq", "dk", "dv")
 """What is compared on the same inputs: error made in the layer itself."""
 
 
@@ -79,7 +79,7 @@ def sentences(found: Sequence[Located]) -> list[str]:
     for (kind, metric, shadow, place), group in grouped.items():
         who = f"{shadow}: " if shadow else ""
         figures = ", ".join(
-            each.figure for each in sorted(group, key=lambda x: WHATS.index(x.what))
+            each.figure for each in sorted(group, key=lambda x: MADE_HERE.index(x.what))
         )
         since = min(each.since for each in group)
         lines.append(f"{who}{place}: {_SAYS[kind, metric]} since step {since}: {figures}")
@@ -91,12 +91,12 @@ def locate(metrics: Mapping[str, Series]) -> list[Located]:
     table = _table(metrics)
     errors: list[Located] = []
     for shadow in dict.fromkeys(key[0] for key in table):
-        for what in WHATS:
+        for what in MADE_HERE:
             errors += _errors(table, shadow, what)
     biases = [
         found
         for (shadow, what, metric), places in table.items()
-        if metric == "bias_ulp" and what in WHATS
+        if metric == "bias_ulp" and what in MADE_HERE
         for found in _biases(places, table.get((shadow, what, "bias_ulp_se"), {}), shadow, what)
     ]
     errors.sort(key=lambda found: -found.value / (found.peers or 1e-300))

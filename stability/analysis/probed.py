@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stability.records.events import Event, read_events
 from stability.records.metric_log import Series, read_counts, read_metrics
-from stability.records.names import WHATS, deviation_name, parse_deviation
+from stability.records.names import COMPARED, deviation_name, parse_deviation
 from stability.records.probe_record import METRICS_FILE, ProbeRecord, read_probe_record
 
 __all__ = ["Probed", "natural", "read_probe", "shadow_label"]
@@ -41,10 +41,10 @@ class Probed:
         return list(found)
 
     @property
-    def whats(self) -> list[str]:
-        """The results that were compared, in the order of `WHATS`."""
+    def compared(self) -> list[str]:
+        """The results that were compared, in the order of `COMPARED`."""
         found = {parts.what for name in self.metrics if (parts := parse_deviation(name))}
-        return [what for what in WHATS if what in found]
+        return [what for what in COMPARED if what in found]
 
     def steps(self) -> list[int]:
         """Return the steps that were looked at."""

@@ -10,10 +10,10 @@ import re
 from typing import NamedTuple
 
 __all__ = [
+    "COMPARED",
     "STEP_AXIS",
     "TRAIN_LOSS",
     "ULP_HISTOGRAM",
-    "WHATS",
     "DeviationName",
     "DriftName",
     "deviation_name",
@@ -29,7 +29,7 @@ TRAIN_LOSS = "train/loss"
 STEP_AXIS = "trainer/global_step"
 """W&B's x axis: the number of optimizer updates made before the measurement."""
 
-WHATS = {
+COMPARED = {
     "out": "output, on the same inputs",
     "lse": "log-sum-exp, on the same inputs",
     "dq": "gradient of q, under the same gradient of the output",
@@ -65,7 +65,7 @@ class DriftName(NamedTuple):
 
 
 def deviation_name(layer: str, what: str, metric: str, *, shadow: str = "", part: str = "") -> str:
-    """Return the name of a deviation; `what` is a key of `WHATS`, the layer has no "/"."""
+    """Return the name of a deviation; `what` is a key of `COMPARED`, the layer has no "/"."""
     return "/".join(("deviation", layer, *filter(None, (shadow, part)), what, metric))
 
 

@@ -13,7 +13,7 @@ from plotly.colors import sample_colorscale
 
 from stability.analysis.probed import natural
 from stability.analysis.recorded import RecordedArm, RecordedStudy
-from stability.records.names import WHATS, deviation_name, parse_deviation
+from stability.records.names import COMPARED, deviation_name, parse_deviation
 from stability.report.chart import Chart, Section, label, make_figure, mean_over_seeds
 
 __all__ = [
@@ -55,7 +55,7 @@ def study_deviation(study: RecordedStudy) -> Section | None:
     tables = {
         (arm.name, what, metric): table
         for arm in arms
-        for what in WHATS
+        for what in COMPARED
         for metric in DEVIATION_METRICS
         if (table := _mean_table(arm, what, metric))
     }
@@ -74,7 +74,7 @@ def deviation_section(tables: Tables, group: str, intro: str) -> Section | None:
     groups = tuple(dict.fromkeys(key[0] for key in tables))
     found = [
         tuple(name for name in known if any(key[place] == name for key in tables))
-        for place, known in ((1, WHATS), (2, DEVIATION_METRICS))
+        for place, known in ((1, COMPARED), (2, DEVIATION_METRICS))
     ]
     meta = {key: dict(zip((group, "what", "metric"), key, strict=True)) for key in tables}
     return Section(

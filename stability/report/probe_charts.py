@@ -42,7 +42,7 @@ def probe_sections(probed: Probed) -> list[Section]:
 def _tables(probed: Probed) -> Tables:
     tables = {}
     for shadow in probed.shadows:
-        for what in probed.whats:
+        for what in probed.compared:
             for metric in DEVIATION_METRICS:
                 table = {
                     layer: values
@@ -59,7 +59,7 @@ def _heads(probed: Probed) -> Section | None:
     heads, traces = probed.parts("head"), []
     metrics = [metric for metric in DEVIATION_METRICS if metric != "bias_ulp"]
     for shadow in probed.shadows:
-        for what in probed.whats:
+        for what in probed.compared:
             for metric in metrics:
                 rows = [
                     [probed.worst(layer, what, metric, shadow=shadow, part=head) for head in heads]
@@ -120,7 +120,7 @@ def _streams(probed: Probed) -> Section | None:
     titles = {"out": "made here", "carried": "carried in", "total": "in all"}
     colours = {"out": "#d55e00", "carried": "#0072b2", "total": "#8c8c8c"}
     traces = []
-    for shadow in probed.shadows if "total" in probed.whats else ():
+    for shadow in probed.shadows if "total" in probed.compared else ():
         for what, title in titles.items():
             values = [
                 probed.worst(layer, what, "rel_fro", shadow=shadow) for layer in probed.layers

@@ -18,7 +18,7 @@ def histogram_section(probed: Probed) -> Section | None:
     """Return the shares of errors by size in ULPs, a line for each layer."""
     traces = []
     for shadow in probed.shadows:
-        for what in probed.whats:
+        for what in probed.compared:
             table = {}
             for layer in probed.layers:
                 name = deviation_name(layer, what, ULP_HISTOGRAM, shadow=shadow)
@@ -70,7 +70,7 @@ def position_section(probed: Probed) -> Section | None:
     ranges, traces = probed.parts("positions"), []
     names = [part.removeprefix("positions_").replace("_", " to ") for part in ranges]
     for shadow in probed.shadows:
-        for what in probed.whats:
+        for what in probed.compared:
             for metric in DEVIATION_METRICS:
                 table = {}
                 for layer in probed.layers:

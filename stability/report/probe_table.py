@@ -171,7 +171,7 @@ def _caption(probed: Probed) -> str:
     lines = ["error: |candidate - baseline| / |baseline|, at the step where it was largest."]
     if probed.record.golden:
         lines.append("ratio: |candidate - FP64| / |baseline - FP64|; flash-attn's tests allow 2.")
-    if "total" in probed.whats:
+    if "total" in probed.compared:
         lines.append(
             "in all: in the candidate's own stream; carried in: what that stream's inputs add."
         )

@@ -132,15 +132,15 @@ def test_without_gradients_forward_alone_is_compared_at_once():
     hook = _hook()
     with torch.no_grad():
         hook(*_inputs(), causal=True)
-    whats = {name.split("/")[2] for name in hook.probe.collect().metrics}
-    assert whats == {"out", "lse"}
+    compared = {name.split("/")[2] for name in hook.probe.collect().metrics}
+    assert compared == {"out", "lse"}
 
 
 def test_a_call_that_no_backward_reaches_is_compared_forward():
     hook = _hook()
     hook(*_inputs(), causal=True)
-    whats = {name.split("/")[2] for name in hook.probe.collect().metrics}
-    assert whats == {"out", "lse"}
+    compared = {name.split("/")[2] for name in hook.probe.collect().metrics}
+    assert compared == {"out", "lse"}
 
 
 def test_the_first_call_of_a_step_counts_and_collect_forgets():

@@ -11,7 +11,7 @@ from tests.stability.attention.tiny_transformers import TINY, padding
 
 pytest.importorskip("transformers")
 
-WHATS = ("out", "dq", "dk", "dv", "carried", "total")
+COMPARED = ("out", "dq", "dk", "dv", "carried", "total")
 CASES = [(name, how) for name, tiny in TINY.items() for how in tiny.implementations]
 
 
@@ -46,7 +46,7 @@ def test_forward_and_backward_of_every_layer_are_compared_and_nothing_changes(na
     for parameter, gradient in _gradients(model).items():
         assert torch.equal(gradient, plain[parameter]), parameter
     for layer in tiny.layers:
-        for what in WHATS:
+        for what in COMPARED:
             error = probe.metrics[f"deviation/{layer}/{what}/rel_fro"]
             assert 0 <= error < 1e-4, (layer, what)
         assert probe.metrics[f"deviation/{layer}/dq/golden_baseline_rel_fro"] < 1e-4

@@ -9,7 +9,7 @@ from stability.records.metric_log import MetricLog
 from stability.records.names import ULP_HISTOGRAM, deviation_name, head_part, watch_name
 from stability.records.probe_record import METRICS_FILE, ProbeRecord, write_probe_record
 
-WHATS = ("out", "lse", "dq", "dk", "dv", "carried", "total")
+COMPARED = ("out", "lse", "dq", "dk", "dv", "carried", "total")
 
 
 def figures(rng: random.Random, times: float = 1.0, bias: float = 0.0) -> dict[str, float]:
@@ -48,7 +48,7 @@ def write_probe(
             for index, layer in enumerate(names):
                 wrong = planted is not None and planted[0] == index and step >= since
                 bias = 0.2 if biased == index else 0.0
-                for what in WHATS:
+                for what in COMPARED:
                     hit = wrong and what not in ("lse", "carried")
                     found = figures(rng, 300.0 if hit else 1.0, bias if what == "out" else 0.0)
                     rows = {"": found}
