@@ -13,8 +13,8 @@ from attention_kernels.choices import input_format
 from stability.attention.pending import Pending
 from stability.attention.query_weight import query_weight
 from stability.attention.reading import Finding, Gathered
+from stability.config.observation import ProbeConfig
 from stability.config.plugins import METRICS, plugins
-from stability.config.schema import ProbeConfig
 from stability.metrics.deviation import (
     DEVIATION_METRICS,
     GOLDEN_METRICS,

@@ -25,7 +25,7 @@ from stability.attention.intercepted_call import AttentionCall, Primary
 from stability.attention.pending import Pending
 from stability.attention.reading import Finding, Reading, Transfer
 from stability.attention.rerun import GRADIENTS, WithLse, isolated, rerun, rerun_golden
-from stability.config.schema import ProbeConfig
+from stability.config.observation import ProbeConfig
 
 __all__ = ["AttentionProbe", "BindMask"]
 

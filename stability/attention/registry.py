@@ -28,8 +28,8 @@ from attention_kernels import (
 from attention_kernels.peers import PEERS
 from stability.attention.own_attention import find_own, is_own, loaded
 from stability.config.convert import nearest
+from stability.config.groups import AttentionConfig
 from stability.config.plugins import ATTENTIONS, plugins
-from stability.config.schema import AttentionConfig
 
 __all__ = [
     "IMPLEMENTATIONS",

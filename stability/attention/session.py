@@ -27,7 +27,7 @@ from stability.attention.replacing import Direction, Replacement
 from stability.attention.rerun import WithLse
 from stability.attention.schedule import Schedule
 from stability.attention.second_pass import repeating_forward
-from stability.config.schema import ProbeConfig
+from stability.config.observation import ProbeConfig
 
 __all__ = ["OWN", "Candidate", "Shadow", "shadow"]
 

@@ -83,7 +83,11 @@ def from_mapping(cls: type[T], mapping: Any, place: Place) -> T:
         raise
     except ValueError as error:
         owner = place.path.rpartition(".")[2]
-        raise place.error(str(error).removeprefix(f"{owner}: ")) from error
+        text = str(error).removeprefix(f"{owner}: ")
+        name, colon, rest = text.partition(": ")
+        if colon and name in names:
+            raise place.at(name).error(rest) from error
+        raise place.error(text) from error
 
 
 def _convert(value: Any, kind: Any, place: Place) -> Any:

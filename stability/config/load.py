@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from attention_kernels import BASELINE_PROFILES, PROFILES
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, to_dict
+from stability.config.groups import AttentionConfig
 from stability.config.plugins import ATTENTIONS, plugins
-from stability.config.schema import BASELINE, ArmConfig, AttentionConfig, StudyConfig
+from stability.config.schema import BASELINE, ArmConfig, StudyConfig
 from stability.config.yaml_file import parse_value, read_mapping
 
 __all__ = ["ConfigError", "from_dict", "load_study", "override", "to_dict"]

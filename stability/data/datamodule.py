@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from stability.config.schema import DataConfig
+from stability.config.groups import DataConfig
 from stability.data.batch_loader import BatchLoader
 from stability.data.blocks import cut_blocks
 from stability.data.fingerprint import hash_tokens

@@ -9,6 +9,7 @@ import yaml
 
 from stability.config.load import load_study
 from stability.config.schema import StudyConfig
+from stability.study.arm import TrainOptions
 from stability.study.runner import run_study
 
 TINY_ARMS = {
@@ -28,13 +29,18 @@ class SilentObserver:
     def __init__(self) -> None:
         self.ended: list[tuple[str, int, str, str]] = []
         self.losses: list[float] = []
+        self.notes: list[str] = []
 
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
         """Ignore."""
 
-    def run_advanced(self, step: int, loss: float) -> None:
+    def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
         """Remember the loss."""
         self.losses.append(loss)
+
+    def run_noted(self, arm: str, seed: int, text: str) -> None:
+        """Remember what was said."""
+        self.notes.append(text)
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """Remember how it ended."""
@@ -91,14 +97,14 @@ def write_study(tmp_path, text_file) -> Callable[..., Path]:
     return write
 
 
-def run_quietly(study: StudyConfig, out: Path) -> SilentObserver:
+def run_quietly(study: StudyConfig, out: Path, jobs: int = 1) -> SilentObserver:
     observer = SilentObserver()
-    run_study(study, out, wandb_mode="disabled", observer=observer)
+    run_study(study, out, options=TrainOptions(wandb_mode="disabled"), observer=observer, jobs=jobs)
     return observer
 
 
 @pytest.fixture
-def run_tiny() -> Callable[[StudyConfig, Path], SilentObserver]:
+def run_tiny() -> Callable[..., SilentObserver]:
     return run_quietly
 
 

@@ -10,6 +10,8 @@ from stability.analysis.recorded import read_study
 from stability.analysis.sampling import w1_floor
 from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest, write_manifest
+from stability.records.sealed_json import read_sealed, write_sealed
+from tests.stability.sealing import seal
 
 
 def logged(study_dir, arm, seed, name):
@@ -95,9 +97,9 @@ def test_changes_read_as_sentences(finished):
 )
 def test_every_axis_has_a_sentence(finished, study, diff, said):
     path = study / "study.json"
-    content = json.loads(path.read_text())
+    content = read_sealed(path, "")
     content["arms"][1]["diff"] = diff
-    path.write_text(json.dumps(content))
+    write_sealed(path, content)
     assert build_ladder(study).row("flash_all_bf16").change == said
 
 
@@ -160,19 +162,26 @@ def test_unreadable_record_fails_its_run_and_spares_the_others(study, spoiled):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "study.json must exist"), ("{", "must hold a study's config"), ("{}", "KeyError")],
-    ids=["missing", "torn", "empty"],
+    [
+        (None, "study.json: there is no such file; `stability run` writes it"),
+        ("{", "must be JSON, is torn"),
+        ("{}", "must have the checksum of what it says"),
+        ({}, "KeyError"),
+    ],
+    ids=["missing", "torn", "edited", "empty"],
 )
 def test_folder_without_a_study_is_refused(tmp_path, text, message):
-    if text is not None:
+    if isinstance(text, str):
         (tmp_path / "study.json").write_text(text)
+    elif text is not None:
+        write_sealed(tmp_path / "study.json", text)
     with pytest.raises(ValueError, match=message):
         build_ladder(tmp_path)
 
 
 def test_diverged_run_is_shown_as_not_a_number(study):
     with (study / "fp32" / "seed-0" / "metrics.jsonl").open("a") as log:
-        log.write('{"step": 200, "drift/all/rel_l2": "nan", "drift/all/w1": "inf"}\n')
+        log.write(seal({"step": 200, "drift/all/rel_l2": "nan", "drift/all/w1": "inf"}))
     ladder = build_ladder(study)
     row = ladder.row("fp32")
     assert str(row.rel_l2.last.mean) == str(row.rel_l2.last.low) == "nan"

@@ -8,13 +8,15 @@ import pytest
 from stability.analysis.ladder import build_ladder
 from stability.analysis.spread import times
 from stability.analysis.verdict import notes, sentence, verdicts
+from stability.records.sealed_json import read_sealed, write_sealed
+from tests.stability.sealing import seal
 
 
 def rewrite(study, arm, change):
     """Pass each logged line of an arm through `change`."""
     for path in (study / arm).glob("seed-*/metrics.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        path.write_text("".join(json.dumps(change(line)) + "\n" for line in lines))
+        path.write_text("".join(seal(change(line)) for line in lines))
 
 
 def scaled(factor, steps=None):
@@ -62,9 +64,9 @@ def test_both_figures_are_disowned_if_the_nudge_is_early(study):
 
 
 def test_missing_nudge_is_said(study, synthetic):
-    content = json.loads((study / "study.json").read_text())
+    content = read_sealed(study / "study.json", "")
     content["arms"] = [arm for arm in content["arms"] if arm["name"] != "nudge"]
-    (study / "study.json").write_text(json.dumps(content))
+    write_sealed(study / "study.json", content)
     said = sentence(build_ladder(study), "flash_fa2")
     assert said.endswith("no nudge arm says how much of that is chaos.")
 

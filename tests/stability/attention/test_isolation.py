@@ -11,7 +11,7 @@ from stability import shadow
 from stability.attention.dual import DualAttention, as_shadows
 from stability.attention.probe import AttentionProbe
 from stability.attention.registry import resolve_attention
-from stability.config.schema import ProbeConfig
+from stability.config.observation import ProbeConfig
 from tests.stability.attention.torch_models import Decoder, tokens, train_step
 
 CPU = torch.device("cpu")

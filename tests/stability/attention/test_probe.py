@@ -12,7 +12,7 @@ from attention_kernels import (
 from stability.attention.dual import DualAttention, as_shadows
 from stability.attention.probe import AttentionProbe
 from stability.attention.registry import resolve_attention
-from stability.config.schema import ProbeConfig
+from stability.config.observation import ProbeConfig
 from stability.metrics.deviation import DEVIATION_METRICS, compare, deviation
 from stability.records.names import deviation_name
 

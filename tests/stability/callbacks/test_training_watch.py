@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stability.callbacks.training_watch import TrainingWatch
-from stability.config.schema import ModelConfig, OptimizerConfig
+from stability.config.groups import ModelConfig, OptimizerConfig
 from stability.model.gpt import GPT
 from stability.model.init_schemes import initialise
 from stability.model.lightning_module import LanguageModel

@@ -45,7 +45,7 @@ def _base(path, value):
         (_base("attention.implementation", "flesh"), ["tiny.yaml", "'flesh'", "flash"]),
         (_base("attention.numerics", {"softmax": "bf17"}), ["tiny.yaml", "'bf17'", "bf16"]),
         (_base("train.steps", "many"), ["tiny.yaml", "train.steps", "many"]),
-        (_base("precision", "16-mixed"), ["precision", "16-mixed", "BF16"]),
+        (_base("precision", "emulated:e9m3"), ["precision", "emulated:e9m3", "64-true"]),
         (_base("data.source", "no/such/file.txt"), ["no/such/file.txt"]),
         (lambda c: c["arms"]["flash_fa2"]["attention"].update(profile="fa22"), ["'fa22'", "fa2"]),
         (lambda c: c["arms"].update(x={"atention": {}}), ["arms.x", "atention", "attention"]),

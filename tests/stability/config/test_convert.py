@@ -2,25 +2,24 @@
 
 import json
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability.config.load import ConfigError, from_dict, override, to_dict
-from stability.config.schema import (
-    ArmConfig,
+from stability.config.groups import (
     AttentionConfig,
     DataConfig,
     ModelConfig,
     NudgeConfig,
     OptimizerConfig,
-    Precision,
-    ProbeConfig,
     SeedConfig,
     TrainConfig,
 )
+from stability.config.load import ConfigError, from_dict, override, to_dict
+from stability.config.observation import ProbeConfig
+from stability.config.precision import NATIVE
+from stability.config.schema import ArmConfig
 
 NAMES = st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), max_size=8)
 POSITIVE = st.integers(1, 10**9)
@@ -41,7 +40,7 @@ ARMS = st.builds(
         init=st.sampled_from(["gpt2", "xavier", "kaiming", "orthogonal"]),
     ),
     attention=ATTENTION,
-    precision=st.sampled_from(get_args(Precision)),
+    precision=st.sampled_from([*NATIVE, "emulated:fp16", "emulated:e5m6"]),
     seed=st.builds(SeedConfig, base=st.integers(), init_offset=st.integers()),
     nudge=st.builds(NudgeConfig, ulps=st.integers(0, 9)),
     data=st.builds(DataConfig, source=NAMES, tokenizer=NAMES),

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stability.config.diff import changed_axes, diff
+from stability.config.groups import AttentionConfig, ModelConfig
 from stability.config.load import override
-from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
+from stability.config.schema import ArmConfig
 
 ARM = ArmConfig(
     model=ModelConfig(depth=1, width=8, heads=1, context=4),

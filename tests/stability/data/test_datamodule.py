@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch.nn import functional as F
 
-from stability.config.schema import DataConfig, ModelConfig, OptimizerConfig
+from stability.config.groups import DataConfig, ModelConfig, OptimizerConfig
 from stability.data.blocks import batch_indices, cut_blocks
 from stability.data.datamodule import TextDataModule
 from stability.data.fingerprint import hash_tokens

@@ -7,8 +7,8 @@ import torch
 import yaml
 from torch.nn import functional as F
 
+from stability.config.groups import ModelConfig
 from stability.config.load import from_dict
-from stability.config.schema import ModelConfig
 from stability.model.gpt import GPT
 from stability.model.init_schemes import initialise
 

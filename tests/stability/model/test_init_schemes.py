@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stability.config.schema import ModelConfig
+from stability.config.groups import ModelConfig
 from stability.model.gpt import GPT
 from stability.model.init_schemes import INIT_SCHEMES, initialise
 

@@ -4,6 +4,7 @@ import pytest
 
 from stability.records.events import Event, log_event, read_events
 from stability.records.metric_log import MetricLog, read_metrics, read_text
+from tests.stability.sealing import seal
 
 FIRST = Event(3, "finding", "layer_2", "the candidate returned NaN")
 SECOND = Event(3, "alert", "layer_2", "watch/layer_2/max_logit is 1.2e+04")
@@ -68,6 +69,6 @@ def test_an_event_that_says_nothing_is_refused(arguments, message):
     ],
 )
 def test_a_damaged_event_is_an_error_that_names_file_and_line(path, damage, message):
-    path.write_text(f'{{"step": 0, "x": 1}}\n{damage}\n')
+    path.write_text(seal('{"step": 0, "x": 1}') + seal(damage))
     with pytest.raises(ValueError, match=rf"metrics.jsonl: line 2.*{message}"):
         read_events(path)

@@ -12,6 +12,7 @@ import torch
 
 import attention_kernels
 from stability.records.manifest import Manifest, environment, read_manifest, write_manifest
+from stability.records.sealed_json import write_sealed
 
 ROOT = Path(__file__).parents[3]
 MANIFEST = Manifest(
@@ -39,18 +40,18 @@ def test_a_manifest_comes_back_as_written(tmp_path):
 
 
 def _without(key):
-    return json.dumps({k: v for k, v in asdict(MANIFEST).items() if k != key})
+    return {k: v for k, v in asdict(MANIFEST).items() if k != key}
 
 
 def _with(**changes):
-    return json.dumps({**asdict(MANIFEST), **changes})
+    return {**asdict(MANIFEST), **changes}
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "message"),
     [
-        ("", "must be JSON, is torn or edited"),
-        (_with()[:-40], "must be JSON, is torn or edited"),
+        ("", "must be JSON, is torn or damaged"),
+        (json.dumps(_with())[:-40], "must be JSON, is torn or damaged"),
         ("[1]", "must be a JSON object, is list"),
         (_without("hashes"), "missing key hashes; it is no whole manifest"),
         (_with(hash={}), "unknown key 'hash'; nearest: hashes"),
@@ -60,9 +61,12 @@ def _with(**changes):
     ],
     ids=["empty", "torn", "list", "missing", "unknown", "state", "text-for-int", "null"],
 )
-def test_a_damaged_manifest_is_refused_in_one_line_that_names_it(tmp_path, text, message):
+def test_a_damaged_manifest_is_refused_in_one_line_that_names_it(tmp_path, content, message):
     path = tmp_path / "manifest.json"
-    path.write_text(text)
+    if isinstance(content, str):
+        path.write_text(content)
+    else:
+        write_sealed(path, content)
     with pytest.raises(ValueError, match=message) as caught:
         read_manifest(path)
     assert str(caught.value).startswith(f"{path}: ")
@@ -70,7 +74,7 @@ def test_a_damaged_manifest_is_refused_in_one_line_that_names_it(tmp_path, text,
 
 
 def test_a_missing_manifest_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"none.json: there is no manifest here"):
+    with pytest.raises(ValueError, match=r"none.json: there is no such file; `stability run` w"):
         read_manifest(tmp_path / "none.json")
 
 

@@ -1,7 +1,5 @@
 """A probe's record is read back as it was written, and a damaged one is refused by name."""
 
-import json
-
 import pytest
 
 from stability.records.probe_record import (
@@ -10,6 +8,7 @@ from stability.records.probe_record import (
     read_probe_record,
     write_probe_record,
 )
+from stability.records.sealed_json import read_sealed, write_sealed
 
 RECORD = ProbeRecord(
     model="GPT2",
@@ -43,19 +42,19 @@ def _without(key):
 )
 def test_a_damaged_record_is_one_line_with_file_and_key(tmp_path, edit, message):
     write_probe_record(tmp_path, RECORD)
-    content = json.loads((tmp_path / PROBE_FILE).read_text())
+    content = read_sealed(tmp_path / PROBE_FILE, "")
     edit(content)
-    (tmp_path / PROBE_FILE).write_text(json.dumps(content))
+    write_sealed(tmp_path / PROBE_FILE, content)
     with pytest.raises(ValueError, match=f"{PROBE_FILE}: {message}") as caught:
         read_probe_record(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_a_torn_and_a_foreign_file_are_told_apart(tmp_path):
-    with pytest.raises(ValueError, match="there is no probe here; `stability probe` writes it"):
+    with pytest.raises(ValueError, match="there is no such file; `stability probe` writes it"):
         read_probe_record(tmp_path)
     (tmp_path / PROBE_FILE).write_text('{"model": ')
-    with pytest.raises(ValueError, match="must be JSON, is torn or edited"):
+    with pytest.raises(ValueError, match="must be JSON, is torn or damaged"):
         read_probe_record(tmp_path)
     (tmp_path / PROBE_FILE).write_text("[]")
     with pytest.raises(ValueError, match="must be a JSON object, is list"):

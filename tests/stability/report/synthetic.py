@@ -1,6 +1,5 @@
 """A study's records without training: drifts that grow and then saturate, as real ones do."""
 
-import json
 import math
 import random
 from pathlib import Path
@@ -11,6 +10,7 @@ from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import Manifest, write_manifest
 from stability.records.metric_log import MetricLog
 from stability.records.names import TRAIN_LOSS, deviation_name, drift_name
+from stability.records.sealed_json import write_sealed
 from stability.records.snapshots import write_snapshot
 
 STEPS = 200
@@ -155,7 +155,7 @@ def write_run(
 def write_study_json(study_dir: Path, **changes: object) -> None:
     study_dir.mkdir(parents=True, exist_ok=True)
     content = {"config": {**CONFIG, **changes}, "arms": ARMS}
-    StudyPaths(study_dir).study.write_text(json.dumps(content))
+    write_sealed(StudyPaths(study_dir).study, content)
 
 
 def write_synthetic(study_dir: Path, **changes: object) -> Path:

@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 from stability.analysis.ladder import build_ladder, ladder_of
 from stability.analysis.recorded import read_study
 from stability.analysis.spread import scientific, times
+from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.html import render, write_report
 
 HOSTILE = "<script>alert(1)</script>"
@@ -169,10 +170,10 @@ def test_study_that_has_not_begun_has_a_report(synthetic, tmp_path):
 
 def test_proofs_tell_a_broken_pair_from_a_change_by_design(study):
     path = study / "flash_fa2" / "seed-1" / "manifest.json"
-    manifest = json.loads(path.read_text())
+    manifest = read_sealed(path, "")
     manifest["hashes"]["batches"] = "other"
     manifest["environment"]["torch"] = "2.11.0"
-    path.write_text(json.dumps(manifest))
+    write_sealed(path, manifest)
     page = page_of(study)
     contract = page[page.index('id="contract"') :]
 

@@ -12,6 +12,7 @@ from stability.records.manifest import read_manifest
 from stability.study import arm as arm_module
 from stability.study.contract import ContractError, axis_of, check_batches, check_start
 from stability.study.expand import expand
+from tests.stability.sealing import seal
 
 
 def _manifests(study, candidate="flash_fa2"):
@@ -60,7 +61,7 @@ def test_another_batch_is_refused_with_its_number(trained, tmp_path):
     for line in lines:
         if "batch_hash" in line and line["step"] >= 4:
             line["batch_hash"] = "f" * 64
-    other.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    other.metrics.write_text("".join(seal(line) for line in lines))
     check_batches(paths[0], other, axis="attention", step=3)
     with pytest.raises(ContractError, match=r"flash_fa2: batch 4 differs .*'ffff"):
         check_batches(paths[0], other, axis="attention", step=6)

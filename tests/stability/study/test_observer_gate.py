@@ -9,10 +9,13 @@ from stability.attention.probe import AttentionProbe
 from stability.config.load import load_study
 from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest
+from stability.study.arm import TrainOptions
 from stability.study.expand import expand
 from stability.study.observer_gate import check_observer
 from stability.study.runner import run_study
 from tests.stability.conftest import SilentObserver
+
+CHECKED = TrainOptions(wandb_mode="disabled", check_observer=True)
 
 
 def _config(write_study, arm="baseline", **train):
@@ -75,7 +78,7 @@ def test_the_manifest_holds_the_result_and_a_broken_gate_stops_the_run(
 
     study = load_study(write_study(one_arm), None)
     observer = SilentObserver()
-    run_study(study, tmp_path / "a", wandb_mode="disabled", observer=observer, check_observer=True)
+    run_study(study, tmp_path / "a", options=CHECKED, observer=observer)
     manifest = read_manifest(RunPaths.for_run(tmp_path / "a" / "tiny", "baseline", 0).manifest)
     assert manifest.observer["equal"] is True
     assert manifest.observer["watched"] == manifest.observer["unwatched"]
@@ -84,6 +87,6 @@ def test_the_manifest_holds_the_result_and_a_broken_gate_stops_the_run(
         return primary(call.q * 1.01, call.k, call.v)
 
     monkeypatch.setattr(AttentionProbe, "attend", disturbing)
-    run_study(study, tmp_path / "b", wandb_mode="disabled", observer=observer, check_observer=True)
+    run_study(study, tmp_path / "b", options=CHECKED, observer=observer)
     assert observer.ended[-1][2] == "failed"
     assert "observer gate: after 4 steps the weights must be" in observer.ended[-1][3]
