@@ -28,6 +28,7 @@ LOSS_TAIL = 10
 
 WORST_FIRST: tuple[RunState, ...] = (
     "failed",
+    "diverged",
     "interrupted",
     "missing",
     "running",

@@ -4,7 +4,6 @@ Reads a study at any moment: arms that have not started, runs that failed or are
 part of the answer. Leaves out every judgement (`ladder`, `verdict`, `proofs`).
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,11 @@ from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import Series, read_metrics
 from stability.records.names import TRAIN_LOSS, drift_name
+from stability.records.sealed_json import read_sealed
 
 __all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "read_study"]
 
-RunState = Literal["running", "interrupted", "failed", "finished", "missing"]
+RunState = Literal["running", "interrupted", "failed", "diverged", "finished", "missing"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,7 @@ def read_study(study_dir: Path) -> RecordedStudy:
     """
     path = StudyPaths(study_dir).study
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_sealed(path, writer="`stability run`")
         config, arms = content["config"], content["arms"]
         return RecordedStudy(
             name=config["name"],
@@ -126,9 +126,7 @@ def read_study(study_dir: Path) -> RecordedStudy:
             early_step=config.get("early_step", 0),
             arms=tuple(_read_arm(study_dir, arm, config["seeds"]) for arm in arms),
         )
-    except FileNotFoundError:
-        raise ValueError(f"read_study: {path} must exist; `stability run` writes it") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(
             f"read_study: {path} must hold a study's config and arms, got {error!r}"
         ) from error

@@ -13,7 +13,7 @@ from torch import nn
 from stability.metrics.drift import drift
 from stability.records.layout import RunPaths
 from stability.records.names import drift_name
-from stability.records.snapshots import read_snapshot
+from stability.records.run_files import read_run_snapshot
 
 __all__ = ["DriftProbe"]
 
@@ -61,7 +61,7 @@ class DriftProbe(Callback):
             return
         self._check(step)
         weights = {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
-        distances = drift(weights, read_snapshot(self._baseline.snapshot(step)))
+        distances = drift(weights, read_run_snapshot(self._baseline, step))
         metrics = {
             drift_name(parameter, metric): value
             for parameter, values in distances.items()

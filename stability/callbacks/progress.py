@@ -14,20 +14,26 @@ class StudyObserver(Protocol):
         """Run `index` of `total` (from 1) starts, or goes on, towards `steps`."""
         ...
 
-    def run_advanced(self, step: int, loss: float) -> None:
-        """The current run has made `step` updates; `loss` is its last logged training loss."""
+    def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
+        """A run has made `step` updates; `loss` is its last training loss."""
+        ...
+
+    def run_noted(self, arm: str, seed: int, text: str) -> None:
+        """Something about a run that its user should know, e.g. a record that was damaged."""
         ...
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
-        """The current run is over: `state` as in its manifest, with a message if it failed."""
+        """A run is over: `state` as in its manifest, with a message if it failed."""
         ...
 
 
 class ProgressCallback(Callback):
     """Pass each update of a run to the observer."""
 
-    def __init__(self, observer: StudyObserver) -> None:
+    def __init__(self, observer: StudyObserver, arm: str, seed: int) -> None:
         self._observer = observer
+        self._arm = arm
+        self._seed = seed
 
     def on_train_batch_end(
         self,
@@ -40,5 +46,8 @@ class ProgressCallback(Callback):
         """Report the step and the loss that Lightning logged for it."""
         loss = trainer.callback_metrics.get("train/loss")
         self._observer.run_advanced(
-            trainer.global_step, float("nan") if loss is None else float(loss)
+            self._arm,
+            self._seed,
+            trainer.global_step,
+            float("nan") if loss is None else float(loss),
         )

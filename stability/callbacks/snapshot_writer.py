@@ -9,18 +9,21 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from stability.records.layout import RunPaths
+from stability.records.run_files import RunFiles
 from stability.records.snapshots import write_snapshot
 
 __all__ = ["SnapshotWriter"]
 
 
 class SnapshotWriter(Callback):
-    """Write a snapshot of `model` after each number of updates in `steps`."""
+    """Write a snapshot of `model` after each number of updates in `steps`, and list it in `files`.
 
-    def __init__(self, model: nn.Module, run: RunPaths, steps: Collection[int]) -> None:
+    One that is listed already stays: a run that goes on has the same bits there.
+    """
+
+    def __init__(self, model: nn.Module, files: RunFiles, steps: Collection[int]) -> None:
         self._model = model
-        self._run = run
+        self._files = files
         self._steps = frozenset(steps)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -39,6 +42,7 @@ class SnapshotWriter(Callback):
         self._write(trainer.global_step)
 
     def _write(self, step: int) -> None:
-        path = self._run.snapshot(step)
-        if step in self._steps and not path.exists():
+        path = self._files.paths.snapshot(step)
+        if step in self._steps and path not in self._files:
             write_snapshot(path, self._model.state_dict())
+            self._files.add(path)

@@ -15,6 +15,7 @@ from typing import NoReturn
 import jsonargparse
 
 from stability import __version__
+from stability.records.atomic import DiskFullError
 
 __all__ = ["main"]
 
@@ -56,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_verb(verb, rest)
     except (ValueError, FileNotFoundError) as error:
         _fail(str(error))
+    except DiskFullError as error:
+        sys.stderr.write(f"stability: {error}; free some, and the same command goes on from here\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write("stability: interrupted; the same command goes on from here\n")
         return 130

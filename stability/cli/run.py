@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
 from rich.console import Console
 
 from stability.analysis.ladder import build_ladder
@@ -16,7 +17,8 @@ from stability.config.schema import ArmConfig
 from stability.report.html import write_report
 from stability.report.progress import StudyDisplay
 from stability.report.terminal import print_ladder
-from stability.study.arm import is_finished
+from stability.study.arm import TrainOptions
+from stability.study.run import has_ended
 from stability.study.runner import plan, run_study
 
 __all__ = ["override_help", "run", "split_overrides"]
@@ -29,6 +31,7 @@ def run(
     out: Path = Path("runs"),
     wandb: Literal["offline", "online", "disabled"] = "offline",
     check_observer: bool = False,
+    jobs: int = 0,
     overrides: dict[str, str] | None = None,
 ) -> int:
     """Train every arm and seed of a study, print the ladder and write the report.
@@ -39,6 +42,8 @@ def run(
         wandb: where W&B's records go; offline needs no account
         check_observer: first train a few steps with every instrument and with none; the bits must
             be equal
+        jobs: how many runs train at once, each in a process of its own; 0 is one for each GPU, or
+            one on a CPU
         overrides: values in the study's base, by dotted key
     """
     config = load_study(study, overrides)
@@ -46,12 +51,18 @@ def run(
     _quieten()
     console = Console()
     with StudyDisplay(console, len(runs)) as display:
-        run_study(config, out, wandb_mode=wandb, observer=display, check_observer=check_observer)
+        run_study(
+            config,
+            out,
+            options=TrainOptions(wandb_mode=wandb, check_observer=check_observer),
+            observer=display,
+            jobs=jobs or max(1, torch.cuda.device_count()),
+        )
     folder = out / config.name
     report = write_report(folder)
     print_ladder(build_ladder(folder), console)
     console.print(f"\nreport: {report}", soft_wrap=True, highlight=False)
-    return 0 if all(is_finished(run) for run in runs) else 1
+    return 0 if all(has_ended(run.paths) for run in runs) else 1
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:

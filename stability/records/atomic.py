@@ -3,13 +3,36 @@
 Leaves out appending, which tears at most the last line (`metric_log`).
 """
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["atomic_path", "write_text"]
+__all__ = ["DiskFullError", "atomic_path", "is_disk_full", "write_text"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskFullError(OSError):
+    """The disk takes no more; what was written before is whole."""
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether `error`, or what caused it, is a disk that takes no more.
+
+    Libraries in other languages (safetensors) tell it in words: "(os error 28)".
+    """
+    while error is not None:
+        if getattr(error, "errno", None) in _FULL:
+            return True
+        if any(f"os error {code})" in str(error) for code in _FULL):
+            return True
+        if isinstance(error, DiskFullError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextmanager

@@ -7,11 +7,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RunPaths", "StudyPaths", "list_runs", "snapshot_steps"]
+__all__ = ["RunPaths", "StudyPaths", "checkpoint_steps", "list_runs", "snapshot_steps"]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SEED = re.compile(r"seed-(\d+)")
 _SNAPSHOT = re.compile(r"step-(\d{8,})\.safetensors")
+_CHECKPOINT = re.compile(r"step-(\d{8,})\.ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,10 @@ class RunPaths:
         """The folder of what a resume needs."""
         return self.root / "checkpoints"
 
+    def checkpoint(self, step: int) -> Path:
+        """All that a resume at `step` needs."""
+        return self.checkpoints_dir / f"step-{step:08d}.ckpt"
+
     @property
     def wandb_dir(self) -> Path:
         """The folder that W&B writes into."""
@@ -111,5 +116,14 @@ def list_runs(study: Path) -> list[RunPaths]:
 
 def snapshot_steps(run: RunPaths) -> list[int]:
     """Return the steps that a run has whole snapshots of, in order."""
-    matches = (_SNAPSHOT.fullmatch(path.name) for path in run.snapshots_dir.glob("*"))
+    return _steps(run.snapshots_dir, _SNAPSHOT)
+
+
+def checkpoint_steps(run: RunPaths) -> list[int]:
+    """Return the steps that a run has whole checkpoints of, in order."""
+    return _steps(run.checkpoints_dir, _CHECKPOINT)
+
+
+def _steps(folder: Path, name: re.Pattern[str]) -> list[int]:
+    matches = (name.fullmatch(path.name) for path in folder.glob("*"))
     return sorted(int(match.group(1)) for match in matches if match)

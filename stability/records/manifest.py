@@ -6,7 +6,6 @@ Leaves out the numbers of the run (`metric_log`) and whether two manifests make 
 
 import difflib
 import hashlib
-import json
 import platform
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
@@ -16,11 +15,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 
 import attention_kernels
-from stability.records.atomic import write_text
+from stability.records.sealed_json import read_sealed, write_sealed
 
-__all__ = ["Manifest", "RunState", "environment", "read_manifest", "write_manifest"]
+__all__ = ["ENDED", "Manifest", "RunState", "environment", "read_manifest", "write_manifest"]
 
-RunState = Literal["running", "interrupted", "failed", "finished"]
+RunState = Literal["running", "interrupted", "failed", "diverged", "finished"]
+"""`diverged` is an end like `finished`: the loss stopped being a number, and that is the result."""
+
+ENDED: tuple[RunState, ...] = ("finished", "diverged")
+"""States of a run that is never trained again."""
 
 _PACKAGES = ("datasets", "lightning", "numpy", "torch", "triton")
 """Packages whose version can change the bits of a run."""
@@ -45,30 +48,25 @@ class Manifest:
     step: int
     """Updates made when the manifest was written."""
     message: str
-    """Why the run failed; else empty."""
+    """Why the run failed or diverged; else empty."""
     observer: dict[str, Any] = field(default_factory=dict)
     """The observer gate's result, if it was asked for: `steps`, `equal` and the two hashes."""
+    files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each whole file of the run, by its path in the run's folder."""
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write `manifest`, whole or not at all."""
-    write_text(path, json.dumps(asdict(manifest), indent=2) + "\n")
+    """Write `manifest`, whole or not at all, with its checksum."""
+    write_sealed(path, asdict(manifest))
 
 
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest at `path`.
 
-    ValueError, one line that names the file, if it is missing, torn, or not made of a manifest's
+    ValueError, one line that names the file, if it is missing, damaged, or not made of a manifest's
     fields.
     """
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: there is no manifest here; `stability run` writes it") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: must be JSON, is torn or edited: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must be a JSON object, is {type(content).__name__}")
+    content = read_sealed(path, writer="`stability run`")
     _check_keys(path, content)
     for name, hint in get_type_hints(Manifest).items():
         _check_value(path, name, content[name], hint)

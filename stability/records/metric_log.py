@@ -1,24 +1,29 @@
 """The metric log of a run: JSON lines, one per logged step and source, flushed as they are written.
 
-A line is `{"step": 3, "train/loss": 1.25}`; several lines may share a step. JSON has no NaN and no
-infinity, so they stand as the strings "nan", "inf" and "-inf"; any other string is a text entry,
-not a metric, and neither is a list, which holds the counts of a histogram. A line is one `write`
-and ends in a newline: a process killed while writing leaves at most a torn last line, which readers
-ignore and the next writer cuts off. Leaves out what the names mean (`names`), and power cuts: lines
+A line is `{"step": 3, "train/loss": 1.25, "crc": "5f1c60c2"}`; several lines may share a step. JSON
+has no NaN and no infinity, so they stand as the strings "nan", "inf" and "-inf"; any other string
+is a text entry, not a metric, and neither is a list, which holds the counts of a histogram. A line
+is one `write` and ends in a newline: a process killed while writing leaves at most a torn last
+line, which readers ignore and the next writer cuts off. `crc` is the CRC-32 of what stands before
+it, so that a flipped bit is found. Leaves out what the names mean (`names`), and power cuts: lines
 are not forced to disk.
 """
 
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from stability.records.atomic import DiskFullError
+
 __all__ = ["MetricLog", "Series", "read_counts", "read_lines", "read_metrics", "read_text"]
 
 _STEP = "step"
+_CRC = "crc"
 _NON_FINITE = {"nan", "inf", "-inf"}
 
 
@@ -47,21 +52,21 @@ class MetricLog:
         """Write one line for `step`: numbers and counts by metric name, text entries by keyword.
 
         Counts are one or more whole numbers >= 0. ValueError for others, for a name that is given
-        twice or is "step", or a text that would be read back as a number; OSError if the disk takes
-        no more; the line is lost, the log is not.
+        twice or is "step" or "crc", or a text that would be read back as a number; DiskFullError if
+        the disk takes no more; the line is lost, the log is not.
         """
         lists = {name: list(values) for name, values in (counts or {}).items()}
         _check_names(metrics, lists, text)
         _check_counts(lists)
         numbers = {name: _to_json(float(x)) for name, x in metrics.items()}
         line = {_STEP: step, **numbers, **lists, **text}
-        encoded = (json.dumps(line, allow_nan=False) + "\n").encode()
+        encoded = _sealed(json.dumps(line, allow_nan=False).encode())
         if self._file is None:
             self._file = self._open()
         written = self._file.write(encoded)
         if written != len(encoded):
             self.close()  # the next append cuts off what was written
-            raise OSError(f"{self._path}: wrote {written} of {len(encoded)} bytes; disk full?")
+            raise DiskFullError(f"{self._path}: wrote {written} of {len(encoded)} bytes")
 
     def position(self) -> int:
         """Return the length of the log in bytes: whole lines only."""
@@ -137,6 +142,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             line = json.loads(raw)
         except ValueError as error:
             raise ValueError(f"{path}: line {number} must be JSON, is {raw[:60]!r}") from error
+        if not _is_sealed(raw):
+            raise ValueError(
+                f"{path}: line {number} must end in the checksum of what it says, is damaged or "
+                f"edited: {raw[:60]!r}"
+            )
         if not isinstance(line, dict) or not isinstance(line.get(_STEP), int):
             raise ValueError(f"{path}: line {number} must be an object with a step: {raw[:60]!r}")
         odd = [name for name, value in line.items() if not _is_entry(value)]
@@ -144,7 +154,19 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise ValueError(
                 f"{path}: line {number}: {odd[0]} must be a number, a text or a list of counts"
             )
+        line.pop(_CRC)
         yield number, line
+
+
+def _sealed(text: bytes) -> bytes:
+    """Return a JSON object with its checksum as last key, and a newline."""
+    said = text.removesuffix(b"}")
+    return said + f', "{_CRC}": "{zlib.crc32(said):08x}"}}\n'.encode()
+
+
+def _is_sealed(line: bytes) -> bool:
+    said, comma, _ = line.rpartition(b", ")
+    return bool(comma) and _sealed(said + b"}") == line + b"\n"
 
 
 def _is_entry(value: Any) -> bool:
@@ -158,7 +180,7 @@ def _are_counts(values: list[Any]) -> bool:
 def _check_names(
     metrics: Mapping[str, float], counts: Mapping[str, list[int]], text: Mapping[str, str]
 ) -> None:
-    seen = {_STEP}
+    seen = {_STEP, _CRC}
     twice = [name for name in (*metrics, *counts, *text) if name in seen or seen.add(name)]
     if twice:
         raise ValueError(f"MetricLog.append: {twice[0]!r} must be given once; rename one")

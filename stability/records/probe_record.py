@@ -4,12 +4,11 @@
 of studies (`manifest`).
 """
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from stability.records.atomic import write_text
+from stability.records.sealed_json import read_sealed, write_sealed
 
 __all__ = ["METRICS_FILE", "PROBE_FILE", "ProbeRecord", "read_probe_record", "write_probe_record"]
 
@@ -35,26 +34,19 @@ class ProbeRecord:
 
 
 def write_probe_record(folder: Path, record: ProbeRecord) -> None:
-    """Write `record` into `folder`, whole or not at all."""
-    write_text(folder / PROBE_FILE, json.dumps(asdict(record), indent=2) + "\n")
+    """Write `record` into `folder`, whole or not at all, with its checksum."""
+    write_sealed(folder / PROBE_FILE, asdict(record))
 
 
 def read_probe_record(folder: Path) -> ProbeRecord:
     """Return the record in `folder`.
 
-    ValueError, one line that names the file, if it is missing, torn, or not made of a record's
+    ValueError, one line that names the file, if it is missing, damaged, or not made of a record's
     fields.
     """
     path = folder / PROBE_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: there is no probe here; `stability probe` writes it") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: must be JSON, is torn or edited: {error}") from error
+    content = read_sealed(path, writer="`stability probe`")
     hints = get_type_hints(ProbeRecord)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must be a JSON object, is {type(content).__name__}")
     names = [field.name for field in fields(ProbeRecord)]
     odd = [name for name in content if name not in names] or [n for n in names if n not in content]
     if odd:

@@ -1,10 +1,11 @@
-"""The display of a running study: which run of how many, its step, its loss, the time left.
+"""The display of a running study: a bar for each run under way, its step, loss and time left.
 
-On a terminal two live bars; elsewhere (a log file, CI) one line for each run that ends. Satisfies
+On a terminal live bars; elsewhere (a log file, CI) one line for each run that ends. Satisfies
 `callbacks.progress.StudyObserver`.
 """
 
 import time
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -14,12 +15,24 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
 __all__ = ["StudyDisplay"]
+
+
+@dataclass(slots=True)
+class _Training:
+    """A run that is under way."""
+
+    bar: TaskID
+    steps: int
+    started: float
+    step: int = 0
+    loss: float = float("nan")
 
 
 class StudyDisplay:
@@ -39,11 +52,8 @@ class StudyDisplay:
             disable=not console.is_terminal,
         )
         self._study = self._progress.add_task("study", total=total_runs, note="runs")
-        self._run = self._progress.add_task("", total=1, note="", visible=False)
         self._done = 0
-        self._steps = 1
-        self._started = time.monotonic()
-        self._loss = float("nan")
+        self._runs: dict[tuple[str, int], _Training] = {}
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -59,31 +69,36 @@ class StudyDisplay:
 
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
         """Show that run `index` of `total` (from 1) is training."""
-        self._steps = steps
-        self._started = time.monotonic()
-        self._progress.reset(
-            self._run,
-            total=steps,
-            description=f"{escape(arm)}, seed {seed}",
-            note="loss -",
-            visible=True,
-        )
+        bar = self._progress.add_task(f"{escape(arm)}, seed {seed}", total=steps, note="loss -")
+        self._runs[arm, seed] = _Training(bar, steps, time.monotonic())
 
-    def run_advanced(self, step: int, loss: float) -> None:
-        """Move both bars to `step` of the current run."""
-        self._loss = loss
-        self._progress.update(self._run, completed=step, note=f"loss {loss:.3f}")
-        self._progress.update(self._study, completed=self._done + step / self._steps)
+    def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
+        """Move the run's bar and the study's."""
+        run = self._runs[arm, seed]
+        run.step, run.loss = step, loss
+        self._progress.update(run.bar, completed=step, note=f"loss {loss:.3f}")
+        under_way = sum(each.step / each.steps for each in self._runs.values())
+        self._progress.update(self._study, completed=self._done + under_way)
+
+    def run_noted(self, arm: str, seed: int, text: str) -> None:
+        """Leave a line above the bars."""
+        self._progress.console.print(
+            f"[yellow]{'note':>9}[/]  {escape(arm)}, seed {seed}   {escape(text)}", highlight=False
+        )
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """Count the run as done and leave a line above the bars."""
+        run = self._runs.pop((arm, seed), None)
         self._done += 1
         self._progress.update(self._study, completed=self._done)
-        colour = {"finished": "green", "failed": "red"}.get(state, "yellow")
-        seconds = f"{time.monotonic() - self._started:5.1f} s" if message != "kept" else "   kept"
-        note = escape(message) if state != "finished" else f"{seconds}   loss {self._loss:.3f}"
+        note = escape(message)
         if message == "kept":
             note = "already trained, kept"
+        elif run is not None:
+            self._progress.remove_task(run.bar)
+            if state == "finished":
+                note = f"{time.monotonic() - run.started:5.1f} s   loss {run.loss:.3f}"
+        colour = {"finished": "green", "failed": "red"}.get(state, "yellow")
         self._progress.console.print(
             f"[{colour}]{state:>9}[/]  {escape(arm)}, seed {seed}   {note}", highlight=False
         )

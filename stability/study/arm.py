@@ -4,110 +4,99 @@ Leaves out the order of runs (`runner`) and how anything is displayed.
 """
 
 import warnings
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 
 from stability.callbacks.batch_hash import BATCH_HASH, BatchHash
+from stability.callbacks.divergence import Divergence
 from stability.callbacks.drift_probe import DriftProbe
 from stability.callbacks.progress import ProgressCallback, StudyObserver
 from stability.callbacks.snapshot_writer import SnapshotWriter
 from stability.callbacks.training_log import LogPosition, TrainingLog
 from stability.config.load import to_dict
-from stability.config.schema import ArmConfig, Axis
+from stability.config.schema import ArmConfig
 from stability.data.datamodule import TextDataModule
-from stability.records.layout import RunPaths
-from stability.records.manifest import Manifest, environment, read_manifest, write_manifest
+from stability.records.atomic import DiskFullError, is_disk_full
+from stability.records.layout import RunPaths, snapshot_steps
+from stability.records.manifest import Manifest, environment, read_manifest
 from stability.records.metric_log import MetricLog, read_text
+from stability.records.run_files import RunFiles
+from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
 from stability.study.assemble import Parts, assemble, load_data, make_trainer
+from stability.study.checkpoints import clear_unlisted, resume_from
 from stability.study.contract import ContractError, check_batches, check_start
-from stability.study.expand import Arm, with_seed
 from stability.study.observer_gate import ObserverError
 from stability.study.observer_gate import check_observer as run_gate
+from stability.study.run import Run, locked
 from stability.tracking.records_logger import RecordsLogger
 from stability.tracking.wandb_logger import WandbMode, finish, make_wandb_logger
 
-__all__ = ["Run", "RunConflictError", "check_existing", "is_finished", "train"]
-
-
-class RunConflictError(ValueError):
-    """A run directory holds another run than the one asked for."""
+__all__ = ["TrainOptions", "train"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """One arm with one seed, and where its records go."""
+class TrainOptions:
+    """What `stability run` may ask of every run, besides its config."""
 
-    study: str
-    arm: Arm
-    axis: Axis
-    seed: int
-    paths: RunPaths
-    baseline: RunPaths | None
-    """The paired run; None for the baseline itself."""
-
-    @property
-    def config(self) -> ArmConfig:
-        """The arm's config with this seed."""
-        return with_seed(self.arm.config, self.seed)
+    wandb_mode: WandbMode
+    check_observer: bool = False
+    """Pass the observer gate first: a run that looking would change is not trained, it fails."""
 
 
-def is_finished(run: Run) -> bool:
-    """Whether the run's records are complete."""
-    return run.paths.manifest.exists() and read_manifest(run.paths.manifest).state == "finished"
-
-
-def check_existing(run: Run) -> None:
-    """RunConflictError if the run's directory holds a run of another config or environment."""
-    if not run.paths.manifest.exists():
-        # a kill during the very first write leaves a temporary file and no manifest
-        strangers = [path for path in run.paths.root.glob("*") if path.suffix != ".tmp"]
-        if strangers:
-            raise RunConflictError(
-                f"{run.paths.root}: holds files but no manifest ({strangers[0].name}); "
-                "use --out for another folder"
-            )
-        return
-    manifest = read_manifest(run.paths.manifest)
-    _refuse_difference(run, "config", manifest.config, to_dict(run.config))
-    if manifest.state != "finished":
-        _refuse_difference(run, "environment", manifest.environment, environment())
-
-
-def _refuse_difference(run: Run, where: str, found: object, asked: object) -> None:
-    if isinstance(found, dict) and isinstance(asked, dict):
-        for key in sorted({*found, *asked}):
-            _refuse_difference(run, f"{where}.{key}", found.get(key), asked.get(key))
-    elif found != asked:
-        raise RunConflictError(
-            f"{run.paths.root}: holds a run with {where} = {found!r}, asked for {asked!r}; "
-            "use --out for another folder, or remove this one"
-        )
-
-
-def train(
-    run: Run, wandb_mode: WandbMode, observer: StudyObserver, *, check_observer: bool = False
-) -> Manifest:
-    """Train `run` to its last step, going on from its checkpoint if there is one.
-
-    With `check_observer` the observer gate comes first: a run that looking would change is not
-    trained, it fails.
+def train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
+    """Train `run` to its last step, going on from its last whole checkpoint if there is one.
 
     Returns the final manifest. Whatever goes wrong is recorded in it: a failure comes back as state
-    `failed`; an interrupt is recorded as `interrupted` and raised as KeyboardInterrupt.
+    `failed`; an interrupt is recorded as `interrupted` and raised as KeyboardInterrupt, a full disk
+    as DiskFullError. RunConflictError if another process is training it.
     """
+    with locked(run.paths):
+        return _train(run, options, observer)
+
+
+def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
     config = run.config
     parts = assemble(config)
     data = load_data(config)
-    manifest = Manifest(
+    start, kept = _start(run, observer)
+    files = RunFiles(run.paths, _first_manifest(run, parts, data, kept))
+    files.update()
+    clear_unlisted(run.paths, kept)
+    try:
+        if run.baseline is not None:
+            check_start(read_manifest(run.baseline.manifest), files.manifest)
+        if options.check_observer:
+            files.update(observer=_observed(config))
+        diverged = _fit(run, files, parts, data, start, options.wandb_mode, observer)
+        files.update(**_end(run, files.manifest, parts, diverged))
+    except (KeyboardInterrupt, SystemExit):
+        # Lightning turns Ctrl-C into SystemExit
+        _record(files, state="interrupted", step=_steps_logged(run))
+        raise KeyboardInterrupt from None
+    except ContractError as error:
+        _record_failure(run, files, f"pair contract: {error}")
+    except ObserverError as error:
+        _record_failure(run, files, f"observer gate: {error}")
+    except Exception as error:
+        if is_disk_full(error):
+            _record(files, state="interrupted", step=_steps_logged(run))
+            raise DiskFullError(f"{run.paths.root}: the disk is full ({error})") from error
+        _record_failure(run, files, f"{type(error).__name__}: {error}")
+        raise
+    return files.manifest
+
+
+def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str, str]) -> Manifest:
+    return Manifest(
         study=run.study,
         arm=run.arm.name,
         seed=run.seed,
         axis=run.axis,
-        config=to_dict(config),
+        config=to_dict(run.config),
         diff={path: list(values) for path, values in run.arm.diff.items()},
         environment=environment(),
         resolved=parts.attention.description,
@@ -115,51 +104,45 @@ def train(
         state="running",
         step=0,
         message="",
+        files=kept,
     )
-    write_manifest(run.paths.manifest, manifest)
-    try:
-        if run.baseline is not None:
-            check_start(read_manifest(run.baseline.manifest), manifest)
-        if check_observer:
-            manifest = _observed(manifest, config)
-            write_manifest(run.paths.manifest, manifest)
-        _fit(run, parts, data, wandb_mode, observer)
-        manifest = replace(manifest, state="finished", hashes=_final_hashes(run, parts, manifest))
-    except (KeyboardInterrupt, SystemExit):
-        # Lightning turns Ctrl-C into SystemExit
-        manifest = replace(manifest, state="interrupted")
-        raise KeyboardInterrupt from None
-    except ContractError as error:
-        manifest = replace(manifest, state="failed", message=f"pair contract: {error}")
-    except ObserverError as error:
-        manifest = replace(manifest, state="failed", message=f"observer gate: {error}")
-    except Exception as error:
-        manifest = replace(manifest, state="failed", message=f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        manifest = replace(manifest, step=_steps_logged(run))
-        write_manifest(run.paths.manifest, manifest)
-    return manifest
 
 
-def _observed(manifest: Manifest, config: ArmConfig) -> Manifest:
-    """Return the manifest with the gate's result; ObserverError if it does not hold."""
+def _start(run: Run, observer: StudyObserver) -> tuple[int, dict[str, str]]:
+    """Return the step to go on from, and the files of the run that are relied on."""
+    if not run.paths.manifest.exists():
+        return 0, {}
+
+    def note(text: str) -> None:
+        observer.run_noted(run.arm.name, run.seed, text)
+
+    return resume_from(run.paths, read_manifest(run.paths.manifest), note)
+
+
+def _observed(config: ArmConfig) -> dict[str, Any]:
+    """Return the gate's result for the manifest; ObserverError if it does not hold."""
     check = run_gate(config)
     if not check.equal:
         raise ObserverError(
             f"after {check.steps} steps the weights must be {check.unwatched[:16]} with every "
             f"instrument on, are {check.watched[:16]}"
         )
-    return replace(manifest, observer=check.to_dict())
+    return check.to_dict()
 
 
 def _fit(
-    run: Run, parts: Parts, data: TextDataModule, wandb_mode: WandbMode, observer: StudyObserver
-) -> None:
+    run: Run,
+    files: RunFiles,
+    parts: Parts,
+    data: TextDataModule,
+    start: int,
+    wandb_mode: WandbMode,
+    observer: StudyObserver,
+) -> int | None:
+    """Train from step `start`; return the step at which the run diverged, or None."""
     config = run.config
-    checkpoint = _latest_checkpoint(run.paths)
     log = MetricLog(run.paths.metrics)
-    if checkpoint is None:
+    if start == 0:
         log.truncate_to(0)
     wandb = make_wandb_logger(
         wandb_mode,
@@ -171,25 +154,33 @@ def _fit(
         directory=run.paths.wandb_dir,
     )
     loggers: list[Logger] = [RecordsLogger(log), *([wandb] if wandb else [])]
-    trainer = make_trainer(config, run.paths, loggers, _callbacks(run, parts, log, observer))
+    divergence = Divergence()
+    callbacks = [*_callbacks(run, files, parts, log, observer), divergence]
+    trainer = make_trainer(config, files, loggers, callbacks)
     try:
         with warnings.catch_warnings():
             # a run that goes on has checkpoints there already
             warnings.filterwarnings("ignore", r"Checkpoint directory .* is not empty", UserWarning)
+            # a loss scaler may leave out the very first update
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step", UserWarning)
+            checkpoint = run.paths.checkpoint(start) if start else None
             trainer.fit(parts.module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     finally:
         log.close()
         if wandb:
             finish(wandb)
+    return divergence.step
 
 
-def _callbacks(run: Run, parts: Parts, log: MetricLog, observer: StudyObserver) -> list[Callback]:
+def _callbacks(
+    run: Run, files: RunFiles, parts: Parts, log: MetricLog, observer: StudyObserver
+) -> list[Callback]:
     steps = run.config.train.planned_snapshots()
     callbacks: list[Callback] = [
         *parts.callbacks,
         TrainingLog(run.config.train.log_every),
         BatchHash(log),
-        SnapshotWriter(parts.model, run.paths, steps),
+        SnapshotWriter(parts.model, files, steps),
     ]
     if run.baseline is not None:
         baseline = run.baseline
@@ -197,24 +188,50 @@ def _callbacks(run: Run, parts: Parts, log: MetricLog, observer: StudyObserver) 
             DriftProbe(
                 parts.model,
                 baseline,
-                steps,
+                _shared_steps(baseline, steps),
                 check=lambda step: check_batches(baseline, run.paths, run.axis, step),
             )
         )
-    return [*callbacks, LogPosition(log), ProgressCallback(observer)]
+    return [*callbacks, LogPosition(log), ProgressCallback(observer, run.arm.name, run.seed)]
 
 
-def _latest_checkpoint(paths: RunPaths) -> Path | None:
-    return max(paths.checkpoints_dir.glob("step-*.ckpt"), default=None)
+def _shared_steps(baseline: RunPaths, steps: list[int]) -> list[int]:
+    """Return the steps to compare at: a baseline that diverged has no later snapshots."""
+    if read_manifest(baseline.manifest).state != "diverged":
+        return steps
+    return sorted({*steps} & {*snapshot_steps(baseline)})
 
 
-def _final_hashes(run: Run, parts: Parts, manifest: Manifest) -> dict[str, str]:
+def _end(run: Run, manifest: Manifest, parts: Parts, diverged: int | None) -> dict[str, Any]:
+    """Return what the manifest says of a run that has ended."""
+    step = _steps_logged(run)
     batches = read_text(run.paths.metrics, BATCH_HASH)
+    name = run.paths.metrics.relative_to(run.paths.root).as_posix()
+    said = f"the loss is not finite from step {diverged} on" if diverged is not None else ""
     return {
-        **manifest.hashes,
-        "batches": batches[run.config.train.steps],
-        "final_weights": hash_state(parts.model.state_dict()),
+        "state": "finished" if diverged is None else "diverged",
+        "message": said,
+        "step": step,
+        "hashes": {
+            **manifest.hashes,
+            "batches": batches[step],
+            "final_weights": hash_state(parts.model.state_dict()),
+        },
+        "files": {**manifest.files, name: file_checksum(run.paths.metrics)},
     }
+
+
+def _record_failure(run: Run, files: RunFiles, message: str) -> None:
+    _record(files, state="failed", message=message, step=_steps_logged(run))
+
+
+def _record(files: RunFiles, **changes: Any) -> None:
+    """Update the manifest; where the disk takes no more, the last whole one stays."""
+    try:
+        files.update(**changes)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
 
 
 def _steps_logged(run: Run) -> int:

@@ -3,7 +3,7 @@
 Leaves out running them (`arm`) and every decision about files.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,20 +13,24 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from stability.attention.dual import DualAttention, as_shadows
+from stability.attention.emulated import in_format
 from stability.attention.probe import AttentionProbe
 from stability.attention.registry import ResolvedAttention, resolve_attention
 from stability.attention.replacing import Replacement
 from stability.attention.schedule import Schedule
 from stability.callbacks.deviation_probe import DeviationProbe
 from stability.callbacks.training_watch import TrainingWatch
+from stability.config.precision import emulated_format
 from stability.config.schema import ArmConfig
 from stability.data.datamodule import TextDataModule
 from stability.model.gpt import GPT
 from stability.model.init_schemes import initialise
 from stability.model.lightning_module import LanguageModel
 from stability.model.nudge import nudge_weights
-from stability.records.layout import RunPaths
+from stability.model.precision import trainer_precision
+from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
+from stability.study.checkpoints import CheckpointFiles
 
 __all__ = ["Parts", "assemble", "load_data", "make_trainer", "resolve_device"]
 
@@ -44,20 +48,11 @@ class Parts:
 
 
 def resolve_device(config: ArmConfig) -> torch.device:
-    """Return the device that the arm trains on.
-
-    ValueError if a GPU is asked for and none is there, or if the precision cannot truly be had:
-    Lightning would turn FP16 on a CPU into BF16 with no more than a warning.
-    """
+    """Return the device that the arm trains on; ValueError if a GPU is asked for and none there."""
     accelerator = config.train.accelerator
     if accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("train.accelerator must be auto or cpu here, got 'gpu'; no CUDA device")
     on_gpu = accelerator != "cpu" and torch.cuda.is_available()
-    if config.precision == "16-mixed" and not on_gpu:
-        raise ValueError(
-            "precision must be 64-true, 32-true, bf16-mixed or bf16-true on a CPU, got '16-mixed'; "
-            "Lightning would run it in BF16"
-        )
     return torch.device("cuda" if on_gpu else "cpu")
 
 
@@ -89,6 +84,7 @@ def assemble(config: ArmConfig) -> Parts:
     ValueError as `resolve_device` and `resolve_attention`.
     """
     device = resolve_device(config)
+    config = _with_emulated_attention(config)
     primary = resolve_attention(config.attention, device)
     modules: dict[str, nn.Module] = {}
     probe = _probe(config, device, modules) if config.probe.is_on else None
@@ -118,6 +114,24 @@ def assemble(config: ArmConfig) -> Parts:
         attention=primary,
         init_hash=init_hash,
         callbacks=callbacks,
+    )
+
+
+def _with_emulated_attention(config: ArmConfig) -> ArmConfig:
+    """Return `config` with the primary's and the shadows' "input" told what is emulated."""
+    format = emulated_format(config.precision)
+    if format is None:
+        return config
+    if config.train.compile:
+        raise ValueError(
+            f"train.compile must be empty with an emulated precision, got "
+            f"{config.train.compile!r}; the compiled graph would not be rounded"
+        )
+    shadows = tuple(in_format(shadow, format) for shadow in config.probe.shadows)
+    return replace(
+        config,
+        attention=in_format(config.attention, format),
+        probe=replace(config.probe, shadows=shadows),
     )
 
 
@@ -167,26 +181,30 @@ def _probing(config: ArmConfig, probe: AttentionProbe, model: GPT) -> DeviationP
 
 
 def make_trainer(
-    config: ArmConfig, run: RunPaths, loggers: list[Logger], callbacks: list[Callback]
+    config: ArmConfig, files: RunFiles, loggers: list[Logger], callbacks: list[Callback]
 ) -> Trainer:
-    """Return a deterministic Trainer that keeps its latest checkpoint in the run's folder."""
+    """Return a deterministic Trainer that keeps its last checkpoints in the run's folder."""
     checkpoints = ModelCheckpoint(
-        dirpath=run.checkpoints_dir,
+        dirpath=files.paths.checkpoints_dir,
         filename="step-{step:08d}",
         auto_insert_metric_name=False,
         every_n_train_steps=config.train.checkpoint_every,
+        save_top_k=-1,  # CheckpointFiles drops the old ones
     )
+    precision: Any = trainer_precision(config.precision, resolve_device(config))
+    plugins = [] if isinstance(precision, str) else [precision]
     return Trainer(
         accelerator=resolve_device(config).type,
         devices=1,
-        precision=config.precision,
+        precision=None if plugins else precision,
+        plugins=[CheckpointFiles(files, config.train.keep_checkpoints), *plugins],
         max_steps=config.train.steps,
         gradient_clip_val=config.train.grad_clip,
         deterministic=True,
         logger=loggers,
         callbacks=[*callbacks, checkpoints],
         log_every_n_steps=config.train.log_every,
-        default_root_dir=run.root,
+        default_root_dir=files.paths.root,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,

@@ -15,7 +15,7 @@ from stability.config.schema import ArmConfig
 from stability.model.gpt import GPT
 from stability.records.layout import RunPaths, snapshot_steps
 from stability.records.manifest import read_manifest
-from stability.records.snapshots import read_snapshot
+from stability.records.run_files import read_run_snapshot
 from stability.study.assemble import load_data
 
 __all__ = ["capture"]
@@ -53,7 +53,7 @@ def capture(run: Path, layer: int, step: int | None = None) -> Inputs:
         raise ValueError(f"capture: layer must be from 0 to {config.model.depth - 1}, got {layer}")
     recorders = [_Recorder() for _ in range(config.model.depth)]
     model = GPT(config.model, recorders)
-    model.load_state_dict(read_snapshot(paths.snapshot(step)))
+    model.load_state_dict(read_run_snapshot(paths, step))
     with torch.no_grad():
         model(next(iter(load_data(config).train_dataloader()))[:, :-1])
     seen = recorders[layer].seen

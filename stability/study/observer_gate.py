@@ -14,9 +14,12 @@ from lightning.pytorch import Callback
 from stability.callbacks.batch_hash import BatchHash
 from stability.callbacks.snapshot_writer import SnapshotWriter
 from stability.callbacks.training_log import TrainingLog
-from stability.config.schema import ArmConfig, ProbeConfig, WatchConfig
+from stability.config.observation import ProbeConfig, WatchConfig
+from stability.config.schema import ArmConfig
 from stability.records.layout import RunPaths
+from stability.records.manifest import Manifest
 from stability.records.metric_log import MetricLog
+from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.study.assemble import assemble, load_data, make_trainer
 from stability.tracking.records_logger import RecordsLogger
@@ -81,14 +84,32 @@ def _trained(config: ArmConfig, steps: int) -> str:
     config = replace(config, train=train)
     parts, data = assemble(config), load_data(config)
     with tempfile.TemporaryDirectory(prefix="observer-") as folder:
-        run = RunPaths(Path(folder))
-        log = MetricLog(run.metrics)
+        files = RunFiles(RunPaths(Path(folder)), _unnamed(config))
+        log = MetricLog(files.paths.metrics)
         callbacks: list[Callback] = list(parts.callbacks)
         if config.watch.every:
-            callbacks += [TrainingLog(1), BatchHash(log), SnapshotWriter(parts.model, run, [1])]
+            callbacks += [TrainingLog(1), BatchHash(log), SnapshotWriter(parts.model, files, [1])]
         try:
-            trainer = make_trainer(config, run, [RecordsLogger(log)], callbacks)
+            trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks)
             trainer.fit(parts.module, datamodule=data)
         finally:
             log.close()
     return hash_state(parts.model.state_dict())
+
+
+def _unnamed(config: ArmConfig) -> Manifest:
+    """Return the manifest of a run that belongs to no study."""
+    return Manifest(
+        study="",
+        arm="",
+        seed=config.seed.base,
+        axis="none",
+        config={},
+        diff={},
+        environment={},
+        resolved={},
+        hashes={},
+        state="running",
+        step=0,
+        message="",
+    )

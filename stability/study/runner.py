@@ -4,20 +4,20 @@ Seeds are the outer loop, and in each the baseline comes first: a study stopped 
 pairs. Leaves out the single run (`arm`) and the display.
 """
 
-import json
 from pathlib import Path
 
 from stability.callbacks.progress import StudyObserver
 from stability.config.load import to_dict
 from stability.config.schema import BASELINE, Axis, StudyConfig
-from stability.records.atomic import write_text
+from stability.records.atomic import DiskFullError
 from stability.records.layout import RunPaths, StudyPaths
-from stability.records.manifest import read_manifest
-from stability.study.arm import Run, check_existing, is_finished, train
+from stability.records.sealed_json import write_sealed
+from stability.study.arm import TrainOptions, train
 from stability.study.assemble import assemble, load_data
 from stability.study.contract import axis_of
 from stability.study.expand import Arm, expand
-from stability.tracking.wandb_logger import WandbMode
+from stability.study.launch import is_settled, launch
+from stability.study.run import Run, check_existing
 
 __all__ = ["check_study", "plan", "run_study"]
 
@@ -57,33 +57,33 @@ def check_study(runs: list[Run]) -> None:
 
 
 def run_study(
-    study: StudyConfig,
-    out: Path,
-    *,
-    wandb_mode: WandbMode,
-    observer: StudyObserver,
-    check_observer: bool = False,
+    study: StudyConfig, out: Path, *, options: TrainOptions, observer: StudyObserver, jobs: int = 1
 ) -> list[Run]:
     """Train every arm and seed of `study` into `out/<name>`, and return the runs.
 
-    Finished runs are kept, unfinished ones go on. A run that fails is recorded and the others go
-    on; a candidate whose baseline failed is not started. With `check_observer` each run passes the
-    observer gate before its first step, and its manifest holds the result.
+    Runs that have ended are kept, others go on. A run that fails is recorded and the others go on;
+    a candidate whose baseline failed is not started. Up to `jobs` runs train at once, each in a
+    process of its own (1: in this one), with the same results. DiskFullError where the disk takes
+    no more: nothing that was written is lost. ValueError as `check_study`, and for `jobs` below 1.
     """
+    if jobs < 1:
+        raise ValueError(f"run_study: jobs must be >= 1, got {jobs}")
     runs = plan(study, out)
     check_study(runs)
     _write_study(study, runs, out)
+    if jobs > 1:
+        launch(runs, jobs, options, observer)
+        return runs
     for index, run in enumerate(runs, start=1):
-        if is_finished(run):
-            observer.run_ended(run.arm.name, run.seed, "finished", "kept")
-            continue
-        if run.baseline is not None and read_manifest(run.baseline.manifest).state != "finished":
-            observer.run_ended(run.arm.name, run.seed, "skipped", "its baseline did not finish")
+        if is_settled(run, observer):
             continue
         observer.run_started(index, len(runs), run.arm.name, run.seed, run.config.train.steps)
         try:
-            manifest = train(run, wandb_mode, observer, check_observer=check_observer)
+            manifest = train(run, options, observer)
             observer.run_ended(run.arm.name, run.seed, manifest.state, manifest.message)
+        except DiskFullError as error:
+            observer.run_ended(run.arm.name, run.seed, "interrupted", str(error))
+            raise
         except Exception as error:
             observer.run_ended(run.arm.name, run.seed, "failed", f"{type(error).__name__}: {error}")
     return runs
@@ -95,4 +95,4 @@ def _write_study(study: StudyConfig, runs: list[Run], out: Path) -> None:
         "config": to_dict(study),
         "arms": [{"name": r.arm.name, "axis": r.axis, "diff": r.arm.diff} for r in arms],
     }
-    write_text(StudyPaths(out / study.name).study, json.dumps(content, indent=2))
+    write_sealed(StudyPaths(out / study.name).study, content)

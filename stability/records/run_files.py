@@ -1,0 +1,98 @@
+"""The whole files of a run, each with its checksum in the manifest: listed once written.
+
+A snapshot or checkpoint counts from the moment that the manifest lists it; a file that a kill left
+unlisted is written again. Leaves out the metric log while it grows (`metric_log`, a checksum a
+line); once the run has ended the manifest lists it too.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from stability.records.layout import RunPaths
+from stability.records.manifest import Manifest, read_manifest, write_manifest
+from stability.records.metric_log import read_lines
+from stability.records.sealed_json import file_checksum
+from stability.records.snapshots import read_snapshot
+
+__all__ = ["RunFiles", "damage", "damaged_files", "read_run_snapshot"]
+
+
+class RunFiles:
+    """The manifest of a run that is being trained, and the files it lists."""
+
+    def __init__(self, paths: RunPaths, manifest: Manifest) -> None:
+        self.paths = paths
+        self.manifest = manifest
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the manifest and write it."""
+        self.manifest = replace(self.manifest, **changes)
+        write_manifest(self.paths.manifest, self.manifest)
+
+    def add(self, path: Path) -> None:
+        """List `path`, which has just been written whole."""
+        self.update(files={**self.manifest.files, self._name(path): file_checksum(path)})
+
+    def remove(self, path: Path) -> None:
+        """List `path` no more, then delete it."""
+        kept = {name: sum for name, sum in self.manifest.files.items() if name != self._name(path)}
+        self.update(files=kept)
+        path.unlink(missing_ok=True)
+
+    def __contains__(self, path: Path) -> bool:
+        return self._name(path) in self.manifest.files
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.paths.root).as_posix()
+
+
+def damaged_files(paths: RunPaths, manifest: Manifest) -> dict[str, str]:
+    """Return what is wrong with files that `manifest` lists, by name; empty if all are whole."""
+    found = {name: _wrong(paths.root / name, sum) for name, sum in manifest.files.items()}
+    return {name: wrong for name, wrong in found.items() if wrong}
+
+
+def damage(paths: RunPaths) -> list[str]:
+    """Return a sentence for each damaged record of the run: manifest, metric log, listed files."""
+    try:
+        manifest = read_manifest(paths.manifest)
+        found = [
+            f"{paths.root / name}: {wrong}"
+            for name, wrong in damaged_files(paths, manifest).items()
+        ]
+    except ValueError as error:
+        found = [str(error)]
+    if paths.metrics.exists():
+        try:
+            for _ in read_lines(paths.metrics):
+                pass
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def read_run_snapshot(paths: RunPaths, step: int) -> dict[str, Tensor]:
+    """Return the weights of a run after `step` updates, on the CPU.
+
+    ValueError, naming the file, if it is missing, or not the one that the manifest lists.
+    """
+    path = paths.snapshot(step)
+    listed = read_manifest(paths.manifest).files
+    wrong = _wrong(path, listed.get(path.relative_to(paths.root).as_posix(), ""))
+    if wrong:
+        raise ValueError(f"{path}: {wrong}")
+    return read_snapshot(path)
+
+
+def _wrong(path: Path, expected: str) -> str:
+    if not path.is_file():
+        return "is missing"
+    if not expected:
+        return "is not in the run's manifest"
+    found = file_checksum(path)
+    if found != expected:
+        return f"is damaged: its SHA-256 is {found[:16]}..., the manifest's {expected[:16]}..."
+    return ""

@@ -1,0 +1,120 @@
+"""Checkpoints that are whole or not there: how they are written, and from which a run goes on.
+
+Lightning says when to save and what; here a file is forced to disk, renamed, and listed in the
+manifest with its checksum. Everything a run draws on is a function of its config and step, so a run
+whose checkpoints are damaged starts anew and still ends in the same bits.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+
+from stability.records.atomic import atomic_path
+from stability.records.layout import RunPaths, checkpoint_steps, snapshot_steps
+from stability.records.manifest import Manifest
+from stability.records.metric_log import read_lines
+from stability.records.run_files import RunFiles, damaged_files
+
+__all__ = ["CheckpointFiles", "clear_unlisted", "resume_from"]
+
+
+class CheckpointFiles(CheckpointIO):
+    """Writes checkpoints whole, lists them in `files`, and keeps the last `keep` (0: all)."""
+
+    def __init__(self, files: RunFiles, keep: int) -> None:
+        self._files = files
+        self._keep = keep
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write `checkpoint` to `path` and drop the oldest beyond what is kept."""
+        path = Path(path)
+        with atomic_path(path) as temporary, temporary.open("wb") as file:
+            torch.save(checkpoint, file)
+        self._files.add(path)
+        paths = self._files.paths
+        for step in checkpoint_steps(paths)[: -self._keep] if self._keep else ():
+            self._files.remove(paths.checkpoint(step))
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return what `save_checkpoint` wrote: tensors and plain values, never a pickled object."""
+        return torch.load(path, map_location=map_location or "cpu", weights_only=True)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Do nothing: `save_checkpoint` drops what is no longer kept."""
+
+
+def resume_from(
+    paths: RunPaths, manifest: Manifest, note: Callable[[str], None]
+) -> tuple[int, dict[str, str]]:
+    """Return the step of the checkpoint that the run goes on from, and the files it may rely on.
+
+    0 and no files if it starts anew. `note` is told of each damaged record and what is done.
+    """
+    wrong = damaged_files(paths, manifest)
+    for name, what in wrong.items():
+        note(f"{name} {what}")
+    log = _log_damage(paths)
+    if log:
+        note(f"{log}; starting anew")
+        return 0, {}
+    steps = [step for step in checkpoint_steps(paths) if _listed(paths, manifest, wrong, step)]
+    lost = [step for step in _snapshots_of(manifest) if _snapshot_name(step) in wrong]
+    usable = [step for step in steps if step < min(lost, default=step + 1)]
+    at = max(usable, default=0)
+    if wrong:
+        note(f"going on from step {at}" if at else "starting anew")
+    kept = {
+        name: sum
+        for name, sum in manifest.files.items()
+        if name not in wrong and _step_of(name) <= at
+    }
+    return at, kept if at else {}
+
+
+def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
+    """Delete snapshots and checkpoints that `files` does not list, and what a kill left half done.
+
+    They are written again, with the same bits.
+    """
+    found = [paths.snapshot(step) for step in snapshot_steps(paths)]
+    found += [paths.checkpoint(step) for step in checkpoint_steps(paths)]
+    found += paths.root.rglob(".*.tmp")
+    for path in found:
+        if path.relative_to(paths.root).as_posix() not in files:
+            path.unlink()
+
+
+def _listed(paths: RunPaths, manifest: Manifest, wrong: dict[str, str], step: int) -> bool:
+    name = paths.checkpoint(step).relative_to(paths.root).as_posix()
+    return name in manifest.files and name not in wrong
+
+
+def _log_damage(paths: RunPaths) -> str:
+    if not paths.metrics.exists():
+        return ""
+    try:
+        for _ in read_lines(paths.metrics):
+            pass
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _snapshots_of(manifest: Manifest) -> list[int]:
+    return [_step_of(name) for name in manifest.files if name.endswith(".safetensors")]
+
+
+def _snapshot_name(step: int) -> str:
+    return RunPaths(Path()).snapshot(step).as_posix()
+
+
+def _step_of(name: str) -> int:
+    """Return the step in the name of a snapshot or checkpoint."""
+    return int(Path(name).stem.removeprefix("step-"))

@@ -1,0 +1,100 @@
+"""One run before it is trained: an arm with a seed, its folder, and what is there already.
+
+Leaves out the training (`arm`).
+"""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from stability.config.load import to_dict
+from stability.config.schema import ArmConfig, Axis
+from stability.records.layout import RunPaths
+from stability.records.manifest import ENDED, environment, read_manifest
+from stability.records.run_files import damage
+from stability.study.expand import Arm, with_seed
+
+__all__ = ["Run", "RunConflictError", "check_existing", "has_ended", "locked"]
+
+_LOCK = ".lock"
+
+
+class RunConflictError(ValueError):
+    """A run directory holds another run than the one asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One arm with one seed, and where its records go."""
+
+    study: str
+    arm: Arm
+    axis: Axis
+    seed: int
+    paths: RunPaths
+    baseline: RunPaths | None
+    """The paired run; None for the baseline itself."""
+
+    @property
+    def config(self) -> ArmConfig:
+        """The arm's config with this seed."""
+        return with_seed(self.arm.config, self.seed)
+
+
+def has_ended(paths: RunPaths) -> bool:
+    """Whether the run's records are complete: it reached its last step, or diverged."""
+    return paths.manifest.exists() and read_manifest(paths.manifest).state in ENDED
+
+
+def check_existing(run: Run) -> None:
+    """RunConflictError if the run's directory holds another run, or one that is damaged."""
+    if not run.paths.manifest.exists():
+        # a kill during the very first write leaves a temporary file and no manifest
+        strangers = [
+            path
+            for path in run.paths.root.glob("*")
+            if path.suffix != ".tmp" and path.name != _LOCK
+        ]
+        if strangers:
+            raise RunConflictError(
+                f"{run.paths.root}: holds files but no manifest ({strangers[0].name}); "
+                "use --out for another folder"
+            )
+        return
+    manifest = read_manifest(run.paths.manifest)
+    _refuse_difference(run, "config", manifest.config, to_dict(run.config))
+    if manifest.state not in ENDED:
+        _refuse_difference(run, "environment", manifest.environment, environment())
+        return
+    damaged = damage(run.paths)
+    if damaged:
+        raise RunConflictError(f"{damaged[0]}; remove {run.paths.root} to train it anew")
+
+
+@contextmanager
+def locked(paths: RunPaths) -> Iterator[None]:
+    """Hold a run's folder for this process; a killed one lets go of it.
+
+    RunConflictError if another process holds it.
+    """
+    paths.root.mkdir(parents=True, exist_ok=True)
+    with (paths.root / _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunConflictError(
+                f"{paths.root}: another process is training this run; wait for it, or stop it"
+            ) from None
+        yield
+
+
+def _refuse_difference(run: Run, where: str, found: object, asked: object) -> None:
+    if isinstance(found, dict) and isinstance(asked, dict):
+        for key in sorted({*found, *asked}):
+            _refuse_difference(run, f"{where}.{key}", found.get(key), asked.get(key))
+    elif found != asked:
+        raise RunConflictError(
+            f"{run.paths.root}: holds a run with {where} = {found!r}, asked for {asked!r}; "
+            "use --out for another folder, or remove this one"
+        )
