@@ -1,9 +1,7 @@
 """`stability run STUDY.yaml`: train a study, then print its ladder and write its report."""
 
 import dataclasses
-import logging
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -18,6 +16,7 @@ from stability.report.html import write_report
 from stability.report.progress import StudyDisplay
 from stability.report.terminal import print_ladder
 from stability.study.arm import TrainOptions
+from stability.study.quiet import quieten_lightning
 from stability.study.run import has_ended
 from stability.study.runner import plan, run_study
 
@@ -48,7 +47,7 @@ def run(
     """
     config = load_study(study, overrides)
     runs = plan(config, out)
-    _quieten()
+    quieten_lightning()
     console = Console()
     with StudyDisplay(console, len(runs)) as display:
         run_study(
@@ -98,10 +97,3 @@ def override_help() -> str:
         else:
             lines.append(f"  {field.name}")
     return "\n".join(lines)
-
-
-def _quieten() -> None:
-    """Keep Lightning's tips and device lines out of the study's display."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"lightning(\.|$)")

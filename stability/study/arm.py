@@ -161,6 +161,8 @@ def _fit(
         with warnings.catch_warnings():
             # a run that goes on has checkpoints there already
             warnings.filterwarnings("ignore", r"Checkpoint directory .* is not empty", UserWarning)
+            # or had, before its folder was moved
+            warnings.filterwarnings("ignore", r"The dirpath has changed", UserWarning)
             # a loss scaler may leave out the very first update
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step", UserWarning)
             checkpoint = run.paths.checkpoint(start) if start else None

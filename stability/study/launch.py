@@ -20,6 +20,7 @@ import torch
 from stability.callbacks.progress import StudyObserver
 from stability.records.atomic import DiskFullError
 from stability.study.arm import TrainOptions, train
+from stability.study.quiet import quieten_lightning
 from stability.study.run import Run, has_ended
 
 __all__ = ["is_settled", "launch"]
@@ -75,7 +76,7 @@ def launch(runs: list[Run], jobs: int, options: TrainOptions, observer: StudyObs
     try:
         while queue.waiting or queue.active:
             _start_ready(queue, len(runs), jobs, options, observer)
-            for connection in wait(list(queue.active)):
+            for connection in wait(list(queue.active)) if queue.active else ():
                 assert isinstance(connection, Connection)
                 _listen(queue, connection, observer)
     except KeyboardInterrupt:
@@ -192,6 +193,7 @@ def _train_alone(
         devices = visible if visible[0] else [str(i) for i in range(torch.cuda.device_count())]
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
     torch.set_num_threads(threads)
+    quieten_lightning()
     relay, name, seed = _Relay(connection), run.arm.name, run.seed
     try:
         manifest = train(run, options, relay)

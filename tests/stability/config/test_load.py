@@ -64,7 +64,7 @@ def test_a_study_is_read_with_the_baseline_first(tmp_path):
         (_set("base.train.stepz", 3), "base.train.stepz: unknown key; nearest: steps"),
         (_set("base.trian", {}), "base.trian: unknown key; nearest: train"),
         (_set("arm", {}), "arm: unknown key; nearest: arms"),
-        (_set("base.precision", "fp16"), "base.precision: must be a known .*, got 'fp16'; nearest: 16-m"),
+        (_set("base.precision", "fp16"), "base.precision: must be a known .*, got 'fp16'; nearest"),
         (_set("base.precision", 32), "base.precision: must be a string, got 32"),
         (_set("base.model", "demmo"), "base.model: .* preset, got 'demmo'; nearest: demo"),
         (_set("base.model", {"preset": "x"}), "base.model.preset: must be a model preset, got 'x'"),

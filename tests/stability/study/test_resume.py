@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
 from stability.study.run import RunConflictError, check_existing
 from stability.study.runner import plan
+from tests.stability.study.recorded_bits import recorded_bits
 
 ROOT = Path(__file__).parents[3]
 KEPT = ("baseline", "fp32")
@@ -37,6 +37,8 @@ def _start(study: Path, out: Path) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # a test run in the background has SIGINT ignored, and hands that on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -49,18 +51,6 @@ def _wait_for_lines(path: Path, lines: int, process: subprocess.Popen) -> None:
     raise AssertionError(
         f"ended with {process.poll()} before line {lines}: {process.stdout.read()}"
     )
-
-
-def _bits(study: Path) -> dict[str, bytes]:
-    """Everything that training recorded: metrics, snapshots, and the manifests."""
-    files = [*study.rglob("metrics.jsonl"), *study.rglob("*.safetensors")]
-    bits = {str(path.relative_to(study)): path.read_bytes() for path in files}
-    for path in study.rglob("manifest.json"):
-        manifest = read_manifest(path)
-        # a checkpoint holds the path of its own folder
-        files = {n: sum for n, sum in manifest.files.items() if not n.startswith("checkpoints/")}
-        bits[str(path.relative_to(study))] = repr(replace(manifest, files=files)).encode()
-    return bits
 
 
 @pytest.mark.slow
@@ -89,7 +79,9 @@ def test_a_stopped_study_goes_on_to_the_same_bits(write_study, run_tiny, tmp_pat
     ended = run_tiny(study, tmp_path / "stopped").ended
     assert [(state, message) for _, _, state, message in ended][-1] == ("finished", ""), ended
     run_tiny(study, tmp_path / "whole")
-    assert _bits(tmp_path / "stopped" / "tiny") == _bits(tmp_path / "whole" / "tiny")
+    assert recorded_bits(tmp_path / "stopped" / "tiny") == recorded_bits(
+        tmp_path / "whole" / "tiny"
+    )
 
 
 def test_a_finished_study_is_not_trained_again(write_study, run_tiny, tmp_path):
@@ -104,10 +96,10 @@ def test_a_finished_study_is_not_trained_again(write_study, run_tiny, tmp_path):
 def test_a_directory_with_another_run_is_refused_and_untouched(write_study, run_tiny, tmp_path):
     path = write_study(_short)
     run_tiny(load_study(path, {"train.steps": "3"}), tmp_path / "runs")
-    before = _bits(tmp_path / "runs" / "tiny")
+    before = recorded_bits(tmp_path / "runs" / "tiny")
     with pytest.raises(RunConflictError, match=r"config.train.steps = 3, asked for 4; use --out"):
         run_tiny(load_study(path, {"train.steps": "4"}), tmp_path / "runs")
-    assert _bits(tmp_path / "runs" / "tiny") == before
+    assert recorded_bits(tmp_path / "runs" / "tiny") == before
 
 
 def test_a_directory_that_is_no_run_is_refused(write_study, run_tiny, tmp_path):

@@ -1,0 +1,18 @@
+"""What a study has recorded, to be compared bit by bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from stability.records.manifest import read_manifest
+
+
+def recorded_bits(study: Path) -> dict[str, bytes]:
+    """Everything that training recorded: metrics, snapshots, and the manifests."""
+    files = [*study.rglob("metrics.jsonl"), *study.rglob("*.safetensors")]
+    bits = {str(path.relative_to(study)): path.read_bytes() for path in files}
+    for path in study.rglob("manifest.json"):
+        manifest = read_manifest(path)
+        # a checkpoint holds the path of its own folder
+        files = {n: sum for n, sum in manifest.files.items() if not n.startswith("checkpoints/")}
+        bits[str(path.relative_to(study))] = repr(replace(manifest, files=files)).encode()
+    return bits

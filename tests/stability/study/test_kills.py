@@ -1,0 +1,56 @@
+"""Killed at random points, mid-write included, a study ends in the bits of an undisturbed one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stability.config.load import load_study
+from tests.stability.study.recorded_bits import recorded_bits
+
+ROOT = Path(__file__).parents[3]
+ARMS = {
+    "baseline": {},
+    "fp16": {"precision": "16-mixed"},
+    "stochastic": {
+        "attention": {
+            "implementation": "flash",
+            "numerics": {"rounding": "stochastic", "accumulator": "bf16"},
+        }
+    },
+}
+
+
+def _edit(content):
+    content["arms"] = ARMS
+    content["seeds"] = [0]
+    content["yardstick"] = "fp16"
+    content["base"]["train"] |= {"steps": 9, "checkpoint_every": 3}
+    content["base"]["watch"] = {"every": 3}
+    content["base"]["probe"] |= {"inside": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kills_at_random_points_change_no_bit(write_study, run_tiny, tmp_path, seed):
+    study, out = write_study(_edit), tmp_path / "killed"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.stability.study.killing", study, out, str(seed), "12"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    kinds = {point[1] if point[0] == "file" else point[0] for point in found["points"]}
+    assert len(found["points"]) == 12
+    assert len(kinds) >= 5, found["points"]
+    run_tiny(load_study(study), tmp_path / "whole")
+    whole = recorded_bits(tmp_path / "whole" / "tiny")
+    for folder in range(found["folders"]):
+        assert recorded_bits(out / str(folder) / "tiny") == whole, found["points"]
