@@ -24,7 +24,7 @@ def describe_change(study: RecordedStudy, arm: RecordedArm) -> str:
     rest = {path: values for path, values in arm.diff.items() if path not in attention}
     parts = [_describe_attention(study, attention)] if attention else []
     parts += [_describe(path, *values) for path, values in rest.items()]
-    return "; ".join(parts)
+    return f"confounded: {'; '.join(parts)}" if arm.axis == "many" else "; ".join(parts)
 
 
 def attention_label(attention: Mapping[str, Any]) -> str:
@@ -60,6 +60,8 @@ def _describe(path: str, before: Any, after: Any) -> str:
         return f"other initial weights (seed {after - before:+d})"
     if path == "seed.order_offset":
         return f"other batch order (seed {after - before:+d})"
+    if path == "optimizer.eps":
+        return f"epsilon of Adam: {before:g} -> {after:g}"
     if path == "model.init":
         return f"initialisation: {before} -> {after}"
     return f"{path}: {before} -> {after}"

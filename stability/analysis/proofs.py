@@ -3,22 +3,26 @@
 Leaves out refusing a run (`study.contract`): this only shows what the manifests hold.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from stability.analysis.recorded import RecordedRun, RecordedStudy
+from stability.config.diff import changes
 from stability.config.schema import BASELINE, Axis
 
-__all__ = ["HASHES", "Proof", "Verdict", "environment_of", "hash_proofs"]
+__all__ = ["HASHES", "WEIGHT_AXES", "Proof", "Verdict", "environment_of", "hash_proofs"]
 
 HASHES = ("init_weights", "text", "batches", "final_weights")
 """The hashes of a manifest, in the order of a run."""
 
 Verdict = Literal["same", "different by design", "different", "unknown"]
 
+WEIGHT_AXES: tuple[Axis, ...] = ("init", "seed")
+"""Axes that change the initial weights by design."""
+
 FREE: dict[str, tuple[Axis, ...]] = {
-    "init_weights": ("init", "seed"),
+    "init_weights": WEIGHT_AXES,
     "text": (),
     "batches": ("data_order",),
 }
@@ -46,7 +50,7 @@ def hash_proofs(study: RecordedStudy) -> list[Proof]:
             reference = baseline.runs.get(seed) if baseline else None
             for name in HASHES:
                 found, expected = _hash(run, name), _hash(reference, name)
-                verdict = _verdict(name, arm.axis, found, expected)
+                verdict = _verdict(name, arm.diff, found, expected)
                 proofs.append(
                     Proof(
                         arm=arm.name,
@@ -79,10 +83,10 @@ def _hash(run: RecordedRun | None, name: str) -> str:
     return run.manifest.hashes.get(name, "") if run and run.manifest else ""
 
 
-def _verdict(name: str, axis: Axis, found: str, expected: str) -> Verdict:
+def _verdict(name: str, diff: Mapping[str, Any], found: str, expected: str) -> Verdict:
     if not found or not expected:
         return "unknown"
     if found == expected:
         return "same"
-    free = axis != "none" if name == "final_weights" else axis in FREE[name]
+    free = bool(diff) if name == "final_weights" else changes(diff, FREE[name])
     return "different by design" if free else "different"

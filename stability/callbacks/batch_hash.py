@@ -10,11 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from stability.data.fingerprint import BatchFingerprint
 from stability.records.metric_log import MetricLog
+from stability.records.names import BATCH_HASH
 
-__all__ = ["BATCH_HASH", "BatchHash"]
-
-BATCH_HASH = "batch_hash"
-"""The key of the hash in a line of the metric log."""
+__all__ = ["BatchHash"]
 
 
 class BatchHash(Callback):

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import jsonargparse
@@ -21,6 +22,7 @@ __all__ = ["main"]
 
 VERBS = {
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
+    "verify": ("stability.cli.verify", "prove that runs keep the pair contract"),
     "show": ("stability.cli.inspect", "print the ladder of a study"),
     "report": ("stability.cli.inspect", "write the HTML report of a study"),
     "deviate": ("stability.cli.deviate", "measure attention numerics against FP64, point by point"),
@@ -81,18 +83,26 @@ def _run_verb(verb: str, words: list[str]) -> int:
 def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:
     """Return `words` with "=true" after each bare bool option: jsonargparse wants a value.
 
-    A name may be written with dashes.
+    A name may be written with dashes. Further arguments without a name go to the parameters that
+    may be left out, in order, as far as those are paths.
     """
-    parameters = {
-        f"--{name}": parameter for name, parameter in inspect.signature(command).parameters.items()
-    }
-    found = []
+    every = inspect.signature(command).parameters
+    parameters = {f"--{name}": parameter for name, parameter in every.items()}
+    required = sum(parameter.default is parameter.empty for parameter in every.values())
+    spare = [name for name, parameter in parameters.items() if parameter.annotation == Path | None]
+    found: list[str] = []
+    takes_value = False
     for word in words:
         name, equals, value = word.partition("=")
         name = name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name
         if name in parameters:
             bare = parameters[name].annotation is bool and not equals
             word = f"{name}=true" if bare else f"{name}{equals}{value}"
+        elif not word.startswith("-") and not takes_value:
+            required -= 1
+            if required < 0 and spare:
+                word = f"{spare.pop(0)}={word}"
+        takes_value = word.startswith("--") and "=" not in word
         found.append(word)
     return found
 

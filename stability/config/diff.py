@@ -3,13 +3,13 @@
 Leaves out whether a difference is allowed: that is the pair contract (`study.contract`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from stability.config.convert import to_dict
 from stability.config.schema import AXES, ArmConfig
 
-__all__ = ["changed_axes", "diff"]
+__all__ = ["changed_axes", "changes", "diff"]
 
 
 def diff(a: ArmConfig, b: ArmConfig) -> dict[str, tuple[Any, Any]]:
@@ -33,6 +33,11 @@ def changed_axes(differences: Mapping[str, Any]) -> list[str]:
     A path that lies on no axis stands for itself.
     """
     return list(dict.fromkeys(_axis_of_path(path) for path in differences))
+
+
+def changes(differences: Mapping[str, Any], axes: Collection[str]) -> bool:
+    """Whether a path of `differences` lies on one of `axes`."""
+    return not set(axes).isdisjoint(changed_axes(differences))
 
 
 def _axis_of_path(path: str) -> str:

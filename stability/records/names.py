@@ -10,6 +10,7 @@ import re
 from typing import NamedTuple
 
 __all__ = [
+    "BATCH_HASH",
     "COMPARED",
     "STEP_AXIS",
     "TRAIN_LOSS",
@@ -26,6 +27,9 @@ __all__ = [
 ]
 
 TRAIN_LOSS = "train/loss"
+BATCH_HASH = "batch_hash"
+"""The text entry that holds the running hash of every batch so far."""
+
 STEP_AXIS = "trainer/global_step"
 """W&B's x axis: the number of optimizer updates made before the measurement."""
 

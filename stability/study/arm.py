@@ -4,18 +4,20 @@ Leaves out the order of runs (`runner`) and how anything is displayed.
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 
-from stability.callbacks.batch_hash import BATCH_HASH, BatchHash
+from stability.callbacks.batch_hash import BatchHash
 from stability.callbacks.divergence import Divergence
 from stability.callbacks.drift_probe import DriftProbe
 from stability.callbacks.progress import ProgressCallback, StudyObserver
 from stability.callbacks.snapshot_writer import SnapshotWriter
 from stability.callbacks.training_log import LogPosition, TrainingLog
+from stability.config.diff import changes
 from stability.config.load import to_dict
 from stability.config.schema import ArmConfig
 from stability.data.datamodule import TextDataModule
@@ -23,6 +25,7 @@ from stability.records.atomic import DiskFullError, is_disk_full
 from stability.records.layout import RunPaths, snapshot_steps
 from stability.records.manifest import Manifest, environment, read_manifest
 from stability.records.metric_log import MetricLog, read_text
+from stability.records.names import BATCH_HASH
 from stability.records.run_files import RunFiles
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
@@ -191,10 +194,17 @@ def _callbacks(
                 parts.model,
                 baseline,
                 _shared_steps(baseline, steps),
-                check=lambda step: check_batches(baseline, run.paths, run.axis, step),
+                check=_batch_check(run, baseline),
             )
         )
     return [*callbacks, LogPosition(log), ProgressCallback(observer, run.arm.name, run.seed)]
+
+
+def _batch_check(run: Run, baseline: RunPaths) -> Callable[[int], None]:
+    """Return what checks the batches up to a step, where they are to be the same."""
+    if changes(run.arm.diff, ["data_order"]):
+        return lambda step: None
+    return lambda step: check_batches(baseline, run.paths, step)
 
 
 def _shared_steps(baseline: RunPaths, steps: list[int]) -> list[int]:

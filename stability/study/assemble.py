@@ -95,9 +95,9 @@ def assemble(config: ArmConfig) -> Parts:
         attention = [eager(function) for function in attention]
     model = GPT(config.model, attention)
     initialise(model, config.model.init, config.seed.base + config.seed.init_offset)
+    init_hash = hash_state(model.state_dict())
     if config.precision == "64-true":
         model.double()
-    init_hash = hash_state(model.state_dict())
     nudge_weights(model, config.nudge.ulps, config.seed.base)
     callbacks: list[Callback] = []
     if probe is not None:

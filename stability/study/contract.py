@@ -6,28 +6,27 @@ Everything here only reads; a breach raises `ContractError` with the two values 
 
 from typing import Any
 
-from stability.callbacks.batch_hash import BATCH_HASH
-from stability.config.diff import changed_axes
+from stability.analysis.proofs import WEIGHT_AXES
+from stability.config.diff import changed_axes, changes
 from stability.config.schema import AXES, BASELINE, Axis
 from stability.records.layout import RunPaths
 from stability.records.manifest import Manifest
 from stability.records.metric_log import read_text
+from stability.records.names import BATCH_HASH
 from stability.study.expand import Arm
 
 __all__ = ["ContractError", "axis_of", "check_batches", "check_start"]
-
-WEIGHT_AXES = ("init", "seed")
-"""Axes that change the initial weights by design."""
 
 
 class ContractError(ValueError):
     """Two runs are not a pair."""
 
 
-def axis_of(arm: Arm) -> Axis:
+def axis_of(arm: Arm, allow_many: bool = False) -> Axis:
     """Return the one axis that `arm` changes, `none` if nothing differs.
 
-    ContractError if it changes several axes, or something that is no axis.
+    `many` if it changes several and the study allows it; else that is a ContractError, and so is
+    something that is no axis.
     """
     changed = changed_axes(arm.diff)
     strangers = [name for name in changed if name not in AXES]
@@ -37,10 +36,12 @@ def axis_of(arm: Arm) -> Axis:
             f"arms.{arm.name}: {strangers[0]} differs from the {BASELINE} ({values}) and is no "
             f"axis; allowed: {', '.join(AXES)}"
         )
+    if len(changed) > 1 and allow_many:
+        return "many"
     if len(changed) > 1:
         raise ContractError(
             f"arms.{arm.name}: must differ in one axis, differs in {', '.join(changed)}; "
-            "make an arm of each"
+            "make an arm of each, or say allow_many: true"
         )
     axes: list[Axis] = [axis for axis in AXES if axis in changed]
     return axes[0] if axes else "none"
@@ -59,7 +60,7 @@ def check_start(baseline: Manifest, candidate: Manifest) -> None:
             candidate.environment.get(key),
         )
     _same("hashes.text", candidate, baseline.hashes.get("text"), candidate.hashes.get("text"))
-    if candidate.axis not in WEIGHT_AXES:
+    if not changes(candidate.diff, WEIGHT_AXES):
         _same(
             "hashes.init_weights",
             candidate,
@@ -68,12 +69,13 @@ def check_start(baseline: Manifest, candidate: Manifest) -> None:
         )
 
 
-def check_batches(baseline: RunPaths, candidate: RunPaths, axis: Axis, step: int) -> None:
+def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
     """Check that both runs saw the same batches in the first `step` updates.
 
-    An arm on the `data_order` axis is exempt. ContractError names the first step that differs.
+    An arm on the `data_order` axis is exempt: leave it out. ContractError names the first step that
+    differs.
     """
-    if axis == "data_order" or step == 0:
+    if step == 0:
         return
     first = read_text(baseline.metrics, BATCH_HASH)
     second = read_text(candidate.metrics, BATCH_HASH)

@@ -28,7 +28,7 @@ def plan(study: StudyConfig, out: Path) -> list[Run]:
     ContractError if an arm changes more than one axis.
     """
     folder = StudyPaths(out / study.name).root
-    arms: list[tuple[Arm, Axis]] = [(arm, axis_of(arm)) for arm in expand(study)]
+    arms: list[tuple[Arm, Axis]] = [(arm, axis_of(arm, study.allow_many)) for arm in expand(study)]
     return [
         Run(
             study=study.name,

@@ -29,7 +29,7 @@ def _arm(write_study, changes):
 def test_an_honest_pair_passes(trained):
     check_start(*_manifests(trained))
     paths = [RunPaths.for_run(trained, arm, 0) for arm in ("baseline", "flash_fa2")]
-    check_batches(*paths, axis="attention", step=6)
+    check_batches(*paths, step=6)
 
 
 def test_another_environment_is_refused(trained):
@@ -62,10 +62,9 @@ def test_another_batch_is_refused_with_its_number(trained, tmp_path):
         if "batch_hash" in line and line["step"] >= 4:
             line["batch_hash"] = "f" * 64
     other.metrics.write_text("".join(seal(line) for line in lines))
-    check_batches(paths[0], other, axis="attention", step=3)
+    check_batches(paths[0], other, step=3)
     with pytest.raises(ContractError, match=r"flash_fa2: batch 4 differs .*'ffff"):
-        check_batches(paths[0], other, axis="attention", step=6)
-    check_batches(paths[0], other, axis="data_order", step=6)
+        check_batches(paths[0], other, step=6)
 
 
 def test_two_axes_in_one_arm_are_refused(write_study):

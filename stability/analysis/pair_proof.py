@@ -1,0 +1,188 @@
+"""The pair contract of two runs, proven from their records: what is the same, and the first break.
+
+Nothing is believed: the files' checksums, both configs, both environments, the hashes and every
+line of both batch logs are compared. Leaves out a whole study's summary of hashes (`proofs`) and
+refusing a run while it trains (`study.contract`).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stability.analysis.proofs import WEIGHT_AXES
+from stability.config.convert import Place, from_mapping, to_dict
+from stability.config.diff import changed_axes, changes, diff
+from stability.config.schema import AXES, ArmConfig
+from stability.records.layout import RunPaths
+from stability.records.manifest import Manifest, read_manifest
+from stability.records.metric_log import read_text
+from stability.records.names import BATCH_HASH
+from stability.records.run_files import damage
+
+__all__ = ["PairProof", "ProofLine", "prove_pair"]
+
+Finding = Literal["same", "by design", "broken", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProofLine:
+    """One thing compared, in the order in which it is laid down: `found` is what it says."""
+
+    field: str
+    first: str
+    second: str
+    finding: Finding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairProof:
+    """Two runs, the axes in which they differ, and every comparison."""
+
+    first: str
+    second: str
+    axes: tuple[str, ...]
+    lines: tuple[ProofLine, ...]
+
+    @property
+    def break_(self) -> ProofLine | None:
+        """The first comparison that breaks the contract."""
+        return next((line for line in self.lines if line.finding == "broken"), None)
+
+    @property
+    def sentence(self) -> str:
+        """What the proof comes to, in one sentence."""
+        broken = self.break_
+        if broken is not None:
+            return f"no pair: {broken.field} is {broken.first} in one, {broken.second} in the other"
+        unknown = [line.field for line in self.lines if line.finding == "unknown"]
+        said = f"a pair: they differ in {self.axes[0]} alone" if self.axes else "an A/A pair"
+        if len(self.axes) > 1:
+            said = f"a confounded pair: they differ in {', '.join(self.axes)}"
+        return f"{said}; not on record yet: {', '.join(unknown)}" if unknown else said
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able values."""
+        lines = [
+            {"field": x.field, "first": x.first, "second": x.second, "finding": x.finding}
+            for x in self.lines
+        ]
+        return {
+            "first": self.first,
+            "second": self.second,
+            "axes": list(self.axes),
+            "is_pair": self.break_ is None,
+            "sentence": self.sentence,
+            "lines": lines,
+        }
+
+
+def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
+    """Compare the records of two runs; `first` is taken as the baseline.
+
+    ValueError if one of them is no run, or its manifest can't be read.
+    """
+    manifests = read_manifest(first.manifest), read_manifest(second.manifest)
+    configs = [
+        from_mapping(ArmConfig, manifest.config, Place(source=str(paths.manifest)))
+        for paths, manifest in zip((first, second), manifests, strict=True)
+    ]
+    differences = diff(*configs)
+    lines = [
+        *_records(first, second),
+        *_config(configs, differences, confounded=manifests[1].axis == "many"),
+        *_environment(*manifests),
+        *_start(manifests, differences),
+        _batches(first, second, differences),
+        _end(manifests, differences),
+    ]
+    return PairProof(
+        first=str(first.root),
+        second=str(second.root),
+        axes=tuple(changed_axes(differences)),
+        lines=tuple(lines),
+    )
+
+
+def _records(first: RunPaths, second: RunPaths) -> Iterator[ProofLine]:
+    for paths in (first, second):
+        found = damage(paths)
+        yield ProofLine(
+            field=f"records of {paths.arm}, seed {paths.seed}",
+            first="whole" if not found else found[0],
+            second="whole",
+            finding="broken" if found else "same",
+        )
+
+
+def _config(
+    configs: list[ArmConfig], differences: dict[str, Any], *, confounded: bool
+) -> Iterator[ProofLine]:
+    declared = [axis for axis in changed_axes(differences) if axis in AXES]
+    allowed = confounded or len(declared) <= 1
+    on_axis = {path: values for path, values in differences.items() if changes({path: 0}, AXES)}
+    for path, (a, b) in differences.items():
+        yield _line(f"config.{path}", a, b, free=allowed and path in on_axis)
+    yield _line("config less the axis", *(_hash_without(config, on_axis) for config in configs))
+
+
+def _hash_without(config: ArmConfig, paths: Iterable[str]) -> str:
+    """Return a hash of the config but for `paths` and what only looks."""
+    content = to_dict(config)
+    for path in ("probe", "watch", *paths):
+        *groups, name = path.split(".")
+        place = content
+        for group in groups:
+            place = place.get(group, {})
+        place.pop(name, None)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _environment(first: Manifest, second: Manifest) -> Iterator[ProofLine]:
+    for key in sorted({*first.environment, *second.environment}):
+        yield _line(f"environment.{key}", first.environment.get(key), second.environment.get(key))
+
+
+def _start(
+    manifests: tuple[Manifest, Manifest], differences: dict[str, Any]
+) -> Iterator[ProofLine]:
+    for name, free in (("text", False), ("init_weights", changes(differences, WEIGHT_AXES))):
+        yield _line(f"hashes.{name}", *(m.hashes.get(name) for m in manifests), free=free)
+
+
+def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> ProofLine:
+    """Compare the running hash of the batches step by step."""
+    if not (first.metrics.exists() and second.metrics.exists()):
+        return _line("batches", None, None)
+    a, b = (read_text(paths.metrics, BATCH_HASH) for paths in (first, second))
+    shared = sorted(a.keys() & b.keys())
+    free = changes(differences, ["data_order"])
+    for step in shared:
+        if a[step] != b[step]:
+            return _line(f"batch {step}", a[step], b[step], free=free)
+    last = shared[-1] if shared else None
+    return _line(f"batches up to step {last}", a.get(last or 0), b.get(last or 0))
+
+
+def _end(manifests: tuple[Manifest, Manifest], differences: dict[str, Any]) -> ProofLine:
+    hashes = [manifest.hashes.get("final_weights") for manifest in manifests]
+    return _line("hashes.final_weights", *hashes, free=bool(differences))
+
+
+def _line(field: str, a: Any, b: Any, *, free: bool = False) -> ProofLine:
+    finding: Finding = "broken"
+    if a is None and b is None:
+        finding = "unknown"
+    elif a == b:
+        finding = "same"
+    elif free:
+        finding = "by design"
+    elif a is None or b is None:
+        finding = "unknown" if field.startswith("hashes.") else "broken"
+    return ProofLine(field=field, first=_short(a), second=_short(b), finding=finding)
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 32 else f"{text[:16]}..."

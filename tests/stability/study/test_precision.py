@@ -1,0 +1,166 @@
+"""Every arm computes in the precision that its label names, as its tensors tell."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from stability.analysis.intervals import paired_interval
+
+from attention_kernels import FORMATS, round_to
+from stability.analysis.ladder import build_ladder
+from stability.config.load import load_study
+from stability.model.emulated_linear import EmulatedLinear
+from stability.records.layout import RunPaths
+from stability.records.manifest import Manifest
+from stability.records.run_files import RunFiles
+from stability.study.assemble import assemble, load_data, make_trainer
+
+NATIVE = {
+    "64-true": torch.float64,
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+EMULATED = ["fp16", "bf16", "e4m3-saturate", "e5m2", "e8m3"]
+
+
+def _trainer(config, folder):
+    manifest = Manifest(
+        study="", arm="", seed=0, axis="none", config={}, diff={}, environment={}, resolved={},
+        hashes={}, state="running", step=0, message="",
+    )  # fmt: skip
+    return make_trainer(config, RunFiles(RunPaths(folder), manifest), [], [])
+
+
+def _seen(write_study, tmp_path, precision, attention=None):
+    """Train two steps; return what one linear layer and its attention were given and gave."""
+    base = load_study(write_study(), {"train.steps": "2"}).base
+    config = replace(base, precision=precision, probe=replace(base.probe, every=0))
+    if attention:
+        config = replace(config, attention=attention)
+    parts, seen = assemble(config), {}
+
+    def look(module, arguments, out):
+        seen["out"] = out.detach()
+        out.register_hook(lambda grad: seen.update(dout=grad.detach()))
+
+    parts.model.blocks["layer_1"].mlp_up.register_forward_hook(look)
+    inner = parts.model.attention[0]
+
+    def attend(q, k, v, **mask):
+        out = inner(q, k, v, **mask)
+        seen.update(q=q.detach(), attended=out.detach())
+        return out
+
+    parts.model.attention = (attend, *parts.model.attention[1:])
+    trainer = _trainer(config, tmp_path)
+    trainer.fit(parts.module, datamodule=load_data(config))
+    seen["weight"] = parts.model.blocks["layer_1"].mlp_up.weight.detach()
+    seen["plugin"] = trainer.precision_plugin
+    return seen
+
+
+@pytest.mark.parametrize("precision", NATIVE)
+def test_a_native_precision_is_the_dtype_of_its_tensors(write_study, tmp_path, precision):
+    seen = _seen(write_study, tmp_path, precision)
+    assert {seen[name].dtype for name in ("out", "dout", "q", "attended")} == {NATIVE[precision]}
+    stored = torch.float32 if precision.endswith("mixed") else NATIVE[precision]
+    assert seen["weight"].dtype == stored
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_an_emulated_precision_is_the_grid_of_its_tensors(write_study, tmp_path, name):
+    seen = _seen(write_study, tmp_path, f"emulated:{name}")
+    for what in ("out", "q", "attended"):
+        x = seen[what]
+        assert x.dtype == torch.float32
+        assert torch.equal(round_to(x, name), x), what
+        assert not torch.equal(round_to(x, f"e5m{1 if name == 'e5m2' else 2}"), x), what
+    weight = seen["weight"]
+    assert not torch.equal(round_to(weight, name), weight), "weights themselves stay FP32"
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "emulated:fp16", "emulated:e4m3-saturate"])
+def test_a_narrow_range_has_a_loss_scaler_that_steps(write_study, tmp_path, precision):
+    scaler = _seen(write_study, tmp_path, precision)["plugin"].scaler
+    assert scaler.is_enabled()
+    assert scaler.state_dict()["_growth_tracker"] + (scaler.get_scale() < 65536) >= 1
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "emulated:bf16", "emulated:e8m3"])
+def test_a_wide_range_has_none(write_study, tmp_path, precision):
+    assert _seen(write_study, tmp_path, precision)["plugin"].scaler is None
+
+
+def test_an_overflow_leaves_the_update_out_and_halves_the_scale(write_study, tmp_path):
+    base = load_study(write_study(), {"train.steps": "1"}).base
+    config = replace(base, precision="16-mixed", probe=replace(base.probe, every=0))
+    parts = assemble(config)
+    before = {name: value.clone() for name, value in parts.model.state_dict().items()}
+    trainer = _trainer(config, tmp_path)
+    trainer.precision_plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    trainer.fit(parts.module, datamodule=load_data(config))
+    assert trainer.precision_plugin.scaler.get_scale() == 2.0**39
+    after = parts.model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_emulated_is_native_where_the_sums_are_exact(name):
+    """Integers below 2**8 in sums below 2**24 are exact in any order, so only rounding is left."""
+    dice = torch.Generator().manual_seed(3)
+    x, weight, bias, dout = (
+        torch.randint(-40, 40, shape, generator=dice).float()
+        for shape in ((5, 7, 24), (16, 24), (16,), (5, 7, 16))
+    )
+    found = []
+    for emulated in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        context = (
+            EmulatedLinear(FORMATS[name])
+            if emulated
+            else torch.autocast("cpu", dtype=FORMATS[name].dtype)
+        )
+        with context:
+            out = torch.nn.functional.linear(*leaves)
+        out.backward(dout.to(out.dtype))
+        found.append([out.float(), *(leaf.grad for leaf in leaves)])
+    for native, emulated in zip(*found, strict=True):
+        assert torch.equal(native, emulated)
+    assert not torch.equal(found[1][0], torch.nn.functional.linear(x, weight, bias)), "rounds"
+
+
+def test_an_attention_that_can_not_be_told_a_format_is_refused(write_study):
+    base = load_study(write_study()).base
+    sdpa = replace(base.attention, implementation="sdpa")
+    with pytest.raises(ValueError, match=r"must be flash or baseline .* emulated, got 'sdpa'"):
+        assemble(replace(base, precision="emulated:fp16", attention=sdpa))
+    compiled = replace(base.train, compile="eager")
+    with pytest.raises(ValueError, match=r"train.compile must be empty with an emulated"):
+        assemble(replace(base, precision="emulated:fp16", train=compiled))
+
+
+@pytest.mark.slow
+def test_emulated_and_native_fp16_drift_alike(write_study, run_tiny, tmp_path):
+    def edit(content):
+        content["base"]["precision"] = "32-true"
+        content["base"]["train"]["steps"] = 4
+        content["base"]["probe"] = {"every": 0}
+        content["arms"] = {
+            "baseline": {},
+            "native": {"precision": "16-mixed"},
+            "emulated": {"precision": "emulated:fp16"},
+            "wrong": {"precision": "emulated:bf16"},
+        }
+        content.update(seeds=[0, 1, 2, 3, 4], yardstick="native")
+
+    run_tiny(load_study(write_study(edit)), tmp_path)
+    ladder = build_ladder(tmp_path / "tiny")
+    intervals = {
+        arm: paired_interval(ladder.row(arm).ratio.early.per_seed, level=0.9)
+        for arm in ("emulated", "wrong")
+    }
+    assert intervals["emulated"].low <= 1 <= intervals["emulated"].high
+    assert 0.8 < intervals["emulated"].mean < 1.25
+    assert intervals["wrong"].low > 2, "the test can tell BF16 from FP16"
