@@ -30,8 +30,8 @@ RESAMPLES = 9999
 RANDOM_SEED = 0
 """Each call draws the same resamples: one set of values has one interval."""
 MOST_SEEDS = 1000
-LOG_OF_ZERO = -1e300
-"""Stands for minus infinity and stays a number in means and quantiles; its exponential is 0."""
+LOG_OF_ZERO = -1e100
+"""Stands for minus infinity; means and squares of it stay numbers, its exponential is 0."""
 
 Array = NDArray[np.float64]
 
