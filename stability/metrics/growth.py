@@ -85,8 +85,6 @@ def fit_growth(steps: Sequence[int], drifts: Sequence[float]) -> Growth | None:
     if usable.sum() < MIN_POINTS:
         return None
     x, logs = x[usable], np.log(y[usable])
-    # rounded, so that no tie is decided by last bits, which change with the unit of the drift
-    logs = np.round(logs - logs[0], 9)
     points = _phase_points((x - x[0]) / (x[-1] - x[0]), logs)
     rate, low, high = _theil_sen(x[:points], logs[:points])
     return Growth(
@@ -140,7 +138,7 @@ def _theil_sen(x: Array, y: Array) -> tuple[float, float, float]:
 def _phase_points(x: Array, logs: Array) -> int:
     """Return how many points the exponential phase holds. `x` runs from 0 to 1."""
     n = len(x)
-    if n < MIN_POINTS + 2 or np.ptp(logs) < RESOLUTION:
+    if n < MIN_POINTS + 2:
         return n
     line = _mean_error(_line_residuals(x, logs[None]))[0]
     bend = _find_bend(x, logs)

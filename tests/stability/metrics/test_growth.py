@@ -41,8 +41,8 @@ def test_the_unit_of_the_drift_changes_nothing(run, unit):
     for name in ("first_step", "last_step", "points"):
         assert getattr(scaled, name) == getattr(found, name)
     for name in ("rate", "low", "high"):
-        # log drifts are rounded to 1e-9, and steps are at least 1 apart
-        assert getattr(scaled, name) == pytest.approx(getattr(found, name), rel=1e-9, abs=2e-9)
+        # log drifts are below 50: rounding of up to 1e-14, over steps that are at least 1 apart
+        assert getattr(scaled, name) == pytest.approx(getattr(found, name), rel=1e-12, abs=1e-12)
 
 
 @modest
@@ -81,10 +81,10 @@ def test_the_phase_is_a_start_of_the_run_and_its_interval_holds_the_rate(run):
 @pytest.mark.parametrize("rate", [0.1, 1e-4, 0.0, -0.02])
 def test_pure_growth_is_found_exactly_and_has_no_end(steps, rate):
     found = fit_growth(steps, exponential(steps, rate))
-    assert found.rate == pytest.approx(rate, abs=1e-9)  # log drifts are rounded to 1e-9
+    assert found.rate == pytest.approx(rate, abs=1e-12)
     assert (found.first_step, found.last_step, found.points) == (steps[0], steps[-1], len(steps))
     assert found.doubling_time == (
-        pytest.approx(math.log(2) / rate, rel=1e-4) if rate > 0 else math.inf
+        pytest.approx(math.log(2) / rate, rel=1e-9) if rate > 0 else math.inf
     )
 
 
@@ -95,7 +95,19 @@ def test_one_outlier_in_eight_does_not_move_the_rate_of_pure_growth(steps, up):
         drifts = exponential(steps, 0.1)
         drifts[place::8] *= up
         found = fit_growth(steps, drifts)
-        assert found.rate == pytest.approx(0.1, abs=1e-8), place
+        assert found.rate == pytest.approx(0.1, abs=1e-12), place
+
+
+@pytest.mark.parametrize("up", [1 / 20, 20])
+def test_one_outlier_in_eight_does_not_hide_the_end_of_the_phase(up):
+    clean = fit_growth(EVEN, saturating(EVEN))
+    for place in range(8):
+        drifts = saturating(EVEN)
+        drifts[place::8] *= up
+        found = fit_growth(EVEN, drifts)
+        # the end is seen to a few points; by least squares it is missed by up to 20
+        assert abs(found.points - clean.points) <= 3, place
+        assert found.rate == pytest.approx(0.1, rel=0.01), place  # RESOLUTION
 
 
 @SCHEDULES
@@ -105,7 +117,8 @@ def test_saturation_ends_the_phase_and_hardly_lowers_its_rate(steps, sigma):
     curve = saturating(steps)
     found = [fit_growth(steps, noisy(rng, curve, sigma)) for _ in range(100)]
     half_way = math.log(1e5) / 0.1
-    assert sum(growth.last_step < half_way for growth in found) >= 99  # 1 in 1000 is missed at worst
+    # at sigma 0.2 with 8 points, the worst here, one bend in 1000 is missed
+    assert sum(growth.last_step < half_way for growth in found) >= 99
     rates = np.array([growth.rate for growth in found])
     # three standard errors of the median of 100, or the resolution of the bend (1 %)
     allowed = max(3 * 1.2533 * rates.std() / 10, 0.01 * 0.1)
