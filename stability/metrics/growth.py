@@ -15,7 +15,9 @@ Lyapunov exponent of a time series is: the slope of the log distance over its st
 3. The rate is the Theil-Sen slope in the window (Theil 1950; Sen 1968).
 
 A second bend, a slow start before the exponential phase and the correlation of neighbouring points
-are not modelled. Leaves out what a rate means beside another arm's, and its spread over seeds.
+are not modelled; a drift that grows as a power of the step has no such phase, and shrinks the
+window to its first four points. Leaves out what a rate means beside another arm's, and its spread
+over seeds.
 """
 
 import math
@@ -38,7 +40,9 @@ BIAS_WEIGHT = 25
 MOST_POINTS = 1000
 """Theil-Sen compares all pairs of points; a longer series is thinned evenly to so many."""
 ITERATIONS = 10
+"""Of reweighting, for the least absolute deviations."""
 REFINEMENTS = 2
+"""Of the grid on which the bend is looked for."""
 
 Array = NDArray[np.float64]
 
@@ -51,7 +55,11 @@ class Growth:
     """Natural log per step."""
     low: float
     high: float
-    """The 95 % interval of the Theil-Sen slope; with 4 points it can't hold more than 92 %."""
+    """The 95 % interval of the Theil-Sen slope; with 4 points it can't hold more than 92 %.
+
+    Right for independent errors only. Those of neighbouring drifts of one run are alike, so what is
+    known of the rate is its spread over seeds (`stability.analysis.intervals`).
+    """
     first_step: int
     last_step: int
     points: int

@@ -89,6 +89,16 @@ def test_pure_growth_is_found_exactly_and_has_no_end(steps, rate):
 
 
 @SCHEDULES
+def test_noise_alone_hardly_ever_ends_the_phase(steps):
+    rng = np.random.default_rng(4)
+    curve = exponential(steps, 0.05)
+    ended = sum(fit_growth(steps, noisy(rng, curve, 0.1)).points < len(steps) for _ in range(200))
+    # 2 % of 1000 with 8 points (12 % where the scale is not corrected for the parameters): 99.9 %
+    # of Binomial(200, 0.02) is below 12
+    assert ended < 12
+
+
+@SCHEDULES
 @pytest.mark.parametrize("up", [1 / 20, 20])
 def test_one_outlier_in_eight_does_not_move_the_rate_of_pure_growth(steps, up):
     for place in range(8):
