@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from stability.config.convert import Place, from_mapping
+from stability.config.policy import PolicyConfig
 from stability.config.schema import BASELINE, Axis
 from stability.records.events import Event, read_events
 from stability.records.layout import RunPaths, StudyPaths
@@ -83,6 +85,7 @@ class RecordedStudy:
     steps: int
     early_step: int
     """The early step the config asks for; 0 means the first snapshot."""
+    policy: PolicyConfig
     arms: tuple[RecordedArm, ...]
 
     def arm(self, name: str) -> RecordedArm | None:
@@ -124,6 +127,7 @@ def read_study(study_dir: Path) -> RecordedStudy:
             seeds=tuple(config["seeds"]),
             steps=config["base"]["train"]["steps"],
             early_step=config.get("early_step", 0),
+            policy=from_mapping(PolicyConfig, config.get("policy"), Place(source=str(path))),
             arms=tuple(_read_arm(study_dir, arm, config["seeds"]) for arm in arms),
         )
     except (KeyError, TypeError) as error:

@@ -1,151 +1,223 @@
-"""What the ladder says, in plain sentences that claim no more than the numbers do.
+"""The verdict on a candidate: PASS, FAIL or INCONCLUSIVE, with the ratio and interval it rests on.
 
-The chaos rule: tiny differences grow exponentially and then saturate, so a drift is told from chaos
-only while the 1-ULP nudge has gone less than half as far. Leaves out intervals and
-growth rates.
+The candidate's drift is divided by the yardstick's, seed by seed at one step, and the interval of
+the geometric mean (`intervals`) must lie on one side of the largest ratio allowed. FAIL asks for
+more: a drift that can't be told from a rerun's, where reruns differ, or from a 1-ULP nudge's is no
+evidence against the candidate. So of candidates that equal their baseline at most one in twenty
+fails by chance: that is the lower end of a 90 % interval. Leaves out the sentences of the report
+(`sentences`) and exit codes (`cli.verdict`).
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from stability.analysis.ladder import Ladder, Row
-from stability.analysis.spread import MISSING, Spread, scientific, span, times
+from stability.analysis.intervals import (
+    Interval,
+    more_seeds,
+    paired_interval,
+    replicates_needed,
+)
+from stability.analysis.ladder import planned_early_step
+from stability.analysis.recorded import RecordedArm, RecordedStudy
+from stability.analysis.spread import times
+from stability.config.convert import nearest
+from stability.config.policy import PolicyConfig
 from stability.config.schema import BASELINE
 
-__all__ = ["CHAOS_SHARE", "notes", "sentence", "swamped_by_chaos", "verdicts"]
+__all__ = ["Drifts", "Outcome", "Verdict", "judge", "judge_study"]
 
-CHAOS_SHARE = 0.5
-"""A nudge that has gone this share of an arm's drift makes that drift indistinguishable."""
+Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+Drifts = Mapping[int, float]
+"""A drift by seed."""
 
 
-def sentence(ladder: Ladder, arm: str) -> str:
-    """Return what the ladder says about `arm`, in one or two plain sentences.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The outcome, what it rests on, and the sentence that a person would write."""
 
-    ValueError if the study has no such arm.
+    outcome: Outcome
+    policy: PolicyConfig
+    ratio: Interval
+    per_seed: Mapping[int, float]
+    """Candidate over yardstick."""
+    more_seeds: int | None
+    """How many more would decide; 0 where it is decided, None where no number would."""
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        policy, ratio = self.policy, self.ratio
+        end = f"; the policy allows {times(policy.max_ratio)}"
+        if not ratio.n or math.isnan(ratio.mean):
+            return f"{self.outcome}: {self.reason}."
+        span = ""
+        if not math.isnan(ratio.low) and ratio.low < ratio.high:
+            span = f" ({ratio.level:.0%} interval {times(ratio.low)} to {times(ratio.high)})"
+        seeds = f"{ratio.n} seed{'s' if ratio.n > 1 else ''}"
+        said = (
+            f"{self.outcome}: at step {policy.step} {policy.candidate} has moved the weights "
+            f"{times(ratio.mean)}{span} as far as {policy.yardstick}, over {seeds}{end}"
+        )
+        return f"{said}. {self.reason}." if self.reason else f"{said}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able values; a number that is none stands as text."""
+        interval = {name: getattr(self.ratio, name) for name in self.ratio.__slots__}
+        return {
+            "outcome": self.outcome,
+            **{name: getattr(self.policy, name) for name in self.policy.__slots__},
+            "ratio": {name: _plain(value) for name, value in interval.items()},
+            "per_seed": {str(seed): _plain(value) for seed, value in self.per_seed.items()},
+            "more_seeds": self.more_seeds,
+            "sentence": self.sentence,
+        }
+
+
+def judge_study(study: RecordedStudy, policy: PolicyConfig) -> Verdict:
+    """Judge the candidate that `policy` names on what `study` has recorded.
+
+    ValueError for an arm that the study does not have, a step without a snapshot, or drifts that
+    are not on record yet: what to do instead.
     """
-    row = ladder.row(arm)
-    if row is None:
-        names = ", ".join(row.arm for row in ladder.rows)
-        raise ValueError(f"sentence: arm must be one of {names}; got {arm!r}")
-    if arm == BASELINE:
-        return f"{arm} is what every other arm is compared with."
-    if not row.rel_l2.early.n and not row.rel_l2.last.n:
-        return f"{arm} has no drift on record at step {ladder.early_step} yet{_because(row)}."
-    if row.rel_l2.last.is_zero and (row.rel_l2.early.is_zero or not row.rel_l2.early.n):
-        return (
-            f"{arm} has exactly the baseline's weights at step {ladder.last_step} "
-            f"({_seeds(row.rel_l2.last)})."
-        )
-    said = f"{arm} moves the weights {_distances(ladder, row)} ({_seeds(_best(row))})"
-    chaos = _chaos(ladder, row)
-    return f"{said}; {chaos}." if chaos else f"{said}."
+    policy = _completed(study, policy)
+    candidate, yardstick = (
+        _arm(study, what, getattr(policy, what)) for what in ("candidate", "yardstick")
+    )
+    drifts = _drifts(candidate, policy.step)
+    scale = _drifts(yardstick, policy.step)
+    for arm, found in ((candidate, drifts), (yardstick, scale)):
+        if not found:
+            raise ValueError(
+                f"verdict: {arm.name} must have a drift on record at step {policy.step}, has none; "
+                "run the study first"
+            )
+    floor = [_drifts(arm, policy.step) for arm in study.candidates if arm.axis == "none"]
+    nudge = [_drifts(arm, policy.step) for arm in study.candidates if arm.axis == "nudge"]
+    return judge(
+        drifts,
+        scale,
+        policy,
+        rerun=floor[0] if floor else {},
+        nudge=nudge[0] if nudge and candidate.axis != "nudge" else {},
+    )
 
 
-def verdicts(ladder: Ladder) -> list[str]:
-    """Return the sentence of each candidate: the arms that change the attention."""
-    return [sentence(ladder, row.arm) for row in ladder.rows_on("attention")]
+def judge(
+    candidate: Drifts, yardstick: Drifts, policy: PolicyConfig, *, rerun: Drifts, nudge: Drifts
+) -> Verdict:
+    """Judge drifts by seed at one step; `rerun` and `nudge` are empty where there are no such arms.
 
-
-def notes(ladder: Ladder) -> list[str]:
-    """Return what a reader has to know before trusting the numbers; empty if nothing is amiss."""
-    found = [_aa_note(row) for row in ladder.rows_on("none")]
-    found += [_floor_note(row, ladder.last_step) for row in ladder.rows]
-    found += [f"{row.arm}: {row.message}." for row in ladder.rows if row.message]
-    if ladder.last_step < ladder.steps:
-        found.append(f"No arm has reached step {ladder.steps} yet; the last figures are earlier.")
-    if ladder.yardstick and ladder.row(ladder.yardstick) is None:
-        found.append(f"The yardstick {ladder.yardstick} is no arm of this study: no ratios.")
-    return [note for note in found if note]
-
-
-def swamped_by_chaos(ladder: Ladder, row: Row, *, early: bool) -> Spread:
-    """Return nudge drift / arm drift where that says the arm can't be told from chaos, else empty.
-
-    Empty too for the nudge itself, and where there is no nudge arm to hold against.
+    Only seeds that both sides have count. A candidate whose weights are no numbers fails.
     """
-    nudges = ladder.rows_on("nudge")
-    if not nudges or row.axis == "nudge":
-        return Spread()
-    nudge = nudges[0].rel_l2
-    share = nudge.early.over(row.rel_l2.early) if early else nudge.last.over(row.rel_l2.last)
-    return share if share.n and share.mean >= CHAOS_SHARE else Spread()
+    ratios = _over(candidate, yardstick)
+    lost = [seed for seed, drift in candidate.items() if not math.isfinite(drift)]
+    ratio = paired_interval({s: r for s, r in ratios.items() if math.isfinite(r)}, policy.level)
 
-
-def _distances(ladder: Ladder, row: Row) -> str:
-    steps = (ladder.early_step, ladder.last_step)
-    if row.arm == ladder.yardstick or not (row.ratio.early.n or row.ratio.last.n):
-        early, last = (_with_range(s, scientific) for s in (row.rel_l2.early, row.rel_l2.last))
-        tail = ", and is the yardstick" if row.arm == ladder.yardstick else ""
-        return f"by {early} (relative L2) at step {steps[0]} and {last} at step {steps[1]}{tail}"
-    early, last = (_with_range(s, times) for s in (row.ratio.early, row.ratio.last))
-    return (
-        f"{early} as far as {ladder.yardstick} does at step {steps[0]} "
-        f"and {last} at step {steps[1]}"
-    )
-
-
-def _with_range(spread: Spread, write: Callable[[float], str]) -> str:
-    if not spread.n:
-        return MISSING
-    ends = span(spread, write, " to ")
-    return f"{write(spread.mean)} ({ends})" if ends else write(spread.mean)
-
-
-def _chaos(ladder: Ladder, row: Row) -> str:
-    if row.axis == "nudge":
-        return ""
-    if not any(nudge.rel_l2.last.n for nudge in ladder.rows_on("nudge")):
-        return "no nudge arm says how much of that is chaos"
-    early = swamped_by_chaos(ladder, row, early=True)
-    last = swamped_by_chaos(ladder, row, early=False)
-    if early.n:
-        return (
-            f"already at step {ladder.early_step} the 1-ULP nudge has itself gone "
-            f"{times(early.mean)} as far, so neither figure can be told from chaos"
+    def verdict(outcome: Outcome, reason: str, more: int | None = 0) -> Verdict:
+        return Verdict(
+            outcome=outcome,
+            policy=policy,
+            ratio=ratio,
+            per_seed=ratios,
+            more_seeds=more,
+            reason=reason,
         )
-    if last.n:
-        return (
-            f"by step {ladder.last_step} the 1-ULP nudge has itself gone {times(last.mean)} as "
-            "far, so only the early figure can be told from chaos"
+
+    if lost:
+        return verdict("FAIL", f"Its weights are no numbers in {len(lost)} of {len(candidate)}")
+    if all(drift == 0 for drift in candidate.values()):
+        return verdict("PASS", "Its weights are the baseline's, to the bit")
+    if not ratios or not all(math.isfinite(r) for r in ratios.values()):
+        return verdict("INCONCLUSIVE", "The yardstick has moved no weight, or is no number", None)
+    more = more_seeds(ratios, policy.max_ratio, policy.level)
+    if math.isnan(ratio.low):
+        needed = replicates_needed(policy.level) - ratio.n
+        more = needed if more is None else max(needed, more)
+        return verdict(
+            "INCONCLUSIVE",
+            f"A {policy.level:.0%} interval needs {replicates_needed(policy.level)} seeds: "
+            f"{_run_more(more)}",
+            more,
         )
-    return ""
+    if ratio.high <= policy.max_ratio:
+        return verdict("PASS", "")
+    if ratio.low <= policy.max_ratio:
+        return verdict("INCONCLUSIVE", f"The interval holds both answers: {_run_more(more)}", more)
+    for drifts, name in ((rerun, "a rerun of the baseline"), (nudge, "a nudge of 1 ULP")):
+        if not _is_told_from(candidate, drifts, policy.level):
+            return verdict(
+                "INCONCLUSIVE",
+                f"But that can't be told from {name}, so it is no evidence: read an earlier step",
+                None,
+            )
+    return verdict("FAIL", "")
 
 
-def _best(row: Row) -> Spread:
-    return max(row.rel_l2.early, row.rel_l2.last, key=lambda spread: spread.n)
+def _is_told_from(candidate: Drifts, other: Drifts, level: float) -> bool:
+    """Whether the candidate's drift is surely larger than that of an arm that changes nothing."""
+    ratios = _over(candidate, {seed: drift for seed, drift in other.items() if drift})
+    if not ratios:
+        return True
+    low = paired_interval(ratios, level).low
+    return low > 1  # NaN, too few seeds, is not
 
 
-def _seeds(spread: Spread) -> str:
-    return "1 seed, so no spread" if spread.n == 1 else f"{spread.n} seeds"
+def _over(above: Drifts, below: Drifts) -> dict[int, float]:
+    return {
+        seed: drift / below[seed] if below[seed] else math.nan
+        for seed, drift in above.items()
+        if seed in below
+    }
 
 
-def _because(row: Row) -> str:
-    return f" ({row.message})" if row.message else ""
+def _run_more(more: int | None) -> str:
+    if more is None:
+        return "no number of seeds up to 1000 would decide"
+    return f"{more} more seed{'s' if more != 1 else ''} would decide" if more else "run one more"
 
 
-def _aa_note(row: Row) -> str:
-    drifts = [spread for spread in (row.rel_l2.early, row.rel_l2.last) if spread.n]
-    if not drifts:
-        return ""
-    if all(spread.is_zero for spread in drifts):
-        return f"A/A is zero: {row.arm} ends in the baseline's bits ({_seeds(drifts[-1])})."
-    return (
-        f"A/A is not zero here: {row.arm} drifts by up to {scientific(drifts[-1].high)}. That is "
-        "the floor: no smaller drift means anything."
+def _completed(study: RecordedStudy, policy: PolicyConfig) -> PolicyConfig:
+    """Return `policy` with the study's own yardstick and early step where it names none."""
+    if not policy.candidate:
+        arms = ", ".join(arm.name for arm in study.candidates)
+        raise ValueError(f"verdict: candidate must be named, one of {arms}; use --candidate")
+    if not (policy.yardstick or study.yardstick):
+        raise ValueError("verdict: the study has no yardstick; use --yardstick")
+    if policy.step and policy.step not in study.planned_snapshots[1:]:
+        steps = ", ".join(str(step) for step in study.planned_snapshots[1:])
+        raise ValueError(f"verdict: step must be one of {steps}, got {policy.step}")
+    return PolicyConfig(
+        candidate=policy.candidate,
+        yardstick=policy.yardstick or study.yardstick,
+        max_ratio=policy.max_ratio,
+        step=policy.step or planned_early_step(study),
+        level=policy.level,
     )
 
 
-def _floor_note(row: Row, step: int) -> str:
-    floor, w1 = row.w1_floor.last, row.w1.last
-    if row.axis not in ("seed", "init") or not w1.n:
-        return ""
-    note = (
-        f"{row.arm} starts from independently drawn weights: two such samples of n values differ "
-        "by a W1 of about 1.8*sigma/sqrt(n) anyway"
-    )
-    if not floor.n:
-        return f"{note}; a W1 below that says nothing."
-    relation = "below" if w1.mean < floor.mean else "above"
-    return (
-        f"{note}, here {scientific(floor.mean)}; its W1 of {scientific(w1.mean)} at step {step} is "
-        f"{relation} it{' and says nothing' if relation == 'below' else ''}."
-    )
+def _arm(study: RecordedStudy, what: str, name: str) -> RecordedArm:
+    arm = study.arm(name)
+    if arm is None or name == BASELINE:
+        names = [arm.name for arm in study.candidates]
+        raise ValueError(
+            f"verdict: {what} must be an arm of the study, got {name!r}; "
+            f"nearest: {nearest(name, names)}"
+        )
+    return arm
+
+
+def _drifts(arm: RecordedArm, step: int) -> dict[int, float]:
+    """Return the drift by seed; NaN for a run that diverged before the step."""
+    found = {}
+    for seed, run in arm.runs.items():
+        value = run.drift("rel_l2").get(step, math.nan if run.state == "diverged" else None)
+        if value is not None:
+            found[seed] = value
+    return found
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

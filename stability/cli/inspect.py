@@ -4,9 +4,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stability.analysis.ladder import build_ladder
+from stability.analysis.growth_law import study_growth
+from stability.analysis.ladder import ladder_of
 from stability.analysis.recorded import read_study
 from stability.records.probe_record import PROBE_FILE
+from stability.report.growth_table import print_growth
 from stability.report.html import write_report
 from stability.report.probe_page import write_probe_page
 from stability.report.probe_table import print_found, print_probe
@@ -25,8 +27,11 @@ def show(folder: Path) -> int:
     if _holds_probe(folder):
         print_probe(folder, console)
         return 0
-    print_ladder(build_ladder(folder), console)
-    print_found(read_study(folder), console)
+    study = read_study(folder)
+    print_ladder(ladder_of(study), console)
+    console.print()
+    print_growth(study_growth(study), console)
+    print_found(study, console)
     return 0
 
 

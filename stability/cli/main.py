@@ -1,6 +1,7 @@
 """`stability VERB ...`: finds the verb's module, parses its arguments, turns errors into one line.
 
-Exit codes: 0 done, 1 a run failed, 2 bad input (nothing was written), 130 interrupted. A verb's
+Exit codes: 0 done, 1 a run failed or a check says no, 2 bad input (nothing was written), 3 a check
+can't decide, 130 interrupted. A verb's
 module is imported only when the verb is used, so `--help` is quick.
 """
 
@@ -22,6 +23,7 @@ __all__ = ["main"]
 
 VERBS = {
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
+    "verdict": ("stability.cli.verdict", "say PASS, FAIL or INCONCLUSIVE of a candidate"),
     "verify": ("stability.cli.verify", "prove that runs keep the pair contract"),
     "show": ("stability.cli.inspect", "print the ladder of a study"),
     "report": ("stability.cli.inspect", "write the HTML report of a study"),

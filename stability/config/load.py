@@ -157,6 +157,14 @@ def _check_names(study: StudyConfig, root: Place) -> None:
             f"must be an arm, got {study.yardstick!r}; nearest: "
             f"{nearest(study.yardstick, study.arms)}"
         )
+    for what in ("candidate", "yardstick"):
+        name = getattr(study.policy, what)
+        if name and name not in study.arms:
+            raise (
+                root.at("policy")
+                .at(what)
+                .error(f"must be an arm, got {name!r}; nearest: {nearest(name, study.arms)}")
+            )
     seeds = study.seeds
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise root.at("seeds").error(

@@ -18,6 +18,7 @@ from stability.config.groups import (
     TrainConfig,
 )
 from stability.config.observation import ProbeConfig, WatchConfig
+from stability.config.policy import PolicyConfig
 from stability.config.precision import check_precision
 
 __all__ = ["AXES", "BASELINE", "ArmConfig", "Axis", "StudyConfig"]
@@ -84,6 +85,7 @@ class StudyConfig:
     arms: dict[str, dict[str, Any]]
     seeds: tuple[int, ...] = (0,)
     yardstick: str = ""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     allow_many: bool = False
     """Let an arm change several axes; it is then called confounded wherever it is shown."""
     early_step: int = 0

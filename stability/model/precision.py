@@ -8,7 +8,6 @@ Leaves out the names themselves (`config.precision`).
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -17,7 +16,7 @@ from attention_kernels import Format
 from stability.config.precision import emulated_format
 from stability.model.emulated_linear import EmulatedLinear
 
-__all__ = ["EmulatedPrecision", "trainer_precision"]
+__all__ = ["EmulatedPrecision", "precision_plugins"]
 
 _BF16_EXPONENT_BITS = 8
 
@@ -40,12 +39,12 @@ class EmulatedPrecision(MixedPrecision):
             yield
 
 
-def trainer_precision(name: str, device: torch.device) -> Any:
-    """Return what makes the precision `name` true on `device`: Lightning's name, or a plugin.
+def precision_plugins(name: str, device: torch.device) -> list[MixedPrecision]:
+    """Return the plugin that makes the precision `name` true on `device`, none if Lightning's does.
 
     ValueError as `emulated_format`.
     """
     format = emulated_format(name)
     if format is not None:
-        return EmulatedPrecision(format, device.type)
-    return MixedPrecision("16-mixed", device.type) if name == "16-mixed" else name
+        return [EmulatedPrecision(format, device.type)]
+    return [MixedPrecision("16-mixed", device.type)] if name == "16-mixed" else []

@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.proofs import HASHES
 from stability.analysis.recorded import RecordedStudy, read_study
-from stability.analysis.verdict import notes, verdicts
+from stability.analysis.sentences import notes, verdicts
 from stability.records.atomic import write_text
 from stability.records.layout import StudyPaths
 from stability.report.chart import Chart, Section

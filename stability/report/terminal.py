@@ -1,7 +1,7 @@
 """The ladder as a table in the terminal: one line an arm, what it means below.
 
 Fits 110 columns in full; a narrower terminal gets fewer columns rather than broken ones. Leaves out
-every number's origin (`analysis.ladder`) and every judgement (`analysis.verdict`).
+every number's origin (`analysis.ladder`) and every judgement (`analysis.sentences`).
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stability.analysis.ladder import Ladder, Row
+from stability.analysis.sentences import notes, verdicts
 from stability.analysis.spread import MISSING, Spread, plain, scientific, times
-from stability.analysis.verdict import notes, verdicts
 from stability.config.schema import BASELINE
 
 __all__ = ["print_ladder"]

@@ -27,7 +27,7 @@ from stability.model.gpt import GPT
 from stability.model.init_schemes import initialise
 from stability.model.lightning_module import LanguageModel
 from stability.model.nudge import nudge_weights
-from stability.model.precision import trainer_precision
+from stability.model.precision import precision_plugins
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.study.checkpoints import CheckpointFiles
@@ -191,13 +191,16 @@ def make_trainer(
         every_n_train_steps=config.train.checkpoint_every,
         save_top_k=-1,  # CheckpointFiles drops the old ones
     )
-    precision: Any = trainer_precision(config.precision, resolve_device(config))
-    plugins = [] if isinstance(precision, str) else [precision]
+    device = resolve_device(config)
+    plugins = precision_plugins(config.precision, device)
+    native: Any = None if plugins else config.precision
     return Trainer(
-        accelerator=resolve_device(config).type,
+        accelerator=device.type,
         devices=1,
-        precision=None if plugins else precision,
-        plugins=[CheckpointFiles(files, config.train.keep_checkpoints), *plugins],
+        plugins=[
+            CheckpointFiles(files, config.train.keep_checkpoints),
+            *([] if native else [precision]),
+        ],
         max_steps=config.train.steps,
         gradient_clip_val=config.train.grad_clip,
         deterministic=True,

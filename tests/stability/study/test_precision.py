@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stability.analysis.intervals import paired_interval
 
-from attention_kernels import FORMATS, round_to
+from attention_kernels import round_to
+from attention_kernels.formats import FORMATS
+from stability.analysis.intervals import paired_interval
 from stability.analysis.ladder import build_ladder
 from stability.config.load import load_study
 from stability.model.emulated_linear import EmulatedLinear
@@ -93,6 +94,7 @@ def test_a_wide_range_has_none(write_study, tmp_path, precision):
     assert _seen(write_study, tmp_path, precision)["plugin"].scaler is None
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of")
 def test_an_overflow_leaves_the_update_out_and_halves_the_scale(write_study, tmp_path):
     base = load_study(write_study(), {"train.steps": "1"}).base
     config = replace(base, precision="16-mixed", probe=replace(base.probe, every=0))

@@ -1,0 +1,151 @@
+"""What the ladder says, in plain sentences that claim no more than the numbers do.
+
+The chaos rule: tiny differences grow exponentially and then saturate, so a drift is told from chaos
+only while the 1-ULP nudge has gone less than half as far. Leaves out intervals and
+growth rates.
+"""
+
+from collections.abc import Callable
+
+from stability.analysis.ladder import Ladder, Row
+from stability.analysis.spread import MISSING, Spread, scientific, span, times
+from stability.config.schema import BASELINE
+
+__all__ = ["CHAOS_SHARE", "notes", "sentence", "swamped_by_chaos", "verdicts"]
+
+CHAOS_SHARE = 0.5
+"""A nudge that has gone this share of an arm's drift makes that drift indistinguishable."""
+
+
+def sentence(ladder: Ladder, arm: str) -> str:
+    """Return what the ladder says about `arm`, in one or two plain sentences.
+
+    ValueError if the study has no such arm.
+    """
+    row = ladder.row(arm)
+    if row is None:
+        names = ", ".join(row.arm for row in ladder.rows)
+        raise ValueError(f"sentence: arm must be one of {names}; got {arm!r}")
+    if arm == BASELINE:
+        return f"{arm} is what every other arm is compared with."
+    if not row.rel_l2.early.n and not row.rel_l2.last.n:
+        return f"{arm} has no drift on record at step {ladder.early_step} yet{_because(row)}."
+    if row.rel_l2.last.is_zero and (row.rel_l2.early.is_zero or not row.rel_l2.early.n):
+        return (
+            f"{arm} has exactly the baseline's weights at step {ladder.last_step} "
+            f"({_seeds(row.rel_l2.last)})."
+        )
+    said = f"{arm} moves the weights {_distances(ladder, row)} ({_seeds(_best(row))})"
+    chaos = _chaos(ladder, row)
+    return f"{said}; {chaos}." if chaos else f"{said}."
+
+
+def verdicts(ladder: Ladder) -> list[str]:
+    """Return the sentence of each candidate: the arms that change the attention."""
+    return [sentence(ladder, row.arm) for row in ladder.rows_on("attention")]
+
+
+def notes(ladder: Ladder) -> list[str]:
+    """Return what a reader has to know before trusting the numbers; empty if nothing is amiss."""
+    found = [_aa_note(row) for row in ladder.rows_on("none")]
+    found += [_floor_note(row, ladder.last_step) for row in ladder.rows]
+    found += [f"{row.arm}: {row.message}." for row in ladder.rows if row.message]
+    if ladder.last_step < ladder.steps:
+        found.append(f"No arm has reached step {ladder.steps} yet; the last figures are earlier.")
+    if ladder.yardstick and ladder.row(ladder.yardstick) is None:
+        found.append(f"The yardstick {ladder.yardstick} is no arm of this study: no ratios.")
+    return [note for note in found if note]
+
+
+def swamped_by_chaos(ladder: Ladder, row: Row, *, early: bool) -> Spread:
+    """Return nudge drift / arm drift where that says the arm can't be told from chaos, else empty.
+
+    Empty too for the nudge itself, and where there is no nudge arm to hold against.
+    """
+    nudges = ladder.rows_on("nudge")
+    if not nudges or row.axis == "nudge":
+        return Spread()
+    nudge = nudges[0].rel_l2
+    share = nudge.early.over(row.rel_l2.early) if early else nudge.last.over(row.rel_l2.last)
+    return share if share.n and share.mean >= CHAOS_SHARE else Spread()
+
+
+def _distances(ladder: Ladder, row: Row) -> str:
+    steps = (ladder.early_step, ladder.last_step)
+    if row.arm == ladder.yardstick or not (row.ratio.early.n or row.ratio.last.n):
+        early, last = (_with_range(s, scientific) for s in (row.rel_l2.early, row.rel_l2.last))
+        tail = ", and is the yardstick" if row.arm == ladder.yardstick else ""
+        return f"by {early} (relative L2) at step {steps[0]} and {last} at step {steps[1]}{tail}"
+    early, last = (_with_range(s, times) for s in (row.ratio.early, row.ratio.last))
+    return (
+        f"{early} as far as {ladder.yardstick} does at step {steps[0]} "
+        f"and {last} at step {steps[1]}"
+    )
+
+
+def _with_range(spread: Spread, write: Callable[[float], str]) -> str:
+    if not spread.n:
+        return MISSING
+    ends = span(spread, write, " to ")
+    return f"{write(spread.mean)} ({ends})" if ends else write(spread.mean)
+
+
+def _chaos(ladder: Ladder, row: Row) -> str:
+    if row.axis == "nudge":
+        return ""
+    if not any(nudge.rel_l2.last.n for nudge in ladder.rows_on("nudge")):
+        return "no nudge arm says how much of that is chaos"
+    early = swamped_by_chaos(ladder, row, early=True)
+    last = swamped_by_chaos(ladder, row, early=False)
+    if early.n:
+        return (
+            f"already at step {ladder.early_step} the 1-ULP nudge has itself gone "
+            f"{times(early.mean)} as far, so neither figure can be told from chaos"
+        )
+    if last.n:
+        return (
+            f"by step {ladder.last_step} the 1-ULP nudge has itself gone {times(last.mean)} as "
+            "far, so only the early figure can be told from chaos"
+        )
+    return ""
+
+
+def _best(row: Row) -> Spread:
+    return max(row.rel_l2.early, row.rel_l2.last, key=lambda spread: spread.n)
+
+
+def _seeds(spread: Spread) -> str:
+    return "1 seed, so no spread" if spread.n == 1 else f"{spread.n} seeds"
+
+
+def _because(row: Row) -> str:
+    return f" ({row.message})" if row.message else ""
+
+
+def _aa_note(row: Row) -> str:
+    drifts = [spread for spread in (row.rel_l2.early, row.rel_l2.last) if spread.n]
+    if not drifts:
+        return ""
+    if all(spread.is_zero for spread in drifts):
+        return f"A/A is zero: {row.arm} ends in the baseline's bits ({_seeds(drifts[-1])})."
+    return (
+        f"A/A is not zero here: {row.arm} drifts by up to {scientific(drifts[-1].high)}. That is "
+        "the floor: no smaller drift means anything."
+    )
+
+
+def _floor_note(row: Row, step: int) -> str:
+    floor, w1 = row.w1_floor.last, row.w1.last
+    if row.axis not in ("seed", "init") or not w1.n:
+        return ""
+    note = (
+        f"{row.arm} starts from independently drawn weights: two such samples of n values differ "
+        "by a W1 of about 1.8*sigma/sqrt(n) anyway"
+    )
+    if not floor.n:
+        return f"{note}; a W1 below that says nothing."
+    relation = "below" if w1.mean < floor.mean else "above"
+    return (
+        f"{note}, here {scientific(floor.mean)}; its W1 of {scientific(w1.mean)} at step {step} is "
+        f"{relation} it{' and says nothing' if relation == 'below' else ''}."
+    )

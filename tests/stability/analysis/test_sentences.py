@@ -1,0 +1,158 @@
+"""The sentences: what they say, and what they must not say."""
+
+import json
+import re
+
+import pytest
+
+from stability.analysis.ladder import build_ladder
+from stability.analysis.sentences import notes, sentence, verdicts
+from stability.analysis.spread import times
+from stability.records.sealed_json import read_sealed, write_sealed
+from tests.stability.sealing import seal
+
+
+def rewrite(study, arm, change):
+    """Pass each logged line of an arm through `change`."""
+    for path in (study / arm).glob("seed-*/metrics.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(seal(change(line)) for line in lines))
+
+
+def scaled(factor, steps=None):
+    def change(line):
+        if steps is None or line["step"] in steps:
+            names = [name for name in line if name.startswith("drift/")]
+            line |= {name: line[name] * factor for name in names}
+        return line
+
+    return change
+
+
+@pytest.fixture
+def study(synthetic, tmp_path):
+    return synthetic.write_synthetic(tmp_path / "quickstart")
+
+
+def test_late_figure_is_disowned_once_the_nudge_has_caught_up(finished):
+    ladder = build_ladder(finished)
+    row, nudge = ladder.row("flash_fa2"), ladder.row("nudge")
+    share = nudge.rel_l2.last.over(row.rel_l2.last).mean
+    said = sentence(ladder, "flash_fa2")
+    assert said.startswith(f"flash_fa2 moves the weights {times(row.ratio.early.mean)} (")
+    assert "as far as fp32 does at step 20 and " in said
+    assert said.endswith(
+        f"(2 seeds); by step 200 the 1-ULP nudge has itself gone {times(share)} as far, so only "
+        "the early figure can be told from chaos."
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "disowned"), [(0.49, False), (0.51, True)], ids=["below-half", "above-half"]
+)
+def test_chaos_begins_where_the_nudge_has_gone_half_as_far(study, share, disowned):
+    ladder = build_ladder(study)
+    arm, nudge = ladder.row("flash_fa2").rel_l2.last, ladder.row("nudge").rel_l2.last
+    rewrite(study, "nudge", scaled(share / nudge.over(arm).mean, steps={200}))
+    assert ("told from chaos" in sentence(build_ladder(study), "flash_fa2")) is disowned
+
+
+def test_both_figures_are_disowned_if_the_nudge_is_early(study):
+    rewrite(study, "nudge", scaled(100.0))
+    assert "already at step 20" in sentence(build_ladder(study), "flash_fa2")
+    assert "neither figure" in sentence(build_ladder(study), "flash_fa2")
+
+
+def test_missing_nudge_is_said(study, synthetic):
+    content = read_sealed(study / "study.json", "")
+    content["arms"] = [arm for arm in content["arms"] if arm["name"] != "nudge"]
+    write_sealed(study / "study.json", content)
+    said = sentence(build_ladder(study), "flash_fa2")
+    assert said.endswith("no nudge arm says how much of that is chaos.")
+
+
+def test_sentence_without_a_yardstick_gives_the_drift_itself(synthetic, tmp_path):
+    study = synthetic.write_synthetic(tmp_path / "quickstart", yardstick="")
+    said = sentence(build_ladder(study), "flash_fa2")
+    assert re.match(r"flash_fa2 moves the weights by \d\.\de-\d\d .*relative L2\) at step 20", said)
+
+
+def test_one_seed_is_said_to_have_no_spread(synthetic, tmp_path):
+    study = synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0])
+    said = sentence(build_ladder(study), "flash_fa2")
+    assert "(1 seed, so no spread)" in said
+    assert " to " not in said.replace("to be", "")
+
+
+def test_controls_have_their_own_sentences(finished):
+    ladder = build_ladder(finished)
+    assert sentence(ladder, "rerun") == (
+        "rerun has exactly the baseline's weights at step 200 (2 seeds)."
+    )
+    assert "and is the yardstick" in sentence(ladder, "fp32")
+    assert "chaos" not in sentence(ladder, "nudge")
+    assert sentence(ladder, "baseline") == "baseline is what every other arm is compared with."
+    assert [said.split()[0] for said in verdicts(ladder)] == ["flash_fa2", "flash_all_bf16"]
+
+
+def test_unknown_arm_is_refused_with_the_names(finished):
+    with pytest.raises(ValueError, match=r"arm must be one of baseline, rerun, .*got 'flash_fa9'"):
+        sentence(build_ladder(finished), "flash_fa9")
+
+
+def test_arm_without_drift_says_why(synthetic, tmp_path):
+    synthetic.write_study_json(tmp_path)
+    synthetic.write_run(tmp_path, synthetic.ARMS[2], 0, state="failed", until=0)
+    (tmp_path / "flash_fa2" / "seed-0" / "metrics.jsonl").unlink()
+    said = sentence(build_ladder(tmp_path), "flash_fa2")
+    assert said == (
+        "flash_fa2 has no drift on record at step 20 yet "
+        "(seed 0 failed: ValueError: loss is not finite)."
+    )
+
+
+def test_aa_that_is_not_zero_becomes_the_floor(study):
+    assert any("A/A is zero" in note for note in notes(build_ladder(study)))
+
+    def leak(line):
+        if "drift/all/rel_l2" in line:
+            line["drift/all/rel_l2"] = 3e-7
+        return line
+
+    rewrite(study, "rerun", leak)
+    found = notes(build_ladder(study))
+    assert any("A/A is not zero here: rerun drifts by up to 3.0e-07" in note for note in found)
+
+
+def test_w1_below_its_sampling_floor_says_nothing(finished, study):
+    note = next(note for note in notes(build_ladder(finished)) if "1.8*sigma/sqrt(n)" in note)
+    assert note.startswith("init_seed starts from independently drawn weights")
+    assert note.endswith("below it and says nothing.")
+
+    rewrite(study, "init_seed", scaled(50.0))
+    note = next(note for note in notes(build_ladder(study)) if "1.8*sigma/sqrt(n)" in note)
+    assert note.endswith("is above it.")
+
+
+def test_unfinished_study_is_announced(synthetic, tmp_path):
+    synthetic.write_study_json(tmp_path)
+    for arm in synthetic.ARMS:
+        synthetic.write_run(tmp_path, arm, 0, state="running", until=70)
+    assert "No arm has reached step 200 yet; the last figures are earlier." in notes(
+        build_ladder(tmp_path)
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (0.0, "0x"),
+        (0.0123, "0.012x"),
+        (0.5, "0.50x"),
+        (1.0, "1.0x"),
+        (9.96, "10x"),
+        (245.4, "245x"),
+    ],
+)
+def test_ratios_are_written_with_two_figures(value, written):
+    assert times(value) == written
