@@ -21,7 +21,7 @@ _HEADS = (
     "growth\nper step",
     "in steps",
     "slope\nper step",
-    "chaos from",
+    "chaos\nfrom",
 )
 
 
@@ -39,8 +39,11 @@ def print_growth(rows: list[ArmGrowth], console: Console) -> None:
     level, seeds = growing[0].rate.level, growing[0].rate.n
     console.print(
         f"growth of the drift in its early phase, mean [{level:.0%} interval] of {seeds} seeds; "
-        f"slope: over the whole run.\nchaos from: the step from which an arm can't be told from the
-        " f"1-ULP nudge.", style="dim", highlight=False, markup=False,
+        "slope: over the whole run.\nchaos from: the step from which an arm can't be told from "
+        "the 1-ULP nudge.",
+        style="dim",
+        highlight=False,
+        markup=False,
     )
 
 

@@ -197,10 +197,8 @@ def make_trainer(
     return Trainer(
         accelerator=device.type,
         devices=1,
-        plugins=[
-            CheckpointFiles(files, config.train.keep_checkpoints),
-            *([] if native else [precision]),
-        ],
+        precision=native,
+        plugins=[CheckpointFiles(files, config.train.keep_checkpoints), *plugins],
         max_steps=config.train.steps,
         gradient_clip_val=config.train.grad_clip,
         deterministic=True,
