@@ -27,6 +27,8 @@ VERBS = {
     "verify": ("stability.cli.verify", "prove that runs keep the pair contract"),
     "show": ("stability.cli.inspect", "print the ladder of a study"),
     "report": ("stability.cli.inspect", "write the HTML report of a study"),
+    "fork": ("stability.cli.fork", "train on from a run's state with one thing changed"),
+    "bisect": ("stability.cli.fork", "find the layers or rounding points that carry a change"),
     "deviate": ("stability.cli.deviate", "measure attention numerics against FP64, point by point"),
     "probe": ("stability.cli.probe", "compare a candidate attention inside a Hugging Face model"),
     "doctor": ("stability.cli.doctor", "show which attentions and formats run on this machine"),
@@ -73,7 +75,12 @@ def _run_verb(verb: str, words: list[str]) -> int:
     module = importlib.import_module(VERBS[verb][0])
     command = getattr(module, verb)
     parser = _Parser(prog=f"stability {verb}", formatter_class=_HelpFormatter)
-    parser.add_function_arguments(command, as_positional=True, skip={"overrides"})
+    parser.add_function_arguments(command, as_positional=True, skip={"overrides", "changes"})
+    if verb in ("fork", "bisect"):
+        parser.epilog = "--set KEY=VALUE  what is changed, e.g. attention.profile=fa2; repeatable"
+        words, changes = module.split_changes(words)
+        arguments = parser.parse_args(_with_values(command, words)).as_dict()
+        return command(**arguments, changes=changes)
     words = _with_values(command, words)
     if verb != "run":
         return command(**parser.parse_args(words).as_dict())

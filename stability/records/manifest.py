@@ -51,6 +51,8 @@ class Manifest:
     """Why the run failed or diverged; else empty."""
     observer: dict[str, Any] = field(default_factory=dict)
     """The observer gate's result, if it was asked for: `steps`, `equal` and the two hashes."""
+    fork: dict[str, Any] = field(default_factory=dict)
+    """Where the run goes on from, if it is a fork: `from` (a run's folder), `at`, `until`."""
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each whole file of the run, by its path in the run's folder."""
 

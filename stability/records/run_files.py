@@ -17,7 +17,7 @@ from stability.records.metric_log import read_lines
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import read_snapshot
 
-__all__ = ["RunFiles", "damage", "damaged_files", "read_run_snapshot"]
+__all__ = ["RunFiles", "damage", "damaged_files", "read_run_file", "read_run_snapshot"]
 
 
 class RunFiles:
@@ -79,12 +79,19 @@ def read_run_snapshot(paths: RunPaths, step: int) -> dict[str, Tensor]:
 
     ValueError, naming the file, if it is missing, or not the one that the manifest lists.
     """
-    path = paths.snapshot(step)
+    return read_snapshot(read_run_file(paths, paths.snapshot(step)))
+
+
+def read_run_file(paths: RunPaths, path: Path) -> Path:
+    """Return `path`, once it is known to be whole.
+
+    ValueError, naming the file, if it is missing, or not the one that the manifest lists.
+    """
     listed = read_manifest(paths.manifest).files
     wrong = _wrong(path, listed.get(path.relative_to(paths.root).as_posix(), ""))
     if wrong:
         raise ValueError(f"{path}: {wrong}")
-    return read_snapshot(path)
+    return path
 
 
 def _wrong(path: Path, expected: str) -> str:

@@ -5,7 +5,7 @@ Leaves out the order of runs (`runner`) and how anything is displayed.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -32,6 +32,7 @@ from stability.records.snapshots import hash_state
 from stability.study.assemble import Parts, assemble, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, resume_from
 from stability.study.contract import ContractError, check_batches, check_start
+from stability.study.fork_start import lay_fork
 from stability.study.observer_gate import ObserverError
 from stability.study.observer_gate import check_observer as run_gate
 from stability.study.run import Run, locked
@@ -108,18 +109,29 @@ def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str
         step=0,
         message="",
         files=kept,
+        fork=_fork_of(run),
     )
+
+
+def _fork_of(run: Run) -> dict[str, Any]:
+    """Return what a manifest says of where the run goes on from."""
+    if run.fork is None or run.baseline is None:
+        return {}
+    return {"from": str(run.baseline.root), **asdict(run.fork)}
 
 
 def _start(run: Run, observer: StudyObserver) -> tuple[int, dict[str, str]]:
     """Return the step to go on from, and the files of the run that are relied on."""
-    if not run.paths.manifest.exists():
-        return 0, {}
 
     def note(text: str) -> None:
         observer.run_noted(run.arm.name, run.seed, text)
 
-    return resume_from(run.paths, read_manifest(run.paths.manifest), note)
+    at, kept = 0, {}
+    if run.paths.manifest.exists():
+        at, kept = resume_from(run.paths, read_manifest(run.paths.manifest), note)
+    if at == 0 and run.fork is not None and run.baseline is not None:
+        return run.fork.at, lay_fork(run.baseline, run.paths, run.fork.at)
+    return at, kept
 
 
 def _observed(config: ArmConfig) -> dict[str, Any]:
@@ -159,7 +171,7 @@ def _fit(
     loggers: list[Logger] = [RecordsLogger(log), *([wandb] if wandb else [])]
     divergence = Divergence()
     callbacks = [*_callbacks(run, files, parts, log, observer), divergence]
-    trainer = make_trainer(config, files, loggers, callbacks)
+    trainer = make_trainer(config, files, loggers, callbacks, run.last_step)
     try:
         with warnings.catch_warnings():
             # a run that goes on has checkpoints there already
@@ -180,7 +192,7 @@ def _fit(
 def _callbacks(
     run: Run, files: RunFiles, parts: Parts, log: MetricLog, observer: StudyObserver
 ) -> list[Callback]:
-    steps = run.config.train.planned_snapshots()
+    steps = sorted({*run.config.train.planned_snapshots(), run.last_step})
     callbacks: list[Callback] = [
         *parts.callbacks,
         TrainingLog(run.config.train.log_every),
@@ -193,7 +205,7 @@ def _callbacks(
             DriftProbe(
                 parts.model,
                 baseline,
-                _shared_steps(baseline, steps),
+                _shared_steps(run, baseline, steps),
                 check=_batch_check(run, baseline),
             )
         )
@@ -207,9 +219,9 @@ def _batch_check(run: Run, baseline: RunPaths) -> Callable[[int], None]:
     return lambda step: check_batches(baseline, run.paths, step)
 
 
-def _shared_steps(baseline: RunPaths, steps: list[int]) -> list[int]:
-    """Return the steps to compare at: a baseline that diverged has no later snapshots."""
-    if read_manifest(baseline.manifest).state != "diverged":
+def _shared_steps(run: Run, baseline: RunPaths, steps: list[int]) -> list[int]:
+    """Return the steps to compare at: a baseline that diverged, or is forked, may have fewer."""
+    if run.fork is None and read_manifest(baseline.manifest).state != "diverged":
         return steps
     return sorted({*steps} & {*snapshot_steps(baseline)})
 

@@ -181,9 +181,16 @@ def _probing(config: ArmConfig, probe: AttentionProbe, model: GPT) -> DeviationP
 
 
 def make_trainer(
-    config: ArmConfig, files: RunFiles, loggers: list[Logger], callbacks: list[Callback]
+    config: ArmConfig,
+    files: RunFiles,
+    loggers: list[Logger],
+    callbacks: list[Callback],
+    last_step: int = 0,
 ) -> Trainer:
-    """Return a deterministic Trainer that keeps its last checkpoints in the run's folder."""
+    """Return a deterministic Trainer that keeps its last checkpoints in the run's folder.
+
+    It stops at `last_step`, 0 being the config's; the learning rate's course is the config's.
+    """
     checkpoints = ModelCheckpoint(
         dirpath=files.paths.checkpoints_dir,
         filename="step-{step:08d}",
@@ -199,7 +206,7 @@ def make_trainer(
         devices=1,
         precision=native,
         plugins=[CheckpointFiles(files, config.train.keep_checkpoints), *plugins],
-        max_steps=config.train.steps,
+        max_steps=last_step or config.train.steps,
         gradient_clip_val=config.train.grad_clip,
         deterministic=True,
         logger=loggers,

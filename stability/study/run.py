@@ -15,13 +15,21 @@ from stability.records.manifest import ENDED, environment, read_manifest
 from stability.records.run_files import damage
 from stability.study.expand import Arm, with_seed
 
-__all__ = ["Run", "RunConflictError", "check_existing", "has_ended", "locked"]
+__all__ = ["Fork", "Run", "RunConflictError", "check_existing", "has_ended", "locked"]
 
 _LOCK = ".lock"
 
 
 class RunConflictError(ValueError):
     """A run directory holds another run than the one asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fork:
+    """Where a run leaves its baseline, and the step up to which it trains."""
+
+    at: int
+    until: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +43,13 @@ class Run:
     paths: RunPaths
     baseline: RunPaths | None
     """The paired run; None for the baseline itself."""
+    fork: Fork | None = None
+    """Set if the run goes on from its baseline's state."""
+
+    @property
+    def last_step(self) -> int:
+        """The step up to which it trains."""
+        return self.fork.until if self.fork else self.arm.config.train.steps
 
     @property
     def config(self) -> ArmConfig:

@@ -1,0 +1,119 @@
+"""`stability fork` and `stability bisect`: what if this run had gone on otherwise?"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from stability.cli.json_output import print_json
+from stability.config.convert import merge
+from stability.config.yaml_file import parse_value
+from stability.records.layout import RunPaths
+from stability.report.fork_table import print_fork, print_halvings
+from stability.report.progress import StudyDisplay
+from stability.study.arm import TrainOptions
+from stability.study.bisect import halve, plan_layers, plan_points, step_to_compare
+from stability.study.fork import fork_drifts, plan_fork, run_fork
+from stability.study.quiet import quieten_lightning
+from stability.study.run import has_ended
+
+__all__ = ["bisect", "fork", "split_changes"]
+
+
+def fork(
+    run: Path,
+    at: int = 0,
+    name: str = "",
+    until: int = 0,
+    wandb: Literal["offline", "online", "disabled"] = "disabled",
+    json: bool = False,
+    changes: dict[str, Any] | None = None,
+) -> int:
+    """Train on from a run's exact state at a step, with one thing changed, and show how far apart
+    the two go.
+
+    Args:
+        run: the folder of the run, runs/<study>/<arm>/seed-<n>
+        at: a step that the run keeps a checkpoint of
+        name: of the fork; it is stored in runs/<study>/forks/<name>
+        until: the step up to which it trains; 0 is the run's last
+        wandb: where W&B's records go
+        json: print the drifts as JSON
+        changes: what is changed, by dotted key
+    """
+    planned = plan_fork(RunPaths(run.resolve()), at, changes or {}, name=name, until=until)
+    _train(planned, wandb)
+    drifts = fork_drifts(planned)
+    if json:
+        print_json({"run": str(planned.paths.root), "rel_l2": drifts})
+    else:
+        print_fork(planned.arm.name, at, drifts, Console())
+    return 0 if has_ended(planned.paths) else 1
+
+
+def bisect(
+    run: Path,
+    at: int = 0,
+    over: Literal["layers", "points"] = "layers",
+    until: int = 0,
+    json: bool = False,
+    changes: dict[str, Any] | None = None,
+) -> int:
+    """Find the layers, or the rounding points, that carry a change of attention, by forks of a run.
+
+    Args:
+        run: the folder of the run, runs/<study>/<arm>/seed-<n>
+        at: a step that the run keeps a checkpoint of
+        over: what is halved
+        until: the step at which forks are compared, one with a snapshot; 0 is the next one
+        json: print the drifts as JSON
+        changes: what is changed, by dotted key
+    """
+    parent = RunPaths(run.resolve())
+    until = step_to_compare(parent, at, until)
+    plan = plan_layers if over == "layers" else plan_points
+    parts, change = plan(parent, changes or {})
+
+    def measure(some: tuple[str, ...]) -> float:
+        name = f"{parent.arm}.at-{at}.to-{until}.{'+'.join(some)}".replace("+", ".")[:64]
+        planned = plan_fork(parent, at, change(some), name=name, until=until)
+        _train(planned, "disabled")
+        return fork_drifts(planned).get(until, float("nan"))
+
+    found = halve(parts, measure)
+    if json:
+        print_json([{"parts": list(each.parts), "rel_l2": each.drift} for each in found])
+    else:
+        print_halvings(found, at, until, Console())
+    return 0
+
+
+def split_changes(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split `--set attention.profile=fa2` from the verb's own arguments.
+
+    Returns the rest, and the changes nested as in an arm. ValueError for one without a value.
+    """
+    rest: list[str] = []
+    changes: dict[str, Any] = {}
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        if word != "--set" and not word.startswith("--set="):
+            rest.append(word)
+            continue
+        text = word[6:] if "=" in word else (remaining.pop(0) if remaining else "")
+        key, equals, value = text.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"--set must be KEY=VALUE, e.g. attention.profile=fa2, got {text!r}")
+        nested = parse_value(value)
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        changes = merge(changes, nested)
+    return rest, changes
+
+
+def _train(planned: Any, wandb: Any) -> None:
+    quieten_lightning()
+    with StudyDisplay(Console(stderr=True), 1) as display:
+        run_fork(planned, TrainOptions(wandb_mode=wandb), display)

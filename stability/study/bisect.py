@@ -1,0 +1,130 @@
+"""Which layers, or which rounding points, carry a divergence: found by halving, with forks.
+
+The whole change is forked first; then each half of what it touches, alone; then each half of the
+half that moved the weights further, as long as that half alone carries most of it. Every fork
+starts from the same bits and sees the same batches. Leaves out the single fork (`fork`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from attention_kernels import PROFILES
+from stability.config.groups import AttentionConfig
+from stability.config.load import from_dict, override, to_dict
+from stability.config.schema import ArmConfig
+from stability.records.layout import RunPaths, snapshot_steps
+from stability.records.manifest import read_manifest
+
+__all__ = ["CARRIES", "Halving", "Over", "halve", "plan_layers", "plan_points", "step_to_compare"]
+
+Over = Literal["layers", "points"]
+
+CARRIES = 0.5
+"""A part that alone moves the weights this share of the whole's drift carries the divergence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Halving:
+    """One fork of a bisection: what was changed, and how far the weights went."""
+
+    parts: tuple[str, ...]
+    drift: float
+
+
+def halve(parts: Sequence[str], measure: Callable[[tuple[str, ...]], float]) -> list[Halving]:
+    """Return every measurement, the last being the smallest set found that carries the drift.
+
+    `measure` returns the drift with only those parts changed. Stops where neither half alone moves
+    the weights CARRIES times as far as both together: then the parts act together.
+    """
+    found = [Halving(tuple(parts), measure(tuple(parts)))]
+    carrier = found[0]
+    while len(carrier.parts) > 1 and carrier.drift > 0:
+        middle = len(carrier.parts) // 2
+        halves = [
+            Halving(part, measure(part))
+            for part in (carrier.parts[:middle], carrier.parts[middle:])
+        ]
+        best = max(halves, key=lambda half: half.drift)
+        found += [half for half in halves if half is not best]
+        if best.drift < CARRIES * carrier.drift:
+            found += [best, carrier]
+            break
+        found.append(best)
+        carrier = best
+    return found
+
+
+def plan_layers(
+    parent: RunPaths, changes: Mapping[str, Any]
+) -> tuple[list[str], Callable[[tuple[str, ...]], dict[str, Any]]]:
+    """Return the layers of the run's model, and what changes only some of them.
+
+    ValueError if `changes` are not of the attention.
+    """
+    config = _config(parent)
+    attention = _attention_of(config, changes)
+    layers = [f"layer_{index}" for index in range(config.model.depth)]
+    return layers, lambda some: {"attention": {**attention, "layers": list(some)}}
+
+
+def plan_points(
+    parent: RunPaths, changes: Mapping[str, Any]
+) -> tuple[list[str], Callable[[tuple[str, ...]], dict[str, Any]]]:
+    """Return the numerics fields that `changes` sets away from the run's own flash attention.
+
+    A run whose attention is no flash attention is taken from the profile fa2. ValueError if the
+    changed attention is no flash attention, or equals it.
+    """
+    config = _config(parent)
+    attention = from_dict(AttentionConfig, _attention_of(config, changes), "bisect")
+    if attention.implementation != "flash":
+        raise ValueError(
+            "bisect: --over points needs a change to flash attention, got "
+            f"{attention.implementation!r}; use --over layers"
+        )
+    before = (
+        config.attention
+        if config.attention.implementation == "flash"
+        else AttentionConfig(implementation="flash", profile="fa2")
+    )
+    old, new = (
+        PROFILES[one.profile or "fa2"].with_(**one.numerics).to_dict()
+        for one in (before, attention)
+    )
+    points = [name for name in new if new[name] != old[name]]
+    if not points:
+        raise ValueError("bisect: the change must set a rounding point, it sets none")
+    start = {"implementation": "flash", "profile": before.profile or "fa2"}
+    return points, lambda some: {
+        "attention": {
+            **start,
+            "numerics": {**before.numerics, **{name: new[name] for name in some}},
+        }
+    }
+
+
+def step_to_compare(parent: RunPaths, at: int, until: int) -> int:
+    """Return the step at which forks are compared with `parent`: the first snapshot after `at`.
+
+    ValueError if `until` is given and is no such step, or if there is none.
+    """
+    later = [step for step in snapshot_steps(parent) if step > at]
+    if not later or (until and until not in later):
+        raise ValueError(
+            f"bisect: until must be a step after {at} with a snapshot, got {until}; {parent.root} "
+            f"has {', '.join(map(str, later)) or 'none'}"
+        )
+    return until or later[0]
+
+
+def _config(parent: RunPaths) -> ArmConfig:
+    return from_dict(ArmConfig, read_manifest(parent.manifest).config, str(parent.manifest))
+
+
+def _attention_of(config: ArmConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changed attention, whole, as a mapping."""
+    if set(changes) != {"attention"}:
+        raise ValueError(f"bisect: changes must be of the attention, got {', '.join(changes)}")
+    return to_dict(override(config, changes, where="bisect").attention)

@@ -1,0 +1,129 @@
+"""Counterfactuals: an arm that starts from another run's exact state, changed in one axis.
+
+Weights, optimizer, loss scaler, loader position and every running sum are those of the parent's
+checkpoint, so a fork that changes nothing ends in the parent's bits. Its records begin with the
+parent's, less the drifts, which were measured from another run. Leaves out the training (`arm`) and
+the search over many forks (`bisect`).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from stability.callbacks.progress import StudyObserver
+from stability.config.diff import diff
+from stability.config.load import from_dict, override
+from stability.config.schema import ArmConfig
+from stability.records.layout import RunPaths, checkpoint_steps
+from stability.records.manifest import Manifest, read_manifest
+from stability.records.metric_log import read_metrics
+from stability.records.names import drift_name
+from stability.records.run_files import damaged_files
+from stability.study.arm import TrainOptions, train
+from stability.study.assemble import assemble
+from stability.study.contract import axis_of
+from stability.study.expand import Arm
+from stability.study.run import Fork, Run, check_existing, has_ended
+
+__all__ = ["fork_drifts", "plan_fork", "run_fork"]
+
+SETTLED_AXES = ("init", "seed", "nudge")
+"""Axes that only decide how a run begins: a fork can't change them any more."""
+
+
+def plan_fork(
+    parent: RunPaths, at: int, changes: Mapping[str, Any], *, name: str = "", until: int = 0
+) -> Run:
+    """Return the run that goes on from `parent` at step `at` with `changes` to its config.
+
+    `changes` are nested as in an arm of a study. It trains up to step `until`, 0 being the parent's
+    last. Its folder is `forks/<name>/seed-<n>` in the parent's study. ValueError for a run that
+    does not exist, a step without a whole checkpoint, an axis that is settled at the start, several
+    axes, or an end before the fork.
+    """
+    manifest = read_manifest(parent.manifest)
+    config = from_dict(ArmConfig, manifest.config, str(parent.manifest))
+    _check_step(parent, manifest, at)
+    until = until or config.train.steps
+    if not at < until <= config.train.steps:
+        raise ValueError(f"fork: until must be from {at + 1} to {config.train.steps}, got {until}")
+    changed = override(config, changes, where="fork")
+    if changed.attention != config.attention:
+        probe = replace(changed.probe, shadows=(config.attention,), shadows_are="baseline")
+        changed = replace(changed, probe=probe)
+    arm = Arm(
+        name=name or _name(parent, at, until, changes), config=changed, diff=diff(config, changed)
+    )
+    axis = axis_of(arm)
+    if axis in SETTLED_AXES:
+        raise ValueError(
+            f"fork: {axis} must not change, it only decides how a run begins; "
+            "make it an arm of the study"
+        )
+    assemble(changed)
+    folder = parent.root.parent.parent
+    folder = folder if folder.name == "forks" else folder / "forks"
+    return Run(
+        study=manifest.study,
+        arm=arm,
+        axis=axis,
+        seed=manifest.seed,
+        paths=RunPaths.for_run(folder, arm.name, manifest.seed),
+        baseline=parent,
+        fork=Fork(at=at, until=until),
+    )
+
+
+def run_fork(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
+    """Train a planned fork, or go on with it; one that has ended is kept.
+
+    RunConflictError if its folder holds another run.
+    """
+    assert run.fork is not None
+    check_existing(run)
+    if has_ended(run.paths):
+        observer.run_ended(run.arm.name, run.seed, "finished", "kept")
+        return read_manifest(run.paths.manifest)
+    observer.run_started(1, 1, run.arm.name, run.seed, run.fork.until)
+    manifest = train(run, options, observer)
+    observer.run_ended(run.arm.name, run.seed, manifest.state, manifest.message)
+    return manifest
+
+
+def fork_drifts(run: Run, metric: str = "rel_l2") -> dict[int, float]:
+    """Return how far a fork is from its parent, by step."""
+    series = read_metrics(run.paths.metrics).get(drift_name("all", metric))
+    return dict(zip(series.steps, series.values, strict=True)) if series else {}
+
+
+def _check_step(parent: RunPaths, manifest: Manifest, at: int) -> None:
+    listed = {name for name in manifest.files if name.startswith("checkpoints/")}
+    steps = [step for step in checkpoint_steps(parent) if _file(parent, step) in listed]
+    if at not in steps:
+        kept = ", ".join(map(str, steps)) or "none"
+        raise ValueError(
+            f"fork: at must be a step with a checkpoint, got {at}; {parent.root} has {kept} "
+            "(train.keep_checkpoints: 0 keeps all)"
+        )
+    wrong = damaged_files(parent, manifest).get(_file(parent, at))
+    if wrong:
+        raise ValueError(f"fork: {parent.checkpoint(at)} {wrong}")
+
+
+def _file(paths: RunPaths, step: int) -> str:
+    return paths.checkpoint(step).relative_to(paths.root).as_posix()
+
+
+def _name(parent: RunPaths, at: int, until: int, changes: Mapping[str, Any]) -> str:
+    """Return a name that tells the change: `baseline.at-100.attention.profile-fa2`."""
+    words = re.sub(r"[^A-Za-z0-9.-]+", "-", ".".join(_words(changes))).strip("-.") or "same"
+    return f"{parent.arm}.at-{at}.to-{until}.{words}"[:64].rstrip("-.")
+
+
+def _words(changes: Mapping[str, Any], above: str = "") -> list[str]:
+    words = []
+    for key, value in changes.items():
+        path = f"{above}.{key}" if above else str(key)
+        words += _words(value, path) if isinstance(value, Mapping) else [f"{path}-{value}"]
+    return words

@@ -1,0 +1,215 @@
+"""Forks go on from the exact state: changing nothing they end in the parent's bits, else apart."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stability.cli.main import main
+from stability.config.load import load_study
+from stability.records.layout import RunPaths
+from stability.records.manifest import read_manifest
+from stability.records.metric_log import read_metrics
+from stability.records.run_files import damage
+from stability.study.arm import TrainOptions
+from stability.study.bisect import halve
+from stability.study.fork import fork_drifts, plan_fork, run_fork
+from tests.stability.conftest import SilentObserver, run_quietly, tiny_content
+
+ROOT = Path(__file__).parents[3]
+FLASH = {"attention": {"implementation": "flash", "profile": "all_bf16"}}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory, text_file):
+    """A study of a baseline with a loss scaler and a candidate, that keeps every checkpoint."""
+    import yaml
+
+    folder = tmp_path_factory.mktemp("forked")
+    content = tiny_content(text_file)
+    content["base"]["precision"] = "16-mixed"
+    content["base"]["train"] |= {"steps": 10, "snapshot_steps": [4, 7], "keep_checkpoints": 0}
+    content["arms"] = {"baseline": {}, "flash": FLASH}
+    content.update(seeds=[0], yardstick="flash", early_step=4)
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    run_quietly(load_study(folder / "tiny.yaml"), folder / "runs")
+    return folder / "runs" / "tiny"
+
+
+@pytest.fixture
+def parent(study):
+    return RunPaths.for_run(study, "baseline", 0)
+
+
+def _fork(parent, at, changes, **options):
+    run, observer = plan_fork(parent, at, changes, **options), SilentObserver()
+    run_fork(run, TrainOptions(wandb_mode="disabled"), observer)
+    assert observer.ended[0][2:] in (("finished", ""), ("finished", "kept"))
+    return run
+
+
+@pytest.mark.parametrize("at", [2, 6])
+def test_a_fork_that_changes_nothing_ends_in_the_parents_bits(parent, at):
+    run = _fork(parent, at, {}, name=f"same-{at}")
+    assert set(fork_drifts(run).values()) == {0.0}
+    assert max(fork_drifts(run)) == 10
+    ours, theirs = read_manifest(run.paths.manifest), read_manifest(parent.manifest)
+    assert ours.hashes == theirs.hashes
+    assert ours.fork == {"from": str(parent.root), "at": at, "until": 10}
+    losses = [read_metrics(paths.metrics)["train/loss"] for paths in (run.paths, parent)]
+    assert losses[0] == losses[1]
+    assert damage(run.paths) == []
+
+
+def test_a_fork_is_apart_from_its_step_on_and_a_candidate_s_drifts_are_not_its_own(study, parent):
+    run = _fork(parent, 4, FLASH)
+    drifts = fork_drifts(run)
+    assert list(drifts) == [7, 10]
+    assert 0 < drifts[7] < drifts[10]
+    candidate = RunPaths.for_run(study, "flash", 0)
+    back = _fork(candidate, 4, {"attention": {"implementation": "baseline"}}, name="back")
+    assert min(fork_drifts(back)) == 7
+    late = _fork(parent, 8, FLASH)
+    assert late.paths != run.paths
+    assert fork_drifts(late)[10] < drifts[10]
+
+
+def test_a_fork_may_stop_early_at_the_same_learning_rates(parent):
+    short = _fork(parent, 4, FLASH, until=7, name="short")
+    whole = _fork(parent, 4, FLASH)
+    assert fork_drifts(short)[7] == fork_drifts(whole)[7]
+    assert read_manifest(short.paths.manifest).step == 7
+
+
+@pytest.mark.parametrize(
+    ("at", "changes", "until", "message"),
+    [
+        (5, {}, 0, r"at must be a step with a checkpoint, got 5; .* has 2, 4, 6, 8, 10 \(train.ke"),
+        (4, {"model": {"init": "xavier"}}, 0, "init must not change, it only decides how"),
+        (4, {"nudge": {"ulps": 1}}, 0, "nudge must not change"),
+        (4, {"train": {"batch_size": 3}}, 0, "train.batch_size differs .* is no axis"),
+        (4, {"attention": {"implementation": "flesh"}}, 0, "got 'flesh'; nearest: flash"),
+        (4, {}, 3, "until must be from 5 to 10, got 3"),
+    ],
+)
+def test_what_can_not_be_forked_is_said(parent, at, changes, until, message):
+    with pytest.raises(ValueError, match=message):
+        plan_fork(parent, at, changes, until=until)
+
+
+def test_a_damaged_checkpoint_is_no_start(parent):
+    path = parent.checkpoint(6)
+    before = path.read_bytes()
+    path.write_bytes(before[:-9] + b"x" + before[-8:])
+    with pytest.raises(ValueError, match=r"step-00000006.ckpt is damaged"):
+        plan_fork(parent, 6, {})
+    path.write_bytes(before)
+
+
+@pytest.mark.slow
+def test_a_killed_fork_goes_on_to_the_same_bits(parent):
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from stability.callbacks.progress import ProgressCallback\n"
+        "from stability.cli.main import main\n"
+        "end = ProgressCallback.on_train_batch_end\n"
+        "def deadly(self, trainer, *rest):\n"
+        "    end(self, trainer, *rest)\n"
+        "    if trainer.global_step == 8: os.kill(os.getpid(), 9)\n"
+        "ProgressCallback.on_train_batch_end = deadly\n"
+        "main(sys.argv[1:])\n"
+    )
+    words = ["fork", str(parent.root), "--at", "4", "--set", "precision=32-true", "--name"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, "killed"],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert main([*words, "killed"]) == 0
+    assert main([*words, "whole"]) == 0
+    folder = parent.root.parent.parent / "forks"
+    forks = [RunPaths.for_run(folder, name, 0) for name in ("killed", "whole")]
+    first, second = (read_manifest(fork.manifest).hashes for fork in forks)
+    assert first == second
+    assert forks[0].metrics.read_bytes() == forks[1].metrics.read_bytes()
+
+
+def test_halving_finds_the_one_part_that_carries_the_drift():
+    calls = []
+
+    def measure(parts):
+        calls.append(parts)
+        return 0.01 * len(parts) + ("e" in parts)
+
+    found = halve("abcdefg", measure)
+    assert found[-1].parts == ("e",)
+    assert len(calls) == 1 + 2 * 3
+    assert [each.drift for each in found] == [measure(each.parts) for each in found]
+
+
+def test_halving_stops_where_the_parts_act_together():
+    found = halve("abcd", lambda parts: 1.0 if set("bc") <= set(parts) else 0.1)
+    assert found[-1].parts == tuple("abcd")
+    assert halve("ab", lambda parts: 0.0)[-1].drift == 0.0
+
+
+def test_bisecting_forks_each_half_of_the_layers(parent, capsys):
+    words = ["bisect", str(parent.root), "--at", "4", "--until", "10"]
+    change = ["--set", "attention={implementation: flash, profile: all_bf16}"]
+    assert main([*words, *change, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["parts"] for each in found[:1]] == [["layer_0", "layer_1"]]
+    assert {tuple(each["parts"]) for each in found} >= {("layer_0",), ("layer_1",)}
+    for each in found:
+        only = {"attention": {**FLASH["attention"], "layers": each["parts"]}}
+        run = _fork(parent, 4, only, name="only-" + "-".join(each["parts"]))
+        assert fork_drifts(run)[10] == each["rel_l2"] > 0
+    assert main([*words, *change]) == 0
+    assert "of the drift, from step 4 to 10." in capsys.readouterr().out
+
+
+def test_bisecting_names_the_rounding_point(parent, capsys):
+    words = ["bisect", str(parent.root), "--at", "4", "--over", "points", "--json"]
+    numerics = "attention.numerics={accumulator: e5m2, lse: bf16}"
+    assert main([*words, "--set", "attention.implementation=flash", "--set", numerics]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found[0]["parts"] == ["accumulator", "lse"]
+    assert found[-1]["parts"] == ["accumulator"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--at", "4", "--set", "precision=32-true"], "changes must be of the attention, got prec"),
+        (["--at", "4", "--over", "points", "--set", "attention.profile=plain"], "needs a change"),
+        (["--at", "4", "--until", "9", "--set", "attention.implementation=flash"], "7, 10"),
+        (["--at", "10", "--set", "attention.implementation=flash"], "has none"),
+        (["--at", "4", "--over", "points", "--set", "attention.implementation=flash"], "sets none"),
+    ],
+)
+def test_what_can_not_be_bisected_is_one_line(parent, capsys, words, message):
+    with pytest.raises(SystemExit) as caught:
+        main(["bisect", str(parent.root), *words])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_the_fork_command_shows_the_drift_by_step(parent, capsys):
+    words = ["fork", str(parent.root), "--at", "4", "--set", "attention.implementation=flash"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "drift from the parent" in shown
+    assert "baseline.at-4.to-10.attention.implementation-flash" in shown
+    with pytest.raises(SystemExit) as caught:
+        main(["fork", str(parent.root), "--at", "4", "--set", "attention"])
+    assert caught.value.code == 2
+    assert "--set must be KEY=VALUE" in capsys.readouterr().err
