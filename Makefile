@@ -32,6 +32,7 @@ bench: $(INSTALLED)
 	$(BIN)/python kernels/benchmarks/run.py --json kernels/benchmarks/results/cpu.json
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/probe.py
+	$(BIN)/python benchmarks/records.py
 
 # Needs an NVIDIA GPU. With GPU_PYTHON=python3, a python that has torch, Triton and pytest already,
 # nothing is installed, and the demo runs only if that python has the other dependencies too.

@@ -27,8 +27,8 @@ from stability.attention.session import shadow
 from stability.config.load import load_study
 from stability.config.schema import ArmConfig
 from stability.metrics.deviation import compare
-from stability.records.layout import RunPaths
 from stability.records.metric_log import MetricLog
+from stability.records.run_files import RunFiles
 from stability.study.assemble import assemble, load_data, make_trainer
 from stability.tracking.records_logger import RecordsLogger
 
@@ -163,9 +163,9 @@ def trained(config: ArmConfig, steps: int) -> float:
     config = replace(config, train=train)
     parts, data = assemble(config), load_data(config)
     with tempfile.TemporaryDirectory() as folder:
-        run = RunPaths(Path(folder))
-        log = MetricLog(run.metrics)
-        trainer = make_trainer(config, run, [RecordsLogger(log)], parts.callbacks)
+        files = RunFiles.unnamed(Path(folder))
+        log = MetricLog(files.paths.metrics)
+        trainer = make_trainer(config, files, [RecordsLogger(log)], parts.callbacks)
         start = time.perf_counter()
         trainer.fit(parts.module, datamodule=data)
         seconds = time.perf_counter() - start

@@ -60,6 +60,7 @@ def quick(tmp_path_factory):
     content = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
     content["base"]["model"] = {"depth": 1, "width": 16, "heads": 1, "context": 16}
     content["base"]["train"].update(steps=2, batch_size=2, snapshot_steps=[1], accelerator="cpu")
+    content["base"]["train"].update(checkpoint_every=1, keep_checkpoints=0)
     content["seeds"] = [0]
     content["early_step"] = 1
     (folder / "configs").mkdir()
@@ -82,7 +83,10 @@ def test_stability_command_runs(command, quick, monkeypatch, capsys):
         re.sub(r"^\d+$", "2", w) if words[i - 1] == "--train.steps" else w
         for i, w in enumerate(words)
     ]
-    assert _exit_code(shrunk) == 0
+    if words[0] in ("fork", "bisect"):
+        shrunk[shrunk.index("--at") + 1] = "1"
+    # a verdict may well be that one seed can't tell
+    assert _exit_code(shrunk) in ((0, 3) if words[0] == "verdict" else (0,))
     assert capsys.readouterr().out
 
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from stability.analysis.intervals import Interval, mean_interval
+
 __all__ = ["EXACT_ZERO", "MISSING", "Spread", "plain", "scientific", "span", "times"]
 
 EXACT_ZERO = "0 (exact)"
@@ -46,6 +48,11 @@ class Spread:
         """Whether there are seeds and each is exactly 0."""
         return self.n > 0 and all(value == 0 for value in self.per_seed.values())
 
+    @property
+    def interval(self) -> Interval:
+        """The 90 % interval of the mean; its ends are NaN with fewer than 5 seeds."""
+        return mean_interval(self.per_seed)
+
     def over(self, other: "Spread") -> "Spread":
         """Return this quantity divided by `other`, seed by seed.
 
@@ -61,7 +68,15 @@ class Spread:
 
     def to_dict(self) -> dict[str, object]:
         """Return the spread as JSON-able values; non-finite numbers as strings, missing as None."""
-        summary = {"mean": self.mean, "min": self.low, "max": self.high}
+        interval = self.interval
+        summary = {
+            "mean": self.mean,
+            "min": self.low,
+            "max": self.high,
+            "interval_low": interval.low,
+            "interval_high": interval.high,
+            "interval_level": interval.level,
+        }
         return {
             "n": self.n,
             **{name: _jsonable(value) if self.n else None for name, value in summary.items()},

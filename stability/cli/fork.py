@@ -76,8 +76,7 @@ def bisect(
     parts, change = plan(parent, changes or {})
 
     def measure(some: tuple[str, ...]) -> float:
-        name = f"{parent.arm}.at-{at}.to-{until}.{'+'.join(some)}".replace("+", ".")[:64]
-        planned = plan_fork(parent, at, change(some), name=name, until=until)
+        planned = plan_fork(parent, at, change(some), until=until)
         _train(planned, "disabled")
         return fork_drifts(planned).get(until, float("nan"))
 

@@ -10,8 +10,10 @@ import torch
 from rich.console import Console
 
 from stability.analysis.ladder import build_ladder
+from stability.analysis.recorded import read_study
+from stability.analysis.verdict import judge_study
 from stability.config.load import load_study
-from stability.config.schema import ArmConfig
+from stability.config.schema import ArmConfig, StudyConfig
 from stability.report.html import write_report
 from stability.report.progress import StudyDisplay
 from stability.report.terminal import print_ladder
@@ -31,6 +33,7 @@ def run(
     wandb: Literal["offline", "online", "disabled"] = "offline",
     check_observer: bool = False,
     jobs: int = 0,
+    seeds: int = 0,
     overrides: dict[str, str] | None = None,
 ) -> int:
     """Train every arm and seed of a study, print the ladder and write the report.
@@ -43,9 +46,10 @@ def run(
             be equal
         jobs: how many runs train at once, each in a process of its own; 0 is one for each GPU, or
             one on a CPU
+        seeds: how many seeds, counting on from the study's own; 0 is the study's
         overrides: values in the study's base, by dotted key
     """
-    config = load_study(study, overrides)
+    config = _with_seeds(load_study(study, overrides), seeds)
     runs = plan(config, out)
     quieten_lightning()
     console = Console()
@@ -61,7 +65,29 @@ def run(
     report = write_report(folder)
     print_ladder(build_ladder(folder), console)
     console.print(f"\nreport: {report}", soft_wrap=True, highlight=False)
+    if config.policy.candidate:
+        console.print(_verdict(folder), soft_wrap=True, highlight=False, markup=False)
     return 0 if all(has_ended(run.paths) for run in runs) else 1
+
+
+def _with_seeds(study: StudyConfig, count: int) -> StudyConfig:
+    """Return `study` with `count` seeds: its own first, then the next whole numbers."""
+    if count == 0:
+        return study
+    if count < len(study.seeds):
+        raise ValueError(f"--seeds must be at least the study's {len(study.seeds)}, got {count}")
+    first = max(study.seeds) + 1
+    further = range(first, first + count - len(study.seeds))
+    return dataclasses.replace(study, seeds=(*study.seeds, *further))
+
+
+def _verdict(folder: Path) -> str:
+    """Return the verdict of the study's own policy, or why there is none yet."""
+    study = read_study(folder)
+    try:
+        return judge_study(study, study.policy).sentence
+    except ValueError as error:
+        return str(error)
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -27,6 +27,25 @@ class RunFiles:
         self.paths = paths
         self.manifest = manifest
 
+    @classmethod
+    def unnamed(cls, folder: Path) -> "RunFiles":
+        """Return the files of a run that belongs to no study, in `folder`."""
+        manifest = Manifest(
+            study="",
+            arm="",
+            seed=0,
+            axis="none",
+            config={},
+            diff={},
+            environment={},
+            resolved={},
+            hashes={},
+            state="running",
+            step=0,
+            message="",
+        )
+        return cls(RunPaths(folder), manifest)
+
     def update(self, **changes: Any) -> None:
         """Change fields of the manifest and write it."""
         self.manifest = replace(self.manifest, **changes)
@@ -46,7 +65,8 @@ class RunFiles:
         return self._name(path) in self.manifest.files
 
     def _name(self, path: Path) -> str:
-        return path.relative_to(self.paths.root).as_posix()
+        # Lightning gives real paths, whatever was asked for
+        return path.resolve().relative_to(self.paths.root.resolve()).as_posix()
 
 
 def damaged_files(paths: RunPaths, manifest: Manifest) -> dict[str, str]:

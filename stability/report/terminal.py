@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stability.analysis.intervals import replicates_needed
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.sentences import notes, verdicts
 from stability.analysis.spread import MISSING, Spread, plain, scientific, times
@@ -81,7 +82,9 @@ def _cells(ladder: Ladder, row: Row, full: bool) -> list[Text]:
 def _cell(spread: Spread, write: Callable[[float], str], full: bool, *, relative: bool) -> Text:
     if not spread.n:
         return Text(MISSING)
-    text = write(spread.mean)
+    text, interval = write(spread.mean), spread.interval
+    if full and interval.low < interval.high:
+        return Text(f"{text} [{write(interval.low)}, {write(interval.high)}]")
     half_range = (spread.high - spread.low) / 2
     if full and half_range > 0:
         share = 100 * half_range / abs(spread.mean) if spread.mean else 0.0
@@ -96,7 +99,9 @@ def _caption(ladder: Ladder, full: bool) -> str:
         lines.append(
             "W1: 1-D Wasserstein distance of the weights' values, in units of the weights."
         )
-        if len(ladder.seeds) > 1:
+        if len(ladder.seeds) >= replicates_needed(0.9):
+            lines[-1] += " [ ]: 90% interval of the mean."
+        elif len(ladder.seeds) > 1:
             lines[-1] += " ±: half of the seeds' range."
     if ladder.yardstick:
         lines.append(

@@ -6,6 +6,8 @@ parent's, less the drifts, which were measured from another run. Leaves out the 
 the search over many forks (`bisect`).
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -116,9 +118,15 @@ def _file(paths: RunPaths, step: int) -> str:
 
 
 def _name(parent: RunPaths, at: int, until: int, changes: Mapping[str, Any]) -> str:
-    """Return a name that tells the change: `baseline.at-100.attention.profile-fa2`."""
+    """Return a name that tells the change, `baseline.at-100.to-150.attention.profile-fa2.1b2c3d4e`.
+
+    The end is a hash of all of it, since the rest may be cut off.
+    """
+    identity = json.dumps([parent.arm, at, until, changes], sort_keys=True)
+    end = hashlib.sha256(identity.encode()).hexdigest()[:8]
     words = re.sub(r"[^A-Za-z0-9.-]+", "-", ".".join(_words(changes))).strip("-.") or "same"
-    return f"{parent.arm}.at-{at}.to-{until}.{words}"[:64].rstrip("-.")
+    start = f"{parent.arm}.at-{at}.to-{until}.{words}"[:55].rstrip("-.")
+    return f"{start}.{end}"
 
 
 def _words(changes: Mapping[str, Any], above: str = "") -> list[str]:

@@ -16,8 +16,6 @@ from stability.callbacks.snapshot_writer import SnapshotWriter
 from stability.callbacks.training_log import TrainingLog
 from stability.config.observation import ProbeConfig, WatchConfig
 from stability.config.schema import ArmConfig
-from stability.records.layout import RunPaths
-from stability.records.manifest import Manifest
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
@@ -84,7 +82,7 @@ def _trained(config: ArmConfig, steps: int) -> str:
     config = replace(config, train=train)
     parts, data = assemble(config), load_data(config)
     with tempfile.TemporaryDirectory(prefix="observer-") as folder:
-        files = RunFiles(RunPaths(Path(folder)), _unnamed(config))
+        files = RunFiles.unnamed(Path(folder))
         log = MetricLog(files.paths.metrics)
         callbacks: list[Callback] = list(parts.callbacks)
         if config.watch.every:
@@ -95,21 +93,3 @@ def _trained(config: ArmConfig, steps: int) -> str:
         finally:
             log.close()
     return hash_state(parts.model.state_dict())
-
-
-def _unnamed(config: ArmConfig) -> Manifest:
-    """Return the manifest of a run that belongs to no study."""
-    return Manifest(
-        study="",
-        arm="",
-        seed=config.seed.base,
-        axis="none",
-        config={},
-        diff={},
-        environment={},
-        resolved={},
-        hashes={},
-        state="running",
-        step=0,
-        message="",
-    )

@@ -78,6 +78,18 @@ def test_a_fork_is_apart_from_its_step_on_and_a_candidate_s_drifts_are_not_its_o
     assert fork_drifts(late)[10] < drifts[10]
 
 
+def test_forks_have_names_of_their_own_however_long_the_change(parent):
+    runs = [
+        plan_fork(parent, 4, {"attention": {"implementation": "flash", "numerics": numerics}})
+        for numerics in (
+            {"accumulator": "bf16", "output": "bf16", "lse": "bf16"},
+            {"accumulator": "bf16", "output": "bf16", "lse": "fp16"},
+        )
+    ]
+    assert runs[0].paths != runs[1].paths
+    assert max(len(run.arm.name) for run in runs) <= 64
+
+
 def test_a_fork_may_stop_early_at_the_same_learning_rates(parent):
     short = _fork(parent, 4, FLASH, until=7, name="short")
     whole = _fork(parent, 4, FLASH)
@@ -208,7 +220,7 @@ def test_the_fork_command_shows_the_drift_by_step(parent, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "drift from the parent" in shown
-    assert "baseline.at-4.to-10.attention.implementation-flash" in shown
+    assert "baseline.at-4.to-10.attention.implementation-flash." in shown
     with pytest.raises(SystemExit) as caught:
         main(["fork", str(parent.root), "--at", "4", "--set", "attention"])
     assert caught.value.code == 2

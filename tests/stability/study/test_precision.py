@@ -11,8 +11,6 @@ from stability.analysis.intervals import paired_interval
 from stability.analysis.ladder import build_ladder
 from stability.config.load import load_study
 from stability.model.emulated_linear import EmulatedLinear
-from stability.records.layout import RunPaths
-from stability.records.manifest import Manifest
 from stability.records.run_files import RunFiles
 from stability.study.assemble import assemble, load_data, make_trainer
 
@@ -27,11 +25,7 @@ EMULATED = ["fp16", "bf16", "e4m3-saturate", "e5m2", "e8m3"]
 
 
 def _trainer(config, folder):
-    manifest = Manifest(
-        study="", arm="", seed=0, axis="none", config={}, diff={}, environment={}, resolved={},
-        hashes={}, state="running", step=0, message="",
-    )  # fmt: skip
-    return make_trainer(config, RunFiles(RunPaths(folder), manifest), [], [])
+    return make_trainer(config, RunFiles.unnamed(folder), [], [])
 
 
 def _seen(write_study, tmp_path, precision, attention=None):

@@ -1,0 +1,79 @@
+"""What records cost a run: snapshots, drifts and checkpoints, as shares of the demo's own time.
+
+`python benchmarks/records.py` trains the quickstart's baseline and its FP32 arm as the demo does,
+in a temporary folder, and times the three callbacks' own work. The limit is 5 % for snapshots.
+"""
+
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from stability.callbacks.drift_probe import DriftProbe
+from stability.callbacks.snapshot_writer import SnapshotWriter
+from stability.config.load import load_study
+from stability.study.arm import TrainOptions, train
+from stability.study.checkpoints import CheckpointFiles
+from stability.study.quiet import quieten_lightning
+from stability.study.runner import plan
+
+ROOT = Path(__file__).parent.parent
+WORK = {
+    "snapshots": (SnapshotWriter, "_write"),
+    "drifts": (DriftProbe, "_compare"),
+    "checkpoints": (CheckpointFiles, "save_checkpoint"),
+}
+
+
+class Silent:
+    """An observer that shows nothing."""
+
+    def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
+        """Ignore."""
+
+    def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
+        """Ignore."""
+
+    def run_noted(self, arm: str, seed: int, text: str) -> None:
+        """Ignore."""
+
+    def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
+        """Ignore."""
+
+
+def timed(owner: type, method: str, spent: dict[str, float], name: str) -> None:
+    """Add up the seconds that a method takes."""
+    inner = getattr(owner, method)
+
+    def measured(*arguments: Any, **keywords: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return inner(*arguments, **keywords)
+        finally:
+            spent[name] += time.perf_counter() - start
+
+    setattr(owner, method, measured)
+
+
+def main() -> None:
+    """Train two runs of the quickstart and print the shares."""
+    quieten_lightning()
+    spent: dict[str, float] = defaultdict(float)
+    for name, (owner, method) in WORK.items():
+        timed(owner, method, spent, name)
+    study = load_study(ROOT / "configs" / "quickstart.yaml")
+    with tempfile.TemporaryDirectory() as folder:
+        for run in plan(study, Path(folder)):
+            if run.seed == study.seeds[0] and run.arm.name in ("baseline", "fp32"):
+                start = time.perf_counter()
+                train(run, TrainOptions(wandb_mode="disabled"), Silent())
+                spent["training"] += time.perf_counter() - start
+    total = spent.pop("training")
+    for name, seconds in spent.items():
+        sys.stdout.write(f"{name:12} {seconds:6.2f} s of {total:.1f} s   {seconds / total:.2%}\n")
+
+
+if __name__ == "__main__":
+    main()
