@@ -144,7 +144,7 @@ def _count_codes(parts: Parts) -> dict[torch.dtype, Values]:
         found = counts.setdefault(format, np.zeros(2 ** (8 * code.itemsize), np.int64))
         for piece in tensor.detach().cpu().flatten().view(code).split(2**18):
             found += np.bincount(piece.numpy(), minlength=found.size)
-        del tensor  # before the next one is loaded
+        del tensor, piece  # before the next one is loaded
     return counts
 
 

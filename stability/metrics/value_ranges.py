@@ -25,6 +25,9 @@ Values = NDArray[Any]
 # 1 MiB of FP32 stays in the cache, and is long enough for the 2^16 bins that each piece is counted
 # into: 2.4 ns a value, 4.7 with pieces of 2^16 (1 core with AVX-512, numpy 2.4).
 _PIECE = 2**18
+# Torch's own grain: more values at a time would be shared among threads, which on a busy machine
+# wait for one another (for 2^18 values 6 ms instead of 0.1 ms; 2 cores, torch 2.13).
+_GRAIN = 2**15
 _DIGIT = 16
 
 
@@ -45,8 +48,8 @@ def walk(parts: Parts, wide: torch.dtype) -> Iterator[Values]:
     """Yield all values as new arrays of the format `wide`, one tensor and piece at a time."""
     for tensor in parts:
         for piece in tensor.detach().cpu().flatten().split(_PIECE):
-            yield (piece.to(wide) + 0.0).numpy()  # the sum makes -0 +0
-        del tensor  # before the next one is loaded
+            yield _widen(piece, wide)
+        del tensor, piece  # before the next one is loaded
 
 
 def cut_into_ranges(sides: tuple[Parts, Parts], wide: torch.dtype, held: int) -> list[ValueRange]:
@@ -113,6 +116,16 @@ def _histogram(parts: Parts, low: np.floating, high: np.floating, shift: int) ->
         digits = _keys(_select(values, low, high)) >> shift & (2**_DIGIT - 1)
         counts += np.bincount(digits.astype(np.intp), minlength=2**_DIGIT)
     return counts
+
+
+def _widen(piece: Tensor, wide: torch.dtype) -> Values:
+    """Return a copy of the values in the format `wide`, +0 for -0."""
+    copy = torch.empty(piece.numel(), dtype=wide)
+    for source, target in zip(piece.split(_GRAIN), copy.split(_GRAIN), strict=True):
+        target.copy_(source)
+    values = copy.numpy()
+    values += 0.0
+    return values
 
 
 def _select(values: Values, low: np.floating, high: np.floating) -> Values:

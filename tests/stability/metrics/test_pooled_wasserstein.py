@@ -134,11 +134,29 @@ def test_eight_bit_formats_are_counted():
     assert pooled_wasserstein([a], [b], held=10) == pytest.approx(expected, rel=1e-14)
 
 
-def test_distances_beyond_the_range_are_infinite():
+@pytest.mark.parametrize("held", [4, 12])
+def test_distances_beyond_the_range_are_infinite(held):
     largest = torch.finfo(torch.float64).max
-    a = [torch.full((9,), largest, dtype=torch.float64)]
-    assert pooled_wasserstein(a, [-a[0]], held=4) == math.inf
-    assert pooled_wasserstein(a, [a[0].clone()], held=4) == 0.0
+    a = [largest * torch.linspace(0.6, 1, 9, dtype=torch.float64)]
+    assert pooled_wasserstein(a, [-a[0]], held=held) == math.inf
+    assert pooled_wasserstein(a, [a[0].flip(0)], held=held) == 0.0
+
+
+class _Counted(list):
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_formats_of_16_bits_need_as_many_passes_at_any_size():
+    passes = []
+    for count in (30, 3000):
+        a, b = (_Counted(_real(count, seed, torch.bfloat16)) for seed in (0, 1))
+        pooled_wasserstein(a, b, held=50)
+        passes.append(a.passes)
+    assert passes[0] == passes[1] <= 4
 
 
 def test_layout_and_gradients_do_not_matter():
