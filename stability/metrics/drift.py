@@ -159,7 +159,7 @@ def _metrics(moments: _Moments, w1: float) -> dict[str, float]:
 
 def _ratio(numerator: float, denominator: float) -> float:
     if denominator == 0:
-        return 0.0 if numerator == 0 else math.inf
+        return numerator * math.inf if numerator else 0.0  # a NaN stays one
     return numerator / denominator
 
 

@@ -122,6 +122,12 @@ def test_a_nan_in_one_state_is_carried_into_all(where):
     assert all(math.isnan(value) for metric, value in found.items() if metric != "sign_flips")
 
 
+def test_a_nan_against_zeros_is_no_infinite_ratio():
+    found = drift({"w": torch.tensor([1.0, math.nan])}, {"w": torch.zeros(2)})["w"]
+    assert math.isnan(found["rel_l2"])
+    assert math.isnan(found["w1_over_std"])
+
+
 def test_the_two_zeros_are_equal_weights():
     found = drift({"w": torch.tensor([0.0, 1.0])}, {"w": torch.tensor([-0.0, 1.0])})["w"]
     assert found == {m: 1.0 if m == "cosine" else 0.0 for m in DRIFT_METRICS}
