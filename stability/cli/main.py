@@ -22,6 +22,7 @@ VERBS = {
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
     "show": ("stability.cli.inspect", "print the ladder of a study"),
     "report": ("stability.cli.inspect", "write the HTML report of a study"),
+    "compare": ("stability.cli.compare", "measure the drift between any two sets of weights"),
     "deviate": ("stability.cli.deviate", "measure attention numerics against FP64, point by point"),
     "probe": ("stability.cli.probe", "compare a candidate attention inside a Hugging Face model"),
     "doctor": ("stability.cli.doctor", "show which attentions and formats run on this machine"),
