@@ -29,6 +29,7 @@ VERBS = {
     "report": ("stability.cli.inspect", "write the HTML report of a study"),
     "fork": ("stability.cli.fork", "train on from a run's state with one thing changed"),
     "bisect": ("stability.cli.fork", "find the layers or rounding points that carry a change"),
+    "compare": ("stability.cli.compare", "measure the drift between any two sets of weights"),
     "deviate": ("stability.cli.deviate", "measure attention numerics against FP64, point by point"),
     "probe": ("stability.cli.probe", "compare a candidate attention inside a Hugging Face model"),
     "doctor": ("stability.cli.doctor", "show which attentions and formats run on this machine"),

@@ -16,6 +16,7 @@ from operator import add
 import torch
 from torch import Tensor
 
+from stability.metrics.pooled_wasserstein import HELD, pooled_wasserstein
 from stability.metrics.wasserstein import pool, sort_values_, wasserstein_sorted
 
 __all__ = ["ALL", "DRIFT_METRICS", "drift"]
@@ -43,26 +44,34 @@ def drift(
     one and negative in the other; zero has no sign. A cosine with a zero vector is NaN.
 
     The same bits give 0 exactly and cosine 1 exactly, even where they are no finite values; in
-    other states a NaN or infinity is carried into what depends on it. ValueError lists the names or
-    shapes that differ, or a parameter that is empty or holds no floating-point values.
+    other states a NaN or infinity is carried into what depends on it. Tensors are asked for one
+    pair at a time, several times, and copies are of one pair or, for "all", of `HELD` values: a
+    mapping that loads what it is asked for may be larger than the memory.
+
+    ValueError lists the names or shapes that differ, or a parameter that is empty or holds no
+    floating-point values.
     """
     _check_names(state_a, state_b)
     _check_parameters(state_a, state_b)
-    same = [name for name, b in state_b.items() if _same_bits(state_a[name], b)]
+    same = {name for name in state_b if _same_bits(state_a[name], state_b[name])}
     if len(same) == len(state_b):
         return {name: dict(_NO_DRIFT) for name in (ALL, *state_b)}
 
-    sizes = [b.numel() for b in state_b.values()]
-    pooled_a = pool([state_a[name].to(b.device) for name, b in state_b.items()])
-    pooled_b = pool(list(state_b.values()))
     result, moments = {ALL: {}}, []
-    for name, a, b in zip(state_b, pooled_a.split(sizes), pooled_b.split(sizes), strict=True):
-        moments.append(_moments(a, b))  # needs positions, so before a and b are sorted in place
-        w1 = wasserstein_sorted(sort_values_(a), sort_values_(b))
-        result[name] = dict(_NO_DRIFT) if name in same else _metrics(moments[-1], w1)
-    w1 = wasserstein_sorted(sort_values_(pooled_a), sort_values_(pooled_b))
+    for name in state_b:
+        found, result[name] = _measure(state_a[name], state_b[name], same=name in same)
+        moments.append(found)
+    w1 = pooled_wasserstein(state_a.values(), state_b.values(), held=HELD)
     result[ALL] = _metrics(reduce(add, moments), w1)
     return result
+
+
+def _measure(a: Tensor, b: Tensor, *, same: bool) -> tuple["_Moments", dict[str, float]]:
+    a, b = pool([a.to(b.device)]), pool([b])
+    moments = _moments(a, b)  # needs positions, so before a and b are sorted in place
+    if same:
+        return moments, dict(_NO_DRIFT)
+    return moments, _metrics(moments, wasserstein_sorted(sort_values_(a), sort_values_(b)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +159,7 @@ def _metrics(moments: _Moments, w1: float) -> dict[str, float]:
 
 def _ratio(numerator: float, denominator: float) -> float:
     if denominator == 0:
-        return 0.0 if numerator == 0 else math.inf
+        return numerator * math.inf if numerator else 0.0  # a NaN stays one
     return numerator / denominator
 
 
@@ -190,7 +199,8 @@ def _check_names(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor]) -
 
 
 def _check_parameters(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor]) -> None:
-    pairs = {name: (state_a[name], b) for name, b in state_b.items()}
+    # without values: all parameters of both states would not fit in memory
+    pairs = {name: (state_a[name].to("meta"), state_b[name].to("meta")) for name in state_b}
     shapes = [
         f"{name} {tuple(a.shape)} and {tuple(b.shape)}"
         for name, (a, b) in pairs.items()

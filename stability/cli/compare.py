@@ -1,0 +1,62 @@
+"""`stability compare`: how far apart two sets of weights on disk are, whatever holds them.
+
+Leaves out how they are opened (`records.weights`), matched (`analysis.comparison`) and shown.
+"""
+
+import sys
+from json import dumps
+from pathlib import Path
+
+from rich.console import Console
+
+from stability.analysis.comparison import compare_weights
+from stability.records.layout import RunPaths, snapshot_steps
+from stability.records.weights import Weights, is_run, open_weights
+from stability.report.comparison_table import print_comparison
+
+__all__ = ["compare"]
+
+
+def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool = False) -> int:
+    """Compare the weights of two runs, files or folders, parameter by parameter.
+
+    Each is the folder of a run, a snapshot or another safetensors file, a Lightning checkpoint, a
+    Hugging Face folder, or a state dict of torch.save (.pt, .pth, .bin). Parameters are matched by
+    name; what can't be compared is listed.
+
+    Args:
+        a: the candidate
+        b: the reference, whose size and spread the drift is measured by
+        step: the snapshot of the runs; the last one they share if not given
+        top: how many parameters to show, those that moved most
+        json: print all of it as one JSON object
+    """
+    if top < 0:
+        raise ValueError(f"compare: top must be >= 0, got {top}; 0 shows the pooled weights alone")
+    found = compare_weights(*_open(a, b, step))
+    if json:
+        sys.stdout.write(dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
+    else:
+        print_comparison(found, top, Console())
+    return 0
+
+
+def _open(a: Path, b: Path, step: int | None) -> tuple[Weights, Weights]:
+    runs = [path for path in (a, b) if is_run(path)]
+    if step is not None and not runs:
+        raise ValueError(f"compare: step must be left out, got {step}; neither is a run: {a}, {b}")
+    if step is None and len(runs) == 2:
+        step = _last_common_step(a, b)
+    first, second = (open_weights(path, step if path in runs else None) for path in (a, b))
+    return first, second
+
+
+def _last_common_step(a: Path, b: Path) -> int | None:
+    """Return it, or None where `open_weights` says what is wrong."""
+    steps_a, steps_b = (snapshot_steps(RunPaths(path)) for path in (a, b))
+    common = set(steps_a) & set(steps_b)
+    if common or not (steps_a and steps_b):
+        return max(common, default=None)
+    raise ValueError(
+        f"compare: {a} and {b} must have snapshots of one step, got steps {steps_a} and {steps_b}"
+    )
