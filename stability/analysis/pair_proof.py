@@ -5,15 +5,13 @@ line of both batch logs are compared. Leaves out a whole study's summary of hash
 refusing a run while it trains (`study.contract`).
 """
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from stability.analysis.proofs import WEIGHT_AXES
-from stability.config.convert import Place, from_mapping, to_dict
-from stability.config.diff import changed_axes, changes, diff
+from stability.config.convert import Place, from_mapping
+from stability.config.diff import changed_axes, changes, diff, hash_without
 from stability.config.schema import AXES, ArmConfig
 from stability.records.layout import RunPaths
 from stability.records.manifest import Manifest, read_manifest
@@ -124,19 +122,7 @@ def _config(
     on_axis = {path: values for path, values in differences.items() if changes({path: 0}, AXES)}
     for path, (a, b) in differences.items():
         yield _line(f"config.{path}", a, b, free=allowed and path in on_axis)
-    yield _line("config less the axis", *(_hash_without(config, on_axis) for config in configs))
-
-
-def _hash_without(config: ArmConfig, paths: Iterable[str]) -> str:
-    """Return a hash of the config but for `paths` and what only looks."""
-    content = to_dict(config)
-    for path in ("probe", "watch", *paths):
-        *groups, name = path.split(".")
-        place = content
-        for group in groups:
-            place = place.get(group, {})
-        place.pop(name, None)
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    yield _line("config less the axis", *(hash_without(config, on_axis) for config in configs))
 
 
 def _environment(first: Manifest, second: Manifest) -> Iterator[ProofLine]:

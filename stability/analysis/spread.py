@@ -73,13 +73,12 @@ class Spread:
             "mean": self.mean,
             "min": self.low,
             "max": self.high,
-            "interval_low": interval.low,
-            "interval_high": interval.high,
-            "interval_level": interval.level,
         }
+        has_interval = not math.isnan(interval.low)
         return {
             "n": self.n,
             **{name: _jsonable(value) if self.n else None for name, value in summary.items()},
+            "interval": [interval.low, interval.high] if has_interval else None,
             "per_seed": {str(seed): _jsonable(value) for seed, value in self.per_seed.items()},
         }
 

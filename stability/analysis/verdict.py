@@ -80,7 +80,7 @@ def judge_study(study: RecordedStudy, policy: PolicyConfig) -> Verdict:
     """Judge the candidate that `policy` names on what `study` has recorded.
 
     ValueError for an arm that the study does not have, a step without a snapshot, or drifts that
-    are not on record yet: what to do instead.
+    are not on record for every seed, and as `judge`: what to do instead.
     """
     policy = _completed(study, policy)
     candidate, yardstick = (
@@ -89,10 +89,11 @@ def judge_study(study: RecordedStudy, policy: PolicyConfig) -> Verdict:
     drifts = _drifts(candidate, policy.step)
     scale = _drifts(yardstick, policy.step)
     for arm, found in ((candidate, drifts), (yardstick, scale)):
-        if not found:
+        missing = [str(seed) for seed in study.seeds if seed not in found]
+        if missing:
             raise ValueError(
-                f"verdict: {arm.name} must have a drift on record at step {policy.step}, has none; "
-                "run the study first"
+                f"verdict: {arm.name} must have a drift on record at step {policy.step} for every "
+                f"seed, has none for {', '.join(missing)}; run the study to its end"
             )
     floor = [_drifts(arm, policy.step) for arm in study.candidates if arm.axis == "none"]
     nudge = [_drifts(arm, policy.step) for arm in study.candidates if arm.axis == "nudge"]
@@ -110,7 +111,8 @@ def judge(
 ) -> Verdict:
     """Judge drifts by seed at one step; `rerun` and `nudge` are empty where there are no such arms.
 
-    Only seeds that both sides have count. A candidate whose weights are no numbers fails.
+    A candidate whose weights are no numbers fails. ValueError for fewer seeds than an interval
+    needs, where one is needed.
     """
     ratios = _over(candidate, yardstick)
     lost = [seed for seed, drift in candidate.items() if not math.isfinite(drift)]
@@ -134,13 +136,10 @@ def judge(
         return verdict("INCONCLUSIVE", "The yardstick has moved no weight, or is no number", None)
     more = more_seeds(ratios, policy.max_ratio, policy.level)
     if math.isnan(ratio.low):
-        needed = replicates_needed(policy.level) - ratio.n
-        more = needed if more is None else max(needed, more)
-        return verdict(
-            "INCONCLUSIVE",
-            f"A {policy.level:.0%} interval needs {replicates_needed(policy.level)} seeds: "
-            f"{_run_more(more)}",
-            more,
+        needed = replicates_needed(policy.level)
+        raise ValueError(
+            f"verdict: a {policy.level:.0%} interval needs {needed} seeds, got {ratio.n}; run the "
+            f"study with --seeds {needed}, or use a lower --level"
         )
     if ratio.high <= policy.max_ratio:
         return verdict("PASS", "")

@@ -3,13 +3,15 @@
 Leaves out whether a difference is allowed: that is the pair contract (`study.contract`).
 """
 
-from collections.abc import Collection, Mapping
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from stability.config.convert import to_dict
 from stability.config.schema import AXES, ArmConfig
 
-__all__ = ["changed_axes", "changes", "diff"]
+__all__ = ["changed_axes", "changes", "diff", "hash_without"]
 
 
 def diff(a: ArmConfig, b: ArmConfig) -> dict[str, tuple[Any, Any]]:
@@ -38,6 +40,18 @@ def changed_axes(differences: Mapping[str, Any]) -> list[str]:
 def changes(differences: Mapping[str, Any], axes: Collection[str]) -> bool:
     """Whether a path of `differences` lies on one of `axes`."""
     return not set(axes).isdisjoint(changed_axes(differences))
+
+
+def hash_without(config: ArmConfig, paths: Iterable[str]) -> str:
+    """Return a SHA-256 of the config but for the values at `paths`, and for what only looks."""
+    content = to_dict(config)
+    for path in ("probe", "watch", *paths):
+        *groups, name = path.split(".")
+        place = content
+        for group in groups:
+            place = place.get(group, {})
+        place.pop(name, None)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _axis_of_path(path: str) -> str:

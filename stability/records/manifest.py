@@ -6,6 +6,7 @@ Leaves out the numbers of the run (`metric_log`) and whether two manifests make 
 
 import difflib
 import hashlib
+import json
 import platform
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
@@ -17,7 +18,15 @@ import torch
 import attention_kernels
 from stability.records.sealed_json import read_sealed, write_sealed
 
-__all__ = ["ENDED", "Manifest", "RunState", "environment", "read_manifest", "write_manifest"]
+__all__ = [
+    "ENDED",
+    "Manifest",
+    "RunState",
+    "environment",
+    "hash_environment",
+    "read_manifest",
+    "write_manifest",
+]
 
 RunState = Literal["running", "interrupted", "failed", "diverged", "finished"]
 """`diverged` is an end like `finished`: the loss stopped being a number, and that is the result."""
@@ -43,7 +52,8 @@ class Manifest:
     resolved: dict[str, Any]
     """What `auto` became: the attention's engine and its numerics."""
     hashes: dict[str, str]
-    """`init_weights` (before a nudge), `text`; at the end also `batches`, `final_weights`."""
+    """`config_less_axis`, `environment`, `init_weights` (before a nudge), `text`; at the end also
+    `batches`, `final_weights`."""
     state: RunState
     step: int
     """Updates made when the manifest was written."""
@@ -112,6 +122,11 @@ def environment() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "kernel_source": _kernel_source(),
     }
+
+
+def hash_environment() -> str:
+    """Return the SHA-256 of the environment: equal in two runs that may be a pair."""
+    return hashlib.sha256(json.dumps(environment(), sort_keys=True).encode()).hexdigest()
 
 
 def _version(package: str) -> str:

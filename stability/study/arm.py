@@ -17,13 +17,13 @@ from stability.callbacks.drift_probe import DriftProbe
 from stability.callbacks.progress import ProgressCallback, StudyObserver
 from stability.callbacks.snapshot_writer import SnapshotWriter
 from stability.callbacks.training_log import LogPosition, TrainingLog
-from stability.config.diff import changes
+from stability.config.diff import changes, hash_without
 from stability.config.load import to_dict
 from stability.config.schema import ArmConfig
 from stability.data.datamodule import TextDataModule
 from stability.records.atomic import DiskFullError, is_disk_full
 from stability.records.layout import RunPaths, snapshot_steps
-from stability.records.manifest import Manifest, environment, read_manifest
+from stability.records.manifest import Manifest, environment, hash_environment, read_manifest
 from stability.records.metric_log import MetricLog, read_text
 from stability.records.names import BATCH_HASH
 from stability.records.run_files import RunFiles
@@ -104,7 +104,12 @@ def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str
         diff={path: list(values) for path, values in run.arm.diff.items()},
         environment=environment(),
         resolved=parts.attention.description,
-        hashes={"init_weights": parts.init_hash, "text": data.text_hash},
+        hashes={
+            "config_less_axis": hash_without(run.config, run.arm.diff),
+            "environment": hash_environment(),
+            "init_weights": parts.init_hash,
+            "text": data.text_hash,
+        },
         state="running",
         step=0,
         message="",

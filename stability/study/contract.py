@@ -7,8 +7,9 @@ Everything here only reads; a breach raises `ContractError` with the two values 
 from typing import Any
 
 from stability.analysis.proofs import WEIGHT_AXES
-from stability.config.diff import changed_axes, changes
-from stability.config.schema import AXES, BASELINE, Axis
+from stability.config.convert import Place, from_mapping
+from stability.config.diff import changed_axes, changes, hash_without
+from stability.config.schema import AXES, BASELINE, ArmConfig, Axis
 from stability.records.layout import RunPaths
 from stability.records.manifest import Manifest
 from stability.records.metric_log import read_text
@@ -59,6 +60,12 @@ def check_start(baseline: Manifest, candidate: Manifest) -> None:
             baseline.environment.get(key),
             candidate.environment.get(key),
         )
+    _same(
+        "hashes.config_less_axis",
+        candidate,
+        hash_without(_config(baseline), candidate.diff),
+        candidate.hashes.get("config_less_axis"),
+    )
     _same("hashes.text", candidate, baseline.hashes.get("text"), candidate.hashes.get("text"))
     if not changes(candidate.diff, WEIGHT_AXES):
         _same(
@@ -85,6 +92,10 @@ def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
                 f"{candidate.arm}: batch {at} differs from the {BASELINE}'s: running hash "
                 f"{_short(second.get(at))}, {BASELINE} {_short(first.get(at))}"
             )
+
+
+def _config(manifest: Manifest) -> ArmConfig:
+    return from_mapping(ArmConfig, manifest.config, Place(source="manifest.json"))
 
 
 def _same(field: str, candidate: Manifest, expected: Any, found: Any) -> None:

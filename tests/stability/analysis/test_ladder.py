@@ -201,9 +201,20 @@ def test_json_holds_what_the_ladder_holds(finished):
         "mean": early.mean,
         "min": early.low,
         "max": early.high,
+        "interval": None,
         "per_seed": {"0": early.per_seed[0], "1": early.per_seed[1]},
     }
     assert content["yardstick"] == "fp32"
+
+
+def test_with_five_seeds_each_figure_has_its_interval(synthetic, tmp_path):
+    study = synthetic.write_synthetic(tmp_path / "five", seeds=[0, 1, 2, 3, 4])
+    ladder = build_ladder(study)
+    content = json.loads(ladder.to_json())
+    found = next(row for row in content["rows"] if row["arm"] == "flash_fa2")
+    low, high = found["ratio"]["early"]["interval"]
+    ratio = ladder.row("flash_fa2").ratio.early
+    assert ratio.low <= low < ratio.mean < high <= ratio.high
 
 
 def test_sampling_floor_is_that_of_two_samples_of_the_weights(finished):

@@ -65,11 +65,14 @@ def test_what_a_rerun_or_a_nudge_does_as_well_is_no_evidence():
         assert _judge(0.8, **{name: _around(0.1)}).outcome == "FAIL"
 
 
-def test_too_few_seeds_say_how_many_more():
+def test_too_few_seeds_for_an_interval_are_refused_unless_none_is_needed():
     candidate, ones = {0: 0.3, 1: 0.31}, {0: 1.0, 1: 1.0}
-    found = judge(candidate, ones, POLICY, rerun={}, nudge={})
-    assert (found.outcome, found.more_seeds) == ("INCONCLUSIVE", 3)
-    assert "needs 5 seeds: 3 more seeds would decide" in found.sentence
+    with pytest.raises(ValueError, match=r"90% interval needs 5 seeds, got 2; .* --seeds 5"):
+        judge(candidate, ones, POLICY, rerun={}, nudge={})
+    same = dict.fromkeys(candidate, 0.0)
+    assert judge(same, ones, POLICY, rerun={}, nudge={}).outcome == "PASS"
+    lost = dict.fromkeys(candidate, math.nan)
+    assert judge(lost, ones, POLICY, rerun={}, nudge={}).outcome == "FAIL"
 
 
 def test_more_seeds_would_decide_as_many_as_it_says():
@@ -127,7 +130,10 @@ def test_the_command_judges_a_study_by_its_own_policy(study, capsys):
     rewrite(study, "flash_fa2", scaled(100.0))
     assert main(["verdict", str(study)]) == 1
     assert main(["verdict", str(study), "--max-ratio", "1000"]) == 0
-    assert main(["verdict", str(study), "--level", "0.99"]) == 3
+    rewrite(study, "nudge", scaled(1000.0))
+    assert main(["verdict", str(study)]) == 3
+    assert "can't be told from a nudge of 1 ULP" in capsys.readouterr().out
+    rewrite(study, "nudge", scaled(0.001))
     capsys.readouterr()
     assert main(["verdict", str(study), "--json"]) == 1
     assert '"outcome": "FAIL"' in capsys.readouterr().out
@@ -144,6 +150,7 @@ def test_the_command_judges_a_study_by_its_own_policy(study, capsys):
         ([], "candidate must be named, one of "),
         (["--candidate", "nudge", "--step", "21"], "step must be one of 1, .*, got 21"),
         (["--candidate", "nudge", "--max-ratio", "-1"], "max_ratio must be > 0, got -1"),
+        (["--candidate", "flash_fa2", "--level", "0.99"], "99% interval needs 8 seeds, got 5; run"),
         (["--candidate", "baseline"], "candidate must be an arm of the study, got 'baseline'"),
     ],
 )
@@ -159,7 +166,9 @@ def test_what_can_not_be_judged_is_one_line(study, capsys, arguments, message):
 
 def test_an_arm_without_drifts_yet_is_named(synthetic, tmp_path):
     synthetic.write_study_json(tmp_path)
-    with pytest.raises(ValueError, match=r"flash_fa2 must have a drift on record at step 20"):
+    with pytest.raises(
+        ValueError, match=r"flash_fa2 must have a drift .* step 20 .* none for 0, 1"
+    ):
         judge_study(read_study(tmp_path), PolicyConfig(candidate="flash_fa2"))
 
 

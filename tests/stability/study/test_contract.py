@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from stability.analysis.ladder import build_ladder
 from stability.config.load import load_study
 from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest
@@ -39,7 +40,7 @@ def test_another_environment_is_refused(trained):
         check_start(baseline, other)
 
 
-@pytest.mark.parametrize("key", ["text", "init_weights"])
+@pytest.mark.parametrize("key", ["text", "init_weights", "config_less_axis"])
 def test_another_text_or_start_is_refused(trained, key):
     baseline, candidate = _manifests(trained)
     other = replace(candidate, hashes={**candidate.hashes, key: "abc"})
@@ -71,6 +72,23 @@ def test_two_axes_in_one_arm_are_refused(write_study):
     arm = _arm(write_study, {"precision": "32-true", "nudge": {"ulps": 1}})
     with pytest.raises(ContractError, match=r"arms.odd: must differ in one axis.*nudge"):
         axis_of(arm)
+
+
+def test_a_study_may_allow_two_axes_and_the_arm_is_called_confounded(
+    write_study, run_tiny, tmp_path
+):
+    def edit(content):
+        both = {"precision": "32-true", "optimizer": {"eps": 1e-6}}
+        content["arms"] = {"baseline": {}, "both": both, "eps": {"optimizer": {"eps": 1e-6}}}
+        content.update(seeds=[0], yardstick="both", allow_many=True)
+
+    run_tiny(load_study(write_study(edit)), tmp_path)
+    rows = {row.arm: row for row in build_ladder(tmp_path / "tiny").rows}
+    assert rows["both"].axis == "many"
+    said = "confounded: bf16-mixed -> 32-true; epsilon of Adam: 1e-08 -> 1e-06"
+    assert rows["both"].change == said
+    assert (rows["eps"].axis, rows["eps"].state) == ("optimizer_eps", "finished")
+    assert rows["eps"].rel_l2.last.mean > 0
 
 
 def test_a_change_that_is_no_axis_is_refused(write_study):
