@@ -130,10 +130,10 @@ def test_the_command_judges_a_study_by_its_own_policy(study, capsys):
     rewrite(study, "flash_fa2", scaled(100.0))
     assert main(["verdict", str(study)]) == 1
     assert main(["verdict", str(study), "--max-ratio", "1000"]) == 0
-    rewrite(study, "nudge", scaled(1000.0))
+    rewrite(study, "nudge", scaled(1e6))
     assert main(["verdict", str(study)]) == 3
     assert "can't be told from a nudge of 1 ULP" in capsys.readouterr().out
-    rewrite(study, "nudge", scaled(0.001))
+    rewrite(study, "nudge", scaled(1e-6))
     capsys.readouterr()
     assert main(["verdict", str(study), "--json"]) == 1
     assert '"outcome": "FAIL"' in capsys.readouterr().out
