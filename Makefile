@@ -31,6 +31,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python kernels/benchmarks/run.py --json kernels/benchmarks/results/cpu.json
 	$(BIN)/python benchmarks/metrics.py
+	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/probe.py
 	$(BIN)/python benchmarks/records.py
 

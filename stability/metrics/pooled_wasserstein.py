@@ -29,8 +29,9 @@ def pooled_wasserstein(parts_a: Parts, parts_b: Parts, *, held: int = HELD) -> f
     """Return W1 between all values of `parts_a` and all of `parts_b`, in their units.
 
     Both are walked through several times, one tensor at a time, so the `values()` of a lazy mapping
-    are never in memory together; at most `held` values are copied. NaN and infinities count as in
-    `wasserstein_1d`. ValueError if the two hold different numbers of values, or none, or values
+    are never in memory together; at most `held` values are copied. Passes are few for formats of 16
+    bits, else one more for each `held` values. NaN and infinities count as in `wasserstein_1d`.
+    ValueError if the two hold different numbers of values, or none, or values
     that are not floating-point.
     """
     sides = (parts_a, parts_b)

@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["TorchFile"]
 
 # The pages of a mapping stay in memory once they are read, until the file is mapped anew.
-_MAPPED_BYTES = 2**28
+_MAPPED_BYTES = 2**27
 
 
 class TorchFile:

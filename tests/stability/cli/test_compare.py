@@ -90,6 +90,23 @@ def test_a_run_against_a_file_is_taken_at_its_last_step_or_the_given_one(shown, 
         assert (found["drift"]["all"]["rel_l2"] == 0) == (step == 9)
 
 
+def test_what_a_study_leaves_on_disk_is_compared(shown, refused, trained):
+    baseline = trained / "baseline" / "seed-0"
+    found = json.loads(shown(trained / "rerun" / "seed-0", baseline, "--json"))
+    assert found["a"].endswith("seed-0, step 6")
+    assert all(metrics["rel_l2"] == 0 for metrics in found["drift"].values())
+    assert (
+        json.loads(shown(trained / "fp32" / "seed-0", baseline, "--json"))["drift"]["all"]["w1"] > 0
+    )
+    checkpoints = [
+        next((trained / arm / "seed-0" / "checkpoints").glob("*.ckpt"))
+        for arm in ("fp32", "baseline")
+    ]
+    moved = json.loads(shown(*checkpoints, "--json"))["drift"]
+    assert moved.keys() - {"all"} == {f"model.{name}" for name in found["drift"].keys() - {"all"}}
+    assert "nearest on the other: " in refused(checkpoints[0], baseline)
+
+
 def test_the_table_has_all_first_then_what_moved_most_and_counts_the_rest(shown, tmp_path):
     a, b = _state(0.1, layers=12), _state(layers=12)
     a["h.7.w"][0, 0] = math.nan
