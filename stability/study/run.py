@@ -77,7 +77,10 @@ def check_existing(run: Run) -> None:
                 "use --out for another folder"
             )
         return
-    manifest = read_manifest(run.paths.manifest)
+    try:
+        manifest = read_manifest(run.paths.manifest)
+    except ValueError as error:
+        raise RunConflictError(f"{error}; remove {run.paths.root} to train it anew") from error
     _refuse_difference(run, "config", manifest.config, to_dict(run.config))
     if manifest.state not in ENDED:
         _refuse_difference(run, "environment", manifest.environment, environment())

@@ -98,6 +98,10 @@ def test_a_damaged_ended_run_is_refused_and_its_snapshot_never_read(copy, run_ti
     with pytest.raises(ValueError, match=r"step-00000004.safetensors: is damaged: its SHA-256"):
         read_run_snapshot(run, 4)
     run.snapshot(4).unlink()
+    _flip(run.manifest, 900, 1)
+    with pytest.raises(RunConflictError, match=r"manifest.json: must .*; remove .* to train it"):
+        run_tiny(study, out)
+    _flip(run.manifest, 900, 1)
     with pytest.raises(RunConflictError, match=r"step-00000004.safetensors: is missing; remove"):
         run_tiny(study, out)
 
