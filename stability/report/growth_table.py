@@ -15,14 +15,7 @@ from stability.analysis.spread import MISSING
 
 __all__ = ["print_growth"]
 
-_HEADS = (
-    "arm",
-    "doubles in\nsteps",
-    "growth\nper step",
-    "in steps",
-    "slope\nper step",
-    "chaos\nfrom",
-)
+_HEADS = ("arm", "doubles in steps", "early\nphase", "slope per step", "chaos\nfrom")
 
 
 def print_growth(rows: list[ArmGrowth], console: Console) -> None:
@@ -38,7 +31,7 @@ def print_growth(rows: list[ArmGrowth], console: Console) -> None:
     console.print(table)
     level, seeds = growing[0].rate.level, growing[0].rate.n
     console.print(
-        f"growth of the drift in its early phase, mean [{level:.0%} interval] of {seeds} seeds; "
+        f"the drift's growth in its early phase, mean [{level:.0%} interval] of {seeds} seeds; "
         "slope: over the whole run.\nchaos from: the step from which an arm can't be told from "
         "the 1-ULP nudge.",
         style="dim",
@@ -51,15 +44,26 @@ def _cells(row: ArmGrowth) -> list[str]:
     first, last = row.phase
     return [
         row.arm,
-        f"{row.doubling_time:.3g}",
-        _interval(row.rate, ".2g"),
+        _doubling(row),
         f"{first} to {last}",
-        _interval(row.slope, ".1e"),
+        _slope(row.slope),
         MISSING if row.lost_in_chaos is None else str(row.lost_in_chaos),
     ]
 
 
-def _interval(value: Interval, form: str) -> str:
+def _doubling(row: ArmGrowth) -> str:
+    """Write the doubling time and its interval: `10.9 [9.9, 12.8]`; a rate of 0 never doubles."""
+    if math.isnan(row.rate.low):
+        return f"{row.doubling_time:.3g}"
+    slowest = math.log(2) / row.rate.low if row.rate.low > 0 else math.inf
+    fastest = math.log(2) / row.rate.high if row.rate.high > 0 else math.inf
+    return f"{row.doubling_time:.3g} [{fastest:.3g}, {slowest:.3g}]"
+
+
+def _slope(value: Interval) -> str:
+    """Write a slope and its interval with one exponent: `2.7 [2.5, 2.9]e-06`."""
+    mantissa, _, exponent = f"{value.mean:.1e}".partition("e")
     if math.isnan(value.low):
-        return f"{value.mean:{form}}"
-    return f"{value.mean:{form}} [{value.low:{form}}, {value.high:{form}}]"
+        return f"{mantissa}e{exponent}"
+    low, high = (f"{end / 10 ** int(exponent):.1f}" for end in (value.low, value.high))
+    return f"{mantissa} [{low}, {high}]e{exponent}"
