@@ -11,6 +11,7 @@ from typing import Any
 
 from stability.analysis.intervals import Interval, mean_interval, paired_interval
 from stability.analysis.recorded import RecordedArm, RecordedStudy
+from stability.analysis.verdict import smallest_nudge
 from stability.metrics.growth import Growth, drift_slope, fit_growth
 
 __all__ = ["ArmGrowth", "arm_growth", "study_growth"]
@@ -74,7 +75,7 @@ def _lost_in_chaos(study: RecordedStudy, arm: RecordedArm, level: float) -> int 
 
     The interval of its drift over the nudge's, seed by seed, does not lie above 1.
     """
-    nudge = next((other for other in study.candidates if other.axis == "nudge"), None)
+    nudge = smallest_nudge(study)
     if nudge is None or arm.axis == "nudge":
         return None
     lost = None

@@ -87,12 +87,14 @@ def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
         for paths, manifest in zip((first, second), manifests, strict=True)
     ]
     differences = diff(*configs)
+    records = list(_records(first, second))
+    whole = all(line.finding == "same" for line in records)
     lines = [
-        *_records(first, second),
+        *records,
         *_config(configs, differences, confounded=manifests[1].axis == "many"),
         *_environment(*manifests),
         *_start(manifests, differences),
-        _batches(first, second, differences),
+        _batches(first, second, differences) if whole else _line("batches", None, None),
         _end(manifests, differences),
     ]
     return PairProof(

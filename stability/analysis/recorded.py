@@ -14,10 +14,10 @@ from stability.config.policy import PolicyConfig
 from stability.config.schema import BASELINE, Axis
 from stability.records.events import Event, read_events
 from stability.records.layout import RunPaths, StudyPaths
-from stability.records.manifest import Manifest, read_manifest
+from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_log import Series, read_metrics
 from stability.records.names import TRAIN_LOSS, drift_name
-from stability.records.sealed_json import read_sealed
+from stability.records.sealed_json import file_checksum, read_sealed
 
 __all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "read_study"]
 
@@ -136,6 +136,14 @@ def read_study(study_dir: Path) -> RecordedStudy:
         ) from error
 
 
+def _changed_since(paths: RunPaths, manifest: Manifest) -> str:
+    """Return what is wrong with the log of a run that has ended; empty if nothing is."""
+    listed = manifest.files.get(paths.metrics.name)
+    if listed and (not paths.metrics.exists() or file_checksum(paths.metrics) != listed):
+        return f"records can't be read: {paths.metrics} is not the one that the manifest lists"
+    return ""
+
+
 def _read_arm(study_dir: Path, arm: Mapping[str, Any], seeds: list[int]) -> RecordedArm:
     return RecordedArm(
         name=arm["name"],
@@ -155,6 +163,8 @@ def _read_run(paths: RunPaths, seed: int) -> RecordedRun:
         if paths.metrics.exists():
             metrics = read_metrics(paths.metrics)
             events = tuple(read_events(paths.metrics))
+        if manifest is not None and manifest.state in ENDED:
+            error = _changed_since(paths, manifest)
     except (ValueError, OSError) as caught:
         error = f"records can't be read: {caught}"
     return RecordedRun(

@@ -10,7 +10,7 @@ fails by chance: that is the lower end of a 90 % interval. Leaves out the senten
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from stability.analysis.intervals import (
@@ -26,7 +26,7 @@ from stability.config.convert import nearest
 from stability.config.policy import PolicyConfig
 from stability.config.schema import BASELINE
 
-__all__ = ["Drifts", "Outcome", "Verdict", "judge", "judge_study"]
+__all__ = ["Drifts", "Outcome", "Verdict", "judge", "judge_study", "smallest_nudge"]
 
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 Drifts = Mapping[int, float]
@@ -45,6 +45,8 @@ class Verdict:
     more_seeds: int | None
     """How many more would decide; 0 where it is decided, None where no number would."""
     reason: str
+    confounded: bool = False
+    """Whether the candidate changes several axes."""
 
     @property
     def sentence(self) -> str:
@@ -56,9 +58,10 @@ class Verdict:
         span = ""
         if not math.isnan(ratio.low) and ratio.low < ratio.high:
             span = f" ({ratio.level:.0%} interval {times(ratio.low)} to {times(ratio.high)})"
+        candidate = f"{policy.candidate}{' (confounded)' if self.confounded else ''}"
         seeds = f"{ratio.n} seed{'s' if ratio.n > 1 else ''}"
         said = (
-            f"{self.outcome}: at step {policy.step} {policy.candidate} has moved the weights "
+            f"{self.outcome}: at step {policy.step} {candidate} has moved the weights "
             f"{times(ratio.mean)}{span} as far as {policy.yardstick}, over {seeds}{end}"
         )
         return f"{said}. {self.reason}." if self.reason else f"{said}."
@@ -86,24 +89,28 @@ def judge_study(study: RecordedStudy, policy: PolicyConfig) -> Verdict:
     candidate, yardstick = (
         _arm(study, what, getattr(policy, what)) for what in ("candidate", "yardstick")
     )
+    _check_baseline(study, policy.step)
     drifts = _drifts(candidate, policy.step)
     scale = _drifts(yardstick, policy.step)
     for arm, found in ((candidate, drifts), (yardstick, scale)):
         missing = [str(seed) for seed in study.seeds if seed not in found]
+        errors = [run.error for run in arm.runs.values() if run.error]
         if missing:
             raise ValueError(
                 f"verdict: {arm.name} must have a drift on record at step {policy.step} for every "
-                f"seed, has none for {', '.join(missing)}; run the study to its end"
+                f"seed, has none for {', '.join(missing)}; "
+                f"{errors[0] if errors else 'run the study to its end'}"
             )
     floor = [_drifts(arm, policy.step) for arm in study.candidates if arm.axis == "none"]
-    nudge = [_drifts(arm, policy.step) for arm in study.candidates if arm.axis == "nudge"]
-    return judge(
+    nudge = smallest_nudge(study)
+    found = judge(
         drifts,
         scale,
         policy,
         rerun=floor[0] if floor else {},
-        nudge=nudge[0] if nudge and candidate.axis != "nudge" else {},
+        nudge=_drifts(nudge, policy.step) if nudge and candidate.axis != "nudge" else {},
     )
+    return replace(found, confounded=candidate.axis == "many")
 
 
 def judge(
@@ -145,7 +152,7 @@ def judge(
         return verdict("PASS", "")
     if ratio.low <= policy.max_ratio:
         return verdict("INCONCLUSIVE", f"The interval holds both answers: {_run_more(more)}", more)
-    for drifts, name in ((rerun, "a rerun of the baseline"), (nudge, "a nudge of 1 ULP")):
+    for drifts, name in ((rerun, "a rerun of the baseline"), (nudge, "the nudge")):
         if not _is_told_from(candidate, drifts, policy.level):
             return verdict(
                 "INCONCLUSIVE",
@@ -206,6 +213,27 @@ def _arm(study: RecordedStudy, what: str, name: str) -> RecordedArm:
             f"nearest: {nearest(name, names)}"
         )
     return arm
+
+
+def smallest_nudge(study: RecordedStudy) -> RecordedArm | None:
+    """Return the arm that nudges the initial weights least, if there is one."""
+    nudges = [arm for arm in study.candidates if arm.axis == "nudge"]
+    return min(nudges, key=lambda arm: arm.diff["nudge.ulps"][1], default=None)
+
+
+def _check_baseline(study: RecordedStudy, step: int) -> None:
+    """ValueError if a baseline diverged before `step`: then there is nothing to compare with."""
+    baseline = study.arm(BASELINE)
+    for seed, run in baseline.runs.items() if baseline else ():
+        found = [
+            math.isfinite(arm.runs[seed].drift("rel_l2").get(step, math.nan))
+            for arm in study.candidates
+        ]
+        if run.state == "diverged" and not any(found):
+            raise ValueError(
+                f"verdict: the baseline diverged, seed {seed}: {run.message}; nothing can be "
+                f"compared at step {step}, use an earlier --step"
+            )
 
 
 def _drifts(arm: RecordedArm, step: int) -> dict[int, float]:

@@ -5,12 +5,17 @@ what the rounding points that follow the input should round to. Leaves out every
 product (`model.emulated_linear`).
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from attention_kernels import BASELINE_PROFILES, PROFILES, Format
+from attention_kernels.numerics import BackwardNumerics
 from stability.config.groups import AttentionConfig
 
 __all__ = ["in_format"]
+
+
+def _unsaturated(points: dict[str, str]) -> dict[str, str]:
+    return {name: format.removesuffix("-saturate") for name, format in points.items()}
 
 
 def in_format(config: AttentionConfig, format: Format | None) -> AttentionConfig:
@@ -29,4 +34,7 @@ def in_format(config: AttentionConfig, format: Format | None) -> AttentionConfig
     known, default = profiles[config.implementation]
     numerics = known[config.profile or default].with_(**config.numerics)
     points = {name: format.name for name, value in numerics.to_dict().items() if value == "input"}
+    # a gradient beyond the format must show, or the loss scaler would never back off
+    own = {field.name for field in fields(BackwardNumerics)}
+    points |= {name: name_ for name, name_ in _unsaturated(points).items() if name in own}
     return replace(config, numerics={**config.numerics, **points})

@@ -46,6 +46,11 @@ class Divergence(Callback):
             self.step = self._since
             trainer.should_stop = True
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop at once if the checkpoint gone on from is the diverged run's last."""
+        if self.step is not None:
+            trainer.should_stop = True
+
     def state_dict(self) -> dict[str, Any]:
         """Return how many in a row there have been, and since which step."""
         return {"bad": self._bad, "since": self._since}
@@ -53,3 +58,4 @@ class Divergence(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self._bad, self._since = state_dict["bad"], state_dict["since"]
+        self.step = self._since if self._bad >= PATIENCE else None

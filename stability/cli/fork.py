@@ -1,5 +1,6 @@
 """`stability fork` and `stability bisect`: what if this run had gone on otherwise?"""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from stability.cli.json_output import print_json
 from stability.config.convert import merge
 from stability.config.yaml_file import parse_value
 from stability.records.layout import RunPaths
+from stability.records.manifest import read_manifest
 from stability.report.fork_table import print_fork, print_halvings
 from stability.report.progress import StudyDisplay
 from stability.study.arm import TrainOptions
@@ -78,11 +80,23 @@ def bisect(
     def measure(some: tuple[str, ...]) -> float:
         planned = plan_fork(parent, at, change(some), until=until)
         _train(planned, "disabled")
-        return fork_drifts(planned).get(until, float("nan"))
+        ended = read_manifest(planned.paths.manifest)
+        if ended.state == "failed":
+            raise ValueError(f"bisect: {planned.paths.root} failed: {ended.message}")
+        drift = fork_drifts(planned).get(until, math.inf)
+        return drift if math.isfinite(drift) else math.inf
 
     found = halve(parts, measure)
     if json:
-        print_json([{"parts": list(each.parts), "rel_l2": each.drift} for each in found])
+        print_json(
+            [
+                {
+                    "parts": list(each.parts),
+                    "rel_l2": each.drift if math.isfinite(each.drift) else "inf",
+                }
+                for each in found
+            ]
+        )
     else:
         print_halvings(found, at, until, Console())
     return 0

@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DiskFullError as error:
         sys.stderr.write(f"stability: {error}; free some, and the same command goes on from here\n")
         return 1
+    except OSError as error:
+        _fail(f"{error.filename or verb}: {error.strerror or error}")
     except KeyboardInterrupt:
         sys.stderr.write("stability: interrupted; the same command goes on from here\n")
         return 130

@@ -18,9 +18,9 @@ def verdict(
     study: Path,
     candidate: str = "",
     yardstick: str = "",
-    max_ratio: float = 0.0,
-    step: int = 0,
-    level: float = 0.0,
+    max_ratio: float | None = None,
+    step: int | None = None,
+    level: float | None = None,
     json: bool = False,
 ) -> int:
     """Say whether the candidate drifts less than the policy allows. What is not given is as in the
@@ -39,13 +39,15 @@ def verdict(
     """
     recorded = read_study(study)
     given = {
-        "candidate": candidate,
-        "yardstick": yardstick,
+        "candidate": candidate or None,
+        "yardstick": yardstick or None,
         "max_ratio": max_ratio,
         "step": step,
         "level": level,
     }
-    policy = replace(recorded.policy, **{name: value for name, value in given.items() if value})
+    policy = replace(
+        recorded.policy, **{name: value for name, value in given.items() if value is not None}
+    )
     found = judge_study(recorded, policy)
     if json:
         print_json(found.to_dict())

@@ -157,18 +157,26 @@ def _check_names(study: StudyConfig, root: Place) -> None:
             f"must be an arm, got {study.yardstick!r}; nearest: "
             f"{nearest(study.yardstick, study.arms)}"
         )
-    for what in ("candidate", "yardstick"):
-        name = getattr(study.policy, what)
-        if name and name not in study.arms:
-            raise (
-                root.at("policy")
-                .at(what)
-                .error(f"must be an arm, got {name!r}; nearest: {nearest(name, study.arms)}")
-            )
+    _check_policy(study, root)
     seeds = study.seeds
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise root.at("seeds").error(
             f"must be different whole numbers from 0, at least one, got {list(seeds)}"
+        )
+
+
+def _check_policy(study: StudyConfig, root: Place) -> None:
+    arms = [arm for arm in study.arms if arm != BASELINE]
+    for what in ("candidate", "yardstick"):
+        name = getattr(study.policy, what)
+        if name and name not in arms:
+            problem = f"must be an arm besides {BASELINE}, got {name!r}; nearest: "
+            raise root.at("policy").at(what).error(problem + nearest(name, arms))
+    steps = study.base.train.planned_snapshots()
+    if study.policy.step and study.policy.step not in steps and not root.overridden:
+        raise root.at("policy.step").error(
+            f"must be a step with a snapshot, got {study.policy.step}; "
+            f"they are {', '.join(map(str, steps))}"
         )
 
 

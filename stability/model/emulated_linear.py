@@ -12,6 +12,7 @@ Shapes: x `(..., in)`, W `(out, in)`, b `(out,)`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ class _RoundedLinear(torch.autograd.Function):
         x, weight = round_to(x, format), round_to(weight, format)
         if bias is not None:
             bias = round_to(bias, format)
-        ctx.format = format
+        # a gradient beyond the format must show, or the loss scaler would never back off
+        ctx.format = replace(format, saturate=False)
         ctx.save_for_backward(x, weight)
         return round_to(F.linear(x, weight, bias), format)
 

@@ -39,8 +39,9 @@ def is_disk_full(error: BaseException | None) -> bool:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Give a temporary path to write to; it becomes `path` if the block ends without an error.
 
-    Folders are made. After an error `path` is as it was and the temporary file is gone; a process
-    killed in between leaves `path` as it was and a file `.<name>.<random>.tmp` beside it.
+    Folders are made. DiskFullError if the disk takes no more. After an error `path` is as it was
+    and the temporary file is gone; a process killed in between leaves `path` as it was and a file
+    `.<name>.<random>.tmp` beside it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -48,6 +49,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield temporary
         _sync(temporary)
         os.replace(temporary, path)
+    except Exception as error:
+        if is_disk_full(error):
+            raise DiskFullError(f"{path}: the disk is full") from error
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)

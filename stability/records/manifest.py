@@ -62,7 +62,8 @@ class Manifest:
     observer: dict[str, Any] = field(default_factory=dict)
     """The observer gate's result, if it was asked for: `steps`, `equal` and the two hashes."""
     fork: dict[str, Any] = field(default_factory=dict)
-    """Where the run goes on from, if it is a fork: `from` (a run's folder), `at`, `until`."""
+    """Where the run goes on from, if it is a fork: `from` (the parent's folder, seen
+    from this one), `at`, `until`."""
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each whole file of the run, by its path in the run's folder."""
 

@@ -48,8 +48,9 @@ class RunFiles:
 
     def update(self, **changes: Any) -> None:
         """Change fields of the manifest and write it."""
-        self.manifest = replace(self.manifest, **changes)
-        write_manifest(self.paths.manifest, self.manifest)
+        changed = replace(self.manifest, **changes)
+        write_manifest(self.paths.manifest, changed)
+        self.manifest = changed
 
     def add(self, path: Path) -> None:
         """List `path`, which has just been written whole."""

@@ -34,6 +34,8 @@ def read_sealed(path: Path, writer: str) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ValueError(f"{path}: there is no such file; {writer} writes it") from error
+    except OSError as error:
+        raise ValueError(f"{path}: must be a file that can be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path}: must be JSON, is torn or damaged: {error}") from error
     if not isinstance(content, dict):

@@ -3,6 +3,7 @@
 Leaves out the forks themselves (`study.fork`, `study.bisect`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -43,13 +44,11 @@ def print_halvings(found: Sequence[_Halving], at: int, until: int, console: Cons
     table.add_column("drift", justify="right", no_wrap=True)
     table.add_column("of the whole", justify="right", no_wrap=True)
     for each in dict.fromkeys(found):
-        share = each.drift / whole.drift if whole.drift else 0.0
+        share = _share(each.drift, whole.drift)
         style = "bold" if each == carrier else ""
-        table.add_row(
-            Text(", ".join(each.parts)), scientific(each.drift), f"{share:.0%}", style=style
-        )
+        table.add_row(Text(", ".join(each.parts)), _drift(each.drift), f"{share:.0%}", style=style)
     console.print(table)
-    share = carrier.drift / whole.drift if whole.drift else 0.0
+    share = _share(carrier.drift, whole.drift)
     parts = ", ".join(carrier.parts)
     said = f"{parts} alone carr{'ies' if len(carrier.parts) == 1 else 'y'} {share:.0%} of the drift"
     if carrier.parts == whole.parts and len(whole.parts) > 1:
@@ -59,3 +58,14 @@ def print_halvings(found: Sequence[_Halving], at: int, until: int, console: Cons
     console.print(
         f"\n{said}, from step {at} to {until}.", highlight=False, markup=False, soft_wrap=True
     )
+
+
+def _share(drift: float, whole: float) -> float:
+    """Return the share of the whole's drift; a divergence is all of a divergence."""
+    if math.isinf(whole):
+        return float(math.isinf(drift))
+    return drift / whole if whole else 0.0
+
+
+def _drift(drift: float) -> str:
+    return "diverged" if math.isinf(drift) else scientific(drift)

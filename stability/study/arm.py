@@ -5,7 +5,7 @@ Leaves out the order of runs (`runner`) and how anything is displayed.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -69,6 +69,11 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
     start, kept = _start(run, observer)
     files = RunFiles(run.paths, _first_manifest(run, parts, data, kept))
     files.update()
+    if start == 0 and run.fork is not None and run.baseline is not None:
+        # after the manifest: a kill in between leaves a run that is laid down again
+        start = run.fork.at
+        kept = lay_fork(run.baseline, run.paths, start, config.optimizer.eps)
+        files.update(files=kept)
     clear_unlisted(run.paths, kept)
     try:
         if run.baseline is not None:
@@ -88,7 +93,7 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
     except Exception as error:
         if is_disk_full(error):
             _record(files, state="interrupted", step=_steps_logged(run))
-            raise DiskFullError(f"{run.paths.root}: the disk is full ({error})") from error
+            raise DiskFullError(f"{run.paths.root}: the disk is full: {error}") from error
         _record_failure(run, files, f"{type(error).__name__}: {error}")
         raise
     return files.manifest
@@ -114,15 +119,8 @@ def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str
         step=0,
         message="",
         files=kept,
-        fork=_fork_of(run),
+        fork=run.fork_record,
     )
-
-
-def _fork_of(run: Run) -> dict[str, Any]:
-    """Return what a manifest says of where the run goes on from."""
-    if run.fork is None or run.baseline is None:
-        return {}
-    return {"from": str(run.baseline.root), **asdict(run.fork)}
 
 
 def _start(run: Run, observer: StudyObserver) -> tuple[int, dict[str, str]]:
@@ -131,12 +129,9 @@ def _start(run: Run, observer: StudyObserver) -> tuple[int, dict[str, str]]:
     def note(text: str) -> None:
         observer.run_noted(run.arm.name, run.seed, text)
 
-    at, kept = 0, {}
-    if run.paths.manifest.exists():
-        at, kept = resume_from(run.paths, read_manifest(run.paths.manifest), note)
-    if at == 0 and run.fork is not None and run.baseline is not None:
-        return run.fork.at, lay_fork(run.baseline, run.paths, run.fork.at)
-    return at, kept
+    if not run.paths.manifest.exists():
+        return 0, {}
+    return resume_from(run.paths, read_manifest(run.paths.manifest), note)
 
 
 def _observed(config: ArmConfig) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def resume_from(
     kept = {
         name: sum
         for name, sum in manifest.files.items()
-        if name not in wrong and _step_of(name) <= at
+        if name not in wrong and _is_of_a_step(name) and _step_of(name) <= at
     }
     return at, kept if at else {}
 
@@ -113,6 +113,11 @@ def _snapshots_of(manifest: Manifest) -> list[int]:
 
 def _snapshot_name(step: int) -> str:
     return RunPaths(Path()).snapshot(step).as_posix()
+
+
+def _is_of_a_step(name: str) -> bool:
+    """Whether the file is a snapshot or checkpoint; the log of an ended run is listed too."""
+    return Path(name).stem.startswith("step-")
 
 
 def _step_of(name: str) -> int:

@@ -51,7 +51,8 @@ def plan_fork(
     if not at < until <= config.train.steps:
         raise ValueError(f"fork: until must be from {at + 1} to {config.train.steps}, got {until}")
     changed = override(config, changes, where="fork")
-    if changed.attention != config.attention:
+    # where the parent changes a part of the attention, the rest stays its baseline's
+    if changed.attention != config.attention and not config.attention.is_partial:
         probe = replace(changed.probe, shadows=(config.attention,), shadows_are="baseline")
         changed = replace(changed, probe=probe)
     arm = Arm(

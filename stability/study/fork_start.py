@@ -19,10 +19,11 @@ _LOG_POSITION = "LogPosition"
 """Lightning's key for the state of `callbacks.training_log.LogPosition`."""
 
 
-def lay_fork(parent: RunPaths, fork: RunPaths, at: int) -> dict[str, str]:
+def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str, str]:
     """Copy the parent's records up to step `at` into the fork's folder; return the files it lists.
 
-    Drifts are left out of the log: they are distances from the parent's baseline. ValueError if the
+    Drifts are left out of the log: they are distances from the parent's baseline. `eps` is the
+    fork's own: an optimizer takes it from its state, not from its config. ValueError if the
     parent's checkpoint is damaged or gone.
     """
     checkpoint: dict[str, Any] = torch.load(
@@ -37,6 +38,9 @@ def lay_fork(parent: RunPaths, fork: RunPaths, at: int) -> dict[str, str]:
     with atomic_path(fork.metrics) as temporary:
         temporary.write_bytes(b"".join(kept))
     position["position"] = sum(map(len, kept))
+    for optimizer in checkpoint["optimizer_states"]:
+        for group in optimizer["param_groups"]:
+            group["eps"] = eps
     path = fork.checkpoint(at)
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         torch.save(checkpoint, file)

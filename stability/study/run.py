@@ -4,9 +4,11 @@ Leaves out the training (`arm`).
 """
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from stability.config.load import to_dict
 from stability.config.schema import ArmConfig, Axis
@@ -47,6 +49,14 @@ class Run:
     """Set if the run goes on from its baseline's state."""
 
     @property
+    def fork_record(self) -> dict[str, Any]:
+        """What a manifest says of where the run goes on from; `from` holds if both are moved."""
+        if self.fork is None or self.baseline is None:
+            return {}
+        parent = os.path.relpath(self.baseline.root.resolve(), self.paths.root.resolve())
+        return {"from": parent, **asdict(self.fork)}
+
+    @property
     def last_step(self) -> int:
         """The step up to which it trains."""
         return self.fork.until if self.fork else self.arm.config.train.steps
@@ -82,6 +92,7 @@ def check_existing(run: Run) -> None:
     except ValueError as error:
         raise RunConflictError(f"{error}; remove {run.paths.root} to train it anew") from error
     _refuse_difference(run, "config", manifest.config, to_dict(run.config))
+    _refuse_difference(run, "fork", manifest.fork, run.fork_record)
     if manifest.state not in ENDED:
         _refuse_difference(run, "environment", manifest.environment, environment())
         return

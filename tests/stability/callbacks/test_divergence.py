@@ -39,3 +39,12 @@ def test_the_count_survives_a_checkpoint():
     second.load_state_dict(first.state_dict())
     assert _told(second, [math.nan, math.nan], start=4).should_stop
     assert second.step == 1
+
+
+def test_a_checkpoint_of_the_last_step_is_gone_on_from_nowhere():
+    first, second = Divergence(), Divergence()
+    _told(first, [1.0, *[math.nan] * PATIENCE])
+    second.load_state_dict(first.state_dict())
+    trainer = SimpleNamespace(should_stop=False)
+    second.on_train_start(trainer, None)
+    assert (trainer.should_stop, second.step) == (True, 1)

@@ -80,6 +80,14 @@ def test_damaged_records_prove_nothing(runs):
     assert "is damaged" in broken.first
 
 
+def test_a_damaged_log_is_a_broken_line_and_no_crash(runs):
+    path = runs["fp32"].metrics
+    path.write_bytes(path.read_bytes().replace(b"train/loss", b"train/lost", 1))
+    proof = prove_pair(runs["baseline"], runs["fp32"])
+    assert proof.break_.field == "records of fp32, seed 0"
+    assert {line.field: line.finding for line in proof.lines}["batches"] == "unknown"
+
+
 def test_the_command_shows_a_run_a_study_and_json(runs, trained, capsys):
     assert main(["verify", str(runs["baseline"].root), str(runs["fp32"].root)]) == 0
     shown = capsys.readouterr().out
@@ -100,3 +108,7 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path, runs, capsys):
         main(["verify", str(runs["baseline"].root), str(tmp_path)])
     assert caught.value.code == 2
     assert "must be a run's folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["verdict", str(runs["baseline"].manifest)])
+    assert caught.value.code == 2
+    assert "must be a file that can be read: Not a directory" in capsys.readouterr().err

@@ -89,6 +89,24 @@ def test_a_flipped_bit_in_the_study_is_found(copy):
         path.write_bytes(before)
 
 
+def test_an_ended_log_that_is_cut_or_swapped_is_not_read_as_data(copy):
+    run = RunPaths.for_run(copy[1] / "tiny", "fp32", 0)
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    run.metrics.write_bytes(b"".join(lines[:-1]))
+    found = read_study(copy[1] / "tiny").arm("fp32").runs[0]
+    assert found.state == "failed"
+    assert "metrics.jsonl is not the one that the manifest lists" in found.message
+
+
+@pytest.mark.parametrize("state", ["interrupted", "running"])
+def test_a_log_listed_before_its_run_ended_stops_no_resume(copy, run_tiny, state):
+    run = RunPaths.for_run(copy[1] / "tiny", "fp32", 0)
+    manifest = read_manifest(run.manifest)
+    assert "metrics.jsonl" in manifest.files
+    write_manifest(run.manifest, replace(manifest, state=state))
+    assert run_tiny(*copy).ended[1][2:] == ("finished", "")
+
+
 def test_a_damaged_ended_run_is_refused_and_its_snapshot_never_read(copy, run_tiny):
     study, out = copy
     run = RunPaths.for_run(out / "tiny", "baseline", 0)

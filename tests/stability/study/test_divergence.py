@@ -1,11 +1,17 @@
 """A loss that is no number is a result: recorded with its step, while the other arms go on."""
 
 import math
+from dataclasses import replace
+
+import pytest
 
 from stability.analysis.ladder import build_ladder
+from stability.analysis.recorded import read_study
+from stability.analysis.verdict import judge_study
 from stability.config.load import load_study
+from stability.config.policy import PolicyConfig
 from stability.records.layout import RunPaths
-from stability.records.manifest import read_manifest
+from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
 
 
@@ -38,6 +44,23 @@ def test_an_arm_that_diverges_is_a_result_and_the_others_go_on(write_study, run_
     assert [message for *_, message in run_tiny(study, tmp_path).ended] == ["kept"] * 3
 
 
+def test_a_divergence_at_a_checkpoint_survives_a_kill(write_study, run_tiny, tmp_path):
+    def edit(content):
+        _with_broken_arm(content)
+        content["base"]["train"]["checkpoint_every"] = 5
+
+    study = load_study(write_study(edit))
+    run_tiny(study, tmp_path)
+    run = RunPaths.for_run(tmp_path / "tiny", "broken", 0)
+    before, bits = read_manifest(run.manifest), run.metrics.read_bytes()
+    files = {name: sum for name, sum in before.files.items() if name != "metrics.jsonl"}
+    write_manifest(run.manifest, replace(before, state="running", message="", files=files))
+    assert run_tiny(study, tmp_path).ended[1][2] == "diverged"
+    after = read_manifest(run.manifest)
+    assert (after.step, after.message, after.hashes) == (before.step, before.message, before.hashes)
+    assert run.metrics.read_bytes() == bits
+
+
 def test_arms_are_compared_up_to_where_their_baseline_diverged(write_study, run_tiny, tmp_path):
     def edit(content):
         _with_broken_arm(content)
@@ -47,5 +70,7 @@ def test_arms_are_compared_up_to_where_their_baseline_diverged(write_study, run_
     study = load_study(write_study(edit))
     ended = run_tiny(study, tmp_path).ended
     assert {state for _, _, state, _ in ended} == {"diverged"}, ended
+    with pytest.raises(ValueError, match=r"the baseline diverged, seed 0: the loss is not finite"):
+        judge_study(read_study(tmp_path / "tiny"), PolicyConfig(candidate="fp32", step=4))
     drifts = read_metrics(RunPaths.for_run(tmp_path / "tiny", "fp32", 0).metrics)
     assert drifts["drift/all/rel_l2"].steps[:2] == [0, 1]

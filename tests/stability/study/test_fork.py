@@ -1,6 +1,7 @@
 """Forks go on from the exact state: changing nothing they end in the parent's bits, else apart."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from stability.records.run_files import damage
 from stability.study.arm import TrainOptions
 from stability.study.bisect import halve
 from stability.study.fork import fork_drifts, plan_fork, run_fork
+from stability.study.run import RunConflictError
 from tests.stability.conftest import SilentObserver, run_quietly, tiny_content
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +35,8 @@ def study(tmp_path_factory, text_file):
     content = tiny_content(text_file)
     content["base"]["precision"] = "16-mixed"
     content["base"]["train"] |= {"steps": 10, "snapshot_steps": [4, 7], "keep_checkpoints": 0}
-    content["arms"] = {"baseline": {}, "flash": FLASH}
+    partial = {"attention": {**FLASH["attention"], "layers": ["layer_1"]}}
+    content["arms"] = {"baseline": {}, "flash": FLASH, "flash_layer_1": partial}
     content.update(seeds=[0], yardstick="flash", early_step=4)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     run_quietly(load_study(folder / "tiny.yaml"), folder / "runs")
@@ -59,7 +62,7 @@ def test_a_fork_that_changes_nothing_ends_in_the_parents_bits(parent, at):
     assert max(fork_drifts(run)) == 10
     ours, theirs = read_manifest(run.paths.manifest), read_manifest(parent.manifest)
     assert ours.hashes == theirs.hashes
-    assert ours.fork == {"from": str(parent.root), "at": at, "until": 10}
+    assert ours.fork == {"from": "../../../baseline/seed-0", "at": at, "until": 10}
     losses = [read_metrics(paths.metrics)["train/loss"] for paths in (run.paths, parent)]
     assert losses[0] == losses[1]
     assert damage(run.paths) == []
@@ -76,6 +79,41 @@ def test_a_fork_is_apart_from_its_step_on_and_a_candidate_s_drifts_are_not_its_o
     late = _fork(parent, 8, FLASH)
     assert late.paths != run.paths
     assert fork_drifts(late)[10] < drifts[10]
+
+
+def test_a_fork_with_another_epsilon_takes_it(parent):
+    run = _fork(parent, 4, {"optimizer": {"eps": 1e-3}})
+    assert fork_drifts(run)[7] > 0
+
+
+def test_a_name_that_another_fork_has_is_refused(parent):
+    _fork(parent, 4, {"precision": "32-true"}, name="mine", until=7)
+    for at, until in ((6, 7), (4, 10)):
+        run = plan_fork(parent, at, {"precision": "32-true"}, name="mine", until=until)
+        with pytest.raises(RunConflictError, match=r"holds a run with fork\.(at|until)"):
+            run_fork(run, TrainOptions(wandb_mode="disabled"), SilentObserver())
+
+
+def test_a_kill_while_a_fork_is_laid_down_leaves_it_to_be_laid_again(parent, monkeypatch):
+    run = plan_fork(parent, 4, {}, name="laid-again")
+
+    def killed(*arguments):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stability.study.arm.lay_fork", killed)
+        with pytest.raises(SystemExit):
+            run_fork(run, TrainOptions(wandb_mode="disabled"), SilentObserver())
+    run.paths.metrics.write_text("half")
+    assert set(fork_drifts(_fork(parent, 4, {}, name="laid-again")).values()) == {0.0}
+
+
+def test_a_fork_of_a_partly_changed_arm_leaves_the_other_layers_alone(study):
+    partial = RunPaths.for_run(study, "flash_layer_1", 0)
+    run = plan_fork(partial, 4, {"attention": {"profile": "fa2"}})
+    config = run.arm.config
+    assert config.attention.layers == ("layer_1",)
+    assert config.probe.shadows[0].implementation == "baseline"
 
 
 def test_forks_have_names_of_their_own_however_long_the_change(parent):
@@ -164,6 +202,13 @@ def test_halving_finds_the_one_part_that_carries_the_drift():
     assert found[-1].parts == ("e",)
     assert len(calls) == 1 + 2 * 3
     assert [each.drift for each in found] == [measure(each.parts) for each in found]
+
+
+def test_a_part_that_diverges_carries_a_divergence():
+    found = halve("abcd", lambda parts: math.inf if "c" in parts else 0.1)
+    assert found[-1].parts == ("c",)
+    together = halve("ab", lambda parts: math.inf if len(parts) == 2 else 0.1)
+    assert together[-1].parts == ("a", "b")
 
 
 def test_halving_stops_where_the_parts_act_together():

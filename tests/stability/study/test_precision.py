@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from attention_kernels import round_to
-from attention_kernels.formats import FORMATS
+from attention_kernels.formats import FORMATS, format_named
 from stability.analysis.intervals import paired_interval
 from stability.analysis.ladder import build_ladder
+from stability.attention.emulated import in_format
+from stability.config.groups import AttentionConfig
 from stability.config.load import load_study
 from stability.model.emulated_linear import EmulatedLinear
 from stability.records.run_files import RunFiles
 from stability.study.assemble import assemble, load_data, make_trainer
 
+# the scaler leaves the first updates of a narrow format out
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 NATIVE = {
     "64-true": torch.float64,
     "32-true": torch.float32,
@@ -88,7 +92,20 @@ def test_a_wide_range_has_none(write_study, tmp_path, precision):
     assert _seen(write_study, tmp_path, precision)["plugin"].scaler is None
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_gradient_beyond_a_saturating_format_shows_so_that_the_scaler_backs_off():
+    x = torch.ones(2, 3, requires_grad=True)
+    weight = torch.ones(4, 3, requires_grad=True)
+    with EmulatedLinear(format_named("e4m3-saturate")):
+        out = torch.nn.functional.linear(1000 * x, weight)
+    assert out.max() == 448
+    out.backward(torch.full_like(out, 1e5))
+    assert not torch.isfinite(x.grad).any()
+    assert not torch.isfinite(weight.grad).any()
+    told = in_format(AttentionConfig(implementation="flash"), format_named("e4m3-saturate"))
+    assert told.numerics["output"] == "e4m3-saturate"
+    assert told.numerics["gradients"] == told.numerics["ds"] == "e4m3"
+
+
 def test_an_overflow_leaves_the_update_out_and_halves_the_scale(write_study, tmp_path):
     base = load_study(write_study(), {"train.steps": "1"}).base
     config = replace(base, precision="16-mixed", probe=replace(base.probe, every=0))
