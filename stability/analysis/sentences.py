@@ -1,12 +1,14 @@
 """What the ladder says, in plain sentences that claim no more than the numbers do.
 
 The chaos rule: tiny differences grow exponentially and then saturate, so a drift is told from chaos
-only while the 1-ULP nudge has gone less than half as far. Leaves out intervals and
-growth rates.
+only while the interval of its ratio to the 1-ULP nudge's lies above 1, as in a verdict; with too
+few seeds for an interval, while the nudge has gone less than half as far. Leaves out the verdict.
 """
 
+import math
 from collections.abc import Callable
 
+from stability.analysis.intervals import paired_interval
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.spread import MISSING, Spread, scientific, span, times
 from stability.config.schema import BASELINE
@@ -14,7 +16,8 @@ from stability.config.schema import BASELINE
 __all__ = ["CHAOS_SHARE", "notes", "sentence", "swamped_by_chaos", "verdicts"]
 
 CHAOS_SHARE = 0.5
-"""A nudge that has gone this share of an arm's drift makes that drift indistinguishable."""
+"""A nudge that has gone this share of an arm's drift is most of it; with fewer than 5 seeds the arm
+counts as indistinguishable then."""
 
 
 def sentence(ladder: Ladder, arm: str) -> str:
@@ -65,9 +68,20 @@ def swamped_by_chaos(ladder: Ladder, row: Row, *, early: bool) -> Spread:
     nudges = ladder.rows_on("nudge")
     if not nudges or row.axis == "nudge":
         return Spread()
+    share = nudge_share(ladder, row, early=early)
+    inverse = {seed: 1 / value for seed, value in share.per_seed.items() if value}
+    surely = paired_interval(inverse).low  # NaN with too few seeds for an interval
+    is_lost = share.mean >= CHAOS_SHARE if math.isnan(surely) else surely <= 1
+    return share if share.n and is_lost else Spread()
+
+
+def nudge_share(ladder: Ladder, row: Row, *, early: bool) -> Spread:
+    """Return nudge drift / arm drift, seed by seed; empty where there is no nudge arm."""
+    nudges = ladder.rows_on("nudge")
+    if not nudges:
+        return Spread()
     nudge = nudges[0].rel_l2
-    share = nudge.early.over(row.rel_l2.early) if early else nudge.last.over(row.rel_l2.last)
-    return share if share.n and share.mean >= CHAOS_SHARE else Spread()
+    return nudge.early.over(row.rel_l2.early) if early else nudge.last.over(row.rel_l2.last)
 
 
 def _distances(ladder: Ladder, row: Row) -> str:
@@ -106,6 +120,12 @@ def _chaos(ladder: Ladder, row: Row) -> str:
         return (
             f"by step {ladder.last_step} the 1-ULP nudge has itself gone {times(last.mean)} as "
             "far, so only the early figure can be told from chaos"
+        )
+    share = nudge_share(ladder, row, early=True)
+    if share.n and share.mean >= CHAOS_SHARE:
+        return (
+            f"at step {ladder.early_step} the 1-ULP nudge has gone {times(share.mean)} as far, so "
+            "most of that is chaos, though surely not all"
         )
     return ""
 

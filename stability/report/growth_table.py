@@ -54,10 +54,14 @@ def _cells(row: ArmGrowth) -> list[str]:
 def _doubling(row: ArmGrowth) -> str:
     """Write the doubling time and its interval: `10.9 [9.9, 12.8]`; a rate of 0 never doubles."""
     if math.isnan(row.rate.low):
-        return f"{row.doubling_time:.3g}"
+        return _steps(row.doubling_time)
     slowest = math.log(2) / row.rate.low if row.rate.low > 0 else math.inf
     fastest = math.log(2) / row.rate.high if row.rate.high > 0 else math.inf
-    return f"{row.doubling_time:.3g} [{fastest:.3g}, {slowest:.3g}]"
+    return f"{_steps(row.doubling_time)} [{_steps(fastest)}, {_steps(slowest)}]"
+
+
+def _steps(count: float) -> str:
+    return f"{count:.0f}" if 100 <= count < math.inf else f"{count:.3g}"
 
 
 def _slope(value: Interval) -> str:

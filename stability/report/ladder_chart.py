@@ -34,8 +34,7 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
         xaxis={
             "type": "log",
             "title": {"text": "drift from the baseline (relative L2)"},
-            "nticks": 4,
-            "tickformat": ".0e",
+            **_ticks(rows, limit),
             "tickangle": 0,
         },
         yaxis={
@@ -65,6 +64,37 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
         ),
         figure=figure,
     )
+
+
+def _ticks(rows: Sequence[Row], limit: float) -> dict[str, Any]:
+    """Return the ticks of the drift axis: plotly's own crowd where a scale ends beside a decade.
+
+    At 1, 2 and 5 of each decade, and at the decades alone once there are more than five of those.
+    """
+    shown = [
+        value
+        for row in rows
+        if not _beyond(row, limit)
+        for spread in (row.rel_l2.early, row.rel_l2.last)
+        if _can_show(spread)
+        for value in (spread.low, spread.high)
+        if 0 < value < math.inf
+    ]
+    if not shown:
+        return {}
+    low, high = min(shown) / 1.2, max(shown) * 1.2
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1, 2, 5), (1,)):
+        ticks = [(digit, decade) for decade in decades for digit in digits]
+        ticks = [(d, e) for d, e in ticks if low <= d * 10.0**e <= high]
+        if len(ticks) <= 5:
+            break
+    every = math.ceil(len(ticks) / 5) or 1
+    ticks = ticks[::every]
+    return {
+        "tickvals": [digit * 10.0**decade for digit, decade in ticks],
+        "ticktext": [f"{digit}e{decade}".replace("-", "\N{MINUS SIGN}") for digit, decade in ticks],
+    }
 
 
 def _scale_limit(rows: Sequence[Row]) -> float:

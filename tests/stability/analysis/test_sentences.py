@@ -19,6 +19,12 @@ def rewrite(study, arm, change):
         path.write_text("".join(seal(change(line)) for line in lines))
 
 
+def rewrite_seed(study, arm, seed, change):
+    path = study / arm / f"seed-{seed}" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(seal(change(line)) for line in lines))
+
+
 def scaled(factor, steps=None):
     def change(line):
         if steps is None or line["step"] in steps:
@@ -61,6 +67,27 @@ def test_both_figures_are_disowned_if_the_nudge_is_early(study):
     rewrite(study, "nudge", scaled(100.0))
     assert "already at step 20" in sentence(build_ladder(study), "flash_fa2")
     assert "neither figure" in sentence(build_ladder(study), "flash_fa2")
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [(0.9, "most of that is chaos, though surely not all"), (1.2, "neither figure can be told")],
+)
+def test_with_five_seeds_chaos_is_told_by_the_interval_as_in_a_verdict(
+    synthetic, tmp_path, share, said
+):
+    study = synthetic.write_synthetic(tmp_path / "five", seeds=[0, 1, 2, 3, 4])
+    row = build_ladder(study).row("flash_fa2")
+    nudge = build_ladder(study).row("nudge")
+    factor = share / nudge.rel_l2.early.over(row.rel_l2.early).mean
+    rewrite(study, "nudge", scaled(factor, steps=(20,)))
+    for seed in range(5):  # the same share in each seed
+        ladder = build_ladder(study)
+        now = ladder.row("nudge").rel_l2.early.per_seed[seed]
+        want = share * ladder.row("flash_fa2").rel_l2.early.per_seed[seed]
+        rewrite_seed(study, "nudge", seed, scaled(want / now, steps=(20,)))
+    rewrite(study, "nudge", scaled(1e-6, steps=(200,)))
+    assert said in sentence(build_ladder(study), "flash_fa2")
 
 
 def test_missing_nudge_is_said(study, synthetic):
