@@ -31,6 +31,7 @@ def trained_run(tmp_path_factory):
     content |= {"seeds": [0], "early_step": 1}
     arms = content["arms"]
     content["arms"] = {name: arms[name] for name in arms if name == content["yardstick"]}
+    del content["policy"]
     (folder / "study.yaml").write_text(yaml.safe_dump(content))
     words = ["run", str(folder / "study.yaml"), "--out", str(folder), "--wandb", "disabled"]
     assert main(words) == 0
