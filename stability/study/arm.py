@@ -91,6 +91,9 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
     except ObserverError as error:
         _record_failure(run, files, f"observer gate: {error}")
     except Exception as error:
+        if _was_interrupted(error):
+            _record(files, state="interrupted", step=_steps_logged(run))
+            raise KeyboardInterrupt from None
         if is_disk_full(error):
             _record(files, state="interrupted", step=_steps_logged(run))
             raise DiskFullError(f"{run.paths.root}: the disk is full: {error}") from error
@@ -243,6 +246,13 @@ def _end(run: Run, manifest: Manifest, parts: Parts, diverged: int | None) -> di
         },
         "files": {**manifest.files, name: file_checksum(run.paths.metrics)},
     }
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether an interrupt is behind `error`: one within torch.save comes out as a RuntimeError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _record_failure(run: Run, files: RunFiles, message: str) -> None:

@@ -84,6 +84,25 @@ def test_a_stopped_study_goes_on_to_the_same_bits(write_study, run_tiny, tmp_pat
     )
 
 
+def test_an_interrupt_within_a_checkpoint_is_an_interrupt(
+    write_study, run_tiny, tmp_path, monkeypatch
+):
+    def interrupted(*arguments):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("unexpected pos")  # as torch's zip writer on its way out
+
+    study = load_study(write_study(_short), {"train.steps": "8"})
+    with monkeypatch.context() as patch:
+        patch.setattr("stability.study.checkpoints.torch.save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_tiny(study, tmp_path)
+    run = RunPaths.for_run(tmp_path / "tiny", "baseline", 0)
+    assert read_manifest(run.manifest).state == "interrupted"
+    assert {ended[2] for ended in run_tiny(study, tmp_path).ended} == {"finished"}
+
+
 def test_a_finished_study_is_not_trained_again(write_study, run_tiny, tmp_path):
     study = load_study(write_study(_short), {"train.steps": "3"})
     run_tiny(study, tmp_path / "runs")
