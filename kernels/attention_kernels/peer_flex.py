@@ -25,7 +25,7 @@ Places = Callable[[Tensor, Tensor], Tensor]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float) -> Tensor:
-    """Return out, shaped and typed as q; NotImplementedError for gradients on the CPU."""
+    """Return out, shaped and typed as q; for gradients on the CPU PyTorch raises RuntimeError."""
     options = {
         "score_mod": _score_mod(q, k, mask),
         "block_mask": _block_mask(q, k, mask),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.masks import Mask
+from attention_kernels.peer_refusal import PeerRefusalError
 
 __all__ = ["LIBRARIES", "Library", "attend_flash", "attend_flashinfer", "status"]
 
@@ -84,20 +85,20 @@ def device_problem(library: Library, device: torch.device) -> str:
 
 
 def load(name: str, device: torch.device) -> Any:
-    """Return the library's module; NotImplementedError if it is not installed or cannot run."""
+    """Return the library's module; PeerRefusalError if it is not installed or cannot run."""
     library = LIBRARIES[name]
     try:
         # optional dependency: only this call needs it
         module = importlib.import_module(library.module)
         getattr(module, library.attribute)
     except ModuleNotFoundError as error:
-        raise NotImplementedError(f"{library.module} is not installed") from error
+        raise PeerRefusalError(f"{library.module} is not installed") from error
     except Exception as error:  # a library built for another torch fails in its own ways
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise NotImplementedError(f"{library.module} fails to import: {reason}") from error
+        raise PeerRefusalError(f"{library.module} fails to import: {reason}") from error
     problem = device_problem(library, device)
     if problem:
-        raise NotImplementedError(problem)
+        raise PeerRefusalError(problem)
     return module
 
 
@@ -133,13 +134,13 @@ def attend_flash(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, n
 
 
 def attend_flashinfer(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float) -> Tensor:
-    """Return out of FlashInfer, shaped and typed as q; NotImplementedError if a gradient is due."""
+    """Return out of FlashInfer, shaped and typed as q; PeerRefusalError if a gradient is due."""
     load("flashinfer", q.device)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise NotImplementedError("FlashInfer has no backward; call it under torch.no_grad()")
+        raise PeerRefusalError("FlashInfer has no backward; call it under torch.no_grad()")
     left, right = mask.window
     if right is not None and not (mask.causal or right == 0):
-        raise NotImplementedError("FlashInfer's window has a left side only")
+        raise PeerRefusalError("FlashInfer's window has a left side only")
     starts_q, starts_k = _starts(q, mask.cu_seqlens_q), _starts(k, mask.cu_seqlens_k)
     wrapper = _planned(
         starts_q,
@@ -214,7 +215,7 @@ def status(name: str, device: torch.device) -> tuple[str, bool, str]:
     """Return version, whether the library runs on `device`, and why not."""
     try:
         load(name, device)
-    except NotImplementedError as error:
+    except PeerRefusalError as error:
         return _version(name), False, str(error)
     note = "forward only" if name == "flashinfer" else ""
     return _version(name), True, note

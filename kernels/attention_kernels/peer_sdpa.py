@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_kernels.masks import Mask
+from attention_kernels.peer_refusal import PeerRefusalError
 
 __all__ = ["BACKENDS", "attend", "status"]
 
@@ -39,7 +40,7 @@ _NO_BACKEND = ("No viable backend", "No available kernel")
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, backend: SDPBackend
 ) -> Tensor:
-    """Return out, shaped and typed as q; NotImplementedError if the backend does not take it."""
+    """Return out, shaped and typed as q; PeerRefusalError if the backend does not take it."""
     is_causal, attn_mask, empty = False, None, None
     plain = mask.window == (None, None) and mask.key_padding is None and mask.visible is None
     plain = plain and mask.bias is None and mask.alibi_slopes is None
@@ -51,7 +52,7 @@ def attend(
     with sdpa_kernel(backend):
         reason = _refusal(q, k, v, attn_mask, is_causal, grouped, backend)
         if reason:
-            raise NotImplementedError(reason)
+            raise PeerRefusalError(reason)
         try:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
@@ -60,7 +61,7 @@ def attend(
             if not str(error).startswith(_NO_BACKEND):
                 raise
             reason = f"PyTorch has no such kernel for it on {q.device.type}"
-            raise NotImplementedError(reason) from error
+            raise PeerRefusalError(reason) from error
     return out if empty is None else out.masked_fill(empty, 0.0)
 
 
@@ -119,6 +120,6 @@ def status(device: torch.device, backend: SDPBackend) -> tuple[str, bool, str]:
     try:
         x = torch.zeros(1, 1, 16, 64, dtype=torch.bfloat16, device=device)
         attend(x, x, x, mask=Mask(causal=True), scale=1.0, backend=backend)
-    except (NotImplementedError, RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError) as error:
         return version, False, str(error).splitlines()[0]
     return version, True, ""

@@ -159,7 +159,7 @@ def _call_peer(
         out = peer.attend(q, k, v, mask=mask, scale=scale)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except (NotImplementedError, AssertionError, RuntimeError) as error:
+    except (AssertionError, RuntimeError) as error:
         _refuse(name, q, k, error)
     return out.squeeze(0).transpose(0, 1) if packed else out
 
