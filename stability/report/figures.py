@@ -15,6 +15,7 @@ from stability.report.parameter_chart import parameter_section
 from stability.report.probe_charts import inside_sections
 from stability.report.training_charts import drift_section, loss_section
 from stability.report.watch_chart import watch_section
+from stability.report.waterfall_chart import waterfall_section
 
 __all__ = ["study_charts"]
 
@@ -28,6 +29,7 @@ def study_charts(study: RecordedStudy, ladder: Ladder) -> tuple[Chart, list[Sect
         drift_section(study, styles),
         parameter_section(study),
         study_deviation(study),
+        waterfall_section(study),
         *inside_sections(observed_arms(study)),
         watch_section(study, styles),
     ]
