@@ -47,13 +47,17 @@ def write_report(study_dir: Path) -> Path:
     return paths.report
 
 
-def render(study: RecordedStudy, ladder: Ladder) -> str:
-    """Return the whole page; every name and message in it is shown as text, whatever it holds."""
+def render(study: RecordedStudy, ladder: Ladder, stamp: str = "") -> str:
+    """Return the whole page; every name and message in it is shown as text, whatever it holds.
+
+    `stamp` is as in `fill`.
+    """
     chart, sections = study_charts(study, ladder)
     return fill(
         "report.html.j2",
         charts=[chart],
         sections=sections,
+        stamp=stamp,
         study=study,
         ladder=ladder,
         verdicts=verdicts(ladder),
@@ -74,8 +78,14 @@ def render(study: RecordedStudy, ladder: Ladder) -> str:
     )
 
 
-def fill(template: str, *, charts: list[Chart], sections: list[Section], **values: Any) -> str:
-    """Return a page with the figures of `charts` and `sections`, and all it needs to draw them."""
+def fill(
+    template: str, *, charts: list[Chart], sections: list[Section], stamp: str = "", **values: Any
+) -> str:
+    """Return a page with the figures of `charts` and `sections`, and all it needs to draw them.
+
+    With a `stamp`, that of the records shown, the page is one of `server`: it gets its scripts from
+    there, and asks for a newer stamp.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(PAGE),
         autoescape=True,
@@ -90,9 +100,10 @@ def fill(template: str, *, charts: list[Chart], sections: list[Section], **value
     return environment.get_template(template).render(
         sections=sections,
         figures=_script_json({"figures": figures, "choices": _choices(sections)}),
+        stamp=stamp,
         style=_verbatim("report.css"),
         script=_verbatim("report.js"),
-        plotly=Markup(get_plotlyjs()),
+        plotly=Markup("" if stamp else get_plotlyjs()),
         **values,
     )
 
