@@ -55,14 +55,18 @@ def write_report(study_dir: Path, *, reload_s: int = 0) -> Path:
     return paths.report
 
 
-def render(study: RecordedStudy, ladder: Ladder, *, reload_s: int = 0) -> str:
-    """Return the whole page; every name and message in it is shown as text, whatever it holds."""
+def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: int = 0) -> str:
+    """Return the whole page; every name and message in it is shown as text, whatever it holds.
+
+    `stamp` is as in `fill`; with `reload_s` the page loads itself anew so often.
+    """
     chart, sections = study_charts(study, ladder)
     styles = arm_styles([arm.name for arm in study.arms])
     return fill(
         "report.html.j2",
         charts=[chart],
         sections=sections,
+        stamp=stamp,
         study=study,
         ladder=ladder,
         reload_s=reload_s,
@@ -89,8 +93,14 @@ def render(study: RecordedStudy, ladder: Ladder, *, reload_s: int = 0) -> str:
     )
 
 
-def fill(template: str, *, charts: list[Chart], sections: list[Section], **values: Any) -> str:
-    """Return a page with the figures of `charts` and `sections`, and all it needs to draw them."""
+def fill(
+    template: str, *, charts: list[Chart], sections: list[Section], stamp: str = "", **values: Any
+) -> str:
+    """Return a page with the figures of `charts` and `sections`, and all it needs to draw them.
+
+    With a `stamp`, that of the records shown, the page is one of `server`: it gets its scripts from
+    there, and asks for a newer stamp.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(PAGE),
         autoescape=True,
@@ -105,9 +115,10 @@ def fill(template: str, *, charts: list[Chart], sections: list[Section], **value
     return environment.get_template(template).render(
         sections=sections,
         figures=_script_json({"figures": figures}),
+        stamp=stamp,
         style=_verbatim("report.css"),
         script=_verbatim("report.js"),
-        plotly=Markup(get_plotlyjs()),
+        plotly=Markup("" if stamp else get_plotlyjs()),
         **values,
     )
 
