@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from stability.analysis.comparison import compare_weights
-from stability.records.layout import RunPaths, snapshot_steps
-from stability.records.weights import Weights, is_run, open_weights
+from stability.records.layout import RunPaths, is_run, snapshot_steps
+from stability.records.weights import Weights, open_weights
 from stability.report.comparison_table import print_comparison
 
 __all__ = ["compare"]
