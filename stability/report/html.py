@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.proofs import HASHES
 from stability.analysis.recorded import RecordedStudy, read_study
-from stability.analysis.sentences import notes, verdicts
+from stability.analysis.sentences import candidate_sentences, notes
 from stability.records.atomic import write_text
 from stability.records.layout import StudyPaths
 from stability.report.chart import Chart, Section
@@ -56,7 +56,7 @@ def render(study: RecordedStudy, ladder: Ladder) -> str:
         sections=sections,
         study=study,
         ladder=ladder,
-        verdicts=verdicts(ladder),
+        verdicts=candidate_sentences(ladder),
         notes=notes(ladder),
         lines=ladder_lines(ladder),
         chart=chart,
