@@ -17,7 +17,8 @@ from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_log import Series, read_counts, read_metrics
 from stability.records.names import TRAIN_LOSS, drift_name
-from stability.records.sealed_json import file_checksum, read_sealed
+from stability.records.run_files import file_damage
+from stability.records.sealed_json import read_sealed
 
 __all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "read_study"]
 
@@ -140,8 +141,8 @@ def read_study(study_dir: Path) -> RecordedStudy:
 
 def _changed_since(paths: RunPaths, manifest: Manifest) -> str:
     """Return what is wrong with the log of a run that has ended; empty if nothing is."""
-    listed = manifest.files.get(paths.metrics.name)
-    if listed and (not paths.metrics.exists() or file_checksum(paths.metrics) != listed):
+    log = paths.metrics
+    if paths.name_of(log) in manifest.files and file_damage(paths, manifest, log):
         return f"records can't be read: {paths.metrics} is not the one that the manifest lists"
     return ""
 

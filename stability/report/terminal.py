@@ -13,7 +13,7 @@ from rich.text import Text
 
 from stability.analysis.intervals import replicates_needed
 from stability.analysis.ladder import Ladder, Row
-from stability.analysis.sentences import notes, verdicts
+from stability.analysis.sentences import candidate_sentences, notes
 from stability.analysis.spread import MISSING, Spread, plain, scientific, times
 from stability.config.schema import BASELINE
 
@@ -33,7 +33,7 @@ def print_ladder(ladder: Ladder, console: Console) -> None:
     console.print(_table(ladder, full), highlight=False)
     console.print()
     console.print(Text(_caption(ladder, full), style="dim"), highlight=False)
-    for text in verdicts(ladder):
+    for text in candidate_sentences(ladder):
         console.print()
         console.print(Text(text))
     remarks = notes(ladder)
