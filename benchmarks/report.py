@@ -29,8 +29,14 @@ from stability.records.events import Event, log_event
 from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import Manifest, environment, write_manifest
 from stability.records.metric_log import MetricLog
-from stability.records.names import BATCH_HASH, TRAIN_LOSS, ULP_HISTOGRAM, deviation_name
-from stability.records.names import drift_name, watch_name
+from stability.records.names import (
+    BATCH_HASH,
+    TRAIN_LOSS,
+    ULP_HISTOGRAM,
+    deviation_name,
+    drift_name,
+    watch_name,
+)
 from stability.records.sealed_json import file_checksum, write_sealed
 from stability.report.html import write_report
 
