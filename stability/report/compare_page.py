@@ -13,7 +13,6 @@ from stability.analysis.ladder import Ladder, Row, ladder_of
 from stability.analysis.recorded import RecordedStudy
 from stability.analysis.spread import EXACT_ZERO, MISSING, Spread, scientific, span, times
 from stability.config.diff import leaves
-from stability.config.schema import BASELINE
 from stability.report.compare_charts import drift_of_arm_section, ladders_chart, study_styles
 from stability.report.html import fill
 from stability.report.page_tables import Cell
@@ -42,8 +41,8 @@ class _Compared:
     name: str
     address: str
     colour: str
-    yardstick: str
     summary: Summary
+    ladder: Ladder
     lines: list[_Line]
 
 
@@ -71,9 +70,9 @@ def render_comparison(
                 name=name,
                 address=addresses[name],
                 colour=styles[name].colour,
-                yardstick=study.yardstick,
                 summary=summary_of_study(study),
-                lines=[_line(ladders[name], row) for row in ladders[name].rows],
+                ladder=ladders[name],
+                lines=[_line(row) for row in ladders[name].rows],
             )
             for name, study in studies.items()
         ],
@@ -118,18 +117,15 @@ def _remarks(ladders: Mapping[str, Ladder], differ: bool) -> list[str]:
     return found
 
 
-def _line(ladder: Ladder, row: Row) -> _Line:
-    steps = (ladder.early_step, ladder.last_step)
-    pairs = ((row.ratio.early, row.rel_l2.early), (row.ratio.last, row.rel_l2.last))
-    cells = []
-    for step, (ratio, drift) in zip(steps, pairs, strict=True):
-        cells += [Cell(str(step)), _cell(ratio, times), _cell(drift, scientific)]
+def _line(row: Row) -> _Line:
+    ratios = [_cell(spread, times) for spread in (row.ratio.early, row.ratio.last)]
+    drifts = [_cell(spread, scientific) for spread in (row.rel_l2.early, row.rel_l2.last)]
     return _Line(
         arm=row.arm,
         is_candidate=row.axis == "attention",
         change=row.change,
         message=row.message,
-        cells=cells if row.arm != BASELINE else [Cell(MISSING)] * len(cells),
+        cells=[*ratios, *drifts],
     )
 
 
