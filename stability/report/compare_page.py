@@ -5,7 +5,7 @@ that differs between them, and the reader judges.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from stability.report.study_summary import Summary, summary_of_study
 __all__ = ["differences", "render_comparison"]
 
 EN_DASH = "\N{EN DASH}"
+READING = ("seeds", "yardstick", "early_step")
+"""What decides how a study's drifts are read, besides the config of its baseline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +66,7 @@ def render_comparison(
         stamp=stamp,
         chart=chart,
         differences=found,
-        remarks=_remarks(ladders, bool(found)),
+        remarks=_remarks(ladders, [path for path, _ in found]),
         studies=[
             _Compared(
                 name=name,
@@ -86,12 +88,8 @@ def differences(studies: Mapping[str, RecordedStudy]) -> list[tuple[str, list[st
     `probe` and `watch` are left out.
     """
     plain = [
-        {
-            **leaves(study.base),
-            "seeds": list(study.seeds),
-            "yardstick": study.yardstick,
-            "early_step": study.early_step,
-        }
+        leaves(study.base)
+        | dict(zip(READING, (list(study.seeds), study.yardstick, study.early_step), strict=True))
         for study in studies.values()
     ]
     paths = dict.fromkeys(path for each in plain for path in each)
@@ -103,9 +101,9 @@ def differences(studies: Mapping[str, RecordedStudy]) -> list[tuple[str, list[st
     return [(path, values) for path, values in rows if len(set(values)) > 1]
 
 
-def _remarks(ladders: Mapping[str, Ladder], differ: bool) -> list[str]:
+def _remarks(ladders: Mapping[str, Ladder], differing: Sequence[str]) -> list[str]:
     found = []
-    if differ:
+    if not set(differing) <= set(READING):
         found.append(
             "The baselines differ, so a drift here can't be set against a drift there; a ratio to "
             "each study's own yardstick can."
