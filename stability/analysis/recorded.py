@@ -15,7 +15,7 @@ from stability.config.schema import BASELINE, Axis
 from stability.records.events import Event, read_events
 from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import ENDED, Manifest, read_manifest
-from stability.records.metric_log import Series, read_metrics
+from stability.records.metric_log import Series, read_counts, read_metrics
 from stability.records.names import TRAIN_LOSS, drift_name
 from stability.records.sealed_json import file_checksum, read_sealed
 
@@ -32,6 +32,8 @@ class RecordedRun:
     seed: int
     manifest: Manifest | None
     metrics: Mapping[str, Series]
+    counts: Mapping[str, Mapping[int, list[int]]]
+    """Histograms by name and step."""
     events: tuple[Event, ...] = ()
     error: str
 
@@ -156,17 +158,24 @@ def _read_arm(study_dir: Path, arm: Mapping[str, Any], seeds: list[int]) -> Reco
 
 
 def _read_run(paths: RunPaths, seed: int) -> RecordedRun:
-    manifest, metrics, events, error = None, {}, (), ""
+    manifest, metrics, counts, events, error = None, {}, {}, (), ""
     try:
         if paths.manifest.exists():
             manifest = read_manifest(paths.manifest)
         if paths.metrics.exists():
             metrics = read_metrics(paths.metrics)
+            counts = read_counts(paths.metrics)
             events = tuple(read_events(paths.metrics))
         if manifest is not None and manifest.state in ENDED:
             error = _changed_since(paths, manifest)
     except (ValueError, OSError) as caught:
         error = f"records can't be read: {caught}"
     return RecordedRun(
-        paths=paths, seed=seed, manifest=manifest, metrics=metrics, events=events, error=error
+        paths=paths,
+        seed=seed,
+        manifest=manifest,
+        metrics=metrics,
+        counts=counts,
+        events=events,
+        error=error,
     )

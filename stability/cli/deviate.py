@@ -22,6 +22,7 @@ from stability.attention import presets
 from stability.attention.inputs import Inputs, on_grid, read
 from stability.attention.microbenchmark import Problem, measure
 from stability.attention.waterfall import waterfall
+from stability.cli.waterfall_keeping import keep_waterfall, own_numerics
 from stability.config.convert import nearest
 from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS
 from stability.report.deviation_plot import write_plot, write_waterfall_plot
@@ -40,7 +41,7 @@ PRESETS = ("fa3_table3", "tie_bias")
 
 
 def deviate(
-    profile: str = "fa2",
+    profile: str = "",
     baseline: str = "plain",
     format: str = "bf16",
     length: str = "512",
@@ -64,6 +65,7 @@ def deviate(
     step: int | None = None,
     backward: bool = False,
     waterfall: bool = False,
+    record: bool = False,
     preset: str = "",
     columns: str = ",".join(COLUMNS),
     plot: str = "",
@@ -74,7 +76,7 @@ def deviate(
     Options that take a list take it with commas; every combination is a point.
 
     Args:
-        profile: flash profiles, e.g. fa2,all_bf16
+        profile: flash profiles, e.g. fa2,all_bf16; empty is that of --checkpoint, or fa2
         baseline: baseline profiles, e.g. plain
         format: formats of q, k, v and of what the numerics leave to them, e.g. bf16,fp16,e8m12
         length: query and key lengths
@@ -98,6 +100,7 @@ def deviate(
         step: the snapshot of --checkpoint; the last if not given
         backward: also dq, dk and dv
         waterfall: lower each rounding point alone, then raise each alone
+        record: keep the waterfall, under a causal mask, in --checkpoint, for report and figure
         preset: fa3_table3 or tie_bias, a published figure beside the measured one
         columns: metrics to show; baseline/rmse and pair/max_abs are of the other two pairs
         plot: an HTML file for a picture of the first column
@@ -106,9 +109,12 @@ def deviate(
     console = Console()
     if preset:
         return _preset(preset, engine, json, console)
+    if record and not (waterfall and checkpoint):
+        raise ValueError("deviate: record must be given with waterfall and checkpoint; add both")
     shown = _columns(columns)
+    own_profile, own_changes = own_numerics("" if profile else checkpoint)
     lists = {
-        "profile": _words(profile),
+        "profile": _words(profile) or [own_profile],
         "baseline": _words(baseline),
         "format": _words(format),
         "length": _integers("length", length),
@@ -122,12 +128,12 @@ def deviate(
         "batch": batch,
         "heads": heads,
         "kv_heads": kv_heads or None,
-        "causal": causal,
+        "causal": causal or record,
         "window": _window(window),
         "softcap": softcap,
         "scale": scale,
         "engine": engine,
-        "changes": _changes(set),
+        "changes": _changes(set) or own_changes,
     }
     problems = [Problem(**dict(zip(lists, x, strict=True)), **fixed) for x in _product(lists)]
     for problem in problems:  # every combination is looked at before the first is run
@@ -138,7 +144,10 @@ def deviate(
         problems = [dataclasses.replace(problem, **_shape_of(given)) for problem in problems]
     varied = [name for name, values in lists.items() if len(values) > 1]
     if waterfall:
-        return _waterfall(problems, given, plot, json, console)
+        steps = _waterfall(problems, given, plot, json, console)
+        if record:
+            keep_waterfall(checkpoint, layer, step, problems[0], steps)
+        return 0
     rows = list(_rows(problems, given, backward))
     if plot:
         write_plot(Path(plot), rows, varied, shown[0])
@@ -165,7 +174,7 @@ def _rows(
 
 def _waterfall(
     problems: list[Problem], given: Inputs | None, plot: str, as_json: bool, console: Console
-) -> int:
+) -> list[dict[str, Any]]:
     if len(problems) > 1:
         raise ValueError(f"deviate: waterfall takes one point, got {len(problems)} combinations")
     (problem,) = problems
@@ -179,7 +188,7 @@ def _waterfall(
         _print_json({"versions": versions(), "point": point, "numerics": numerics, "steps": steps})
     else:
         print_waterfall(steps, console)
-    return 0
+    return steps
 
 
 def _preset(name: str, engine: Engine, as_json: bool, console: Console) -> int:

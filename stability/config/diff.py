@@ -11,7 +11,7 @@ from typing import Any
 from stability.config.convert import to_dict
 from stability.config.schema import AXES, ArmConfig
 
-__all__ = ["changed_axes", "changes", "diff", "hash_without"]
+__all__ = ["changed_axes", "changes", "diff", "hash_without", "leaves"]
 
 
 def diff(a: ArmConfig, b: ArmConfig) -> dict[str, tuple[Any, Any]]:
@@ -20,7 +20,7 @@ def diff(a: ArmConfig, b: ArmConfig) -> dict[str, tuple[Any, Any]]:
     A key that only one of them has is None in the other. `probe` and `watch` are left out: looking
     changes nothing.
     """
-    first, second = _leaves(to_dict(a)), _leaves(to_dict(b))
+    first, second = leaves(to_dict(a)), leaves(to_dict(b))
     paths = dict.fromkeys([*first, *second])
     return {
         path: (first.get(path), second.get(path))
@@ -54,18 +54,19 @@ def hash_without(config: ArmConfig, paths: Iterable[str]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def leaves(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted path -> value for each value of nested mappings, whatever config they are."""
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            found.update(leaves(value, f"{prefix}{key}."))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
 def _axis_of_path(path: str) -> str:
     for axis, prefix in AXES.items():
         if path == prefix or path.startswith(f"{prefix}."):
             return axis
     return path
-
-
-def _leaves(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            leaves.update(_leaves(value, f"{prefix}{key}."))
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves

@@ -36,6 +36,11 @@ class StudyPaths:
         """The report for people."""
         return self.root / "report.html"
 
+    @property
+    def wandb_dir(self) -> Path:
+        """The folder that W&B writes the study's own run into; an arm `wandb` may share it."""
+        return self.root / "wandb"
+
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:

@@ -20,7 +20,15 @@ from typing import Any
 
 from stability.records.atomic import DiskFullError
 
-__all__ = ["MetricLog", "Series", "read_counts", "read_lines", "read_metrics", "read_text"]
+__all__ = [
+    "MetricLog",
+    "Series",
+    "line_numbers",
+    "read_counts",
+    "read_lines",
+    "read_metrics",
+    "read_text",
+]
 
 _STEP = "step"
 _CRC = "crc"
@@ -106,14 +114,22 @@ def read_metrics(path: Path) -> dict[str, Series]:
     """Return every metric of a log by name; ValueError names the file and line that is damaged."""
     found: dict[str, Series] = {}
     for _, line in read_lines(path):
-        step = line.pop(_STEP)
-        for name, value in line.items():
-            if isinstance(value, list) or (isinstance(value, str) and value not in _NON_FINITE):
-                continue
+        for name, value in line_numbers(line).items():
             series = found.setdefault(name, Series())
-            series.steps.append(step)
-            series.values.append(float(value))
+            series.steps.append(line[_STEP])
+            series.values.append(value)
     return found
+
+
+def line_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line as `read_lines` gives it: no step, no counts and no text."""
+    return {
+        name: float(value)
+        for name, value in line.items()
+        if name != _STEP
+        and not isinstance(value, list)
+        and (not isinstance(value, str) or value in _NON_FINITE)
+    }
 
 
 def read_counts(path: Path) -> dict[str, dict[int, list[int]]]:

@@ -13,7 +13,7 @@ from stability.analysis.growth_law import ArmGrowth
 from stability.analysis.intervals import Interval
 from stability.analysis.spread import MISSING
 
-__all__ = ["print_growth"]
+__all__ = ["growth_cells", "print_growth"]
 
 _HEADS = ("arm", "doubles in steps", "early\nphase", "slope per step", "chaos\nfrom")
 
@@ -27,7 +27,7 @@ def print_growth(rows: list[ArmGrowth], console: Console) -> None:
     for head in _HEADS:
         table.add_column(head, justify="left" if head == "arm" else "right", no_wrap=True)
     for row in sorted(growing, key=lambda row: -row.doubling_time):
-        table.add_row(*(Text(cell) for cell in _cells(row)))
+        table.add_row(*(Text(cell) for cell in growth_cells(row)))
     console.print(table)
     level, seeds = growing[0].rate.level, growing[0].rate.n
     console.print(
@@ -40,7 +40,8 @@ def print_growth(rows: list[ArmGrowth], console: Console) -> None:
     )
 
 
-def _cells(row: ArmGrowth) -> list[str]:
+def growth_cells(row: ArmGrowth) -> list[str]:
+    """Return an arm's growth law as text: arm, doubling time, early phase, slope, chaos from."""
     first, last = row.phase
     return [
         row.arm,

@@ -27,14 +27,18 @@ def write_probe_page(folder: Path) -> Path:
     return path
 
 
-def render_probe(probed: Probed) -> str:
-    """Return the whole page; every name and message in it is shown as text, whatever it holds."""
+def render_probe(probed: Probed, stamp: str = "") -> str:
+    """Return the whole page; every name and message in it is shown as text, whatever it holds.
+
+    `stamp` is as in `html.fill`.
+    """
     steps = [str(step) for step in probed.steps()]
     described = {"the model's": probed.record.primary, **probed.record.shadows}
     return fill(
         "probe.html.j2",
         charts=[],
         sections=probe_sections(probed),
+        stamp=stamp,
         probed=probed,
         steps=", ".join(steps if len(steps) <= 8 else [*steps[:4], "...", *steps[-3:]]),
         located=located_lines(probed),

@@ -17,6 +17,8 @@ from stability.callbacks.drift_probe import DriftProbe
 from stability.callbacks.progress import ProgressCallback, StudyObserver
 from stability.callbacks.snapshot_writer import SnapshotWriter
 from stability.callbacks.training_log import LogPosition, TrainingLog
+from stability.callbacks.wandb_history import WandbHistory
+from stability.callbacks.weight_histogram import WeightHistogram
 from stability.config.diff import changes, hash_without
 from stability.config.load import to_dict
 from stability.config.schema import ArmConfig
@@ -37,7 +39,8 @@ from stability.study.observer_gate import ObserverError
 from stability.study.observer_gate import check_observer as run_gate
 from stability.study.run import Run, locked
 from stability.tracking.records_logger import RecordsLogger
-from stability.tracking.wandb_logger import WandbMode, finish, make_wandb_logger
+from stability.tracking.wandb_environment import WandbMode
+from stability.tracking.wandb_logger import RowLogger, WandbError, finish, make_wandb_logger
 
 __all__ = ["TrainOptions", "train"]
 
@@ -162,18 +165,13 @@ def _fit(
     log = MetricLog(run.paths.metrics)
     if start == 0:
         log.truncate_to(0)
-    wandb = make_wandb_logger(
-        wandb_mode,
-        study=run.study,
-        arm=run.arm.name,
-        seed=run.seed,
-        axis=run.axis,
-        config=to_dict(config),
-        directory=run.paths.wandb_dir,
-    )
+    wandb = _wandb_logger(run, wandb_mode, observer)
     loggers: list[Logger] = [RecordsLogger(log), *([wandb] if wandb else [])]
     divergence = Divergence()
     callbacks = [*_callbacks(run, files, parts, log, observer), divergence]
+    if wandb:
+        callbacks.insert(0, WandbHistory(run.paths.metrics, wandb))
+    failed = True
     trainer = make_trainer(config, files, loggers, callbacks, run.last_step)
     try:
         with warnings.catch_warnings():
@@ -185,11 +183,30 @@ def _fit(
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step", UserWarning)
             checkpoint = run.paths.checkpoint(start) if start else None
             trainer.fit(parts.module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+            failed = False
     finally:
         log.close()
         if wandb:
-            finish(wandb)
+            finish(wandb, failed=failed)
     return divergence.step
+
+
+def _wandb_logger(run: Run, mode: WandbMode, observer: StudyObserver) -> RowLogger | None:
+    """Return the run's W&B logger; None without W&B, and where W&B can't be reached."""
+    try:
+        return make_wandb_logger(
+            mode,
+            study=run.study,
+            arm=run.arm.name,
+            seed=run.seed,
+            axis=run.axis,
+            config=to_dict(run.config),
+            directory=run.paths.wandb_dir,
+        )
+    except (WandbError, ConnectionError, TimeoutError) as error:
+        text = f"W&B can't be reached, and gets the run once the study has ended: {error}"
+        observer.run_noted(run.arm.name, run.seed, text)
+        return None
 
 
 def _callbacks(
@@ -201,6 +218,7 @@ def _callbacks(
         TrainingLog(run.config.train.log_every),
         BatchHash(log),
         SnapshotWriter(parts.model, files, steps),
+        WeightHistogram(parts.model, steps),
     ]
     if run.baseline is not None:
         baseline = run.baseline

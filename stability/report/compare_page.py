@@ -1,0 +1,143 @@
+"""Several studies side by side as one page: what each says, what differs between them, ladders.
+
+Leaves out the charts (`compare_charts`) and whether the studies may be compared: the page shows all
+that differs between them, and the reader judges.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stability.analysis.ladder import Ladder, Row, ladder_of
+from stability.analysis.recorded import RecordedStudy
+from stability.analysis.spread import EXACT_ZERO, MISSING, Spread, scientific, span, times
+from stability.config.diff import leaves
+from stability.config.schema import BASELINE
+from stability.report.compare_charts import drift_of_arm_section, ladders_chart, study_styles
+from stability.report.html import fill
+from stability.report.page_tables import Cell
+from stability.report.study_summary import Summary, summary_of_study
+
+__all__ = ["differences", "render_comparison"]
+
+EN_DASH = "\N{EN DASH}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Line:
+    """One arm in the table of all ladders."""
+
+    arm: str
+    is_candidate: bool
+    change: str
+    message: str
+    cells: list[Cell]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Compared:
+    """One of the studies."""
+
+    name: str
+    address: str
+    colour: str
+    yardstick: str
+    summary: Summary
+    lines: list[_Line]
+
+
+def render_comparison(
+    studies: Mapping[str, RecordedStudy], addresses: Mapping[str, str], stamp: str
+) -> str:
+    """Return the page on `studies` by name; `addresses` of their own pages; `stamp` as in `fill`.
+
+    Every name and message is shown as text, whatever it holds.
+    """
+    ladders = {name: ladder_of(study) for name, study in studies.items()}
+    styles = study_styles(list(studies))
+    chart = ladders_chart(ladders, styles)
+    found = differences(studies)
+    return fill(
+        "compare.html.j2",
+        charts=[chart],
+        sections=[drift_of_arm_section(studies, styles)],
+        stamp=stamp,
+        chart=chart,
+        differences=found,
+        remarks=_remarks(ladders, bool(found)),
+        studies=[
+            _Compared(
+                name=name,
+                address=addresses[name],
+                colour=styles[name].colour,
+                yardstick=study.yardstick,
+                summary=summary_of_study(study),
+                lines=[_line(ladders[name], row) for row in ladders[name].rows],
+            )
+            for name, study in studies.items()
+        ],
+    )
+
+
+def differences(studies: Mapping[str, RecordedStudy]) -> list[tuple[str, list[str]]]:
+    """Return each path in which the studies' baselines or seeds differ, with each one's value.
+
+    A path that a study does not have is a dash. As in `config.diff`, looking changes nothing:
+    `probe` and `watch` are left out.
+    """
+    plain = [
+        {
+            **leaves(study.base),
+            "seeds": list(study.seeds),
+            "yardstick": study.yardstick,
+            "early_step": study.early_step,
+        }
+        for study in studies.values()
+    ]
+    paths = dict.fromkeys(path for each in plain for path in each)
+    rows = [
+        (path, [_value(each[path]) if path in each else MISSING for each in plain])
+        for path in paths
+        if not path.startswith(("probe.", "watch."))
+    ]
+    return [(path, values) for path, values in rows if len(set(values)) > 1]
+
+
+def _remarks(ladders: Mapping[str, Ladder], differ: bool) -> list[str]:
+    found = []
+    if differ:
+        found.append(
+            "The baselines differ, so a drift here can't be set against a drift there; a ratio to "
+            "each study's own yardstick can."
+        )
+    yardsticks = {name: ladder.yardstick or "none" for name, ladder in ladders.items()}
+    if len(set(yardsticks.values())) > 1:
+        listed = ", ".join(f"{name}: {yardstick}" for name, yardstick in yardsticks.items())
+        found.append(f"The yardsticks differ ({listed}), so 1x is not the same in each.")
+    return found
+
+
+def _line(ladder: Ladder, row: Row) -> _Line:
+    steps = (ladder.early_step, ladder.last_step)
+    pairs = ((row.ratio.early, row.rel_l2.early), (row.ratio.last, row.rel_l2.last))
+    cells = []
+    for step, (ratio, drift) in zip(steps, pairs, strict=True):
+        cells += [Cell(str(step)), _cell(ratio, times), _cell(drift, scientific)]
+    return _Line(
+        arm=row.arm,
+        is_candidate=row.axis == "attention",
+        change=row.change,
+        message=row.message,
+        cells=cells if row.arm != BASELINE else [Cell(MISSING)] * len(cells),
+    )
+
+
+def _cell(spread: Spread, write: Callable[[float], str]) -> Cell:
+    if spread.is_zero:
+        return Cell(EXACT_ZERO)
+    return Cell(write(spread.mean), span(spread, write, EN_DASH)) if spread.n else Cell(MISSING)
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
