@@ -165,9 +165,11 @@ def start_browser() -> Browser:
     for flag in FLAGS:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    options.ignore_local_proxy_environment_variables()
     service = Service(executable_path=driver, log_output=subprocess.DEVNULL)
-    browser = Browser(Chrome(options=options, service=service))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("http_proxy", "HTTP_PROXY"):  # the driver listens on this machine
+            patch.delenv(name, raising=False)
+        browser = Browser(Chrome(options=options, service=service))
     offline = {"latency": 0, "downloadThroughput": 0, "uploadThroughput": 0, "offline": True}
     browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
     browser.driver.set_script_timeout(3 * PATIENCE)
