@@ -11,7 +11,7 @@ from typing import Any
 from stability.analysis.observed import Observed, observed_shadows
 from stability.analysis.probed import Probed, shadow_label
 from stability.records.names import watch_name
-from stability.report.chart import Chart, Section, choices_of, label, make_figure
+from stability.report.chart import LOG_AXIS, Chart, Section, choices_of, label, make_figure
 from stability.report.colour_scale import log_scale
 from stability.report.deviation_charts import (
     DEVIATION_METRICS,
@@ -147,7 +147,7 @@ def _streams(observed: Sequence[Observed]) -> Section | None:
             traces,
             height=400,
             xaxis={"type": "category"},
-            yaxis={"type": "log", "title": {"text": "relative error"}},
+            yaxis={**LOG_AXIS, "title": {"text": "relative error"}},
             barmode="group",
         ),
     )
@@ -177,6 +177,7 @@ def _watched(observed: Sequence[Observed]) -> Section | None:
             traces += layer_lines(table, {**one.choice, "figure": name}) if table else []
     if not traces:
         return None
+    titles = {name: name.replace("_", " ") for one in observed for name in one.watched}
     chart = Chart(
         key="watched",
         title="Inside attention",
@@ -184,7 +185,11 @@ def _watched(observed: Sequence[Observed]) -> Section | None:
         good="steady values; no repeated ones; a sum of delta that wanders around zero.",
         bad="logits towards 1e4, entropy towards 0, a sum of delta that only grows.",
         figure=make_figure(
-            traces, height=430, xaxis={"title": {"text": "step"}}, yaxis={"title": {"text": ""}}
+            traces,
+            height=430,
+            xaxis={"title": {"text": "step"}},
+            yaxis={"title": {"text": titles[traces[0]["meta"]["figure"]]}},
+            meta={"figure": {name: {"yaxis.title.text": text} for name, text in titles.items()}},
         ),
     )
     return Section(

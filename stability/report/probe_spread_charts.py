@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from stability.analysis.observed import Observed
 from stability.metrics.deviation import ULP_EDGES
 from stability.records.names import ULP_HISTOGRAM, deviation_name
-from stability.report.chart import Chart, Section, choices_of, make_figure
+from stability.report.chart import LOG_AXIS, Chart, Section, choices_of, make_figure
 from stability.report.deviation_charts import DEVIATION_METRICS, layer_lines
 
 __all__ = ["histogram_section", "position_section"]
@@ -47,7 +47,7 @@ def histogram_section(observed: Sequence[Observed]) -> Section | None:
             traces,
             height=430,
             xaxis={"type": "category", "title": {"text": "error in ULPs"}},
-            yaxis={"type": "log", "title": {"text": "share of values"}},
+            yaxis={**LOG_AXIS, "title": {"text": "share of values"}},
         ),
     )
     return Section(
