@@ -96,13 +96,16 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
             raise KeyboardInterrupt from None
         if is_disk_full(error):
             _record(files, state="interrupted", step=_steps_logged(run))
-            raise DiskFullError(f"{run.paths.root}: the disk is full: {error}") from error
+            known = isinstance(error, DiskFullError)
+            said = str(error) if known else f"{run.paths.root}: the disk is full: {error}"
+            raise DiskFullError(said) from error
         _record_failure(run, files, f"{type(error).__name__}: {error}")
         raise
     return files.manifest
 
 
 def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str, str]) -> Manifest:
+    found = environment()
     return Manifest(
         study=run.study,
         arm=run.arm.name,
