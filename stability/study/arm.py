@@ -113,11 +113,11 @@ def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str
         axis=run.axis,
         config=to_dict(run.config),
         diff={path: list(values) for path, values in run.arm.diff.items()},
-        environment=environment(),
+        environment=found,
         resolved=parts.attention.description,
         hashes={
             "config_less_axis": hash_without(run.config, run.arm.diff),
-            "environment": hash_environment(),
+            "environment": hash_environment(found),
             "init_weights": parts.init_hash,
             "text": data.text_hash,
         },
