@@ -7,6 +7,7 @@ and how errors spread over sizes and positions (`probe_spread_charts`).
 import math
 from typing import Any
 
+from stability.analysis.layer_tables import LayerTable
 from stability.analysis.probed import Probed, shadow_label
 from stability.records.names import watch_name
 from stability.report.chart import Chart, Section, choices_of, label, make_figure
@@ -50,7 +51,7 @@ def _tables(probed: Probed) -> Tables:
                     if (values := probed.series(layer, what, metric, shadow=shadow))
                 }
                 if table:
-                    tables[shadow_label(shadow), what, metric] = table
+                    tables[shadow_label(shadow), what, metric] = LayerTable.of_steps(table)
     return tables
 
 
@@ -180,7 +181,7 @@ def _watched(probed: Probed) -> Section | None:
             for layer in probed.layers
             if (values := probed.by_step(watch_name(name, layer=layer)))
         }
-        traces += layer_lines(table, {"figure": name}) if table else []
+        traces += layer_lines(LayerTable.of_steps(table), {"figure": name}) if table else []
     if not traces:
         return None
     chart = Chart(
