@@ -7,9 +7,9 @@ refusing a run while it trains (`study.contract`).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from stability.analysis.proofs import WEIGHT_AXES
+from stability.analysis.proofs import WEIGHT_AXES, Sameness
 from stability.config.convert import Place, from_mapping
 from stability.config.diff import changed_axes, changes, diff, hash_without
 from stability.config.schema import AXES, ArmConfig
@@ -21,8 +21,6 @@ from stability.records.run_files import damage
 
 __all__ = ["PairProof", "ProofLine", "prove_pair"]
 
-Finding = Literal["same", "by design", "broken", "unknown"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofLine:
@@ -31,7 +29,7 @@ class ProofLine:
     field: str
     first: str
     second: str
-    finding: Finding
+    sameness: Sameness
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +44,7 @@ class PairProof:
     @property
     def break_(self) -> ProofLine | None:
         """The first comparison that breaks the contract."""
-        return next((line for line in self.lines if line.finding == "broken"), None)
+        return next((line for line in self.lines if line.sameness == "different"), None)
 
     @property
     def sentence(self) -> str:
@@ -54,7 +52,7 @@ class PairProof:
         broken = self.break_
         if broken is not None:
             return f"no pair: {broken.field} is {broken.first} in one, {broken.second} in the other"
-        unknown = [line.field for line in self.lines if line.finding == "unknown"]
+        unknown = [line.field for line in self.lines if line.sameness == "unknown"]
         said = f"a pair: they differ in {self.axes[0]} alone" if self.axes else "an A/A pair"
         if len(self.axes) > 1:
             said = f"a confounded pair: they differ in {', '.join(self.axes)}"
@@ -63,7 +61,7 @@ class PairProof:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
         lines = [
-            {"field": x.field, "first": x.first, "second": x.second, "finding": x.finding}
+            {"field": x.field, "first": x.first, "second": x.second, "sameness": x.sameness}
             for x in self.lines
         ]
         return {
@@ -88,7 +86,7 @@ def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
     ]
     differences = diff(*configs)
     records = list(_records(first, second))
-    whole = all(line.finding == "same" for line in records)
+    whole = all(line.sameness == "same" for line in records)
     lines = [
         *records,
         *_config(configs, differences, confounded=manifests[1].axis == "many"),
@@ -112,7 +110,7 @@ def _records(first: RunPaths, second: RunPaths) -> Iterator[ProofLine]:
             field=f"records of {paths.arm}, seed {paths.seed}",
             first="whole" if not found else found[0],
             second="whole",
-            finding="broken" if found else "same",
+            sameness="different" if found else "same",
         )
 
 
@@ -159,16 +157,16 @@ def _end(manifests: tuple[Manifest, Manifest], differences: dict[str, Any]) -> P
 
 
 def _line(field: str, a: Any, b: Any, *, free: bool = False) -> ProofLine:
-    finding: Finding = "broken"
+    sameness: Sameness = "different"
     if a is None and b is None:
-        finding = "unknown"
+        sameness = "unknown"
     elif a == b:
-        finding = "same"
+        sameness = "same"
     elif free:
-        finding = "by design"
+        sameness = "different by design"
     elif a is None or b is None:
-        finding = "unknown" if field.startswith("hashes.") else "broken"
-    return ProofLine(field=field, first=_short(a), second=_short(b), finding=finding)
+        sameness = "unknown" if field.startswith("hashes.") else "different"
+    return ProofLine(field=field, first=_short(a), second=_short(b), sameness=sameness)
 
 
 def _short(value: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stability.report.server import serve
+from stability.report.server import make_server
 
 __all__ = ["dashboard"]
 
@@ -35,7 +35,8 @@ def dashboard(runs: Path | None = None, port: int | None = None, open: bool = Fa
             f"dashboard: runs must be a folder, got {str(folder)!r}; `stability run` makes one"
         )
     with _listen(port) as listening:
-        address = f"http://{LOOPBACK}:{listening.getsockname()[1]}/"
+        port = listening.getsockname()[1]
+        address = f"http://{LOOPBACK}:{port}/"
         Console().print(
             f"{address} shows the studies in {folder}; Ctrl-C ends it",
             soft_wrap=True,
@@ -46,7 +47,7 @@ def dashboard(runs: Path | None = None, port: int | None = None, open: bool = Fa
             # beside the server: a browser in the terminal returns only when it is closed
             threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):
-            serve(folder, listening)
+            make_server(folder, port).run(sockets=[listening])
     return 0
 
 

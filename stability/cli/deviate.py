@@ -6,8 +6,6 @@ measuring (`attention.microbenchmark`), presets' figures (`attention.presets`) a
 
 import dataclasses
 import itertools
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from stability.attention import presets
 from stability.attention.inputs import Inputs, on_grid, read
 from stability.attention.microbenchmark import Problem, measure
 from stability.attention.waterfall import waterfall
+from stability.cli.json_output import print_json
 from stability.cli.waterfall_keeping import keep_waterfall, own_numerics
 from stability.config.convert import nearest
 from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS
@@ -152,7 +151,7 @@ def deviate(
     if plot:
         write_plot(Path(plot), rows, varied, shown[0])
     if json:
-        _print_json({"versions": versions(), "rows": rows})
+        print_json({"versions": versions(), "rows": rows})
     else:
         print_points(rows, varied, shown, console)
     return 0
@@ -185,7 +184,7 @@ def _waterfall(
     if as_json:
         point = dataclasses.asdict(problem)
         numerics = problem.numerics().to_dict()
-        _print_json({"versions": versions(), "point": point, "numerics": numerics, "steps": steps})
+        print_json({"versions": versions(), "point": point, "numerics": numerics, "steps": steps})
     else:
         print_waterfall(steps, console)
     return steps
@@ -205,7 +204,7 @@ def _preset(name: str, engine: Engine, as_json: bool, console: Console) -> int:
             for profile, changes in presets.TIE_CASES
             for sign in (-1, 1)
         ]
-        _print_json({"rows": rows}) if as_json else print_ties(rows, console)
+        print_json({"rows": rows}) if as_json else print_ties(rows, console)
         return 0
     rows = []
     for cell in presets.FA3_TABLE3:
@@ -214,12 +213,8 @@ def _preset(name: str, engine: Engine, as_json: bool, console: Console) -> int:
         at = {"row": cell.row, "column": cell.column, "profile": cell.profile}
         rows.append({**at, "published": printed, "measured": measured})
     title = "FlashAttention-3 (arXiv 2407.08608), table 3: RMSE against FP64"
-    _print_json({"rows": rows}) if as_json else print_published(rows, title, console)
+    print_json({"rows": rows}) if as_json else print_published(rows, title, console)
     return 0
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
 def _product(lists: dict[str, list[Any]]) -> Iterator[tuple[Any, ...]]:

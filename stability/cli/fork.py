@@ -88,15 +88,7 @@ def bisect(
 
     found = halve(parts, measure)
     if json:
-        print_json(
-            [
-                {
-                    "parts": list(each.parts),
-                    "rel_l2": each.drift if math.isfinite(each.drift) else "inf",
-                }
-                for each in found
-            ]
-        )
+        print_json([{"parts": each.parts, "rel_l2": each.drift} for each in found])
     else:
         print_halvings(found, at, until, Console())
     return 0

@@ -5,7 +5,7 @@ that differs between them, and the reader judges.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from stability.analysis.ladder import Ladder, Row, ladder_of
 from stability.analysis.recorded import RecordedStudy
 from stability.analysis.spread import EXACT_ZERO, MISSING, Spread, scientific, span, times
 from stability.config.diff import leaves
-from stability.config.schema import BASELINE
 from stability.report.compare_charts import drift_of_arm_section, ladders_chart, study_styles
 from stability.report.html import fill
 from stability.report.page_tables import Cell
@@ -22,6 +21,8 @@ from stability.report.study_summary import Summary, summary_of_study
 __all__ = ["differences", "render_comparison"]
 
 EN_DASH = "\N{EN DASH}"
+READING = ("seeds", "yardstick", "early_step")
+"""What decides how a study's drifts are read, besides the config of its baseline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +43,8 @@ class _Compared:
     name: str
     address: str
     colour: str
-    yardstick: str
     summary: Summary
+    ladder: Ladder
     lines: list[_Line]
 
 
@@ -65,15 +66,15 @@ def render_comparison(
         stamp=stamp,
         chart=chart,
         differences=found,
-        remarks=_remarks(ladders, bool(found)),
+        remarks=_remarks(ladders, [path for path, _ in found]),
         studies=[
             _Compared(
                 name=name,
                 address=addresses[name],
                 colour=styles[name].colour,
-                yardstick=study.yardstick,
                 summary=summary_of_study(study),
-                lines=[_line(ladders[name], row) for row in ladders[name].rows],
+                ladder=ladders[name],
+                lines=[_line(row) for row in ladders[name].rows],
             )
             for name, study in studies.items()
         ],
@@ -87,12 +88,8 @@ def differences(studies: Mapping[str, RecordedStudy]) -> list[tuple[str, list[st
     `probe` and `watch` are left out.
     """
     plain = [
-        {
-            **leaves(study.base),
-            "seeds": list(study.seeds),
-            "yardstick": study.yardstick,
-            "early_step": study.early_step,
-        }
+        leaves(study.base)
+        | dict(zip(READING, (list(study.seeds), study.yardstick, study.early_step), strict=True))
         for study in studies.values()
     ]
     paths = dict.fromkeys(path for each in plain for path in each)
@@ -104,9 +101,9 @@ def differences(studies: Mapping[str, RecordedStudy]) -> list[tuple[str, list[st
     return [(path, values) for path, values in rows if len(set(values)) > 1]
 
 
-def _remarks(ladders: Mapping[str, Ladder], differ: bool) -> list[str]:
+def _remarks(ladders: Mapping[str, Ladder], differing: Sequence[str]) -> list[str]:
     found = []
-    if differ:
+    if not set(differing) <= set(READING):
         found.append(
             "The baselines differ, so a drift here can't be set against a drift there; a ratio to "
             "each study's own yardstick can."
@@ -118,18 +115,15 @@ def _remarks(ladders: Mapping[str, Ladder], differ: bool) -> list[str]:
     return found
 
 
-def _line(ladder: Ladder, row: Row) -> _Line:
-    steps = (ladder.early_step, ladder.last_step)
-    pairs = ((row.ratio.early, row.rel_l2.early), (row.ratio.last, row.rel_l2.last))
-    cells = []
-    for step, (ratio, drift) in zip(steps, pairs, strict=True):
-        cells += [Cell(str(step)), _cell(ratio, times), _cell(drift, scientific)]
+def _line(row: Row) -> _Line:
+    ratios = [_cell(spread, times) for spread in (row.ratio.early, row.ratio.last)]
+    drifts = [_cell(spread, scientific) for spread in (row.rel_l2.early, row.rel_l2.last)]
     return _Line(
         arm=row.arm,
         is_candidate=row.axis == "attention",
         change=row.change,
         message=row.message,
-        cells=cells if row.arm != BASELINE else [Cell(MISSING)] * len(cells),
+        cells=[*ratios, *drifts],
     )
 
 

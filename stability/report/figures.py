@@ -16,6 +16,7 @@ from stability.report.probe_charts import inside_sections
 from stability.report.training_charts import drift_section, loss_section
 from stability.report.watch_chart import watch_section
 from stability.report.waterfall_chart import waterfall_section
+from stability.report.weight_chart import weight_section
 
 __all__ = ["study_charts"]
 
@@ -32,5 +33,6 @@ def study_charts(study: RecordedStudy, ladder: Ladder) -> tuple[Chart, list[Sect
         waterfall_section(study),
         *inside_sections(observed_arms(study)),
         watch_section(study, styles),
+        weight_section(study, styles),
     ]
     return ladder_chart(ladder, styles), [section for section in sections if section is not None]

@@ -7,11 +7,11 @@ import math
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from stability.analysis.growth_law import ArmGrowth
 from stability.analysis.intervals import Interval
 from stability.analysis.spread import MISSING
+from stability.report.plain_text import as_text
 
 __all__ = ["growth_cells", "print_growth"]
 
@@ -25,9 +25,12 @@ def print_growth(rows: list[ArmGrowth], console: Console) -> None:
         return
     table = Table(box=None, header_style="bold")
     for head in _HEADS:
-        table.add_column(head, justify="left" if head == "arm" else "right", no_wrap=True)
+        if head == "arm":  # a name gives way, a figure is never cut
+            table.add_column(head, overflow="fold")
+        else:
+            table.add_column(head, justify="right", no_wrap=True)
     for row in sorted(growing, key=lambda row: -row.doubling_time):
-        table.add_row(*(Text(cell) for cell in growth_cells(row)))
+        table.add_row(*(as_text(cell) for cell in growth_cells(row)))
     console.print(table)
     level, seeds = growing[0].rate.level, growing[0].rate.n
     console.print(

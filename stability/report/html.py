@@ -18,7 +18,7 @@ from stability.analysis.growth_law import study_growth
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.proofs import HASHES
 from stability.analysis.recorded import RecordedStudy, read_study
-from stability.analysis.sentences import notes, verdicts
+from stability.analysis.sentences import candidate_sentences, notes
 from stability.config.schema import BASELINE
 from stability.records.atomic import write_text
 from stability.records.layout import StudyPaths
@@ -73,7 +73,7 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         baseline=BASELINE,
         styles=styles,
         answer=answer_of(study),
-        verdicts=verdicts(ladder),
+        verdicts=candidate_sentences(ladder),
         notes=notes(ladder),
         lines=ladder_lines(ladder),
         small_print=what_ends_are(len(ladder.seeds)),

@@ -184,7 +184,7 @@ def _proof_cells(proofs: list[Proof]) -> list[Cell]:
     """Return a cell for each verdict, with the seeds that it holds for."""
     by_verdict: dict[str, list[Proof]] = {}
     for proof in proofs:
-        by_verdict.setdefault(proof.verdict, []).append(proof)
+        by_verdict.setdefault(proof.sameness, []).append(proof)
     return [
         Cell(
             text=f"{MARKS[verdict]} {verdict}",

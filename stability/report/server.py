@@ -6,7 +6,6 @@ and who may ask (`local_only`).
 """
 
 import hashlib
-import socket
 from pathlib import Path
 
 import uvicorn
@@ -23,18 +22,17 @@ from stability.report.local_only import LocalOnly
 from stability.report.served_pages import ServedPages, unreadable_page
 from stability.report.study_index import Found, stamp_of_all
 
-__all__ = ["make_app", "serve"]
+__all__ = ["make_server"]
 
 ASSETS = ("report.js", "live.js", "index.js", "served.css")
 MOST_COMPARED = 6
 UNSTORED = {"Cache-Control": "no-store"}
 
 
-def serve(runs: Path, listening: socket.socket) -> None:
-    """Serve the studies below `runs` on a socket that listens, until Ctrl-C: KeyboardInterrupt."""
-    app = make_app(runs, port=listening.getsockname()[1])
+def make_server(runs: Path, port: int) -> uvicorn.Server:
+    """Return a server of the studies below `runs`, to be run on a socket that listens at `port`."""
     config = uvicorn.Config(
-        app,
+        _make_app(runs, port),
         lifespan="off",
         ws="none",
         access_log=False,
@@ -42,10 +40,10 @@ def serve(runs: Path, listening: socket.socket) -> None:
         server_header=False,
         timeout_graceful_shutdown=1,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    return uvicorn.Server(config)
 
 
-def make_app(runs: Path, port: int) -> Starlette:
+def _make_app(runs: Path, port: int) -> Starlette:
     """Return the application for the studies below `runs`, to be reached at `port`.
 
     Its functions are plain ones, which starlette runs in worker threads.

@@ -249,9 +249,8 @@ def _shared_steps(run: Run, baseline: RunPaths, steps: list[int]) -> list[int]:
 
 def _end(run: Run, manifest: Manifest, parts: Parts, diverged: int | None) -> dict[str, Any]:
     """Return what the manifest says of a run that has ended."""
-    step = _steps_logged(run)
-    batches = read_text(run.paths.metrics, BATCH_HASH)
-    name = run.paths.metrics.relative_to(run.paths.root).as_posix()
+    step, log = _steps_logged(run), run.paths.metrics
+    batches = read_text(log, BATCH_HASH)
     said = f"the loss is not finite from step {diverged} on" if diverged is not None else ""
     return {
         "state": "finished" if diverged is None else "diverged",
@@ -262,7 +261,7 @@ def _end(run: Run, manifest: Manifest, parts: Parts, diverged: int | None) -> di
             "batches": batches[step],
             "final_weights": hash_state(parts.model.state_dict()),
         },
-        "files": {**manifest.files, name: file_checksum(run.paths.metrics)},
+        "files": {**manifest.files, run.paths.name_of(log): file_checksum(log)},
     }
 
 
