@@ -134,7 +134,7 @@ def _heat(table: Table, metric: str, meta: Mapping[str, str]) -> dict[str, Any]:
         "x": [str(step) for step in steps],
         "y": [label(layer) for layer in table],
         "z": z,
-        "customdata": [[f"{value:.3g}" for value in row] for row in values],
+        "customdata": [[f"{value:.6g}" for value in row] for row in values],
         "hovertemplate": "%{y}, step %{x}: %{customdata}<extra></extra>",
         "xgap": 1,
         "ygap": 1,
@@ -212,7 +212,7 @@ def layer_lines(table: Table, meta: Mapping[str, str]) -> Sequence[dict[str, Any
             "name": label(layer),
             "line": {"color": colour, "width": 2},
             "meta": dict(meta),
-            "hovertemplate": "%{y:.3g} at step %{x}",
+            "hovertemplate": "%{y:.6g} at step %{x}",
         }
         for (layer, values), colour in zip(table.items(), colours, strict=True)
     ]
