@@ -177,6 +177,8 @@ def _watched(observed: Sequence[Observed]) -> Section | None:
             traces += layer_lines(table, {**one.choice, "figure": name}) if table else []
     if not traces:
         return None
+    choices = choices_of(traces)
+    names = choices["figure"]
     chart = Chart(
         key="watched",
         title="Inside attention",
@@ -184,7 +186,11 @@ def _watched(observed: Sequence[Observed]) -> Section | None:
         good="steady values; no repeated ones; a sum of delta that wanders around zero.",
         bad="logits towards 1e4, entropy towards 0, a sum of delta that only grows.",
         figure=make_figure(
-            traces, height=430, xaxis={"title": {"text": "step"}}, yaxis={"title": {"text": ""}}
+            traces,
+            height=430,
+            xaxis={"title": {"text": "step"}},
+            yaxis={"title": {"text": label(names[0])}},
+            meta={"figure": {name: {"yaxis.title.text": label(name)} for name in names}},
         ),
     )
     return Section(
@@ -192,5 +198,5 @@ def _watched(observed: Sequence[Observed]) -> Section | None:
         title="What failures announce themselves by",
         intro="",
         charts=(chart,),
-        choices=choices_of(traces),
+        choices=choices,
     )
