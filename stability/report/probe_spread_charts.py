@@ -34,6 +34,7 @@ def histogram_section(observed: Sequence[Observed]) -> Section | None:
                 traces[-1]["hovertemplate"] = "%{customdata}"
     if not traces:
         return None
+    least = min(y for trace in traces for y in trace["y"] if y)
     chart = Chart(
         key="histogram",
         title="Errors in units of the last place",
@@ -47,7 +48,12 @@ def histogram_section(observed: Sequence[Observed]) -> Section | None:
             traces,
             height=430,
             xaxis={"type": "category", "title": {"text": "error in ULPs"}},
-            yaxis={"type": "log", "title": {"text": "share of values"}},
+            yaxis={
+                "type": "log",
+                "title": {"text": "share of values"},
+                "dtick": 1,
+                "range": [math.floor(math.log10(least)) - 0.1, 0.1],
+            },
         ),
     )
     return Section(
