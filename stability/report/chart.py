@@ -140,7 +140,7 @@ def arm_lines(
     x, y = _points(mean_over_seeds(by_seed), positive)
     shared = {
         "type": "scatter",
-        "legendgroup": arm,
+        "legendgroup": f"arm {arm}",  # plotly breaks on names like __proto__
         "meta": {"arm": arm, **(meta or {})},
         "visible": "legendonly" if hidden else True,
     }
@@ -189,7 +189,7 @@ def _seed_line(
         "opacity": 0.4,
         "showlegend": False,
         "hoverinfo": "skip",
-        "name": f"{label(shared['legendgroup'])}, seed {seed}",
+        "name": f"{label(shared['meta']['arm'])}, seed {seed}",
         "line": {"color": style.colour, "width": 1, "dash": style.dash},
     }
 

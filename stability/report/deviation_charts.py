@@ -243,7 +243,7 @@ def layer_lines(table: LayerTable, meta: Mapping[str, str]) -> Sequence[dict[str
             "name": label(layer),
             "line": {"color": colour, "width": 2},
             "meta": dict(meta),
-            "hovertemplate": "%{y:.5g} at step %{x}",
+            "hovertemplate": "%{y:.6g} at step %{x}",
         }
         for layer, at, values, colour in zip(
             table.layers, table.at, table.values, colours, strict=True

@@ -182,7 +182,8 @@ def _watched(observed: Sequence[Observed]) -> Section | None:
             )
     if not traces:
         return None
-    titles = {name: name.replace("_", " ") for one in observed for name in one.watched}
+    choices = choices_of(traces)
+    names = choices["figure"]
     chart = Chart(
         key="watched",
         title="Inside attention",
@@ -193,8 +194,8 @@ def _watched(observed: Sequence[Observed]) -> Section | None:
             traces,
             height=430,
             xaxis={"title": {"text": "step"}},
-            yaxis={"title": {"text": titles[traces[0]["meta"]["figure"]]}},
-            meta={"figure": {name: {"yaxis.title.text": text} for name, text in titles.items()}},
+            yaxis={"title": {"text": label(names[0])}},
+            meta={"figure": {name: {"yaxis.title.text": label(name)} for name in names}},
         ),
     )
     return Section(
@@ -202,5 +203,5 @@ def _watched(observed: Sequence[Observed]) -> Section | None:
         title="What failures announce themselves by",
         intro="",
         charts=(chart,),
-        choices=choices_of(traces),
+        choices=choices,
     )

@@ -10,7 +10,7 @@ from stability.analysis.layer_tables import LayerTable
 from stability.analysis.observed import Observed
 from stability.metrics.deviation import ULP_EDGES
 from stability.records.names import ULP_HISTOGRAM, deviation_name
-from stability.report.chart import LOG_AXIS, Chart, Section, choices_of, make_figure
+from stability.report.chart import Chart, Section, choices_of, make_figure
 from stability.report.deviation_charts import DEVIATION_METRICS, layer_lines
 
 __all__ = ["histogram_section", "position_section"]
@@ -36,6 +36,7 @@ def histogram_section(observed: Sequence[Observed]) -> Section | None:
                 traces[-1]["hovertemplate"] = "%{customdata}"
     if not traces:
         return None
+    least = min(y for trace in traces for y in trace["y"] if y)
     chart = Chart(
         key="histogram",
         title="Errors in units of the last place",
@@ -49,7 +50,12 @@ def histogram_section(observed: Sequence[Observed]) -> Section | None:
             traces,
             height=430,
             xaxis={"type": "category", "title": {"text": "error in ULPs"}},
-            yaxis={**LOG_AXIS, "title": {"text": "share of values"}},
+            yaxis={
+                "type": "log",
+                "title": {"text": "share of values"},
+                "dtick": 1,
+                "range": [math.floor(math.log10(least)) - 0.1, 0.1],
+            },
         ),
     )
     return Section(

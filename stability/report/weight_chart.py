@@ -92,7 +92,7 @@ def _line(arm: RecordedArm, step: int, styles: Mapping[str, ArmStyle]) -> Iterat
         "type": "scatter",
         "mode": "lines",
         "name": label(arm.name),
-        "legendgroup": arm.name,
+        "legendgroup": f"arm {arm.name}",
         "meta": {"arm": arm.name, "step": str(step)},
         "x": list(shown),
         "y": [shares[place] for place in shown],

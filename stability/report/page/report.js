@@ -24,9 +24,18 @@
   // the tables, give the whole.
   const short = (name) => {
     const most = narrow.matches ? 16 : 44;
-    return name.length > most ? `\u2026${name.slice(1 - most)}` : name;
+    const signs = [...name]; // not halves of an emoji
+    return signs.length > most ? `\u2026${signs.slice(1 - most).join("")}` : name;
   };
   const shown = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+  const said = (text) => text.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
+
+  // A heat map whose cells know their row's whole name, which the tick, and so %{y}, may shorten.
+  const named = (map) => ({
+    ...map,
+    text: map.z.map((cells, row) => cells.map(() => map.y[row])),
+    hovertemplate: map.hovertemplate.replace("%{y}", "%{text}"),
+  });
 
   // ---- what shows
 
@@ -83,10 +92,12 @@
 
   const draw = async (id) => {
     const choice = chosen[sectionOf(id)] ?? {};
-    const traces = figures[id].data.filter((trace) => shows(trace, choice));
+    const traces = figures[id].data
+      .filter((trace) => shows(trace, choice))
+      .map((trace) => (trace.type === "heatmap" ? named(trace) : trace));
     const layout = laidOut(id, choice);
     const names = traces.filter((trace) => trace.type === "heatmap").flatMap((trace) => trace.y);
-    if (names.length) layout.yaxis.labelalias = Object.fromEntries(names.map((name) => [name, short(name)]));
+    if (names.length) layout.yaxis.labelalias = Object.fromEntries(names.map((name) => [name, shown(short(said(name)))]));
     const first = !drawn.has(id);
     drawn.add(id);
     await Plotly.react(id, traces, layout, config);

@@ -22,8 +22,8 @@ const pixel = (id, t, point, row) => {
 const plain = (values) =>
   values && Array.from(values, (value) => (value?.length && value.map ? plain(value) : value));
 const traces = (id) =>
-  chart(id)._fullData.map(({ type, name, hoverinfo, visible, meta, x, y, z }) => ({
-    ...{ type, name, hoverinfo, visible, meta: meta ?? {} },
+  chart(id)._fullData.map(({ type, hoverinfo, visible, meta, x, y, z, _input }) => ({
+    ...{ type, name: _input.name, hoverinfo, visible, meta: meta ?? {} },
     ...{ x: plain(x), y: plain(y), z: plain(z) },
   }));
 

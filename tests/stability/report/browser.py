@@ -87,6 +87,16 @@ class Browser:
         """Draw every chart, also those that nobody has scrolled to."""
         self.run("return window.report.drawAll().then(() => null)")
 
+    def draw(self, *plots: str) -> None:
+        """Scroll to each of `plots` and wait until it is drawn, as charts are when they come near.
+
+        AssertionError if one is not.
+        """
+        for plot in plots:
+            self.run("document.getElementById(arguments[0]).scrollIntoView()", plot)
+            self.wait("return !!document.getElementById(arguments[0])._fullLayout", plot)
+        self.settle()
+
     def plots(self) -> list[str]:
         """Return the ids of the page's charts, drawn or not."""
         return self.run("return [...document.querySelectorAll('.plot')].map((plot) => plot.id)")
@@ -96,16 +106,20 @@ class Browser:
         return self.run(f"{CHARTS} return traces(...arguments)", plot)
 
     def hover(self, plot: str, trace: int, point: int, row: int = 0) -> str:
-        """Move the mouse onto a point, or onto cell (`point`, `row`), and return what pops up."""
-        self._move(1, 1)
-        self.wait("return !document.querySelector('.hoverlayer *')")
+        """Move the mouse onto a point, or onto cell (`point`, `row`), and return what pops up.
+
+        Moves it away again, until that is gone.
+        """
         place = (plot, trace, point, row)
         _, y = self.run(f"{CHARTS} return pixel(...arguments)", *place)
         self.run("window.scrollBy({ top: arguments[0] - innerHeight / 2, behavior: 'instant' })", y)
         x, y = self.run(f"{CHARTS} return pixel(...arguments)", *place)
         self._move(x - 2, y - 2)  # plotly looks at movement, not at arrival
         self._move(x, y)
-        return self.wait(f"{CHARTS} return hovered(...arguments)", plot)
+        said = self.wait(f"{CHARTS} return hovered(...arguments)", plot)
+        self._move(1, 1)
+        self.wait("return !document.querySelector('.hoverlayer *')")
+        return said
 
     def click(self, selector: str) -> None:
         """Click what `selector` finds, as a person does: it has to be in sight and enabled."""

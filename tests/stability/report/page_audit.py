@@ -33,6 +33,13 @@ class Text:
     scrolls: bool
     """Whether a reader can bring it into sight by moving a table sideways."""
 
+    def __str__(self) -> str:
+        place = ", ".join(f"{edge:.0f}" for edge in self.box)
+        return (
+            f"{self.text!r} in {self.where} {self.plot}: {self.size:g} px, "
+            f"contrast {self.contrast:.1f}, at {place}"
+        )
+
     def is_clipped(self, width: int) -> bool:
         """Return whether part of it lies outside its frame, or outside a page of this width."""
         left, top, right, bottom = self.box
