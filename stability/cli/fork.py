@@ -18,7 +18,8 @@ from stability.study.arm import TrainOptions
 from stability.study.bisect import halve, plan_layers, plan_points, step_to_compare
 from stability.study.fork import fork_drifts, plan_fork, run_fork
 from stability.study.quiet import quieten_lightning
-from stability.study.run import has_ended
+from stability.study.run import Run, has_ended
+from stability.tracking.wandb_logger import WandbMode
 
 __all__ = ["bisect", "fork", "split_changes"]
 
@@ -28,7 +29,7 @@ def fork(
     at: int = 0,
     name: str = "",
     until: int = 0,
-    wandb: Literal["offline", "online", "disabled"] = "disabled",
+    wandb: WandbMode = "disabled",
     json: bool = False,
     changes: dict[str, Any] | None = None,
 ) -> int:
@@ -118,7 +119,7 @@ def split_changes(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, changes
 
 
-def _train(planned: Any, wandb: Any) -> None:
+def _train(planned: Run, wandb: WandbMode) -> None:
     quieten_lightning()
     with StudyDisplay(Console(stderr=True), 1) as display:
         run_fork(planned, TrainOptions(wandb_mode=wandb), display)
