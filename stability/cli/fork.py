@@ -10,7 +10,7 @@ from rich.console import Console
 from stability.cli.json_output import print_json
 from stability.config.convert import merge
 from stability.config.yaml_file import parse_value
-from stability.records.layout import RunPaths
+from stability.records.layout import run_at
 from stability.records.manifest import read_manifest
 from stability.report.fork_table import print_fork, print_halvings
 from stability.report.progress import StudyDisplay
@@ -45,7 +45,7 @@ def fork(
         json: print the drifts as JSON
         changes: what is changed, by dotted key
     """
-    planned = plan_fork(RunPaths(run.resolve()), at, changes or {}, name=name, until=until)
+    planned = plan_fork(run_at(run, "fork: run"), at, changes or {}, name=name, until=until)
     _train(planned, wandb)
     drifts = fork_drifts(planned)
     if json:
@@ -73,7 +73,7 @@ def bisect(
         json: print the drifts as JSON
         changes: what is changed, by dotted key
     """
-    parent = RunPaths(run.resolve())
+    parent = run_at(run, "bisect: run")
     until = step_to_compare(parent, at, until)
     plan = plan_layers if over == "layers" else plan_points
     parts, change = plan(parent, changes or {})

@@ -270,6 +270,15 @@ def test_a_run_that_changes_a_part_already_is_not_bisected(study, capsys, over):
     assert "must be the same in every layer and direction, got layers layer_1, direct" in said
 
 
+@pytest.mark.parametrize("verb", ["fork", "bisect"])
+def test_what_is_no_run_is_said_in_one_line(study, capsys, verb):
+    with pytest.raises(SystemExit):
+        main([verb, str(study), "--at", "4"])
+    said = capsys.readouterr().err
+    assert f"{verb}: run must be a run's folder, got '{study}'; it is runs/<study>/<arm>" in said
+    assert said.count("\n") == 1
+
+
 def test_the_fork_command_shows_the_drift_by_step(parent, capsys):
     words = ["fork", str(parent.root), "--at", "4", "--set", "attention.implementation=flash"]
     assert main(words) == 0
