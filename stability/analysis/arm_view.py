@@ -136,7 +136,7 @@ def _names(arm: RecordedArm) -> list[str]:
     return list(dict.fromkeys(name for run in arm.runs.values() for name in run.metrics))
 
 
-def _drifts(arm: RecordedArm) -> dict[str, BySteps]:
+def _drifts(arm: RecordedArm) -> Mapping[str, BySteps]:
     found = [parts for name in _names(arm) if (parts := parse_drift(name))]
     drifts = {
         parts.metric: _spreads({s: run.drift(parts.metric) for s, run in arm.runs.items()})
@@ -167,7 +167,7 @@ def _parameters(arm: RecordedArm, step: int) -> tuple[tuple[str, Spread], ...]:
     )
 
 
-def _layers(arm: RecordedArm) -> dict[str, dict[str, BySteps]]:
+def _layers(arm: RecordedArm) -> Mapping[str, Mapping[str, BySteps]]:
     probed = {
         (parts.layer, parts.shadow)
         for name in _names(arm)

@@ -29,6 +29,7 @@ VERBS = {
     "show": ("stability.cli.inspect", "print the ladder of a study, or all about one arm"),
     "report": ("stability.cli.inspect", "write the HTML report of a study"),
     "dashboard": ("stability.cli.dashboard", "show all studies of a folder in the browser, live"),
+    "figure": ("stability.cli.figure", "draw a picture of a study for a paper"),
     "fork": ("stability.cli.fork", "train on from a run's state with one thing changed"),
     "bisect": ("stability.cli.fork", "find the layers or rounding points that carry a change"),
     "compare": ("stability.cli.compare", "measure the drift between any two sets of weights"),
