@@ -33,7 +33,8 @@ class LayerTable:
     @classmethod
     def of_columns(cls, columns: Mapping[str, Column]) -> "LayerTable":
         """Return the table of one column a layer, whose steps are sorted and each there once."""
-        steps = reduce(np.union1d, (column.steps for column in columns.values()))
+        own = [column.steps for column in columns.values()]
+        steps = own[0] if _are_equal(own) else reduce(np.union1d, own)
         values = np.full((len(columns), len(steps)), np.nan)
         for row, column in zip(values, columns.values(), strict=True):
             row[np.searchsorted(steps, column.steps)] = column.values
@@ -111,7 +112,8 @@ def thinned(table: LayerTable, columns: int, *, ratio: bool = False) -> LayerTab
 
 
 def _shared(steps: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    first, *others = steps
-    if all(np.array_equal(first, other) for other in others):
-        return first
-    return reduce(np.intersect1d, others, first)
+    return steps[0] if _are_equal(steps) else reduce(np.intersect1d, steps)
+
+
+def _are_equal(steps: Sequence[NDArray[np.int64]]) -> bool:
+    return all(each is steps[0] or np.array_equal(each, steps[0]) for each in steps)

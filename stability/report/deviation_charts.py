@@ -26,11 +26,10 @@ __all__ = [
     "study_deviation",
 ]
 
-CELLS = 240_000
-"""All tables of a page share this many cells, at some 25 bytes each; one with more steps than
-columns is thinned."""
-COLUMNS = range(40, 400)
-"""The fewest and the most columns a table is thinned to."""
+CELLS = 180_000
+"""All tables of a page share this many cells, at some 25 bytes each."""
+COLUMNS = range(24, 400)
+"""The fewest and the most columns that a table is thinned to."""
 
 
 @dataclass(frozen=True, slots=True)
