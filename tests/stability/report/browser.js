@@ -2,7 +2,7 @@
 
 const chart = (id) => document.getElementById(id);
 
-// the pixel of a point, seen from the window: a mark, a bar's end, the middle of a cell
+// the pixel of a point, seen from the window: a mark, just below a bar's top, the middle of a cell
 const pixel = (id, t, point, row) => {
   const plot = chart(id);
   const trace = plot._fullData[t];
@@ -13,7 +13,7 @@ const pixel = (id, t, point, row) => {
   const [px, py] =
     trace.type === "heatmap"
       ? [x.l2p(x.d2l(trace.x[point])), y.l2p(y.d2l(trace.y[row]))]
-      : [x.c2p(mark.x), y.c2p(mark.y)];
+      : [x.c2p(mark.x), y.c2p(mark.y) + (trace.type === "bar" ? 2 : 0)];
   const box = plot.getBoundingClientRect();
   return [box.left + x._offset + px, box.top + y._offset + py];
 };

@@ -81,7 +81,7 @@ class Browser:
 
     def wait(self, script: str, *arguments: Any) -> Any:
         """Return what `script` returns as soon as that is truthy; AssertionError if it never is."""
-        return until(lambda: self.run(script, *arguments), f"wait: {script}")
+        return until(lambda: self.run(script, *arguments), f"wait: {script.splitlines()[-1]}")
 
     def draw_all(self) -> None:
         """Draw every chart, also those that nobody has scrolled to."""

@@ -49,8 +49,9 @@ const describe = (text, holder) => {
     where: `${element.tagName.toLowerCase()}.${element.getAttribute("class") ?? ""}`,
     plot: element.closest(".plot")?.id ?? "",
     size: parseFloat(style.fontSize),
+    off: element.matches(".legendtext") && opacity(element) < 1,
     contrast: contrast(over([r, g, b, strength], back), back),
-    box: box((svg ? element : range).getBoundingClientRect()),
+    box: box((svg || element.matches("select") ? element : range).getBoundingClientRect()),
     frame: frame && box(frame.getBoundingClientRect()),
     scrolls: !svg && !!ancestor(element, (s) => ["auto", "scroll"].includes(s.overflowX)),
   };

@@ -27,6 +27,8 @@ class Text:
     """The chart that it is part of, or ""."""
     size: float
     contrast: float
+    off: bool
+    """Whether it names a line that is hidden until somebody clicks here: plotly dims those."""
     box: list[float]
     frame: list[float] | None
     """What cuts it off: its drawing, or an ancestor that hides what sticks out."""

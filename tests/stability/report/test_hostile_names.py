@@ -143,8 +143,9 @@ def test_texts_pop_up_as_they_are(full):
         assert text in full.hover("deviation-map", 0, cells["x"].index("40"), shown.index(text))
     for plot in full.plots():
         for index, trace in enumerate(full.traces(plot)[:3]):
-            if trace["hoverinfo"] != "skip" and trace["x"] and trace["type"] != "heatmap":
-                full.hover(plot, index, 0)
+            marks = [point for point, y in enumerate(trace["y"] or ()) if y is not None]
+            if trace["hoverinfo"] != "skip" and trace["type"] != "heatmap" and marks:
+                assert full.hover(plot, index, marks[0])
     assert is_unharmed(full)
 
 
