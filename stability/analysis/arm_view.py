@@ -17,6 +17,7 @@ from stability.analysis.spread import Spread
 from stability.config.convert import nearest
 from stability.config.schema import BASELINE
 from stability.records.events import Event
+from stability.records.json_values import jsonable
 from stability.records.names import deviation_name, parse_deviation, parse_drift
 
 __all__ = ["LAYER_METRICS", "ArmView", "BySteps", "SeedView", "find_arm", "view_arm"]
@@ -79,13 +80,17 @@ class ArmView:
             "rel_l2": row.rel_l2.to_dict(),
             "ratio": row.ratio.to_dict(),
             "drift": {metric: _by_step(values) for metric, values in self.drifts.items()},
-            "growth": self.growth.to_dict() if self.growth else None,
+            "growth": _growth(self.growth) if self.growth else None,
             "parameters": {name: spread.to_dict() for name, spread in self.parameters},
             "deviation/out": {
                 layer: {metric: _by_step(values) for metric, values in found.items()}
                 for layer, found in self.layers.items()
             },
         }
+
+
+def _growth(growth: ArmGrowth) -> dict[str, Any]:
+    return jsonable({**asdict(growth), "doubling_time": growth.doubling_time})
 
 
 def find_arm(study: RecordedStudy, name: str) -> RecordedArm:

@@ -27,7 +27,7 @@ VERBS = {
     "verdict": ("stability.cli.verdict", "say PASS, FAIL or INCONCLUSIVE of a candidate"),
     "verify": ("stability.cli.verify", "prove that runs keep the pair contract"),
     "show": ("stability.cli.inspect", "print the ladder of a study, or all about one arm"),
-    "report": ("stability.cli.inspect", "write the HTML report of a study"),
+    "report": ("stability.cli.report", "write the HTML report of a study"),
     "dashboard": ("stability.cli.dashboard", "show all studies of a folder in the browser, live"),
     "figure": ("stability.cli.figure", "draw a picture of a study for a paper"),
     "fork": ("stability.cli.fork", "train on from a run's state with one thing changed"),

@@ -29,7 +29,7 @@ DRIFT_METRICS = {
     "w1_over_std": "W1 of all weights / their standard deviation",
     "mean_abs": "mean |difference| of all weights",
     "max_abs": "largest |difference| of all weights",
-    "1 - cosine": "1 - cosine of the angle between all weights",
+    "1-cosine": "1 - cosine of the angle between all weights",
     "sign_flips": "share of weights with another sign",
 }
 """What the drift chart may show. A cosine is so near to 1 that only its distance says anything."""
@@ -164,7 +164,7 @@ def _drift_lines(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> list[d
 
 
 def _drift(run: RecordedRun, metric: str) -> Mapping[int, float]:
-    if metric == "1 - cosine":
+    if metric == "1-cosine":
         return {step: 1 - cosine for step, cosine in run.drift("cosine").items()}
     return run.drift(metric)
 
