@@ -6,13 +6,13 @@ are from (`records.weights`) and the arithmetic (`metrics.drift`).
 """
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from stability.metrics.drift import ALL, drift
+from stability.records.json_values import jsonable
 from stability.records.weights import Weights
 
 __all__ = ["Comparison", "compare_weights"]
@@ -34,20 +34,17 @@ class Comparison:
 
     def to_dict(self) -> dict[str, object]:
         """Return the comparison as what JSON can hold; numbers that are not finite as strings."""
-        return {
-            "a": self.a,
-            "b": self.b,
-            "drift": {
-                name: {metric: _jsonable(value) for metric, value in metrics.items()}
-                for name, metrics in self.drifts.items()
-            },
-            "only_in_a": list(self.only_in_a),
-            "only_in_b": list(self.only_in_b),
-            "shapes_differ": {
-                name: [list(shape) for shape in pair] for name, pair in self.shapes_differ.items()
-            },
-            "not_compared": dict(self.not_compared),
-        }
+        return jsonable(
+            {
+                "a": self.a,
+                "b": self.b,
+                "drift": self.drifts,
+                "only_in_a": self.only_in_a,
+                "only_in_b": self.only_in_b,
+                "shapes_differ": self.shapes_differ,
+                "not_compared": self.not_compared,
+            }
+        )
 
 
 def compare_weights(a: Weights, b: Weights) -> Comparison:
@@ -111,7 +108,3 @@ def _nothing_shared(
     first = next(iter(a), "none")
     near = difflib.get_close_matches(first, b, n=3, cutoff=0.4) or list(b)[:3]
     return f"{rule}, got {first} on one side; nearest on the other: {', '.join(near) or 'none'}"
-
-
-def _jsonable(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

@@ -6,8 +6,7 @@ longer about the change. Leaves out the ladder, which reads two steps.
 """
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from stability.analysis.intervals import Interval, mean_interval, paired_interval
 from stability.analysis.recorded import RecordedArm, RecordedStudy
@@ -35,11 +34,6 @@ class ArmGrowth:
     def doubling_time(self) -> float:
         """Steps in which the drift doubles, of the mean rate; infinite if it does not grow."""
         return math.log(2) / self.rate.mean if self.rate.mean > 0 else math.inf
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-able values; a number that is none stands as text."""
-        content = {**asdict(self), "doubling_time": self.doubling_time}
-        return {name: _plain(value) for name, value in content.items()}
 
 
 def study_growth(study: RecordedStudy, level: float = 0.9) -> list[ArmGrowth]:
@@ -86,17 +80,10 @@ def _lost_in_chaos(study: RecordedStudy, arm: RecordedArm, level: float) -> int 
             mine = run.drift("rel_l2").get(step)
             if other and mine is not None and math.isfinite(mine / other):
                 ratios[seed] = mine / other
-        if not ratios or paired_interval(ratios, level).low > 1:
+        surely = paired_interval(ratios, level).low if ratios else math.inf
+        if surely > 1:
             return lost
-        if math.isnan(paired_interval(ratios, level).low):
+        if math.isnan(surely):
             return None  # too few seeds to tell
         lost = step
     return lost
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stability.records.events import Event, read_events
-from stability.records.metric_log import Series, read_counts, read_metrics
+from stability.records.events import Event, read_log_and_events
+from stability.records.metric_columns import Series
 from stability.records.names import COMPARED, deviation_name, parse_deviation
 from stability.records.probe_record import METRICS_FILE, ProbeRecord, read_probe_record
 
@@ -103,9 +103,7 @@ def read_probe(folder: Path) -> Probed:
     record = read_probe_record(folder)
     if not log.is_file():
         raise ValueError(f"{log}: there are no figures here; the probe has looked at no step yet")
+    content, events = read_log_and_events(log)
     return Probed(
-        record=record,
-        metrics=read_metrics(log),
-        counts=read_counts(log),
-        events=tuple(read_events(log)),
+        record=record, metrics=content.metrics, counts=content.counts, events=tuple(events)
     )

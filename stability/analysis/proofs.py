@@ -11,12 +11,13 @@ from stability.analysis.recorded import RecordedRun, RecordedStudy
 from stability.config.diff import changes
 from stability.config.schema import BASELINE, Axis
 
-__all__ = ["HASHES", "WEIGHT_AXES", "Proof", "Verdict", "environment_of", "hash_proofs"]
+__all__ = ["HASHES", "WEIGHT_AXES", "Proof", "Sameness", "environment_of", "hash_proofs"]
 
 HASHES = ("init_weights", "text", "batches", "final_weights")
 """The hashes of a manifest, in the order of a run."""
 
-Verdict = Literal["same", "different by design", "different", "unknown"]
+Sameness = Literal["same", "different by design", "different", "unknown"]
+"""Two records of one thing; `different` breaks the contract, `unknown` is not on record yet."""
 
 WEIGHT_AXES: tuple[Axis, ...] = ("init", "seed")
 """Axes that change the initial weights by design."""
@@ -38,7 +39,7 @@ class Proof:
     name: str
     found: str
     expected: str
-    verdict: Verdict
+    sameness: Sameness
 
 
 def hash_proofs(study: RecordedStudy) -> list[Proof]:
@@ -50,7 +51,6 @@ def hash_proofs(study: RecordedStudy) -> list[Proof]:
             reference = baseline.runs.get(seed) if baseline else None
             for name in HASHES:
                 found, expected = _hash(run, name), _hash(reference, name)
-                verdict = _verdict(name, arm.diff, found, expected)
                 proofs.append(
                     Proof(
                         arm=arm.name,
@@ -58,7 +58,7 @@ def hash_proofs(study: RecordedStudy) -> list[Proof]:
                         name=name,
                         found=found,
                         expected=expected,
-                        verdict=verdict,
+                        sameness=_sameness(name, arm.diff, found, expected),
                     )
                 )
     return proofs
@@ -83,7 +83,7 @@ def _hash(run: RecordedRun | None, name: str) -> str:
     return run.manifest.hashes.get(name, "") if run and run.manifest else ""
 
 
-def _verdict(name: str, diff: Mapping[str, Any], found: str, expected: str) -> Verdict:
+def _sameness(name: str, diff: Mapping[str, Any], found: str, expected: str) -> Sameness:
     if not found or not expected:
         return "unknown"
     if found == expected:

@@ -5,21 +5,26 @@ part of the answer. Leaves out every judgement (`ladder`, `verdict`, `proofs`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from stability.config.convert import Place, from_mapping
 from stability.config.policy import PolicyConfig
 from stability.config.schema import BASELINE, Axis
-from stability.records.events import Event, read_events
+from stability.records.events import Event, read_log_and_events
 from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import ENDED, Manifest, read_manifest
-from stability.records.metric_log import Series, read_metrics
+from stability.records.metric_columns import Column, Series, column_of
+from stability.records.metric_log import LogContent
 from stability.records.names import TRAIN_LOSS, drift_name
-from stability.records.sealed_json import file_checksum, read_sealed
+from stability.records.run_files import file_damage
+from stability.records.sealed_json import read_sealed
 
 __all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "read_study"]
+
+_NO_ARM = "?"
+"""The folder of an arm that can have none: no arm may be called so."""
 
 RunState = Literal["running", "interrupted", "failed", "diverged", "finished", "missing"]
 
@@ -32,8 +37,12 @@ class RecordedRun:
     seed: int
     manifest: Manifest | None
     metrics: Mapping[str, Series]
+    counts: Mapping[str, Mapping[int, list[int]]] = field(default_factory=dict)
+    """Histograms by name, then step."""
     events: tuple[Event, ...] = ()
     error: str
+    stamps: tuple[tuple[int, int], ...] = ()
+    """Size and time of change (ns) of manifest and log when they were read; empty if unread."""
 
     @property
     def state(self) -> RunState:
@@ -51,6 +60,10 @@ class RecordedRun:
         """Return the values of a metric by step; empty if it was never logged."""
         found = self.metrics.get(name)
         return dict(zip(found.steps, found.values, strict=True)) if found else {}
+
+    def column(self, name: str) -> Column:
+        """Return a metric as arrays, in the order of the log; empty if it was never logged."""
+        return column_of(self.metrics, name)
 
     def drift(self, metric: str, parameter: str = "all") -> dict[int, float]:
         """Return a drift metric by step."""
@@ -110,9 +123,10 @@ class RecordedStudy:
         return sorted({step for run in runs for step in run.drift("rel_l2")})
 
 
-def read_study(study_dir: Path) -> RecordedStudy:
+def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedStudy:
     """Read the records of the study in `study_dir`.
 
+    Runs whose manifest and log have not changed since `known` was read are taken from there.
     ValueError if `study.json` is missing or is no study; nothing else on disk can make it fail.
     """
     path = StudyPaths(study_dir).study
@@ -128,7 +142,7 @@ def read_study(study_dir: Path) -> RecordedStudy:
             steps=config["base"]["train"]["steps"],
             early_step=config.get("early_step", 0),
             policy=from_mapping(PolicyConfig, config.get("policy"), Place(source=str(path))),
-            arms=tuple(_read_arm(study_dir, arm, config["seeds"]) for arm in arms),
+            arms=tuple(_read_arm(study_dir, arm, config["seeds"], known) for arm in arms),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
@@ -138,35 +152,62 @@ def read_study(study_dir: Path) -> RecordedStudy:
 
 def _changed_since(paths: RunPaths, manifest: Manifest) -> str:
     """Return what is wrong with the log of a run that has ended; empty if nothing is."""
-    listed = manifest.files.get(paths.metrics.name)
-    if listed and (not paths.metrics.exists() or file_checksum(paths.metrics) != listed):
+    log = paths.metrics
+    if paths.name_of(log) in manifest.files and file_damage(paths, manifest, log):
         return f"records can't be read: {paths.metrics} is not the one that the manifest lists"
     return ""
 
 
-def _read_arm(study_dir: Path, arm: Mapping[str, Any], seeds: list[int]) -> RecordedArm:
+def _read_arm(
+    study_dir: Path, arm: Mapping[str, Any], seeds: list[int], known: RecordedStudy | None
+) -> RecordedArm:
+    before = known.arm(arm["name"]) if known else None
     return RecordedArm(
         name=arm["name"],
         axis=arm["axis"],
         diff=arm["diff"],
         runs={
-            seed: _read_run(RunPaths.for_run(study_dir, arm["name"], seed), seed) for seed in seeds
+            seed: _read_run(study_dir, arm["name"], seed, before.runs.get(seed) if before else None)
+            for seed in seeds
         },
     )
 
 
-def _read_run(paths: RunPaths, seed: int) -> RecordedRun:
-    manifest, metrics, events, error = None, {}, (), ""
+def _read_run(study_dir: Path, arm: str, seed: int, known: RecordedRun | None) -> RecordedRun:
+    manifest, content, events, stamps = None, LogContent(), [], ()
     try:
+        paths = RunPaths.for_run(study_dir, arm, seed)
+    except ValueError as caught:  # a study.json from elsewhere may name an arm as it likes
+        paths = RunPaths(study_dir / _NO_ARM / f"seed-{seed}")
+        return RecordedRun(paths=paths, seed=seed, manifest=None, metrics={}, error=str(caught))
+    error = ""
+    try:
+        stamps = tuple(_stamp(path) for path in (paths.manifest, paths.metrics))
+        if known and known.paths == paths and known.stamps == stamps:
+            return known
         if paths.manifest.exists():
             manifest = read_manifest(paths.manifest)
         if paths.metrics.exists():
-            metrics = read_metrics(paths.metrics)
-            events = tuple(read_events(paths.metrics))
+            content, events = read_log_and_events(paths.metrics)
         if manifest is not None and manifest.state in ENDED:
             error = _changed_since(paths, manifest)
     except (ValueError, OSError) as caught:
         error = f"records can't be read: {caught}"
     return RecordedRun(
-        paths=paths, seed=seed, manifest=manifest, metrics=metrics, events=events, error=error
+        paths=paths,
+        seed=seed,
+        manifest=manifest,
+        metrics=content.metrics,
+        counts=content.counts,
+        events=tuple(events),
+        error=error,
+        stamps=() if error else stamps,
     )
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return (0, 0)
+    return (found.st_size, found.st_mtime_ns)

@@ -13,7 +13,7 @@ from stability.analysis.ladder import Ladder, Row
 from stability.analysis.spread import MISSING, Spread, scientific, span, times
 from stability.config.schema import BASELINE
 
-__all__ = ["CHAOS_SHARE", "notes", "sentence", "swamped_by_chaos", "verdicts"]
+__all__ = ["CHAOS_SHARE", "candidate_sentences", "notes", "sentence", "swamped_by_chaos"]
 
 CHAOS_SHARE = 0.5
 """A nudge that has gone this share of an arm's drift is most of it; with fewer than 5 seeds the arm
@@ -43,7 +43,7 @@ def sentence(ladder: Ladder, arm: str) -> str:
     return f"{said}; {chaos}." if chaos else f"{said}."
 
 
-def verdicts(ladder: Ladder) -> list[str]:
+def candidate_sentences(ladder: Ladder) -> list[str]:
     """Return the sentence of each candidate: the arms that change the attention."""
     return [sentence(ladder, row.arm) for row in ladder.rows_on("attention")]
 

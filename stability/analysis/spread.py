@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from stability.analysis.intervals import Interval, mean_interval
+from stability.records.json_values import jsonable
 
 __all__ = ["EXACT_ZERO", "MISSING", "Spread", "plain", "scientific", "span", "times"]
 
@@ -69,18 +70,17 @@ class Spread:
     def to_dict(self) -> dict[str, object]:
         """Return the spread as JSON-able values; non-finite numbers as strings, missing as None."""
         interval = self.interval
-        summary = {
-            "mean": self.mean,
-            "min": self.low,
-            "max": self.high,
-        }
         has_interval = not math.isnan(interval.low)
-        return {
-            "n": self.n,
-            **{name: _jsonable(value) if self.n else None for name, value in summary.items()},
-            "interval": [interval.low, interval.high] if has_interval else None,
-            "per_seed": {str(seed): _jsonable(value) for seed, value in self.per_seed.items()},
-        }
+        return jsonable(
+            {
+                "n": self.n,
+                "mean": self.mean if self.n else None,
+                "min": self.low if self.n else None,
+                "max": self.high if self.n else None,
+                "interval": [interval.low, interval.high] if has_interval else None,
+                "per_seed": {str(seed): value for seed, value in self.per_seed.items()},
+            }
+        )
 
     def _extreme(self, choose: Callable[[list[float]], float]) -> float:
         values = list(self.per_seed.values())
@@ -117,7 +117,3 @@ def span(spread: Spread, write: Callable[[float], str], between: str) -> str:
     number = re.sub(r"[^\d.].*", "", low)
     shared = high.endswith(low.removeprefix(number))
     return f"{number if shared else low}{between}{high}"
-
-
-def _jsonable(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

@@ -10,7 +10,7 @@ fails by chance: that is the lower end of a 90 % interval. Leaves out the senten
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from stability.analysis.intervals import (
@@ -25,6 +25,7 @@ from stability.analysis.spread import times
 from stability.config.convert import nearest
 from stability.config.policy import PolicyConfig
 from stability.config.schema import BASELINE
+from stability.records.json_values import jsonable
 
 __all__ = ["Drifts", "Outcome", "Verdict", "judge", "judge_study", "smallest_nudge"]
 
@@ -68,15 +69,16 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values; a number that is none stands as text."""
-        interval = {name: getattr(self.ratio, name) for name in self.ratio.__slots__}
-        return {
-            "outcome": self.outcome,
-            **{name: getattr(self.policy, name) for name in self.policy.__slots__},
-            "ratio": {name: _plain(value) for name, value in interval.items()},
-            "per_seed": {str(seed): _plain(value) for seed, value in self.per_seed.items()},
-            "more_seeds": self.more_seeds,
-            "sentence": self.sentence,
-        }
+        return jsonable(
+            {
+                "outcome": self.outcome,
+                **asdict(self.policy),
+                "ratio": asdict(self.ratio),
+                "per_seed": {str(seed): value for seed, value in self.per_seed.items()},
+                "more_seeds": self.more_seeds,
+                "sentence": self.sentence,
+            }
+        )
 
 
 def judge_study(study: RecordedStudy, policy: PolicyConfig) -> Verdict:
@@ -141,7 +143,6 @@ def judge(
         return verdict("PASS", "Its weights are the baseline's, to the bit")
     if not ratios or not all(math.isfinite(r) for r in ratios.values()):
         return verdict("INCONCLUSIVE", "The yardstick has moved no weight, or is no number", None)
-    more = more_seeds(ratios, policy.max_ratio, policy.level)
     if math.isnan(ratio.low):
         needed = replicates_needed(policy.level)
         raise ValueError(
@@ -151,6 +152,7 @@ def judge(
     if ratio.high <= policy.max_ratio:
         return verdict("PASS", "")
     if ratio.low <= policy.max_ratio:
+        more = more_seeds(ratios, policy.max_ratio, policy.level)
         return verdict("INCONCLUSIVE", f"The interval holds both answers: {_run_more(more)}", more)
     for drifts, name in ((rerun, "a rerun of the baseline"), (nudge, "the nudge")):
         if not _is_told_from(candidate, drifts, policy.level):
@@ -244,7 +246,3 @@ def _drifts(arm: RecordedArm, step: int) -> dict[int, float]:
         if value is not None:
             found[seed] = value
     return found
-
-
-def _plain(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

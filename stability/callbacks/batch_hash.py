@@ -6,8 +6,9 @@ The hash at step s covers the batches of the first s updates. Leaves out the has
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 
+from stability.callbacks.each_update import UpdateCallback
 from stability.data.fingerprint import BatchFingerprint
 from stability.records.metric_log import MetricLog
 from stability.records.names import BATCH_HASH
@@ -15,33 +16,21 @@ from stability.records.names import BATCH_HASH
 __all__ = ["BatchHash"]
 
 
-class BatchHash(Callback):
+class BatchHash(UpdateCallback):
     """Write `batch_hash` into the metric log after every update; survives a resume."""
 
     def __init__(self, log: MetricLog) -> None:
         self.fingerprint = BatchFingerprint()
         self._log = log
-        self._step = 0
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def after_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
         """Take in this batch."""
-        self._step = trainer.global_step
         self.fingerprint.update(batch)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Record the hash when the update has been made."""
-        if trainer.global_step > self._step:
-            digest = self.fingerprint.hexdigest()
-            self._log.append(trainer.global_step, {}, None, **{BATCH_HASH: digest})
+    def after_update(self, trainer: Trainer, step: int) -> None:
+        """Record the hash."""
+        digest = self.fingerprint.hexdigest()
+        self._log.append(trainer.global_step, {}, None, **{BATCH_HASH: digest})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hash so far."""

@@ -9,19 +9,20 @@ checkpoint in between, so that nothing waits for them. Leaves out the comparison
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from stability.attention.probe import AttentionProbe
 from stability.attention.reading import Transfer
 from stability.attention.schedule import Schedule
 from stability.attention.second_pass import repeating_forward
+from stability.callbacks.each_update import UpdateCallback
 from stability.callbacks.probe_log import ProbeLog
 
 __all__ = ["DeviationProbe"]
 
 
-class DeviationProbe(Callback):
+class DeviationProbe(UpdateCallback):
     """Log `deviation/...` and `watch/<layer>/...` of `model` at the steps that `schedule` names."""
 
     def __init__(
@@ -35,39 +36,28 @@ class DeviationProbe(Callback):
         self._looking: ExitStack | None = None
         self._underway: tuple[int, Transfer] | None = None
         self._trainer: Trainer | None = None
-        self._step = -1
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def before_update(self, trainer: Trainer, step: int) -> None:
         """Arm the probe for a step's first forward pass."""
         self._trainer = trainer
-        begins, self._step = trainer.global_step != self._step, trainer.global_step
-        if not begins or not self._schedule.is_due(self._step):
+        if not self._schedule.is_due(step):
             return
         self._looking = ExitStack()
         if self._inherited:
             self._looking.enter_context(repeating_forward([self._model], self._probe))
         self._probe.arm()
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Disarm it, and send the figures off once the step's last micro-batch is through."""
-        if self._looking is None or trainer.global_step == self._step:
-            return  # not due, or gradients are still being accumulated
+    def after_update(self, trainer: Trainer, step: int) -> None:
+        """Disarm it, and send the figures off."""
+        if self._looking is None:
+            return
         self._looking.close()
         self._looking = None
         self._probe.disarm()
         self._write()
         transfer = self._probe.start_transfer()
         if transfer is not None:
-            self._underway = (self._step, transfer)
+            self._underway = (step, transfer)
             if transfer.is_here:
                 self._write()
 

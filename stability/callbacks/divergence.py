@@ -7,7 +7,10 @@ not. Leaves out what a divergence means.
 import math
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from stability.callbacks.each_update import UpdateCallback
 
 __all__ = ["PATIENCE", "Divergence"]
 
@@ -15,32 +18,34 @@ PATIENCE = 5
 """Updates in a row with a loss that is not finite, before the run is stopped."""
 
 
-class Divergence(Callback):
+class Divergence(UpdateCallback):
     """Stop the trainer after PATIENCE updates with a NaN or infinite loss; `step` says since when.
 
-    `step` is None while there is none.
+    `step` is None while there is none. With gradient accumulation an update's loss is the mean over
+    its micro-batches, as it is logged.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
         self._bad = 0
         self._since = 0
+        self._loss: Tensor | float = 0.0
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def before_update(self, trainer: Trainer, step: int) -> None:
+        """Begin the update's loss."""
+        self._loss = 0.0
+
+    def after_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
+        """Add up the update's loss: Lightning has divided each one by their number."""
+        self._loss = self._loss + outputs["loss"].detach()
+
+    def after_update(self, trainer: Trainer, step: int) -> None:
         """Count the losses in a row that are not finite."""
-        if math.isfinite(outputs["loss"].item()):
+        if math.isfinite(self._loss):
             self._bad = 0
             return
         if self._bad == 0:
-            # the loss was computed on the weights before this update
-            self._since = trainer.global_step - 1
+            self._since = step
         self._bad += 1
         if self._bad >= PATIENCE:
             self.step = self._since

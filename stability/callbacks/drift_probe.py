@@ -5,11 +5,11 @@ arithmetic (`metrics.drift`) and the writing of snapshots.
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
+from stability.callbacks.each_update import UpdateCallback
 from stability.metrics.drift import drift
 from stability.records.layout import RunPaths
 from stability.records.names import drift_name
@@ -18,7 +18,7 @@ from stability.records.run_files import read_run_snapshot
 __all__ = ["DriftProbe"]
 
 
-class DriftProbe(Callback):
+class DriftProbe(UpdateCallback):
     """Log `drift/<parameter or all>/<metric>` against `baseline` after each of `steps`.
 
     `check` is called with the step first: it raises if the two runs are not a pair up to there.
@@ -35,28 +35,18 @@ class DriftProbe(Callback):
         self._baseline = baseline
         self._steps = frozenset(steps)
         self._check = check
-        self._last = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare the initial weights, unless a resume has them compared already."""
         if trainer.global_step == 0:
             self._compare(trainer)
-        self._last = trainer.global_step
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def after_update(self, trainer: Trainer, step: int) -> None:
         """Compare if this update completes a chosen step."""
-        if trainer.global_step > self._last:
-            self._compare(trainer)
+        self._compare(trainer)
 
     def _compare(self, trainer: Trainer) -> None:
-        step = self._last = trainer.global_step
+        step = trainer.global_step
         if step not in self._steps:
             return
         self._check(step)

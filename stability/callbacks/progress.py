@@ -1,8 +1,10 @@
 """Tells an observer how far the study is; the observer decides how it looks."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
+
+from stability.callbacks.each_update import UpdateCallback
 
 __all__ = ["ProgressCallback", "StudyObserver"]
 
@@ -27,7 +29,7 @@ class StudyObserver(Protocol):
         ...
 
 
-class ProgressCallback(Callback):
+class ProgressCallback(UpdateCallback):
     """Pass each update of a run to the observer."""
 
     def __init__(self, observer: StudyObserver, arm: str, seed: int) -> None:
@@ -35,14 +37,7 @@ class ProgressCallback(Callback):
         self._arm = arm
         self._seed = seed
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def after_update(self, trainer: Trainer, step: int) -> None:
         """Report the step and the loss that Lightning logged for it."""
         loss = trainer.callback_metrics.get("train/loss")
         self._observer.run_advanced(

@@ -6,16 +6,17 @@ Leaves out everything that it does (`attention.session`).
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from stability.attention.reading import Reading
 from stability.attention.session import Candidate, Shadow, shadow
+from stability.callbacks.each_update import UpdateCallback
 from stability.callbacks.probe_log import ProbeLog
 
 __all__ = ["ShadowCallback"]
 
 
-class ShadowCallback(Callback):
+class ShadowCallback(UpdateCallback):
     """Shadow the attention of the module that is trained, and log to the trainer's loggers.
 
     Takes `candidate` and the options of `stability.shadow`; steps are the trainer's global steps.
@@ -29,35 +30,26 @@ class ShadowCallback(Callback):
         self._session: Shadow | None = None
         self._log = ProbeLog()
         self._trainer: Trainer | None = None
-        self._step = 0
         self._state: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the module."""
-        self._trainer, self._step = trainer, trainer.global_step
+        self._trainer = trainer
         self._session = self._open.enter_context(
             shadow(
                 pl_module,
                 self._candidate,
                 **self._options,
                 sinks=[self._write],
-                first_step=self._step,
+                first_step=trainer.global_step,
             )
         )
         if self._state:
             self._session.probe.load_state_dict(self._state)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """End the step once its last micro-batch is through."""
-        if self._session is not None and trainer.global_step > self._step:
-            self._step = trainer.global_step
+    def after_update(self, trainer: Trainer, step: int) -> None:
+        """End the step."""
+        if self._session is not None:
             self._session.step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

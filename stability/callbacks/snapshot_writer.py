@@ -4,18 +4,18 @@ Leaves out optimizer state and everything else that a resume needs: that is Ligh
 """
 
 from collections.abc import Collection
-from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
+from stability.callbacks.each_update import UpdateCallback
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import write_snapshot
 
 __all__ = ["SnapshotWriter"]
 
 
-class SnapshotWriter(Callback):
+class SnapshotWriter(UpdateCallback):
     """Write a snapshot of `model` after each number of updates in `steps`, and list it in `files`.
 
     One that is listed already stays: a run that goes on has the same bits there.
@@ -30,14 +30,7 @@ class SnapshotWriter(Callback):
         """Write the initial weights."""
         self._write(trainer.global_step)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def after_update(self, trainer: Trainer, step: int) -> None:
         """Write the weights if this update completes a chosen step."""
         self._write(trainer.global_step)
 

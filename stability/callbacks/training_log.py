@@ -6,16 +6,17 @@ would come back without that line. Leaves out everything but the loss.
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
+from stability.callbacks.each_update import UpdateCallback
 from stability.records.metric_log import MetricLog
 from stability.records.names import TRAIN_LOSS
 
 __all__ = ["LogPosition", "TrainingLog"]
 
 
-class TrainingLog(Callback):
+class TrainingLog(UpdateCallback):
     """Log `train/loss` at every `every`-th step: the loss on weights after that many updates.
 
     With gradient accumulation it is the mean over the step's micro-batches: Lightning has divided
@@ -24,32 +25,22 @@ class TrainingLog(Callback):
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._step = -1
-        self._loss: Tensor | None = None
+        self._loss: Tensor | float = 0.0
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Remember the step that this batch belongs to."""
-        if trainer.global_step != self._step:
-            self._loss = None
-        self._step = trainer.global_step
+    def before_update(self, trainer: Trainer, step: int) -> None:
+        """Begin the step's loss."""
+        self._loss = 0.0
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Add up the step's loss, and log it when the update has been made."""
-        loss: Tensor = outputs["loss"].detach()
-        self._loss = loss if self._loss is None else self._loss + loss
-        if trainer.global_step == self._step or self._step % self._every != 0:
+    def after_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
+        """Add up the step's loss."""
+        self._loss = self._loss + outputs["loss"].detach()
+
+    def after_update(self, trainer: Trainer, step: int) -> None:
+        """Log it if the step is due."""
+        if step % self._every != 0:
             return
         for logger in trainer.loggers:
-            logger.log_metrics({TRAIN_LOSS: self._loss.item()}, step=self._step)
+            logger.log_metrics({TRAIN_LOSS: float(self._loss)}, step=step)
 
 
 class LogPosition(Callback):

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from stability.callbacks.each_update import UpdateCallback
 from stability.metrics.thresholds import LOSS_SPIKE_DEVIATIONS, crossings
 from stability.metrics.training_watch import (
     LossSpikes,
@@ -30,7 +31,7 @@ from stability.tracking.alerts import alert_event, emit
 __all__ = ["TrainingWatch"]
 
 
-class TrainingWatch(Callback):
+class TrainingWatch(UpdateCallback):
     """Log the figures below at every `every`-th step, and alerts as they arise.
 
     `watch/grad_norm` and `watch/nonfinite_gradients`: of the whole step's gradients, before
@@ -56,7 +57,6 @@ class TrainingWatch(Callback):
         self._loss: Tensor | None = None
         self._seen: dict[str, Tensor] = {}
         self._hook: RemovableHandle | None = None
-        self._step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a run that the figures would be ambiguous for."""
@@ -66,20 +66,18 @@ class TrainingWatch(Callback):
                 f"{len(trainer.optimizers)}; leave the watch out"
             )
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Look at this forward pass's logits if the step is due."""
-        self._release()
-        self._step = trainer.global_step
-        if self._is_due():
-            self._hook = self._watched(pl_module).register_forward_hook(self._see_output)
+    def before_update(self, trainer: Trainer, step: int) -> None:
+        """Begin the step's loss, and look at its logits if the step is due."""
+        self._loss = None
+        if self._is_due(step):
+            watched = self._watched(trainer.lightning_module)
+            self._hook = watched.register_forward_hook(self._see_output)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Measure the step's gradients: all micro-batches are in, nothing is clipped."""
-        if not self._is_due():
+        if not self._is_due(trainer.global_step):
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         dense = [g for g in gradients if g is not None and g.layout == torch.strided]
@@ -87,25 +85,25 @@ class TrainingWatch(Callback):
             self._seen[watch_name("grad_norm")] = gradient_norm(dense)
             self._seen[watch_name("nonfinite_gradients")] = count_nonfinite(dense)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Take in the loss; when the update has been made at a due step, log everything."""
+    def after_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
+        """Add a micro-batch's loss, which Lightning has divided by their number."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        if isinstance(loss, Tensor):
+            loss64 = loss.detach().double()
+            self._loss = loss64 if self._loss is None else self._loss + loss64
+
+    def after_update(self, trainer: Trainer, step: int) -> None:
+        """Take in the step's loss; at a due step, log everything."""
         self._release()
-        self._see_loss(outputs)
-        if trainer.global_step == self._step:
-            return  # gradients are still being accumulated
         if self._loss is not None:
             self._losses.append(self._loss)
-            self._loss = None
-        if self._is_due():
-            self._see_second_moments(pl_module, trainer.optimizers[0])
-            self._log(trainer)
+        if self._is_due(step):
+            self._see_second_moments(trainer.lightning_module, trainer.optimizers[0])
+            self._log(trainer, step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave no hook behind where training stops among micro-batches."""
+        self._release()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -128,8 +126,8 @@ class TrainingWatch(Callback):
         self._previous = dict(state_dict["previous"])
         self._spikes.load_state_dict(state_dict["spikes"])
 
-    def _is_due(self) -> bool:
-        return self._step % self._every == 0
+    def _is_due(self, step: int) -> bool:
+        return step % self._every == 0
 
     def _watched(self, pl_module: LightningModule) -> nn.Module:
         inner = getattr(pl_module, "model", None) if self._model is None else self._model
@@ -146,13 +144,6 @@ class TrainingWatch(Callback):
         if isinstance(logits, Tensor) and logits.dim() >= 2 and logits.is_floating_point():
             self._seen[watch_name("log_z")] = log_z(logits)
 
-    def _see_loss(self, outputs: Any) -> None:
-        """Add a micro-batch's loss, which Lightning has divided by their number."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-        if isinstance(loss, Tensor):
-            loss64 = loss.detach().double()
-            self._loss = loss64 if self._loss is None else self._loss + loss64
-
     def _see_second_moments(self, pl_module: LightningModule, optimizer: Optimizer) -> None:
         names = _parameter_names(pl_module, self._watched(pl_module))
         ratios = {}
@@ -165,7 +156,7 @@ class TrainingWatch(Callback):
             self._seen.update(ratios)
             self._seen[watch_name("rms_max")] = torch.stack(list(ratios.values())).amax()
 
-    def _log(self, trainer: Trainer) -> None:
+    def _log(self, trainer: Trainer, step: int) -> None:
         names, gathered = list(self._seen), [*self._seen.values(), *self._losses]
         watched_losses = len(self._losses)
         self._seen, self._losses = {}, []
@@ -178,9 +169,9 @@ class TrainingWatch(Callback):
             spikes = [self._spikes.update(loss) for loss in values[len(names) :]]
             metrics[watch_name("loss_spike")] = float(any(spikes))
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=self._step)
+            logger.log_metrics(metrics, step=step)
         for crossing in crossings(metrics, self._previous):
-            emit(trainer.loggers, alert_event(crossing, self._step))
+            emit(trainer.loggers, alert_event(crossing, step))
         self._previous = {**self._previous, **metrics}
 
 

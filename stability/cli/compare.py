@@ -3,15 +3,14 @@
 Leaves out how they are opened (`records.weights`), matched (`analysis.comparison`) and shown.
 """
 
-import sys
-from json import dumps
 from pathlib import Path
 
 from rich.console import Console
 
 from stability.analysis.comparison import compare_weights
-from stability.records.layout import RunPaths, snapshot_steps
-from stability.records.weights import Weights, is_run, open_weights
+from stability.cli.json_output import print_json
+from stability.records.layout import RunPaths, is_run, snapshot_steps
+from stability.records.weights import Weights, open_weights
 from stability.report.comparison_table import print_comparison
 
 __all__ = ["compare"]
@@ -35,7 +34,7 @@ def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool
         raise ValueError(f"compare: top must be >= 0, got {top}; 0 shows the pooled weights alone")
     found = compare_weights(*_open(a, b, step))
     if json:
-        sys.stdout.write(dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
+        print_json(found.to_dict())
     else:
         print_comparison(found, top, Console())
     return 0

@@ -6,8 +6,6 @@ measuring (`attention.microbenchmark`), presets' figures (`attention.presets`) a
 
 import dataclasses
 import itertools
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,8 @@ from stability.attention import presets
 from stability.attention.inputs import Inputs, on_grid, read
 from stability.attention.microbenchmark import Problem, measure
 from stability.attention.waterfall import waterfall
+from stability.cli.json_output import print_json
+from stability.cli.waterfall_keeping import keep_waterfall, own_numerics
 from stability.config.convert import nearest
 from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS
 from stability.report.deviation_plot import write_plot, write_waterfall_plot
@@ -40,7 +40,7 @@ PRESETS = ("fa3_table3", "tie_bias")
 
 
 def deviate(
-    profile: str = "fa2",
+    profile: str = "",
     baseline: str = "plain",
     format: str = "bf16",
     length: str = "512",
@@ -64,6 +64,7 @@ def deviate(
     step: int | None = None,
     backward: bool = False,
     waterfall: bool = False,
+    record: bool = False,
     preset: str = "",
     columns: str = ",".join(COLUMNS),
     plot: str = "",
@@ -74,7 +75,7 @@ def deviate(
     Options that take a list take it with commas; every combination is a point.
 
     Args:
-        profile: flash profiles, e.g. fa2,all_bf16
+        profile: flash profiles, e.g. fa2,all_bf16; empty is that of --checkpoint, or fa2
         baseline: baseline profiles, e.g. plain
         format: formats of q, k, v and of what the numerics leave to them, e.g. bf16,fp16,e8m12
         length: query and key lengths
@@ -98,6 +99,7 @@ def deviate(
         step: the snapshot of --checkpoint; the last if not given
         backward: also dq, dk and dv
         waterfall: lower each rounding point alone, then raise each alone
+        record: keep the waterfall, under a causal mask, in --checkpoint, for report and figure
         preset: fa3_table3 or tie_bias, a published figure beside the measured one
         columns: metrics to show; baseline/rmse and pair/max_abs are of the other two pairs
         plot: an HTML file for a picture of the first column
@@ -106,9 +108,12 @@ def deviate(
     console = Console()
     if preset:
         return _preset(preset, engine, json, console)
+    if record and not (waterfall and checkpoint):
+        raise ValueError("deviate: record must be given with waterfall and checkpoint; add both")
     shown = _columns(columns)
+    own_profile, own_changes = own_numerics("" if profile else checkpoint)
     lists = {
-        "profile": _words(profile),
+        "profile": _words(profile) or [own_profile],
         "baseline": _words(baseline),
         "format": _words(format),
         "length": _integers("length", length),
@@ -122,12 +127,12 @@ def deviate(
         "batch": batch,
         "heads": heads,
         "kv_heads": kv_heads or None,
-        "causal": causal,
+        "causal": causal or record,
         "window": _window(window),
         "softcap": softcap,
         "scale": scale,
         "engine": engine,
-        "changes": _changes(set),
+        "changes": _changes(set) or own_changes,
     }
     problems = [Problem(**dict(zip(lists, x, strict=True)), **fixed) for x in _product(lists)]
     for problem in problems:  # every combination is looked at before the first is run
@@ -138,12 +143,15 @@ def deviate(
         problems = [dataclasses.replace(problem, **_shape_of(given)) for problem in problems]
     varied = [name for name, values in lists.items() if len(values) > 1]
     if waterfall:
-        return _waterfall(problems, given, plot, json, console)
+        steps = _waterfall(problems, given, plot, json, console)
+        if record:
+            keep_waterfall(checkpoint, layer, step, problems[0], steps)
+        return 0
     rows = list(_rows(problems, given, backward))
     if plot:
         write_plot(Path(plot), rows, varied, shown[0])
     if json:
-        _print_json({"versions": versions(), "rows": rows})
+        print_json({"versions": versions(), "rows": rows})
     else:
         print_points(rows, varied, shown, console)
     return 0
@@ -165,7 +173,7 @@ def _rows(
 
 def _waterfall(
     problems: list[Problem], given: Inputs | None, plot: str, as_json: bool, console: Console
-) -> int:
+) -> list[dict[str, Any]]:
     if len(problems) > 1:
         raise ValueError(f"deviate: waterfall takes one point, got {len(problems)} combinations")
     (problem,) = problems
@@ -176,10 +184,10 @@ def _waterfall(
     if as_json:
         point = dataclasses.asdict(problem)
         numerics = problem.numerics().to_dict()
-        _print_json({"versions": versions(), "point": point, "numerics": numerics, "steps": steps})
+        print_json({"versions": versions(), "point": point, "numerics": numerics, "steps": steps})
     else:
         print_waterfall(steps, console)
-    return 0
+    return steps
 
 
 def _preset(name: str, engine: Engine, as_json: bool, console: Console) -> int:
@@ -196,7 +204,7 @@ def _preset(name: str, engine: Engine, as_json: bool, console: Console) -> int:
             for profile, changes in presets.TIE_CASES
             for sign in (-1, 1)
         ]
-        _print_json({"rows": rows}) if as_json else print_ties(rows, console)
+        print_json({"rows": rows}) if as_json else print_ties(rows, console)
         return 0
     rows = []
     for cell in presets.FA3_TABLE3:
@@ -205,12 +213,8 @@ def _preset(name: str, engine: Engine, as_json: bool, console: Console) -> int:
         at = {"row": cell.row, "column": cell.column, "profile": cell.profile}
         rows.append({**at, "published": printed, "measured": measured})
     title = "FlashAttention-3 (arXiv 2407.08608), table 3: RMSE against FP64"
-    _print_json({"rows": rows}) if as_json else print_published(rows, title, console)
+    print_json({"rows": rows}) if as_json else print_published(rows, title, console)
     return 0
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
 def _product(lists: dict[str, list[Any]]) -> Iterator[tuple[Any, ...]]:

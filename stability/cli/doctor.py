@@ -3,7 +3,6 @@
 Looks, and changes nothing. Leaves out speed (`make bench`, `make gpu`).
 """
 
-from json import dumps
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from attention_kernels.machine import (
 )
 from attention_kernels.peers import peers
 from stability import __version__
+from stability.cli.json_output import print_json
 
 __all__ = ["doctor"]
 
@@ -33,11 +33,10 @@ def doctor(json: bool = False) -> int:
         json: print JSON instead of tables
     """
     found = _examine()
-    console = Console()
     if json:
-        console.print(dumps(found, indent=2), soft_wrap=True, highlight=False, markup=False)
+        print_json(found)
     else:
-        _print(found, console)
+        _print(found, Console())
     return 0
 
 

@@ -1,54 +1,62 @@
-"""`stability show` and `stability report`: look at a study or a probe whose records exist."""
+"""`stability show`: a study, one of its arms, or a probe, in the terminal."""
 
+import io
+import sys
 from pathlib import Path
 
 from rich.console import Console
 
+from stability.analysis.arm_view import view_arm
 from stability.analysis.growth_law import study_growth
 from stability.analysis.ladder import ladder_of
 from stability.analysis.recorded import read_study
+from stability.cli.json_output import print_json
 from stability.records.probe_record import PROBE_FILE
+from stability.report.arm_table import print_arm
+from stability.report.drift_sparks import DriftSparks
 from stability.report.growth_table import print_growth
-from stability.report.html import write_report
-from stability.report.probe_page import write_probe_page
 from stability.report.probe_table import print_found, print_probe
+from stability.report.sparkline import Sparks
 from stability.report.terminal import print_ladder
 
-__all__ = ["report", "show"]
+__all__ = ["holds_probe", "show"]
 
 
-def show(folder: Path) -> int:
-    """Print the ladder of a study, or the table of a probe.
+def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
+    """Print the ladder of a study, all about one of its arms, or the table of a probe.
 
     Args:
         folder: the folder of a study, e.g. runs/quickstart, or of a probe
+        arm: the arm to look at, e.g. flash_fa2; the ladder of all if not given
+        json: print the ladder, or the arm, as JSON, every seed's value included
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a dash that the terminal lacks stops nothing
     console = Console()
-    if _holds_probe(folder):
+    if holds_probe(folder):
+        if arm is not None or json:
+            raise ValueError(f"show: arm and json are for a study, got the probe {str(folder)!r}")
         print_probe(folder, console)
         return 0
     study = read_study(folder)
-    print_ladder(ladder_of(study), console)
+    ladder = ladder_of(study)
+    if arm is not None:
+        view = view_arm(study, ladder, arm)
+        print_json(view.to_dict()) if json else print_arm(view, console)
+        return 0
+    if json:
+        sys.stdout.write(ladder.to_json())
+        return 0
+    drawn = DriftSparks(study, Sparks.for_console(console)) if study.drift_steps else None
+    print_ladder(ladder, console, drawn)
     console.print()
     print_growth(study_growth(study), console)
     print_found(study, console)
     return 0
 
 
-def report(folder: Path) -> int:
-    """Write a study's report.html, or a probe's probe.html, anew from its records.
-
-    Also while it runs.
-
-    Args:
-        folder: the folder of a study, e.g. runs/quickstart, or of a probe
-    """
-    written = write_probe_page(folder) if _holds_probe(folder) else write_report(folder)
-    Console().print(written, soft_wrap=True, highlight=False)
-    return 0
-
-
-def _holds_probe(folder: Path) -> bool:
+def holds_probe(folder: Path) -> bool:
+    """Whether the folder is a probe's; False for a study's, ValueError for any other."""
     if (folder / PROBE_FILE).is_file():
         return True
     if (folder / "study.json").is_file():

@@ -4,9 +4,12 @@ import json
 import sys
 from typing import Any
 
+from stability.records.json_values import jsonable
+
 __all__ = ["print_json"]
 
 
 def print_json(content: Any) -> None:
-    """Print `content` as JSON; ValueError for a number that JSON has not."""
-    sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """Print `content` as JSON; numbers that JSON has not are text."""
+    text = json.dumps(jsonable(content), indent=2, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write(text + "\n")

@@ -26,9 +26,10 @@ VERBS = {
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
     "verdict": ("stability.cli.verdict", "say PASS, FAIL or INCONCLUSIVE of a candidate"),
     "verify": ("stability.cli.verify", "prove that runs keep the pair contract"),
-    "show": ("stability.cli.inspect", "print the ladder of a study"),
-    "report": ("stability.cli.inspect", "write the HTML report of a study"),
+    "show": ("stability.cli.inspect", "print the ladder of a study, or all about one arm"),
+    "report": ("stability.cli.report", "write the HTML report of a study"),
     "dashboard": ("stability.cli.dashboard", "show all studies of a folder in the browser, live"),
+    "figure": ("stability.cli.figure", "draw a picture of a study for a paper"),
     "fork": ("stability.cli.fork", "train on from a run's state with one thing changed"),
     "bisect": ("stability.cli.fork", "find the layers or rounding points that carry a change"),
     "compare": ("stability.cli.compare", "measure the drift between any two sets of weights"),
@@ -102,12 +103,13 @@ def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:
     """Return `words` with "=true" after each bare bool option: jsonargparse wants a value.
 
     A name may be written with dashes. Further arguments without a name go to the parameters that
-    may be left out, in order, as far as those are paths.
+    may be left out, in order, as far as those are paths or names.
     """
     every = inspect.signature(command).parameters
     parameters = {f"--{name}": parameter for name, parameter in every.items()}
     required = sum(parameter.default is parameter.empty for parameter in every.values())
-    spare = [name for name, parameter in parameters.items() if parameter.annotation == Path | None]
+    further = (Path | None, str | None)
+    spare = [name for name, parameter in parameters.items() if parameter.annotation in further]
     found: list[str] = []
     takes_value = False
     for word in words:

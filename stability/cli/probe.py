@@ -4,8 +4,6 @@ Loads a model with random or given weights, runs text through it forward and bac
 where a candidate attention deviates. Leaves out the instrument (`attention.session`).
 """
 
-import json as jsonlib
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +18,7 @@ from stability.analysis.probed import read_probe
 from stability.attention.record_sink import RecordSink
 from stability.attention.registry import resolve_attention
 from stability.attention.session import shadow
+from stability.cli.json_output import print_json
 from stability.data.hub import offline_if_unreachable
 from stability.data.tokenizers import load_tokenizer
 from stability.model.pretrained import Weights, language_loss, load_pretrained
@@ -134,7 +133,7 @@ def probe(
     page = write_probe_page(folder)
     if json:
         found = [str(line) for line in sentences(locate(read_probe(folder).metrics))]
-        sys.stdout.write(jsonlib.dumps({"records": str(folder), "stands_out": found}) + "\n")
+        print_json({"records": str(folder), "stands_out": found})
         return 0
     print_probe(folder, console)
     console.print(f"\nreport: {page}", soft_wrap=True, highlight=False)

@@ -17,10 +17,12 @@ from stability.config.schema import ArmConfig, StudyConfig
 from stability.report.html import write_report
 from stability.report.progress import StudyDisplay
 from stability.report.terminal import print_ladder
+from stability.report.wandb_study import publish_study
 from stability.study.arm import TrainOptions
 from stability.study.quiet import quieten_lightning
 from stability.study.run import has_ended
 from stability.study.runner import plan, run_study
+from stability.tracking.wandb_environment import check_wandb
 
 __all__ = ["override_help", "run", "split_overrides"]
 
@@ -51,6 +53,7 @@ def run(
     """
     config = _with_seeds(load_study(study, overrides), seeds)
     runs = plan(config, out)
+    check_wandb(wandb)
     quieten_lightning()
     console = Console()
     with StudyDisplay(console, len(runs)) as display:
@@ -63,10 +66,13 @@ def run(
         )
     folder = out / config.name
     report = write_report(folder)
+    trouble = publish_study(folder, wandb)
     print_ladder(build_ladder(folder), console)
     console.print(f"\nreport: {report}", soft_wrap=True, highlight=False)
     if config.policy.candidate:
         console.print(_verdict(folder), soft_wrap=True, highlight=False, markup=False)
+    if trouble:
+        console.print(trouble, soft_wrap=True, highlight=False, markup=False)
     return 0 if all(has_ended(run.paths) for run in runs) else 1
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from stability.records.metric_log import MetricLog, read_lines
+from stability.records.metric_log import LogContent, MetricLog, read_log
 
-__all__ = ["Event", "EventKind", "log_event", "read_events"]
+__all__ = ["Event", "EventKind", "log_event", "read_events", "read_log_and_events"]
 
 EventKind = Literal["finding", "alert"]
 """A finding is a fact about an implementation, an alert a figure past a published threshold."""
@@ -54,11 +54,13 @@ def read_events(path: Path) -> list[Event]:
 
     ValueError names the file and the line of an event that is damaged.
     """
-    return [
-        _to_event(line, f"{path}: line {number}")
-        for number, line in read_lines(path)
-        if _KEY in line
-    ]
+    return read_log_and_events(path)[1]
+
+
+def read_log_and_events(path: Path) -> tuple[LogContent, list[Event]]:
+    """Return all that a metric log says, read in one pass; ValueError as above."""
+    content = read_log(path, keep=_KEY)
+    return content, [_to_event(line, f"{path}: line {number}") for number, line in content.kept]
 
 
 def _to_event(line: dict[str, Any], where: str) -> Event:

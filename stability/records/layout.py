@@ -7,7 +7,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RunPaths", "StudyPaths", "checkpoint_steps", "list_runs", "snapshot_steps"]
+__all__ = [
+    "RunPaths",
+    "StudyPaths",
+    "checkpoint_steps",
+    "is_run",
+    "list_runs",
+    "run_at",
+    "snapshot_steps",
+]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SEED = re.compile(r"seed-(\d+)")
@@ -35,6 +43,11 @@ class StudyPaths:
     def report(self) -> Path:
         """The report for people."""
         return self.root / "report.html"
+
+    @property
+    def wandb_dir(self) -> Path:
+        """The folder that W&B writes the study's own run into; an arm `wandb` may share it."""
+        return self.root / "wandb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +115,29 @@ class RunPaths:
         if step < 0:
             raise ValueError(f"RunPaths.snapshot: step must be >= 0, got {step}; count from 0")
         return self.snapshots_dir / f"step-{step:08d}.safetensors"
+
+    def name_of(self, path: Path) -> str:
+        """Return the name of a file of the run: its path in the run's folder, with slashes."""
+        # Lightning gives real paths, whatever was asked for
+        root = self.root if path.is_relative_to(self.root) else self.root.resolve()
+        return path.relative_to(root).as_posix()
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a path is the folder of a run, which has a manifest."""
+    return RunPaths(folder).manifest.is_file()
+
+
+def run_at(folder: Path, what: str) -> RunPaths:
+    """Return the paths of the run in `folder`, under its real name.
+
+    ValueError, beginning with `what`, e.g. "fork: run", if it holds no run.
+    """
+    if not is_run(folder):
+        raise ValueError(
+            f"{what} must be a run's folder, got {str(folder)!r}; it is runs/<study>/<arm>/seed-<n>"
+        )
+    return RunPaths(folder.resolve())
 
 
 def list_runs(study: Path) -> list[RunPaths]:

@@ -11,28 +11,47 @@ are not forced to disk.
 
 import json
 import math
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
+from struct import error as StructError
+from struct import pack
 from typing import Any
 
-from stability.records.atomic import DiskFullError
+import orjson
 
-__all__ = ["MetricLog", "Series", "read_counts", "read_lines", "read_metrics", "read_text"]
+from stability.records.atomic import DiskFullError
+from stability.records.metric_columns import MetricColumns, Series
+
+__all__ = [
+    "LogContent",
+    "MetricLog",
+    "Series",
+    "line_numbers",
+    "read_counts",
+    "read_lines",
+    "read_log",
+    "read_metrics",
+    "read_text",
+]
 
 _STEP = "step"
 _CRC = "crc"
 _NON_FINITE = {"nan", "inf", "-inf"}
 
 
-@dataclass(slots=True)
-class Series:
-    """One metric: `values[i]` was logged at `steps[i]`, in the order of the log."""
+@dataclass(frozen=True, slots=True)
+class LogContent:
+    """What a log says."""
 
-    steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    metrics: MetricColumns = field(default_factory=MetricColumns)
+    counts: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    """By name and step, the later line where two share both."""
+    kept: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """The lines that were to be kept whole, with their numbers from 1."""
 
 
 class MetricLog:
@@ -66,7 +85,9 @@ class MetricLog:
         written = self._file.write(encoded)
         if written != len(encoded):
             self.close()  # the next append cuts off what was written
-            raise DiskFullError(f"{self._path}: wrote {written} of {len(encoded)} bytes")
+            raise DiskFullError(
+                f"{self._path}: the disk is full, wrote {written} of {len(encoded)} bytes"
+            )
 
     def position(self) -> int:
         """Return the length of the log in bytes: whole lines only."""
@@ -102,18 +123,36 @@ class MetricLog:
         return FileIO(self._path, "ab")
 
 
-def read_metrics(path: Path) -> dict[str, Series]:
-    """Return every metric of a log by name; ValueError names the file and line that is damaged."""
-    found: dict[str, Series] = {}
-    for _, line in read_lines(path):
-        step = line.pop(_STEP)
-        for name, value in line.items():
-            if isinstance(value, list) or (isinstance(value, str) and value not in _NON_FINITE):
-                continue
-            series = found.setdefault(name, Series())
-            series.steps.append(step)
-            series.values.append(float(value))
-    return found
+def read_log(path: Path, keep: str | None = None) -> LogContent:
+    """Read a log in one pass, and keep whole each line that has an entry called `keep`.
+
+    ValueError names the file and line that is damaged.
+    """
+    content = LogContent()
+    for number, raw in _whole_lines(path):
+        line = _quick(raw)
+        if line is None or keep in line or not _take(content, number, line):
+            line = _checked(path, number, raw)
+            if keep in line:
+                content.kept.append((number, line.copy()))
+            _take(content, number, line)
+    return content
+
+
+def read_metrics(path: Path) -> MetricColumns:
+    """Return every metric of a log by name; ValueError as above."""
+    return read_log(path).metrics
+
+
+def line_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line as `read_lines` gives it: no step, no counts and no text."""
+    return {
+        name: float(value)
+        for name, value in line.items()
+        if name != _STEP
+        and not isinstance(value, list)
+        and (not isinstance(value, str) or value in _NON_FINITE)
+    }
 
 
 def read_counts(path: Path) -> dict[str, dict[int, list[int]]]:
@@ -121,56 +160,123 @@ def read_counts(path: Path) -> dict[str, dict[int, list[int]]]:
 
     ValueError as above.
     """
-    found: dict[str, dict[int, list[int]]] = {}
-    for _, line in read_lines(path):
-        for name, value in line.items():
-            if isinstance(value, list):
-                found.setdefault(name, {})[line[_STEP]] = value
-    return found
+    return read_log(path).counts
 
 
 def read_text(path: Path, key: str) -> dict[int, str]:
     """Return a text entry by step, the later line where two share one; ValueError as above."""
-    return {line[_STEP]: line[key] for _, line in read_lines(path) if key in line}
+    return {line[_STEP]: line[key] for _, line in read_log(path, keep=key).kept}
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Give each whole line as it stands, with its number from 1; ValueError as above."""
-    *whole, _torn = path.read_bytes().split(b"\n")
-    for number, raw in enumerate(whole, start=1):
-        try:
-            line = json.loads(raw)
-        except ValueError as error:
-            raise ValueError(f"{path}: line {number} must be JSON, is {raw[:60]!r}") from error
-        if not _is_sealed(raw):
-            raise ValueError(
-                f"{path}: line {number} must end in the checksum of what it says, is damaged or "
-                f"edited: {raw[:60]!r}"
-            )
-        if not isinstance(line, dict) or not isinstance(line.get(_STEP), int):
-            raise ValueError(f"{path}: line {number} must be an object with a step: {raw[:60]!r}")
-        odd = [name for name, value in line.items() if not _is_entry(value)]
-        if odd:
-            raise ValueError(
-                f"{path}: line {number}: {odd[0]} must be a number, a text or a list of counts"
-            )
-        line.pop(_CRC)
-        yield number, line
+    for number, raw in _whole_lines(path):
+        yield number, _checked(path, number, raw)
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb", buffering=2**20) as file:
+        for number, raw in enumerate(file, start=1):
+            if raw.endswith(b"\n"):  # else torn
+                yield number, raw
+
+
+def _quick(raw: bytes) -> dict[str, Any] | None:
+    """Return the entries of a line that is sealed; None if `_checked` has to say what it is.
+
+    orjson is ten times as fast as json, but refuses some of what that takes, and reads a whole
+    number beyond 64 bits as FP64.
+    """
+    if not _is_sealed(raw):
+        return None
+    try:
+        line = orjson.loads(raw)
+    except ValueError:
+        return None
+    del line[_CRC]
+    return line
+
+
+def _checked(path: Path, number: int, raw: bytes) -> dict[str, Any]:
+    """Return the entries of a line, or raise the ValueError that says what is wrong with it."""
+    start = raw[:-1][:60]
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: line {number} must be JSON, is {start!r}") from error
+    if not _is_sealed(raw):
+        raise ValueError(
+            f"{path}: line {number} must end in the checksum of what it says, is damaged or "
+            f"edited: {start!r}"
+        )
+    if not isinstance(line, dict) or not _is_step(line.get(_STEP)):
+        raise ValueError(f"{path}: line {number} must be an object with a step: {start!r}")
+    odd = [name for name, value in line.items() if not _is_entry(value)]
+    if odd:
+        raise ValueError(
+            f"{path}: line {number}: {odd[0]} must be a number, a text or a list of counts"
+        )
+    del line[_CRC]
+    return line
+
+
+def _take(content: LogContent, number: int, line: dict[str, Any]) -> bool:
+    """Take in the entries of a line; return False, with none of them taken, if one is unsound."""
+    step = line.pop(_STEP, None)
+    if not _is_step(step):
+        return False
+    try:
+        numbers = pack(f"{len(line)}d", *line.values())  # refuses all but numbers
+        names = tuple(line)
+    except (StructError, OverflowError):
+        if not all(map(_is_entry, line.values())):
+            return False
+        numbers, names = _take_mixed(content, step, line)
+    if names:
+        content.metrics.add(number, step, names, numbers)
+    return True
+
+
+def _take_mixed(
+    content: LogContent, step: int, line: dict[str, Any]
+) -> tuple[bytes, tuple[str, ...]]:
+    """Take in the counts of a line; return its numbers as FP64 and their names."""
+    numbers = {}
+    for name, value in line.items():
+        if isinstance(value, list):
+            content.counts.setdefault(name, {})[step] = value
+        elif not isinstance(value, str) or value in _NON_FINITE:
+            numbers[name] = float(value)
+    return pack(f"{len(numbers)}d", *numbers.values()), tuple(numbers)
 
 
 def _sealed(text: bytes) -> bytes:
     """Return a JSON object with its checksum as last key, and a newline."""
     said = text.removesuffix(b"}")
-    return said + f', "{_CRC}": "{zlib.crc32(said):08x}"}}\n'.encode()
+    return said + _seal(said)
+
+
+def _seal(said: bytes | memoryview) -> bytes:
+    return b', "%s": "%08x"}\n' % (_CRC.encode(), zlib.crc32(said))
+
+
+_SEAL = len(_seal(b""))
 
 
 def _is_sealed(line: bytes) -> bool:
-    said, comma, _ = line.rpartition(b", ")
-    return bool(comma) and _sealed(said + b"}") == line + b"\n"
+    return line[-_SEAL:] == _seal(memoryview(line)[:-_SEAL])
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and -(2**63) <= value < 2**63
 
 
 def _is_entry(value: Any) -> bool:
-    return _are_counts(value) if isinstance(value, list) else isinstance(value, int | float | str)
+    if isinstance(value, list):
+        return _are_counts(value)
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float | str)
 
 
 def _are_counts(values: list[Any]) -> bool:

@@ -3,7 +3,8 @@
 `train/loss`, `deviation/<layer>/<what>/<metric>`, `drift/<parameter or "all">/<metric>`,
 `watch/<name>` and `watch/<layer>/<name>`. A deviation's name has one part more for a single head
 (`head_3`) or a range of positions (`positions_0_63`), and one for the shadow if a probe has
-several. Leaves out what a metric means: `metrics.deviation` and `metrics.drift` say that.
+several. `weights/all/histogram` holds counts. Leaves out what a metric means: `metrics.deviation`
+and `metrics.drift` say that.
 """
 
 import re
@@ -15,6 +16,7 @@ __all__ = [
     "STEP_AXIS",
     "TRAIN_LOSS",
     "ULP_HISTOGRAM",
+    "WEIGHT_HISTOGRAM",
     "DeviationName",
     "DriftName",
     "deviation_name",
@@ -47,6 +49,9 @@ COMPARED = {
 
 ULP_HISTOGRAM = "ulp_histogram"
 """The metric whose value is a list of counts, not a number."""
+
+WEIGHT_HISTOGRAM = "weights/all/histogram"
+"""Counts of all weights by size, in the bins of `metrics.weight_counts`."""
 
 _PART = re.compile(r"head_\d+|positions_\d+_\d+")
 

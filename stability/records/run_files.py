@@ -17,7 +17,15 @@ from stability.records.metric_log import read_lines
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import read_snapshot
 
-__all__ = ["RunFiles", "damage", "damaged_files", "read_run_file", "read_run_snapshot"]
+__all__ = [
+    "RunFiles",
+    "damage",
+    "damaged_files",
+    "file_damage",
+    "log_damage",
+    "read_run_file",
+    "read_run_snapshot",
+]
 
 
 class RunFiles:
@@ -54,25 +62,22 @@ class RunFiles:
 
     def add(self, path: Path) -> None:
         """List `path`, which has just been written whole."""
-        self.update(files={**self.manifest.files, self._name(path): file_checksum(path)})
+        name = self.paths.name_of(path)
+        self.update(files={**self.manifest.files, name: file_checksum(path)})
 
     def remove(self, path: Path) -> None:
         """List `path` no more, then delete it."""
-        kept = {name: sum for name, sum in self.manifest.files.items() if name != self._name(path)}
-        self.update(files=kept)
+        gone = self.paths.name_of(path)
+        self.update(files={x: sum for x, sum in self.manifest.files.items() if x != gone})
         path.unlink(missing_ok=True)
 
     def __contains__(self, path: Path) -> bool:
-        return self._name(path) in self.manifest.files
-
-    def _name(self, path: Path) -> str:
-        # Lightning gives real paths, whatever was asked for
-        return path.resolve().relative_to(self.paths.root.resolve()).as_posix()
+        return self.paths.name_of(path) in self.manifest.files
 
 
 def damaged_files(paths: RunPaths, manifest: Manifest) -> dict[str, str]:
     """Return what is wrong with files that `manifest` lists, by name; empty if all are whole."""
-    found = {name: _wrong(paths.root / name, sum) for name, sum in manifest.files.items()}
+    found = {name: file_damage(paths, manifest, paths.root / name) for name in manifest.files}
     return {name: wrong for name, wrong in found.items() if wrong}
 
 
@@ -86,13 +91,20 @@ def damage(paths: RunPaths) -> list[str]:
         ]
     except ValueError as error:
         found = [str(error)]
-    if paths.metrics.exists():
-        try:
-            for _ in read_lines(paths.metrics):
-                pass
-        except ValueError as error:
-            found.append(str(error))
-    return found
+    log = log_damage(paths)
+    return [*found, log] if log else found
+
+
+def log_damage(paths: RunPaths) -> str:
+    """Return what is wrong with the lines of the run's log; empty if nothing is, or no log."""
+    if not paths.metrics.exists():
+        return ""
+    try:
+        for _ in read_lines(paths.metrics):
+            pass
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def read_run_snapshot(paths: RunPaths, step: int) -> dict[str, Tensor]:
@@ -108,17 +120,18 @@ def read_run_file(paths: RunPaths, path: Path) -> Path:
 
     ValueError, naming the file, if it is missing, or not the one that the manifest lists.
     """
-    listed = read_manifest(paths.manifest).files
-    wrong = _wrong(path, listed.get(path.relative_to(paths.root).as_posix(), ""))
+    wrong = file_damage(paths, read_manifest(paths.manifest), path)
     if wrong:
         raise ValueError(f"{path}: {wrong}")
     return path
 
 
-def _wrong(path: Path, expected: str) -> str:
+def file_damage(paths: RunPaths, manifest: Manifest, path: Path) -> str:
+    """Return what is wrong with a file of the run; empty if it is the one that `manifest` lists."""
     if not path.is_file():
         return "is missing"
-    if not expected:
+    expected = manifest.files.get(paths.name_of(path))
+    if expected is None:
         return "is not in the run's manifest"
     found = file_checksum(path)
     if found != expected:

@@ -14,10 +14,11 @@ import safetensors
 import torch
 from torch import Tensor
 
-from stability.records.layout import RunPaths, list_runs, snapshot_steps
+from stability.records.layout import RunPaths, is_run, list_runs, snapshot_steps
+from stability.records.run_files import read_run_file
 from stability.records.torch_file import TorchFile
 
-__all__ = ["Weights", "is_run", "open_weights"]
+__all__ = ["Weights", "open_weights"]
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 HF_FILE = "model.safetensors"
@@ -76,17 +77,12 @@ class Weights(Mapping[str, Tensor]):
         return len(self._outlines)
 
 
-def is_run(path: Path) -> bool:
-    """Return whether a path is the folder of a run, which has snapshots by step."""
-    run = RunPaths(path)
-    return run.manifest.is_file() or run.snapshots_dir.is_dir()
-
-
 def open_weights(path: Path, step: int | None = None) -> Weights:
     """Return the weights at a path; of a run those after `step` updates, by default its last.
 
-    ValueError, naming the path, if nothing is there, if it is damaged or of another kind, if a run
-    has no such snapshot, or if a step is given for what has none.
+    A run's snapshot is checked against its manifest first. ValueError, naming the path, if nothing
+    is there, if it is damaged or of another kind, if a run has no such snapshot, or if a step is
+    given for what has none.
     """
     if is_run(path):
         return _open_snapshot(RunPaths(path), step)
@@ -141,7 +137,8 @@ def _open_snapshot(run: RunPaths, step: int | None) -> Weights:
         raise ValueError(
             f"{run.root}: must have a snapshot of step {step}; nearest: {', '.join(map(str, near))}"
         )
-    return Weights(f"{run.root}, step {step}", _SafetensorsFiles([run.snapshot(step)]))
+    path = read_run_file(run, run.snapshot(step))
+    return Weights(f"{run.root}, step {step}", _SafetensorsFiles([path]))
 
 
 def _open_folder(folder: Path) -> Weights:

@@ -14,6 +14,8 @@ import plotly.graph_objects as go
 from stability.report.palette import ArmStyle
 
 __all__ = [
+    "ALL_AT_ONCE",
+    "LOG_AXIS",
     "Chart",
     "Section",
     "arm_lines",
@@ -21,18 +23,27 @@ __all__ = [
     "label",
     "make_figure",
     "mean_over_seeds",
+    "thinning_remarks",
 ]
 
 POINTS = 800
 """A line with more points than this is thinned; each stretch keeps its lowest and highest point."""
 
 
+LOG_AXIS = {"type": "log", "tickformat": ".2~e", "nticks": 6}
+"""By itself plotly writes the digits between powers of ten too small to be read."""
+ALL_AT_ONCE = {"hovermode": "x unified"}
+"""Layout of a chart whose lines lie on one another: hovering tells the value of each of them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
     """A figure with the words that belong under it.
 
-    A trace whose `meta` holds choices, e.g. {"metric": "w1"}, shows when its section has just these
-    chosen; `figure.layout.meta` may hold a layout patch for a choice: {"metric": {"w1": {...}}}.
+    A trace whose `meta` holds choices, e.g. {"metric": "w1"}, shows while its section has these
+    chosen, and one with {"arm": ...} while that arm is switched on; so do a shape and an annotation
+    whose `name` is an arm's. `figure.layout.meta` may hold a layout patch for a choice:
+    {"metric": {"w1": {"yaxis.type": "log"}}}.
     """
 
     key: str
@@ -85,7 +96,10 @@ def make_figure(traces: Iterable[Mapping[str, Any]], *, height: int, **layout: A
 
 
 def choices_of(traces: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return what a section of `traces` lets choose: each name in a `meta`, its options."""
+    """Return what a section of `traces` lets choose: each name in a `meta`, its options.
+
+    That includes "arm", which is no choice of a section that shows all arms at once.
+    """
     found: dict[str, dict[str, None]] = {}
     for trace in traces:
         for name, option in trace["meta"].items():
@@ -110,7 +124,7 @@ def arm_lines(
     style: ArmStyle,
     *,
     bold: bool,
-    hover: str = "%{y:.3g}",
+    hover: str = "%{y:.6g}",
     positive: bool = False,
     hidden: bool = False,
     meta: Mapping[str, str] | None = None,
@@ -118,16 +132,16 @@ def arm_lines(
     """Return an arm's traces: its seeds thin, their mean on top with the arm's name.
 
     `hidden` shows the arm only once its name in the legend is clicked; `positive` leaves out values
-    that a log axis can't show. An arm that has nothing left, because
-    all of it is exactly zero, keeps its place in the legend and says so there.
+    that a log axis can't show. An arm that has nothing left, because all of it is exactly zero,
+    keeps its place in the legend and says so there. `meta` adds choices to the arm's own.
     """
     by_seed = {seed: values for seed, values in by_seed.items() if values}
     all_zero = positive and all(v == 0 for values in by_seed.values() for v in values.values())
     x, y = _points(mean_over_seeds(by_seed), positive)
     shared = {
         "type": "scatter",
-        "legendgroup": arm,
-        "meta": dict(meta or {}),
+        "legendgroup": f"arm {arm}",  # plotly breaks on names like __proto__
+        "meta": {"arm": arm, **(meta or {})},
         "visible": "legendonly" if hidden else True,
     }
     mean = {
@@ -138,11 +152,25 @@ def arm_lines(
         "mode": "lines+markers" if len(x) <= 40 else "lines",
         "marker": {"symbol": style.symbol, "size": 7, "color": style.colour},
         "line": {"color": style.colour, "width": 3 if bold else 1.6, "dash": style.dash},
-        "hovertemplate": f"{hover} at step %{{x}}",
+        "hovertemplate": hover,
     }
     if len(by_seed) < 2 or all_zero:
         return [mean]
     return [*(_seed_line(shared, seed, v, style, positive) for seed, v in by_seed.items()), mean]
+
+
+def thinning_remarks(longest: int) -> tuple[str, ...]:
+    """Return what a chart says whose longest line has so many points; empty if none is thinned."""
+    if longest <= POINTS:
+        return ()
+    return (
+        f"Lines of {longest:,} steps are drawn with {POINTS} points: each stretch of "
+        f"{_stretch(longest)} steps keeps its lowest and its highest value, so no spike is lost.",
+    )
+
+
+def _stretch(length: int) -> int:
+    return math.ceil(2 * length / POINTS)
 
 
 def _seed_line(
@@ -161,7 +189,7 @@ def _seed_line(
         "opacity": 0.4,
         "showlegend": False,
         "hoverinfo": "skip",
-        "name": f"{label(shared['legendgroup'])}, seed {seed}",
+        "name": f"{label(shared['meta']['arm'])}, seed {seed}",
         "line": {"color": style.colour, "width": 1, "dash": style.dash},
     }
 
@@ -179,7 +207,7 @@ def _points(values: Mapping[int, float], positive: bool) -> tuple[list[int], lis
 def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     if len(points) <= POINTS:
         return points
-    width = math.ceil(2 * len(points) / POINTS)
+    width = _stretch(len(points))
     kept = set()
     for start in range(0, len(points), width):
         stretch = points[start : start + width]
@@ -188,5 +216,5 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _rounded(value: float) -> float | None:
-    """Round to what a screen can show; a gap where the number is not finite."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    """Round to what a hover shows, and a digit more; a gap where the number is not finite."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None

@@ -7,13 +7,13 @@ import math
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from stability.analysis.growth_law import ArmGrowth
 from stability.analysis.intervals import Interval
 from stability.analysis.spread import MISSING
+from stability.report.plain_text import as_text
 
-__all__ = ["print_growth"]
+__all__ = ["growth_cells", "print_growth"]
 
 _HEADS = ("arm", "doubles in steps", "early\nphase", "slope per step", "chaos\nfrom")
 
@@ -25,9 +25,12 @@ def print_growth(rows: list[ArmGrowth], console: Console) -> None:
         return
     table = Table(box=None, header_style="bold")
     for head in _HEADS:
-        table.add_column(head, justify="left" if head == "arm" else "right", no_wrap=True)
+        if head == "arm":  # a name gives way, a figure is never cut
+            table.add_column(head, overflow="fold")
+        else:
+            table.add_column(head, justify="right", no_wrap=True)
     for row in sorted(growing, key=lambda row: -row.doubling_time):
-        table.add_row(*(Text(cell) for cell in _cells(row)))
+        table.add_row(*(as_text(cell) for cell in growth_cells(row)))
     console.print(table)
     level, seeds = growing[0].rate.level, growing[0].rate.n
     console.print(
@@ -40,7 +43,8 @@ def print_growth(rows: list[ArmGrowth], console: Console) -> None:
     )
 
 
-def _cells(row: ArmGrowth) -> list[str]:
+def growth_cells(row: ArmGrowth) -> list[str]:
+    """Return an arm's growth law as text: arm, doubling time, early phase, slope, chaos from."""
     first, last = row.phase
     return [
         row.arm,

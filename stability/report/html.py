@@ -5,6 +5,7 @@ The page is a view of the records: the same records give the same bytes. Leaves 
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from stability.analysis.answer import answer_of
+from stability.analysis.growth_law import study_growth
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.proofs import HASHES
 from stability.analysis.recorded import RecordedStudy, read_study
-from stability.analysis.sentences import notes, verdicts
+from stability.analysis.sentences import candidate_sentences, notes
+from stability.config.schema import BASELINE
 from stability.records.atomic import write_text
 from stability.records.layout import StudyPaths
 from stability.report.chart import Chart, Section
 from stability.report.figures import study_charts
+from stability.report.growth_table import growth_cells
 from stability.report.page_tables import (
     changes,
     environment_lines,
@@ -27,8 +32,10 @@ from stability.report.page_tables import (
     numerics_text,
     proof_lines,
 )
+from stability.report.palette import arm_styles
+from stability.report.whiskers import what_ends_are
 
-__all__ = ["fill", "render", "write_report"]
+__all__ = ["fill", "render", "write_page", "write_report"]
 
 PAGE = Path(__file__).parent / "page"
 """Holds the templates, report.css and report.js."""
@@ -39,20 +46,28 @@ def write_report(study_dir: Path) -> Path:
 
     Returns the path of the report. ValueError as `read_study`. Also works while the study runs.
     """
-    study = read_study(study_dir)
+    return write_page(read_study(study_dir), study_dir)
+
+
+def write_page(study: RecordedStudy, study_dir: Path, *, reload_s: int = 0) -> Path:
+    """Write the report and the ladder of a study that has been read, and return the report's path.
+
+    With `reload_s` the page loads itself anew every so many seconds.
+    """
     ladder = ladder_of(study)
     paths = StudyPaths(study_dir)
     write_text(paths.ladder, ladder.to_json())
-    write_text(paths.report, render(study, ladder))
+    write_text(paths.report, render(study, ladder, reload_s=reload_s))
     return paths.report
 
 
-def render(study: RecordedStudy, ladder: Ladder, stamp: str = "") -> str:
+def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: int = 0) -> str:
     """Return the whole page; every name and message in it is shown as text, whatever it holds.
 
-    `stamp` is as in `fill`.
+    `stamp` is as in `fill`; with `reload_s` the page loads itself anew so often.
     """
     chart, sections = study_charts(study, ladder)
+    styles = arm_styles([arm.name for arm in study.arms])
     return fill(
         "report.html.j2",
         charts=[chart],
@@ -60,10 +75,16 @@ def render(study: RecordedStudy, ladder: Ladder, stamp: str = "") -> str:
         stamp=stamp,
         study=study,
         ladder=ladder,
-        verdicts=verdicts(ladder),
+        reload_s=reload_s,
+        baseline=BASELINE,
+        styles=styles,
+        answer=answer_of(study),
+        verdicts=candidate_sentences(ladder),
         notes=notes(ladder),
         lines=ladder_lines(ladder),
+        small_print=what_ends_are(len(ladder.seeds)),
         chart=chart,
+        growth=[growth_cells(row) for row in study_growth(study) if not math.isnan(row.rate.mean)],
         changes=changes(study),
         numerics=[(arm.name, numerics_text(arm)) for arm in study.arms],
         hash_names=HASHES,
@@ -99,21 +120,13 @@ def fill(
     }
     return environment.get_template(template).render(
         sections=sections,
-        figures=_script_json({"figures": figures, "choices": _choices(sections)}),
+        figures=_script_json({"figures": figures}),
         stamp=stamp,
         style=_verbatim("report.css"),
         script=_verbatim("report.js"),
         plotly=Markup("" if stamp else get_plotlyjs()),
         **values,
     )
-
-
-def _choices(sections: list[Section]) -> dict[str, dict[str, str]]:
-    """Return what is chosen at first in each section."""
-    return {
-        section.key: {name: options[0] for name, options in section.choices.items()}
-        for section in sections
-    }
 
 
 def _script_json(content: Any) -> Any:

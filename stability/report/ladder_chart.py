@@ -13,6 +13,7 @@ from stability.analysis.spread import EXACT_ZERO, Spread, scientific
 from stability.config.schema import BASELINE
 from stability.report.chart import Chart, label, make_figure
 from stability.report.palette import GREY, ArmStyle
+from stability.report.whiskers import ends, what_ends_are
 
 __all__ = ["ladder_chart"]
 
@@ -23,7 +24,10 @@ HOLLOW = "-open"
 
 
 def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
-    """Return the ladder chart: hollow is early, filled is last, whiskers reach over the seeds."""
+    """Return the ladder chart: hollow is early, filled is last.
+
+    Whiskers are the 90 % interval of the mean, with too few seeds for one the seeds' range.
+    """
     rows = [row for row in ladder.rows if row.arm != BASELINE]
     limit = _scale_limit(rows)
     traces = [trace for place, row in enumerate(rows) for trace in _arm(row, place, styles, limit)]
@@ -46,13 +50,15 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
         shapes=_yardstick_lines(ladder),
         annotations=[note for note in notes if note],
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0},
+        meta={"rows": [row.arm for row in rows]},
     )
     return Chart(
         key="ladder",
         title="How far each change moves the weights",
         caption=(
             f"Hollow: step {ladder.early_step}; filled: step {ladder.last_step}; whiskers: "
-            "smallest to largest seed. Dotted and dashed: the yardstick at these two steps."
+            f"{what_ends_are(len(ladder.seeds))}. Dotted and dashed: the yardstick at these two "
+            "steps."
         ),
         good=(
             "rerun sits at exactly 0, and a candidate's hollow mark lies left of the yardstick's "
@@ -77,7 +83,7 @@ def _ticks(rows: Sequence[Row], limit: float) -> dict[str, Any]:
         if not _beyond(row, limit)
         for spread in (row.rel_l2.early, row.rel_l2.last)
         if _can_show(spread)
-        for value in (spread.low, spread.high)
+        for value in ends(spread)
         if 0 < value < math.inf
     ]
     if not shown:
@@ -123,6 +129,7 @@ def _arm(
     link = {
         "type": "scatter",
         "mode": "lines",
+        "meta": {"arm": row.arm},
         "x": shown,
         "y": [place] * len(shown),
         "line": {"color": style.colour, "width": 1.5},
@@ -131,7 +138,7 @@ def _arm(
         "showlegend": False,
     }
     marks = [
-        _mark(spread, place, style, suffix)
+        {**_mark(spread, place, style, suffix), "meta": {"arm": row.arm}}
         for spread, suffix in ((early, HOLLOW), (last, ""))
         if _can_show(spread)
     ]
@@ -139,6 +146,7 @@ def _arm(
 
 
 def _mark(spread: Spread, place: int, style: ArmStyle, suffix: str) -> dict[str, Any]:
+    low, high = ends(spread)
     return {
         "type": "scatter",
         "mode": "markers",
@@ -147,8 +155,8 @@ def _mark(spread: Spread, place: int, style: ArmStyle, suffix: str) -> dict[str,
         "error_x": {
             "type": "data",
             "symmetric": False,
-            "array": [spread.high - spread.mean],
-            "arrayminus": [spread.mean - spread.low],
+            "array": [high - spread.mean],
+            "arrayminus": [spread.mean - low],
             "color": style.colour,
             "thickness": 2,
             "width": 5,
@@ -160,8 +168,9 @@ def _mark(spread: Spread, place: int, style: ArmStyle, suffix: str) -> dict[str,
             "line": {"width": 2.5, "color": style.colour},
         },
         "hovertemplate": (
-            f"{scientific(spread.mean)} ({scientific(spread.low)} to {scientific(spread.high)})"
-            "<extra></extra>"
+            f"{spread.mean:.6g}, whiskers {low:.4g} to {high:.4g}"
+            + "".join(f"<br>seed {seed}: {value:.6g}" for seed, value in spread.per_seed.items())
+            + "<extra></extra>"
         ),
         "showlegend": False,
     }
@@ -184,6 +193,7 @@ def _legend(ladder: Ladder) -> list[dict[str, Any]]:
             "marker": {"color": GREY, "size": 11, "symbol": symbol},
             "line": {"color": GREY, "dash": "dash", "width": 1.5},
             "hoverinfo": "skip",
+            "meta": {"arm": ladder.yardstick} if mode == "lines" else {},
         }
         for name, mode, symbol in entries
     ]
@@ -195,6 +205,7 @@ def _yardstick_lines(ladder: Ladder) -> list[dict[str, Any]]:
     return [
         {
             "type": "line",
+            "name": ladder.yardstick,
             "x0": spread.mean,
             "x1": spread.mean,
             "y0": 0,
@@ -225,6 +236,7 @@ def _note(row: Row, place: int, limit: float) -> dict[str, Any] | None:
     else:
         return None
     return {
+        "name": row.arm,
         "xref": "paper",
         "x": 0.01 if side == "left" else 0.99,
         "xanchor": side,

@@ -4,6 +4,7 @@ Leaves out markup and escaping, which are the template's.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from stability.analysis.proofs import HASHES, Proof, environment_of, hash_proofs
 from stability.analysis.recorded import RecordedArm, RecordedStudy
 from stability.analysis.spread import MISSING, Spread, plain, scientific, span, times
 from stability.config.schema import BASELINE
+from stability.report.whiskers import ends
 
 __all__ = [
     "Cell",
@@ -157,9 +159,16 @@ def _number(spread: Spread, write: Callable[[float], str]) -> Cell:
     seeds = ", ".join(f"seed {seed}: {value:.6g}" for seed, value in spread.per_seed.items())
     return Cell(
         text=write(spread.mean),
-        small=span(spread, write, EN_DASH),
+        small=_ends(spread, write),
         title=seeds,
     )
+
+
+def _ends(spread: Spread, write: Callable[[float], str]) -> str:
+    low, high = (write(end) for end in ends(spread))
+    if math.isnan(spread.interval.low):
+        return span(spread, write, EN_DASH)
+    return f"[{low}, {high}]" if low != high else ""
 
 
 def _own_hashes(arm: RecordedArm) -> list[list[Cell]]:
@@ -175,7 +184,7 @@ def _proof_cells(proofs: list[Proof]) -> list[Cell]:
     """Return a cell for each verdict, with the seeds that it holds for."""
     by_verdict: dict[str, list[Proof]] = {}
     for proof in proofs:
-        by_verdict.setdefault(proof.verdict, []).append(proof)
+        by_verdict.setdefault(proof.sameness, []).append(proof)
     return [
         Cell(
             text=f"{MARKS[verdict]} {verdict}",

@@ -1,15 +1,19 @@
-"""The charts of a probe: heads, what is made here or carried in, and what was watched.
+"""The charts of what was found inside attention: heads, made here or carried in, what was watched.
 
-Leaves out the page (`probe_page`), layers over steps, which a study has too (`deviation_charts`),
-and how errors spread over sizes and positions (`probe_spread_charts`).
+For the arms of a study or the shadows of a probe. Leaves out layers over steps
+(`deviation_charts`), and how errors spread over sizes and positions (`probe_spread_charts`).
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from stability.analysis.layer_tables import LayerTable
+from stability.analysis.observed import Observed, observed_shadows
 from stability.analysis.probed import Probed, shadow_label
 from stability.records.names import watch_name
-from stability.report.chart import Chart, Section, choices_of, label, make_figure
+from stability.report.chart import LOG_AXIS, Chart, Section, choices_of, label, make_figure
+from stability.report.colour_scale import log_scale
 from stability.report.deviation_charts import (
     DEVIATION_METRICS,
     Tables,
@@ -18,7 +22,7 @@ from stability.report.deviation_charts import (
 )
 from stability.report.probe_spread_charts import histogram_section, position_section
 
-__all__ = ["probe_sections"]
+__all__ = ["inside_sections", "probe_sections"]
 
 INTRO = (
     "Each attention call that was looked at has been repeated on the same inputs, forward and, "
@@ -28,13 +32,19 @@ INTRO = (
 
 def probe_sections(probed: Probed) -> list[Section]:
     """Return a section for each kind of figure that the probe has recorded."""
+    deviation = deviation_section(_tables(probed), "shadow", INTRO)
+    found = inside_sections(observed_shadows(probed))
+    return [deviation, *found] if deviation else found
+
+
+def inside_sections(observed: Sequence[Observed]) -> list[Section]:
+    """Return a section for each kind of figure that is on record."""
     sections = [
-        deviation_section(_tables(probed), "shadow", INTRO),
-        _heads(probed),
-        _streams(probed),
-        histogram_section(probed),
-        position_section(probed),
-        _watched(probed),
+        _heads(observed),
+        _streams(observed),
+        histogram_section(observed),
+        position_section(observed),
+        _watched(observed),
     ]
     return [section for section in sections if section is not None]
 
@@ -50,24 +60,24 @@ def _tables(probed: Probed) -> Tables:
                     if (values := probed.series(layer, what, metric, shadow=shadow))
                 }
                 if table:
-                    tables[shadow_label(shadow), what, metric] = table
+                    tables[shadow_label(shadow), what, metric] = LayerTable.of_steps(table)
     return tables
 
 
-def _heads(probed: Probed) -> Section | None:
+def _heads(observed: Sequence[Observed]) -> Section | None:
     """Return a map of layer by head: a planted error in one head is one bright cell."""
-    heads, traces = probed.parts("head"), []
     metrics = [metric for metric in DEVIATION_METRICS if metric != "bias_ulp"]
-    for shadow in probed.shadows:
-        for what in probed.compared:
+    traces = []
+    for one in observed:
+        heads = one.parts("head")
+        for what in one.compared:
             for metric in metrics:
                 rows = [
-                    [probed.worst(layer, what, metric, shadow=shadow, part=head) for head in heads]
-                    for layer in probed.layers
+                    [one.worst(layer, what, metric, head) for head in heads] for layer in one.layers
                 ]
                 if any(value is not None for row in rows for value in row):
-                    meta = {"shadow": shadow_label(shadow), "what": what, "metric": metric}
-                    traces.append(_map(rows, probed.layers, heads, meta))
+                    meta = {**one.choice, "what": what, "metric": metric}
+                    traces.append(_map(rows, one.layers, heads, meta))
     if not traces:
         return None
     chart = Chart(
@@ -78,7 +88,7 @@ def _heads(probed: Probed) -> Section | None:
         bad="a single cell, or a single row, that stands out.",
         figure=make_figure(
             traces,
-            height=150 + max(150, 34 * len(probed.layers)),
+            height=150 + max(150, 34 * max(len(one.layers) for one in observed)),
             xaxis={"type": "category"},
             yaxis={"autorange": "reversed", "showgrid": False},
         ),
@@ -89,52 +99,41 @@ def _heads(probed: Probed) -> Section | None:
 
 
 def _map(
-    rows: list[list[float | None]], layers: list[str], heads: list[str], meta: dict[str, str]
+    rows: list[list[float | None]],
+    layers: Sequence[str],
+    heads: Sequence[str],
+    meta: dict[str, str],
 ) -> dict[str, Any]:
-    z = [[math.log10(value) if value else None for value in row] for row in rows]
-    finite = [value for row in z for value in row if value is not None]
-    ticks = range(math.floor(min(finite, default=0)), math.ceil(max(finite, default=0)) + 1)
-    ticks = ticks if len(ticks) <= 8 else range(ticks.start, ticks.stop, math.ceil(len(ticks) / 8))
     return {
         "type": "heatmap",
         "x": [head.replace("_", " ") for head in heads],
         "y": [label(layer) for layer in layers],
-        "z": z,
-        "customdata": [["–" if v is None else f"{v:.3g}" for v in row] for row in rows],  # noqa: RUF001 a dash for nothing
         "hovertemplate": "%{y}, %{x}: %{customdata}<extra></extra>",
         "xgap": 1,
         "ygap": 1,
         "meta": meta,
-        "colorscale": "Viridis",
-        "colorbar": {
-            "thickness": 12,
-            "outlinewidth": 0,
-            "tickvals": list(ticks),
-            "ticktext": [f"1e{tick}" for tick in ticks],
-        },
+        **log_scale([[math.nan if value is None else value for value in row] for row in rows]),
     }
 
 
-def _streams(probed: Probed) -> Section | None:
+def _streams(observed: Sequence[Observed]) -> Section | None:
     """Return bars of error made in each layer, and of error that earlier layers brought in."""
     titles = {"out": "made here", "carried": "carried in", "total": "in all"}
     colours = {"out": "#d55e00", "carried": "#0072b2", "total": "#8c8c8c"}
     traces = []
-    for shadow in probed.shadows if "total" in probed.compared else ():
-        for what, title in titles.items():
-            values = [
-                probed.worst(layer, what, "rel_fro", shadow=shadow) for layer in probed.layers
-            ]
+    for one in observed:
+        for what, title in titles.items() if "total" in one.compared else ():
+            values = [one.worst(layer, what, "rel_fro") for layer in one.layers]
             if any(values):
                 traces.append(
                     {
                         "type": "bar",
-                        "x": [label(layer) for layer in probed.layers],
+                        "x": [label(layer) for layer in one.layers],
                         "y": values,
                         "name": title,
                         "marker": {"color": colours[what]},
-                        "hovertemplate": "%{x}: %{y:.3g}",
-                        "meta": {"shadow": shadow_label(shadow)},
+                        "hovertemplate": "%{x}: %{y:.6g}",
+                        "meta": dict(one.choice),
                     }
                 )
     if not traces:
@@ -149,7 +148,7 @@ def _streams(probed: Probed) -> Section | None:
             traces,
             height=400,
             xaxis={"type": "category"},
-            yaxis={"type": "log", "title": {"text": "relative error"}},
+            yaxis={**LOG_AXIS, "title": {"text": "relative error"}},
             barmode="group",
         ),
     )
@@ -166,23 +165,25 @@ def _streams(probed: Probed) -> Section | None:
     )
 
 
-def _watched(probed: Probed) -> Section | None:
+def _watched(observed: Sequence[Observed]) -> Section | None:
     """Return what was watched inside of attention, a line for each layer."""
-    names = dict.fromkeys(
-        name.split("/")[2]
-        for name in probed.metrics
-        if name.startswith("watch/") and name.count("/") == 2
-    )
     traces = []
-    for name in names:
-        table = {
-            layer: values
-            for layer in probed.layers
-            if (values := probed.by_step(watch_name(name, layer=layer)))
-        }
-        traces += layer_lines(table, {"figure": name}) if table else []
+    for one in observed:
+        for name in one.watched:
+            table = {
+                layer: values
+                for layer in one.layers
+                if (values := one.series(watch_name(name, layer=layer)))
+            }
+            traces += (
+                layer_lines(LayerTable.of_steps(table), {**one.choice, "figure": name})
+                if table
+                else []
+            )
     if not traces:
         return None
+    choices = choices_of(traces)
+    names = choices["figure"]
     chart = Chart(
         key="watched",
         title="Inside attention",
@@ -190,7 +191,11 @@ def _watched(probed: Probed) -> Section | None:
         good="steady values; no repeated ones; a sum of delta that wanders around zero.",
         bad="logits towards 1e4, entropy towards 0, a sum of delta that only grows.",
         figure=make_figure(
-            traces, height=430, xaxis={"title": {"text": "step"}}, yaxis={"title": {"text": ""}}
+            traces,
+            height=430,
+            xaxis={"title": {"text": "step"}},
+            yaxis={"title": {"text": label(names[0])}},
+            meta={"figure": {name: {"yaxis.title.text": label(name)} for name in names}},
         ),
     )
     return Section(
@@ -198,5 +203,5 @@ def _watched(probed: Probed) -> Section | None:
         title="What failures announce themselves by",
         intro="",
         charts=(chart,),
-        choices=choices_of(traces),
+        choices=choices,
     )

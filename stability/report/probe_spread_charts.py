@@ -1,11 +1,13 @@
-"""How a probe's errors spread: over their sizes in ULPs, and along the sequence.
+"""How attention's errors spread: over their sizes in ULPs, and along the sequence.
 
 Leaves out everything by layer, head and step (`probe_charts`).
 """
 
 import math
+from collections.abc import Sequence
 
-from stability.analysis.probed import Probed, shadow_label
+from stability.analysis.layer_tables import LayerTable
+from stability.analysis.observed import Observed
 from stability.metrics.deviation import ULP_EDGES
 from stability.records.names import ULP_HISTOGRAM, deviation_name
 from stability.report.chart import Chart, Section, choices_of, make_figure
@@ -14,37 +16,46 @@ from stability.report.deviation_charts import DEVIATION_METRICS, layer_lines
 __all__ = ["histogram_section", "position_section"]
 
 
-def histogram_section(probed: Probed) -> Section | None:
+def histogram_section(observed: Sequence[Observed]) -> Section | None:
     """Return the shares of errors by size in ULPs, a line for each layer."""
     traces = []
-    for shadow in probed.shadows:
-        for what in probed.compared:
+    for one in observed:
+        for what in one.compared:
             table = {}
-            for layer in probed.layers:
-                name = deviation_name(layer, what, ULP_HISTOGRAM, shadow=shadow)
-                counts = [sum(bins) for bins in zip(*probed.counts.get(name, {}).values())]  # noqa: B905 equal by design
+            for layer in one.layers:
+                counts = one.counts(deviation_name(layer, what, ULP_HISTOGRAM, shadow=one.shadow))
                 total = sum(counts)
                 if total:
                     table[layer] = {i: count / total for i, count in enumerate(counts)}
-            meta = {"shadow": shadow_label(shadow), "what": what}
-            for trace in layer_lines(table, meta) if table else ():
-                hover = [f"{name}: {y or 0:.3%}" for name, y in zip(_BINS, trace["y"], strict=True)]
-                drawn = [y or None for y in trace["y"]]
+            meta = {**one.choice, "what": what}
+            for trace in layer_lines(LayerTable.of_steps(table), meta) if table else ():
+                shares = trace["y"].tolist()
+                hover = [f"{name}: {y:.4%}" for name, y in zip(_BINS, shares, strict=True)]
+                drawn = [y or None for y in shares]
                 traces.append({**trace, "x": list(_BINS), "y": drawn, "customdata": hover})
                 traces[-1]["hovertemplate"] = "%{customdata}"
     if not traces:
         return None
+    least = min(y for trace in traces for y in trace["y"] if y)
     chart = Chart(
         key="histogram",
         title="Errors in units of the last place",
-        caption="Share of all values of all steps that were looked at.",
+        caption=(
+            "Share of all values of all steps that were looked at. Two results of one format "
+            "differ by whole ULPs, so between 0.5 and 1 there is next to nothing."
+        ),
         good="a narrow peak that is the same on both sides of zero.",
-        bad="one side higher than the other: a bias; long arms: cancellation or a wrong mask.",
+        bad="one side higher than the other: a bias; long tails: cancellation or a wrong mask.",
         figure=make_figure(
             traces,
             height=430,
             xaxis={"type": "category", "title": {"text": "error in ULPs"}},
-            yaxis={"type": "log", "title": {"text": "share of values"}},
+            yaxis={
+                "type": "log",
+                "title": {"text": "share of values"},
+                "dtick": 1,
+                "range": [math.floor(math.log10(least)) - 0.1, 0.1],
+            },
         ),
     )
     return Section(
@@ -65,24 +76,22 @@ def _bins() -> tuple[str, ...]:
 _BINS = _bins()
 
 
-def position_section(probed: Probed) -> Section | None:
+def position_section(observed: Sequence[Observed]) -> Section | None:
     """Return the error along the sequence, a line for each layer."""
-    ranges, traces = probed.parts("positions"), []
-    names = [part.removeprefix("positions_").replace("_", " to ") for part in ranges]
-    for shadow in probed.shadows:
-        for what in probed.compared:
+    traces = []
+    for one in observed:
+        ranges = one.parts("positions")
+        names = [part.removeprefix("positions_").replace("_", " to ") for part in ranges]
+        for what in one.compared:
             for metric in DEVIATION_METRICS:
                 table = {}
-                for layer in probed.layers:
-                    values = [
-                        probed.worst(layer, what, metric, shadow=shadow, part=part)
-                        for part in ranges
-                    ]
+                for layer in one.layers:
+                    values = [one.worst(layer, what, metric, part) for part in ranges]
                     if any(value is not None for value in values):
                         table[layer] = {i: v or math.nan for i, v in enumerate(values)}
-                meta = {"shadow": shadow_label(shadow), "what": what, "metric": metric}
-                for trace in layer_lines(table, meta) if table else ():
-                    hover = "%{y:.3g} at positions %{x}"
+                meta = {**one.choice, "what": what, "metric": metric}
+                for trace in layer_lines(LayerTable.of_steps(table), meta) if table else ():
+                    hover = "%{y:.6g} at positions %{x}"
                     traces.append({**trace, "x": names, "hovertemplate": hover})
     if not traces:
         return None

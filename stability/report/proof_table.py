@@ -13,7 +13,12 @@ from stability.analysis.pair_proof import PairProof
 
 __all__ = ["print_proof", "print_proofs"]
 
-_STYLE = {"same": "green", "by design": "cyan", "broken": "bold red", "unknown": "yellow"}
+_STYLE = {
+    "same": "green",
+    "different by design": "cyan",
+    "different": "bold red",
+    "unknown": "yellow",
+}
 
 
 def print_proof(proof: PairProof, console: Console) -> None:
@@ -22,8 +27,8 @@ def print_proof(proof: PairProof, console: Console) -> None:
     for name in ("compared", _name(proof.first), _name(proof.second), ""):
         table.add_column(Text(name), no_wrap=name in ("compared", ""), overflow="fold")
     for line in proof.lines:
-        finding = Text(line.finding, style=_STYLE[line.finding])
-        table.add_row(Text(line.field), Text(line.first), Text(line.second), finding)
+        sameness = Text(line.sameness, style=_STYLE[line.sameness])
+        table.add_row(Text(line.field), Text(line.first), Text(line.second), sameness)
     console.print(table)
     console.print(f"\n{proof.sentence}", highlight=False, markup=False, soft_wrap=True)
 
@@ -34,7 +39,7 @@ def print_proofs(proofs: list[PairProof], console: Console) -> None:
     for name in ("run", "contract"):
         table.add_column(name, no_wrap=name == "run")
     for proof in proofs:
-        style = _STYLE["broken" if proof.break_ else "same"]
+        style = _STYLE["different" if proof.break_ else "same"]
         table.add_row(Text(_name(proof.second)), Text(proof.sentence, style=style))
     console.print(table)
     broken = sum(proof.break_ is not None for proof in proofs)

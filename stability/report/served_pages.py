@@ -137,7 +137,7 @@ class ServedPages:
     def _render(self, found: Found, _: str | None) -> str:
         if found.kind == "study":
             study = self._studies.get(found)
-            return render(study, ladder_of(study), found.stamp)
+            return render(study, ladder_of(study), stamp=found.stamp)
         _check(found)
         return render_probe(read_probe(found.folder), found.stamp)
 

@@ -10,7 +10,7 @@ from typing import get_args
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.probed import Probed
 from stability.analysis.recorded import RecordedRun, RecordedStudy, RunState
-from stability.analysis.sentences import verdicts
+from stability.analysis.sentences import candidate_sentences
 from stability.analysis.verdict import judge_study
 from stability.report.palette import arm_styles
 from stability.report.probe_table import located_lines
@@ -82,7 +82,7 @@ def answers(study: RecordedStudy, ladder: Ladder) -> tuple[str, ...]:
             return (judge_study(study, study.policy).sentence,)
         except ValueError:  # too early to judge, or too few seeds: the ladder says what there is
             pass
-    said = tuple(verdicts(ladder))
+    said = tuple(candidate_sentences(ladder))
     return said or ("No arm of this study changes the attention; the ladder shows its controls.",)
 
 

@@ -1,15 +1,24 @@
 """Loss and drift over the steps of training, one line an arm.
 
-Leaves out what happens inside attention (`deviation_charts`).
+Leaves out what happens inside attention (`deviation_charts`) and the drift of single parameters
+(`parameter_chart`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stability.analysis.recorded import RecordedArm, RecordedStudy
+from stability.analysis.recorded import RecordedArm, RecordedRun, RecordedStudy
 from stability.analysis.sampling import INDEPENDENT_AXES
 from stability.config.schema import BASELINE
-from stability.report.chart import Chart, Section, arm_lines, make_figure
+from stability.report.chart import (
+    ALL_AT_ONCE,
+    LOG_AXIS,
+    Chart,
+    Section,
+    arm_lines,
+    make_figure,
+    thinning_remarks,
+)
 from stability.report.palette import ArmStyle
 
 __all__ = ["DRIFT_METRICS", "drift_section", "loss_section"]
@@ -20,8 +29,10 @@ DRIFT_METRICS = {
     "w1_over_std": "W1 of all weights / their standard deviation",
     "mean_abs": "mean |difference| of all weights",
     "max_abs": "largest |difference| of all weights",
+    "1-cosine": "1 - cosine of the angle between all weights",
     "sign_flips": "share of weights with another sign",
 }
+"""What the drift chart may show. A cosine is so near to 1 that only its distance says anything."""
 STEPS = {
     "log steps": {"xaxis.type": "log", "xaxis.tickmode": "linear"},
     "linear steps": {"xaxis.type": "linear", "xaxis.tickmode": "auto"},
@@ -61,8 +72,13 @@ def _loss_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
         good="all arms lie on top of one another.",
         bad="an arm leaves the bundle, or spikes where the others do not.",
         figure=make_figure(
-            lines, height=HEIGHT, xaxis=STEP_TITLE, yaxis={"title": {"text": "loss (nats)"}}
+            lines,
+            height=HEIGHT,
+            xaxis=STEP_TITLE,
+            yaxis={"title": {"text": "loss (nats)"}},
+            **ALL_AT_ONCE,
         ),
+        remarks=thinning_remarks(_longest(_losses(arm) for arm in study.arms)),
     )
 
 
@@ -75,7 +91,7 @@ def _loss_difference_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle])
             _loss_differences(study, arm),
             styles[arm.name],
             bold=_is_candidate(arm),
-            hover="%{y:+.3g}",
+            hover="%{y:+.6g}",
             hidden=arm.axis in INDEPENDENT_AXES,
         )
     ]
@@ -90,8 +106,12 @@ def _loss_difference_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle])
             height=HEIGHT,
             xaxis=STEP_TITLE,
             yaxis={"title": {"text": "loss - baseline loss (nats)"}, "zeroline": True},
+            **ALL_AT_ONCE,
         ),
-        remarks=_hidden_remarks(study),
+        remarks=(
+            *_hidden_remarks(study),
+            *thinning_remarks(_longest(_losses(arm) for arm in study.candidates)),
+        ),
     )
 
 
@@ -100,7 +120,8 @@ def _drift_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
         _drift_lines(study, styles),
         height=520,
         xaxis={**STEP_TITLE, "type": "log", "dtick": 1},
-        yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, "type": "log"},
+        yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, **LOG_AXIS},
+        **ALL_AT_ONCE,
         meta={
             "metric": {key: {"yaxis.title.text": text} for key, text in DRIFT_METRICS.items()},
             "steps": STEPS,
@@ -131,15 +152,21 @@ def _drift_lines(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> list[d
         for arm in study.candidates
         for line in arm_lines(
             arm.name,
-            {seed: _after_start(run.drift(metric)) for seed, run in arm.runs.items()},
+            {seed: _after_start(_drift(run, metric)) for seed, run in arm.runs.items()},
             styles[arm.name],
             bold=_is_candidate(arm),
             positive=True,
-            hover="%{y:.2e}",
+            hover="%{y:.5e}",
             hidden=arm.axis in INDEPENDENT_AXES,
             meta={"metric": metric},
         )
     ]
+
+
+def _drift(run: RecordedRun, metric: str) -> Mapping[int, float]:
+    if metric == "1-cosine":
+        return {step: 1 - cosine for step, cosine in run.drift("cosine").items()}
+    return run.drift(metric)
 
 
 def _is_candidate(arm: RecordedArm) -> bool:
@@ -163,6 +190,10 @@ def _loss_differences(study: RecordedStudy, arm: RecordedArm) -> dict[int, dict[
     }
 
 
+def _longest(arms: Iterable[Mapping[int, Mapping[int, float]]]) -> int:
+    return max((len(values) for by_seed in arms for values in by_seed.values()), default=0)
+
+
 def _after_start(values: Mapping[int, float]) -> dict[int, float]:
     """Leave out step 0, which an axis of log steps can't show."""
     return {step: value for step, value in values.items() if step > 0}
@@ -171,7 +202,7 @@ def _after_start(values: Mapping[int, float]) -> dict[int, float]:
 def _hidden_remarks(study: RecordedStudy) -> tuple[str, ...]:
     return tuple(
         f"{arm.name} starts from other weights and lies far beyond the others: hidden until its "
-        "name is clicked."
+        "name below the chart is clicked."
         for arm in study.candidates
         if arm.axis in INDEPENDENT_AXES
     )

@@ -17,6 +17,8 @@ from stability.callbacks.drift_probe import DriftProbe
 from stability.callbacks.progress import ProgressCallback, StudyObserver
 from stability.callbacks.snapshot_writer import SnapshotWriter
 from stability.callbacks.training_log import LogPosition, TrainingLog
+from stability.callbacks.wandb_history import WandbHistory
+from stability.callbacks.weight_histogram import WeightHistogram
 from stability.config.diff import changes, hash_without
 from stability.config.load import to_dict
 from stability.config.schema import ArmConfig
@@ -37,7 +39,8 @@ from stability.study.observer_gate import ObserverError
 from stability.study.observer_gate import check_observer as run_gate
 from stability.study.run import Run, locked
 from stability.tracking.records_logger import RecordsLogger
-from stability.tracking.wandb_logger import WandbMode, finish, make_wandb_logger
+from stability.tracking.wandb_environment import WandbMode
+from stability.tracking.wandb_logger import RowLogger, WandbError, finish, make_wandb_logger
 
 __all__ = ["TrainOptions", "train"]
 
@@ -96,13 +99,16 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
             raise KeyboardInterrupt from None
         if is_disk_full(error):
             _record(files, state="interrupted", step=_steps_logged(run))
-            raise DiskFullError(f"{run.paths.root}: the disk is full: {error}") from error
+            known = isinstance(error, DiskFullError)
+            said = str(error) if known else f"{run.paths.root}: the disk is full: {error}"
+            raise DiskFullError(said) from error
         _record_failure(run, files, f"{type(error).__name__}: {error}")
         raise
     return files.manifest
 
 
 def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str, str]) -> Manifest:
+    found = environment()
     return Manifest(
         study=run.study,
         arm=run.arm.name,
@@ -110,11 +116,11 @@ def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str
         axis=run.axis,
         config=to_dict(run.config),
         diff={path: list(values) for path, values in run.arm.diff.items()},
-        environment=environment(),
+        environment=found,
         resolved=parts.attention.description,
         hashes={
             "config_less_axis": hash_without(run.config, run.arm.diff),
-            "environment": hash_environment(),
+            "environment": hash_environment(found),
             "init_weights": parts.init_hash,
             "text": data.text_hash,
         },
@@ -162,18 +168,13 @@ def _fit(
     log = MetricLog(run.paths.metrics)
     if start == 0:
         log.truncate_to(0)
-    wandb = make_wandb_logger(
-        wandb_mode,
-        study=run.study,
-        arm=run.arm.name,
-        seed=run.seed,
-        axis=run.axis,
-        config=to_dict(config),
-        directory=run.paths.wandb_dir,
-    )
+    wandb = _wandb_logger(run, wandb_mode, observer)
     loggers: list[Logger] = [RecordsLogger(log), *([wandb] if wandb else [])]
     divergence = Divergence()
     callbacks = [*_callbacks(run, files, parts, log, observer), divergence]
+    if wandb:
+        callbacks.insert(0, WandbHistory(run.paths.metrics, wandb))
+    failed = True
     trainer = make_trainer(config, files, loggers, callbacks, run.last_step)
     try:
         with warnings.catch_warnings():
@@ -185,11 +186,30 @@ def _fit(
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step", UserWarning)
             checkpoint = run.paths.checkpoint(start) if start else None
             trainer.fit(parts.module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+            failed = False
     finally:
         log.close()
         if wandb:
-            finish(wandb)
+            finish(wandb, failed=failed)
     return divergence.step
+
+
+def _wandb_logger(run: Run, mode: WandbMode, observer: StudyObserver) -> RowLogger | None:
+    """Return the run's W&B logger; None without W&B, and where W&B can't be reached."""
+    try:
+        return make_wandb_logger(
+            mode,
+            study=run.study,
+            arm=run.arm.name,
+            seed=run.seed,
+            axis=run.axis,
+            config=to_dict(run.config),
+            directory=run.paths.wandb_dir,
+        )
+    except (WandbError, ConnectionError, TimeoutError) as error:
+        text = f"W&B can't be reached, and gets the run once the study has ended: {error}"
+        observer.run_noted(run.arm.name, run.seed, text)
+        return None
 
 
 def _callbacks(
@@ -201,6 +221,7 @@ def _callbacks(
         TrainingLog(run.config.train.log_every),
         BatchHash(log),
         SnapshotWriter(parts.model, files, steps),
+        WeightHistogram(parts.model, steps),
     ]
     if run.baseline is not None:
         baseline = run.baseline
@@ -231,9 +252,8 @@ def _shared_steps(run: Run, baseline: RunPaths, steps: list[int]) -> list[int]:
 
 def _end(run: Run, manifest: Manifest, parts: Parts, diverged: int | None) -> dict[str, Any]:
     """Return what the manifest says of a run that has ended."""
-    step = _steps_logged(run)
-    batches = read_text(run.paths.metrics, BATCH_HASH)
-    name = run.paths.metrics.relative_to(run.paths.root).as_posix()
+    step, log = _steps_logged(run), run.paths.metrics
+    batches = read_text(log, BATCH_HASH)
     said = f"the loss is not finite from step {diverged} on" if diverged is not None else ""
     return {
         "state": "finished" if diverged is None else "diverged",
@@ -244,7 +264,7 @@ def _end(run: Run, manifest: Manifest, parts: Parts, diverged: int | None) -> di
             "batches": batches[step],
             "final_weights": hash_state(parts.model.state_dict()),
         },
-        "files": {**manifest.files, name: file_checksum(run.paths.metrics)},
+        "files": {**manifest.files, run.paths.name_of(log): file_checksum(log)},
     }
 
 

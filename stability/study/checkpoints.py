@@ -15,8 +15,7 @@ from lightning.fabric.plugins import CheckpointIO
 from stability.records.atomic import atomic_path
 from stability.records.layout import RunPaths, checkpoint_steps, snapshot_steps
 from stability.records.manifest import Manifest
-from stability.records.metric_log import read_lines
-from stability.records.run_files import RunFiles, damaged_files
+from stability.records.run_files import RunFiles, damaged_files, log_damage
 
 __all__ = ["CheckpointFiles", "clear_unlisted", "resume_from"]
 
@@ -60,12 +59,13 @@ def resume_from(
     wrong = damaged_files(paths, manifest)
     for name, what in wrong.items():
         note(f"{name} {what}")
-    log = _log_damage(paths)
+    log = log_damage(paths)
     if log:
         note(f"{log}; starting anew")
         return 0, {}
-    steps = [step for step in checkpoint_steps(paths) if _listed(paths, manifest, wrong, step)]
-    lost = [step for step in _snapshots_of(manifest) if _snapshot_name(step) in wrong]
+    whole = manifest.files.keys() - wrong.keys()
+    steps = [s for s in checkpoint_steps(paths) if paths.name_of(paths.checkpoint(s)) in whole]
+    lost = [s for s in _snapshots_of(manifest) if paths.name_of(paths.snapshot(s)) in wrong]
     usable = [step for step in steps if step < min(lost, default=step + 1)]
     at = max(usable, default=0)
     if wrong:
@@ -87,32 +87,12 @@ def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
     found += [paths.checkpoint(step) for step in checkpoint_steps(paths)]
     found += paths.root.rglob(".*.tmp")
     for path in found:
-        if path.relative_to(paths.root).as_posix() not in files:
+        if paths.name_of(path) not in files:
             path.unlink()
-
-
-def _listed(paths: RunPaths, manifest: Manifest, wrong: dict[str, str], step: int) -> bool:
-    name = paths.checkpoint(step).relative_to(paths.root).as_posix()
-    return name in manifest.files and name not in wrong
-
-
-def _log_damage(paths: RunPaths) -> str:
-    if not paths.metrics.exists():
-        return ""
-    try:
-        for _ in read_lines(paths.metrics):
-            pass
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _snapshots_of(manifest: Manifest) -> list[int]:
     return [_step_of(name) for name in manifest.files if name.endswith(".safetensors")]
-
-
-def _snapshot_name(step: int) -> str:
-    return RunPaths(Path()).snapshot(step).as_posix()
 
 
 def _is_of_a_step(name: str) -> bool:

@@ -21,7 +21,7 @@ from stability.records.layout import RunPaths, checkpoint_steps
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.names import drift_name
-from stability.records.run_files import damaged_files
+from stability.records.run_files import file_damage
 from stability.study.arm import TrainOptions, train
 from stability.study.assemble import assemble
 from stability.study.contract import axis_of
@@ -101,21 +101,20 @@ def fork_drifts(run: Run, metric: str = "rel_l2") -> dict[int, float]:
 
 
 def _check_step(parent: RunPaths, manifest: Manifest, at: int) -> None:
-    listed = {name for name in manifest.files if name.startswith("checkpoints/")}
-    steps = [step for step in checkpoint_steps(parent) if _file(parent, step) in listed]
+    steps = [
+        step
+        for step in checkpoint_steps(parent)
+        if parent.name_of(parent.checkpoint(step)) in manifest.files
+    ]
     if at not in steps:
         kept = ", ".join(map(str, steps)) or "none"
         raise ValueError(
             f"fork: at must be a step with a checkpoint, got {at}; {parent.root} has {kept} "
             "(train.keep_checkpoints: 0 keeps all)"
         )
-    wrong = damaged_files(parent, manifest).get(_file(parent, at))
+    wrong = file_damage(parent, manifest, parent.checkpoint(at))
     if wrong:
         raise ValueError(f"fork: {parent.checkpoint(at)} {wrong}")
-
-
-def _file(paths: RunPaths, step: int) -> str:
-    return paths.checkpoint(step).relative_to(paths.root).as_posix()
 
 
 def _name(parent: RunPaths, at: int, until: int, changes: Mapping[str, Any]) -> str:

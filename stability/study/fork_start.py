@@ -44,4 +44,4 @@ def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str,
     path = fork.checkpoint(at)
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         torch.save(checkpoint, file)
-    return {path.relative_to(fork.root).as_posix(): file_checksum(path)}
+    return {fork.name_of(path): file_checksum(path)}

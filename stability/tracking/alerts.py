@@ -16,6 +16,7 @@ from stability.metrics.thresholds import Crossing
 from stability.records.events import Event
 from stability.records.names import STEP_AXIS
 from stability.tracking.records_logger import RecordsLogger
+from stability.tracking.wandb_logger import RowLogger
 
 __all__ = ["alert_event", "emit", "log_counts"]
 
@@ -67,7 +68,10 @@ def log_counts(
                 name: wandb.Histogram(np_histogram=(np.asarray(values), np.asarray(drawn)))
                 for name, values in counts.items()
             }
-            logger.experiment.log({**histograms, STEP_AXIS: step})
+            if isinstance(logger, RowLogger):
+                logger.log_row(histograms, step)
+            else:
+                logger.experiment.log({**histograms, STEP_AXIS: step})
 
 
 def _closed(edges: Sequence[float]) -> list[float]:

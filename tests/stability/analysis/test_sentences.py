@@ -6,7 +6,7 @@ import re
 import pytest
 
 from stability.analysis.ladder import build_ladder
-from stability.analysis.sentences import notes, sentence, verdicts
+from stability.analysis.sentences import candidate_sentences, notes, sentence
 from stability.analysis.spread import times
 from stability.records.sealed_json import read_sealed, write_sealed
 from tests.stability.sealing import seal
@@ -119,7 +119,10 @@ def test_controls_have_their_own_sentences(finished):
     assert "and is the yardstick" in sentence(ladder, "fp32")
     assert "chaos" not in sentence(ladder, "nudge")
     assert sentence(ladder, "baseline") == "baseline is what every other arm is compared with."
-    assert [said.split()[0] for said in verdicts(ladder)] == ["flash_fa2", "flash_all_bf16"]
+    assert [said.split()[0] for said in candidate_sentences(ladder)] == [
+        "flash_fa2",
+        "flash_all_bf16",
+    ]
 
 
 def test_unknown_arm_is_refused_with_the_names(finished):

@@ -5,13 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
 from stability.callbacks.divergence import PATIENCE, Divergence
 
 
 def _told(callback, losses, start=0):
     trainer = SimpleNamespace(global_step=start, should_stop=False)
+    callback.setup(trainer, None, "fit")
     for loss in losses:
+        callback.on_train_batch_start(trainer, None, None, 0)
         trainer.global_step += 1
         callback.on_train_batch_end(trainer, None, {"loss": torch.tensor(loss)}, None, 0)
     return trainer
@@ -31,6 +34,36 @@ def test_a_finite_loss_in_between_starts_the_count_anew():
     callback = Divergence()
     assert not _told(callback, [*[math.nan] * 4, 1.0, *[math.nan] * 4]).should_stop
     assert callback.step is None
+
+
+class _Losses(LightningModule):
+    """Its loss is the next of a list, whatever the batch."""
+
+    def __init__(self, losses):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.losses = losses
+
+    def training_step(self, batch, batch_idx):
+        return self.losses[batch_idx] + 0 * self.weight
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_updates_are_counted_not_their_micro_batches(tmp_path, fit):
+    """One bad micro-batch makes the update bad, whichever it is, and counts once."""
+    bad = [[math.nan, 1.0, 1.0], [1.0, math.inf, 1.0], [math.nan] * 3, [1.0, 1.0, math.nan]]
+    for updates, stopped_at in (
+        ([[1.0] * 3, *bad, [1.0] * 3, [1.0] * 3], None),
+        ([[1.0] * 3, *bad, bad[2], [1.0] * 3], 6),
+    ):
+        callback, losses = Divergence(), [loss for update in updates for loss in update]
+        trainer = fit(
+            tmp_path, _Losses(losses), [callback], steps=len(updates), accumulate_grad_batches=3
+        )
+        assert callback.step == (None if stopped_at is None else 1)
+        assert trainer.global_step == (stopped_at or len(updates))
 
 
 def test_the_count_survives_a_checkpoint():

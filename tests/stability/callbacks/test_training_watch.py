@@ -1,6 +1,7 @@
 """The training watch: its figures are those of a training by hand, and it changes nothing."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +171,25 @@ def test_the_hook_is_there_in_due_steps_alone_and_gone_after_an_error(tmp_path, 
         fit(tmp_path, module, [TrainingWatch(2), Look()], steps=9, accumulate_grad_batches=2)
     assert hooks == [1, 1, 0, 0, 1, 1, 0, 0, 1]
     assert len(module.model._forward_hooks) == 0
+
+
+@pytest.mark.parametrize("how", ["error", "stop"])
+def test_a_fit_broken_off_within_a_due_step_leaves_no_hook_and_the_next_is_watched(
+    tmp_path, fit, read, how
+):
+    class Break(Callback):
+        def on_train_batch_end(self, trainer, *others):
+            if how == "error":
+                raise KeyError("stop")
+            trainer.should_stop = True
+
+    module, watch = _language_model(), TrainingWatch(2)
+    with pytest.raises(KeyError) if how == "error" else nullcontext():
+        fit(tmp_path / "broken", module, [watch, Break()], steps=3, accumulate_grad_batches=2)
+    assert len(module.model._forward_hooks) == 0
+    for folder, each in (("next", watch), ("first", TrainingWatch(2))):
+        fit(tmp_path / folder, _language_model(), [each], steps=1, accumulate_grad_batches=2)
+    assert read(tmp_path / "next") == read(tmp_path / "first")
 
 
 def test_a_compiled_model_is_watched_under_the_names_of_the_model_itself(tmp_path, fit, read):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from stability.cli.main import main
 from stability.metrics.drift import drift
-from stability.records.layout import RunPaths
+from stability.records.run_files import RunFiles
 from stability.records.snapshots import write_snapshot
 
 
@@ -44,10 +44,15 @@ def _state(moved=0.0, layers=4):
 
 
 def _run(folder, steps):
-    run = RunPaths(folder)
+    run = RunFiles.unnamed(folder)
     for step in steps:
-        write_snapshot(run.snapshot(step), _state(step / 100))
+        _add(run, step, _state(step / 100))
     return folder
+
+
+def _add(run, step, state):
+    write_snapshot(run.paths.snapshot(step), state)
+    run.add(run.paths.snapshot(step))
 
 
 def _everywhere(folder, state):
@@ -57,7 +62,7 @@ def _everywhere(folder, state):
     save_file(state, folder / "s.safetensors")
     torch.save(state, folder / "s.bin")
     torch.save({"state_dict": state, "pytorch-lightning_version": "2"}, folder / "s.ckpt")
-    write_snapshot(RunPaths(folder / "run").snapshot(3), state)
+    _add(RunFiles.unnamed(folder / "run"), 3, state)
     return [folder / name for name in ("hf", "s.safetensors", "s.bin", "s.ckpt", "run")]
 
 
@@ -172,5 +177,5 @@ def test_runs_without_a_common_snapshot_name_their_steps(refused, tmp_path):
     a, b = _run(tmp_path / "a", (1, 2)), _run(tmp_path / "b", (3,))
     assert "must have snapshots of one step, got steps [1, 2] and [3]" in refused(a, b)
     assert "nearest: 1, 2" in refused(a, b, "--step", 3)
-    (tmp_path / "new" / "snapshots").mkdir(parents=True)
+    RunFiles.unnamed(tmp_path / "new").update()
     assert "must have snapshots, got none" in refused(tmp_path / "new", a)

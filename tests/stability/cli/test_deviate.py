@@ -2,6 +2,8 @@
 
 import functools
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ from safetensors.torch import save_file
 
 from stability.attention import presets
 from stability.cli.main import main
+from stability.records.layout import RunPaths
+from stability.records.manifest import read_manifest, write_manifest
+from stability.records.waterfall_record import read_waterfalls
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--length", "64", "--head_dim", "16", "--heads", "2"]
@@ -110,6 +115,31 @@ def test_a_layer_of_a_run_is_captured_and_measured(capsys, trained_run):
         assert message in capsys.readouterr().err
 
 
+def test_a_recorded_waterfall_is_that_of_the_run(capsys, trained_run, tmp_path):
+    run = RunPaths(tmp_path / "run")
+    shutil.copytree(trained_run, run.root)
+    manifest = read_manifest(run.manifest)
+    attention = {"implementation": "flash", "profile": "all_bf16", "numerics": {"splits": 2}}
+    attention = {**manifest.config["attention"], **attention}
+    config = {**manifest.config, "attention": attention}
+    write_manifest(run.manifest, replace(manifest, config=config))
+    words = ["--checkpoint", str(run.root), "--waterfall", "--layer", "1", "--json"]
+    printed = json.loads(shown(capsys, *words, "--record"))
+    ((_, record),) = read_waterfalls([run])
+    assert record.name == "all_bf16 splits=2, layer 1, step 2"
+    assert record.steps == printed["steps"]
+    assert record.numerics == printed["numerics"]
+    assert record.point["causal"] is True
+    full = json.loads(shown(capsys, *words))
+    assert full["steps"] != printed["steps"], "--record measures under the run's mask"
+    assert json.loads(shown(capsys, *words, "--causal"))["steps"] == printed["steps"]
+    shown(capsys, *words, "--record", "--profile", "fa2", "--step", "1")
+    assert [found.name for _, found in read_waterfalls([run])] == [
+        record.name,
+        "fa2, layer 1, step 1",
+    ]
+
+
 def test_presets_hold_published_figures_beside_ours(capsys, monkeypatch):
     short = functools.partial(presets.fa3_table3, length=128)
     monkeypatch.setattr(presets, "fa3_table3", short)
@@ -127,6 +157,8 @@ def test_presets_hold_published_figures_beside_ours(capsys, monkeypatch):
         (["--window", "5"], "window must be LEFT,RIGHT"),
         (["--set", "splits"], "set must be FIELD=VALUE with commas, got 'splits'"),
         (["--columns", "rmsd"], "columns must be metrics, got 'rmsd'; nearest: rmse"),
+        (["--record", "--checkpoint", "b"], "record must be given with waterfall and checkpoint"),
+        (["--record", "--waterfall"], "record must be given with waterfall and checkpoint"),
         (["--qkv", "a", "--checkpoint", "b"], "qkv and checkpoint must not both be given"),
         (["--checkpoint", "nowhere"], "checkpoint must be a run's folder, got 'nowhere'"),
         (["--waterfall", "--length", "32,64"], "waterfall takes one point, got 2 combinations"),

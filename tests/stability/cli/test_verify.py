@@ -38,10 +38,10 @@ def test_honest_pairs_are_proven_and_named(runs):
 def test_another_seed_is_no_pair(runs, trained):
     proof = prove_pair(runs["baseline"], RunPaths.for_run(trained, "fp32", 1))
     assert proof.break_.field == "config.seed.base"
-    fields = {line.field: line.finding for line in proof.lines}
-    assert fields["config less the axis"] == fields["hashes.init_weights"] == "broken"
-    assert fields["config.precision"] == "by design"
-    assert fields["batch 1"] == "broken"
+    fields = {line.field: line.sameness for line in proof.lines}
+    assert fields["config less the axis"] == fields["hashes.init_weights"] == "different"
+    assert fields["config.precision"] == "different by design"
+    assert fields["batch 1"] == "different"
 
 
 def test_another_batch_is_named_by_its_step(runs):
@@ -85,7 +85,7 @@ def test_a_damaged_log_is_a_broken_line_and_no_crash(runs):
     path.write_bytes(path.read_bytes().replace(b"train/loss", b"train/lost", 1))
     proof = prove_pair(runs["baseline"], runs["fp32"])
     assert proof.break_.field == "records of fp32, seed 0"
-    assert {line.field: line.finding for line in proof.lines}["batches"] == "unknown"
+    assert {line.field: line.sameness for line in proof.lines}["batches"] == "unknown"
 
 
 def test_the_command_shows_a_run_a_study_and_json(runs, trained, capsys):

@@ -1,5 +1,7 @@
 """Where a study's files are, and the names that can't lead out of its folder."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +29,18 @@ def test_the_layout_is_the_documented_one(tmp_path):
     names = [path.name for path in (study.study, study.ladder, study.report)]
     assert names == ["study.json", "ladder.json", "report.html"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_has_one_name_whichever_way_its_folder_was_reached(tmp_path, monkeypatch):
+    real = RunPaths.for_run(tmp_path / "real", "arm", 0)
+    real.snapshots_dir.mkdir(parents=True)
+    (tmp_path / "linked").symlink_to(tmp_path / "real")
+    linked = RunPaths.for_run(tmp_path / "linked", "arm", 0)
+    monkeypatch.chdir(tmp_path)
+    relative = RunPaths.for_run(Path("linked"), "arm", 0)
+    for paths in (real, linked, relative):
+        for path in (real.snapshot(2), paths.snapshot(2)):
+            assert paths.name_of(path) == "snapshots/step-00000002.safetensors"
 
 
 BAD_NAMES = [

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stability.records.layout import RunPaths
+from stability.records.layout import RunPaths, is_run
+from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state, write_snapshot
-from stability.records.weights import is_run, open_weights
+from stability.records.weights import open_weights
 
 
 def _state(scale=1.0):
@@ -24,10 +25,11 @@ def _state(scale=1.0):
 
 
 def _run(folder, steps=(0, 2, 40)):
-    run = RunPaths(folder / "study" / "arm" / "seed-0")
+    run = RunFiles.unnamed(folder / "study" / "arm" / "seed-0")
     for step in steps:
-        write_snapshot(run.snapshot(step), _state(step + 1.0))
-    return run.root
+        write_snapshot(run.paths.snapshot(step), _state(step + 1.0))
+        run.add(run.paths.snapshot(step))
+    return run.paths.root
 
 
 def _safetensors(folder):
@@ -119,6 +121,23 @@ def test_a_run_without_snapshots_is_named(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match="must have snapshots, got none"):
         open_weights(tmp_path)
+
+
+def test_a_snapshot_that_is_not_the_one_listed_is_refused(tmp_path):
+    run = RunPaths(_run(tmp_path, (0, 2)))
+    content = bytearray(run.snapshot(2).read_bytes())
+    content[-1] ^= 1  # the weights stay numbers: only the checksum tells
+    run.snapshot(2).write_bytes(content)
+    with pytest.raises(ValueError, match=r"step-00000002.safetensors: is damaged: its SHA-256"):
+        open_weights(run.root)
+    write_snapshot(run.snapshot(3), _state())
+    with pytest.raises(ValueError, match=r"step-00000003.*: is not in the run's manifest"):
+        open_weights(run.root)
+    assert hash_state(open_weights(run.root, 0)) == hash_state(_state(1.0))
+    run.manifest.unlink()
+    assert not is_run(run.root)
+    with pytest.raises(ValueError, match=r"seed-0: must be a run, or hold .* it holds snapshots"):
+        open_weights(run.root)
 
 
 def test_a_step_of_a_file_is_refused(tmp_path):

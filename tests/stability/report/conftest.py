@@ -1,10 +1,13 @@
-"""Gives tests the writer of synthetic studies."""
+"""Gives tests the writer of synthetic studies, and a browser."""
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.stability.report.browser import Browser, start_browser
 
 WRITER = Path(__file__).parents[1] / "report" / "synthetic.py"
 
@@ -24,3 +27,11 @@ def synthetic() -> ModuleType:
 def finished(synthetic, tmp_path_factory) -> Path:
     """The folder of a finished study; tests only read it."""
     return synthetic.write_synthetic(tmp_path_factory.mktemp("studies") / "quickstart")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium, one a worker; skips where there is none."""
+    started = start_browser()
+    yield started
+    started.close()

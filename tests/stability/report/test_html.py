@@ -1,6 +1,7 @@
 """The HTML report: self-contained, honest about its numbers, and inert whatever names it holds."""
 
 import html
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -13,6 +14,7 @@ from stability.analysis.recorded import read_study
 from stability.analysis.spread import scientific, times
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.html import render, write_report
+from tests.stability.report.typed_arrays import decode
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -25,7 +27,7 @@ def page_of(study_dir):
 
 def data_of(page):
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    return json.loads(found.group(1))
+    return json.loads(found.group(1), object_hook=decode)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,9 @@ def test_charts_hold_the_numbers_of_the_records(page, finished):
     logged = {e["step"]: e[name] for e in entries if name in e and e["step"] > 0}
     traces = data_of(page)["figures"]["drift"]["data"]
     trace = next(
-        t for t in traces if t["name"] == "flash_fa2, seed 1" and t["meta"] == {"metric": "w1"}
+        t
+        for t in traces
+        if t["name"] == "flash_fa2, seed 1" and t["meta"] == {"arm": "flash_fa2", "metric": "w1"}
     )
     assert dict(zip(trace["x"], trace["y"], strict=True)) == pytest.approx(logged, rel=1e-5)
 
@@ -98,17 +102,24 @@ def test_deviation_of_each_layer_is_the_mean_of_the_seeds(page, finished, synthe
     assert mine[3]["y"][mine[3]["x"].index(40)] == pytest.approx(want, rel=1e-12)
 
 
-def test_what_is_chosen_at_first_is_visible_and_every_choice_has_traces(page):
-    data = data_of(page)
-    assert data["choices"]["deviation"] == {
+def choices_of(page, section):
+    """The options of each choice of a section, by name."""
+    text = re.search(rf'<section id="section-{section}".*?</section>', page, re.DOTALL).group(0)
+    selects = re.findall(r'<select data-choice="([^"]*)".*?>(.*?)</select>', text, re.DOTALL)
+    return {name: re.findall(r'<option value="([^"]*)"', inner) for name, inner in selects}
+
+
+def test_every_choice_has_traces_and_attention_comes_first(page):
+    figures, choices = data_of(page)["figures"], choices_of(page, "deviation")
+    assert {name: options[0] for name, options in choices.items()} == {
         "arm": "flash_all_bf16",
         "what": "out",
         "metric": "rel_fro",
     }
     for key in ("deviation-map", "deviation-curves"):
-        metas = [trace["meta"] for trace in data["figures"][key]["data"]]
-        assert {"arm": "fp32", "what": "out", "metric": "bias_ulp"} in metas
-        assert data["choices"]["deviation"] in metas
+        metas = [trace["meta"] for trace in figures[key]["data"]]
+        for arm, what, metric in itertools.product(*choices.values()):
+            assert {"arm": arm, "what": what, "metric": metric} in metas
 
 
 def test_arm_keeps_its_colour_from_chart_to_chart(page):

@@ -74,10 +74,14 @@ def test_the_page_has_every_chart_and_its_choices(tmp_path):
         "histogram",
         "watched",
     }
-    for key, choices in data["choices"].items():
-        charts = {"deviation": "deviation-map"}.get(key, key)
-        metas = [trace["meta"] for trace in data["figures"][charts]["data"]]
-        assert choices in metas, key
+    for section in re.findall(r'<section id="section-.*?</section>', page, re.DOTALL):
+        selects = re.findall(
+            r'<select data-choice="([^"]*)".*?<option value="([^"]*)"', section, re.S
+        )
+        charts = re.findall(r'class="plot" id="([^"]*)"', section)
+        for chart in charts:
+            metas = [trace["meta"] for trace in data["figures"][chart]["data"]]
+            assert dict(selects) in metas, chart
     heads = next(
         trace
         for trace in data["figures"]["heads"]["data"]

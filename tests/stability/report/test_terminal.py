@@ -6,13 +6,17 @@ import pytest
 from rich.console import Console
 
 from stability.analysis.ladder import build_ladder
+from stability.analysis.recorded import read_study
 from stability.analysis.spread import MISSING, times
+from stability.report.drift_sparks import DriftSparks
+from stability.report.sparkline import Sparks
 from stability.report.terminal import print_ladder
 
 
-def printed(study, width):
+def printed(study, width, *, with_sparks=True):
     console = Console(width=width, file=io.StringIO(), force_terminal=False)
-    print_ladder(build_ladder(study), console)
+    sparks = DriftSparks(read_study(study), Sparks.for_console(console)) if with_sparks else None
+    print_ladder(build_ladder(study), console, sparks)
     return console.file.getvalue()
 
 
@@ -20,13 +24,44 @@ def line_of(text, arm):
     return next(line for line in text.splitlines() if line.startswith(f"{arm} "))
 
 
-@pytest.mark.parametrize("width", [80, 100, 130, 200])
-def test_nothing_is_wider_than_the_terminal_or_cut_off(finished, width):
-    text = printed(finished, width)
+@pytest.fixture(scope="module")
+def five_seeds(synthetic, tmp_path_factory):
+    """A finished study with seeds enough for intervals."""
+    return synthetic.write_synthetic(tmp_path_factory.mktemp("five") / "five", seeds=[*range(5)])
+
+
+@pytest.mark.parametrize("seeds", [2, 5])
+@pytest.mark.parametrize("width", [80, 100, 124, 130, 150, 200])
+def test_nothing_is_wider_than_the_terminal_or_cut_off(finished, five_seeds, width, seeds):
+    study = finished if seeds == 2 else five_seeds
+    text = printed(study, width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
-    for row in build_ladder(finished).rows:
+    for row in build_ladder(study).rows:
         assert line_of(text, row.arm)
+        assert f"{row.final_loss.mean:.3f}" in line_of(text, row.arm)
+
+
+def test_the_sparkline_leaves_before_the_figures(finished):
+    line = line_of(printed(finished, 200), "rerun")
+    assert line.rstrip().endswith("000000000")
+    assert line_of(printed(finished, 200), "init_seed").rstrip().endswith("^^^^^^^^^")
+    assert line_of(printed(finished, 200), "flash_fa2").rstrip().endswith("0▄▄▄▅▅▆██")
+    assert "log scale from" in printed(finished, 200)
+    narrow = printed(finished, 80)
+    assert "▄" not in narrow
+    assert "scale" not in narrow
+
+
+def test_an_interval_shares_its_exponent(five_seeds):
+    row = build_ladder(five_seeds).row("flash_fa2")
+    line = line_of(printed(five_seeds, 200), "flash_fa2")
+    drift, ratio = row.rel_l2.early, row.ratio.early
+    low, high = drift.interval.low * 1e3, drift.interval.high * 1e3
+    assert f" {drift.mean * 1e3:.1f} [{low:.1f}, {high:.1f}]e-03 " in line
+    low, high = (times(end)[:-1] for end in (ratio.interval.low, ratio.interval.high))
+    assert f" {times(ratio.mean)} [{low}, {high}] " in line
+    assert "[ ]: 90% interval of the mean" in printed(five_seeds, 200)
 
 
 @pytest.mark.parametrize("width", [80, 130])
@@ -72,4 +107,4 @@ def test_names_and_messages_are_not_read_as_markup(synthetic, tmp_path):
 
 def test_study_that_has_not_begun_prints(synthetic, tmp_path):
     synthetic.write_study_json(tmp_path)
-    assert "[missing]" in " ".join(printed(tmp_path, 130).split())
+    assert "[missing]" in " ".join(printed(tmp_path, 130, with_sparks=False).split())

@@ -1,0 +1,207 @@
+"""One arm of a study as its records tell it: what changed, how each seed went, what was measured.
+
+Every figure keeps its value for each seed. Leaves out the other arms (`ladder`) and how it is shown
+(`report`).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stability.analysis.growth_law import ArmGrowth, arm_growth
+from stability.analysis.ladder import Ladder, Row
+from stability.analysis.probed import natural
+from stability.analysis.recorded import RecordedArm, RecordedRun, RecordedStudy, RunState
+from stability.analysis.sentences import sentence
+from stability.analysis.spread import Spread
+from stability.config.convert import nearest
+from stability.config.schema import BASELINE
+from stability.records.events import Event
+from stability.records.json_values import jsonable
+from stability.records.names import deviation_name, parse_deviation, parse_drift
+
+__all__ = ["LAYER_METRICS", "ArmView", "BySteps", "SeedView", "find_arm", "view_arm"]
+
+LAYER_METRICS = ("rel_fro", "error_ratio", "bias_ulp")
+"""What is told of each layer's output."""
+
+BySteps = Mapping[int, Spread]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedView:
+    """How the run of one seed went."""
+
+    seed: int
+    state: RunState
+    step: int
+    """The last step on record; 0 for a run that has not begun."""
+    message: str
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArmView:
+    """One arm, in the order in which one asks about it."""
+
+    row: Row
+    """Its row on the ladder."""
+    sentence: str
+    steps: int
+    """How many the study planned."""
+    diff: Mapping[str, list[Any]]
+    """Dotted config path -> [baseline's value, this arm's value]."""
+    seeds: tuple[SeedView, ...]
+    drifts: Mapping[str, BySteps]
+    """Of all weights, by metric; empty for the baseline."""
+    growth: ArmGrowth | None
+    parameters: tuple[tuple[str, Spread], ...]
+    """Each parameter's relative L2 at the last step with a drift, the most drifted first."""
+    layers: Mapping[str, Mapping[str, BySteps]]
+    """Deviation of each layer's output, by LAYER_METRICS; empty without a probe."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step with a drift on record; 0 if there is none."""
+        return max((step for values in self.drifts.values() for step in values), default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able values; a number that is none stands as text."""
+        row = self.row
+        return {
+            "arm": row.arm,
+            "axis": row.axis,
+            "change": row.change,
+            "state": row.state,
+            "sentence": self.sentence,
+            "diff": dict(self.diff),
+            "seeds": [asdict(seed) for seed in self.seeds],
+            "final_loss": row.final_loss.to_dict(),
+            "rel_l2": row.rel_l2.to_dict(),
+            "ratio": row.ratio.to_dict(),
+            "drift": {metric: _by_step(values) for metric, values in self.drifts.items()},
+            "growth": _growth(self.growth) if self.growth else None,
+            "parameters": {name: spread.to_dict() for name, spread in self.parameters},
+            "deviation/out": {
+                layer: {metric: _by_step(values) for metric, values in found.items()}
+                for layer, found in self.layers.items()
+            },
+        }
+
+
+def _growth(growth: ArmGrowth) -> dict[str, Any]:
+    return jsonable({**asdict(growth), "doubling_time": growth.doubling_time})
+
+
+def find_arm(study: RecordedStudy, name: str) -> RecordedArm:
+    """Return the arm called `name`; ValueError names the nearest ones if there is none."""
+    arm = study.arm(name)
+    if arm is None:
+        known = [arm.name for arm in study.arms]
+        raise ValueError(
+            f"find_arm: arm must be one of the study's {len(known)}, got {name!r}; nearest: "
+            f"{nearest(name, known)}"
+        )
+    return arm
+
+
+def view_arm(study: RecordedStudy, ladder: Ladder, name: str) -> ArmView:
+    """Return what is on record about the arm `name`. ValueError as `find_arm`."""
+    arm = find_arm(study, name)
+    row = ladder.row(name)
+    assert row is not None, "a ladder has a row for each arm"
+    drifts = _drifts(arm)
+    last = max((step for values in drifts.values() for step in values), default=0)
+    return ArmView(
+        row=row,
+        sentence=sentence(ladder, name),
+        steps=study.steps,
+        diff=arm.diff,
+        seeds=tuple(_seed(run) for run in arm.runs.values()),
+        drifts=drifts,
+        growth=arm_growth(study, arm) if name != BASELINE else None,
+        parameters=_parameters(arm, last),
+        layers=_layers(arm),
+    )
+
+
+def _seed(run: RecordedRun) -> SeedView:
+    reached = [run.manifest.step if run.manifest else 0, *run.loss()]
+    return SeedView(
+        seed=run.seed,
+        state=run.state,
+        step=max(reached),
+        message=run.message,
+        events=run.events,
+    )
+
+
+def _names(arm: RecordedArm) -> list[str]:
+    """Return the metrics that some run of `arm` has on record, in the order of the logs."""
+    return list(dict.fromkeys(name for run in arm.runs.values() for name in run.metrics))
+
+
+def _drifts(arm: RecordedArm) -> Mapping[str, BySteps]:
+    found = [parts for name in _names(arm) if (parts := parse_drift(name))]
+    drifts = {
+        parts.metric: _spreads({s: run.drift(parts.metric) for s, run in arm.runs.items()})
+        for parts in found
+        if parts.parameter == "all"
+    }
+    if "cosine" in drifts:  # what can be read is how far it is from 1
+        drifts["1-cosine"] = {
+            step: Spread({seed: 1 - value for seed, value in spread.per_seed.items()})
+            for step, spread in drifts.pop("cosine").items()
+        }
+    return drifts
+
+
+def _parameters(arm: RecordedArm, step: int) -> tuple[tuple[str, Spread], ...]:
+    found: dict[str, Spread] = {}
+    for name in _names(arm):
+        parts = parse_drift(name)
+        if not parts or parts.metric != "rel_l2" or parts.parameter == "all":
+            continue
+        values = {seed: run.series(name) for seed, run in arm.runs.items()}
+        at_step = {seed: series[step] for seed, series in values.items() if step in series}
+        if at_step:
+            found[parts.parameter] = Spread(at_step)
+    # a drift that is no number comes first: it is what one looks for
+    return tuple(
+        sorted(found.items(), key=lambda item: (item[1].mean == item[1].mean, -item[1].mean))
+    )
+
+
+def _layers(arm: RecordedArm) -> Mapping[str, Mapping[str, BySteps]]:
+    probed = {
+        (parts.layer, parts.shadow)
+        for name in _names(arm)
+        if (parts := parse_deviation(name)) and parts.what == "out" and not parts.part
+    }
+    first = min((shadow for _, shadow in probed), default="")  # as the report: one shadow is shown
+    layers = sorted((layer for layer, shadow in probed if shadow == first), key=natural)
+    return {
+        layer: {
+            metric: _spreads(
+                {
+                    seed: run.series(deviation_name(layer, "out", metric, shadow=first))
+                    for seed, run in arm.runs.items()
+                }
+            )
+            for metric in LAYER_METRICS
+        }
+        for layer in layers
+    }
+
+
+def _spreads(by_seed: Mapping[int, Mapping[int, float]]) -> dict[int, Spread]:
+    """Return the spread at each step that some seed has."""
+    steps: Iterable[int] = {step for values in by_seed.values() for step in values}
+    return {
+        step: Spread({seed: values[step] for seed, values in by_seed.items() if step in values})
+        for step in sorted(steps)
+    }
+
+
+def _by_step(values: BySteps) -> dict[str, Any]:
+    return {str(step): spread.to_dict() for step, spread in values.items()}

@@ -1,0 +1,98 @@
+"""Waterfalls on record: which rounding point makes the error of a run's attention.
+
+A file each, `<run>/waterfalls/<profile>-layer_<n>-step-<step>-<numerics>.json`, sealed. The last
+part stands for everything else that was chosen, so that the same waterfall takes the same file and
+another one never does. Leaves out the measuring (`attention.waterfall`) and how it is shown.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+from stability.records.layout import RunPaths
+from stability.records.sealed_json import read_sealed, write_sealed
+
+__all__ = ["CHANGES", "WaterfallRecord", "read_waterfalls", "write_waterfall"]
+
+FOLDER = "waterfalls"
+CHANGES = ("none", "lowered", "raised")
+"""A step is the profile as it is, or has one point lowered to its format, or raised to FP64."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaterfallRecord:
+    """One waterfall, in JSON values."""
+
+    profile: str
+    format: str
+    """The format of q, k and v, and of the points that the profile leaves to them."""
+    layer: int
+    step: int
+    """Updates made when the weights were taken."""
+    point: dict[str, Any]
+    """All that was chosen: mask, scale, shapes; `changes`, pairs of a field of the profile's
+    numerics and what it was set to."""
+    numerics: dict[str, Any]
+    steps: list[dict[str, Any]]
+    """`change`, one of CHANGES; the `point` and its `format`; `errors`, relative, by result."""
+    versions: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """The profile with what was changed in it, the layer and the step, for people."""
+        changes = (f"{name}={value}" for name, value in self.point.get("changes", ()))
+        return f"{' '.join([self.profile, *changes])}, layer {self.layer}, step {self.step}"
+
+
+def write_waterfall(run: RunPaths, record: WaterfallRecord) -> Path:
+    """Write `record` into the folder of `run`, whole or not at all, and return its file."""
+    chosen = json.dumps([record.point, record.numerics], sort_keys=True)
+    profile = re.sub(r"[^A-Za-z0-9_]+", "_", record.profile)[:64]
+    digest = hashlib.sha256(chosen.encode()).hexdigest()[:8]
+    name = f"{profile}-layer_{record.layer}-step-{record.step:08d}-{digest}.json"
+    path = run.root / FOLDER / name
+    write_sealed(path, asdict(record))
+    return path
+
+
+def read_waterfalls(paths: Iterable[RunPaths]) -> list[tuple[RunPaths, WaterfallRecord]]:
+    """Return the waterfalls of runs, each with its run: in the runs' order, then by file name.
+
+    ValueError, one line that names the file, for one that is damaged or is no waterfall.
+    """
+    return [
+        (run, _read(path)) for run in paths for path in sorted((run.root / FOLDER).glob("*.json"))
+    ]
+
+
+def _read(path: Path) -> WaterfallRecord:
+    content = read_sealed(path, writer="`stability deviate --record`")
+    hints = get_type_hints(WaterfallRecord)
+    names = [field.name for field in fields(WaterfallRecord)]
+    if set(content) != set(names):
+        raise ValueError(f"{path}: must have the keys {', '.join(names)}, has {', '.join(content)}")
+    for name in names:
+        kind = get_origin(hints[name]) or hints[name]
+        if not isinstance(content[name], kind):
+            raise ValueError(
+                f"{path}: {name} must be of type {kind.__name__}, is {content[name]!r}"
+            )
+    if not content["steps"] or not all(_is_step(step) for step in content["steps"]):
+        raise ValueError(
+            f"{path}: steps must be one or more of change, point, format and errors by result"
+        )
+    return WaterfallRecord(**content)
+
+
+def _is_step(step: Any) -> bool:
+    return (
+        isinstance(step, dict)
+        and step.keys() == {"change", "point", "format", "errors"}
+        and step["change"] in CHANGES
+        and isinstance(step["errors"], dict)
+        and all(type(error) is float for error in step["errors"].values())
+    )

@@ -1,0 +1,119 @@
+"""What W&B's environment variables may decide: where runs go, never which run is which.
+
+Honoured: WANDB_MODE (the default mode), WANDB_PROJECT, WANDB_ENTITY, WANDB_BASE_URL, WANDB_API_KEY,
+WANDB_NOTES, and WANDB_TAGS (beside our own tags). Passed over, because a run's name, group, job
+type and folder are the study's: WANDB_RUN_ID, WANDB_NAME, WANDB_RUN_GROUP, WANDB_JOB_TYPE,
+WANDB_DIR, WANDB_SILENT. Refused, because W&B would join runs otherwise than by their ids:
+`REFUSED`. No variable reaches training. Leaves out the run itself (`wandb_logger`).
+"""
+
+import os
+from typing import Literal
+
+import wandb
+
+__all__ = [
+    "PROJECT",
+    "WandbMode",
+    "added_tags",
+    "check_wandb",
+    "destination",
+    "project",
+    "resolve_mode",
+]
+
+WandbMode = Literal["offline", "online", "disabled"]
+
+PROJECT = "training-stability"
+
+REFUSED = (
+    "WANDB_RESUME",
+    "WANDB_RESUME_FROM",
+    "WANDB_FORK_FROM",
+    "WANDB_RUN_STORAGE_ID",
+    "WANDB_SWEEP_ID",
+)
+
+_MODES: dict[str, WandbMode] = {
+    "offline": "offline",
+    "dryrun": "offline",
+    "online": "online",
+    "run": "online",
+    "disabled": "disabled",
+}
+"""What W&B accepts in WANDB_MODE, with its old names."""
+
+_TAG_LENGTH = 64
+
+
+def resolve_mode(mode: WandbMode) -> WandbMode:
+    """Return the mode to use: WANDB_MODE replaces the default, `offline`, and nothing else.
+
+    ValueError if that variable holds an unknown word.
+    """
+    chosen = os.environ.get("WANDB_MODE", "")
+    if mode != "offline" or not chosen:
+        return mode
+    if chosen not in _MODES:
+        raise ValueError(
+            f"resolve_mode: WANDB_MODE must be one of {', '.join(_MODES)}, got {chosen!r}; unset it"
+        )
+    return _MODES[chosen]
+
+
+def project() -> str:
+    """Return the W&B project that runs go to."""
+    return os.environ.get("WANDB_PROJECT") or PROJECT
+
+
+def destination() -> list[str]:
+    """Return what tells two places for runs apart: server, entity and project."""
+    return [os.environ.get("WANDB_BASE_URL", ""), os.environ.get("WANDB_ENTITY", ""), project()]
+
+
+def added_tags() -> list[str]:
+    """Return the user's own tags. ValueError for one that W&B would refuse."""
+    tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",")]
+    for tag in tags:
+        if len(tag) > _TAG_LENGTH:
+            raise ValueError(
+                f"added_tags: a tag in WANDB_TAGS must be at most {_TAG_LENGTH} characters long, "
+                f"got {len(tag)}: {tag[:_TAG_LENGTH]!r}...; shorten it"
+            )
+    return [tag for tag in tags if tag]
+
+
+def check_wandb(mode: WandbMode) -> None:
+    """Check all that can be known before training; ask the server who we are if `mode` is online.
+
+    ValueError for a variable that W&B or we refuse, and online without an account or a server.
+    """
+    mode = resolve_mode(mode)
+    if mode == "disabled":
+        return
+    found = [name for name in REFUSED if os.environ.get(name)]
+    if found:
+        raise ValueError(
+            f"check_wandb: {found[0]} must be unset, got {os.environ[found[0]]!r}; a run that goes "
+            "on is joined to its first part by its own id"
+        )
+    added_tags()
+    try:
+        wandb.Settings(project=project())
+        settings = wandb.setup().settings
+    except (wandb.Error, ValueError) as error:
+        raise ValueError(
+            f"check_wandb: a WANDB_* variable is no W&B setting: {error}; mend or unset it"
+        ) from error
+    if mode == "online":
+        _check_account(settings.base_url)
+
+
+def _check_account(server: str) -> None:
+    instead = "run `wandb login`, set WANDB_API_KEY, or use --wandb offline and `wandb sync` later"
+    try:
+        known = wandb.login(prompt=False, verify=True)
+    except (wandb.Error, OSError) as error:
+        raise ValueError(f"check_wandb: {server} refuses: {error}; {instead}") from error
+    if not known:
+        raise ValueError(f"check_wandb: --wandb online needs an account at {server}; {instead}")
