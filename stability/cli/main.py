@@ -28,6 +28,7 @@ VERBS = {
     "verify": ("stability.cli.verify", "prove that runs keep the pair contract"),
     "show": ("stability.cli.inspect", "print the ladder of a study"),
     "report": ("stability.cli.inspect", "write the HTML report of a study"),
+    "workspace": ("stability.cli.workspace", "build a study's panels in the W&B app"),
     "fork": ("stability.cli.fork", "train on from a run's state with one thing changed"),
     "bisect": ("stability.cli.fork", "find the layers or rounding points that carry a change"),
     "compare": ("stability.cli.compare", "measure the drift between any two sets of weights"),
@@ -125,7 +126,7 @@ def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:
 
 
 def _overview() -> str:
-    rows = "".join(f"  stability {verb:8} {text}\n" for verb, (_, text) in VERBS.items())
+    rows = "".join(f"  stability {verb:9} {text}\n" for verb, (_, text) in VERBS.items())
     return f"usage: stability VERB ...\n\n{rows}\n`stability VERB --help` says what a verb takes.\n"
 
 

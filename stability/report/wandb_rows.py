@@ -64,7 +64,9 @@ def deviation_rows(study: RecordedStudy) -> tuple[list[Any], list[Any]]:
             if math.isfinite(value) and abs(value) >= abs(row.get(parts.metric, 0.0)):
                 row[parts.metric] = value
     columns: list[Any] = ["arm", "layer", "shadow", "what", *SHOWN_DEVIATIONS]
-    rows: list[Any] = [[*key, *(row.get(metric) for metric in SHOWN_DEVIATIONS)] for key, row in worst.items()]
+    rows: list[Any] = [
+        [*key, *(row.get(metric) for metric in SHOWN_DEVIATIONS)] for key, row in worst.items()
+    ]
     return columns, rows
 
 

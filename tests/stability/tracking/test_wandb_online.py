@@ -27,7 +27,6 @@ for step in range(start, until):
     loss = [5.0, 4.0, 4.5, 3.0, 2.0, 2.5, 7.0][step]
     log.append(step, {"train/loss": loss})
     logger.log_metrics({"train/loss": loss}, step=step)
-print("first", logger._first)
 finish(logger)
 """
 
@@ -54,7 +53,6 @@ def test_a_run_killed_after_its_checkpoint_has_each_row_once(server, train):
     for start, until in ((0, 5), (3, 7)):
         done = train(start, until)
         assert done.returncode == 0, done.stderr
-        print(done.stdout)
     (run,) = server.values()
     found = [(row["_step"], row["trainer/global_step"], row["train/loss"]) for row in run.rows]
     assert found == [(step, step, loss) for step, loss in enumerate(LOSSES)]

@@ -39,7 +39,7 @@ def _bucket(name: str, run: ServedRun) -> dict[str, Any]:
         "description": None,
         "notes": None,
         "config": run.about.get("config") or "{}",
-        "wandbConfig": "{}",
+        "wandbConfig": '{"t": {}}',  # without it the run counts as not started
         "sweepName": None,
         "project": project,
         "tags": run.about.get("tags"),
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     runs: dict[str, ServedRun]
 
-    def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
+    def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
