@@ -95,7 +95,7 @@ def save_workspace(study: RecordedStudy, entity: str, project: str) -> str:
 def _workspace(study: RecordedStudy, entity: str, project: str) -> Any:
     try:
         import wandb_workspaces.workspaces as ws  # optional: the extra `workspace`
-        from wandb_workspaces.expr import Metric
+        from wandb_workspaces.expr import And, Metric
     except ImportError as error:
         raise ValueError(
             "save_workspace: the package wandb-workspaces must be installed, is not: "
@@ -113,7 +113,7 @@ def _workspace(study: RecordedStudy, entity: str, project: str) -> Any:
         auto_generate_panels=False,
         settings=ws.WorkspaceSettings(x_axis=STEP_AXIS, max_runs=_MAX_RUNS),
         runset_settings=ws.RunsetSettings(
-            filters=[Metric("Group") == study.name], groupby=[Metric("JobType")]
+            filters=And(Metric("Group") == study.name), groupby=[Metric("JobType")]
         ),
     )
 
@@ -122,7 +122,7 @@ def _drawn(panel: Panel) -> Any:
     import wandb_workspaces.reports.v2 as wr  # optional: the extra `workspace`
 
     if panel.kind == "line":
-        lines = list(panel.metrics)
+        lines: list[Any] = list(panel.metrics)
         return wr.LinePlot(title=panel.title, x=STEP_AXIS, y=lines, log_y=panel.log)
     if panel.kind == "bar":
         return wr.BarPlot(title=panel.title, metrics=list(panel.metrics), groupby="JobType")
