@@ -5,7 +5,6 @@ fit, W&B 0.31 takes one by chance. Leaves out the values.
 """
 
 import wandb
-
 from stability.records.names import STEP_AXIS, TRAIN_LOSS, ULP_HISTOGRAM, parse_deviation
 
 __all__ = ["MetricRules", "summary_of"]
@@ -33,7 +32,7 @@ class MetricRules:
         """Tell of `name`, unless it was told or a prefix covers it."""
         if name not in self._told:
             self._told.add(name)
-            if _prefix(name) is None:
+            if _prefix(name) is None and "*" not in name:  # a star would make it a prefix
                 self._define(name)
 
     def _define(self, name: str) -> None:
