@@ -112,9 +112,11 @@ SELECTED = "return [...document.querySelectorAll('select[data-choice]')].map((s)
 
 @pytest.fixture
 def full(browser, written):
-    """The page of records that hold every text somewhere, wholly drawn."""
-    browser.open(written(*(text for text in TEXTS.values() if len(text) < 100)))
-    browser.draw_all()
+    """The page of records that hold every text somewhere, wholly drawn; tests only look at it."""
+    page = written(*(text for text in TEXTS.values() if len(text) < 100))
+    if browser.shown != (page, 1200, False):
+        browser.open(page)
+        browser.draw_all()
     return browser
 
 
@@ -150,8 +152,9 @@ def test_texts_pop_up_as_they_are(full):
 
 
 def test_texts_can_be_chosen_and_stand_in_the_address(full):
+    full.shown = None  # what is chosen here stays so
     for section, name, options in full.run(SELECTS):
-        for option in options[-3:]:
+        for option in options[-1:]:
             full.choose(section, name, option)
     chosen = full.run(SELECTED)
     address = full.driver.current_url
