@@ -36,7 +36,7 @@ TEXTS = {
     "right to left": "\u202egpj.exe\u202c",
     "emoji": "\N{PILE OF POO}\N{ZERO WIDTH JOINER}\N{WOMAN}",
     "path": "../../etc/passwd",
-    "long": "W" * 300,
+    "long": "a_long_name." * 25,
 }
 PAGES = {
     "study": (write_hostile_study, write_report),
@@ -107,6 +107,7 @@ return [...document.querySelectorAll("select[data-choice]")].map((select) => [
 """
 
 
+ROOM = "return document.getElementById(arguments[0])._fullLayout.xaxis._length"
 SELECTED = "return [...document.querySelectorAll('select[data-choice]')].map((s) => s.value)"
 
 
@@ -163,3 +164,11 @@ def test_texts_can_be_chosen_and_stand_in_the_address(full):
     full.draw_all()
     assert full.run(SELECTED) == chosen
     assert is_unharmed(full)
+
+
+def test_a_long_name_leaves_a_phone_room_for_page_and_chart(browser, written):
+    browser.open(written(TEXTS["long"]), width=400)
+    browser.draw(*browser.plots())
+    assert browser.run("return document.scrollingElement.scrollWidth") <= 400
+    assert browser.run(ROOM, "deviation-map") >= 130
+    assert TEXTS["long"] in browser.hover("deviation-map", 0, 2, 0)
