@@ -17,6 +17,7 @@ from stability.analysis.spread import Spread
 from stability.config.convert import nearest
 from stability.config.schema import BASELINE
 from stability.records.events import Event
+from stability.records.json_values import jsonable
 from stability.records.names import deviation_name, parse_deviation, parse_drift
 
 __all__ = ["LAYER_METRICS", "ArmView", "BySteps", "SeedView", "find_arm", "view_arm"]
@@ -79,13 +80,17 @@ class ArmView:
             "rel_l2": row.rel_l2.to_dict(),
             "ratio": row.ratio.to_dict(),
             "drift": {metric: _by_step(values) for metric, values in self.drifts.items()},
-            "growth": self.growth.to_dict() if self.growth else None,
+            "growth": _growth(self.growth) if self.growth else None,
             "parameters": {name: spread.to_dict() for name, spread in self.parameters},
             "deviation/out": {
                 layer: {metric: _by_step(values) for metric, values in found.items()}
                 for layer, found in self.layers.items()
             },
         }
+
+
+def _growth(growth: ArmGrowth) -> dict[str, Any]:
+    return jsonable({**asdict(growth), "doubling_time": growth.doubling_time})
 
 
 def find_arm(study: RecordedStudy, name: str) -> RecordedArm:
@@ -136,7 +141,7 @@ def _names(arm: RecordedArm) -> list[str]:
     return list(dict.fromkeys(name for run in arm.runs.values() for name in run.metrics))
 
 
-def _drifts(arm: RecordedArm) -> dict[str, BySteps]:
+def _drifts(arm: RecordedArm) -> Mapping[str, BySteps]:
     found = [parts for name in _names(arm) if (parts := parse_drift(name))]
     drifts = {
         parts.metric: _spreads({s: run.drift(parts.metric) for s, run in arm.runs.items()})
@@ -167,7 +172,7 @@ def _parameters(arm: RecordedArm, step: int) -> tuple[tuple[str, Spread], ...]:
     )
 
 
-def _layers(arm: RecordedArm) -> dict[str, dict[str, BySteps]]:
+def _layers(arm: RecordedArm) -> Mapping[str, Mapping[str, BySteps]]:
     probed = {
         (parts.layer, parts.shadow)
         for name in _names(arm)

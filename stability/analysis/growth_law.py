@@ -80,9 +80,10 @@ def _lost_in_chaos(study: RecordedStudy, arm: RecordedArm, level: float) -> int 
             mine = run.drift("rel_l2").get(step)
             if other and mine is not None and math.isfinite(mine / other):
                 ratios[seed] = mine / other
-        if not ratios or paired_interval(ratios, level).low > 1:
+        surely = paired_interval(ratios, level).low if ratios else math.inf
+        if surely > 1:
             return lost
-        if math.isnan(paired_interval(ratios, level).low):
+        if math.isnan(surely):
             return None  # too few seeds to tell
         lost = step
     return lost

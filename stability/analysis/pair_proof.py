@@ -2,10 +2,10 @@
 
 Nothing is believed: the files' checksums, both configs, both environments, the hashes and every
 line of both batch logs are compared. Leaves out a whole study's summary of hashes (`proofs`) and
-refusing a run while it trains (`study.contract`).
+refusing a run while it trains (`study.contract`), which compares the same parts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from stability.records.metric_log import read_text
 from stability.records.names import BATCH_HASH
 from stability.records.run_files import damage
 
-__all__ = ["PairProof", "ProofLine", "prove_pair"]
+__all__ = ["PairProof", "ProofLine", "first_other_batch", "prove_pair", "start_parts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,13 +85,13 @@ def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
         for paths, manifest in zip((first, second), manifests, strict=True)
     ]
     differences = diff(*configs)
+    parts = start_parts(*manifests, differences)
     records = list(_records(first, second))
     whole = all(line.sameness == "same" for line in records)
     lines = [
         *records,
         *_config(configs, differences, confounded=manifests[1].axis == "many"),
-        *_environment(*manifests),
-        *_start(manifests, differences),
+        *(_line(field, *values, free=free) for field, *values, free in parts),
         _batches(first, second, differences) if whole else _line("batches", None, None),
         _end(manifests, differences),
     ]
@@ -125,16 +125,25 @@ def _config(
     yield _line("config less the axis", *(hash_without(config, on_axis) for config in configs))
 
 
-def _environment(first: Manifest, second: Manifest) -> Iterator[ProofLine]:
+def start_parts(
+    first: Manifest, second: Manifest, differences: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any, bool]]:
+    """Give what is known before the first step: its name, both values, whether they may differ.
+
+    The hash of the initial weights is taken before a nudge; `differences` are those of the configs.
+    """
     for key in sorted({*first.environment, *second.environment}):
-        yield _line(f"environment.{key}", first.environment.get(key), second.environment.get(key))
+        name = f"environment.{key}"
+        yield name, first.environment.get(key), second.environment.get(key), False
+    for key, free in (("text", False), ("init_weights", changes(differences, WEIGHT_AXES))):
+        yield f"hashes.{key}", first.hashes.get(key), second.hashes.get(key), free
 
 
-def _start(
-    manifests: tuple[Manifest, Manifest], differences: dict[str, Any]
-) -> Iterator[ProofLine]:
-    for name, free in (("text", False), ("init_weights", changes(differences, WEIGHT_AXES))):
-        yield _line(f"hashes.{name}", *(m.hashes.get(name) for m in manifests), free=free)
+def first_other_batch(
+    first: Mapping[int, str], second: Mapping[int, str], steps: Iterable[int]
+) -> int | None:
+    """Return the first of `steps` at which two runs' hashes of batches differ, or one has none."""
+    return next((step for step in steps if first.get(step) != second.get(step)), None)
 
 
 def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> ProofLine:
@@ -144,9 +153,9 @@ def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> 
     a, b = (read_text(paths.metrics, BATCH_HASH) for paths in (first, second))
     shared = sorted(a.keys() & b.keys())
     free = changes(differences, ["data_order"])
-    for step in shared:
-        if a[step] != b[step]:
-            return _line(f"batch {step}", a[step], b[step], free=free)
+    other = first_other_batch(a, b, shared)
+    if other is not None:
+        return _line(f"batch {other}", a[other], b[other], free=free)
     last = shared[-1] if shared else None
     return _line(f"batches up to step {last}", a.get(last or 0), b.get(last or 0))
 

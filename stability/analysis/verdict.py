@@ -143,7 +143,6 @@ def judge(
         return verdict("PASS", "Its weights are the baseline's, to the bit")
     if not ratios or not all(math.isfinite(r) for r in ratios.values()):
         return verdict("INCONCLUSIVE", "The yardstick has moved no weight, or is no number", None)
-    more = more_seeds(ratios, policy.max_ratio, policy.level)
     if math.isnan(ratio.low):
         needed = replicates_needed(policy.level)
         raise ValueError(
@@ -153,6 +152,7 @@ def judge(
     if ratio.high <= policy.max_ratio:
         return verdict("PASS", "")
     if ratio.low <= policy.max_ratio:
+        more = more_seeds(ratios, policy.max_ratio, policy.level)
         return verdict("INCONCLUSIVE", f"The interval holds both answers: {_run_more(more)}", more)
     for drifts, name in ((rerun, "a rerun of the baseline"), (nudge, "the nudge")):
         if not _is_told_from(candidate, drifts, policy.level):

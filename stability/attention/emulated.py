@@ -14,10 +14,6 @@ from stability.config.groups import AttentionConfig
 __all__ = ["in_format"]
 
 
-def _unsaturated(points: dict[str, str]) -> dict[str, str]:
-    return {name: format.removesuffix("-saturate") for name, format in points.items()}
-
-
 def in_format(config: AttentionConfig, format: Format | None) -> AttentionConfig:
     """Return `config` with each rounding point that follows the input at `format`; None: as it is.
 
@@ -33,8 +29,9 @@ def in_format(config: AttentionConfig, format: Format | None) -> AttentionConfig
         )
     known, default = profiles[config.implementation]
     numerics = known[config.profile or default].with_(**config.numerics)
-    points = {name: format.name for name, value in numerics.to_dict().items() if value == "input"}
+    following = [name for name, value in numerics.to_dict().items() if value == "input"]
+    backward = {field.name for field in fields(BackwardNumerics)}
     # a gradient beyond the format must show, or the loss scaler would never back off
-    own = {field.name for field in fields(BackwardNumerics)}
-    points |= {name: name_ for name, name_ in _unsaturated(points).items() if name in own}
+    overflowing = format.name.removesuffix("-saturate")
+    points = {name: overflowing if name in backward else format.name for name in following}
     return replace(config, numerics={**config.numerics, **points})

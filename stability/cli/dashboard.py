@@ -35,8 +35,8 @@ def dashboard(runs: Path | None = None, port: int | None = None, open: bool = Fa
             f"dashboard: runs must be a folder, got {str(folder)!r}; `stability run` makes one"
         )
     with _listen(port) as listening:
-        port = listening.getsockname()[1]
-        address = f"http://{LOOPBACK}:{port}/"
+        bound: int = listening.getsockname()[1]
+        address = f"http://{LOOPBACK}:{bound}/"
         Console().print(
             f"{address} shows the studies in {folder}; Ctrl-C ends it",
             soft_wrap=True,
@@ -47,7 +47,7 @@ def dashboard(runs: Path | None = None, port: int | None = None, open: bool = Fa
             # beside the server: a browser in the terminal returns only when it is closed
             threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):
-            make_server(folder, port).run(sockets=[listening])
+            make_server(folder, bound).run(sockets=[listening])
     return 0
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from stability.cli.json_output import print_json
 from stability.config.convert import merge
 from stability.config.yaml_file import parse_value
-from stability.records.layout import RunPaths
+from stability.records.layout import run_at
 from stability.records.manifest import read_manifest
 from stability.report.fork_table import print_fork, print_halvings
 from stability.report.progress import StudyDisplay
@@ -18,7 +18,8 @@ from stability.study.arm import TrainOptions
 from stability.study.bisect import halve, plan_layers, plan_points, step_to_compare
 from stability.study.fork import fork_drifts, plan_fork, run_fork
 from stability.study.quiet import quieten_lightning
-from stability.study.run import has_ended
+from stability.study.run import Run, has_ended
+from stability.tracking.wandb_logger import WandbMode
 
 __all__ = ["bisect", "fork", "split_changes"]
 
@@ -28,7 +29,7 @@ def fork(
     at: int = 0,
     name: str = "",
     until: int = 0,
-    wandb: Literal["offline", "online", "disabled"] = "disabled",
+    wandb: WandbMode = "disabled",
     json: bool = False,
     changes: dict[str, Any] | None = None,
 ) -> int:
@@ -44,7 +45,7 @@ def fork(
         json: print the drifts as JSON
         changes: what is changed, by dotted key
     """
-    planned = plan_fork(RunPaths(run.resolve()), at, changes or {}, name=name, until=until)
+    planned = plan_fork(run_at(run, "fork: run"), at, changes or {}, name=name, until=until)
     _train(planned, wandb)
     drifts = fork_drifts(planned)
     if json:
@@ -72,7 +73,7 @@ def bisect(
         json: print the drifts as JSON
         changes: what is changed, by dotted key
     """
-    parent = RunPaths(run.resolve())
+    parent = run_at(run, "bisect: run")
     until = step_to_compare(parent, at, until)
     plan = plan_layers if over == "layers" else plan_points
     parts, change = plan(parent, changes or {})
@@ -118,7 +119,7 @@ def split_changes(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, changes
 
 
-def _train(planned: Any, wandb: Any) -> None:
+def _train(planned: Run, wandb: WandbMode) -> None:
     quieten_lightning()
     with StudyDisplay(Console(stderr=True), 1) as display:
         run_fork(planned, TrainOptions(wandb_mode=wandb), display)

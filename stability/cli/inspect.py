@@ -1,4 +1,4 @@
-"""`stability show` and `stability report`: look at a study or a probe whose records exist."""
+"""`stability show`: a study, one of its arms, or a probe, in the terminal."""
 
 import io
 import sys
@@ -15,13 +15,11 @@ from stability.records.probe_record import PROBE_FILE
 from stability.report.arm_table import print_arm
 from stability.report.drift_sparks import DriftSparks
 from stability.report.growth_table import print_growth
-from stability.report.html import write_report
-from stability.report.probe_page import write_probe_page
 from stability.report.probe_table import print_found, print_probe
 from stability.report.sparkline import Sparks
 from stability.report.terminal import print_ladder
 
-__all__ = ["report", "show"]
+__all__ = ["holds_probe", "show"]
 
 
 def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
@@ -35,7 +33,7 @@ def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a dash that the terminal lacks stops nothing
     console = Console()
-    if _holds_probe(folder):
+    if holds_probe(folder):
         if arm is not None or json:
             raise ValueError(f"show: arm and json are for a study, got the probe {str(folder)!r}")
         print_probe(folder, console)
@@ -57,20 +55,8 @@ def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
     return 0
 
 
-def report(folder: Path) -> int:
-    """Write a study's report.html, or a probe's probe.html, anew from its records.
-
-    Also while it runs.
-
-    Args:
-        folder: the folder of a study, e.g. runs/quickstart, or of a probe
-    """
-    written = write_probe_page(folder) if _holds_probe(folder) else write_report(folder)
-    Console().print(written, soft_wrap=True, highlight=False)
-    return 0
-
-
-def _holds_probe(folder: Path) -> bool:
+def holds_probe(folder: Path) -> bool:
+    """Whether the folder is a probe's; False for a study's, ValueError for any other."""
     if (folder / PROBE_FILE).is_file():
         return True
     if (folder / "study.json").is_file():

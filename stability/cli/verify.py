@@ -8,7 +8,7 @@ from stability.analysis.pair_proof import PairProof, prove_pair
 from stability.analysis.recorded import read_study
 from stability.cli.json_output import print_json
 from stability.config.schema import BASELINE
-from stability.records.layout import RunPaths
+from stability.records.layout import RunPaths, run_at
 from stability.report.proof_table import print_proof, print_proofs
 
 __all__ = ["verify"]
@@ -25,7 +25,7 @@ def verify(first: Path, second: Path | None = None, json: bool = False) -> int:
         json: print the proof as JSON
     """
     if second is not None:
-        proofs = [prove_pair(_run(first), _run(second))]
+        proofs = [prove_pair(run_at(first, "verify: first"), run_at(second, "verify: second"))]
     else:
         proofs = _pairs_of_study(first)
     if json:
@@ -35,14 +35,6 @@ def verify(first: Path, second: Path | None = None, json: bool = False) -> int:
     else:
         print_proofs(proofs, Console())
     return int(any(proof.break_ for proof in proofs))
-
-
-def _run(folder: Path) -> RunPaths:
-    if not (folder / "manifest.json").is_file():
-        raise ValueError(
-            f"verify: must be a run's folder, runs/<study>/<arm>/seed-<n>, got {str(folder)!r}"
-        )
-    return RunPaths(folder.resolve())
 
 
 def _pairs_of_study(folder: Path) -> list[PairProof]:

@@ -7,7 +7,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RunPaths", "StudyPaths", "checkpoint_steps", "is_run", "list_runs", "snapshot_steps"]
+__all__ = [
+    "RunPaths",
+    "StudyPaths",
+    "checkpoint_steps",
+    "is_run",
+    "list_runs",
+    "run_at",
+    "snapshot_steps",
+]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SEED = re.compile(r"seed-(\d+)")
@@ -118,6 +126,18 @@ class RunPaths:
 def is_run(folder: Path) -> bool:
     """Return whether a path is the folder of a run, which has a manifest."""
     return RunPaths(folder).manifest.is_file()
+
+
+def run_at(folder: Path, what: str) -> RunPaths:
+    """Return the paths of the run in `folder`, under its real name.
+
+    ValueError, beginning with `what`, e.g. "fork: run", if it holds no run.
+    """
+    if not is_run(folder):
+        raise ValueError(
+            f"{what} must be a run's folder, got {str(folder)!r}; it is runs/<study>/<arm>/seed-<n>"
+        )
+    return RunPaths(folder.resolve())
 
 
 def list_runs(study: Path) -> list[RunPaths]:

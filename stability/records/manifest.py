@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
@@ -125,9 +126,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def hash_environment() -> str:
-    """Return the SHA-256 of the environment: equal in two runs that may be a pair."""
-    return hashlib.sha256(json.dumps(environment(), sort_keys=True).encode()).hexdigest()
+def hash_environment(environment: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of an environment: equal in two runs that may be a pair."""
+    return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()
 
 
 def _version(package: str) -> str:

@@ -85,7 +85,9 @@ class MetricLog:
         written = self._file.write(encoded)
         if written != len(encoded):
             self.close()  # the next append cuts off what was written
-            raise DiskFullError(f"{self._path}: wrote {written} of {len(encoded)} bytes")
+            raise DiskFullError(
+                f"{self._path}: the disk is full, wrote {written} of {len(encoded)} bytes"
+            )
 
     def position(self) -> int:
         """Return the length of the log in bytes: whole lines only."""

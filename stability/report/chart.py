@@ -14,6 +14,8 @@ import plotly.graph_objects as go
 from stability.report.palette import ArmStyle
 
 __all__ = [
+    "ALL_AT_ONCE",
+    "LOG_AXIS",
     "Chart",
     "Section",
     "arm_lines",
@@ -26,6 +28,12 @@ __all__ = [
 
 POINTS = 800
 """A line with more points than this is thinned; each stretch keeps its lowest and highest point."""
+
+
+LOG_AXIS = {"type": "log", "tickformat": ".2~e", "nticks": 6}
+"""By itself plotly writes the digits between powers of ten too small to be read."""
+ALL_AT_ONCE = {"hovermode": "x unified"}
+"""Layout of a chart whose lines lie on one another: hovering tells the value of each of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +152,7 @@ def arm_lines(
         "mode": "lines+markers" if len(x) <= 40 else "lines",
         "marker": {"symbol": style.symbol, "size": 7, "color": style.colour},
         "line": {"color": style.colour, "width": 3 if bold else 1.6, "dash": style.dash},
-        "hovertemplate": f"{hover} at step %{{x}}",
+        "hovertemplate": hover,
     }
     if len(by_seed) < 2 or all_zero:
         return [mean]

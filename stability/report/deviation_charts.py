@@ -9,21 +9,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
-from stability.analysis.probed import natural
-from stability.analysis.recorded import RecordedArm, RecordedStudy
-from stability.records.names import COMPARED, deviation_name, parse_deviation
-from stability.report.chart import Chart, Section, label, make_figure, mean_over_seeds
+from stability.analysis.layer_tables import LayerTable, layer_table, thinned
+from stability.analysis.recorded import RecordedStudy
+from stability.records.names import COMPARED
+from stability.report.chart import Chart, Section, label, make_figure
 
 __all__ = [
     "DEVIATION_METRICS",
-    "Table",
     "Tables",
     "deviation_section",
     "layer_lines",
     "study_deviation",
 ]
+
+CELLS = 180_000
+"""All tables of a page share this many cells, at some 25 bytes each."""
+COLUMNS = range(24, 400)
+"""The fewest and the most columns that a table is thinned to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +45,7 @@ DEVIATION_METRICS = {
     "bias_ulp": _Metric("mean signed deviation (ULP of the output format)", "linear", 0.0),
 }
 
-Table = dict[str, dict[int, float]]
-"""Layer -> step -> value."""
-
-Tables = Mapping[tuple[str, str, str], Table]
+Tables = Mapping[tuple[str, str, str], LayerTable]
 """(arm or shadow, what was compared, metric) -> table."""
 
 
@@ -57,7 +60,7 @@ def study_deviation(study: RecordedStudy) -> Section | None:
         for arm in arms
         for what in COMPARED
         for metric in DEVIATION_METRICS
-        if (table := _mean_table(arm, what, metric))
+        if (table := layer_table(arm, what, metric))
     }
     intro = (
         "At probed steps each attention call is repeated on the same inputs, forward and backward: "
@@ -77,36 +80,39 @@ def deviation_section(tables: Tables, group: str, intro: str) -> Section | None:
         for place, known in ((1, COMPARED), (2, DEVIATION_METRICS))
     ]
     meta = {key: dict(zip((group, "what", "metric"), key, strict=True)) for key in tables}
+    shown, remarks = _thinned(tables)
     return Section(
         key="deviation",
         title="Deviation inside attention",
         intro=intro,
-        charts=(_heat_map(tables, meta), _curves(tables, meta)),
+        charts=(_heat_map(shown, meta, remarks), _curves(shown, meta, remarks)),
         choices={group: groups, "what": found[0], "metric": found[1]},
     )
 
 
-def _mean_table(arm: RecordedArm, what: str, metric: str) -> Table:
-    layers = {
-        (parts.layer, parts.shadow)
-        for run in arm.runs.values()
-        for name in run.metrics
-        if (parts := parse_deviation(name)) and parts[1:3] == (what, metric) and not parts.part
+def _thinned(tables: Tables) -> tuple[Tables, tuple[str, ...]]:
+    """Return what of `tables` is shown, and what a reader has to know about it."""
+    rows = sum(len(table.layers) for table in tables.values())
+    columns = min(max(CELLS // rows, COLUMNS.start), COLUMNS.stop)
+    shown = {
+        key: thinned(table, columns, ratio=DEVIATION_METRICS[key[2]].centre == 1.0)
+        for key, table in tables.items()
     }
-    first = min((shadow for _, shadow in layers), default="")
-    table = {}
-    for layer in sorted((layer for layer, shadow in layers if shadow == first), key=natural):
-        name = deviation_name(layer, what, metric, shadow=first)
-        seeds = {seed: run.series(name) for seed, run in arm.runs.items()}
-        table[layer] = mean_over_seeds({seed: values for seed, values in seeds.items() if values})
-    return table
+    most = max(len(table.steps) for table in tables.values())
+    if most <= columns:
+        return shown, ()
+    remark = (
+        f"{most:,} steps in {columns} columns: each shows, layer by layer, the value of its "
+        "stretch that is furthest from 0 (an error ratio: from 1x), at that value's own step."
+    )
+    return shown, (remark,)
 
 
 _Meta = Mapping[tuple[str, str, str], dict[str, str]]
 
 
-def _heat_map(tables: Tables, meta: _Meta) -> Chart:
-    layers = max(len(table) for table in tables.values())
+def _heat_map(tables: Tables, meta: _Meta, remarks: tuple[str, ...]) -> Chart:
+    layers = max(len(table.layers) for table in tables.values())
     figure = make_figure(
         [_heat(table, key[2], meta[key]) for key, table in tables.items()],
         height=150 + max(150, 34 * layers),
@@ -120,47 +126,69 @@ def _heat_map(tables: Tables, meta: _Meta) -> Chart:
         good="even colour; error ratios near or below 1x; bias near 0.",
         bad="a layer that stands out, or a colour that deepens from left to right.",
         figure=figure,
+        remarks=remarks,
     )
 
 
-def _heat(table: Table, metric: str, meta: Mapping[str, str]) -> dict[str, Any]:
-    steps = sorted({step for values in table.values() for step in values})
-    values = [[table[layer].get(step, math.nan) for step in steps] for layer in table]
+def _heat(table: LayerTable, metric: str, meta: Mapping[str, str]) -> dict[str, Any]:
     kind = DEVIATION_METRICS[metric]
-    z = [[_height(value, kind) for value in row] for row in values]
-    finite = [value for row in z for value in row if value is not None]
+    heights = _heights(table.values, kind)
+    finite = np.abs(heights[np.isfinite(heights)])
     trace = {
         "type": "heatmap",
-        "x": [str(step) for step in steps],
-        "y": [label(layer) for layer in table],
-        "z": z,
-        "customdata": [[f"{value:.6g}" for value in row] for row in values],
-        "hovertemplate": "%{y}, step %{x}: %{customdata}<extra></extra>",
+        "x": [str(step) for step in table.steps.tolist()],
+        "y": [label(layer) for layer in table.layers],
+        "z": _compact(heights),
         "xgap": 1,
         "ygap": 1,
         "meta": dict(meta),
         "colorscale": "Viridis" if kind.centre is None else "PuOr_r",
         "colorbar": {"thickness": 12, "outlinewidth": 0, "exponentformat": "power"},
+        **_hover(table, kind),
     }
     if kind.centre is not None:
-        reach = max((abs(value) for value in finite), default=0.0) or 1.0
+        reach = float(finite.max(initial=0.0)) or 1.0
         trace |= {"zmin": -reach, "zmax": reach}
     if kind.centre == 1.0:
-        reach = max(1, math.ceil(max((abs(value) for value in finite), default=1.0)))
+        reach = max(1, math.ceil(finite.max(initial=1.0)))
         ticks = sorted({-reach, -(reach // 2), 0, reach // 2, reach})
         trace |= {"zmin": -reach, "zmax": reach}
         trace["colorbar"] |= {"tickvals": ticks, "ticktext": [f"{2.0**t:.3g}x" for t in ticks]}
     return trace
 
 
-def _height(value: float, kind: _Metric) -> float | None:
-    """Return what the colour stands for: log2 of a ratio, else the value; None for no cell."""
-    if not math.isfinite(value) or (kind.centre == 1.0 and value <= 0):
-        return None
-    return float(f"{math.log2(value) if kind.centre == 1.0 else value:.6g}")
+def _hover(table: LayerTable, kind: _Metric) -> dict[str, Any]:
+    """Return what a cell says; only what neither its place nor its colour says is stored."""
+    step, value, stored = "%{x}", "%{z:.5g}", {}
+    if not np.array_equal(table.at, np.broadcast_to(table.steps, table.at.shape)):
+        step, stored["text"] = "%{text}", _steps(table.at)
+    if kind.centre == 1.0:
+        value, stored["customdata"] = "%{customdata:.5g}", _compact(table.values)
+    return {**stored, "hovertemplate": f"%{{y}}, step {step}: {value}<extra></extra>"}
 
 
-def _curves(tables: Tables, meta: _Meta) -> Chart:
+def _heights(values: NDArray[np.float64], kind: _Metric) -> NDArray[np.float64]:
+    """Return what the colours stand for: log2 of a ratio, else the value; NaN for no cell."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        heights = np.log2(values) if kind.centre == 1.0 else values
+    return np.where(np.isfinite(heights), heights, np.nan)
+
+
+def _compact(values: NDArray[np.float64]) -> NDArray[np.floating]:
+    """Return `values` in FP32, whose 7 digits are more than is shown; FP64 if out of its range."""
+    sizes = np.abs(values[np.isfinite(values) & (values != 0)])
+    limits = np.finfo(np.float32)
+    if sizes.size and (sizes.max() > limits.max or sizes.min() < limits.tiny):
+        return values
+    return values.astype(np.float32)
+
+
+def _steps(steps: NDArray[np.int64]) -> NDArray[np.number]:
+    """Return `steps` so that plotly can store them: it has no whole numbers beyond 32 bits."""
+    return steps if np.abs(steps).max(initial=0) < 2**31 else steps.astype(np.float64)
+
+
+def _curves(tables: Tables, meta: _Meta, remarks: tuple[str, ...]) -> Chart:
     first = next(iter(tables))[2]
     patches = {
         "metric": {
@@ -188,6 +216,7 @@ def _curves(tables: Tables, meta: _Meta) -> Chart:
             "steps, which no absolute measure shows."
         ),
         figure=figure,
+        remarks=remarks,
     )
 
 
@@ -198,21 +227,24 @@ def _wrapped(title: str) -> str:
     return " ".join(words[:half]) + "<br>" + " ".join(words[half:])
 
 
-def layer_lines(table: Table, meta: Mapping[str, str]) -> Sequence[dict[str, Any]]:
+def layer_lines(table: LayerTable, meta: Mapping[str, str]) -> Sequence[dict[str, Any]]:
     """Return a line for each layer, from dark to bright, shown where `meta` is chosen."""
     # the ends of Viridis vanish on a dark and on a white page
-    places = [0.15 + 0.7 * index / max(1, len(table) - 1) for index in range(len(table))]
+    count = len(table.layers)
+    places = [0.15 + 0.7 * index / max(1, count - 1) for index in range(count)]
     colours = sample_colorscale("Viridis", places)
     return [
         {
             "type": "scatter",
             "mode": "lines+markers",
-            "x": list(values),
-            "y": [value if math.isfinite(value) else None for value in values.values()],
+            "x": _steps(at),
+            "y": np.where(np.isfinite(values), values, np.nan),
             "name": label(layer),
             "line": {"color": colour, "width": 2},
             "meta": dict(meta),
             "hovertemplate": "%{y:.6g} at step %{x}",
         }
-        for (layer, values), colour in zip(table.items(), colours, strict=True)
+        for layer, at, values, colour in zip(
+            table.layers, table.at, table.values, colours, strict=True
+        )
     ]

@@ -35,19 +35,25 @@ from stability.report.page_tables import (
 from stability.report.palette import arm_styles
 from stability.report.whiskers import what_ends_are
 
-__all__ = ["fill", "render", "write_report"]
+__all__ = ["fill", "render", "write_page", "write_report"]
 
 PAGE = Path(__file__).parent / "page"
 """Holds the templates, report.css and report.js."""
 
 
-def write_report(study_dir: Path, *, reload_s: int = 0) -> Path:
+def write_report(study_dir: Path) -> Path:
     """Write `report.html`, and `ladder.json` beside it, from the study's records.
 
-    Returns the path of the report. ValueError as `read_study`. Also works while the study runs;
-    with `reload_s` the page then loads itself anew so often.
+    Returns the path of the report. ValueError as `read_study`. Also works while the study runs.
     """
-    study = read_study(study_dir)
+    return write_page(read_study(study_dir), study_dir)
+
+
+def write_page(study: RecordedStudy, study_dir: Path, *, reload_s: int = 0) -> Path:
+    """Write the report and the ladder of a study that has been read, and return the report's path.
+
+    With `reload_s` the page loads itself anew every so many seconds.
+    """
     ladder = ladder_of(study)
     paths = StudyPaths(study_dir)
     write_text(paths.ladder, ladder.to_json())

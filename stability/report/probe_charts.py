@@ -8,10 +8,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from stability.analysis.layer_tables import LayerTable
 from stability.analysis.observed import Observed, observed_shadows
 from stability.analysis.probed import Probed, shadow_label
 from stability.records.names import watch_name
-from stability.report.chart import Chart, Section, choices_of, label, make_figure
+from stability.report.chart import LOG_AXIS, Chart, Section, choices_of, label, make_figure
 from stability.report.colour_scale import log_scale
 from stability.report.deviation_charts import (
     DEVIATION_METRICS,
@@ -59,7 +60,7 @@ def _tables(probed: Probed) -> Tables:
                     if (values := probed.series(layer, what, metric, shadow=shadow))
                 }
                 if table:
-                    tables[shadow_label(shadow), what, metric] = table
+                    tables[shadow_label(shadow), what, metric] = LayerTable.of_steps(table)
     return tables
 
 
@@ -147,7 +148,7 @@ def _streams(observed: Sequence[Observed]) -> Section | None:
             traces,
             height=400,
             xaxis={"type": "category"},
-            yaxis={"type": "log", "title": {"text": "relative error"}},
+            yaxis={**LOG_AXIS, "title": {"text": "relative error"}},
             barmode="group",
         ),
     )
@@ -174,7 +175,11 @@ def _watched(observed: Sequence[Observed]) -> Section | None:
                 for layer in one.layers
                 if (values := one.series(watch_name(name, layer=layer)))
             }
-            traces += layer_lines(table, {**one.choice, "figure": name}) if table else []
+            traces += (
+                layer_lines(LayerTable.of_steps(table), {**one.choice, "figure": name})
+                if table
+                else []
+            )
     if not traces:
         return None
     choices = choices_of(traces)

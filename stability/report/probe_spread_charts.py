@@ -6,6 +6,7 @@ Leaves out everything by layer, head and step (`probe_charts`).
 import math
 from collections.abc import Sequence
 
+from stability.analysis.layer_tables import LayerTable
 from stability.analysis.observed import Observed
 from stability.metrics.deviation import ULP_EDGES
 from stability.records.names import ULP_HISTOGRAM, deviation_name
@@ -27,9 +28,10 @@ def histogram_section(observed: Sequence[Observed]) -> Section | None:
                 if total:
                     table[layer] = {i: count / total for i, count in enumerate(counts)}
             meta = {**one.choice, "what": what}
-            for trace in layer_lines(table, meta) if table else ():
-                hover = [f"{name}: {y or 0:.4%}" for name, y in zip(_BINS, trace["y"], strict=True)]
-                drawn = [y or None for y in trace["y"]]
+            for trace in layer_lines(LayerTable.of_steps(table), meta) if table else ():
+                shares = trace["y"].tolist()
+                hover = [f"{name}: {y:.4%}" for name, y in zip(_BINS, shares, strict=True)]
+                drawn = [y or None for y in shares]
                 traces.append({**trace, "x": list(_BINS), "y": drawn, "customdata": hover})
                 traces[-1]["hovertemplate"] = "%{customdata}"
     if not traces:
@@ -88,7 +90,7 @@ def position_section(observed: Sequence[Observed]) -> Section | None:
                     if any(value is not None for value in values):
                         table[layer] = {i: v or math.nan for i, v in enumerate(values)}
                 meta = {**one.choice, "what": what, "metric": metric}
-                for trace in layer_lines(table, meta) if table else ():
+                for trace in layer_lines(LayerTable.of_steps(table), meta) if table else ():
                     hover = "%{y:.6g} at positions %{x}"
                     traces.append({**trace, "x": names, "hovertemplate": hover})
     if not traces:

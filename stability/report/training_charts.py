@@ -10,7 +10,15 @@ from typing import Any
 from stability.analysis.recorded import RecordedArm, RecordedRun, RecordedStudy
 from stability.analysis.sampling import INDEPENDENT_AXES
 from stability.config.schema import BASELINE
-from stability.report.chart import Chart, Section, arm_lines, make_figure, thinning_remarks
+from stability.report.chart import (
+    ALL_AT_ONCE,
+    LOG_AXIS,
+    Chart,
+    Section,
+    arm_lines,
+    make_figure,
+    thinning_remarks,
+)
 from stability.report.palette import ArmStyle
 
 __all__ = ["DRIFT_METRICS", "drift_section", "loss_section"]
@@ -21,7 +29,7 @@ DRIFT_METRICS = {
     "w1_over_std": "W1 of all weights / their standard deviation",
     "mean_abs": "mean |difference| of all weights",
     "max_abs": "largest |difference| of all weights",
-    "1 - cosine": "1 - cosine of the angle between all weights",
+    "1-cosine": "1 - cosine of the angle between all weights",
     "sign_flips": "share of weights with another sign",
 }
 """What the drift chart may show. A cosine is so near to 1 that only its distance says anything."""
@@ -64,7 +72,11 @@ def _loss_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
         good="all arms lie on top of one another.",
         bad="an arm leaves the bundle, or spikes where the others do not.",
         figure=make_figure(
-            lines, height=HEIGHT, xaxis=STEP_TITLE, yaxis={"title": {"text": "loss (nats)"}}
+            lines,
+            height=HEIGHT,
+            xaxis=STEP_TITLE,
+            yaxis={"title": {"text": "loss (nats)"}},
+            **ALL_AT_ONCE,
         ),
         remarks=thinning_remarks(_longest(_losses(arm) for arm in study.arms)),
     )
@@ -94,6 +106,7 @@ def _loss_difference_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle])
             height=HEIGHT,
             xaxis=STEP_TITLE,
             yaxis={"title": {"text": "loss - baseline loss (nats)"}, "zeroline": True},
+            **ALL_AT_ONCE,
         ),
         remarks=(
             *_hidden_remarks(study),
@@ -103,17 +116,14 @@ def _loss_difference_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle])
 
 
 def _drift_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
-    lines = _drift_lines(study, styles)
     figure = make_figure(
-        lines,
+        _drift_lines(study, styles),
         height=520,
         xaxis={**STEP_TITLE, "type": "log", "dtick": 1},
-        yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, "type": "log"},
+        yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, **LOG_AXIS},
+        **ALL_AT_ONCE,
         meta={
-            "metric": {
-                key: {"yaxis.title.text": text, "yaxis.dtick": _ticks(lines, key)}
-                for key, text in DRIFT_METRICS.items()
-            },
+            "metric": {key: {"yaxis.title.text": text} for key, text in DRIFT_METRICS.items()},
             "steps": STEPS,
         },
     )
@@ -153,20 +163,8 @@ def _drift_lines(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> list[d
     ]
 
 
-def _ticks(lines: list[dict[str, Any]], metric: str) -> str | int:
-    """Return plotly's step of a log axis: 1, 2 and 5 of each decade, or decades where many show."""
-    shown = [
-        value
-        for line in lines
-        if line["meta"]["metric"] == metric and line["visible"] is True
-        for value in line["y"]
-        if value
-    ]
-    return "D2" if shown and max(shown) < 1000 * min(shown) else 1
-
-
 def _drift(run: RecordedRun, metric: str) -> Mapping[int, float]:
-    if metric == "1 - cosine":
+    if metric == "1-cosine":
         return {step: 1 - cosine for step, cosine in run.drift("cosine").items()}
     return run.drift(metric)
 

@@ -42,14 +42,14 @@ def row_summary(ladder: Ladder, arm: str, seed: int) -> dict[str, Any]:
     return found
 
 
-def ladder_rows(ladder: Ladder) -> tuple[list[str], list[list[Any]]]:
+def ladder_rows(ladder: Ladder) -> tuple[list[Any], list[Any]]:
     """Return the columns and rows of ladder.json, a nested name's parts joined by "/"."""
     rows = [_flat(row) for row in json.loads(ladder.to_json())["rows"]]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return columns, [[row.get(name) for name in columns] for row in rows]
 
 
-def deviation_rows(study: RecordedStudy) -> tuple[list[str], list[list[Any]]]:
+def deviation_rows(study: RecordedStudy) -> tuple[list[Any], list[Any]]:
     """Return a row for each layer, shadow and result of each arm, over all seeds and steps.
 
     A figure is the finite value that is farthest from 0, None if there is none.
@@ -63,8 +63,10 @@ def deviation_rows(study: RecordedStudy) -> tuple[list[str], list[list[Any]]]:
             row = worst.setdefault((arm.name, parts.layer, parts.shadow, parts.what), {})
             if math.isfinite(value) and abs(value) >= abs(row.get(parts.metric, 0.0)):
                 row[parts.metric] = value
-    columns = ["arm", "layer", "shadow", "what", *SHOWN_DEVIATIONS]
-    rows = [[*key, *(row.get(metric) for metric in SHOWN_DEVIATIONS)] for key, row in worst.items()]
+    columns: list[Any] = ["arm", "layer", "shadow", "what", *SHOWN_DEVIATIONS]
+    rows: list[Any] = [
+        [*key, *(row.get(metric) for metric in SHOWN_DEVIATIONS)] for key, row in worst.items()
+    ]
     return columns, rows
 
 

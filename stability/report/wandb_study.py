@@ -53,7 +53,7 @@ def _publish_ladder(
     verdict = _verdict(study)
 
     def publish() -> None:
-        run = start_run(
+        run, _ = start_run(
             mode,
             paths.wandb_dir,
             name=study.name,

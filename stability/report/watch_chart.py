@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from stability.analysis.recorded import RecordedStudy
 from stability.records.names import watch_name
 from stability.report.chart import (
+    ALL_AT_ONCE,
     Chart,
     Section,
     arm_lines,
@@ -55,7 +56,8 @@ def watch_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
             lines,
             height=430,
             xaxis={"title": {"text": "step"}},
-            yaxis={"title": {"text": title}, "type": scale},
+            yaxis={"title": {"text": title}, "type": scale, "tickformat": ".3~g", "nticks": 6},
+            **ALL_AT_ONCE,
             meta={
                 "figure": {
                     name: {"yaxis.title.text": title, "yaxis.type": scale}

@@ -9,7 +9,7 @@ from typing import Any
 from stability.analysis.recorded import RecordedStudy
 from stability.records.layout import RunPaths
 from stability.records.waterfall_record import WaterfallRecord, read_waterfalls
-from stability.report.chart import Chart, Section, choices_of, make_figure
+from stability.report.chart import LOG_AXIS, Chart, Section, choices_of, make_figure
 from stability.report.palette import GREY, OKABE_ITO
 
 __all__ = ["waterfall_section"]
@@ -46,7 +46,7 @@ def waterfall_section(study: RecordedStudy) -> Section | None:
             traces,
             height=480,
             xaxis={"type": "category", "tickangle": -40},
-            yaxis={"type": "log", "title": {"text": "relative error"}},
+            yaxis={**LOG_AXIS, "title": {"text": "relative error"}},
             legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0},
         ),
         remarks=remarks,

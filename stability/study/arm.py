@@ -99,13 +99,16 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
             raise KeyboardInterrupt from None
         if is_disk_full(error):
             _record(files, state="interrupted", step=_steps_logged(run))
-            raise DiskFullError(f"{run.paths.root}: the disk is full: {error}") from error
+            known = isinstance(error, DiskFullError)
+            said = str(error) if known else f"{run.paths.root}: the disk is full: {error}"
+            raise DiskFullError(said) from error
         _record_failure(run, files, f"{type(error).__name__}: {error}")
         raise
     return files.manifest
 
 
 def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str, str]) -> Manifest:
+    found = environment()
     return Manifest(
         study=run.study,
         arm=run.arm.name,
@@ -113,11 +116,11 @@ def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str
         axis=run.axis,
         config=to_dict(run.config),
         diff={path: list(values) for path, values in run.arm.diff.items()},
-        environment=environment(),
+        environment=found,
         resolved=parts.attention.description,
         hashes={
             "config_less_axis": hash_without(run.config, run.arm.diff),
-            "environment": hash_environment(),
+            "environment": hash_environment(found),
             "init_weights": parts.init_hash,
             "text": data.text_hash,
         },

@@ -61,7 +61,8 @@ def plan_layers(
 ) -> tuple[list[str], Callable[[tuple[str, ...]], dict[str, Any]]]:
     """Return the layers of the run's model, and what changes only some of them.
 
-    ValueError if `changes` are not of the attention.
+    ValueError if `changes` are not of the attention, or the run's own attention is changed in parts
+    already: a fork would lose them.
     """
     config = _config(parent)
     attention = _attention_of(config, changes)
@@ -75,7 +76,7 @@ def plan_points(
     """Return the numerics fields that `changes` sets away from the run's own flash attention.
 
     A run whose attention is no flash attention is taken from the profile fa2. ValueError if the
-    changed attention is no flash attention, or equals it.
+    changed attention is no flash attention, or equals it, and as `plan_layers`.
     """
     config = _config(parent)
     attention = from_dict(AttentionConfig, _attention_of(config, changes), "bisect")
@@ -125,6 +126,12 @@ def _config(parent: RunPaths) -> ArmConfig:
 
 def _attention_of(config: ArmConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the changed attention, whole, as a mapping."""
+    if config.attention.is_partial:
+        raise ValueError(
+            "bisect: the run's own attention must be the same in every layer and direction, got "
+            f"layers {', '.join(config.attention.layers)}, direction {config.attention.direction}; "
+            "take a run that changes no part, e.g. its baseline"
+        )
     if set(changes) != {"attention"}:
         raise ValueError(f"bisect: changes must be of the attention, got {', '.join(changes)}")
     return to_dict(override(config, changes, where="bisect").attention)

@@ -13,7 +13,7 @@ from stability.attention.inputs import Inputs
 from stability.config.load import from_dict
 from stability.config.schema import ArmConfig
 from stability.model.gpt import GPT
-from stability.records.layout import RunPaths, snapshot_steps
+from stability.records.layout import run_at, snapshot_steps
 from stability.records.manifest import read_manifest
 from stability.records.run_files import read_run_snapshot
 from stability.study.assemble import load_data
@@ -41,9 +41,7 @@ def capture(run: Path, layer: int, step: int | None = None) -> Inputs:
 
     ValueError if the folder holds no run, the run no such snapshot, or the model no such layer.
     """
-    paths = RunPaths(run)
-    if not paths.manifest.is_file():
-        raise ValueError(f"capture: checkpoint must be a run's folder, got {str(run)!r}")
+    paths = run_at(run, "capture: checkpoint")
     config = from_dict(ArmConfig, read_manifest(paths.manifest).config, str(paths.manifest))
     steps = snapshot_steps(paths)
     step = steps[-1] if step is None and steps else step

@@ -6,9 +6,9 @@ Everything here only reads; a breach raises `ContractError` with the two values 
 
 from typing import Any
 
-from stability.analysis.proofs import WEIGHT_AXES
+from stability.analysis.pair_proof import first_other_batch, start_parts
 from stability.config.convert import Place, from_mapping
-from stability.config.diff import changed_axes, changes, hash_without
+from stability.config.diff import changed_axes, hash_without
 from stability.config.schema import AXES, BASELINE, ArmConfig, Axis
 from stability.records.layout import RunPaths
 from stability.records.manifest import Manifest
@@ -49,31 +49,21 @@ def axis_of(arm: Arm, allow_many: bool = False) -> Axis:
 
 
 def check_start(baseline: Manifest, candidate: Manifest) -> None:
-    """Check all that is known before the first step: environment, text, initial weights.
+    """Check all that is known before the first step: environment, text, initial weights, config.
 
-    The hash of the weights is taken before a nudge. ContractError names the field and both values.
+    ContractError names the field and both values.
     """
-    for key in sorted({*baseline.environment, *candidate.environment}):
-        _same(
-            f"environment.{key}",
-            candidate,
-            baseline.environment.get(key),
-            candidate.environment.get(key),
-        )
-    _same(
-        "hashes.config_less_axis",
-        candidate,
-        hash_without(_config(baseline), candidate.diff),
-        candidate.hashes.get("config_less_axis"),
-    )
-    _same("hashes.text", candidate, baseline.hashes.get("text"), candidate.hashes.get("text"))
-    if not changes(candidate.diff, WEIGHT_AXES):
-        _same(
-            "hashes.init_weights",
-            candidate,
-            baseline.hashes.get("init_weights"),
-            candidate.hashes.get("init_weights"),
-        )
+    less_axis = hash_without(_config(baseline), candidate.diff)
+    parts = [
+        *start_parts(baseline, candidate, candidate.diff),
+        ("hashes.config_less_axis", less_axis, candidate.hashes.get("config_less_axis"), False),
+    ]
+    for field, expected, found, may_differ in parts:
+        if expected != found and not may_differ:
+            raise ContractError(
+                f"{candidate.arm}, seed {candidate.seed}: {field} must be the {BASELINE}'s "
+                f"{_short(expected)}, is {_short(found)}"
+            )
 
 
 def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
@@ -84,26 +74,17 @@ def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
     """
     if step == 0:
         return
-    first = read_text(baseline.metrics, BATCH_HASH)
-    second = read_text(candidate.metrics, BATCH_HASH)
-    for at in range(1, step + 1):
-        if first.get(at) != second.get(at):
-            raise ContractError(
-                f"{candidate.arm}: batch {at} differs from the {BASELINE}'s: running hash "
-                f"{_short(second.get(at))}, {BASELINE} {_short(first.get(at))}"
-            )
+    first, second = (read_text(paths.metrics, BATCH_HASH) for paths in (baseline, candidate))
+    at = first_other_batch(first, second, range(1, step + 1))
+    if at is not None:
+        raise ContractError(
+            f"{candidate.arm}: batch {at} differs from the {BASELINE}'s: running hash "
+            f"{_short(second.get(at))}, {BASELINE} {_short(first.get(at))}"
+        )
 
 
 def _config(manifest: Manifest) -> ArmConfig:
     return from_mapping(ArmConfig, manifest.config, Place(source="manifest.json"))
-
-
-def _same(field: str, candidate: Manifest, expected: Any, found: Any) -> None:
-    if expected != found:
-        raise ContractError(
-            f"{candidate.arm}, seed {candidate.seed}: {field} must be the {BASELINE}'s "
-            f"{_short(expected)}, is {_short(found)}"
-        )
 
 
 def _short(value: Any) -> str:

@@ -3,8 +3,8 @@
 Honoured: WANDB_MODE (the default mode), WANDB_PROJECT, WANDB_ENTITY, WANDB_BASE_URL, WANDB_API_KEY,
 WANDB_NOTES, and WANDB_TAGS (beside our own tags). Passed over, because a run's name, group, job
 type and folder are the study's: WANDB_RUN_ID, WANDB_NAME, WANDB_RUN_GROUP, WANDB_JOB_TYPE,
-WANDB_DIR, WANDB_SILENT. Refused, because W&B would join runs otherwise than by their ids: `REFUSED`.
-No variable reaches training. Leaves out the run itself (`wandb_logger`).
+WANDB_DIR, WANDB_SILENT. Refused, because W&B would join runs otherwise than by their ids:
+`REFUSED`. No variable reaches training. Leaves out the run itself (`wandb_logger`).
 """
 
 import os

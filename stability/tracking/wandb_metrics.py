@@ -6,14 +6,14 @@ fit, W&B 0.31 takes one by chance. Leaves out the values.
 
 import wandb
 
-from stability.records.names import STEP_AXIS, TRAIN_LOSS, parse_deviation
+from stability.records.names import STEP_AXIS, TRAIN_LOSS, ULP_HISTOGRAM, parse_deviation
 
-__all__ = ["MetricRules"]
+__all__ = ["MetricRules", "summary_of"]
 
 _PREFIXES = {
-    "drift/*": None,  # the last value, plainly
+    "drift/*": "",  # the last value, plainly
     "watch/*": "last,max",
-    "weights/*": None,
+    "weights/*": "",
 }
 _WORST_IS_LEAST = {"cosine", "sqnr_db"}
 
@@ -23,24 +23,37 @@ class MetricRules:
 
     def __init__(self, run: wandb.Run) -> None:
         self._run = run
-        self._known = {TRAIN_LOSS}
+        self._told = {TRAIN_LOSS}
         run.define_metric(STEP_AXIS, hidden=True)
-        self._define(TRAIN_LOSS, "last,min")
-        for prefix, summary in _PREFIXES.items():
-            self._define(prefix, summary)
+        self._define(TRAIN_LOSS)
+        for prefix in _PREFIXES:
+            self._define(prefix)
 
-    def see(self, name: str, *, is_number: bool) -> None:
+    def see(self, name: str) -> None:
         """Tell of `name`, unless it was told or a prefix covers it."""
-        if name in self._known:
-            return
-        self._known.add(name)
-        if name.startswith(tuple(prefix[:-1] for prefix in _PREFIXES)):
-            return
-        parts = parse_deviation(name)
-        if parts is None or not is_number:
-            self._define(name, None)
-        else:
-            self._define(name, "last,min" if parts.metric in _WORST_IS_LEAST else "last,max")
+        if name not in self._told:
+            self._told.add(name)
+            if _prefix(name) is None:
+                self._define(name)
 
-    def _define(self, name: str, summary: str | None) -> None:
-        self._run.define_metric(name, step_metric=STEP_AXIS, step_sync=True, summary=summary)
+    def _define(self, name: str) -> None:
+        self._run.define_metric(
+            name, step_metric=STEP_AXIS, step_sync=True, summary=summary_of(name) or None
+        )
+
+
+def summary_of(name: str) -> str:
+    """Return what W&B's summary holds of a metric: some of last, min, max; "" is the last alone."""
+    prefix = _prefix(name)
+    if prefix is not None:
+        return _PREFIXES[prefix]
+    if name == TRAIN_LOSS:
+        return "last,min"
+    parts = parse_deviation(name)
+    if parts is None or parts.metric == ULP_HISTOGRAM:
+        return ""
+    return "last,min" if parts.metric in _WORST_IS_LEAST else "last,max"
+
+
+def _prefix(name: str) -> str | None:
+    return next((prefix for prefix in _PREFIXES if name.startswith(prefix[:-1])), None)

@@ -41,11 +41,14 @@ def publish_run(
         )
         if logger is None:
             return
-        replay(paths.metrics, logger)
-        logger.experiment.summary.update(dict(summary))
-        if mode == "online":
-            log_snapshots(logger.experiment, manifest.study, paths)
-        finish(logger)
+        try:
+            replay(paths.metrics, logger)
+            logger.complete_summary()
+            logger.experiment.summary.update(dict(summary))
+            if mode == "online":
+                log_snapshots(logger.experiment, manifest.study, paths)
+        finally:
+            finish(logger)
 
     said = {"summary": dict(summary), "files": manifest.files}
     publish_once(mode, paths.wandb_dir, said, publish)

@@ -32,10 +32,5 @@ def replay(log: Path, logger: RowLogger) -> None:
             continue
         logger.log_metrics(line_numbers(line), step=line["step"])
         counts = {name: value for name, value in line.items() if isinstance(value, list)}
-        for edges, shown in (
-            (WEIGHT_EDGES, counts.keys() & {WEIGHT_HISTOGRAM}),
-            (ULP_EDGES, counts.keys() - {WEIGHT_HISTOGRAM}),
-        ):
-            log_counts(
-                [logger], {name: counts[name] for name in sorted(shown)}, edges, line["step"]
-            )
+        edges = WEIGHT_EDGES if WEIGHT_HISTOGRAM in counts else ULP_EDGES
+        log_counts([logger], counts, edges, line["step"])

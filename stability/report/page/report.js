@@ -30,12 +30,15 @@
   const shown = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
   const said = (text) => text.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
 
-  // A heat map whose cells know their row's whole name, which the tick, and so %{y}, may shorten.
-  const named = (map) => ({
-    ...map,
-    text: map.z.map((cells, row) => cells.map(() => map.y[row])),
-    hovertemplate: map.hovertemplate.replace("%{y}", "%{text}"),
-  });
+  // Where ticks, and so %{y}, are shortened, a heat map's cells get their row's whole name.
+  const named = (map) =>
+    map.text || map.y.every((name) => short(said(name)) === said(name))
+      ? map
+      : {
+          ...map,
+          text: map.y.map((name) => map.x.map(() => name)),
+          hovertemplate: map.hovertemplate.replace("%{y}", "%{text}"),
+        };
 
   // ---- what shows
 

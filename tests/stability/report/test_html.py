@@ -14,6 +14,7 @@ from stability.analysis.recorded import read_study
 from stability.analysis.spread import scientific, times
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.html import render, write_report
+from tests.stability.report.typed_arrays import decode
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -26,7 +27,7 @@ def page_of(study_dir):
 
 def data_of(page):
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    return json.loads(found.group(1))
+    return json.loads(found.group(1), object_hook=decode)
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,7 @@ def test_a_full_disk_is_a_clear_stop_and_nothing_is_lost(write_study, run_tiny, 
     )
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("\n") == 1
-    assert "the disk is full" in done.stderr
+    assert done.stderr.count("the disk is full") == 1
     assert "the same command goes on from here" in done.stderr
     run = RunPaths.for_run(out / "tiny", "baseline", 0)
     assert read_manifest(run.manifest).state == "interrupted"

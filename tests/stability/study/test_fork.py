@@ -260,6 +260,25 @@ def test_what_can_not_be_bisected_is_one_line(parent, capsys, words, message):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("over", ["layers", "points"])
+def test_a_run_that_changes_a_part_already_is_not_bisected(study, capsys, over):
+    partial = RunPaths.for_run(study, "flash_layer_1", 0)
+    change = ["--set", "attention.profile=fa2"]
+    with pytest.raises(SystemExit):
+        main(["bisect", str(partial.root), "--at", "4", "--over", over, *change])
+    said = capsys.readouterr().err
+    assert "must be the same in every layer and direction, got layers layer_1, direct" in said
+
+
+@pytest.mark.parametrize("verb", ["fork", "bisect"])
+def test_what_is_no_run_is_said_in_one_line(study, capsys, verb):
+    with pytest.raises(SystemExit):
+        main([verb, str(study), "--at", "4"])
+    said = capsys.readouterr().err
+    assert f"{verb}: run must be a run's folder, got '{study}'; it is runs/<study>/<arm>" in said
+    assert said.count("\n") == 1
+
+
 def test_the_fork_command_shows_the_drift_by_step(parent, capsys):
     words = ["fork", str(parent.root), "--at", "4", "--set", "attention.implementation=flash"]
     assert main(words) == 0

@@ -1,0 +1,61 @@
+"""Online, against a server on this machine: who is refused, and runs that go on."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+LOSSES = [5.0, 4.0, 4.5, 3.0, 2.0, 2.5, 7.0]
+TRAIN = """
+import sys
+from pathlib import Path
+from stability.records.metric_log import MetricLog
+from stability.tracking.wandb_environment import check_wandb
+from stability.tracking.wandb_logger import finish, make_wandb_logger
+from stability.tracking.wandb_replay import replay
+check_wandb("online")
+folder, start, until = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+log = MetricLog(folder / "metrics.jsonl")
+lines = (folder / "metrics.jsonl").read_bytes().split(b"\\n") if start else []
+log.truncate_to(sum(len(line) + 1 for line in lines[:start]))
+logger = make_wandb_logger("online", study="s", arm="fp32", seed=1, axis="precision",
+                           config={"depth": 2}, directory=folder / "wandb")
+replay(folder / "metrics.jsonl", logger)
+for step in range(start, until):
+    loss = [5.0, 4.0, 4.5, 3.0, 2.0, 2.5, 7.0][step]
+    log.append(step, {"train/loss": loss})
+    logger.log_metrics({"train/loss": loss}, step=step)
+print("first", logger._first)
+finish(logger)
+"""
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Return a function that trains from one step to another in a process of its own."""
+
+    def train(start: int, until: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", TRAIN, str(tmp_path), str(start), str(until)],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return train
+
+
+def test_a_run_killed_after_its_checkpoint_has_each_row_once(server, train):
+    # five steps were logged, the checkpoint was that of step 3
+    for start, until in ((0, 5), (3, 7)):
+        done = train(start, until)
+        assert done.returncode == 0, done.stderr
+        print(done.stdout)
+    (run,) = server.values()
+    found = [(row["_step"], row["trainer/global_step"], row["train/loss"]) for row in run.rows]
+    assert found == [(step, step, loss) for step, loss in enumerate(LOSSES)]
+    assert sorted(run.about["tags"]) == ["precision", "seed-1"]

@@ -1,0 +1,74 @@
+"""Offline folders arrive on a W&B server as one run: whole, in order, once."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from stability.records.metric_log import MetricLog
+from stability.tracking.wandb_logger import finish, make_wandb_logger
+from stability.tracking.wandb_replay import replay
+
+RUN = {"study": "s", "arm": "fp32", "seed": 1, "axis": "precision", "config": {"depth": 2}}
+LOSSES = [5.0, 4.0, 4.5, 3.0, 2.0, 2.5, 7.0]
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Return a function that logs the losses up to a step, going on from the one before."""
+
+    def train(until: int, start: int = 0) -> None:
+        log = MetricLog(tmp_path / "metrics.jsonl")
+        logger = make_wandb_logger("offline", directory=tmp_path / "wandb", **RUN)
+        replay(tmp_path / "metrics.jsonl", logger)
+        for step in range(start, until):
+            log.append(step, {"train/loss": LOSSES[step]})
+            logger.log_metrics({"train/loss": LOSSES[step]}, step=step)
+        log.close()
+        logger.complete_summary()
+        finish(logger)
+
+    return train
+
+
+def _sync(directory) -> None:
+    folders = [str(path) for path in sorted(directory.glob("offline-run-*"))]
+    done = subprocess.run(
+        [sys.executable, "-m", "wandb", "sync", *folders],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Finished syncing" in done.stderr
+
+
+def _arrived(runs) -> list[tuple[int, int, float]]:
+    (run,) = runs.values()
+    return [(row["_step"], row["trainer/global_step"], row["train/loss"]) for row in run.rows]
+
+
+EXPECTED = [(step, step, loss) for step, loss in enumerate(LOSSES)]
+
+
+def test_a_run_that_went_on_is_one_folder_with_its_whole_history(train, server, tmp_path):
+    train(until=4)
+    train(start=4, until=7)
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+    _sync(tmp_path / "wandb")
+    assert _arrived(server) == EXPECTED
+    (run,) = server.values()
+    assert (run.about["groupName"], run.about["jobType"]) == ("s", "fp32")
+    assert run.exit_code == 0
+
+
+def test_a_run_uploaded_half_way_gets_the_rest_and_the_summary_of_all(train, server, tmp_path):
+    train(until=5)
+    _sync(tmp_path / "wandb")
+    train(start=5, until=7)
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2, "what was sent stays"
+    _sync(tmp_path / "wandb")
+    assert _arrived(server) == EXPECTED
+    (run,) = server.values()
+    assert json.loads(run.summary)["train/loss"] == {"last": 7, "min": 2}
