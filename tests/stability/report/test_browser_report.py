@@ -183,7 +183,7 @@ def test_dusk_changes_the_colours_of_page_and_charts(opened):
 # ---- it says what the records say
 
 
-@pytest.mark.parametrize(("metric", "step"), [("rel_l2", 20), ("w1", 100)])
+@pytest.mark.parametrize(("metric", "step"), [("rel_l2", 20), ("w1", 5)])
 def test_hovering_a_drift_reads_the_record(view, study, metric, step):
     want = recorded(study, ARM, f"drift/all/{metric}", step)
     first = view.choose("drift", "metric", metric)
