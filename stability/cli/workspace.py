@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
+import wandb
 from rich.console import Console
 
-import wandb
 from stability.analysis.recorded import read_study
 from stability.cli.json_output import print_json
 from stability.report.wandb_panels import as_json, save_workspace

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import wandb
 from lightning.pytorch.loggers import WandbLogger
 
-import wandb
 from stability.records.atomic import write_text
 from stability.records.names import STEP_AXIS
 from stability.tracking.wandb_environment import WandbMode, added_tags, project, resolve_mode
