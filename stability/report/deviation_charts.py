@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
 from stability.analysis.layer_tables import LayerTable, layer_table, thinned
+from stability.analysis.reach import robust_reach
 from stability.analysis.recorded import RecordedStudy
 from stability.records.names import COMPARED
 from stability.report.chart import Chart, Section, label, make_figure
@@ -122,7 +123,10 @@ def _heat_map(tables: Tables, meta: _Meta, remarks: tuple[str, ...]) -> Chart:
     return Chart(
         key="deviation-map",
         title="Layer by step",
-        caption="The first layer on top.",
+        caption=(
+            "The first layer on top. A bias's colours reach to 4 times its median size: one at a "
+            "golden next to zero is any number of ULPs."
+        ),
         good="even colour; error ratios near or below 1x; bias near 0.",
         bad="a layer that stands out, or a colour that deepens from left to right.",
         figure=figure,
@@ -147,7 +151,7 @@ def _heat(table: LayerTable, metric: str, meta: Mapping[str, str]) -> dict[str, 
         **_hover(table, kind),
     }
     if kind.centre is not None:
-        reach = float(finite.max(initial=0.0)) or 1.0
+        reach = robust_reach(finite.tolist())
         trace |= {"zmin": -reach, "zmax": reach}
     if kind.centre == 1.0:
         reach = max(1, math.ceil(finite.max(initial=1.0)))
