@@ -34,6 +34,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/probe.py
 	$(BIN)/python benchmarks/records.py
+	$(BIN)/python benchmarks/report.py
 
 # Needs an NVIDIA GPU. With GPU_PYTHON=python3, a python that has torch, Triton and pytest already,
 # nothing is installed, and the demo runs only if that python has the other dependencies too.

@@ -4,16 +4,21 @@ Reads a study at any moment: arms that have not started, runs that failed or are
 part of the answer. Leaves out every judgement (`ladder`, `verdict`, `proofs`).
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal
 
 from stability.config.convert import Place, from_mapping
 from stability.config.policy import PolicyConfig
 from stability.config.schema import BASELINE, Axis
 from stability.records.events import Event, read_log_and_events
-from stability.records.layout import RunPaths, StudyPaths
+from stability.records.layout import RunPaths, StudyPaths, list_runs
+from stability.records.log_process import LogProcess
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_columns import Column, Series, column_of
 from stability.records.metric_log import LogContent
@@ -23,6 +28,11 @@ from stability.records.sealed_json import read_sealed
 
 __all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "read_study"]
 
+WORTH_A_PROCESS = 50_000_000
+"""Bytes of logs that take as long to read as another process takes to start: half a second."""
+MOST_PROCESSES = 4
+
+_Reader = Callable[[Path], tuple[LogContent, list[Event]]]
 _NO_ARM = "?"
 """The folder of an arm that can have none: no arm may be called so."""
 
@@ -142,7 +152,7 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
             steps=config["base"]["train"]["steps"],
             early_step=config.get("early_step", 0),
             policy=from_mapping(PolicyConfig, config.get("policy"), Place(source=str(path))),
-            arms=tuple(_read_arm(study_dir, arm, config["seeds"], known) for arm in arms),
+            arms=_read_arms(study_dir, arms, config["seeds"], known),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
@@ -158,22 +168,48 @@ def _changed_since(paths: RunPaths, manifest: Manifest) -> str:
     return ""
 
 
-def _read_arm(
-    study_dir: Path, arm: Mapping[str, Any], seeds: list[int], known: RecordedStudy | None
-) -> RecordedArm:
-    before = known.arm(arm["name"]) if known else None
-    return RecordedArm(
-        name=arm["name"],
-        axis=arm["axis"],
-        diff=arm["diff"],
-        runs={
-            seed: _read_run(study_dir, arm["name"], seed, before.runs.get(seed) if before else None)
-            for seed in seeds
-        },
+def _read_arms(
+    study_dir: Path, arms: list[Mapping[str, Any]], seeds: list[int], known: RecordedStudy | None
+) -> tuple[RecordedArm, ...]:
+    arms_before = known.arms if known else ()
+    before = {(arm.name, seed): run for arm in arms_before for seed, run in arm.runs.items()}
+    wanted = [(arm["name"], seed) for arm in arms for seed in seeds]
+    with ExitStack() as stack:
+        readers: SimpleQueue[_Reader] = SimpleQueue()
+        readers.put(read_log_and_events)
+        with suppress(OSError):  # no more processes: this one reads it all
+            for _ in range(0 if known else _helpers(study_dir)):
+                readers.put(stack.enter_context(LogProcess()).read)
+
+        def read(one: tuple[str, int]) -> RecordedRun:
+            reader = readers.get()
+            try:
+                return _read_run(study_dir, *one, before.get(one), reader)
+            finally:
+                readers.put(reader)
+
+        pool = stack.enter_context(ThreadPoolExecutor(readers.qsize()))
+        runs = iter(list(pool.map(read, wanted)))
+    return tuple(
+        RecordedArm(
+            name=arm["name"],
+            axis=arm["axis"],
+            diff=arm["diff"],
+            runs={seed: next(runs) for seed in seeds},
+        )
+        for arm in arms
     )
 
 
-def _read_run(study_dir: Path, arm: str, seed: int, known: RecordedRun | None) -> RecordedRun:
+def _helpers(study_dir: Path) -> int:
+    """Return how many more processes the study's logs are worth."""
+    size = sum(_stamp(run.metrics)[0] for run in list_runs(study_dir))
+    return max(0, min(os.cpu_count() or 1, MOST_PROCESSES, size // WORTH_A_PROCESS) - 1)
+
+
+def _read_run(
+    study_dir: Path, arm: str, seed: int, known: RecordedRun | None, read: _Reader
+) -> RecordedRun:
     manifest, content, events, stamps = None, LogContent(), [], ()
     try:
         paths = RunPaths.for_run(study_dir, arm, seed)
@@ -188,7 +224,7 @@ def _read_run(study_dir: Path, arm: str, seed: int, known: RecordedRun | None) -
         if paths.manifest.exists():
             manifest = read_manifest(paths.manifest)
         if paths.metrics.exists():
-            content, events = read_log_and_events(paths.metrics)
+            content, events = read(paths.metrics)
         if manifest is not None and manifest.state in ENDED:
             error = _changed_since(paths, manifest)
     except (ValueError, OSError) as caught:
@@ -208,6 +244,6 @@ def _read_run(study_dir: Path, arm: str, seed: int, known: RecordedRun | None) -
 def _stamp(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return (0, 0)
     return (found.st_size, found.st_mtime_ns)

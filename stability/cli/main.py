@@ -30,6 +30,7 @@ VERBS = {
     "report": ("stability.cli.report", "write the HTML report of a study"),
     "dashboard": ("stability.cli.dashboard", "show all studies of a folder in the browser, live"),
     "figure": ("stability.cli.figure", "draw a picture of a study for a paper"),
+    "workspace": ("stability.cli.workspace", "build a study's panels in the W&B app"),
     "fork": ("stability.cli.fork", "train on from a run's state with one thing changed"),
     "bisect": ("stability.cli.fork", "find the layers or rounding points that carry a change"),
     "compare": ("stability.cli.compare", "measure the drift between any two sets of weights"),
@@ -128,7 +129,7 @@ def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:
 
 
 def _overview() -> str:
-    rows = "".join(f"  stability {verb:8} {text}\n" for verb, (_, text) in VERBS.items())
+    rows = "".join(f"  stability {verb:9} {text}\n" for verb, (_, text) in VERBS.items())
     return f"usage: stability VERB ...\n\n{rows}\n`stability VERB --help` says what a verb takes.\n"
 
 

@@ -91,7 +91,8 @@ def _traces(run: RunPaths, record: WaterfallRecord) -> Iterator[dict[str, Any]]:
                 "meta": meta,
                 **style(),
             }
-        points = [step["point"].replace("_", " ") for step in record.steps if step["point"]]
+        names = dict.fromkeys(step["point"] for step in record.steps if step["point"])
+        points = [name.replace("_", " ") for name in names]
         for whole in (step for step in record.steps if step["change"] == "none"):
             yield {
                 "type": "scatter",

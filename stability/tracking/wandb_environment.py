@@ -16,6 +16,7 @@ __all__ = [
     "PROJECT",
     "WandbMode",
     "added_tags",
+    "check_account",
     "check_wandb",
     "destination",
     "project",
@@ -42,8 +43,6 @@ _MODES: dict[str, WandbMode] = {
     "disabled": "disabled",
 }
 """What W&B accepts in WANDB_MODE, with its old names."""
-
-_TAG_LENGTH = 64
 
 
 def resolve_mode(mode: WandbMode) -> WandbMode:
@@ -72,15 +71,9 @@ def destination() -> list[str]:
 
 
 def added_tags() -> list[str]:
-    """Return the user's own tags. ValueError for one that W&B would refuse."""
-    tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",")]
-    for tag in tags:
-        if len(tag) > _TAG_LENGTH:
-            raise ValueError(
-                f"added_tags: a tag in WANDB_TAGS must be at most {_TAG_LENGTH} characters long, "
-                f"got {len(tag)}: {tag[:_TAG_LENGTH]!r}...; shorten it"
-            )
-    return [tag for tag in tags if tag]
+    """Return the user's own tags."""
+    tags = os.environ.get("WANDB_TAGS", "")
+    return [tag.strip() for tag in tags.split(",")] if tags else []
 
 
 def check_wandb(mode: WandbMode) -> None:
@@ -97,23 +90,29 @@ def check_wandb(mode: WandbMode) -> None:
             f"check_wandb: {found[0]} must be unset, got {os.environ[found[0]]!r}; a run that goes "
             "on is joined to its first part by its own id"
         )
-    added_tags()
     try:
-        wandb.Settings(project=project())
-        settings = wandb.setup().settings
+        wandb.Settings(project=project(), run_tags=tuple(added_tags()))
+        wandb.setup()
     except (wandb.Error, ValueError) as error:
         raise ValueError(
             f"check_wandb: a WANDB_* variable is no W&B setting: {error}; mend or unset it"
         ) from error
     if mode == "online":
-        _check_account(settings.base_url)
+        check_account()
 
 
-def _check_account(server: str) -> None:
-    instead = "run `wandb login`, set WANDB_API_KEY, or use --wandb offline and `wandb sync` later"
+def check_account() -> None:
+    """Ask the server who we are. ValueError without an account or a server, and what to do."""
+    mode = os.environ.get("WANDB_MODE", "")
+    if _MODES.get(mode, "online") != "online":
+        raise ValueError(
+            f"check_account: WANDB_MODE must be online or unset, got {mode!r}; unset it"
+        )
+    server = wandb.setup().settings.base_url
+    instead = "run `wandb login` or set WANDB_API_KEY; `--wandb offline` needs neither"
     try:
         known = wandb.login(prompt=False, verify=True)
     except (wandb.Error, OSError) as error:
-        raise ValueError(f"check_wandb: {server} refuses: {error}; {instead}") from error
+        raise ValueError(f"check_account: {server} refuses: {error}; {instead}") from error
     if not known:
-        raise ValueError(f"check_wandb: --wandb online needs an account at {server}; {instead}")
+        raise ValueError(f"check_account: no account is known at {server}; {instead}")

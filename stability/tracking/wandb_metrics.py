@@ -33,7 +33,7 @@ class MetricRules:
         """Tell of `name`, unless it was told or a prefix covers it."""
         if name not in self._told:
             self._told.add(name)
-            if _prefix(name) is None:
+            if _prefix(name) is None and "*" not in name:  # a star would make it a prefix
                 self._define(name)
 
     def _define(self, name: str) -> None:

@@ -4,7 +4,7 @@
 (() => {
   const SOONEST = 2000; // ms between two looks
   const LATEST = 30000; // ms, once the server is gone
-  const SHARE = 10; // a page that took long is fetched so much less often: training needs the cores
+  const SHARE = 10; // what took a second is asked again after so many: training needs the cores
   const bar = document.getElementById("live");
   const says = bar.querySelector("[role=status]");
   const stampOf = location.pathname.replace(/\/?$/, "/stamp") + location.search;
@@ -41,10 +41,9 @@
   const look = async () => {
     const start = performance.now();
     try {
-      const renewed = (await ask(stampOf)) !== shown;
-      if (renewed) await renew();
+      if ((await ask(stampOf)) !== shown) await renew();
       since = new Date();
-      wait = Math.max(SOONEST, renewed ? SHARE * (performance.now() - start) : 0);
+      wait = Math.max(SOONEST, SHARE * (performance.now() - start));
       say("live: follows the records");
     } catch (error) {
       wait = Math.min(2 * wait, LATEST);

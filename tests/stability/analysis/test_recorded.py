@@ -2,12 +2,15 @@
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from stability.analysis import recorded
 from stability.analysis.ladder import ladder_of
 from stability.analysis.recorded import read_study
 from stability.records.layout import StudyPaths
+from stability.records.log_process import LogProcess
 from stability.records.names import ULP_HISTOGRAM, deviation_name
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.html import write_report
@@ -85,3 +88,28 @@ def test_an_arm_that_can_have_no_folder_has_failed_and_none_is_touched(study, na
     text = write_report(study).read_text()
     assert "<script>x" not in text
     assert read_study(study, read).arm(name).runs == arm.runs
+
+
+@pytest.mark.parametrize("start", ["works", "fails"])
+def test_several_processes_read_what_one_does(study, monkeypatch, start):
+    (study / "fp32" / "seed-0" / "metrics.jsonl").write_text("x\n")
+    alone = read_study(study)
+    started = []
+
+    class Counted(LogProcess):
+        def __init__(self):
+            started.append(self)
+            if start == "fails":
+                raise BlockingIOError("no more processes")
+            super().__init__()
+
+    monkeypatch.setattr(recorded, "LogProcess", Counted)
+    monkeypatch.setattr(recorded, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    with ThreadPoolExecutor(1) as thread:  # as a server does
+        together = thread.submit(read_study, study).result()
+    assert len(started) == (2 if start == "works" else 1)
+    assert together == alone
+    assert "line 1 must be JSON" in runs_of(together)["fp32", 0].error
+    read_study(study, together)
+    assert len(started) == (2 if start == "works" else 1), "a known study is read by one"

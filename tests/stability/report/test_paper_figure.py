@@ -65,7 +65,8 @@ def test_the_same_records_give_the_same_bytes_whatever_the_user_has_set(study, t
     for file_format in ("pdf", "svg", "png"):
         first, second = (tmp_path / f"{name}.{file_format}" for name in ("a", "b"))
         numbers = drawn(study, kind, first).read_text()
-        with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": None, "axes.grid": True}):
+        mine = {"font.size": 30, "svg.hashsalt": None, "figure.facecolor": "red"}
+        with matplotlib.rc_context(mine):
             assert drawn(study, kind, second).read_text() == numbers
             assert matplotlib.rcParams["font.size"] == 30
         assert first.read_bytes() == second.read_bytes()
@@ -165,6 +166,7 @@ def evil(synthetic, tmp_path) -> Path:
     for step, value in ((0, 1.0), (10, float("nan")), (20, 1e31)):
         log.append(step, {deviation_name(name, "out", "bias_ulp"): value})
         log.append(step, {deviation_name("=2", "out", "bias_ulp"): -value})
+        log.append(step, {deviation_name("$x_1$", "out", "bias_ulp"): value})
     log.close()
     return folder
 
@@ -173,10 +175,11 @@ def test_names_are_text_in_picture_and_numbers(evil, tmp_path):
     for file_format in ("svg", "pdf", "png"):
         path = tmp_path / f"h.{file_format}"
         rows = rows_of(drawn(evil, "heatmap", path, metric="bias_ulp"))
-    assert {row["layer"] for row in rows} == {EVIL.replace("/", ""), "'=2"}
+    assert {row["layer"] for row in rows} == {EVIL.replace("/", ""), "'=2", "$x_1$"}
     svg = (tmp_path / "h.svg").read_text()
     assert "<script" not in svg
     assert "&lt;scr" in svg
+    assert ">$x_1$</text>" in svg
     with paper_style():
         assert shown("a$b$ 漢\x1b", 40) == "a$b$ \\u6f22\\x1b"
         assert len(shown(EVIL, 20)) == 20

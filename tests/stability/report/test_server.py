@@ -12,8 +12,10 @@ from urllib.parse import quote
 
 import pytest
 
+from stability.records.events import Event
 from stability.records.metric_log import MetricLog
 from stability.report.server import ASSETS, make_server
+from tests.stability.report.synthetic_probe import write_probe
 
 HOSTILE = "<script>alert(1)</script>\"'&🦊../../etc/passwd"
 
@@ -53,6 +55,8 @@ def runs(finished, synthetic, tmp_path_factory):
     synthetic.write_study_json(folder / "not-begun")
     synthetic.write_study_json(folder / "torn")
     (folder / "torn" / "study.json").write_text('{"config": {')
+    event = Event(20, "finding", HOSTILE, HOSTILE)
+    write_probe(folder / "probed", planted=(2, 1), events=(event,))
     (folder / "secret.txt").write_text("secret")
     (folder.parent / "secret.txt").write_text("secret")
     (folder / "out").symlink_to(folder.parent)
@@ -91,7 +95,8 @@ def test_list_shows_each_study_as_what_it_is(client):
     assert "14 missing of 14 runs" in page
     assert "torn/study.json: must be JSON" in page
     assert "flash_fa2 moves the weights" in page
-    for name in ("quickstart", "deep/er/another", "not-begun", "torn"):
+    assert "head 1: error ratio stands out since step 20" in page
+    for name in ("quickstart", "deep/er/another", "not-begun", "torn", "probed"):
         assert f'href="/study/{quote(name, safe="")}/"' in page
 
 
@@ -107,6 +112,13 @@ def test_study_page_is_the_report_with_served_scripts(client, name):
     assert f'data-stamp="{stamp}"' in page
 
 
+def test_probe_has_its_own_page(client):
+    page = client.page("/study/probed/")
+    assert "What was compared" in page
+    assert f'data-stamp="{client.page("/study/probed/stamp")}"' in page
+    assert 'src="/assets/plotly.js"' in page
+
+
 def test_study_that_cannot_be_read_says_so_and_looks_for_better(client):
     page = client.page("/study/torn/")
     assert "must be JSON, is torn or damaged" in page
@@ -118,6 +130,7 @@ def test_hostile_names_stay_text_on_every_page(client, runs):
     (name,) = (path.name for path in runs.iterdir() if "script" in path.name)
     for target in (
         "/",
+        "/study/probed/",
         f"/study/{quote(name, safe='')}/",
         f"/compare?study=quickstart&study={quote(name)}",
     ):
@@ -164,6 +177,7 @@ def test_hostile_names_stay_text_on_every_page(client, runs):
         "/compare?study=quickstart&study=../runs/torn",
         "/compare?study=quickstart&study=/etc",
         "/compare/stamp?study=%2e%2e",
+        "/compare?study=quickstart&study=probed",
         "http://127.0.0.1/secret.txt",
         "//etc/passwd",
     ],

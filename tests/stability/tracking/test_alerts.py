@@ -1,10 +1,5 @@
 """Events and counts reach the records and W&B, read back with W&B's own reader."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
@@ -30,29 +25,18 @@ def log(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
+def records(tmp_path_factory, offline_log, read_records):
     """What W&B's reader finds after events and counts went to an offline run."""
     directory = tmp_path_factory.mktemp("run") / "wandb"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("WANDB_MODE", raising=False)
-        logger = make_wandb_logger(
-            "offline", study="s", arm="a", seed=0, axis="none", config={}, directory=directory
-        )
+    logger = make_wandb_logger(
+        "offline", study="s", arm="a", seed=0, axis="none", config={}, directory=directory
+    )
     for event in (ALERT, SAME_PLACE, FINDING, LONG):
         emit([logger], event)
     log_counts([logger], {"a/ulp_histogram": [1, 2, 3, 4]}, EDGES, step=5)
     log_counts([logger], {}, EDGES, step=6)
     finish(logger)
-    (path,) = directory.glob("offline-run-*/run-*.wandb")
-    done = subprocess.run(
-        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)],
-        env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return read_records(offline_log(directory))
 
 
 def test_wandb_gets_alerts_and_no_findings(records):

@@ -1,15 +1,17 @@
 """W&B offline: read back with W&B's own reader, silent, and without an account or a network."""
 
-import json
 import math
 import os
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from stability.tracking.wandb_logger import finish, make_wandb_logger, resolve_mode
+from stability.records.events import Event
+from stability.tracking.alerts import emit
+from stability.tracking.wandb_logger import finish, make_wandb_logger
 
 ROOT = Path(__file__).parents[3]
 RUN = {
@@ -19,6 +21,7 @@ RUN = {
     "axis": "attention",
     "config": {"precision": "bf16-mixed", "model": {"depth": 5}, "train": {"snapshot_steps": [1]}},
 }
+SEEDS = {"base": 1, "init_offset": 0}
 LOGGED = [
     (0, {"train/loss": 5.5}),
     (0, {"deviation/layer_0/out/max_abs": 0.25, "deviation/layer_0/out/bias": math.nan}),
@@ -28,40 +31,20 @@ LOGGED = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def without_wandb_mode():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("WANDB_MODE", raising=False)
-        yield
-
-
-def _records(directory: Path) -> list[dict]:
-    """Return what W&B's own reader, the one behind `wandb leet`, finds in the only run's file."""
-    (path,) = directory.glob("offline-run-*/run-*.wandb")
-    done = subprocess.run(
-        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)],
-        env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def _of(records: list[dict], kind: str) -> list[dict]:
     return [record[kind] for record in records if record["type"] == kind]
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
+def records(tmp_path_factory, offline_log, read_records):
     directory = tmp_path_factory.mktemp("run") / "wandb"
-    logger = make_wandb_logger("offline", directory=directory, **RUN)
+    described = {**RUN, "config": {**RUN["config"], "seed": SEEDS}}
+    logger = make_wandb_logger("offline", directory=directory, **described)
     for step, metrics in LOGGED:
         logger.log_metrics(metrics, step=step)
     finish(logger)
     assert "WANDB_MODE" not in os.environ, "one run's mode does not leak into the next"
-    return _records(directory)
+    return read_records(offline_log(directory))
 
 
 def test_the_offline_file_holds_the_metric_names_and_values(records):
@@ -82,26 +65,88 @@ def test_the_offline_file_says_which_study_arm_and_seed(records):
     assert sorted(run["tags"]) == ["attention", "seed-1"]
     config = run["config"]["update"]
     assert {key: config[key] for key in RUN["config"]} == RUN["config"]
+    own = {"study": "quickstart", "arm": "flash_fa2", "seed": 1, "axis": "attention"}
+    assert {key: config[key] for key in own} == own
+    assert config["seeds"] == SEEDS
 
 
-def test_every_metric_is_drawn_over_the_step(records):
-    metrics = _of(records, "metric")
-    assert {(m.get("name") or m["glob_name"], m.get("step_metric")) for m in metrics} == {
-        ("trainer/global_step", None),
-        ("*", "trainer/global_step"),
-    }
+def test_every_metric_is_drawn_over_the_step_and_told_by_one_rule_alone(records):
+    metrics = {m.get("name") or m["glob_name"]: m for m in _of(records, "metric")}
+    assert metrics.pop("trainer/global_step")["options"]["hidden"]
+    assert {m["step_metric"] for m in metrics.values()} == {"trainer/global_step"}
+    for name in (name for _, logged in LOGGED for name in logged):
+        fitting = [rule for rule in metrics if fnmatchcase(name, rule)]
+        assert len(fitting) == 1, "of two that fit W&B takes one by chance"
+
+
+def test_the_summary_has_the_value_that_counts(read_summary, offline_log, tmp_path):
+    logger = make_wandb_logger("offline", directory=tmp_path / "wandb", **RUN)
+    for step, value in enumerate((2.0, 3.0, 1.0)):
+        names = ("max_abs", "error_ratio", "cosine", "sqnr_db", "bias_ulp")
+        metrics = {f"deviation/layer_0/dq/{name}": value for name in names}
+        metrics |= {"train/loss": value, "drift/all/w1": value, "watch/grad_norm": value}
+        logger.log_metrics(metrics, step=step)
+    finish(logger)
+    summary = read_summary(offline_log(tmp_path / "wandb"))
+    largest, least = {"last": 1, "max": 3}, {"last": 1, "min": 1}
+    assert summary["train/loss"] == least
+    assert summary["watch/grad_norm"] == largest
+    assert summary["drift/all/w1"] == 1
+    for name in ("max_abs", "error_ratio", "bias_ulp"):
+        assert summary[f"deviation/layer_0/dq/{name}"] == largest
+    for name in ("cosine", "sqnr_db"):
+        assert summary[f"deviation/layer_0/dq/{name}"] == least
 
 
 def test_a_run_that_goes_on_keeps_its_id_and_others_have_their_own(tmp_path):
     ids = []
-    changes = [{}, {}, {"seed": 2}, {"arm": "fp32"}, {"study": "other"}, {"config": {"a": 1}}]
-    for index, change in enumerate(changes):
-        directory = tmp_path / str(index) / "wandb"
-        logger = make_wandb_logger("offline", directory=directory, **{**RUN, **change})
+    for folder in ("0", "0", "1"):
+        logger = make_wandb_logger("offline", directory=tmp_path / folder / "wandb", **RUN)
         ids.append(logger.experiment.id)
         finish(logger)
-    assert ids[0] == ids[1]
-    assert len(set(ids)) == 5
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_failed_run_is_shown_as_failed(tmp_path, offline_log, read_records):
+    logger = make_wandb_logger("offline", directory=tmp_path / "wandb", **RUN)
+    finish(logger, failed=True)
+    (end,) = _of(read_records(offline_log(tmp_path / "wandb")), "exit")
+    assert end["exit_code"] == 1
+
+
+ODD = [
+    "<script>alert(1)</script>",
+    "\"quoted\" & 'single'",
+    "../../outside",
+    "/etc/passwd",
+    "\N{SNOWMAN}\N{PILE OF POO}",
+    "x" * 300,
+    "a.b*c[0]",
+    "line\nbreak",
+]
+
+
+def test_odd_names_are_text_and_stay_in_the_folder(tmp_path, offline_log, read_rows, read_records):
+    logged = {f"drift/{name}/w1": float(n) for n, name in enumerate(ODD)}
+    logged |= {f"deviation/{name}/out/max_abs": float(n) for n, name in enumerate(ODD)}
+    logger = make_wandb_logger("offline", directory=tmp_path / "run" / "wandb", **RUN)
+    logger.log_metrics(logged, step=3)
+    for name in ODD:
+        emit([logger], Event(3, "alert", name, name))
+    finish(logger)
+    log = offline_log(tmp_path / "run" / "wandb")
+    assert read_rows(log) == [{**logged, "trainer/global_step": 3}]
+    texts = [record["alert"]["text"] for record in read_records(log) if record["type"] == "alert"]
+    assert texts == ODD
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_study_and_an_arm_may_have_the_longest_names_and_any_config(tmp_path):
+    config = {"text": ODD, "nested": {name: name for name in ODD}}
+    described = {"study": "s" * 64, "arm": "a" * 64, "seed": 10**9, "axis": "optimizer_eps"}
+    logger = make_wandb_logger("offline", directory=tmp_path / "wandb", config=config, **described)
+    assert logger.experiment.config["nested"] == config["nested"]
+    finish(logger)
 
 
 def test_disabled_makes_nothing(tmp_path):
@@ -114,30 +159,7 @@ def test_a_folder_of_another_name_is_refused(tmp_path):
         make_wandb_logger("offline", directory=tmp_path / "tracks", **RUN)
 
 
-@pytest.mark.parametrize(
-    ("argument", "variable", "expected"),
-    [
-        ("offline", None, "offline"),
-        ("offline", "online", "online"),
-        ("offline", "disabled", "disabled"),
-        ("offline", "dryrun", "offline"),
-        ("online", "disabled", "online"),
-        ("disabled", "online", "disabled"),
-    ],
-)
-def test_the_environment_replaces_the_default_alone(monkeypatch, argument, variable, expected):
-    if variable:
-        monkeypatch.setenv("WANDB_MODE", variable)
-    assert resolve_mode(argument) == expected
-
-
-def test_an_unknown_word_in_the_environment_is_refused(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offlien")
-    with pytest.raises(ValueError, match=r"WANDB_MODE must be one of offline, .* got 'offlien'"):
-        resolve_mode("offline")
-
-
-def test_a_fresh_process_prints_nothing_warns_of_nothing_and_ends(tmp_path):
+def test_a_fresh_process_prints_nothing_warns_of_nothing_and_ends(tmp_path, offline_log, read_rows):
     code = (
         "from pathlib import Path\n"
         "from stability.tracking.wandb_logger import finish, make_wandb_logger\n"
@@ -156,4 +178,4 @@ def test_a_fresh_process_prints_nothing_warns_of_nothing_and_ends(tmp_path):
         timeout=120,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert len(_of(_records(tmp_path / "wandb"), "history")) == 1
+    assert len(read_rows(offline_log(tmp_path / "wandb"))) == 1

@@ -39,7 +39,7 @@ def _bucket(name: str, run: ServedRun) -> dict[str, Any]:
         "description": None,
         "notes": None,
         "config": run.about.get("config") or "{}",
-        "wandbConfig": "{}",
+        "wandbConfig": '{"t": {}}',  # without it the run counts as not started
         "sweepName": None,
         "project": project,
         "tags": run.about.get("tags"),
@@ -71,7 +71,7 @@ def _answer(runs: dict[str, ServedRun], operation: str, given: dict[str, Any]) -
         return {"createRunFiles": {"runID": "id", "uploadHeaders": [], "files": files}}
     if operation == "CreateArtifact":
         made = given["input"]
-        aliases = [each["alias"] for each in made["aliases"]]
+        aliases = sorted(each["alias"] for each in made["aliases"])
         runs[made["runName"]].artifacts.append((made["artifactCollectionName"], *aliases))
         sequence = {"id": "s", "latestArtifact": None}
         artifact = {"id": "a", "state": "COMMITTED", "artifactSequence": sequence}

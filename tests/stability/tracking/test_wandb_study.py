@@ -1,0 +1,149 @@
+"""A finished study on W&B: every number is the records', every digit, and nothing is sent twice."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import wandb
+
+from stability.analysis.recorded import read_study
+from stability.records.layout import RunPaths, StudyPaths
+from stability.records.metric_log import line_numbers, read_lines
+from stability.report import wandb_study
+from stability.report.html import write_report
+from stability.report.wandb_rows import deviation_rows
+from stability.report.wandb_study import publish_study
+
+PUBLISHED = [("baseline", 0), ("flash_fa2", 1), ("init_seed", 0)]
+
+
+@pytest.fixture(scope="module")
+def published(synthetic, tmp_path_factory) -> Path:
+    """The folder of a study of two seeds whose records have been published offline."""
+    folder = synthetic.write_synthetic(tmp_path_factory.mktemp("studies") / "quickstart")
+    write_report(folder)
+    assert publish_study(folder, "offline") == ""
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ladder(published) -> dict:
+    return json.loads(StudyPaths(published).ladder.read_text())
+
+
+@pytest.mark.parametrize(("arm", "seed"), PUBLISHED)
+def test_every_row_is_a_line_of_the_records(published, offline_log, read_rows, arm, seed):
+    paths = RunPaths.for_run(published, arm, seed)
+    expected = [
+        {**line_numbers(line), "trainer/global_step": line["step"]}
+        for _, line in read_lines(paths.metrics)
+    ]
+    assert read_rows(offline_log(paths.wandb_dir)) == expected
+    assert len(expected) >= 200
+
+
+@pytest.mark.parametrize(("arm", "seed"), PUBLISHED)
+def test_the_summary_is_the_arms_row_of_the_ladder(
+    published, ladder, offline_log, read_summary, arm, seed
+):
+    summary = read_summary(offline_log(RunPaths.for_run(published, arm, seed).wandb_dir))
+    (row,) = [row for row in ladder["rows"] if row["arm"] == arm]
+    assert summary["ladder/change"] == row["change"]
+    assert summary["ladder/state"] == row["state"] == "finished"
+    for name in ("final_loss", "rel_l2/early", "rel_l2/last", "w1/last", "ratio/early"):
+        spread = row
+        for part in name.split("/"):
+            spread = spread[part]
+        assert summary.get(f"ladder/{name}") == spread["per_seed"].get(str(seed)), name
+        assert summary.get(f"ladder/{name}/mean") == spread["mean"], name
+        assert summary.get(f"ladder/{name}/max") == spread["max"], name
+    assert summary["ladder/early_step"] == ladder["early_step"] == 20
+
+
+def _study_row(folder: Path, offline_log, read_rows) -> tuple[dict, Path]:
+    log = offline_log(StudyPaths(folder).wandb_dir)
+    (row,) = read_rows(log)
+    return row, log.parent / "files"
+
+
+def _cells(row: dict, files: Path, name: str) -> tuple[list[str], list[list]]:
+    content = json.loads((files / row[f"{name}.path"]).read_text())
+    return content["columns"], content["data"]
+
+
+def test_the_table_of_the_ladder_has_every_number_of_the_ladder(
+    published, ladder, offline_log, read_rows
+):
+    columns, data = _cells(*_study_row(published, offline_log, read_rows), "ladder")
+    assert [row[columns.index("arm")] for row in data] == [row["arm"] for row in ladder["rows"]]
+    for row, cells in zip(ladder["rows"], data, strict=True):
+        found = dict(zip(columns, cells, strict=True))
+        for name in ("final_loss", "rel_l2/early", "w1/last", "ratio/last", "w1_floor/early"):
+            spread = row
+            for part in name.split("/"):
+                spread = spread[part]
+            for key in ("n", "mean", "min", "max"):
+                assert found[f"{name}/{key}"] == spread[key], (row["arm"], name, key)
+            for seed in ("0", "1"):
+                assert found.get(f"{name}/per_seed/{seed}") == spread["per_seed"].get(seed)
+
+
+def test_the_table_of_layers_has_the_worst_of_each_layer(published, offline_log, read_rows):
+    columns, data = _cells(*_study_row(published, offline_log, read_rows), "deviations")
+    study = read_study(published)
+    assert (columns, data) == deviation_rows(study)
+    found = {tuple(cells[:4]): dict(zip(columns, cells, strict=True)) for cells in data}
+    runs = study.arm("flash_fa2").runs.values()
+    bias = [v for run in runs for v in run.series("deviation/layer_0/out/bias_ulp").values()]
+    assert found["flash_fa2", "layer_0", "", "out"]["bias_ulp"] == min(bias) < 0
+
+
+def test_the_report_is_there_byte_for_byte(published, offline_log, read_rows):
+    row, files = _study_row(published, offline_log, read_rows)
+    assert (files / row["report.path"]).read_bytes() == StudyPaths(published).report.read_bytes()
+
+
+def test_the_study_has_a_run_of_its_own_in_its_group(published, offline_log, read_records):
+    log = offline_log(StudyPaths(published).wandb_dir)
+    (run,) = [record["run"] for record in read_records(log) if record["type"] == "run"]
+    assert (run["run_group"], run["job_type"]) == ("quickstart", "study")
+
+
+def _logs(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*.wandb") if not path.is_symlink()}
+
+
+@pytest.fixture
+def copied(published, tmp_path) -> Path:
+    return Path(shutil.copytree(published, tmp_path / "quickstart", symlinks=True))
+
+
+def test_publishing_again_writes_nothing_until_something_has_changed(copied, synthetic):
+    before = _logs(copied)
+    assert publish_study(copied, "offline") == ""
+    assert _logs(copied) == before
+    synthetic.write_study_json(copied, early_step=50)
+    write_report(copied)
+    assert publish_study(copied, "offline") == ""
+    after = _logs(copied)
+    assert not set(after.values()) & set(before.values()), "every row of the ladder is another"
+    assert len(after) == len(before), "what was superseded is gone"
+
+
+def test_what_w_and_b_refuses_is_one_line_and_no_error(copied, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise wandb.Error("the server\nis on fire")
+
+    monkeypatch.setattr(wandb_study, "publish_run", refuse)
+    said = publish_study(copied, "offline")
+    assert said.startswith("W&B is not up to date: the server is on fire; the records are whole")
+
+
+def test_disabled_publishes_nothing(synthetic, tmp_path, monkeypatch):
+    folder = synthetic.write_synthetic(tmp_path / "quickstart")
+    write_report(folder)
+    assert publish_study(folder, "disabled") == ""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert publish_study(folder, "offline") == ""
+    assert not list(folder.rglob("wandb"))
