@@ -292,9 +292,6 @@ def test_what_was_chosen_survives_a_reload(opened):
     assert opened.console() == []
 
 
-# ---- it prints
-
-
 def test_every_chart_is_on_paper_though_nobody_scrolled(opened):
     opened.run(AT_PRINT)
     pdf = opened.print_pdf()
