@@ -12,16 +12,28 @@ from typing import Any
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.recorded import RecordedArm, RecordedStudy
 from stability.analysis.sampling import INDEPENDENT_AXES
-from stability.analysis.spread import EXACT_ZERO, Spread, span, times
+from stability.analysis.spread import EXACT_ZERO, Spread, times
 from stability.config.schema import BASELINE
-from stability.report.chart import Chart, Section, arm_lines, choices_of, label, make_figure
+from stability.report.chart import (
+    ALL_AT_ONCE,
+    LOG_AXIS,
+    Chart,
+    Section,
+    arm_lines,
+    choices_of,
+    label,
+    make_figure,
+)
 from stability.report.palette import DASHES, GREY, ArmStyle, arm_styles
-from stability.report.training_charts import DRIFT_METRICS
+from stability.report.training_charts import DRIFT_METRICS, shown_drift
+from stability.report.whiskers import ends, what_ends_are
 
 __all__ = ["drift_of_arm_section", "ladders_chart", "study_styles"]
 
 OFF_SCALE = 10
 """An arm this many times beyond the largest paired ratio is named at the edge instead of drawn."""
+SHOWN = "arm shown"
+"""A choice of the drift chart. `arm` in a `meta` is what is switched on and off: here a study."""
 LONGEST = 28
 """Letters of a name beside an axis; the table has all of it."""
 
@@ -75,8 +87,9 @@ def ladders_chart(ladders: Mapping[str, Ladder], styles: Mapping[str, ArmStyle])
         key="ladders",
         title="How far each change moves the weights, in each study's own unit",
         caption=(
-            "Hollow: the study's early step; filled: its last; whiskers: smallest to largest seed. "
-            "Dashed: the yardstick, 1 by definition."
+            "Hollow: the study's early step; filled: its last; whiskers: "
+            f"{what_ends_are(max(len(ladder.seeds) for ladder in ladders.values()))}. Dashed: the "
+            "yardstick, 1 by definition."
         ),
         good=(
             "an arm that the studies share lies at the same place in each: what was found holds "
@@ -105,7 +118,8 @@ def drift_of_arm_section(
         traces,
         height=480,
         xaxis={"title": {"text": "step"}, "type": "log", "dtick": 1},
-        yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, "type": "log"},
+        yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, **LOG_AXIS},
+        **ALL_AT_ONCE,
         meta={"metric": {key: {"yaxis.title.text": text} for key, text in DRIFT_METRICS.items()}},
     )
     chart = Chart(
@@ -127,7 +141,7 @@ def drift_of_arm_section(
         title="Drift of one arm",
         intro="",
         charts=(chart,),
-        choices=choices_of(traces),
+        choices={key: options for key, options in choices_of(traces).items() if key != "arm"},
     )
 
 
@@ -147,11 +161,11 @@ def _drift_lines(
     if arm is None:
         return []
     by_seed = {
-        seed: {step: value for step, value in run.drift(metric).items() if step > 0}
+        seed: {step: value for step, value in shown_drift(run, metric).items() if step > 0}
         for seed, run in arm.runs.items()
     }
-    meta = {"arm": arm.name, "metric": metric}
-    return arm_lines(study, by_seed, style, bold=True, positive=True, hover="%{y:.2e}", meta=meta)
+    meta = {SHOWN: arm.name, "metric": metric}
+    return arm_lines(study, by_seed, style, bold=True, positive=True, hover="%{y:.5e}", meta=meta)
 
 
 def _marks(line: _Line, place: int, style: ArmStyle, limit: float) -> list[dict[str, Any]]:
@@ -159,7 +173,7 @@ def _marks(line: _Line, place: int, style: ArmStyle, limit: float) -> list[dict[
         return []
     row, ladder = line.row, line.ladder
     return [
-        _mark(spread, place, style, suffix, f"{row.arm} of {line.study} at step {step}")
+        _mark(spread, place, style, suffix, (line.study, row.arm, step))
         for spread, step, suffix in (
             (row.ratio.early, ladder.early_step, "-open"),
             (row.ratio.last, ladder.last_step, ""),
@@ -168,18 +182,22 @@ def _marks(line: _Line, place: int, style: ArmStyle, limit: float) -> list[dict[
     ]
 
 
-def _mark(spread: Spread, place: int, style: ArmStyle, suffix: str, what: str) -> dict[str, Any]:
-    ends = span(spread, times, " to ")
+def _mark(
+    spread: Spread, place: int, style: ArmStyle, suffix: str, of: tuple[str, str, int]
+) -> dict[str, Any]:
+    study, arm, step = of
+    low, high = ends(spread)
     return {
         "type": "scatter",
         "mode": "markers",
+        "meta": {"arm": study},
         "x": [spread.mean],
         "y": [place],
         "error_x": {
             "type": "data",
             "symmetric": False,
-            "array": [spread.high - spread.mean],
-            "arrayminus": [spread.mean - spread.low],
+            "array": [high - spread.mean],
+            "arrayminus": [spread.mean - low],
             "color": style.colour,
             "thickness": 2,
             "width": 5,
@@ -191,7 +209,8 @@ def _mark(spread: Spread, place: int, style: ArmStyle, suffix: str, what: str) -
             "line": {"width": 2.5, "color": style.colour},
         },
         "hovertemplate": (
-            f"{times(spread.mean)}{f' ({ends})' if ends else ''}<br>{label(what)}<extra></extra>"
+            f"{spread.mean:.6g}, whiskers {low:.4g} to {high:.4g}<br>{label(f'{arm} of {study}')}"
+            f" at step {step}<extra></extra>"
         ),
         "showlegend": False,
     }
@@ -213,6 +232,7 @@ def _note(line: _Line, place: int, limit: float) -> dict[str, Any] | None:
     else:
         return None
     return {
+        "name": line.study,
         "xref": "paper",
         "x": 0.99 if right else 0.01,
         "xanchor": "right" if right else "left",
@@ -243,8 +263,8 @@ def _ticks(lines: Sequence[_Line], limit: float) -> dict[str, Any]:
     spreads = [s for row in rows for s in (row.ratio.early, row.ratio.last) if _can_show(s)]
     if not spreads:
         return {"range": [-1, 1]}
-    low = min(1.0, *(s.low for s in spreads)) / 1.2
-    high = max(1.0, *(s.high for s in spreads)) * 1.2
+    low = min(1.0, *(end for s in spreads for end in ends(s))) / 1.2
+    high = max(1.0, *(end for s in spreads for end in ends(s))) * 1.2
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1, 2, 5), (1,)):
         ticks = [d * 10.0**e for e in decades for d in digits if low <= d * 10.0**e <= high]

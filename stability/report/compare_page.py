@@ -5,22 +5,22 @@ that differs between them, and the reader judges.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stability.analysis.ladder import Ladder, Row, ladder_of
 from stability.analysis.recorded import RecordedStudy
-from stability.analysis.spread import EXACT_ZERO, MISSING, Spread, scientific, span, times
+from stability.analysis.spread import MISSING, scientific, times
 from stability.config.diff import leaves
 from stability.report.compare_charts import drift_of_arm_section, ladders_chart, study_styles
 from stability.report.html import fill
-from stability.report.page_tables import Cell
+from stability.report.page_tables import Cell, number_cell
 from stability.report.study_summary import Summary, summary_of_study
+from stability.report.whiskers import what_ends_are
 
 __all__ = ["differences", "render_comparison"]
 
-EN_DASH = "\N{EN DASH}"
 READING = ("seeds", "yardstick", "early_step")
 """What decides how a study's drifts are read, besides the config of its baseline."""
 
@@ -65,6 +65,8 @@ def render_comparison(
         sections=[drift_of_arm_section(studies, styles)],
         stamp=stamp,
         chart=chart,
+        styles=styles,
+        small_print=what_ends_are(max(len(study.seeds) for study in studies.values())),
         differences=found,
         remarks=_remarks(ladders, [path for path, _ in found]),
         studies=[
@@ -116,8 +118,8 @@ def _remarks(ladders: Mapping[str, Ladder], differing: Sequence[str]) -> list[st
 
 
 def _line(row: Row) -> _Line:
-    ratios = [_cell(spread, times) for spread in (row.ratio.early, row.ratio.last)]
-    drifts = [_cell(spread, scientific) for spread in (row.rel_l2.early, row.rel_l2.last)]
+    ratios = [number_cell(spread, times) for spread in (row.ratio.early, row.ratio.last)]
+    drifts = [number_cell(spread, scientific) for spread in (row.rel_l2.early, row.rel_l2.last)]
     return _Line(
         arm=row.arm,
         is_candidate=row.axis == "attention",
@@ -125,12 +127,6 @@ def _line(row: Row) -> _Line:
         message=row.message,
         cells=[*ratios, *drifts],
     )
-
-
-def _cell(spread: Spread, write: Callable[[float], str]) -> Cell:
-    if spread.is_zero:
-        return Cell(EXACT_ZERO)
-    return Cell(write(spread.mean), span(spread, write, EN_DASH)) if spread.n else Cell(MISSING)
 
 
 def _value(value: Any) -> str:

@@ -4,7 +4,6 @@ Leaves out markup and escaping, which are the template's.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.proofs import HASHES, Proof, environment_of, hash_proofs
 from stability.analysis.recorded import RecordedArm, RecordedStudy
-from stability.analysis.spread import MISSING, Spread, plain, scientific, span, times
+from stability.analysis.spread import MISSING, Spread, plain, scientific, times
 from stability.config.schema import BASELINE
-from stability.report.whiskers import ends
+from stability.report.whiskers import written_ends
 
 __all__ = [
     "Cell",
@@ -24,12 +23,12 @@ __all__ = [
     "changes",
     "environment_lines",
     "ladder_lines",
+    "number_cell",
     "numerics_text",
     "proof_lines",
 ]
 
 SHORT_HASH = 10
-EN_DASH = "\N{EN DASH}"
 MARKS = {"same": "✓", "different by design": "≠", "different": "✗", "unknown": "?"}
 
 
@@ -141,7 +140,7 @@ def numerics_text(arm: RecordedArm) -> str:
 
 
 def _numbers(row: Row) -> list[Cell]:
-    loss = _number(row.final_loss, plain)
+    loss = number_cell(row.final_loss, plain)
     if row.arm == BASELINE:
         return [loss, *([Cell(MISSING)] * 5)]
     drifts = (row.rel_l2.early, row.rel_l2.last, row.w1.last)
@@ -150,25 +149,19 @@ def _numbers(row: Row) -> list[Cell]:
 
 
 def _each(spreads: Iterable[Spread], write: Callable[[float], str]) -> list[Cell]:
-    return [_number(spread, write) for spread in spreads]
+    return [number_cell(spread, write) for spread in spreads]
 
 
-def _number(spread: Spread, write: Callable[[float], str]) -> Cell:
+def number_cell(spread: Spread, write: Callable[[float], str]) -> Cell:
+    """Return a mean over the seeds with its interval or range, each seed's value on hovering."""
     if not spread.n:
         return Cell(MISSING)
     seeds = ", ".join(f"seed {seed}: {value:.6g}" for seed, value in spread.per_seed.items())
     return Cell(
         text=write(spread.mean),
-        small=_ends(spread, write),
+        small=written_ends(spread, write),
         title=seeds,
     )
-
-
-def _ends(spread: Spread, write: Callable[[float], str]) -> str:
-    low, high = (write(end) for end in ends(spread))
-    if math.isnan(spread.interval.low):
-        return span(spread, write, EN_DASH)
-    return f"[{low}, {high}]" if low != high else ""
 
 
 def _own_hashes(arm: RecordedArm) -> list[list[Cell]]:

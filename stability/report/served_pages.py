@@ -154,7 +154,7 @@ def unreadable_page(title: str, error: str, stamp: str) -> str:
 
 def _read(found: Found, earlier: RecordedStudy | None) -> RecordedStudy:
     _check(found)
-    return read_study(found.folder)
+    return read_study(found.folder, known=earlier)
 
 
 def _check(found: Found) -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from stability.analysis.ladder import EarlyLast, Ladder
 from stability.analysis.sampling import INDEPENDENT_AXES
-from stability.analysis.spread import EXACT_ZERO, MISSING, Spread, scientific, span, times
+from stability.analysis.spread import EXACT_ZERO, MISSING, Spread, scientific, times
 from stability.config.schema import BASELINE
 from stability.report.palette import ArmStyle
+from stability.report.whiskers import ends, written_ends
 
 __all__ = ["Mark", "Rung", "SmallLadder", "small_ladder"]
 
@@ -22,7 +23,7 @@ EDGE = 4.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A spread over the seeds on the axis."""
+    """A mean over the seeds on the axis, with the ends of its whisker."""
 
     low: float
     mean: float
@@ -73,7 +74,7 @@ def small_ladder(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> SmallLadder:
                 early=scale.mark(both.early) if row.arm in drawn else None,
                 last=scale.mark(both.last) if row.arm in drawn else None,
                 text=EXACT_ZERO if is_zero else _text(shown, write),
-                small=span(shown, write, " to "),
+                small=written_ends(shown, write),
             )
         )
     unit = f"drift in units of {ladder.yardstick}'s" if has_ratio else "drift (relative L2)"
@@ -93,8 +94,8 @@ class _Scale:
 
     def __init__(self, measured: Iterable[EarlyLast], also: list[float]) -> None:
         spreads = [spread for each in measured for spread in (each.early, each.last)]
-        ends = [value for spread in spreads for value in (spread.low, spread.high)]
-        logs = [math.log10(value) for value in [*ends, *also] if 0 < value < math.inf]
+        shown = [value for spread in spreads for value in (*ends(spread), spread.mean)]
+        logs = [math.log10(value) for value in [*shown, *also] if 0 < value < math.inf]
         self._low = min(logs, default=0.0)
         self._width = max(logs, default=0.0) - self._low or 1.0
 
@@ -103,8 +104,7 @@ class _Scale:
         return round(EDGE + (100 - 2 * EDGE) * share, 2)
 
     def mark(self, spread: Spread) -> Mark | None:
-        if not spread.n or not 0 < spread.low <= spread.high < math.inf:
+        low, high = ends(spread)
+        if not spread.n or not 0 < low <= high < math.inf:
             return None
-        return Mark(
-            low=self.place(spread.low), mean=self.place(spread.mean), high=self.place(spread.high)
-        )
+        return Mark(low=self.place(low), mean=self.place(spread.mean), high=self.place(high))

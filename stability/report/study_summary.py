@@ -7,11 +7,11 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from typing import get_args
 
+from stability.analysis.answer import answer_of
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.probed import Probed
 from stability.analysis.recorded import RecordedRun, RecordedStudy, RunState
 from stability.analysis.sentences import candidate_sentences
-from stability.analysis.verdict import judge_study
 from stability.report.palette import arm_styles
 from stability.report.probe_table import located_lines
 from stability.report.small_ladder import SmallLadder, small_ladder
@@ -77,11 +77,9 @@ def summary_of_study(study: RecordedStudy) -> Summary:
 
 def answers(study: RecordedStudy, ladder: Ladder) -> tuple[str, ...]:
     """Return the verdict of the study's own policy, or what its ladder says of each candidate."""
-    if study.policy.candidate:
-        try:
-            return (judge_study(study, study.policy).sentence,)
-        except ValueError:  # too early to judge, or too few seeds: the ladder says what there is
-            pass
+    answer = answer_of(study)
+    if answer and answer.outcome != "OPEN":
+        return (f"{answer.outcome}: {answer.sentence}",)
     said = tuple(candidate_sentences(ladder))
     return said or ("No arm of this study changes the attention; the ladder shows its controls.",)
 

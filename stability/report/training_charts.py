@@ -21,7 +21,7 @@ from stability.report.chart import (
 )
 from stability.report.palette import ArmStyle
 
-__all__ = ["DRIFT_METRICS", "drift_section", "loss_section"]
+__all__ = ["DRIFT_METRICS", "drift_section", "loss_section", "shown_drift"]
 
 DRIFT_METRICS = {
     "rel_l2": "drift of all weights: relative L2",
@@ -152,7 +152,7 @@ def _drift_lines(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> list[d
         for arm in study.candidates
         for line in arm_lines(
             arm.name,
-            {seed: _after_start(_drift(run, metric)) for seed, run in arm.runs.items()},
+            {seed: _after_start(shown_drift(run, metric)) for seed, run in arm.runs.items()},
             styles[arm.name],
             bold=_is_candidate(arm),
             positive=True,
@@ -163,7 +163,8 @@ def _drift_lines(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> list[d
     ]
 
 
-def _drift(run: RecordedRun, metric: str) -> Mapping[int, float]:
+def shown_drift(run: RecordedRun, metric: str) -> Mapping[int, float]:
+    """Return one of DRIFT_METRICS by step."""
     if metric == "1-cosine":
         return {step: 1 - cosine for step, cosine in run.drift("cosine").items()}
     return run.drift(metric)

@@ -4,19 +4,29 @@ Leaves out the interval itself (`analysis.intervals`).
 """
 
 import math
+from collections.abc import Callable
 
 from stability.analysis.intervals import replicates_needed
-from stability.analysis.spread import Spread
+from stability.analysis.spread import Spread, span
 
-__all__ = ["LEVEL", "ends", "what_ends_are"]
+__all__ = ["LEVEL", "ends", "what_ends_are", "written_ends"]
 
 LEVEL = 0.9
+EN_DASH = "\N{EN DASH}"
 
 
 def ends(spread: Spread) -> tuple[float, float]:
     """Return the interval of the mean; the smallest and largest seed where there is none."""
     interval = spread.interval
     return (spread.low, spread.high) if math.isnan(interval.low) else (interval.low, interval.high)
+
+
+def written_ends(spread: Spread, write: Callable[[float], str]) -> str:
+    """Return `[low, high]` for an interval, `low-high` for a range; empty if both are alike."""
+    if math.isnan(spread.interval.low):
+        return span(spread, write, EN_DASH)
+    low, high = (write(end) for end in ends(spread))
+    return f"[{low}, {high}]" if low != high else ""
 
 
 def what_ends_are(seeds: int) -> str:

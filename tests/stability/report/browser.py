@@ -114,7 +114,6 @@ class Browser:
         _, y = self.run(f"{CHARTS} return pixel(...arguments)", *place)
         self.run("window.scrollBy({ top: arguments[0] - innerHeight / 2, behavior: 'instant' })", y)
         x, y = self.run(f"{CHARTS} return pixel(...arguments)", *place)
-        self._move(x - 2, y - 2)  # plotly looks at movement, not at arrival
         self._move(x, y)
         said = self.wait(f"{CHARTS} return hovered(...arguments)", plot)
         self._move(1, 1)

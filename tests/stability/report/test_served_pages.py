@@ -140,12 +140,19 @@ def test_comparison_holds_each_studys_ratios_and_drifts(study):
     assert [note["text"] for note in figures["ladders"]["layout"]["annotations"]].count(
         "◂ 0 (exact)"
     ) == 2
-    assert data_of(page)["choices"]["drift-of-arm"]["arm"] == "flash_all_bf16"
+    assert re.findall(r'data-choice="([^"]*)"', page) == ["arm shown", "metric"]
+    assert re.search(r'data-choice="arm shown"[^>]*>\s*<option value="flash_all_bf16"', page)
     lines = [
         trace
         for trace in figures["drift-of-arm"]["data"]
-        if trace["meta"] == {"arm": "flash_fa2", "metric": "rel_l2"} and trace["name"] in ("a", "b")
+        if (trace["meta"]["arm shown"], trace["meta"]["metric"]) == ("flash_fa2", "rel_l2")
+        and trace["name"] in ("a", "b")
     ]
+    assert all(
+        t["x"] != [None]
+        for t in figures["drift-of-arm"]["data"]
+        if t["meta"]["arm shown"] != "rerun"
+    )
     assert len({(line["line"]["color"], line["line"]["dash"]) for line in lines}) == 2
     assert "The yardsticks differ (a: fp32, b: nudge)" in page
     assert "The baselines differ" in page
