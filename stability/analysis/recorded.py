@@ -194,11 +194,20 @@ def _read_arms(
         RecordedArm(
             name=arm["name"],
             axis=arm["axis"],
-            diff=arm["diff"],
+            diff=_checked_diff(arm),
             runs={seed: next(runs) for seed in seeds},
         )
         for arm in arms
     )
+
+
+def _checked_diff(arm: Mapping[str, Any]) -> Mapping[str, list[Any]]:
+    diff = arm["diff"]
+    if not isinstance(diff, dict) or any(
+        not isinstance(values, list) or len(values) != 2 for values in diff.values()
+    ):
+        raise TypeError(f"diff of {arm['name']!r} must hold pairs of values, is {diff!r}")
+    return diff
 
 
 def _helpers(study_dir: Path) -> int:

@@ -118,7 +118,7 @@ def _heat_map(tables: Tables, meta: _Meta, remarks: tuple[str, ...]) -> Chart:
         [_heat(table, key[2], meta[key]) for key, table in tables.items()],
         height=150 + max(150, 34 * layers),
         xaxis={"title": {"text": "step"}, "type": "category"},
-        yaxis={"autorange": "reversed", "showgrid": False},
+        yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
     )
     return Chart(
         key="deviation-map",

@@ -118,7 +118,7 @@ def fill(
         shown.key: shown.figure.to_plotly_json()
         for shown in [*charts, *(chart for section in sections for chart in section.charts)]
     }
-    return environment.get_template(template).render(
+    page = environment.get_template(template).render(
         sections=sections,
         figures=_script_json({"figures": figures}),
         stamp=stamp,
@@ -127,6 +127,8 @@ def fill(
         plotly=Markup("" if stamp else get_plotlyjs()),
         **values,
     )
+    # a file system may hold names that are no text: half a surrogate pair, which no page can hold
+    return page.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _script_json(content: Any) -> Any:

@@ -43,7 +43,7 @@ def parameter_section(study: RecordedStudy) -> Section | None:
             [_map(rows, {"arm": name}) for name, rows in shown.items()],
             height=150 + 18 * max(len(rows) for rows in shown.values()),
             xaxis={"title": {"text": "step"}, "type": "category"},
-            yaxis={"autorange": "reversed", "showgrid": False, "tickfont": {"size": 12}},
+            yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
         ),
         remarks=remarks,
     )

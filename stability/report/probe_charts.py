@@ -90,7 +90,7 @@ def _heads(observed: Sequence[Observed]) -> Section | None:
             traces,
             height=150 + max(150, 34 * max(len(one.layers) for one in observed)),
             xaxis={"type": "category"},
-            yaxis={"autorange": "reversed", "showgrid": False},
+            yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
         ),
     )
     return Section(

@@ -197,3 +197,16 @@ def test_proofs_tell_a_broken_pair_from_a_change_by_design(study):
     assert "≠ different by design" in row("init_seed")
     assert "✗" not in row("init_seed") + row("nudge") + row("fp32")
     assert re.search(r'<td class="bad"><code>2.13.0 / 2.11.0', contract)
+
+
+def test_half_a_surrogate_pair_is_written_out(synthetic, tmp_path):
+    folder = synthetic.write_synthetic(tmp_path / "study", seeds=[0], question="why \ud800?")
+    assert "why \\ud800?" in write_report(folder).read_text(encoding="utf-8")
+
+
+def test_diff_that_holds_no_pairs_is_refused(study):
+    content = read_sealed(study / "study.json", writer="the test")
+    content["arms"][1]["diff"]["precision"] = "fp32"
+    write_sealed(study / "study.json", content)
+    with pytest.raises(ValueError, match="'flash_all_bf16' must hold pairs of values"):
+        read_study(study)
