@@ -59,9 +59,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in UTF-8, whole or not at all."""
+    """Write `text` to `path` in UTF-8, whole or not at all.
+
+    Half a surrogate pair, as the name of a file may hold, is written as `\\ud800`, which JSON reads
+    back as what it was.
+    """
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 def _sync(path: Path) -> None:
