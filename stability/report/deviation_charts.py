@@ -31,6 +31,8 @@ CELLS = 180_000
 """All tables of a page share this many cells, at some 25 bytes each."""
 COLUMNS = range(24, 400)
 """The fewest and the most columns that a table is thinned to."""
+NAMED = 16
+"""The most layers that a legend has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def _heat_map(tables: Tables, meta: _Meta, remarks: tuple[str, ...]) -> Chart:
     layers = max(len(table.layers) for table in tables.values())
     figure = make_figure(
         [_heat(table, key[2], meta[key]) for key, table in tables.items()],
-        height=150 + max(150, 34 * layers),
+        height=150 + max(150, min(34 * layers, 900)),
         xaxis={"title": {"text": "step"}, "type": "category"},
         yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
     )
@@ -203,6 +205,7 @@ def _curves(tables: Tables, meta: _Meta, remarks: tuple[str, ...]) -> Chart:
     figure = make_figure(
         [trace for key, table in tables.items() for trace in layer_lines(table, meta[key])],
         height=430,
+        showlegend=all(len(table.layers) <= NAMED for table in tables.values()),
         xaxis={"title": {"text": "step"}},
         yaxis={
             "title": {"text": _wrapped(DEVIATION_METRICS[first].title)},
@@ -213,7 +216,7 @@ def _curves(tables: Tables, meta: _Meta, remarks: tuple[str, ...]) -> Chart:
     return Chart(
         key="deviation-curves",
         title="Each layer over the steps",
-        caption="Dark is the first layer, bright the last.",
+        caption="Dark is the first layer, bright the last; hovering names them.",
         good="flat lines: attention is as exact late in training as at the start.",
         bad=(
             "a steady climb, or a bias that keeps one sign: errors of one sign add up over the "
@@ -240,7 +243,7 @@ def layer_lines(table: LayerTable, meta: Mapping[str, str]) -> Sequence[dict[str
     return [
         {
             "type": "scatter",
-            "mode": "lines+markers",
+            "mode": "lines+markers" if len(at) <= 40 else "lines",
             "x": _steps(at),
             "y": np.where(np.isfinite(values), values, np.nan),
             "name": label(layer),

@@ -94,3 +94,10 @@ def test_gaps_and_far_steps_can_be_drawn():
         np.testing.assert_array_equal(maps[name][0]["z"], [[np.nan, height]])
         assert curves[name][0]["x"] == [1, 2**40]
         np.testing.assert_array_equal(curves[name][0]["y"], [np.nan, 2.0])
+
+
+@pytest.mark.parametrize(("layers", "named"), [(16, True), (48, False)])
+def test_a_deep_model_fits_the_screen(layers, named):
+    map_, curves = deviation_section(tables(np.arange(3), layers=layers), "arm", "").charts
+    assert map_.figure.layout.height <= 1050
+    assert curves.figure.layout.showlegend is named
