@@ -3,9 +3,13 @@
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+import webbrowser
 from pathlib import Path
 
 import pytest
+import uvicorn
 import yaml
 
 from stability.cli.main import main
@@ -42,7 +46,7 @@ def test_linked_file_exists(link):
 
 def test_every_command_is_of_a_kind_that_is_tested():
     for command in COMMANDS:
-        known = ("make ", "stability ", "git clone ", "cd ", ".venv/bin/")
+        known = ("make ", "stability ", "wandb ", "git clone ", "cd ", ".venv/bin/")
         assert command.startswith(known), command
 
 
@@ -70,8 +74,23 @@ def quick(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("verb", sorted({c.split()[1] for c in COMMANDS if c.startswith("wandb ")}))
+def test_wandb_has_the_verb(verb):
+    wandb = Path(sys.executable).with_name("wandb")
+    assert subprocess.run([wandb, verb, "--help"], capture_output=True, check=True).stdout
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No browser opens, a server ends as by Ctrl-C, and there is no W&B account."""
+    monkeypatch.setattr(webbrowser, "open", lambda _address: True)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_args, **_kwargs: None)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", "/nonexistent")
+
+
 @pytest.mark.parametrize("command", STABILITY)
-def test_stability_command_runs(command, quick, monkeypatch, capsys):
+def test_stability_command_runs(command, quick, monkeypatch, capsys, alone):
     monkeypatch.chdir(quick)
     words = shlex.split(command)[1:]
     for out in ("runs", "runs/short"):  # each command by itself, whatever ran before it
@@ -89,6 +108,12 @@ def test_stability_command_runs(command, quick, monkeypatch, capsys):
     ]
     if words[0] in ("fork", "bisect"):
         shrunk[shrunk.index("--at") + 1] = "1"
+    if words[0] == "deviate" and "--layer" in words:
+        shrunk[words.index("--layer") + 1] = "0"
+    if words[0] == "workspace" or "online" in words:
+        assert _exit_code(shrunk) == 2
+        assert "account" in capsys.readouterr().err
+        return
     # any verdict will do
     assert _exit_code(shrunk) in ((0, 1, 3) if words[0] == "verdict" else (0,))
     assert capsys.readouterr().out
