@@ -26,8 +26,9 @@ __all__ = [
     "thinning_remarks",
 ]
 
-POINTS = 800
-"""A line with more points than this is thinned; each stretch keeps its lowest and highest point."""
+POINTS, SEED_POINTS = 600, 150
+"""A mean, and the thin line of one seed, with more points than this is thinned; each stretch keeps
+its lowest and highest point."""
 
 
 LOG_AXIS = {"type": "log", "tickformat": ".2~e", "nticks": 6}
@@ -137,7 +138,7 @@ def arm_lines(
     """
     by_seed = {seed: values for seed, values in by_seed.items() if values}
     all_zero = positive and all(v == 0 for values in by_seed.values() for v in values.values())
-    x, y = _points(mean_over_seeds(by_seed), positive)
+    x, y = _points(mean_over_seeds(by_seed), positive, POINTS)
     shared = {
         "type": "scatter",
         "legendgroup": f"arm {arm}",  # plotly breaks on names like __proto__
@@ -161,16 +162,17 @@ def arm_lines(
 
 def thinning_remarks(longest: int) -> tuple[str, ...]:
     """Return what a chart says whose longest line has so many points; empty if none is thinned."""
-    if longest <= POINTS:
+    if longest <= SEED_POINTS:
         return ()
-    return (
-        f"Lines of {longest:,} steps are drawn with {POINTS} points: each stretch of "
-        f"{_stretch(longest)} steps keeps its lowest and its highest value, so no spike is lost.",
-    )
+    thinned = f"{SEED_POINTS} points, so a stretch is {_stretch(longest, SEED_POINTS)} steps"
+    said = f"Thin lines of {longest:,} steps are drawn with {thinned}"
+    if longest > POINTS:
+        said += f"; thick ones with {POINTS}, {_stretch(longest, POINTS)} steps"
+    return (f"{said}. Each stretch keeps its lowest and its highest value: no spike is lost.",)
 
 
-def _stretch(length: int) -> int:
-    return math.ceil(2 * length / POINTS)
+def _stretch(length: int, points: int) -> int:
+    return math.ceil(2 * length / points)
 
 
 def _seed_line(
@@ -180,7 +182,7 @@ def _seed_line(
     style: ArmStyle,
     positive: bool,
 ) -> dict[str, Any]:
-    x, y = _points(values, positive)
+    x, y = _points(values, positive, SEED_POINTS)
     return {
         **shared,
         "x": x,
@@ -194,25 +196,39 @@ def _seed_line(
     }
 
 
-def _points(values: Mapping[int, float], positive: bool) -> tuple[list[int], list[float | None]]:
+def _points(
+    values: Mapping[int, float], positive: bool, most: int
+) -> tuple[list[int], list[float | None]]:
     kept = [
         (step, value)
         for step, value in sorted(values.items())
         if not positive or value > 0 or math.isnan(value)
     ]
-    kept = _thinned(kept)
+    kept = _thinned(kept, most)
     return [step for step, _ in kept], [_rounded(value) for _, value in kept]
 
 
-def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    if len(points) <= POINTS:
+def _thinned(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    if len(points) <= most:
         return points
-    width = _stretch(len(points))
+    width = _stretch(len(points), most)
     kept = set()
     for start in range(0, len(points), width):
         stretch = points[start : start + width]
-        kept |= {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
-    return sorted(kept)
+        finite = [point for point in stretch if math.isfinite(point[1])]
+        if finite:
+            kept |= {min(finite, key=_value), max(finite, key=_value)}
+        if len(finite) < len(stretch):  # a gap stays a gap
+            kept.add(next(point for point in stretch if not math.isfinite(point[1])))
+    return sorted(kept, key=_step)
+
+
+def _step(point: tuple[int, float]) -> int:
+    return point[0]
+
+
+def _value(point: tuple[int, float]) -> float:
+    return point[1]
 
 
 def _rounded(value: float) -> float | None:

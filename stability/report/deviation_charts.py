@@ -27,7 +27,7 @@ __all__ = [
     "study_deviation",
 ]
 
-CELLS = 180_000
+CELLS = 150_000
 """All tables of a page share this many cells, at some 25 bytes each."""
 COLUMNS = range(24, 400)
 """The fewest and the most columns that a table is thinned to."""

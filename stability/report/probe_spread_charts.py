@@ -29,11 +29,9 @@ def histogram_section(observed: Sequence[Observed]) -> Section | None:
                     table[layer] = {i: count / total for i, count in enumerate(counts)}
             meta = {**one.choice, "what": what}
             for trace in layer_lines(LayerTable.of_steps(table), meta) if table else ():
-                shares = trace["y"].tolist()
-                hover = [f"{name}: {y:.4%}" for name, y in zip(_BINS, shares, strict=True)]
-                drawn = [y or None for y in shares]
-                traces.append({**trace, "x": list(_BINS), "y": drawn, "customdata": hover})
-                traces[-1]["hovertemplate"] = "%{customdata}"
+                drawn = [float(f"{y:.7g}") or None for y in trace["y"].tolist()]
+                hover = "%{x}: %{y:.4%}"
+                traces.append({**trace, "x": list(_BINS), "y": drawn, "hovertemplate": hover})
     if not traces:
         return None
     least = min(y for trace in traces for y in trace["y"] if y)

@@ -1,10 +1,12 @@
 """Lines that are thinned, and colours for more arms than a palette holds."""
 
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stability.analysis.ladder import build_ladder
-from stability.report.chart import POINTS, arm_lines, mean_over_seeds
+from stability.report.chart import POINTS, SEED_POINTS, arm_lines, mean_over_seeds
 from stability.report.ladder_chart import ladder_chart
 from stability.report.palette import ArmStyle, arm_styles
 
@@ -22,6 +24,23 @@ def test_thinning_keeps_every_spike(length, spike, where):
     assert line["x"] == sorted(line["x"])
     assert at in line["x"]
     assert max(line["y"]) == float(f"{spike:.7g}")
+
+
+def test_thinning_keeps_a_gap_and_what_stands_beside_it():
+    values = {step: float(step) for step in range(5 * POINTS)}
+    values[0] = values[77] = math.nan
+    (line,) = arm_lines("x", {0: values}, STYLE, bold=False)
+    drawn = dict(zip(line["x"], line["y"], strict=True))
+    assert drawn[0] is drawn[77] is None
+    assert {1, 5 * POINTS - 1} <= set(drawn)
+
+
+def test_thin_lines_of_seeds_keep_their_spikes_too():
+    seeds = {seed: dict.fromkeys(range(5 * POINTS), 1.0) for seed in (0, 1)}
+    seeds[1][1234] = 9.0
+    _, thin, _ = arm_lines("x", seeds, STYLE, bold=False)
+    assert thin["y"][thin["x"].index(1234)] == 9.0
+    assert len(thin["x"]) <= SEED_POINTS
 
 
 def test_gap_stands_for_a_number_that_is_not_finite():

@@ -15,7 +15,7 @@ from stability.records.layout import RunPaths
 from stability.records.metric_log import MetricLog
 from stability.records.names import WEIGHT_HISTOGRAM, drift_name, watch_name
 from stability.records.waterfall_record import WaterfallRecord, write_waterfall
-from stability.report.chart import POINTS, thinning_remarks
+from stability.report.chart import SEED_POINTS, thinning_remarks
 from stability.report.html import render
 from stability.report.parameter_chart import SHOWN
 from tests.stability.report.synthetic import STEPS, write_run, write_synthetic
@@ -204,5 +204,5 @@ def test_whiskers_are_the_interval_once_there_are_seeds_enough(tmp_path):
 
 
 def test_thinning_is_said_where_it_happens():
-    assert thinning_remarks(POINTS) == ()
+    assert thinning_remarks(SEED_POINTS) == ()
     assert "2,000 steps" in thinning_remarks(2000)[0]
