@@ -7,7 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["jsonable"]
+__all__ = ["NON_FINITE", "jsonable"]
+
+NON_FINITE = frozenset({"nan", "inf", "-inf"})
+"""What stands for a number that JSON does not have."""
 
 
 def jsonable(content: Any) -> Any:

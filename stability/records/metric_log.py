@@ -24,13 +24,13 @@ from typing import Any
 import orjson
 
 from stability.records.atomic import DiskFullError
+from stability.records.json_values import NON_FINITE
 from stability.records.metric_columns import MetricColumns, Series
 
 __all__ = [
     "LogContent",
     "MetricLog",
     "Series",
-    "line_numbers",
     "read_counts",
     "read_lines",
     "read_log",
@@ -40,7 +40,6 @@ __all__ = [
 
 _STEP = "step"
 _CRC = "crc"
-_NON_FINITE = {"nan", "inf", "-inf"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +143,6 @@ def read_metrics(path: Path) -> MetricColumns:
     return read_log(path).metrics
 
 
-def line_numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a line as `read_lines` gives it: no step, no counts and no text."""
-    return {
-        name: float(value)
-        for name, value in line.items()
-        if name != _STEP
-        and not isinstance(value, list)
-        and (not isinstance(value, str) or value in _NON_FINITE)
-    }
-
-
 def read_counts(path: Path) -> dict[str, dict[int, list[int]]]:
     """Return every list of counts by name and step, the later line where two share both.
 
@@ -245,7 +233,7 @@ def _take_mixed(
     for name, value in line.items():
         if isinstance(value, list):
             content.counts.setdefault(name, {})[step] = value
-        elif not isinstance(value, str) or value in _NON_FINITE:
+        elif not isinstance(value, str) or value in NON_FINITE:
             numbers[name] = float(value)
     return pack(f"{len(numbers)}d", *numbers.values()), tuple(numbers)
 
@@ -291,7 +279,7 @@ def _check_names(
     if twice:
         raise ValueError(f"MetricLog.append: {twice[0]!r} must be given once; rename one")
     for name, value in text.items():
-        if value in _NON_FINITE:
+        if value in NON_FINITE:
             raise ValueError(
                 f"MetricLog.append: {name} must not be the text {value!r}, which is read as a "
                 "number; pass a number among the metrics"

@@ -10,14 +10,13 @@ from typing import Any
 
 from stability.analysis.ladder import Ladder
 from stability.analysis.recorded import RecordedArm, RecordedStudy
+from stability.records.json_values import NON_FINITE
 from stability.records.names import parse_deviation
 
 __all__ = ["SHOWN_DEVIATIONS", "deviation_rows", "ladder_rows", "row_summary"]
 
 SHOWN_DEVIATIONS = ("rel_fro", "max_abs", "bias_ulp", "error_ratio")
 """The columns of the table of layers."""
-
-_NON_FINITE = ("nan", "inf", "-inf")
 
 
 def row_summary(ladder: Ladder, arm: str, seed: int) -> dict[str, Any]:
@@ -89,5 +88,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             found |= _flat(value, f"{prefix}{name}/")
         else:
-            found[prefix + name] = float(value) if prefix and value in _NON_FINITE else value
+            is_number = prefix and isinstance(value, str) and value in NON_FINITE
+            found[prefix + name] = float(value) if is_number else value
     return found

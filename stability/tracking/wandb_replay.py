@@ -3,17 +3,20 @@
 Leaves out the run's summary and files (`wandb_publish`).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from stability.metrics.deviation import ULP_EDGES
 from stability.metrics.weight_counts import WEIGHT_EDGES
 from stability.records.events import read_events
-from stability.records.metric_log import line_numbers, read_lines
+from stability.records.json_values import NON_FINITE
+from stability.records.metric_log import read_lines
 from stability.records.names import WEIGHT_HISTOGRAM
 from stability.tracking.alerts import emit, log_counts
 from stability.tracking.wandb_logger import RowLogger
 
-__all__ = ["replay"]
+__all__ = ["numbers_of", "replay"]
 
 
 def replay(log: Path, logger: RowLogger) -> None:
@@ -30,7 +33,18 @@ def replay(log: Path, logger: RowLogger) -> None:
             if logger.is_new:
                 emit([logger], event)
             continue
-        logger.log_metrics(line_numbers(line), step=line["step"])
+        logger.log_metrics(numbers_of(line), step=line["step"])
         counts = {name: value for name, value in line.items() if isinstance(value, list)}
         edges = WEIGHT_EDGES if WEIGHT_HISTOGRAM in counts else ULP_EDGES
         log_counts([logger], counts, edges, line["step"])
+
+
+def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line: no step, no counts and no text."""
+    return {
+        name: float(value)
+        for name, value in line.items()
+        if name != "step"
+        and not isinstance(value, list)
+        and (not isinstance(value, str) or value in NON_FINITE)
+    }

@@ -5,15 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-import wandb
 
+import wandb
 from stability.analysis.recorded import read_study
 from stability.records.layout import RunPaths, StudyPaths
-from stability.records.metric_log import line_numbers, read_lines
+from stability.records.metric_log import read_lines
 from stability.report import wandb_study
 from stability.report.html import write_report
 from stability.report.wandb_rows import deviation_rows
 from stability.report.wandb_study import publish_study
+from stability.tracking.wandb_replay import numbers_of
 
 PUBLISHED = [("baseline", 0), ("flash_fa2", 1), ("init_seed", 0)]
 
@@ -36,7 +37,7 @@ def ladder(published) -> dict:
 def test_every_row_is_a_line_of_the_records(published, offline_log, read_rows, arm, seed):
     paths = RunPaths.for_run(published, arm, seed)
     expected = [
-        {**line_numbers(line), "trainer/global_step": line["step"]}
+        {**numbers_of(line), "trainer/global_step": line["step"]}
         for _, line in read_lines(paths.metrics)
     ]
     assert read_rows(offline_log(paths.wandb_dir)) == expected

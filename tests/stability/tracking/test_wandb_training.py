@@ -8,9 +8,10 @@ from stability.config.load import load_study
 from stability.metrics.weight_counts import WEIGHT_EDGES
 from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest
-from stability.records.metric_log import line_numbers, read_lines
+from stability.records.metric_log import read_lines
 from stability.study.arm import TrainOptions
 from stability.study.runner import run_study
+from stability.tracking.wandb_replay import numbers_of
 
 OFFLINE = TrainOptions(wandb_mode="offline")
 
@@ -63,7 +64,7 @@ def _expected(paths: RunPaths) -> list[dict]:
     rows = []
     for _, line in read_lines(paths.metrics):
         counts = {name: value for name, value in line.items() if isinstance(value, list)}
-        row = {**line_numbers(line), **{f"{n}.values": v for n, v in counts.items()}}
+        row = {**numbers_of(line), **{f"{n}.values": v for n, v in counts.items()}}
         if row and "event" not in line:
             rows.append({**row, "trainer/global_step": line["step"]})
     return rows
