@@ -13,7 +13,14 @@ from stability.analysis.ladder import Ladder, Row
 from stability.analysis.spread import MISSING, Spread, scientific, span, times
 from stability.config.schema import BASELINE
 
-__all__ = ["CHAOS_SHARE", "candidate_sentences", "notes", "sentence", "swamped_by_chaos"]
+__all__ = [
+    "CHAOS_SHARE",
+    "candidate_sentences",
+    "messages",
+    "notes",
+    "sentence",
+    "swamped_by_chaos",
+]
 
 CHAOS_SHARE = 0.5
 """A nudge that has gone this share of an arm's drift is most of it; with fewer than 5 seeds the arm
@@ -52,12 +59,16 @@ def notes(ladder: Ladder) -> list[str]:
     """Return what a reader has to know before trusting the numbers; empty if nothing is amiss."""
     found = [_aa_note(row) for row in ladder.rows_on("none")]
     found += [_floor_note(row, ladder.last_step) for row in ladder.rows]
-    found += [f"{row.arm}: {row.message}." for row in ladder.rows if row.message]
     if ladder.last_step < ladder.steps:
         found.append(f"No arm has reached step {ladder.steps} yet; the last figures are earlier.")
     if ladder.yardstick and ladder.row(ladder.yardstick) is None:
         found.append(f"The yardstick {ladder.yardstick} is no arm of this study: no ratios.")
     return [note for note in found if note]
+
+
+def messages(ladder: Ladder) -> list[str]:
+    """Return what became of each arm that is not whole."""
+    return [f"{row.arm}: {row.message}." for row in ladder.rows if row.message]
 
 
 def swamped_by_chaos(ladder: Ladder, row: Row, *, early: bool) -> Spread:

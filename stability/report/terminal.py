@@ -16,7 +16,7 @@ from rich.text import Text
 
 from stability.analysis.intervals import replicates_needed
 from stability.analysis.ladder import Ladder, Row
-from stability.analysis.sentences import candidate_sentences, notes
+from stability.analysis.sentences import candidate_sentences, messages, notes
 from stability.analysis.spread import MISSING, Spread, plain, scientific, times
 from stability.config.schema import BASELINE
 from stability.report.drift_sparks import DriftSparks
@@ -66,7 +66,7 @@ def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = 
     for text in candidate_sentences(ladder):
         console.print()
         console.print(as_text(text))
-    remarks = notes(ladder)
+    remarks = [*notes(ladder), *messages(ladder)]
     if remarks:
         console.print()
     for text in remarks:
