@@ -147,3 +147,16 @@ def test_the_floor_is_the_references_alone():
     ulps = floored_ulps(x, r, "bf16")
     assert whole["bias_ulp"] == pytest.approx(ulps.mean(), rel=1e-9)
     assert found["bias_ulp"] == pytest.approx(ulps[1].mean(), rel=1e-9)
+
+
+def test_a_device_where_no_branch_may_look_finds_the_same(monkeypatch):
+    x, r = _pair()
+    r[0, 0, 0, :3] = torch.tensor([math.nan, math.inf, 3.0])
+    valid = torch.ones(2, 1, 12, dtype=torch.bool)
+    valid[0, 0, 3:5] = False
+    here = compare(x, r, output_format="bf16", valid=valid, heads=True)
+    monkeypatch.setattr(deviation_sums, "_all_finite", lambda sums: False)
+    there = compare(x, r, output_format="bf16", valid=valid, heads=True)
+    assert there.layer[DEVIATION_METRICS.index("bias_ulp")].isfinite()
+    for name in ("layer", "heads", "histogram"):
+        torch.testing.assert_close(getattr(there, name), getattr(here, name), rtol=1e-12, atol=0)
