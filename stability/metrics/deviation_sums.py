@@ -30,9 +30,9 @@ An error is measured in ULPs at max(|r|, ULP_FLOOR * RMS), the RMS over all vali
 layer: one floor for all its heads and ranges, and for all that is held against that reference.
 Where r is next to zero by cancellation, as dq of the first position under a causal mask, the terms
 it is the sum of are not, nor are their rounding errors: at r itself a harmless one is 1e23 ULPs,
-and a mean over values tells of nothing else. glibc's tests, too, give zero no ULP of its own but
-that of the smallest normal number; a floor that follows the size of the result is ours. Of normally
-distributed r, 5 % lie below it.
+and a mean over values tells of nothing else. LAPACK's test ratios go further, to units of roundoff
+at the norm of the whole result; a floor under the ULPs of single values is ours. Of normally
+distributed r, 5 % lie below it; a head a hundred times smaller than the others lies there whole.
 """
 
 _CHUNK = 2**17
