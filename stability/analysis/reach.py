@@ -1,7 +1,7 @@
 """How far a scale around zero should reach, for values of which a few may be absurd.
 
-Where the golden is next to zero an error is any number of its ULPs: one such bias of 1e31 among
-values near 1 would make a scale that shows nothing else. Leaves out how what lies beyond is shown.
+Where an attention fails, its errors are any number of ULPs: one such bias of 1e31 among values near
+1 would make a scale that shows nothing else. Leaves out how what lies beyond is shown.
 """
 
 import math

@@ -8,6 +8,8 @@ ULPs (`ulp`) and names (`records.names`).
 
 `bias` and `bias_ulp` are signed because the failure in arXiv 2510.04212 is a bias of a fifth of an
 ULP that no absolute measure shows; `error_ratio` is the acceptance measure of flash-attn's tests.
+ULPs are those at the reference, but not below a sixteenth of its RMS (`ULP_FLOOR`): next to a zero
+by cancellation any error would be 1e20 of its ULPs, and no bias could be seen beside it.
 """
 
 from itertools import pairwise
@@ -136,7 +138,8 @@ def deviation_tensor(
 
     x and reference are floating-point of one shape `(..., head_dim)`; `valid` is bool and
     broadcasts to `(...)`: false positions (padding) are left out of everything. ULPs are those of
-    `output_format`, by default x's own format, at the reference.
+    `output_format`, by default x's own format, at max(|r|, RMS of r / 16), the RMS over the valid
+    finite values of r, of all heads and positions; at the smallest subnormal if that is 0.
 
     With e = x - r over the n compared values: `std` that of e, `rmse` = sqrt(mean e^2), `rel_fro` =
     |e| / |r|, `sqnr_db` = 20 log10(|r| / |e|), `bias_ulp` the mean and `ulp_max` the largest of e

@@ -1,7 +1,8 @@
 """What a deviation is made of: sums over the values of each head and range of positions.
 
 One pass over x and the reference gives the sums that `deviation` needs of every head and range;
-those of a head, of a range and of the whole layer are sums of these. On the CPU the pass goes by
+those of a head, of a range and of the whole layer are sums of these. A pass over the reference
+before it finds the size at which ULPs stop to shrink (`ULP_FLOOR`). On the CPU a pass goes by
 chunks that stay in the cache, so its memory does not grow with the tensors. Nothing here waits for
 the device; only on the CPU does a branch look at a value. Leaves out the metrics themselves.
 """
@@ -15,12 +16,24 @@ from torch import Tensor
 
 from attention_kernels.formats import Format, format_named
 
-__all__ = ["ULP_EDGES", "ErrorSums", "GoldenSums", "error_sums", "golden_sums"]
+__all__ = ["ULP_EDGES", "ULP_FLOOR", "ErrorSums", "GoldenSums", "error_sums", "golden_sums"]
 
 _POWERS = tuple(2.0**i for i in range(-1, 7))
 ULP_EDGES = (*(-power for power in reversed(_POWERS)), *_POWERS)
 """Inner bounds of the histogram of errors in ULPs: -64 to -0.5 and 0.5 to 64, powers of two. The
 first and last bin are open; an error on an edge counts to the bin further from zero."""
+
+ULP_FLOOR = 2.0**-4
+"""In units of the reference's RMS: smaller values have the ULP of this size.
+
+An error is measured in ULPs at max(|r|, ULP_FLOOR * RMS), the RMS over all valid finite r of the
+layer: one floor for all its heads and ranges, and for all that is held against that reference.
+Where r is next to zero by cancellation, as dq of the first position under a causal mask, the terms
+it is the sum of are not, nor are their rounding errors: at r itself a harmless one is 1e23 ULPs,
+and a mean over values tells of nothing else. LAPACK's test ratios go further, to units of roundoff
+at the norm of the whole result; a floor under the ULPs of single values is ours. Of normally
+distributed r, 5 % lie below it; a head a hundred times smaller than the others lies there whole.
+"""
 
 _CHUNK = 2**17
 """Values a chunk on the CPU, 1 MiB in FP64: smaller ones cost more calls, larger ones the cache."""
@@ -72,16 +85,18 @@ def error_sums(
     x and reference are `(groups, length, head_dim)`: a group is one head of one sequence; `ranges`
     part the length, by default it is one. `inside`, bool `(groups, length)`, is false for rows
     that are padding: they count nowhere. Two equal infinities are left out. The histogram, FP64,
-    says how many errors lie between `ULP_EDGES`.
+    says how many errors lie between `ULP_EDGES`. ULPs are those of `ULP_FLOOR`.
     """
     target = format if isinstance(format, Format) else format_named(format)
     ranges = ranges or [range(x.shape[1])]
+    floor = _floor(reference, inside)
     bins = x.new_zeros(_BINS, dtype=torch.float64)
     table = _empty(len(ErrorSums._fields), x, len(ranges))
     for groups, rows, at in _parts(x, ranges):
         keep = None if inside is None else inside[groups, rows].unsqueeze(-1)
         here = (groups, rows)
-        sums, counts = _sum_errors(x[here].detach(), reference[here].detach(), keep, target)
+        pair = (x[here].detach(), reference[here].detach())
+        sums, counts = _sum_errors(*pair, keep, target, floor)
         bins += counts
         for index, values in enumerate(sums):
             into = table[index, groups, at]
@@ -137,8 +152,26 @@ def _parts(x: Tensor, ranges: Sequence[range]) -> list[tuple[slice, slice, int]]
     return found
 
 
+def _floor(reference: Tensor, inside: Tensor | None) -> Tensor:
+    """Return ULP_FLOOR times the RMS of the valid finite values, FP64; 0 if it has none."""
+    square, count = reference.new_zeros((2,), dtype=torch.float64)
+    for groups, rows, _ in _parts(reference, [range(reference.shape[1])]):
+        r = reference[groups, rows].detach().double()
+        keep = r.new_ones(r.shape[:2], dtype=torch.bool) if inside is None else inside[groups, rows]
+        # of each row: padding is then left out without a pass over its values
+        squares = torch.linalg.vector_norm(r, dim=-1).square_().masked_fill_(~keep, 0.0)
+        compared = keep.sum() * r.shape[-1]
+        if not _all_finite(squares):
+            ok = torch.isfinite(r) & keep.unsqueeze(-1)
+            squares, compared = _squared(r.masked_fill(~ok, 0.0)), ok.sum()
+        square += squares.sum()
+        count += compared
+    rms = (square / count).sqrt()
+    return torch.where(torch.isfinite(rms), ULP_FLOOR * rms, 0.0)
+
+
 def _sum_errors(
-    x: Tensor, reference: Tensor, keep: Tensor | None, target: Format
+    x: Tensor, reference: Tensor, keep: Tensor | None, target: Format, floor: Tensor
 ) -> tuple[list[Tensor], Tensor]:
     """Return the fields of `ErrorSums` of each group, and the histogram by sign and exponent."""
     r = reference.double()  # an FP64 reference is not converted: it is the caller's own
@@ -161,7 +194,7 @@ def _sum_errors(
     sums = [count, nonfinite, size.amax(dim=(1, 2)), absolute]
     sums += [error.sum(dim=(1, 2)), _squared(error), _squared(r)]
     sums.append(torch.mul(r, error, out=size).sum(dim=(1, 2)))
-    ulps = error.mul_(_inverse_power(reference, target)).mul_(2.0**target.mantissa_bits)
+    ulps = error.mul_(_inverse_power(reference, floor, target)).mul_(2.0**target.mantissa_bits)
     if ok is not None:
         ulps.masked_fill_(~ok, 0.0)
     sums += [ulps.sum(dim=(1, 2)), _squared(ulps)]
@@ -179,8 +212,8 @@ def _squared(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=(1, 2)).square_()
 
 
-def _inverse_power(reference: Tensor, target: Format) -> Tensor:
-    """Return 2^-e, where 2^e is the power of two below |reference|, as in `ulp.ulp_size`.
+def _inverse_power(reference: Tensor, floor: Tensor, target: Format) -> Tensor:
+    """Return 2^-e, where 2^e is the power of two below max(|reference|, floor), as in `ulp_size`.
 
     The bits of FP32, or of FP64 for an FP64 reference. 2^-e of their last binade would be
     subnormal: its values count as those of the one below.
@@ -191,7 +224,9 @@ def _inverse_power(reference: Tensor, target: Format) -> Tensor:
     )
     lowest = max(target.min_exponent, 1 - exponent_of_one) + exponent_of_one
     highest = min(1 - target.min_exponent, exponent_of_one - 1) + exponent_of_one
-    power = wide.view(integer) & ((2 * exponent_of_one + 1) << mantissa)
+    mask = (2 * exponent_of_one + 1) << mantissa
+    power = wide.view(integer) & mask
+    power.clamp_(min=floor.to(wide.dtype).view(integer) & mask)
     power.clamp_(min=lowest << mantissa, max=highest << mantissa)
     return power.neg_().add_((2 * exponent_of_one) << mantissa).view(wide.dtype)
 

@@ -126,8 +126,8 @@ def _heat_map(tables: Tables, meta: _Meta, remarks: tuple[str, ...]) -> Chart:
         key="deviation-map",
         title="Layer by step",
         caption=(
-            "The first layer on top. A bias's colours reach to 4 times its median size: one at a "
-            "golden next to zero is any number of ULPs."
+            "The first layer on top. A bias's colours reach to 4 times its median size: one of an "
+            "attention that fails is any number of ULPs."
         ),
         good="even colour; error ratios near or below 1x; bias near 0.",
         bad="a layer that stands out, or a colour that deepens from left to right.",

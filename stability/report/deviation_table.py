@@ -112,7 +112,7 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     if metric == "bias_ulp":
         found = row[group or "candidate"]
         bias, error = found["bias_ulp"], found["bias_ulp_se"]
-        # Where the golden is next to zero an error is any number of its ULPs.
+        # Where an attention fails, its errors are any number of ULPs.
         if abs(bias) >= 1e3 or error >= 1e3:
             return f"{bias:+.0e} +- {error:.0e}"
         return f"{bias:+.3f} +- {error:.3f}"

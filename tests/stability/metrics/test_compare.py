@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_kernels.formats import INPUT_DTYPES
 from stability.metrics import deviation_sums
 from stability.metrics.deviation import (
     DEVIATION_METRICS,
@@ -17,7 +18,7 @@ from stability.metrics.deviation import (
     golden_tensor,
     position_ranges,
 )
-from stability.metrics.ulp import signed_ulp_error
+from tests.stability.metrics.floored_ulps import bias_and_error, floored_ulps
 
 
 def _results(shape=(2, 3, 10, 16), dtype=torch.bfloat16, seed=0):
@@ -32,11 +33,13 @@ def _close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
-def _parts(x, reference, golden=None):
-    metrics = deviation(x, reference)
+def _part(cut, x, reference, golden, output_format):
+    """Return what a part must have: its own figures, but ULPs of the whole's floor."""
+    metrics = deviation(x[cut], reference[cut])
+    ulps = floored_ulps(x, reference, output_format)[cut]
+    metrics["bias_ulp"], metrics["bias_ulp_se"] = bias_and_error(ulps)
     values = [metrics[name] for name in PART_METRICS]
-    if golden is not None:
-        values.append(golden_tensor(x, reference, golden)[0].item())
+    values.append(golden_tensor(x[cut], reference[cut], golden[cut])[0].item())
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -45,17 +48,20 @@ def _parts(x, reference, golden=None):
 def test_heads_and_ranges_are_those_of_the_slices(dtype, chunk, monkeypatch):
     monkeypatch.setattr(deviation_sums, "_CHUNK", chunk)
     x, reference, golden = _results(dtype=dtype)
+    for tensor in (x, reference, golden):
+        tensor[:, 2] *= 2.0**-5  # a head that lies below the floor
     found = compare(x, reference, golden=golden, heads=True, positions=4)
     whole = [*deviation(x, reference).values(), *golden_tensor(x, reference, golden).tolist()]
     _close(found.layer, torch.tensor(whole, dtype=torch.float64))
     assert found.heads.shape == (3, len(PART_METRICS) + 1)
     for head in range(3):
-        _close(found.heads[head], _parts(x[:, head], reference[:, head], golden[:, head]))
+        cut = (slice(None), head)
+        _close(found.heads[head], _part(cut, x, reference, golden, INPUT_DTYPES[dtype]))
     ranges = position_ranges(10, 4)
     assert found.positions.shape == (len(ranges), len(PART_METRICS) + 1)
     for index, rows in enumerate(ranges):
         cut = (slice(None), slice(None), slice(rows.start, rows.stop))
-        _close(found.positions[index], _parts(x[cut], reference[cut], golden[cut]))
+        _close(found.positions[index], _part(cut, x, reference, golden, INPUT_DTYPES[dtype]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,7 +101,7 @@ def test_padding_is_left_out_of_everything(batch, heads, length, seed):
 def test_the_histogram_counts_errors_between_its_edges(dtype):
     x, reference, _ = _results((1, 2, 40, 16), dtype)
     found = compare(x, reference, output_format="bf16").histogram
-    errors = signed_ulp_error(x, reference, "bf16").numpy()
+    errors = floored_ulps(x, reference, "bf16")
     # an error on an edge belongs to the bin further from zero
     outward = np.nextafter(errors, np.where(errors < 0, -np.inf, np.inf))
     expected, _ = np.histogram(outward, [-np.inf, *ULP_EDGES, np.inf])
