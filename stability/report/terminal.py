@@ -21,6 +21,7 @@ from stability.analysis.spread import MISSING, Spread, plain, scientific, times
 from stability.config.schema import BASELINE
 from stability.report.drift_sparks import DriftSparks
 from stability.report.plain_text import as_text, shortened
+from stability.report.whiskers import bracketed
 
 __all__ = ["print_ladder", "spread_cell"]
 
@@ -80,21 +81,12 @@ def spread_cell(spread: Spread, write: Callable[[float], str], *, relative: bool
     """
     text, interval = write(spread.mean), spread.interval
     if interval.low < interval.high:
-        return _with_ends(text, [interval.low, interval.high], write)
+        return f"{text.partition('e')[0]} {bracketed(text, interval.low, interval.high, write)}"
     half_range = (spread.high - spread.low) / 2
     if half_range > 0:
         share = 100 * half_range / abs(spread.mean) if spread.mean else 0.0
         text += f" ±{share:.0f}%" if relative else f" ±{write(half_range)}"
     return text
-
-
-def _with_ends(text: str, ends: list[float], write: Callable[[float], str]) -> str:
-    mantissa, _, exponent = text.partition("e")
-    if exponent:
-        low, high = (f"{end / 10.0 ** int(exponent):.1f}" for end in ends)
-        return f"{mantissa} [{low}, {high}]e{exponent}"
-    low, high = (write(end).removesuffix("x") for end in ends)
-    return f"{text} [{low}, {high}]"
 
 
 def _fitting(ladder: Ladder, console: Console, sparks: DriftSparks | None) -> tuple[_Layout, Table]:

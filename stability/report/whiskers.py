@@ -9,7 +9,7 @@ from collections.abc import Callable
 from stability.analysis.intervals import replicates_needed
 from stability.analysis.spread import Spread, span
 
-__all__ = ["LEVEL", "ends", "what_ends_are", "written_ends"]
+__all__ = ["LEVEL", "bracketed", "ends", "what_ends_are", "written_ends"]
 
 LEVEL = 0.9
 EN_DASH = "\N{EN DASH}"
@@ -25,8 +25,20 @@ def written_ends(spread: Spread, write: Callable[[float], str]) -> str:
     """Return `[low, high]` for an interval, `low-high` for a range; empty if both are alike."""
     if math.isnan(spread.interval.low):
         return span(spread, write, EN_DASH)
-    low, high = (write(end) for end in ends(spread))
-    return f"[{low}, {high}]" if low != high else ""
+    low, high = ends(spread)
+    return bracketed(write(spread.mean), low, high, write) if write(low) != write(high) else ""
+
+
+def bracketed(mean: str, low: float, high: float, write: Callable[[float], str]) -> str:
+    """Return an interval with what its ends share with the mean once, or not at all.
+
+    `[1.1, 1.3]e-04` beside `1.2e-04`, `[0.58, 0.66]` beside `0.62x`.
+    """
+    _, _, exponent = mean.partition("e")
+    if exponent:
+        scale = 10.0 ** int(exponent)
+        return f"[{low / scale:.1f}, {high / scale:.1f}]e{exponent}"
+    return f"[{write(low).removesuffix('x')}, {write(high).removesuffix('x')}]"
 
 
 def what_ends_are(seeds: int) -> str:
