@@ -20,6 +20,9 @@ class Answer:
     """OPEN: it can't be judged yet."""
     sentence: str
 
+    def __str__(self) -> str:
+        return self.sentence if self.outcome == "OPEN" else f"{self.outcome}: {self.sentence}"
+
 
 def answer_of(study: RecordedStudy) -> Answer | None:
     """Return the answer of the study's own policy; None if it names no candidate."""

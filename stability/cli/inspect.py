@@ -1,6 +1,5 @@
 """`stability show`: a study, one of its arms, or a probe, in the terminal."""
 
-import io
 import sys
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from stability.analysis.recorded import read_study
 from stability.cli.json_output import print_json
 from stability.records.probe_record import PROBE_FILE
 from stability.report.arm_table import print_arm
-from stability.report.drift_sparks import DriftSparks
+from stability.report.drift_sparks import drift_sparks
 from stability.report.growth_table import print_growth
 from stability.report.probe_table import print_found, print_probe
-from stability.report.sparkline import Sparks
 from stability.report.terminal import print_ladder
 
 __all__ = ["holds_probe", "show"]
@@ -30,8 +28,6 @@ def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
         arm: the arm to look at, e.g. flash_fa2; the ladder of all if not given
         json: print the ladder, or the arm, as JSON, every seed's value included
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a dash that the terminal lacks stops nothing
     console = Console()
     if holds_probe(folder):
         if arm is not None or json:
@@ -47,8 +43,7 @@ def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
     if json:
         sys.stdout.write(ladder.to_json())
         return 0
-    drawn = DriftSparks(study, Sparks.for_console(console)) if study.drift_steps else None
-    print_ladder(ladder, console, drawn)
+    print_ladder(ladder, console, drift_sparks(study, console))
     console.print()
     print_growth(study_growth(study), console)
     print_found(study, console)

@@ -9,6 +9,7 @@ import argparse
 import difflib
 import importlib
 import inspect
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -53,6 +54,8 @@ class _Parser(jsonargparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a dash that the terminal lacks stops nothing
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_overview())

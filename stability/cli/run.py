@@ -9,12 +9,13 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from stability.analysis.ladder import build_ladder
+from stability.analysis.answer import answer_of
+from stability.analysis.ladder import ladder_of
 from stability.analysis.recorded import read_study
-from stability.analysis.verdict import judge_study
 from stability.config.load import load_study
 from stability.config.schema import ArmConfig, StudyConfig
-from stability.report.html import write_report
+from stability.report.drift_sparks import drift_sparks
+from stability.report.html import write_page
 from stability.report.progress import StudyDisplay
 from stability.report.terminal import print_ladder
 from stability.report.wandb_study import publish_study
@@ -65,14 +66,14 @@ def run(
             jobs=jobs or max(1, torch.cuda.device_count()),
         )
     folder = out / config.name
-    report = write_report(folder)
+    recorded = read_study(folder)
+    report = write_page(recorded, folder)
     trouble = publish_study(folder, wandb)
-    print_ladder(build_ladder(folder), console)
-    console.print(f"\nreport: {report}", soft_wrap=True, highlight=False)
-    if config.policy.candidate:
-        console.print(_verdict(folder), soft_wrap=True, highlight=False, markup=False)
-    if trouble:
-        console.print(trouble, soft_wrap=True, highlight=False, markup=False)
+    print_ladder(ladder_of(recorded), console, drift_sparks(recorded, console))
+    answer = answer_of(recorded)
+    last = [f"\nreport: {report}", str(answer) if answer else "", trouble]
+    for line in filter(None, last):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     return 0 if all(has_ended(run.paths) for run in runs) else 1
 
 
@@ -85,15 +86,6 @@ def _with_seeds(study: StudyConfig, count: int) -> StudyConfig:
     first = max(study.seeds) + 1
     further = range(first, first + count - len(study.seeds))
     return dataclasses.replace(study, seeds=(*study.seeds, *further))
-
-
-def _verdict(folder: Path) -> str:
-    """Return the verdict of the study's own policy, or why there is none yet."""
-    study = read_study(folder)
-    try:
-        return judge_study(study, study.policy).sentence
-    except ValueError as error:
-        return str(error)
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:

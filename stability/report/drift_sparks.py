@@ -5,13 +5,15 @@ Leaves out the table it stands in (`terminal`).
 
 from collections.abc import Mapping
 
+from rich.console import Console
+
 from stability.analysis.recorded import RecordedArm, RecordedStudy
 from stability.analysis.sampling import INDEPENDENT_AXES
 from stability.analysis.spread import Spread
 from stability.config.schema import BASELINE
 from stability.report.sparkline import Sparks, evenly, log_scale
 
-__all__ = ["DriftSparks"]
+__all__ = ["DriftSparks", "drift_sparks"]
 
 MOST = 12
 """More steps than this are thinned."""
@@ -40,6 +42,11 @@ class DriftSparks:
         thinned = f" ({len(self._steps)} of {len(self._recorded)})" if some else ""
         steps = ", ".join(str(step) for step in self._steps)
         return f"drift by step: at {steps}{thinned}; {self._scale}; {self._sparks.key()}."
+
+
+def drift_sparks(study: RecordedStudy, console: Console) -> DriftSparks | None:
+    """Return the sparklines of a study for a terminal; None while no drift is on record."""
+    return DriftSparks(study, Sparks.for_console(console)) if study.drift_steps else None
 
 
 def _means(arm: RecordedArm, steps: list[int]) -> list[float | None]:
