@@ -75,9 +75,10 @@ def quick(tmp_path_factory):
 
 
 @pytest.mark.parametrize("verb", sorted({c.split()[1] for c in COMMANDS if c.startswith("wandb ")}))
-def test_wandb_has_the_verb(verb):
+def test_wandb_has_the_verb(verb, tmp_path):
     wandb = Path(sys.executable).with_name("wandb")
-    assert subprocess.run([wandb, verb, "--help"], capture_output=True, check=True).stdout
+    asked = [wandb, verb, "--help"]
+    assert subprocess.run(asked, capture_output=True, check=True, cwd=tmp_path).stdout
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 import wandb
+
 from stability.analysis.recorded import read_study
 from stability.records.layout import RunPaths, StudyPaths
 from stability.records.metric_log import read_lines

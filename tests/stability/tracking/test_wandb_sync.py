@@ -39,6 +39,7 @@ def _sync(directory) -> None:
         capture_output=True,
         text=True,
         timeout=120,
+        cwd=directory,  # where it writes logs of its own
     )
     assert done.returncode == 0, done.stderr
     assert "Finished syncing" in done.stderr
