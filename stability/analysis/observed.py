@@ -5,6 +5,7 @@ step, the largest part, which has its own way (`report.deviation_charts`).
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -111,6 +112,8 @@ def _pooled(arm: RecordedArm, name: str) -> list[int]:
 
 
 def _added(counts: Mapping[int, list[int]]) -> list[int]:
-    """Return the bins of all histograms added up; those of another length are left out."""
+    """Return the bins of all histograms added up; those of an unusual length are left out."""
     lists = [bins for bins in counts.values() if bins]
-    return [sum(bins) for bins in zip(*lists, strict=True)] if lists else []
+    usual = Counter(map(len, lists)).most_common(1)
+    alike = [bins for bins in lists if len(bins) == usual[0][0]]
+    return [sum(bins) for bins in zip(*alike, strict=True)]

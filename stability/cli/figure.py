@@ -3,6 +3,7 @@
 Leaves out the drawing (`report.paper_figure`).
 """
 
+import hashlib
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -71,8 +72,10 @@ def _check(name: str, value: str, known: Collection[str]) -> None:
 
 
 def _name(what: str, arm: str, compared: str, metric: str, format: str) -> str:
-    """Return a file name that no two pictures share, whatever the arm is called."""
-    parts = [what, re.sub(r"[^A-Za-z0-9._-]+", "_", arm)[:64]]
+    """Return the file's name; arms whose names a file can't have are told apart by a digest."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", arm)[:64]
+    digest = "" if plain == arm else f"_{hashlib.sha256(arm.encode()).hexdigest()[:8]}"
+    parts = [what, f"{plain}{digest}"]
     if what == "heatmap":
         parts += [compared, metric]
     elif what == "drift" and metric != "rel_l2":

@@ -16,7 +16,7 @@ from typing import Any, get_origin, get_type_hints
 from stability.records.layout import RunPaths
 from stability.records.sealed_json import read_sealed, write_sealed
 
-__all__ = ["CHANGES", "WaterfallRecord", "read_waterfalls", "write_waterfall"]
+__all__ = ["CHANGES", "WaterfallRecord", "read_waterfalls", "waterfall_files", "write_waterfall"]
 
 FOLDER = "waterfalls"
 CHANGES = ("none", "lowered", "raised")
@@ -64,9 +64,12 @@ def read_waterfalls(paths: Iterable[RunPaths]) -> list[tuple[RunPaths, Waterfall
 
     ValueError, one line that names the file, for one that is damaged or is no waterfall.
     """
-    return [
-        (run, _read(path)) for run in paths for path in sorted((run.root / FOLDER).glob("*.json"))
-    ]
+    return [(run, _read(path)) for run in paths for path in waterfall_files(run)]
+
+
+def waterfall_files(run: RunPaths) -> list[Path]:
+    """Return the files of a run's waterfalls by name, unread."""
+    return sorted((run.root / FOLDER).glob("*.json"))
 
 
 def _read(path: Path) -> WaterfallRecord:
@@ -81,9 +84,10 @@ def _read(path: Path) -> WaterfallRecord:
             raise ValueError(
                 f"{path}: {name} must be of type {kind.__name__}, is {content[name]!r}"
             )
-    if not content["steps"] or not all(_is_step(step) for step in content["steps"]):
+    if not all(_is_step(step) for step in content["steps"]) or not _are_whole(content["steps"]):
         raise ValueError(
-            f"{path}: steps must be one or more of change, point, format and errors by result"
+            f"{path}: steps must be one as it is, and each point lowered and raised, of change, "
+            "point, format and errors of the same results"
         )
     return WaterfallRecord(**content)
 
@@ -93,6 +97,18 @@ def _is_step(step: Any) -> bool:
         isinstance(step, dict)
         and step.keys() == {"change", "point", "format", "errors"}
         and step["change"] in CHANGES
+        and isinstance(step["point"], str)
+        and isinstance(step["format"], str)
         and isinstance(step["errors"], dict)
         and all(type(error) is float for error in step["errors"].values())
+    )
+
+
+def _are_whole(steps: list[dict[str, Any]]) -> bool:
+    """Whether the points lowered are those raised, in one order, and results are alike."""
+    points = {change: [s["point"] for s in steps if s["change"] == change] for change in CHANGES}
+    return (
+        len(points["none"]) == 1
+        and points["lowered"] == points["raised"]
+        and len({tuple(step["errors"]) for step in steps}) == 1
     )

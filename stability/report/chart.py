@@ -160,15 +160,19 @@ def arm_lines(
     return [*(_seed_line(shared, seed, v, style, positive) for seed, v in by_seed.items()), mean]
 
 
-def thinning_remarks(longest: int) -> tuple[str, ...]:
-    """Return what a chart says whose longest line has so many points; empty if none is thinned."""
-    if longest <= SEED_POINTS:
-        return ()
-    thinned = f"{SEED_POINTS} points, so a stretch is {_stretch(longest, SEED_POINTS)} steps"
-    said = f"Thin lines of {longest:,} steps are drawn with {thinned}"
-    if longest > POINTS:
-        said += f"; thick ones with {POINTS}, {_stretch(longest, POINTS)} steps"
-    return (f"{said}. Each stretch keeps its lowest and its highest value: no spike is lost.",)
+def thinning_remarks(longest: int, seeds: int) -> tuple[str, ...]:
+    """Return what a chart says whose longest line has so many points; empty if none is thinned.
+
+    With one seed there are no thin lines.
+    """
+    said = [
+        f"{kind} lines of {longest:,} steps are drawn with {points} points, a stretch of "
+        f"{_stretch(longest, points)} steps with its lowest and its highest value"
+        for kind, points in (("thin", SEED_POINTS), ("thick", POINTS))
+        if longest > points and (kind == "thick" or seeds > 1)
+    ]
+    text = "; ".join(said)
+    return (f"{text[0].upper()}{text[1:]}: no spike is lost.",) if said else ()
 
 
 def _stretch(length: int, points: int) -> int:

@@ -10,7 +10,7 @@ from stability.analysis.recorded import RecordedStudy
 from stability.report.chart import Chart, Section, label, make_figure
 from stability.report.palette import ArmStyle
 
-__all__ = ["event_section"]
+__all__ = ["Mark", "event_section", "marks_of"]
 
 SYMBOLS = {"finding": "x", "alert": "triangle-up", "diverged": "star", "failed": "star-square"}
 """What is marked, with its symbol: events by kind, and the last step of a run that ended badly."""
@@ -18,16 +18,20 @@ SHOWN = 2000
 """A chart with more marks is no chart; each kind of an arm keeps its first ones."""
 
 
-class _Mark(NamedTuple):
+class Mark(NamedTuple):
+    """One thing that happened: an event, or a run's bad end."""
+
     arm: str
-    kind: str
+    seed: int
     step: int
+    kind: str
+    layer: str
     text: str
 
 
 def event_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section | None:
     """Return the time line of what happened in the runs; None if nothing did."""
-    marks = list(_marks(study))
+    marks = marks_of(study)
     if not marks:
         return None
     arms = [arm.name for arm in study.arms if any(mark.arm == arm.name for mark in marks)]
@@ -71,33 +75,37 @@ def event_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
     )
 
 
-def _marks(study: RecordedStudy) -> Iterator[_Mark]:
+def marks_of(study: RecordedStudy) -> list[Mark]:
+    """Return the events of all runs, and the last step of each that diverged or failed."""
+    return list(_marks(study))
+
+
+def _marks(study: RecordedStudy) -> Iterator[Mark]:
     for arm in study.arms:
         for seed, run in arm.runs.items():
             for event in run.events:
-                text = f"seed {seed}, {event.layer or 'run'}: {event.text}"
-                yield _Mark(arm.name, event.kind, event.step, text)
+                yield Mark(arm.name, seed, event.step, event.kind, event.layer, event.text)
             if run.state in SYMBOLS:
                 step = run.manifest.step if run.manifest else 0
-                yield _Mark(arm.name, run.state, step, f"seed {seed} {run.state}: {run.message}")
+                yield Mark(arm.name, seed, step, run.state, "", run.message)
 
 
-def _thinned(marks: list[_Mark]) -> list[_Mark]:
+def _thinned(marks: list[Mark]) -> list[Mark]:
     if len(marks) <= SHOWN:
         return marks
-    groups: dict[tuple[str, str], list[_Mark]] = {}
+    groups: dict[tuple[str, str], list[Mark]] = {}
     for mark in marks:
         groups.setdefault((mark.arm, mark.kind), []).append(mark)
     each = SHOWN // len(groups)
     return [mark for group in groups.values() for mark in sorted(group, key=_step)[:each]]
 
 
-def _step(mark: _Mark) -> int:
+def _step(mark: Mark) -> int:
     return mark.step
 
 
 def _traces(
-    marks: list[_Mark], arms: list[str], styles: Mapping[str, ArmStyle]
+    marks: list[Mark], arms: list[str], styles: Mapping[str, ArmStyle]
 ) -> Iterator[dict[str, Any]]:
     for place, arm in enumerate(arms):
         for kind, symbol in SYMBOLS.items():
@@ -111,10 +119,14 @@ def _traces(
                 "meta": {"arm": arm},
                 "x": [mark.step for mark in mine],
                 "y": [place] * len(mine),
-                "text": [_folded(mark.text) for mark in mine],
+                "text": [_folded(_said(mark)) for mark in mine],
                 "hovertemplate": "step %{x}<br>%{text}<extra></extra>",
                 "marker": {"symbol": symbol, "size": 11, "color": styles[arm].colour},
             }
+
+
+def _said(mark: Mark) -> str:
+    return f"seed {mark.seed}, {mark.layer or 'run'}: {mark.text}"
 
 
 def _folded(text: str, width: int = 60, most: int = 6) -> str:

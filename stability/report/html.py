@@ -23,6 +23,7 @@ from stability.config.schema import BASELINE
 from stability.records.atomic import write_text
 from stability.records.layout import StudyPaths
 from stability.report.chart import Chart, Section
+from stability.report.event_chart import marks_of
 from stability.report.figures import study_charts
 from stability.report.growth_table import growth_cells
 from stability.report.page_tables import (
@@ -90,12 +91,7 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         hash_names=HASHES,
         proofs=proof_lines(study),
         environment=environment_lines(study),
-        events=[
-            (arm.name, seed, event)
-            for arm in study.arms
-            for seed, run in arm.runs.items()
-            for event in run.events
-        ],
+        events=marks_of(study),
     )
 
 

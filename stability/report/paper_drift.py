@@ -24,7 +24,7 @@ from stability.report.paper_style import (
     shown,
 )
 from stability.report.paper_table import Cell, Table
-from stability.report.training_charts import DRIFT_METRICS
+from stability.report.training_charts import DRIFT_METRICS, shown_drift
 
 __all__ = ["draw_drift", "drift_table"]
 
@@ -96,7 +96,7 @@ def _lines(study: RecordedStudy, arm: str, metric: str) -> list[_Lines]:
 
 
 def _lines_of(arm: RecordedArm, metric: str, paired: bool) -> _Lines:
-    drifts = {seed: run.drift(metric) for seed, run in arm.runs.items()}
+    drifts = {seed: shown_drift(run, metric) for seed, run in arm.runs.items()}
     # step 0 has no place on a log axis
     by_seed = {
         seed: {step: value for step, value in sorted(values.items()) if step > 0}

@@ -25,7 +25,7 @@ def histogram_section(observed: Sequence[Observed]) -> Section | None:
             for layer in one.layers:
                 counts = one.counts(deviation_name(layer, what, ULP_HISTOGRAM, shadow=one.shadow))
                 total = sum(counts)
-                if total:
+                if total and len(counts) == len(_BINS):
                     table[layer] = {i: count / total for i, count in enumerate(counts)}
             meta = {**one.choice, "what": what}
             for trace in layer_lines(LayerTable.of_steps(table), meta) if table else ():

@@ -86,7 +86,7 @@ class _Views:
         chosen = self._chosen(request)
         if not 2 <= len(chosen) <= MOST_COMPARED:
             error = f"2 to {MOST_COMPARED} studies can be compared, {len(chosen)} were chosen."
-            page = unreadable_page("Comparison", error, stamp_of_all([]))
+            page = unreadable_page("Comparison", error, _stamp(chosen))
             return HTMLResponse(page, 400, headers=UNSTORED)
         page = self._pages.comparison(chosen, _stamp(chosen))
         return HTMLResponse(page, headers=UNSTORED)

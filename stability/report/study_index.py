@@ -13,6 +13,7 @@ from typing import Literal
 
 from stability.records.layout import StudyPaths, list_runs
 from stability.records.probe_record import METRICS_FILE, PROBE_FILE
+from stability.records.waterfall_record import waterfall_files
 
 __all__ = ["Found", "find_studies", "stamp_of_all"]
 
@@ -106,3 +107,4 @@ def _records(folder: Path, kind: Literal["study", "probe"]) -> Iterator[Path]:
     for run in list_runs(folder):
         yield run.manifest
         yield run.metrics
+        yield from waterfall_files(run)

@@ -79,7 +79,7 @@ def answers(study: RecordedStudy, ladder: Ladder) -> tuple[str, ...]:
     """Return the verdict of the study's own policy, or what its ladder says of each candidate."""
     answer = answer_of(study)
     if answer and answer.outcome != "OPEN":
-        return (f"{answer.outcome}: {answer.sentence}",)
+        return (str(answer),)
     said = tuple(candidate_sentences(ladder))
     return said or ("No arm of this study changes the attention; the ladder shows its controls.",)
 

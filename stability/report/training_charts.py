@@ -78,7 +78,7 @@ def _loss_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
             yaxis={"title": {"text": "loss (nats)"}},
             **ALL_AT_ONCE,
         ),
-        remarks=thinning_remarks(_longest(_losses(arm) for arm in study.arms)),
+        remarks=thinning_remarks(_longest(_losses(arm) for arm in study.arms), len(study.seeds)),
     )
 
 
@@ -110,7 +110,7 @@ def _loss_difference_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle])
         ),
         remarks=(
             *_hidden_remarks(study),
-            *thinning_remarks(_longest(_losses(arm) for arm in study.candidates)),
+            *thinning_remarks(_longest(_losses(arm) for arm in study.candidates), len(study.seeds)),
         ),
     )
 
@@ -141,7 +141,11 @@ def _drift_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
             "either: chaos brings even the 1-ULP nudge there."
         ),
         figure=figure,
-        remarks=(*_hidden_remarks(study), *_zero_remarks(study)),
+        remarks=(
+            *_hidden_remarks(study),
+            *_zero_remarks(study),
+            *thinning_remarks(len(study.drift_steps), len(study.seeds)),
+        ),
     )
 
 

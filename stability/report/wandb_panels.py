@@ -28,8 +28,6 @@ _ON_LOG_AXIS = {"rel_fro", "max_abs", "error_ratio", "w1", "w1_over_std", "mean_
 LADDER = ("ladder/rel_l2/early", "ladder/rel_l2/last", "ladder/ratio/early", "ladder/final_loss")
 """The bars: of each run's summary, averaged over the seeds of an arm."""
 
-_MAX_RUNS = 100
-
 
 @dataclass(frozen=True, slots=True)
 class Panel:
@@ -105,13 +103,14 @@ def _workspace(study: RecordedStudy, entity: str, project: str) -> Any:
         ws.Section(name=section.name, panels=[_drawn(p) for p in section.panels], is_open=True)
         for section in plan_panels(study)
     ]
+    runs = len(study.arms) * len(study.seeds) + 1  # and the study's own
     return ws.Workspace(
         entity=entity,
         project=project,
         name=study.name,
         sections=sections,
         auto_generate_panels=False,
-        settings=ws.WorkspaceSettings(x_axis=STEP_AXIS, max_runs=_MAX_RUNS),
+        settings=ws.WorkspaceSettings(x_axis=STEP_AXIS, max_runs=runs),
         runset_settings=ws.RunsetSettings(
             filters=And(Metric("Group") == study.name), groupby=[Metric("JobType")]
         ),

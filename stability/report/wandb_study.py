@@ -9,9 +9,9 @@ from pathlib import Path
 
 import wandb
 
+from stability.analysis.answer import answer_of
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.recorded import RecordedStudy, read_study
-from stability.analysis.verdict import judge_study
 from stability.records.layout import StudyPaths
 from stability.records.manifest import ENDED
 from stability.records.sealed_json import file_checksum
@@ -50,7 +50,7 @@ def publish_study(study_dir: Path, mode: WandbMode) -> str:
 def _publish_ladder(
     mode: WandbMode, study: RecordedStudy, ladder: Ladder, paths: StudyPaths
 ) -> None:
-    verdict = _verdict(study)
+    verdict = str(answer_of(study) or "no policy: the study names no candidate")
 
     def publish() -> None:
         run, _ = start_run(
@@ -79,13 +79,3 @@ def _publish_ladder(
 
     said = {"report": file_checksum(paths.report), "ladder": ladder.to_json(), "verdict": verdict}
     publish_once(mode, paths.wandb_dir, said, publish)
-
-
-def _verdict(study: RecordedStudy) -> str:
-    """Return the verdict of the study's own policy, or why there is none."""
-    if not study.policy.candidate:
-        return "no policy: the study names no candidate"
-    try:
-        return judge_study(study, study.policy).sentence
-    except ValueError as error:
-        return str(error)

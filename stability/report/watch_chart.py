@@ -65,7 +65,7 @@ def watch_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
                 }
             },
         ),
-        remarks=thinning_remarks(longest),
+        remarks=thinning_remarks(longest, len(study.seeds)),
     )
     return Section(
         key="watch",

@@ -9,7 +9,7 @@ from typing import Any
 from stability.analysis.recorded import RecordedStudy
 from stability.records.layout import RunPaths
 from stability.records.waterfall_record import WaterfallRecord, read_waterfalls
-from stability.report.chart import LOG_AXIS, Chart, Section, choices_of, make_figure
+from stability.report.chart import LOG_AXIS, Chart, Section, choices_of, label, make_figure
 from stability.report.palette import GREY, OKABE_ITO
 
 __all__ = ["waterfall_section"]
@@ -84,15 +84,15 @@ def _traces(run: RunPaths, record: WaterfallRecord) -> Iterator[dict[str, Any]]:
             steps = [step for step in record.steps if step["change"] == change]
             yield {
                 "name": title,
-                "x": [step["point"].replace("_", " ") for step in steps],
+                "x": [_name(step["point"]) for step in steps],
                 "y": _shown(steps, what),
-                "customdata": [step["format"] for step in steps],
+                "customdata": [label(step["format"]) for step in steps],
                 "hovertemplate": "%{x} in %{customdata}: %{y:.6g}<extra></extra>",
                 "meta": meta,
                 **style(),
             }
         names = dict.fromkeys(step["point"] for step in record.steps if step["point"])
-        points = [name.replace("_", " ") for name in names]
+        points = [_name(name) for name in names]
         for whole in (step for step in record.steps if step["change"] == "none"):
             yield {
                 "type": "scatter",
@@ -104,6 +104,10 @@ def _traces(run: RunPaths, record: WaterfallRecord) -> Iterator[dict[str, Any]]:
                 "line": {"color": GREY, "width": 1.5, "dash": "dash"},
                 "meta": meta,
             }
+
+
+def _name(point: str) -> str:
+    return label(point.replace("_", " "))
 
 
 def _shown(steps: Sequence[dict[str, Any]], what: str) -> list[float | None]:

@@ -35,8 +35,8 @@ def bracketed(mean: str, low: float, high: float, write: Callable[[float], str])
     `[1.1, 1.3]e-04` beside `1.2e-04`, `[0.58, 0.66]` beside `0.62x`.
     """
     _, _, exponent = mean.partition("e")
-    if exponent:
-        scale = 10.0 ** int(exponent)
+    scale = 10.0 ** int(exponent) if exponent else 1.0
+    if exponent and min(abs(low), abs(high)) >= 0.05 * scale:  # else it would seem to be 0
         return f"[{low / scale:.1f}, {high / scale:.1f}]e{exponent}"
     return f"[{write(low).removesuffix('x')}, {write(high).removesuffix('x')}]"
 

@@ -30,7 +30,8 @@
   const shown = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
   const said = (text) => text.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
 
-  // Where ticks, and so %{y}, are shortened, a heat map's cells get their row's whole name.
+  // Where ticks, and so %{y}, are shortened, a heat map's cells get their row's whole name; those of a
+  // thinned one have no room for it beside their own step.
   const named = (map) =>
     map.text || map.y.every((name) => short(said(name)) === said(name))
       ? map

@@ -79,9 +79,12 @@ def _reseal(path: Path, **changes: object) -> None:
         (lambda path: path.write_text(path.read_text()[:50]), "is torn or damaged"),
         (lambda path: write_sealed(path, {"profile": "fa2"}), "must have the keys"),
         (lambda path: _reseal(path, layer="2"), "layer must be of type int, is '2'"),
-        (lambda path: _reseal(path, steps=[]), "steps must be one or more"),
+        (lambda path: _reseal(path, steps=[]), "steps must be one as it is"),
         (lambda path: _reseal(path, steps=[{**STEPS[0], "errors": {"out": "<b>"}}]), "steps must"),
         (lambda path: _reseal(path, steps=[{**STEPS[0], "change": "bent"}]), "steps must be one"),
+        (lambda path: _reseal(path, steps=[*STEPS, STEPS[0]]), "steps must be one"),
+        (lambda path: _reseal(path, steps=[*STEPS[:-1]]), "steps must be one"),
+        (lambda path: _reseal(path, steps=[{**STEPS[0], "point": 3}]), "steps must be one"),
     ],
 )
 def test_a_damaged_waterfall_is_named(tmp_path, spoil, said):

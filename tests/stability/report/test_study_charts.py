@@ -13,9 +13,15 @@ from stability.analysis.recorded import read_study
 from stability.metrics.weight_counts import WEIGHT_EDGES
 from stability.records.layout import RunPaths
 from stability.records.metric_log import MetricLog
-from stability.records.names import WEIGHT_HISTOGRAM, drift_name, watch_name
+from stability.records.names import (
+    ULP_HISTOGRAM,
+    WEIGHT_HISTOGRAM,
+    deviation_name,
+    drift_name,
+    watch_name,
+)
 from stability.records.waterfall_record import WaterfallRecord, write_waterfall
-from stability.report.chart import SEED_POINTS, thinning_remarks
+from stability.report.chart import POINTS, SEED_POINTS, thinning_remarks
 from stability.report.html import render
 from stability.report.parameter_chart import SHOWN
 from tests.stability.report.synthetic import STEPS, write_run, write_synthetic
@@ -204,5 +210,32 @@ def test_whiskers_are_the_interval_once_there_are_seeds_enough(tmp_path):
 
 
 def test_thinning_is_said_where_it_happens():
-    assert thinning_remarks(SEED_POINTS) == ()
-    assert "2,000 steps" in thinning_remarks(2000)[0]
+    assert thinning_remarks(SEED_POINTS, seeds=2) == thinning_remarks(POINTS, seeds=1) == ()
+    (both,) = thinning_remarks(2000, seeds=2)
+    assert "Thin lines of 2,000 steps" in both
+    assert "thick lines of 2,000 steps" in both
+    assert "thin" not in thinning_remarks(2000, seeds=1)[0].lower()
+
+
+def test_run_that_failed_is_listed_though_no_event_is(synthetic, tmp_path):
+    folder = synthetic.write_synthetic(tmp_path / "study", seeds=[0])
+    fp32 = next(arm for arm in synthetic.ARMS if arm["name"] == "fp32")
+    RunPaths.for_run(folder, "fp32", 0).metrics.unlink()
+    write_run(folder, fp32, 0, state="failed", until=70)
+    page = page_of(folder)
+    assert "All 1, in words" in page
+    assert "<td>failed</td>" in page
+
+
+def test_histogram_of_another_length_does_not_cost_the_report(synthetic, tmp_path):
+    folder = write_full(tmp_path / "study")
+    name = deviation_name("layer_0", "out", ULP_HISTOGRAM)
+    log = MetricLog(RunPaths.for_run(folder, ARM, 0).metrics)
+    log.append(STEPS, {}, {name: [1, 2, 3]})
+    log.close()
+    lines = [
+        t
+        for t in traces_of(page_of(folder), "histogram")
+        if t["meta"] == {"arm": ARM, "what": "out"}
+    ]
+    assert len(lines) == 5
