@@ -1,18 +1,42 @@
-"""Matrix products that are what their dtype says, whatever the caller has switched on.
+"""Arithmetic that is what its dtype says, whatever is switched on and whatever ran before.
 
 Two ambient switches turn an FP32 `matmul` into a narrower one without a word: `torch.autocast`
 (BF16 operands) and the FP32 matmul precision ("high" is TF32 on a GPU, "medium" BF16 on a CPU with
 AVX-512; Lightning advises users to set it). The first acts on the backward too, when `backward()`
 is called inside the context. Leaves out FP16's reduced-precision accumulation: no product here has
 FP16 operands, they are widened before.
+
+And the first `exp` of a process can be wrong by thousands of ULPs: on a CPU torch hands large
+tensors to MKL from several threads, and MKL looks its code up in the first call, of which another
+thread then runs one of low accuracy (pytorch issue 188792; here 4 of 25 processes with 2 threads,
+torch 2.13). One value from one thread, before, settles it.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-__all__ = ["ieee_arithmetic"]
+__all__ = ["ieee_arithmetic", "settle_vector_math"]
+
+VECTOR_MATH = (
+    *("acos", "asin", "atan", "ceil", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "floor"),
+    *("log", "log10", "log1p", "log2", "round", "sin", "sqrt", "tan", "tanh", "trunc"),
+)
+"""Functions of torch that may go through MKL's vector library, each looked up on its own."""
+
+
+@functools.cache
+def settle_vector_math() -> None:
+    """Call each function of `VECTOR_MATH` once on one value, so that no later call can be a race.
+
+    To be called before a process computes anything that must repeat to the bit; then it is free.
+    """
+    for dtype in (torch.float32, torch.float64):
+        half = torch.full((1,), 0.5, dtype=dtype)
+        for name in VECTOR_MATH:
+            getattr(torch, name)(half)
 
 
 @contextmanager
@@ -22,6 +46,7 @@ def ieee_arithmetic(device: torch.device) -> Iterator[None]:
     Uses the per-backend switches: torch refuses to read the older global one, even to save it,
     once a caller has set a per-backend one.
     """
+    settle_vector_math()
     cuda = torch.backends.cuda.matmul
     # torch adds this attribute at run time, out of pyright's sight.
     mkldnn = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]

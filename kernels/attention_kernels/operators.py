@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import baseline, golden, twin_backward, twin_forward
-from attention_kernels.arithmetic import ieee_arithmetic
+from attention_kernels.arithmetic import ieee_arithmetic, settle_vector_math
 from attention_kernels.baseline_numerics import BaselineNumerics
 from attention_kernels.call import TENSORS, Call, plan_from_text
 from attention_kernels.choices import input_format
@@ -143,6 +143,7 @@ def attend_by_definition(
     q: Tensor, k: Tensor, v: Tensor, call: Call, with_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return what golden or baseline gives, differentiable by autograd, and the LSE if asked."""
+    settle_vector_math()
     engine, numerics = plan_from_text(call.plan)
     mask = call.mask()
     check_mask_values(f"{engine}_attention", mask, q.shape[2], k.shape[2])

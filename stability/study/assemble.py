@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
+from attention_kernels.arithmetic import settle_vector_math
 from stability.attention.dual import DualAttention, as_shadows
 from stability.attention.emulated import in_format
 from stability.attention.probe import AttentionProbe
@@ -83,6 +84,7 @@ def assemble(config: ArmConfig) -> Parts:
 
     ValueError as `resolve_device` and `resolve_attention`.
     """
+    settle_vector_math()  # before the initial weights, which must be those of the pair
     device = resolve_device(config)
     config = _with_emulated_attention(config)
     primary = resolve_attention(config.attention, device)
