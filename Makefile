@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lint bench gpu clean
+.PHONY: install demo test lint bench gpu experiments clean
 
 install: $(INSTALLED)
 
@@ -35,6 +35,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/probe.py
 	$(BIN)/python benchmarks/records.py
 	$(BIN)/python benchmarks/report.py
+
+# every published claim at its CPU size: records, figures and the table of experiments/README.md
+experiments: $(INSTALLED)
+	$(BIN)/stability experiment all
 
 # Needs an NVIDIA GPU. With GPU_PYTHON=python3, a python that has torch, Triton and pytest already,
 # nothing is installed, and the demo runs only if that python has the other dependencies too.

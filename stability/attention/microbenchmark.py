@@ -33,7 +33,7 @@ from stability.metrics.deviation import (
     golden_tensor,
 )
 
-__all__ = ["Figures", "Problem", "at_format", "compare", "measure"]
+__all__ = ["Figures", "Problem", "at_format", "compare", "everywhere", "measure"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +119,19 @@ def at_format(numerics: Any, format: str, *, stored: bool = True) -> Any:
         return numerics
     points = {name: format for name, value in numerics.to_dict().items() if value == "input"}
     return numerics.with_(**points)
+
+
+def everywhere(format: str) -> tuple[FlashNumerics, BaselineNumerics]:
+    """Return flash and baseline numerics that round to `format` at every rounding point.
+
+    The harshest reading of "at BF16" in arXiv 2405.02803; `all_bf16` is its flash at BF16.
+    """
+    flash, baseline = PROFILES["golden"], BASELINE_PROFILES["golden"]
+    points, baseline_points = (
+        {name: format for name, value in numerics.to_dict().items() if value == "fp64"}
+        for numerics in (flash, baseline)
+    )
+    return flash.with_(**points), baseline.with_(**baseline_points)
 
 
 def measure(problem: Problem, *, backward: bool, inputs: Inputs | None = None) -> list[Figures]:

@@ -37,6 +37,7 @@ VERBS = {
     "compare": ("stability.cli.compare", "measure the drift between any two sets of weights"),
     "deviate": ("stability.cli.deviate", "measure attention numerics against FP64, point by point"),
     "probe": ("stability.cli.probe", "compare a candidate attention inside a Hugging Face model"),
+    "experiment": ("stability.cli.experiment", "put a published claim to the test"),
     "doctor": ("stability.cli.doctor", "show which attentions and formats run on this machine"),
 }
 

@@ -1,0 +1,149 @@
+"""Decides qualitative statements (larger, monotone, equal) over seeds, never by eye.
+
+Each function takes figures by seed, forms the interval of `intervals`, and returns a `StatedTest`
+whose statement holds only if the whole interval lies where the statement says. Leaves out how the
+figures were measured.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+
+from stability.analysis.intervals import Interval, mean_interval, paired_interval
+from stability.records.experiment_record import StatedTest
+
+__all__ = ["equal", "mean_within", "monotone", "ratio_within"]
+
+BySeed = Mapping[int, float]
+
+
+def ratio_within(
+    statement: str,
+    numerator: BySeed,
+    denominator: BySeed,
+    *,
+    above: float = 0.0,
+    below: float = math.inf,
+    level: float = 0.9,
+    control: bool = False,
+) -> StatedTest:
+    """Hold `statement` if the ratio's interval, paired by seed, lies inside (above, below).
+
+    ValueError if the seeds of the two differ, if there are too few of them for an interval, for a
+    negative figure or a zero denominator.
+    """
+    ratios = _paired_ratios("ratio_within", numerator, denominator)
+    found = paired_interval(ratios, level)
+    return _decided(statement, found, "x", above, below, control)
+
+
+def mean_within(
+    statement: str,
+    values: BySeed,
+    *,
+    unit: str,
+    above: float = -math.inf,
+    below: float = math.inf,
+    level: float = 0.9,
+    control: bool = False,
+) -> StatedTest:
+    """Hold `statement` if the interval of the mean, in `unit`, lies inside (above, below).
+
+    ValueError if there are too few seeds for an interval.
+    """
+    return _decided(
+        statement, mean_interval(values, level), f" {unit}".rstrip(), above, below, control
+    )
+
+
+def monotone(
+    statement: str,
+    by_point: Mapping[str, BySeed],
+    *,
+    rising: bool,
+    level: float = 0.9,
+    control: bool = False,
+) -> StatedTest:
+    """Hold `statement` if from each point to the next the paired ratio's interval is past 1.
+
+    Points are in order. `found` names the step that is nearest to not holding, or the first that
+    does not. ValueError as `ratio_within`, and for fewer than two points.
+    """
+    names = list(by_point)
+    if len(names) < 2:
+        raise ValueError(f"monotone: by_point must have at least two points, got {len(names)}")
+    steps = {}
+    for first, second in itertools.pairwise(names):
+        ratios = _paired_ratios("monotone", by_point[second], by_point[first])
+        _check_seeds("monotone", paired_interval(ratios, level))
+        steps[f"{first} to {second}"] = paired_interval(ratios, level)
+    # log of how far the near end of the interval lies past 1, the way it should go
+    margin = {
+        step: math.log(max(found.low, 1e-300)) if rising else -math.log(max(found.high, 1e-300))
+        for step, found in steps.items()
+    }
+    weakest = min(margin, key=lambda step: margin[step])
+    held = sum(value > 0 for value in margin.values())
+    return StatedTest(
+        statement=statement,
+        found=f"{held} of {len(steps)} steps; weakest, {weakest}: {_words(steps[weakest], 'x')}",
+        holds=held == len(steps),
+        control=control,
+    )
+
+
+def equal(statement: str, differences: Iterable[float], *, control: bool = False) -> StatedTest:
+    """Hold `statement` if every one of `differences` is exactly 0.
+
+    ValueError if there is none.
+    """
+    values = [abs(value) for value in differences]
+    if not values:
+        raise ValueError("equal: differences must not be empty; nothing was compared")
+    apart = [value for value in values if value != 0]
+    worst = "a NaN" if any(map(math.isnan, apart)) else f"up to {max(apart, default=0.0):.2g}"
+    found = f"0 in all {len(values)}" if not apart else f"{len(apart)} of {len(values)}: {worst}"
+    return StatedTest(statement=statement, found=found, holds=not apart, control=control)
+
+
+def _paired_ratios(caller: str, numerator: BySeed, denominator: BySeed) -> dict[int, float]:
+    """Return numerator over denominator by seed; ValueError as `ratio_within` says."""
+    if set(numerator) != set(denominator):
+        raise ValueError(
+            f"{caller}: seeds must be the same on both sides, got {sorted(numerator)} "
+            f"and {sorted(denominator)}"
+        )
+    for seed, value in denominator.items():
+        if value == 0:
+            raise ValueError(
+                f"{caller}: denominator must not be 0, is 0 at seed {seed}; "
+                "a ratio to nothing decides nothing"
+            )
+    return {seed: numerator[seed] / denominator[seed] for seed in numerator}
+
+
+def _decided(
+    statement: str, found: Interval, unit: str, above: float, below: float, control: bool
+) -> StatedTest:
+    _check_seeds("stated test", found)
+    return StatedTest(
+        statement=statement,
+        found=_words(found, unit),
+        holds=above < found.low and found.high < below,
+        control=control,
+    )
+
+
+def _check_seeds(caller: str, found: Interval) -> None:
+    if math.isfinite(found.mean) and math.isnan(found.low):
+        raise ValueError(
+            f"{caller}: seeds must be enough for an interval, got {found.n}; 5 are for 90 %"
+        )
+
+
+def _words(found: Interval, unit: str) -> str:
+    if not math.isfinite(found.mean):
+        return f"no number, over {found.n} seeds"
+    level = f"{100 * found.level:.0f} % interval"
+    ends = f"{found.low:.3g}{unit} to {found.high:.3g}{unit}"
+    return f"{found.mean:.3g}{unit} ({level} {ends}; {found.n} seeds)"

@@ -1,0 +1,97 @@
+"""What an experiment found: its numbers, its stated tests, and the machine and commit it ran on.
+
+A JSON file with a checksum; the figure and the table of experiments are drawn from it. Leaves out
+how a test decides (`analysis.stated_tests`) and the table (`report.experiment_page`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from stability.records.json_values import jsonable
+from stability.records.sealed_json import read_sealed, write_sealed
+
+__all__ = [
+    "ExperimentRecord",
+    "Findings",
+    "StatedTest",
+    "read_experiment",
+    "write_experiment",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatedTest:
+    """One qualitative statement, how it came out, and the figures that decided it."""
+
+    statement: str
+    found: str
+    """The deciding figures in words: an estimate, its interval, the number of seeds."""
+    holds: bool
+    control: bool = False
+    """Not published: checks the instrument, or shows where a disagreement comes from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What an experiment's `measure` returns."""
+
+    measured: str
+    """A sentence or two with the measured figures that stand beside the published ones."""
+    tests: Sequence[StatedTest]
+    rows: Sequence[Mapping[str, Any]]
+    """Every measured number, as JSON values; the figure is drawn from these alone."""
+    explanation: str = ""
+    """If a published statement does not hold: which control shows why, and its figures."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentRecord:
+    """One run of an experiment."""
+
+    name: str
+    size: str
+    settings: dict[str, Any]
+    measured: str
+    explanation: str
+    tests: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    commit: str
+    """Of the code that ran; ends in "-dirty" if tracked files differed from it; "" if unknown."""
+    seconds: float
+    stated: tuple[StatedTest, ...] = field(init=False)
+    """`tests` as objects."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stated", tuple(StatedTest(**test) for test in self.tests))
+
+    @property
+    def agrees(self) -> str:
+        """`yes` if every published statement holds, `no` if none does, else `in part`."""
+        held = [test.holds for test in self.stated if not test.control]
+        return "yes" if all(held) else "in part" if any(held) else "no"
+
+    @property
+    def controls_hold(self) -> bool:
+        """Whether every control came out as stated: without that the rest proves nothing."""
+        return all(test.holds for test in self.stated if test.control)
+
+
+def write_experiment(path: Path, record: ExperimentRecord) -> None:
+    """Write `record`, whole or not at all, with its checksum."""
+    content = asdict(record)
+    del content["stated"]
+    write_sealed(path, jsonable(content))
+
+
+def read_experiment(path: Path) -> ExperimentRecord:
+    """Return the record at `path`; ValueError if it is missing, damaged or not such a record."""
+    content = read_sealed(path, writer="`stability experiment`")
+    names = {each.name for each in fields(ExperimentRecord) if each.init}
+    if set(content) != names:
+        odd = sorted(set(content) ^ names)
+        raise ValueError(f"{path}: must be the record of an experiment; see {', '.join(odd)}")
+    return ExperimentRecord(**content)
