@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from attention_kernels import PROFILES, round_to
 from attention_kernels.testing import Shape
 from stability.attention.inputs import DISTRIBUTIONS, draw, read
-from stability.attention.microbenchmark import Problem, measure
+from stability.attention.microbenchmark import Problem, everywhere, measure
 from stability.attention.presets import (
     FA3_TABLE3,
     TIE_CASES,
@@ -145,3 +145,10 @@ def test_unknown_names_are_refused_with_their_neighbours(problem, message):
 
 def test_a_profile_in_the_table_is_one_of_the_library():
     assert {cell.profile for cell in FA3_TABLE3} <= set(PROFILES)
+
+
+def test_everywhere_rounds_at_every_point_of_both():
+    flash, baseline = everywhere("bf16")
+    assert flash == PROFILES["all_bf16"]
+    points = ("operands", "products", "scores", "softmax", "probabilities", "output")
+    assert [getattr(baseline, point) for point in points] == ["bf16"] * 6
