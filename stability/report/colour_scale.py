@@ -7,12 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["log_scale"]
+__all__ = ["log_colours"]
 
 MOST_TICKS = 8
 
 
-def log_scale(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
+def log_colours(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Return what a heat map of `rows` is drawn with: z, its colours, and the values to hover over.
 
     Zeros, and what is no finite number, are empty cells whose hover says what they are.

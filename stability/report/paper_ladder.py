@@ -23,6 +23,7 @@ from stability.report.paper_style import (
     shown,
 )
 from stability.report.paper_table import Cell, Table
+from stability.report.whiskers import LEVEL, ends
 
 __all__ = ["bar_of", "draw_ladder", "ladder_table"]
 
@@ -81,10 +82,9 @@ def ladder_table(ladder: Ladder) -> Table:
 
 def bar_of(spread: Spread) -> tuple[float, float, str]:
     """Return the ends of a mean's bar and what they are: an interval with 5 seeds, else a range."""
-    interval = spread.interval
-    if not math.isnan(interval.low):
-        return interval.low, interval.high, "90 % interval"
-    return spread.low, spread.high, "range of the seeds" if spread.n > 1 else "one seed"
+    if not math.isnan(spread.interval.low):
+        return *ends(spread), f"{100 * LEVEL:.0f} % interval"
+    return *ends(spread), "range of the seeds" if spread.n > 1 else "one seed"
 
 
 def _ends(row: Row) -> tuple[Spread, Spread]:

@@ -10,7 +10,7 @@ from stability.analysis.recorded import RecordedArm, RecordedStudy
 from stability.metrics.drift import ALL
 from stability.records.names import drift_name, parse_drift
 from stability.report.chart import Chart, Section, label, make_figure, mean_over_seeds
-from stability.report.colour_scale import log_scale
+from stability.report.colour_scale import log_colours
 
 __all__ = ["parameter_section"]
 
@@ -92,5 +92,5 @@ def _map(rows: Rows, meta: dict[str, str]) -> dict[str, Any]:
         "xgap": 1,
         "ygap": 1,
         "meta": meta,
-        **log_scale(drawn),
+        **log_colours(drawn),
     }

@@ -13,7 +13,7 @@ from stability.analysis.observed import Observed, observed_shadows
 from stability.analysis.probed import Probed, shadow_label
 from stability.records.names import watch_name
 from stability.report.chart import LOG_AXIS, Chart, Section, choices_of, label, make_figure
-from stability.report.colour_scale import log_scale
+from stability.report.colour_scale import log_colours
 from stability.report.deviation_charts import (
     DEVIATION_METRICS,
     Tables,
@@ -112,7 +112,7 @@ def _map(
         "xgap": 1,
         "ygap": 1,
         "meta": meta,
-        **log_scale([[math.nan if value is None else value for value in row] for row in rows]),
+        **log_colours([[math.nan if value is None else value for value in row] for row in rows]),
     }
 
 

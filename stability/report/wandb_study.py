@@ -65,17 +65,23 @@ def _publish_ladder(
                 **{"yardstick": study.yardstick, "base": dict(study.base)},
             },
         )
-        columns, rows = ladder_rows(ladder)
-        layers, figures = deviation_rows(study)
-        run.log(
-            {
-                "ladder": wandb.Table(columns=columns, data=rows, allow_mixed_types=True),
-                "deviations": wandb.Table(columns=layers, data=figures, allow_mixed_types=True),
-                "report": wandb.Html(str(paths.report), inject=False),
-            }
-        )
-        run.summary.update({"verdict": verdict, "question": study.question})
-        run.finish()
+        try:
+            _fill(run, study, ladder, paths)
+            run.summary.update({"verdict": verdict, "question": study.question})
+        finally:  # else the next study would be written into this run
+            run.finish()
 
     said = {"report": file_checksum(paths.report), "ladder": ladder.to_json(), "verdict": verdict}
     publish_once(mode, paths.wandb_dir, said, publish)
+
+
+def _fill(run: wandb.Run, study: RecordedStudy, ladder: Ladder, paths: StudyPaths) -> None:
+    columns, rows = ladder_rows(ladder)
+    layers, figures = deviation_rows(study)
+    run.log(
+        {
+            "ladder": wandb.Table(columns=columns, data=rows, allow_mixed_types=True),
+            "deviations": wandb.Table(columns=layers, data=figures, allow_mixed_types=True),
+            "report": wandb.Html(str(paths.report), inject=False),
+        }
+    )

@@ -1,5 +1,6 @@
 """The server as a browser, or somebody who means harm, meets it: over a real connection."""
 
+import asyncio
 import html
 import http.client
 import re
@@ -11,9 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from stability.records.events import Event
 from stability.records.metric_log import MetricLog
+from stability.report.local_only import LocalOnly
 from stability.report.server import ASSETS, make_server
 from tests.stability.report.synthetic_probe import write_probe
 
@@ -215,6 +218,27 @@ def test_request_that_names_another_host_is_refused(client, host, target):
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "LOCALHOST", "[::1]"])
 def test_names_of_this_machine_are_served(client, name):
     assert client.ask("/stamp", Host=f"{name}:{client.port}")[0].status == 200
+
+
+def _status(port, host):
+    """What the guard answers at a port that a test may not listen on."""
+
+    async def page(scope, receive, send):
+        await PlainTextResponse("page")(scope, receive, send)
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "headers": [(b"host", host.encode())]}
+    asyncio.run(LocalOnly(page, port)(scope, None, send))
+    return sent[0]["status"]
+
+
+def test_a_browser_leaves_port_80_out():
+    assert [_status(80, host) for host in ("127.0.0.1", "localhost:80")] == [200, 200]
+    assert [_status(80, "evil.example"), _status(8080, "127.0.0.1")] == [421, 421]
 
 
 @pytest.mark.parametrize(

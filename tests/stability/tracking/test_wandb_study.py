@@ -141,6 +141,14 @@ def test_what_w_and_b_refuses_is_one_line_and_no_error(copied, monkeypatch):
     assert said.startswith("W&B is not up to date: the server is on fire; the records are whole")
 
 
+def test_a_failure_half_way_leaves_no_run_open_for_the_next_study(copied, monkeypatch):
+    monkeypatch.setattr(wandb_study, "deviation_rows", lambda _: [][0])
+    StudyPaths(copied).report.write_text("another page, so that it is published anew")
+    with pytest.raises(IndexError):
+        publish_study(copied, "offline")
+    assert wandb.run is None
+
+
 def test_disabled_publishes_nothing(synthetic, tmp_path, monkeypatch):
     folder = synthetic.write_synthetic(tmp_path / "quickstart")
     write_report(folder)
