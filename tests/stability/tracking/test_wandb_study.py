@@ -142,11 +142,21 @@ def test_what_w_and_b_refuses_is_one_line_and_no_error(copied, monkeypatch):
 
 
 def test_a_failure_half_way_leaves_no_run_open_for_the_next_study(copied, monkeypatch):
+    finished = []
+
+    def watched(*args, **options):
+        run, path = start_run(*args, **options)
+        finish = run.finish
+        monkeypatch.setattr(run, "finish", lambda: (finished.append(True), finish()))
+        return run, path
+
+    start_run = wandb_study.start_run
+    monkeypatch.setattr(wandb_study, "start_run", watched)
     monkeypatch.setattr(wandb_study, "deviation_rows", lambda _: [][0])
     StudyPaths(copied).report.write_text("another page, so that it is published anew")
     with pytest.raises(IndexError):
         publish_study(copied, "offline")
-    assert wandb.run is None
+    assert finished == [True]
 
 
 def test_disabled_publishes_nothing(synthetic, tmp_path, monkeypatch):
