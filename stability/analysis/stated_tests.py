@@ -66,8 +66,8 @@ def monotone(
 ) -> StatedTest:
     """Hold `statement` if from each point to the next the paired ratio's interval is past 1.
 
-    Points are in order. `found` names the step that is nearest to not holding, or the first that
-    does not. ValueError as `ratio_within`, and for fewer than two points.
+    Points are in order. `found` names the weakest step: one without a number, else the one that
+    lies least past 1. ValueError as `ratio_within`, and for fewer than two points.
     """
     names = list(by_point)
     if len(names) < 2:
@@ -75,13 +75,10 @@ def monotone(
     steps = {}
     for first, second in itertools.pairwise(names):
         ratios = _paired_ratios("monotone", by_point[second], by_point[first])
-        _check_seeds("monotone", paired_interval(ratios, level))
-        steps[f"{first} to {second}"] = paired_interval(ratios, level)
-    # log of how far the near end of the interval lies past 1, the way it should go
-    margin = {
-        step: math.log(max(found.low, 1e-300)) if rising else -math.log(max(found.high, 1e-300))
-        for step, found in steps.items()
-    }
+        found = paired_interval(ratios, level)
+        _check_seeds("monotone", found)
+        steps[f"{first} to {second}"] = found
+    margin = {step: _past_one(found, rising) for step, found in steps.items()}
     weakest = min(margin, key=lambda step: margin[step])
     held = sum(value > 0 for value in margin.values())
     return StatedTest(
@@ -113,6 +110,10 @@ def _paired_ratios(caller: str, numerator: BySeed, denominator: BySeed) -> dict[
             f"{caller}: seeds must be the same on both sides, got {sorted(numerator)} "
             f"and {sorted(denominator)}"
         )
+    if any(value < 0 for value in (*numerator.values(), *denominator.values())):
+        raise ValueError(
+            f"{caller}: figures must not be negative; use mean_within for figures of either sign"
+        )
     for seed, value in denominator.items():
         if value == 0:
             raise ValueError(
@@ -120,6 +121,13 @@ def _paired_ratios(caller: str, numerator: BySeed, denominator: BySeed) -> dict[
                 "a ratio to nothing decides nothing"
             )
     return {seed: numerator[seed] / denominator[seed] for seed in numerator}
+
+
+def _past_one(found: Interval, rising: bool) -> float:
+    """Return the log of how far the near end of a ratio's interval lies past 1, the way stated."""
+    if math.isnan(found.low):
+        return -math.inf
+    return math.log(max(found.low, 1e-300)) if rising else -math.log(max(found.high, 1e-300))
 
 
 def _decided(

@@ -63,7 +63,8 @@ def experiment(
         )
     chosen = known if name == "all" else [name]
     if redraw:
-        for each in chosen:
+        kept = [each for each in known if _result(folder, each, size).exists()]
+        for each in kept if name == "all" else chosen:
             _draw(folder, each, size)
         _write_page(folder)
         return 0
@@ -75,9 +76,10 @@ def experiment(
     fine = True
     for each in chosen:
         record = _run(folder, each, size)
+        if size in KEPT:  # first of all: it took minutes
+            write_experiment(_result(folder, each, size), record)
         print_experiment(_described(folder, each), record, console)
         if size in KEPT:
-            write_experiment(_result(folder, each, size), record)
             _draw(folder, each, size)
             _write_page(folder)
         fine = fine and record.controls_hold
@@ -103,12 +105,12 @@ def names(folder: Path) -> list[str]:
 
 
 def load(folder: Path, name: str) -> ModuleType:
-    """Import an experiment from its file."""
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    """Import an experiment from its file, as `experiments.NAME`: it hides no other module."""
+    spec = importlib.util.spec_from_file_location(f"experiments.{name}", folder / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look their module up
+    sys.modules[spec.name] = module  # where dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from stability.records.json_values import jsonable
+from stability.records.json_values import NON_FINITE, jsonable
 from stability.records.sealed_json import read_sealed, write_sealed
 
 __all__ = [
@@ -60,7 +60,7 @@ class ExperimentRecord:
     hardware: dict[str, Any]
     versions: dict[str, str]
     commit: str
-    """Of the code that ran; ends in "-dirty" if tracked files differed from it; "" if unknown."""
+    """Of the code that ran; ends in "-changed" if tracked files differed from it; "" if unknown."""
     seconds: float
     stated: tuple[StatedTest, ...] = field(init=False)
     """`tests` as objects."""
@@ -70,8 +70,13 @@ class ExperimentRecord:
 
     @property
     def agrees(self) -> str:
-        """`yes` if every published statement holds, `no` if none does, else `in part`."""
+        """`yes` if every published statement holds, `no` if none does, else `in part`.
+
+        `nothing published` if all that is stated are controls.
+        """
         held = [test.holds for test in self.stated if not test.control]
+        if not held:
+            return "nothing published"
         return "yes" if all(held) else "in part" if any(held) else "no"
 
     @property
@@ -88,10 +93,23 @@ def write_experiment(path: Path, record: ExperimentRecord) -> None:
 
 
 def read_experiment(path: Path) -> ExperimentRecord:
-    """Return the record at `path`; ValueError if it is missing, damaged or not such a record."""
+    """Return the record at `path`; ValueError if it is missing, damaged or not such a record.
+
+    A number in `rows` that JSON does not have is a number again.
+    """
     content = read_sealed(path, writer="`stability experiment`")
     names = {each.name for each in fields(ExperimentRecord) if each.init}
     if set(content) != names:
         odd = sorted(set(content) ^ names)
         raise ValueError(f"{path}: must be the record of an experiment; see {', '.join(odd)}")
+    tests = {each.name for each in fields(StatedTest)}
+    if not all(isinstance(test, dict) and set(test) == tests for test in content["tests"]):
+        raise ValueError(f"{path}: tests must each have {', '.join(sorted(tests))}")
+    content["rows"] = [
+        {name: _number(value) for name, value in row.items()} for row in content["rows"]
+    ]
     return ExperimentRecord(**content)
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and value in NON_FINITE else value

@@ -35,17 +35,18 @@ def described(name: str, docstring: str) -> Described:
     for line in lines[1:]:
         start = re.match(rf"({'|'.join(SECTIONS)}):\s*(.*)", line)
         if start:
-            current = found.setdefault(start.group(1), [start.group(2)])
+            current = found.setdefault(start.group(1), [])
+            current.append(start.group(2))
         elif current is not None and line.startswith(" ") and line.strip():
             current.append(line.strip())
         else:
             current = None
-    missing = [section for section in SECTIONS if section not in found]
+    missing = [section for section in SECTIONS if not any(found.get(section, ()))]
     if missing:
         raise ValueError(
             f"experiment {name}: its docstring must have a line `{missing[0]}: ...`, has none"
         )
-    sections = {section: " ".join(words) for section, words in found.items()}
+    sections = {section: " ".join(words).strip() for section, words in found.items()}
     return Described(name=name, title=lines[0].rstrip("."), sections=sections)
 
 
@@ -54,7 +55,8 @@ def filled_in(
 ) -> str:
     """Return `page` with table and sections of `experiments` between the two marks.
 
-    `records` are by name, one a size. ValueError if the marks are not there.
+    `records` are by name, one a size; without any there is no table either. ValueError if the marks
+    are not there.
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -69,8 +71,8 @@ def filled_in(
         for record in records.get(each.name, ()):
             table.append(_row(each, record))
             sections.append(_section(each, record))
-    body = "\n".join([*table, "", *sections])
-    return f"{before}{begin}\n{body}\n{end}{after}"
+    body = "\n".join([*table, "", *sections, ""]) if sections else ""
+    return f"{before}{begin}\n{body}{end}{after}"
 
 
 def _row(each: Described, record: ExperimentRecord) -> str:
@@ -79,8 +81,8 @@ def _row(each: Described, record: ExperimentRecord) -> str:
     held = [test.holds for test in record.stated if not test.control]
     agrees = f"{record.agrees}: {sum(held)} of {len(held)}"
     name = f"[{each.name}](#{_anchor(each.name, record)})"
-    cells = (name, said["Claim"], published, record.measured, _hardware(record), agrees)
-    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+    words = (said["Claim"].rstrip("."), published, record.measured, _chip(record), agrees)
+    return f"| {' | '.join((name, *map(_cell, words)))} |"
 
 
 def _section(each: Described, record: ExperimentRecord) -> str:
@@ -89,11 +91,11 @@ def _section(each: Described, record: ExperimentRecord) -> str:
     lines = [
         f"### {each.name}, {record.size}",
         "",
-        f"**{each.title}.** [{each.name}.py]({each.name}.py), "
+        f"**{_plain(each.title)}.** [{each.name}.py]({each.name}.py), "
         f"[every number](results/{each.name}.{record.size}.json); {record.seconds:.0f} s on "
-        f"{_hardware(record)} at {commit}. Size: {_size(each, record)}",
+        f"{_hardware(record)} at {commit}. Size: {_plain(_size(each, record))}",
         "",
-        f"![{each.title}]({picture})",
+        f"![{_plain(each.title)}]({picture})",
         "",
         "| stated test | found | holds |",
         "|---|---|---|",
@@ -101,7 +103,7 @@ def _section(each: Described, record: ExperimentRecord) -> str:
         "",
     ]
     if record.explanation:
-        lines += [f"Why: {record.explanation}", ""]
+        lines += [f"Why: {_plain(record.explanation)}", ""]
     return "\n".join(lines)
 
 
@@ -118,14 +120,30 @@ def _test_row(test: StatedTest) -> str:
 
 
 def _hardware(record: ExperimentRecord) -> str:
-    hardware = record.hardware
-    cores = f", {hardware['cores']} cores" if "cores" in hardware else ""
-    return f"{hardware['name']}{cores}, torch {record.versions['torch']}"
+    return f"{_chip(record)}, torch {record.versions['torch']}"
+
+
+def _chip(record: ExperimentRecord) -> str:
+    """Return the processor's name without its trade marks, and its cores: a cell is narrow."""
+    name = re.sub(r"\((R|TM)\)| Processor| CPU\b", "", record.hardware["name"])
+    cores = f", {record.hardware['cores']} cores" if "cores" in record.hardware else ""
+    return f"{name}{cores}"
 
 
 def _anchor(name: str, record: ExperimentRecord) -> str:
-    return f"{name}-{record.size}"
+    """Return what GitHub makes of the heading `name, size`: lower case, no comma, - for spaces."""
+    return f"{name.lower()}-{record.size}"
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    """Return `text` for a cell of a table, in which a bar would end the cell, even in code."""
+    return _plain(text).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    """Return `text` in one line and free of markup, but for `code`: a * b * c stays a product."""
+    line = " ".join(text.split())
+    parts = [line] if line.count("`") % 2 else line.split("`")  # a lone backtick opens no code
+    marks = r"([\\`*~<>$\[\]]|(?<!\w)_|_(?!\w))"
+    plain = (part if i % 2 else re.sub(marks, r"\\\1", part) for i, part in enumerate(parts))
+    return "`".join(plain)

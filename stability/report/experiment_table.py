@@ -31,7 +31,9 @@ def print_experiment(each: Described, record: ExperimentRecord, console: Console
     for test in record.stated:
         statement = f"control: {test.statement}" if test.control else test.statement
         style = "" if test.holds else "bold red"
-        table.add_row(Text("yes" if test.holds else "no", style=style), Text(statement), test.found)
+        table.add_row(
+            Text("yes" if test.holds else "no", style=style), Text(statement), Text(test.found)
+        )
     console.print(table, highlight=False)
     trust = "" if record.controls_hold else "; a control failed: the rest proves nothing yet"
     console.print(Text(f"agrees: {record.agrees}; {record.seconds:.0f} s{trust}", style="bold"))

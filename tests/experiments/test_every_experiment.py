@@ -1,0 +1,96 @@
+"""Every experiment is whole, and what is kept of it is of today's settings and on the page."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from stability.cli.experiment import KEPT, SIZES, load, names
+from stability.records.experiment_record import read_experiment
+from stability.records.json_values import jsonable
+from stability.report.experiment_page import described, filled_in
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "experiments"
+NAMES = names(FOLDER)
+RESULTS = sorted((FOLDER / "results").glob("*.json"))
+MOST_LINES = 250
+MOST_LETTERS = {"Claim": 220, "Published": 260, "Source": 100}
+"""What a cell of a table of six columns holds."""
+
+
+def _described(name):
+    return described(name, load(FOLDER, name).__doc__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experiment_is_described_sized_short_and_runs_by_itself(name):
+    text = (FOLDER / f"{name}.py").read_text()
+    last = (
+        f'if __name__ == "__main__":\n    sys.exit(main(["experiment", "{name}", *sys.argv[1:]]))'
+    )
+    assert text.rstrip().endswith(last)
+    assert len(text.splitlines()) <= MOST_LINES
+    sections = _described(name).sections
+    for section, most in MOST_LETTERS.items():
+        assert len(sections[section]) <= most, section
+    for size in SIZES:
+        assert re.search(rf"(^|; ){size}: \w", sections["Sizes"]), size
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_size_has_settings_and_only_gpu_needs_a_gpu(name):
+    sizes = load(FOLDER, name).SIZES
+    assert set(sizes) == set(SIZES)
+    for size, settings in sizes.items():
+        assert dataclasses.is_dataclass(settings)
+        assert getattr(settings, "device", "cpu") == ("cuda" if size == "gpu" else "cpu")
+        assert jsonable(dataclasses.asdict(settings)) != jsonable(
+            dataclasses.asdict(sizes["gpu" if size != "gpu" else "quick"])
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experiment_has_a_test_file_that_measures(name):
+    test = Path(__file__).with_name(f"test_{name}.py").read_text()
+    assert ".measure(" in test
+    assert 'SIZES["quick"]' in test
+
+
+def test_the_list_holds_experiments_and_their_test_files_only():
+    assert "stable_fig3" in NAMES
+    assert "find_own_kernel" not in NAMES
+    tested = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
+    assert tested - set(NAMES) == {"every_experiment", "find_own_kernel"}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_kept_result_is_of_the_settings_of_today_and_drawn(path):
+    record = read_experiment(path)
+    assert path.stem == f"{record.name}.{record.size}"
+    assert record.name in NAMES
+    settings = load(FOLDER, record.name).SIZES[record.size]
+    assert record.settings == jsonable(dataclasses.asdict(settings)), "stale: run it again"
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert record.controls_hold
+    assert record.agrees == "yes" or record.explanation, "a control must show why"
+
+
+def test_the_page_is_what_the_records_say():
+    page = (FOLDER / "README.md").read_text()
+    records = {
+        name: [
+            read_experiment(path)
+            for size in KEPT
+            if (path := FOLDER / "results" / f"{name}.{size}.json") in RESULTS
+        ]
+        for name in NAMES
+    }
+    expected = filled_in(page, [_described(name) for name in NAMES], records)
+    assert page == expected, "run `stability experiment all --redraw`"
+
+
+def test_every_figure_belongs_to_a_result():
+    figures = {path.stem for path in (FOLDER / "results").glob("*.png")}
+    assert figures == {path.stem for path in RESULTS}
