@@ -21,6 +21,7 @@ __all__ = [
     "HARD_SHAPES",
     "Shape",
     "assert_within_budget",
+    "error_budget",
     "make_qkv",
     "nan_filled",
     "with_gradients",
@@ -98,22 +99,35 @@ def with_gradients(
 def assert_within_budget(
     candidate: Tensor, baseline: Tensor, golden: Tensor, factor: float = 2.0, what: str = "out"
 ) -> None:
-    """Assert max|candidate - golden| <= factor * max|baseline - golden| + half a spacing.
+    """Assert max|candidate - golden| <= `error_budget` in the candidate's dtype.
 
-    The spacing is that of the candidate's dtype at golden's largest magnitude: a correctly rounded
-    candidate can err by half of it even where the baseline happens to be exact. AssertionError
-    says `what` failed and by how much; a NaN or infinity in the candidate always fails.
+    AssertionError says `what` failed and by how much; a NaN or infinity in the candidate always
+    fails.
     """
-    error, allowed = (
-        (x.double() - golden.double()).abs().max().item() for x in (candidate, baseline)
-    )
-    spacing = _spacing(golden.double().abs().max().item(), candidate.dtype)
-    budget = factor * allowed + spacing / 2
+    error = _max_error(candidate, golden)
+    budget = error_budget(baseline, golden, candidate.dtype, factor)
     if not error <= budget:
+        allowed = _max_error(baseline, golden)
         raise AssertionError(
-            f"{what}: max error {error:.3e} is over the budget {budget:.3e} "
-            f"= {factor:g} * {allowed:.3e} of the baseline + {spacing / 2:.3e} of rounding"
+            f"{what}: max error {error:.3e} is over the budget {budget:.3e} = {factor:g} * "
+            f"{allowed:.3e} of the baseline + {budget - factor * allowed:.3e} of rounding"
         )
+
+
+def error_budget(
+    baseline: Tensor, golden: Tensor, dtype: torch.dtype, factor: float = 2.0
+) -> float:
+    """Return factor * max|baseline - golden| + half a spacing: what a candidate may err.
+
+    The spacing is that of `dtype` at golden's largest magnitude: a correctly rounded candidate can
+    err by half of it even where the baseline happens to be exact.
+    """
+    spacing = _spacing(golden.double().abs().max().item(), dtype)
+    return factor * _max_error(baseline, golden) + spacing / 2
+
+
+def _max_error(x: Tensor, golden: Tensor) -> float:
+    return (x.double() - golden.double()).abs().max().item()
 
 
 def _spacing(magnitude: float, dtype: torch.dtype) -> float:

@@ -7,6 +7,7 @@ from attention_kernels.testing import (
     HARD_SHAPES,
     Shape,
     assert_within_budget,
+    error_budget,
     make_qkv,
     nan_filled,
 )
@@ -22,6 +23,11 @@ def test_the_budget_is_the_factor_times_the_baselines_error():
     assert_within_budget(shifted(0.25), shifted(0.125), GOLDEN, factor=2)
     with pytest.raises(AssertionError, match=r"dq: max error 2.500e-01 is over the budget 1.250e"):
         assert_within_budget(shifted(0.25), shifted(0.125), GOLDEN, factor=1, what="dq")
+
+
+def test_the_budget_is_a_number_as_well():
+    # 2 * 0.125 of the baseline, and half of 2^-7, BF16's spacing at 1.5
+    assert error_budget(shifted(0.125), GOLDEN, torch.bfloat16) == 0.25 + 2**-8
 
 
 def test_a_correctly_rounded_candidate_passes_beside_an_exact_baseline():
