@@ -10,9 +10,10 @@ tables and the command (`cli.deviate`).
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from attention_kernels import PROFILES, flash_attention, golden_attention
 from attention_kernels.api import Engine
@@ -24,6 +25,7 @@ __all__ = [
     "TIE_CASES",
     "Published",
     "TieBias",
+    "TiedRows",
     "fa3_table3",
     "published_and_measured",
     "tie_bias",
@@ -33,6 +35,14 @@ __all__ = [
 TIED_RESIDUALS = 30
 RESIDUAL_DEPTH = 10.5
 """exp(-10.5) or a little less each: 30 residuals weigh 5e-4 beside the two ones."""
+ULP = 2.0**-6
+"""The spacing of BF16 in [2, 4), where all of v and out lie."""
+NO_RESIDUAL_DEPTH = 40.0
+"""exp(-40): FP32 drops the residuals from the sum."""
+
+TiedRows = Literal["tied", "no_residual", "mixed_residuals", "untied"]
+"""The failing rows, and three that lack one thing of them each: the residuals, their one sign (the
+tied values keep it), the tie (the second P lies in 0.5 to 0.95)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,28 +115,39 @@ class TieBias:
     bias_ulp: float
     standard_error: float
     mean_abs_ulp: float
+    delta_ulp: float
+    """Of delta = rowsum(dO * O), dO > 0, in ULPs of out: mean signed error weighted by dO."""
+    delta_from_p_ulp: float
+    """The same of delta = rowsum(dP * P), which reads no O."""
     samples: int
 
 
-def tied_inputs(heads: int, sign: int, seed: int) -> Inputs:
+def tied_inputs(heads: int, sign: int, seed: int, rows: TiedRows = "tied") -> Inputs:
     """Return 64 queries a head, `(1, heads, 64, 64)`, and 32 keys of which two tie in every row.
 
-    v is in [2, 4), times `sign`; all are on the BF16 grid, in FP32.
+    v is in [2, 4), times `sign`, dO is positive; all are on the BF16 grid, in FP32. `rows` takes
+    one thing away.
     """
     generator = torch.Generator().manual_seed(seed)
-    keys, rows, dim = 2 + TIED_RESIDUALS, 64, 64
-    q = torch.zeros(1, heads, rows, dim)
-    # Two digits, so that the maxima are not the few values that BF16 has between 1 and 2.
-    q[..., 0] = 1 + torch.rand(1, heads, rows, generator=generator)
-    q[..., 2] = torch.rand(1, heads, rows, generator=generator)
-    q[..., 1] = RESIDUAL_DEPTH
+    keys, queries, dim = 2 + TIED_RESIDUALS, 64, 64
+    q = torch.zeros(1, heads, queries, dim)
+    # Two digits, so that the maxima fill 1 to 2. Where they fill only the lower half of each step
+    # of BF16, P of beta 2 has a bias of its own, -0.013 ULP.
+    q[..., 0] = 1 + torch.rand(1, heads, queries, generator=generator)
+    q[..., 2] = torch.rand(1, heads, queries, generator=generator)
+    q[..., 1] = NO_RESIDUAL_DEPTH if rows == "no_residual" else RESIDUAL_DEPTH
     k = torch.zeros(1, heads, keys, dim)
-    k[..., 0], k[..., 2] = 1.0, 2.0**-8
+    k[..., 0], k[..., 2] = 1.0, 2.0**-7
     k[..., 2:, 1] = -(1 + 0.1 * torch.rand(1, heads, TIED_RESIDUALS, generator=generator))
     v = sign * (2 + 2 * torch.rand(1, heads, keys, dim, generator=generator))
     # Values that would round up to 4 stay below it.
     v = v.clamp(-3.98, 3.98)
-    dout = torch.zeros(1, heads, rows, dim)
+    dout = torch.randn(1, heads, queries, dim, generator=generator).abs()
+    if rows == "untied":
+        k[..., 1, 0] -= 0.05 + 0.29 * torch.rand(1, heads, generator=generator)
+    elif rows == "mixed_residuals":
+        coin = torch.randint(0, 2, v[..., 2:, :].shape, generator=generator)
+        v[..., 2:, :] *= 2 * coin - 1
     return Inputs(*(x.bfloat16().float() for x in (q, k, v, dout)))
 
 
@@ -148,6 +169,8 @@ def tie_bias(
     *,
     heads: int,
     seed: int = 0,
+    rows: TiedRows = "tied",
+    device: str = "cpu",
 ) -> TieBias:
     """Measure the bias of one profile in one engine, on values of one sign.
 
@@ -155,11 +178,12 @@ def tie_bias(
     head share v, so the standard error is that of the means of the heads.
     """
     numerics = at_format(PROFILES[profile].with_(**dict(changes)), "bf16", stored=False)
-    inputs = tied_inputs(heads, sign, seed)
+    inputs = Inputs(*(x.to(device) for x in tied_inputs(heads, sign, seed, rows)))
     qkv = (inputs.q, inputs.k, inputs.v)
-    out = flash_attention(*qkv, scale=1.0, numerics=numerics, engine=engine)
+    options: dict[str, Any] = {"scale": 1.0, "numerics": numerics, "engine": engine}
+    out, lse = flash_attention(*qkv, **options, return_lse=True)
     golden = golden_attention(*qkv, scale=1.0)
-    ulps_BHQD = (out.double() - golden) / 2.0**-6  # the spacing of BF16 in [2, 4)
+    ulps_BHQD = (out.double() - golden) / ULP
     by_head = ulps_BHQD.mean(dim=(0, 2, 3))
     return TieBias(
         profile=" ".join([profile, *(f"{name}={value}" for name, value in changes)]),
@@ -168,8 +192,22 @@ def tie_bias(
         bias_ulp=by_head.mean().item(),
         standard_error=by_head.std().item() / math.sqrt(heads),
         mean_abs_ulp=ulps_BHQD.abs().mean().item(),
+        delta_ulp=_delta_ulp(inputs.dout, (inputs.dout * out.double()).sum(-1), golden),
+        delta_from_p_ulp=_delta_ulp(inputs.dout, _delta_from_p(inputs, lse), golden),
         samples=out.numel(),
     )
+
+
+def _delta_from_p(inputs: Inputs, lse: Tensor) -> Tensor:
+    """Return rowsum(dP * P) in FP32, P = exp(S - LSE) as the backward forms it."""
+    p_BHQK = torch.exp(inputs.q @ inputs.k.mT - lse.unsqueeze(-1))
+    return (inputs.dout @ inputs.v.mT * p_BHQK).sum(-1)
+
+
+def _delta_ulp(dout: Tensor, delta: Tensor, golden: Tensor) -> float:
+    """Return the mean error of `delta` in ULPs of out: per unit of dO."""
+    error = delta.double() - (dout * golden).sum(-1)
+    return (error.sum() / (ULP * dout.double().sum())).item()
 
 
 def published_and_measured(cell: Published, figures: Figures) -> tuple[float, float]:

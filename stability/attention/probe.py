@@ -52,7 +52,9 @@ class AttentionProbe:
         self._shadows = dict(shadows)
         self._shadow_is_candidate = shadow_is_candidate
         self._budget = Budget(config.overhead_share or 0.0)
-        self._figures = Figures(config, list(shadows), modules or {})
+        # the caller may fill it later: the model is built on the probe
+        known = {} if modules is None else modules
+        self._figures = Figures(config, list(shadows), known)
         self._pending: dict[str, Pending] = {}
         self._looking = self._again = self._repeated = False
         self._findings: list[Finding] = []
