@@ -1,41 +1,34 @@
-"""A signal is noticed where its gap stays above a meaningless one, in every look, over seeds."""
+"""A signal is noticed where it stays above what means nothing, in each look, over seeds."""
 
-import pytest
+import math
 
 from stability.analysis.first_notice import first_notice
 
-SEEDS = range(5)
 
-
-def _gaps(*by_step):
-    """Gaps of each of the five seeds, about the value given for each step."""
+def _ratios(*by_step):
+    """Ratios of five seeds, about the value given for each step."""
     return {
-        10 * index: {seed: value * (1 + 0.05 * seed) for seed in SEEDS}
+        10 * index: {seed: value * (1 + 0.05 * seed) for seed in range(5)}
         for index, value in enumerate(by_step)
     }
 
 
-NOTHING = _gaps(*[1.1] * 6)
-
-
 def test_first_of_three_looks_in_a_row_is_named():
-    assert first_notice(_gaps(1, 9, 9, 9, 1, 1), NOTHING) == 10
+    assert first_notice(_ratios(0.9, 8, 8, 8, 0.9, 0.9)) == 10
 
 
 def test_a_chance_look_does_not_count():
-    assert first_notice(_gaps(9, 9, 1, 9, 9, 1), NOTHING) is None
-    assert first_notice(_gaps(9, 1, 9, 9, 9, 9), NOTHING) == 20
+    assert first_notice(_ratios(8, 8, 0.9, 8, 8, 0.9)) is None
+    assert first_notice(_ratios(8, 0.9, 8, 8, 8, 8)) == 20
 
 
-def test_a_gap_as_large_as_that_of_nothing_is_never_noticed():
-    gaps = {step: {**by_seed, 0: 0.1, 1: 5.0} for step, by_seed in NOTHING.items()}
-    assert first_notice(gaps, NOTHING) is None
+def test_a_ratio_about_one_is_never_noticed_whatever_a_single_seed_says():
+    assert first_notice(_ratios(*[0.92] * 6)) is None
+    scattered = {step: {**by_seed, 0: 0.1} for step, by_seed in _ratios(*[1.5] * 6).items()}
+    assert first_notice(scattered) is None
 
 
-def test_a_gap_of_zero_on_the_other_side_decides_nothing():
-    assert first_notice(_gaps(*[9] * 6), {**NOTHING, 20: dict.fromkeys(SEEDS, 0.0)}) == 30
-
-
-def test_other_seeds_are_refused():
-    with pytest.raises(ValueError, match="the same steps and seeds"):
-        first_notice(NOTHING, {step: {7: 1.0} for step in NOTHING})
+def test_without_a_ratio_a_look_does_not_tell():
+    ratios = _ratios(*[8] * 6)
+    ratios[20][3] = math.nan
+    assert first_notice(ratios) == 30

@@ -52,7 +52,7 @@ def test_bias_reaches_dq_through_delta_and_leaves_dv_alone():
     biased = _gradients(injected_bias(0.2), qkv, dout)
     assert torch.equal(plain[2], biased[2])
     # dO > 0 and out too large: delta grows by the bias, and dQ moves against scale * P k
-    q, k, v = (x.double() for x in qkv)
+    q, k = (x.double() for x in qkv[:2])
     pk = golden_attention(q, k, k, causal=True)
     step = (biased[0].double() - plain[0].double()) * pk
     assert step.sum() < 0
@@ -60,5 +60,5 @@ def test_bias_reaches_dq_through_delta_and_leaves_dv_alone():
 
 
 def test_fp32_has_no_rounding_to_bias():
-    with pytest.raises(ValueError, match="q must be in BF16 or FP16, got torch.float32"):
+    with pytest.raises(ValueError, match=r"q must be in BF16 or FP16, got torch\.float32"):
         injected_bias(0.2)(*_qkv(torch.float32), causal=True)
