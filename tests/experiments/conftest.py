@@ -10,7 +10,7 @@ from stability.cli.experiment import load
 FOLDER = Path(__file__).parents[2] / "experiments"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def experiment(request: pytest.FixtureRequest) -> ModuleType:
     """The experiment that the test's file is named after: test_NAME.py."""
     return load(FOLDER, request.path.stem.removeprefix("test_"))
