@@ -35,7 +35,7 @@ from stability.attention.microbenchmark import everywhere
 from stability.cli.main import main
 from stability.records.experiment_record import Findings, StatedTest
 from stability.report.paper_series import draw_series, rows_by
-from stability.report.paper_style import GREY, log_axis, new_figure
+from stability.report.paper_style import new_figure, print_styles
 
 Rows = Sequence[Mapping[str, Any]]
 Tile = tuple[int, int]
@@ -212,41 +212,38 @@ def _explanation(rows: Rows, settings: Settings) -> str:
 
 
 def draw(rows: Rows) -> Figure:
-    """Draw the difference over the tile's keys, at each format; hollow ends are swapped tiles."""
-    formats = list(dict.fromkeys((row["format"], row["between"]) for row in rows))
+    """Draw the difference over the tile's keys, at each format; hollow marks are swapped tiles."""
     figure = new_figure("column", 3.4)
     axes = figure.add_subplot()
-    series = {
-        NAMES[format] + (", FP64 between" if between == "fp64" else ""): {
-            keys: [value / _smallest(rows, format, between) for value in values]
-            for keys, values in rows_by(
-                rows, "block_k", "max_abs", format=format, between=between
-            ).items()
-        }
-        for format, between in formats
-    }
-    draw_series(axes, series)
-    swapped = [
-        (row["block_k"], row["swapped_max_abs"] / _smallest(rows, row["format"], row["between"]))
-        for row in rows
-        if row["block_k"] != row["block_q"] and row["between"] == "work"
-    ]
-    axes.plot(*zip(*swapped, strict=True), linestyle="none", marker="x", markersize=3, color=GREY)
+    plain, swapped = (_lines(rows, column) for column in ("max_abs", "swapped_max_abs"))
+    draw_series(axes, plain)
+    styles = print_styles(list(plain))
+    for name, line in swapped.items():
+        style = styles[name]
+        means = {keys: sum(values) / len(values) for keys, values in line.items() if keys > 64}
+        hollow = {"markerfacecolor": "white", "markersize": 4.5, "linestyle": "none", "zorder": 3}
+        axes.plot(list(means), list(means.values()), style.marker, color=style.colour, **hollow)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({row["block_k"] for row in rows}))
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_locator(NullLocator())
-    log_axis(axes, "y")
-    axes.set_xlabel("keys in a tile (block_k); x: the tile swapped, a mark a seed")
+    axes.set_ylim(0, None)
+    axes.set_xlabel("keys in a tile (block_k); hollow: swapped")
     axes.set_ylabel("max |flash \N{MINUS SIGN} baseline|,\nover that of the smallest tile")
-    figure.legend(loc="outside upper center", ncols=2)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 
-def _smallest(rows: Rows, format: str, between: str) -> float:
-    """Return the mean of the smallest tile: formats differ by decades."""
-    sram = min(row["sram"] for row in rows)
-    return _mean(rows, "max_abs", format=format, between=between, sram=sram)
+def _lines(rows: Rows, column: str) -> dict[str, dict[float, list[float]]]:
+    """Return `column` over the mean of the smallest tile, by format and then by block_k."""
+    found = {}
+    for format, between in dict.fromkeys((row["format"], row["between"]) for row in rows):
+        only = {"format": format, "between": between}
+        unit = _mean(rows, "max_abs", sram=min(row["sram"] for row in rows), **only)
+        by_keys = rows_by(rows, "block_k", column, **only)
+        name = NAMES[format] + (", FP64 between" if between == "fp64" else "")
+        found[name] = {keys: [value / unit for value in values] for keys, values in by_keys.items()}
+    return found
 
 
 if __name__ == "__main__":

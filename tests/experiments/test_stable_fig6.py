@@ -2,13 +2,12 @@
 
 import pytest
 
+from stability.cli.experiment import load
 from stability.report.paper_style import paper_style
 
 
 @pytest.fixture(scope="module")
 def found(request):
-    from stability.cli.experiment import load
-
     module = load(request.path.parents[2] / "experiments", "stable_fig6")
     return module.measure(module.SIZES["quick"])
 
