@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def measure(settings: Settings) -> Findings:
     alone = [{"what": "exp2", "seed": seed, **_exp2(seed)} for seed in seeds]
     rows = [row for name in INPUTS for seed in seeds for row in _outputs(settings, name, seed)]
     fa4, fp8 = (
-        {name: fmean(_ratios(rows, name, *PAIRS[pair]).values()) for name in ("normal", "climb")}
+        {name: geometric_mean(_ratios(rows, name, *PAIRS[pair]).values()) for name in INPUTS}
         for pair in ("fa4", "fp8")
     )
     cubic, rounded = (fmean(row[name] for row in alone) for name in ("max", "max_bf16"))
