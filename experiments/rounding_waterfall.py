@@ -173,7 +173,7 @@ def _stated(rows: Rows) -> list[StatedTest]:
 
 def _carried(rows: Rows, arm: str) -> StatedTest:
     """State that each carrier makes more than any other point, at the result where it is least."""
-    margins = []
+    margins: list[dict[int, float]] = []
     for what, carriers in CARRIERS[arm].items():
         shares = {point: _share(rows, "normal", arm, what, point) for point in POINTS}
         rest = [share for point, share in shares.items() if point not in carriers]
@@ -186,7 +186,7 @@ def _carried(rows: Rows, arm: str) -> StatedTest:
     least = {seed: min(margin[seed] for margin in margins) for seed in margins[0]}
     named = "; ".join(f"{what}: {', '.join(CARRIERS[arm][what])}" for what in RESULTS)
     statement = f"{arm}: no other point makes as much as ({named})"
-    return mean_within(statement, least, unit="x", above=1, control=True)
+    return ratio_within(statement, least, dict.fromkeys(least, 1.0), above=1, control=True)
 
 
 def _squares(rows: Rows) -> dict[int, float]:
