@@ -143,24 +143,20 @@ def _kernels(device: str, with_peers: bool) -> dict[str, Callable[..., Tensor]]:
 
 
 def _tests(rows: Sequence[Row]) -> list[StatedTest]:
-    bf16, fp16 = ({"batch": "whole", "kernel": "fa2", "format": name} for name in ("bf16", "fp16"))
+    bf16: dict[str, Any] = {"batch": "whole", "kernel": "fa2", "format": "bf16"}
+    fp16 = {**bf16, "format": "fp16"}
     right = sorted({row["kernel"] for row in rows} - {ROUNDED, "all_bf16", *WRONG})
     kept = [row for row in rows if row["kernel"] in right]
     wrong = [row for row in rows if row["kernel"] in WRONG and row["batch"] == "prefix"]
-    control = partial(mean_within, unit="", control=True)
+    control, share = partial(mean_within, unit="", control=True), partial(mean_within, unit="%")
+    outside = by_seed(rows, "outside 1e-3", **bf16)
     return [
-        mean_within(
-            "BF16 fails at 1e-3: elements lie outside",
-            by_seed(rows, "outside 1e-3", **bf16),
-            unit="%",
-            above=0,
-        ),
+        share("BF16 fails at 1e-3: elements lie outside", outside, above=0),
         equal("BF16 passes at 1e-2: none does", by_seed(rows, "outside 1e-2", **bf16).values()),
         equal("FP16 passes at 1e-3", by_seed(rows, "outside 1e-3", **fp16).values(), control=True),
-        mean_within(
+        share(
             "the exact result, rounded once to BF16, fails at 1e-3 as well",
             by_seed(rows, "outside 1e-3", **{**bf16, "kernel": ROUNDED}),
-            unit="%",
             above=0,
             control=True,
         ),

@@ -32,8 +32,9 @@ def draw_series(axes: Axes, series: Mapping[str, ByPlace], *, first_style: int =
             finite = [value for value in by_place[place] if math.isfinite(value)]
             mean = sum(finite) / len(finite) if finite else math.nan
             means.append(mean)
-            below.append(mean - min(finite) if finite else 0.0)
-            above.append(max(finite) - mean if finite else 0.0)
+            # a mean of equal values may miss them by an ULP
+            below.append(max(0.0, mean - min(finite)) if finite else 0.0)
+            above.append(max(0.0, max(finite) - mean) if finite else 0.0)
         axes.errorbar(
             places,
             means,
