@@ -23,11 +23,11 @@ def test_model_preset_loads(path):
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_study_expands_into_arms_of_one_axis(path):
+def test_study_expands_into_arms_of_declared_axes(path):
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert {"# Claim", "# Time", "# Run"} <= {line.split(":")[0] for line in header}
     study = load_study(path, None)
-    axes = {arm.name: axis_of(arm) for arm in expand(study)}
+    axes = {arm.name: axis_of(arm, study.allow_many) for arm in expand(study)}
     assert axes["baseline"] == "none"
     assert study.yardstick in axes
 
