@@ -22,7 +22,8 @@ from matplotlib.figure import Figure
 
 from attention_kernels import baseline_attention, flash_attention
 from attention_kernels.testing import Shape
-from stability.analysis.stated_tests import BySeed, by_seed, equal, monotone
+from stability.analysis.experiment_rows import by_seed
+from stability.analysis.stated_tests import BySeed, equal, monotone
 from stability.attention.inputs import draw as draw_inputs
 from stability.attention.microbenchmark import everywhere
 from stability.cli.main import main

@@ -20,13 +20,23 @@ def chosen(rows: Sequence[Row], **only: object) -> list[Row]:
 
 
 def by_seed(
-    rows: Sequence[Row], value: str, pick: Callable[..., float] = max, **only: object
+    rows: Sequence[Row],
+    value: str,
+    pick: Callable[[list[float]], float] | None = None,
+    /,
+    **only: object,
 ) -> dict[int, float]:
-    """Return by seed the largest (`pick=min`: smallest) `value` of the rows that `only` chooses.
+    """Return by seed the `value` of the rows that `only` chooses; of several what `pick` makes.
 
-    ValueError if it chooses none.
+    ValueError if it chooses none, or several of one seed without a `pick`.
     """
     found: dict[int, list[float]] = {}
     for row in chosen(rows, **only):
-        found.setdefault(row["seed"], []).append(row[value])
-    return {seed: pick(values) for seed, values in found.items()}
+        found.setdefault(row["seed"], []).append(float(row[value]))
+    for seed, values in found.items():
+        if pick is None and len(values) > 1:
+            raise ValueError(
+                f"by_seed: only must leave one row a seed, got {len(values)} of seed {seed} for "
+                f"{value!r} with {only}; name the column that tells them apart, or pick one"
+            )
+    return {seed: pick(values) if pick else values[0] for seed, values in found.items()}

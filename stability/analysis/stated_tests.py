@@ -7,34 +7,14 @@ figures were measured.
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from stability.analysis.intervals import Interval, mean_interval, paired_interval
 from stability.records.experiment_record import StatedTest
 
-__all__ = ["BySeed", "by_seed", "equal", "mean_within", "monotone", "ratio_within"]
+__all__ = ["BySeed", "equal", "mean_within", "monotone", "ratio_within"]
 
 BySeed = Mapping[int, float]
-
-
-def by_seed(rows: Sequence[Mapping[str, Any]], value: str, **only: object) -> dict[int, float]:
-    """Return `value` of an experiment's rows by their seed.
-
-    `only` names the values that other columns must have. ValueError if two such rows have one seed:
-    then `only` names too few columns.
-    """
-    found: dict[int, float] = {}
-    for row in rows:
-        if any(row[name] != wanted for name, wanted in only.items()):
-            continue
-        if row["seed"] in found:
-            raise ValueError(
-                f"by_seed: only must leave one row a seed, got two of seed {row['seed']} "
-                f"for {value!r} with {only}; name the column that tells them apart"
-            )
-        found[row["seed"]] = float(row[value])
-    return found
 
 
 def ratio_within(

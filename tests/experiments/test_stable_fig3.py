@@ -2,7 +2,7 @@
 
 import pytest
 
-from stability.analysis.stated_tests import by_seed
+from stability.analysis.experiment_rows import by_seed
 from stability.report.paper_style import paper_style
 
 

@@ -11,9 +11,15 @@ ROWS = [
 ]
 
 
-def test_by_seed_picks_the_largest_unless_told():
-    assert by_seed(ROWS, "error", format="bf16") == {3: 11.0, 5: 13.0}
+def test_by_seed_picks_among_several():
+    assert by_seed(ROWS, "error", max, format="bf16") == {3: 11.0, 5: 13.0}
     assert by_seed(ROWS, "error", min) == {3: 4.0, 5: 6.0}
+
+
+def test_rows_that_nothing_tells_apart_are_refused():
+    assert by_seed(ROWS, "error", format="fp16") == {3: 4.0, 5: 6.0}
+    with pytest.raises(ValueError, match=r"got 2 of seed 3 for 'error' with {'format': 'bf16'}"):
+        by_seed(ROWS, "error", format="bf16")
 
 
 def test_a_choice_of_nothing_is_refused():
