@@ -43,7 +43,7 @@ ARMS: dict[str, tuple[float, Move, int]] = {
 STANDARD_ERRORS = 5.0
 """A bias is noticed above so many of its own."""
 SIGNALS = {
-    "bias": f"|bias_ulp| / {STANDARD_ERRORS:g} standard errors",
+    "bias": f"|bias_ulp| / {STANDARD_ERRORS:g} s.e.",
     "norm": "norms of W_Q, gap / nudge's",
     "loss": "loss, gap / nudge's",
 }
