@@ -43,6 +43,7 @@ from stability.report.paper_style import GREY, log_axis, new_figure, print_style
 from stability.study.noticing import (
     SIGNALS,
     explosion,
+    first_bias,
     noticed,
     signal_rows,
     training_in_words,
@@ -109,16 +110,17 @@ def measure(settings: Settings) -> Findings:
 
 
 def _failing(settings: Settings, blocks: Tensor) -> Iterator[dict[str, Any]]:
-    """Train the published recipe at beta 1 and 7, and say at which step the loss explodes."""
+    """Train the published recipe at beta 1 and 7: when a bias is told, when the loss explodes."""
     recipe = replace(settings.recipe, steps=settings.failing_steps, probe_every=500)
     for beta in (1, 7):
         changes: dict[str, Any] = {"repeated_max_beta": beta}
         config = AttentionConfig(implementation="flash", profile="stabilised", numerics=changes)
         attention = [resolve_attention(config, torch.device(recipe.device))] * recipe.model.depth
         for seed in range(settings.seeds):
-            losses = train(recipe, attention, blocks, seed=seed).losses
-            end = {"explodes": explosion(losses), "last_loss": losses[-1]}
-            yield {"beta": beta, "seed": seed, **end}
+            course = train(recipe, attention, blocks, seed=seed)
+            told = first_bias(course, recipe.model.depth)
+            end = {"explodes": explosion(course.losses), "last_loss": course.losses[-1]}
+            yield {"beta": beta, "seed": seed, "bias_told": told, **end}
 
 
 def _by_seed(rows: Rows, case: str, points: str, figure: str = "bias_ulp") -> dict[int, float]:
