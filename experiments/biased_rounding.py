@@ -175,13 +175,15 @@ def _on_failing(rows: Rows) -> list[StatedTest]:
 
 
 def _ties_in_words(rows: Rows, worst: str) -> str:
-    bias = {case: _mean(rows, case, ALONE) for case in (UP, DOWN, worst)}
-    size = {case: _mean(rows, case, ALONE, "mean_abs_ulp") for case in bias}
-    return (
-        f"{ALONE} alone in BF16: bias {bias[UP]:+.3f} ULP for v > 0, {bias[DOWN]:+.3f} for v < 0, "
-        f"{bias[worst]:+.4f} at {worst}, the worst; mean absolute error {size[UP]:.2f}, "
-        f"{size[DOWN]:.2f}, {size[worst]:.2f}"
-    )
+    said = []
+    for points in (ALONE, ALL):
+        up, down, beta = (_mean(rows, case, points) for case in (UP, DOWN, worst))
+        size, cured = (_mean(rows, case, points, "mean_abs_ulp") for case in (UP, worst))
+        said.append(
+            f"{points} in BF16: bias {up:+.3f} ULP for v > 0, {down:+.3f} for v < 0, mean absolute "
+            f"error {size:.2f}; at {worst}, the worst, {beta:+.4f} and {cured:.2f}"
+        )
+    return ". ".join(said)
 
 
 def draw(rows: Rows) -> Figure:
