@@ -20,20 +20,20 @@ CASES: dict[str, tuple[TiedRows, int, dict[str, Any]]] = {
     UP: ("tied", 1, _FAILING),
     DOWN: ("tied", -1, _FAILING),
     "no residuals": ("no_residual", 1, _FAILING),
-    "residuals of both signs": ("mixed_residuals", 1, _FAILING),
-    "residuals of both signs, O in FP32": (
+    "mixed residuals": ("mixed_residuals", 1, _FAILING),
+    "mixed residuals, O FP32": (
         "mixed_residuals",
         1,
         {**_FAILING, "output": "fp32"},
     ),
     "a single one": ("untied", 1, _FAILING),
     "P v in FP32": ("tied", 1, {**_FAILING, "accumulator": "fp32"}),
-    "P v and O in FP32": ("tied", 1, {**_FAILING, "accumulator": "fp32", "output": "fp32"}),
+    "P v, O in FP32": ("tied", 1, {**_FAILING, "accumulator": "fp32", "output": "fp32"}),
 }
 """Rows of `tied_inputs`, sign of v, changes of the numerics.
 
-With residuals of both signs the sum of v's loses nothing, l keeps the residuals, and O, rounded
-again, drops what they take away: a bias of 0.05 ULP that is not that of P v.
+With mixed residuals, of both signs, O has a bias of 0.05 ULP that is not that of P v: l holds the
+residuals, and O, rounded again, drops what they take away.
 """
 
 

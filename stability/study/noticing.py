@@ -24,6 +24,7 @@ __all__ = [
     "ARMS",
     "SIGNALS",
     "explosion",
+    "first_bias",
     "noticed",
     "signal_rows",
     "training_in_words",
@@ -43,7 +44,7 @@ ARMS: dict[str, tuple[float, Move, int]] = {
 STANDARD_ERRORS = 5.0
 """A bias is noticed above so many of its own."""
 SIGNALS = {
-    "bias": f"|bias_ulp| / {STANDARD_ERRORS:g} standard errors",
+    "bias": f"|bias_ulp| / {STANDARD_ERRORS:g} s.e.",
     "norm": "norms of W_Q, gap / nudge's",
     "loss": "loss, gap / nudge's",
 }
@@ -86,19 +87,23 @@ def signal_rows(recipe: Recipe, blocks: Tensor, seed: int) -> list[dict[str, Any
 
 
 def _biases(metrics: Mapping[str, float], layer: int, depth: int) -> dict[str, float]:
-    def of(index: int, metric: str) -> float:
-        return metrics[deviation_name(f"layer_{index}", "out", metric)]
-
-    sure = [
-        abs(of(index, "bias_ulp")) / (STANDARD_ERRORS * of(index, "bias_ulp_se"))
-        for index in range(depth)
-    ]
+    sure = [_sureness(metrics, index) for index in range(depth)]
     return {
-        "bias_ulp": of(layer, "bias_ulp"),
-        "error_ratio": of(layer, "error_ratio"),
+        "bias_ulp": metrics[_name(layer, "bias_ulp")],
+        "error_ratio": metrics[_name(layer, "error_ratio")],
         "bias": sure.pop(layer),
         "elsewhere": max(sure),
     }
+
+
+def _sureness(metrics: Mapping[str, float], layer: int) -> float:
+    """Return |bias_ulp| over `STANDARD_ERRORS`."""
+    bias, error = (metrics[_name(layer, metric)] for metric in ("bias_ulp", "bias_ulp_se"))
+    return abs(bias) / (STANDARD_ERRORS * error) if bias else 0.0
+
+
+def _name(layer: int, metric: str) -> str:
+    return deviation_name(f"layer_{layer}", "out", metric)
 
 
 def _gaps(course: Course, clean: Course, step: int, layer: int, recipe: Recipe) -> dict[str, float]:
@@ -158,7 +163,10 @@ def training_tests(rows: Rows) -> list[StatedTest]:
             f"there |bias_ulp| is above {STANDARD_ERRORS:g} standard errors at every look",
             [float(row["bias"] <= 1) for row in biased],
         ),
-        none("nowhere else, and in no other arm", [float(ratio > 1) for ratio in alarms]),
+        none(
+            "in no other layer, and in no other arm, is it at any look",
+            [float(ratio > 1) for ratio in alarms],
+        ),
         none(
             "neither norms of W_Q nor loss tell earlier than bias_ulp",
             [max(0.0, first - other) for other in others],
@@ -175,6 +183,14 @@ def training_in_words(rows: Rows) -> str:
         f"bias_ulp tells {bias}, norms of W_Q {norm}, the loss {loss}; "
         f"as far with no bias: {', '.join(said['coin'])}"
     )
+
+
+def first_bias(course: Course, depth: int) -> int | None:
+    """Return the first probed step at which some layer's bias_ulp tells, None if none does."""
+    for step, metrics in course.probed.items():
+        if any(_sureness(metrics, layer) > 1 for layer in range(depth)):
+            return step
+    return None
 
 
 def explosion(losses: Sequence[float], rise: float = 1.0) -> int | None:

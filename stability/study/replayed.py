@@ -83,20 +83,7 @@ def train(
     """
     settle_vector_math()
     device = torch.device(recipe.device)
-    names = [f"layer_{index}" for index in range(recipe.model.depth)]
-    modules: dict[str, torch.nn.Module] = {}
-    probe = AttentionProbe(
-        ProbeConfig(golden=True, backward=False, inside=True),
-        as_shadows([resolve_attention(SHADOW, device)]),
-        shadow_is_candidate=False,
-        modules=modules,
-    )
-    pairs = zip(names, attention, strict=True)
-    model = GPT(
-        recipe.model,
-        [DualAttention(layer=name, primary=each, probe=probe) for name, each in pairs],
-    )
-    modules.update(model.blocks.named_children())
+    model, probe = _model(recipe.model, attention, device)
     initialise(model, recipe.model.init, seed)
     nudge_weights(model, nudge_ulps, seed)
     model.to(device)
@@ -121,6 +108,26 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.detach())
     return Course(losses=torch.stack(losses).tolist(), probed=probed)
+
+
+def _model(
+    config: ModelConfig, attention: Sequence[ResolvedAttention], device: torch.device
+) -> tuple[GPT, AttentionProbe]:
+    """Return the model on the CPU, and the probe that looks at every layer of it."""
+    modules: dict[str, torch.nn.Module] = {}
+    probe = AttentionProbe(
+        ProbeConfig(golden=True, backward=False, inside=True),
+        as_shadows([resolve_attention(SHADOW, device)]),
+        shadow_is_candidate=False,
+        modules=modules,
+    )
+    layers = [
+        DualAttention(layer=f"layer_{index}", primary=each, probe=probe)
+        for index, each in enumerate(attention)
+    ]
+    model = GPT(config, layers)
+    modules.update(model.blocks.named_children())
+    return model, probe
 
 
 def _optimizer(model: GPT, chosen: OptimizerConfig) -> AdamW:

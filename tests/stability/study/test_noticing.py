@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from stability.config.groups import ModelConfig, OptimizerConfig
-from stability.study.noticing import ARMS, explosion, noticed, signal_rows
-from stability.study.replayed import Recipe, load_blocks
+from stability.study.noticing import ARMS, explosion, first_bias, noticed, signal_rows
+from stability.study.replayed import Course, Recipe, load_blocks
 
 RECIPE = Recipe(
     model=ModelConfig(depth=2, width=32, heads=2, context=32),
@@ -73,6 +73,19 @@ def test_a_signal_is_read_in_its_own_arm():
     ]
     assert noticed(rows, "biased", "loss") == 0
     assert noticed(rows, "coin", "loss") is None
+
+
+def test_the_first_step_is_named_at_which_any_layer_is_biased():
+    def looked(*biases):
+        return {
+            f"deviation/layer_{layer}/out/{name}": value
+            for layer, bias in enumerate(biases)
+            for name, value in (("bias_ulp", bias), ("bias_ulp_se", 0.01))
+        }
+
+    probed = {0: looked(0.04, 0.0), 10: looked(0.0, -0.06), 20: looked(0.2, 0.2)}
+    assert first_bias(Course(losses=[], probed=probed), 2) == 10
+    assert first_bias(Course(losses=[], probed={0: looked(0.04, -0.04)}), 2) is None
 
 
 @pytest.mark.parametrize(
