@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments"
 NAMES = names(FOLDER)
 RESULTS = sorted((FOLDER / "results").glob("*.json"))
-MOST_LINES = 250
+MOST_LINES = 300
 MOST_LETTERS = {"Claim": 220, "Published": 260, "Source": 100}
 """What a cell of a table of six columns holds."""
 

@@ -1,0 +1,282 @@
+"""Flash and baseline attention at BF16, each against FP64: which rounding points make the 10x.
+
+Claim: flash attention at BF16 lies about 10 times as far from FP64 as baseline at BF16.
+Source: arXiv 2405.02803, figure 4
+Published: about 10x; which intermediates were BF16, length and tile are not said
+Varies: the rounding points of flash that are BF16: all (all_bf16), all but one to three that are
+    FP32, or those of fa1, fa2, fa3 and stabilised; the number of key blocks; the seed
+Measured: relative Frobenius and max error against FP64 of out, over those of baseline with every
+    point in BF16; q, k, v are N(0, 1) on the BF16 grid, and without a mask some of the queries
+    stand for all
+Refuted if: with every point of both in BF16 the ratio is not within 5 to 20
+Sizes: cpu: 128 queries, 4096 keys in blocks of 64, 4 heads, head_dim 64, 8 seeds, up to 256 blocks;
+    gpu: 4096 queries, 16 heads; quick: 64 queries, 1024 keys in blocks of 16, 2 heads, 5 seeds
+
+    stability experiment stable_fig4 [--size cpu|gpu]
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from attention_kernels import (
+    BASELINE_PROFILES,
+    PROFILES,
+    FlashNumerics,
+    baseline_attention,
+    flash_attention,
+    golden_attention,
+)
+from attention_kernels.testing import Shape
+from stability.analysis.experiment_rows import by_seed
+from stability.analysis.stated_tests import equal, monotone, ratio_within
+from stability.attention.inputs import draw as draw_inputs
+from stability.attention.microbenchmark import everywhere
+from stability.cli.main import main
+from stability.metrics.deviation import deviation
+from stability.records.experiment_record import Findings, StatedTest
+from stability.report.paper_dots import draw_dots
+from stability.report.paper_series import draw_series, rows_by
+from stability.report.paper_style import GREY, log_axis, new_figure
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How large, in which tiles, up to how many key blocks and how many seeds."""
+
+    queries: int
+    heads: int
+    blocks: int
+    """Key blocks of the table by profile."""
+    tiles: tuple[int, int]
+    """Keys of a block: another tile, and that of the table."""
+    counts: tuple[int, ...]
+    """Key blocks of the sweep, at either tile."""
+    seeds: int
+    device: str = "cpu"
+
+
+COUNTS = (8, 32, 64, 128, 256)
+SIZES = {
+    "quick": Settings(queries=64, heads=2, blocks=64, tiles=(32, 16), counts=(8, 256), seeds=5),
+    "cpu": Settings(queries=128, heads=4, blocks=64, tiles=(16, 64), counts=COUNTS, seeds=8),
+    "gpu": Settings(
+        queries=4096, heads=16, blocks=64, tiles=(16, 64), counts=COUNTS, seeds=8, device="cuda"
+    ),
+}
+ABOUT_TEN = (5.0, 20.0)
+FURTHER, AS_FAR, NEARER = (1.0, float("inf")), (0.9, 1.1), (0.0, 1.0)
+BASELINE, WIDE_BASELINE = "baseline", "baseline, FP32 scores and softmax"
+EVERY, NO_RECURRENCE = "all_bf16", "FP32 statistics, accumulator"
+PROBABILITIES, OUTPUT = "FP32 probabilities", "FP32 output"
+TABLE = {
+    EVERY: FURTHER,
+    "all_bf16, key_outer": FURTHER,
+    PROBABILITIES: FURTHER,
+    OUTPUT: FURTHER,
+    "FP32 scores": FURTHER,
+    "FP32 statistics": FURTHER,
+    "FP32 accumulator": FURTHER,
+    NO_RECURRENCE: AS_FAR,
+    "FP32 statistics, accumulator, scores": NEARER,
+    "fa1": FURTHER,
+    "stabilised": FURTHER,
+    "fa2": NEARER,
+    "fa3": NEARER,
+}
+"""Flash by rounding points ("FP32 scores": all_bf16 but for scores), and where its ratio lies."""
+
+
+def flash_numerics(name: str, block_k: int) -> FlashNumerics:
+    """Return the numerics of a name of `TABLE`, in key blocks of `block_k`."""
+    numerics, _ = everywhere("bf16")
+    if name in PROFILES:
+        numerics = PROFILES[name]
+    elif name.startswith("FP32 "):
+        points = name.removeprefix("FP32 ").split(", ")
+        numerics = numerics.with_(**dict.fromkeys(points, "fp32"))
+    else:
+        numerics = numerics.with_(loop_order="key_outer")
+    return numerics.with_(block_k=block_k)
+
+
+def measure(settings: Settings) -> Findings:
+    """Measure every profile at one number of key blocks, and three of them over that number."""
+    other, tile = settings.tiles
+    rows: list[dict[str, Any]] = []
+    for seed in range(settings.seeds):
+        rows += _errors(settings, "profiles", list(TABLE), settings.blocks, tile, seed)
+        for blocks in settings.counts:
+            sweep = [EVERY, NO_RECURRENCE, "fa2"]
+            rows += _errors(settings, "blocks", sweep, blocks, tile, seed)
+            rows += _errors(settings, "blocks", [EVERY], blocks, other, seed)
+    profiles = [row for row in rows if row["part"] == "profiles"]
+    mean = {
+        name: sum(found.values()) / len(found)
+        for name in TABLE
+        if (found := by_seed(profiles, "rel_ratio", who=name))
+    }
+    published = [
+        ratio_within(
+            f"every point BF16, flash's {words} error is 5 to 20 times baseline's",
+            by_seed(profiles, value, who=EVERY),
+            by_seed(profiles, value, who=BASELINE),
+            above=ABOUT_TEN[0],
+            below=ABOUT_TEN[1],
+        )
+        for words, value in (("relative Frobenius", "rel_fro"), ("max", "max_abs"))
+    ]
+    controls = [*_by_profile(profiles), *_by_blocks(settings, rows)]
+    return Findings(
+        measured=f"relative Frobenius error over that of baseline, every point BF16: all_bf16 "
+        f"{mean[EVERY]:.2g}x, fa1 {mean['fa1']:.2g}x, fa2 {mean['fa2']:.2g}x, over "
+        f"{settings.blocks} key blocks; max error of all_bf16 {published[1].found}",
+        tests=[*published, *controls],
+        rows=rows,
+        explanation="" if all(test.holds for test in published) else _explanation(rows, settings),
+    )
+
+
+def _errors(
+    settings: Settings, part: str, names: Sequence[str], blocks: int, tile: int, seed: int
+) -> list[dict[str, Any]]:
+    """Return a row for both baselines and each of `names`: errors against FP64, and ratios."""
+    heads, keys = settings.heads, blocks * tile
+    shape = Shape(1, heads, heads, settings.queries, keys, 64)
+    q, k, v, _ = draw_inputs("normal", shape, "bf16", seed, settings.device)
+    _, every = everywhere("bf16")
+    wide = BASELINE_PROFILES["plain"].with_(products="fp32", scores="fp32", softmax="fp32")
+    out = {
+        BASELINE: baseline_attention(q, k, v, numerics=every),
+        WIDE_BASELINE: baseline_attention(q, k, v, numerics=wide),
+    }
+    for name in names:
+        out[name] = flash_attention(q, k, v, numerics=flash_numerics(name, tile))
+    golden = golden_attention(q, k, v).double()
+    errors = {name: deviation(x.double(), golden) for name, x in out.items()}
+    place = {"part": part, "tile": tile, "blocks": blocks, "seed": seed}
+    return [
+        {
+            **place,
+            "who": name,
+            "rel_fro": error["rel_fro"],
+            "max_abs": error["max_abs"],
+            "rel_ratio": error["rel_fro"] / errors[BASELINE]["rel_fro"],
+        }
+        for name, error in errors.items()
+    ]
+
+
+def _by_profile(rows: Rows) -> list[StatedTest]:
+    """Return the table by profile: on which side of baseline each lies."""
+    words = {FURTHER: "further away", AS_FAR: "as far away within a tenth", NEARER: "nearer"}
+    raised = [f"{words[side]}: {name}" for name, side in TABLE.items()]
+    nothing = (
+        "FP32 probabilities or output change nothing: P was rounded at statistics, and out is "
+        "stored in BF16"
+    )
+    every = by_seed(rows, "rel_fro", who=EVERY)
+    apart = [
+        by_seed(rows, "rel_fro", who=name)[seed] - every[seed]
+        for name in (PROBABILITIES, OUTPUT)
+        for seed in every
+    ]
+    return [
+        *(
+            _ratio(statement, rows, name, above=above, below=below)
+            for statement, (name, (above, below)) in zip(raised, TABLE.items(), strict=True)
+        ),
+        equal(nothing, apart, control=True),
+        ratio_within(
+            f"5 to 20 times as far as {WIDE_BASELINE}: {EVERY}",
+            every,
+            by_seed(rows, "rel_fro", who=WIDE_BASELINE),
+            above=ABOUT_TEN[0],
+            below=ABOUT_TEN[1],
+            control=True,
+        ),
+    ]
+
+
+def _by_blocks(settings: Settings, rows: Rows) -> list[StatedTest]:
+    """Return what the number of key blocks does to the ratio."""
+    swept = [r for r in rows if r["part"] == "blocks" and r["tile"] == settings.tiles[1]]
+    most = max(settings.counts)
+    ratio = {str(n): by_seed(swept, "rel_ratio", who=EVERY, blocks=n) for n in settings.counts}
+    last = [row for row in swept if row["blocks"] == most]
+    (low, high), (least, greatest) = ABOUT_TEN, AS_FAR
+    return [
+        monotone(f"{EVERY}: the ratio rises with key blocks", ratio, rising=True, control=True),
+        _ratio(
+            f"5 to 20 times, over {most} key blocks: {EVERY}", last, EVERY, above=low, below=high
+        ),
+        _ratio(
+            f"as far away over {most} key blocks too: {NO_RECURRENCE}",
+            last,
+            NO_RECURRENCE,
+            above=least,
+            below=greatest,
+        ),
+    ]
+
+
+def _ratio(statement: str, rows: Rows, who: str, *, above: float, below: float) -> StatedTest:
+    """Return the control that `who` errs so many times what baseline does."""
+    error, plain = (by_seed(rows, "rel_fro", who=name) for name in (who, BASELINE))
+    return ratio_within(statement, error, plain, above=above, below=below, control=True)
+
+
+def _explanation(rows: Rows, settings: Settings) -> str:
+    """Say what makes the distance: the recurrence's roundings, once a key block."""
+    _, tile = settings.tiles
+
+    def mean(who: str, **only: object) -> str:
+        found = by_seed(rows, "rel_ratio", who=who, tile=tile, **only).values()
+        return f"{sum(found) / len(found):.2g}x"
+
+    profiles = {"part": "profiles"}
+    swept = [mean(EVERY, part="blocks", blocks=blocks) for blocks in settings.counts]
+    return (
+        "The distance is made by what is rounded once a key block: with every point in BF16 it is "
+        f"{', '.join(swept)} over {', '.join(map(str, settings.counts))} key blocks, so about 10x "
+        f"names a number of blocks. With statistics and accumulator in FP32 it is "
+        f"{mean(NO_RECURRENCE, **profiles)}, and fa2, whose scores are FP32 as well, is nearer to "
+        f"FP64 than baseline: {mean('fa2', **profiles)}."
+    )
+
+
+def draw(rows: Rows) -> Figure:
+    """Draw the ratio by rounding points, and over the number of key blocks."""
+    figure = new_figure("column", 5.6)
+    upper, lower = figure.subplots(2, 1, height_ratios=(1.5, 1))
+    profiles = [row for row in rows if row["part"] == "profiles" and row["who"] in TABLE]
+    draw_dots(
+        upper,
+        {"": {name: list(by_seed(profiles, "rel_ratio", who=name).values()) for name in TABLE}},
+    )
+    upper.axvline(1, color=GREY, linewidth=0.8)
+    upper.set_xlim(0, None)
+    upper.set_xlabel("error / baseline's, 64 key blocks; a dot a seed")
+    swept = [row for row in rows if row["part"] == "blocks"]
+    tiles = sorted({row["tile"] for row in swept})
+    lines = {
+        f"{who}, {tile} keys a block": rows_by(swept, "blocks", "rel_ratio", who=who, tile=tile)
+        for who, tile in [(EVERY, tiles[-1]), (EVERY, tiles[0]), (NO_RECURRENCE, tiles[-1])]
+    }
+    lines["fa2"] = rows_by(swept, "blocks", "rel_ratio", who="fa2")
+    draw_series(lower, lines)
+    log_axis(lower, "x")
+    log_axis(lower, "y")
+    lower.set_xlabel("key blocks; mean and range of seeds")
+    lower.set_ylabel("error / baseline's")
+    lower.legend(loc="lower center", bbox_to_anchor=(0.3, 1.0))
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main(["experiment", "stable_fig4", *sys.argv[1:]]))
