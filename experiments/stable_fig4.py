@@ -253,27 +253,29 @@ def _explanation(rows: Rows, settings: Settings) -> str:
 def draw(rows: Rows) -> Figure:
     """Draw the ratio by rounding points, and over the number of key blocks."""
     figure = new_figure("column", 5.6)
-    upper, lower = figure.subplots(2, 1, height_ratios=(1.5, 1))
+    upper, lower = figure.subplots(2, 1, height_ratios=(1.8, 1))
     profiles = [row for row in rows if row["part"] == "profiles" and row["who"] in TABLE]
-    draw_dots(
-        upper,
-        {"": {name: list(by_seed(profiles, "rel_ratio", who=name).values()) for name in TABLE}},
-    )
+    by_name = {name: by_seed(profiles, "rel_ratio", who=name) for name in TABLE}
+    named = {
+        name.replace("statistics, ", "statistics,\n"): list(found.values())
+        for name, found in by_name.items()
+    }
+    draw_dots(upper, {"": named})
     upper.axvline(1, color=GREY, linewidth=0.8)
     upper.set_xlim(0, None)
-    upper.set_xlabel("error / baseline's, 64 key blocks; a dot a seed")
+    upper.set_title(f"{profiles[0]['blocks']} key blocks; a dot a seed")
+    upper.set_xlabel("error / baseline's")
     swept = [row for row in rows if row["part"] == "blocks"]
-    tiles = sorted({row["tile"] for row in swept})
     lines = {
-        f"{who}, {tile} keys a block": rows_by(swept, "blocks", "rel_ratio", who=who, tile=tile)
-        for who, tile in [(EVERY, tiles[-1]), (EVERY, tiles[0]), (NO_RECURRENCE, tiles[-1])]
+        f"{EVERY}, {tile} keys a block": rows_by(swept, "blocks", "rel_ratio", who=EVERY, tile=tile)
+        for tile in sorted({row["tile"] for row in swept})
     }
-    lines["fa2"] = rows_by(swept, "blocks", "rel_ratio", who="fa2")
+    lines |= {who: rows_by(swept, "blocks", "rel_ratio", who=who) for who in (NO_RECURRENCE, "fa2")}
     draw_series(lower, lines)
     log_axis(lower, "x")
     log_axis(lower, "y")
-    lower.set_xlabel("key blocks; mean and range of seeds")
-    lower.set_ylabel("error / baseline's")
+    lower.set_xlabel("key blocks")
+    lower.set_ylabel("error / baseline's;\nmean, range of seeds")
     lower.legend(loc="lower center", bbox_to_anchor=(0.3, 1.0))
     return figure
 
