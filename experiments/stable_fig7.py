@@ -9,7 +9,7 @@ Varies: the attention (flash with every point in BF16, as the source rounds; `fa
 Measured: max |difference| and W1 of all weights of separate, otherwise identical BF16-mixed runs
 Refuted if: either is not larger at each snapshot than at the one before
 Sizes: cpu: configs/stable.yaml, 0.37 M weights, 200 steps, 5 seeds; gpu: 33.5 M weights, 2000
-    steps, 5 seeds, about 60 GB of weights on disk; quick: 6,000 weights, 20 steps, 5 seeds
+    steps, 5 seeds, about 50 GB of weights on disk; quick: 7,900 weights, 20 steps, 5 seeds
 
     stability experiment stable_fig7 [--size cpu|gpu]
 

@@ -14,7 +14,7 @@ Measured: W1 and max |difference| of all weights, their robust slope over the st
 Refuted if: flash's slope is above that of two inits, FP16 vs FP32 is not higher or not more
     variable, or low precision over flash is outside of 2 to 5
 Sizes: cpu: configs/stable.yaml, 0.37 M weights, 200 steps, 5 seeds; gpu: 33.5 M weights, 2000
-    steps, 5 seeds, about 100 GB of weights on disk; quick: 6,000 weights, 20 steps, 5 seeds
+    steps, 5 seeds, about 100 GB of weights on disk; quick: 7,900 weights, 20 steps, 5 seeds
 
     stability experiment stable_fig8 [--size cpu|gpu]
 
@@ -167,8 +167,10 @@ def _measured(rows: Rows, settings: Settings) -> str:
         for pair in (FLASH, FA2, INITS, FP16, BF16)
     ]
     ratios = [_ratio(rows, low, flash, settings) for low in (FP16, BF16) for flash in (FLASH, FA2)]
+    floor = median(at_step(rows, INITS, "w1", 0).values())
     return (
-        f"medians of seeds; slope of W1 per step: {', '.join(said)}; "
+        f"medians of seeds; slope of W1 per step: {', '.join(said)} ({INITS} are {floor:.2g} apart "
+        "before any update: two samples of one law); "
         f"W1 at steps {settings.early} and {settings.last}: {'; '.join(ratios)}"
     )
 
