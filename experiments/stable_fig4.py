@@ -257,7 +257,7 @@ def draw(rows: Rows) -> Figure:
     profiles = [row for row in rows if row["part"] == "profiles" and row["who"] in TABLE]
     by_name = {name: by_seed(profiles, "rel_ratio", who=name) for name in TABLE}
     named = {
-        name.replace("statistics, ", "statistics,\n"): list(found.values())
+        name.replace("statistics, accumulator", "stat., acc."): list(found.values())
         for name, found in by_name.items()
     }
     draw_dots(upper, {"": named})
