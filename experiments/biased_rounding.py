@@ -1,9 +1,10 @@
 """Ties in P bias the rounding of P v, and no absolute error tells; which signal sees a bias first.
 
 Claim: in rows whose P is exactly 1 more than once P v is rounded away from zero where v has one
-    sign, and delta = rowsum(dO * O) carries that on, until the loss explodes
+    sign, and delta = rowsum(dO * O) carries that on; the exploding loss is the gpu size's
 Source: arXiv 2510.04212
-Published: each alone cures: O in FP32; P v in FP32; delta = rowsum(dP * P); beta * r for a repeated
+Published: each alone cures: O in FP32 (read as computed so: stored so over a rounded P v it keeps
+    the bias, see P v in BF16); P v in FP32; delta = rowsum(dP * P); beta * r for a repeated
     maximum r > 0, beta in 2 to 8. The size of the bias is not published; derived in this project,
     not published: 0.202 ULP, mean absolute error 0.25 with and without it
 Varies: ties, residuals, sign of v, beta, what is rounded to BF16 (P v alone, or P, P v and O);
@@ -158,7 +159,9 @@ def _on_ties(rows: Rows, worst: str) -> list[StatedTest]:
         ulp(f"{UP}; {ALONE}: 0.202", derived, above=0.182, below=0.222, control=True),
         none(f"no residuals; {ALONE}: no bias", of("no residuals", ALONE), control=True),
         none(f"both signs; P and {ALONE}: no bias", of(f"{mixed}, O FP32", ALL), control=True),
-        ratio(f"{ALONE}: mean |error|, {worst} over biased, is about 1", *alone, below=1.2),
+        ratio(
+            f"{ALONE}: mean |error|, {worst} over biased, is about 1", *alone, above=0.8, below=1.2
+        ),
         ratio(f"{ALL}: it is above 1, the biased is the better", *all_three, above=1),
     ]
 

@@ -181,7 +181,7 @@ def draw(rows: Rows) -> Figure:
     }
     draw_series(upper, lines)
     log_axis(upper, "y")
-    upper.set_ylabel("flash \N{MINUS SIGN} baseline")
+    upper.set_ylabel("flash \N{MINUS SIGN} baseline, units of v")
     upper.legend(loc="lower center", bbox_to_anchor=(0.45, 1.0), ncols=2)
     relative = {
         f"relative difference (%), {name}": {

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from stability.analysis.intervals import Interval, mean_interval, paired_interval
 from stability.records.experiment_record import StatedTest
 
-__all__ = ["BySeed", "equal", "mean_within", "monotone", "ratio_within"]
+__all__ = ["BySeed", "equal", "every", "mean_within", "monotone", "ratio_within"]
 
 BySeed = Mapping[int, float]
 
@@ -101,6 +101,32 @@ def equal(statement: str, differences: Iterable[float], *, control: bool = False
     worst = "a NaN" if any(map(math.isnan, apart)) else f"up to {max(apart, default=0.0):.2g}"
     found = f"0 in all {len(values)}" if not apart else f"{len(apart)} of {len(values)}: {worst}"
     return StatedTest(statement=statement, found=found, holds=not apart, control=control)
+
+
+def every(
+    statement: str,
+    values: Iterable[float],
+    *,
+    unit: str = "",
+    above: float = -math.inf,
+    below: float = math.inf,
+    control: bool = False,
+) -> StatedTest:
+    """Hold `statement` if every one of `values`, in `unit`, lies inside (above, below).
+
+    For tolerances and acceptance rules, which no single case may break. ValueError if there is
+    none.
+    """
+    found = list(values)
+    if not found:
+        raise ValueError("every: values must not be empty; nothing was measured")
+    ends = f"{min(found):.3g} to {max(found):.3g} {unit}".rstrip()
+    return StatedTest(
+        statement=statement,
+        found=f"{ends} in all {len(found)}",
+        holds=all(above < value < below for value in found),
+        control=control,
+    )
 
 
 def _paired_ratios(caller: str, numerator: BySeed, denominator: BySeed) -> dict[int, float]:

@@ -124,7 +124,8 @@ def at_format(numerics: Any, format: str, *, stored: bool = True) -> Any:
 def everywhere(format: str) -> tuple[FlashNumerics, BaselineNumerics]:
     """Return flash and baseline numerics that round to `format` at every rounding point.
 
-    The harshest reading of "at BF16" in arXiv 2405.02803; `all_bf16` is its flash at BF16.
+    The harshest reading of "at BF16" in arXiv 2405.02803; `all_bf16` is its flash at BF16. The
+    baseline's softmax is rounded once, at its end, as PyTorch's is.
     """
     flash, baseline = PROFILES["golden"], BASELINE_PROFILES["golden"]
     points, baseline_points = (

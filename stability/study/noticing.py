@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from stability.analysis.first_notice import first_notice
-from stability.analysis.stated_tests import equal, mean_within
+from stability.analysis.stated_tests import equal, every, mean_within
 from stability.attention.injected_bias import Move, injected_bias
 from stability.records.experiment_record import StatedTest
 from stability.records.names import deviation_name, head_part, watch_name
@@ -142,9 +142,7 @@ def training_tests(rows: Rows) -> list[StatedTest]:
     start = [row for row in biased if row["step"] == 0]
     alarms = [row["elsewhere"] for row in rows]
     alarms += [row["bias"] for row in rows if row["arm"] != "biased"]
-    steps = [noticed(rows, "biased", signal) for signal in SIGNALS]
-    first, *others = (math.inf if step is None else step for step in steps)
-    within, none = partial(mean_within, control=True), partial(equal, control=True)
+    within, always = partial(mean_within, control=True), partial(every, control=True)
     return [
         within(
             f"{SHARE} ULP in a layer: bias_ulp measures it at step 0",
@@ -159,17 +157,22 @@ def training_tests(rows: Rows) -> list[StatedTest]:
             unit="x",
             below=2,
         ),
-        none(
+        always(
             f"there |bias_ulp| is above {STANDARD_ERRORS:g} standard errors at every look",
-            [float(row["bias"] <= 1) for row in biased],
+            [row["bias"] * STANDARD_ERRORS for row in biased],
+            unit="s.e.",
+            above=STANDARD_ERRORS,
         ),
-        none(
+        always(
             "in no other layer, and in no other arm, is it at any look",
-            [float(ratio > 1) for ratio in alarms],
+            [ratio * STANDARD_ERRORS for ratio in alarms],
+            unit="s.e.",
+            below=STANDARD_ERRORS,
         ),
-        none(
-            "neither norms of W_Q nor loss tell earlier than bias_ulp",
-            [max(0.0, first - other) for other in others],
+        equal(
+            "of as large an error with no bias no signal tells",
+            [float(noticed(rows, "coin", signal) is not None) for signal in SIGNALS],
+            control=True,
         ),
     ]
 

@@ -21,7 +21,7 @@ def test_low_precision_prefers_larger_tiles_and_fp32_does_so_only_between_fp64(f
     held = {test.statement: test.holds for test in found.tests}
     assert held["(a) BF16: 256x64 over 64x256 is above 1"]
     assert held["(c) BF16: each larger tile's max is below"]
-    assert held["(b) a square tile and its swap differ by nothing, at each format"]
+    assert held["(b) an oblong tile made square, as many queries as keys, changes no bit of out"]
     assert not held["(c) FP32: each larger tile's max is below"]
     assert all(test.holds for test in found.tests if test.control)
     assert "FP64" in found.explanation
@@ -31,7 +31,7 @@ def test_a_swapped_tile_is_another_tile(found):
     square, wide = ([r for r in found.rows if r["sram"] == sram] for sram in (4096, 65536))
     assert {row["swapped_from_it"] for row in square} == {0.0}
     assert 0.0 not in {row["swapped_from_it"] for row in wide}
-    assert {row["other_block_q"] for row in found.rows} == {0.0}
+    assert {row["made_square"] for row in found.rows} == {0.0}
 
 
 def test_figure_names_its_axes(experiment, found):

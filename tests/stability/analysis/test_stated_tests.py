@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stability.analysis.intervals import mean_interval, paired_interval
-from stability.analysis.stated_tests import equal, mean_within, monotone, ratio_within
+from stability.analysis.stated_tests import equal, every, mean_within, monotone, ratio_within
 
 SEEDS = range(5)
 ONES = dict.fromkeys(SEEDS, 1.0)
@@ -173,3 +173,12 @@ FEW = {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}
 def test_what_decides_nothing_is_an_error(decide, said):
     with pytest.raises(ValueError, match=said):
         decide()
+
+
+def test_every_value_must_lie_inside():
+    assert every("s", [0.5, 0.9], above=0, below=1).holds
+    over = every("s", [0.5, 1.0], unit="x", below=1)
+    assert (over.holds, over.found) == (False, "0.5 to 1 x in all 2")
+    assert not every("s", [math.nan, 0.5], below=1).holds
+    with pytest.raises(ValueError, match="every: values must not be empty"):
+        every("s", [])
