@@ -93,7 +93,8 @@ PAIRS = {
     "fa4": (Case(exp="exp2_polynomial", threshold=8.0), Case()),
     "polynomial": (Case(exp="exp2_polynomial"), Case()),
     "wide": (Case(probabilities="fp32", threshold=8.0), Case(probabilities="fp32")),
-    "fp8": (Case(probabilities="e4m3", threshold=8.0), Case(probabilities="e4m3", factor=True)),
+    "fp8": (Case(probabilities="e4m3", threshold=8.0), Case(probabilities="e4m3")),
+    "factor": (Case(probabilities="e4m3"), Case(probabilities="e4m3", factor=True)),
 }
 """What is held against what."""
 

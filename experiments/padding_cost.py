@@ -143,18 +143,15 @@ def _over_lengths(
 
 def _tests(rows: Sequence[Row], *, one_kernel: bool) -> list[StatedTest]:
     within = partial(mean_within, unit="x")
+    short = sorted({row["length"] for row in rows if row["length"] < SHORT})
     tests = [
         within(
-            f"SDPA is faster at every length below {SHORT} tokens: smallest un-padded / SDPA",
-            _over_lengths(rows, "seconds", "padded", min),
+            f"{length} tokens: SDPA {words}: un-padded / SDPA",
+            _ratios(rows, what, length, "padded"),
             above=1,
-        ),
-        within(
-            f"SDPA takes less memory at every length below {SHORT} tokens: smallest un-padded / "
-            "SDPA",
-            _over_lengths(rows, "mib", "padded", min),
-            above=1,
-        ),
+        )
+        for what, words in (("seconds", "is faster"), ("mib", "takes less memory"))
+        for length in short
     ]
     if not one_kernel:
         return tests

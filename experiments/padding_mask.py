@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from stability.analysis.experiment_rows import Row, by_seed, chosen
-from stability.analysis.stated_tests import equal, mean_within
+from stability.analysis.stated_tests import equal, every
 from stability.attention.padded_llama import (
     VOCABULARY,
     hidden_states,
@@ -139,20 +139,20 @@ def _published(rows: Sequence[Row], unpadded: str) -> list[StatedTest]:
     pair: dict[str, Any] = {"format": "bf16", "pair": f"sdpa, {unpadded}"}
     apart = by_seed(rows, "max_abs", **pair, side="none")
     words = "no padding: SDPA and FlashAttention-2 agree at atol 1e-1: max |a - b|"
-    tests = [mean_within(words, apart, unit="", below=1e-1)]
+    tests = [every(words, apart.values(), below=1e-1)]
     for side in PADDED:
         values = {what: by_seed(rows, what, **pair, side=side) for what in ("valid", "padded")}
         agree = f"{side} padding: valid positions agree at rtol = atol = 4e-2; needed"
-        tests.append(mean_within(agree, values["valid"], unit="", below=4e-2))
+        tests.append(every(agree, values["valid"].values(), below=4e-2))
         differ = f"{side} padding: padded rows do not agree at 4e-2; needed"
-        tests.append(mean_within(differ, values["padded"], unit="", above=4e-2))
+        tests.append(every(differ, values["padded"].values(), above=4e-2))
     zeros = chosen(rows, format="bf16", implementation=unpadded)
     written = "FlashAttention-2's padded rows of attention are zeros, in all layers"
     return [*tests, equal(written, (row["padded_output"] for row in zeros))]
 
 
 def _controls(rows: Sequence[Row], unpadded: str) -> list[StatedTest]:
-    control = partial(mean_within, unit="", control=True)
+    control = partial(every, control=True)
     bf16, fp32 = (
         [row for row in rows if row["format"] == name and "pair" in row] for name in FORMATS
     )
@@ -161,32 +161,34 @@ def _controls(rows: Sequence[Row], unpadded: str) -> list[StatedTest]:
     return [
         control(
             "every pair, eager included, agrees at valid positions at 4e-2; most needed",
-            by_seed(bf16, "valid", max),
+            by_seed(bf16, "valid", max).values(),
             below=4e-2,
         ),
         control(
             "in FP32 every pair agrees at valid positions at 1e-4, so that the rest is rounding",
-            by_seed(fp32, "valid", max),
+            by_seed(fp32, "valid", max).values(),
             below=1e-4,
         ),
         control(
             "right padding: SDPA's padded rows of attention are not zeros; largest",
-            by_seed(rows, "padded_output", format="bf16", side="right", implementation="sdpa"),
+            by_seed(
+                rows, "padded_output", format="bf16", side="right", implementation="sdpa"
+            ).values(),
             above=0,
         ),
         control(
             "right padding, attention of the first layer: needed in padded rows / in valid ones",
-            _ratio(rows, "attention_padded", "attention_valid", **pair, side="right"),
+            _ratio(rows, "attention_padded", "attention_valid", **pair, side="right").values(),
             above=10,
         ),
         control(
             "with padded rows of both set to zero they agree everywhere at 4e-2; most needed",
-            by_seed([row for row in rows if row["side"] in PADDED], "zeroed", max, **pair),
+            by_seed([row for row in rows if row["side"] in PADDED], "zeroed", max, **pair).values(),
             below=4e-2,
         ),
         control(
             "left padding, SDPA with rows that see no key opened: padded rows differ; needed",
-            by_seed(rows, "padded", **opened, side="left"),
+            by_seed(rows, "padded", **opened, side="left").values(),
             above=4e-2,
         ),
     ]

@@ -73,17 +73,26 @@ def experiment(
             "experiment: size must be one that this machine can run, got 'gpu' without a CUDA "
             "device; try cpu"
         )
-    fine = True
-    for each in chosen:
-        record = _run(folder, each, size)
-        if size in KEPT:  # first of all: it took minutes
-            write_experiment(_result(folder, each, size), record)
-        print_experiment(_described(folder, each), record, console)
-        if size in KEPT:
-            _draw(folder, each, size)
-            _write_page(folder)
-        fine = fine and record.controls_hold
-    return 0 if fine else 1
+    fine = [_run_and_keep(folder, each, size, console, others=len(chosen) > 1) for each in chosen]
+    return 0 if all(fine) else 1
+
+
+def _run_and_keep(folder: Path, name: str, size: str, console: Console, *, others: bool) -> bool:
+    """Run one experiment; False if a control failed, or it did and there are `others` to run."""
+    try:
+        record = _run(folder, name, size)
+    except (ValueError, RuntimeError) as error:
+        if not others:
+            raise
+        console.print(f"{name}: {error}", markup=False, highlight=False)
+        return False
+    if size in KEPT:  # first of all: it took minutes
+        write_experiment(_result(folder, name, size), record)
+    print_experiment(_described(folder, name), record, console)
+    if size in KEPT:
+        _draw(folder, name, size)
+        _write_page(folder)
+    return record.controls_hold
 
 
 def experiments_folder() -> Path:
@@ -134,6 +143,7 @@ def _write_page(folder: Path) -> None:
 def _run(folder: Path, name: str, size: str) -> ExperimentRecord:
     module = load(folder, name)
     settings = module.SIZES[size]
+    commit = _commit(folder)  # before, while what is on disk is what has been loaded
     start = time.monotonic()
     findings: Findings = module.measure(settings)
     return ExperimentRecord(
@@ -146,7 +156,7 @@ def _run(folder: Path, name: str, size: str) -> ExperimentRecord:
         rows=[jsonable(row) for row in findings.rows],
         hardware=hardware("cuda" if size == "gpu" else "cpu"),
         versions=versions(),
-        commit=_commit(folder),
+        commit=commit,
         seconds=round(time.monotonic() - start, 1),
     )
 

@@ -77,7 +77,14 @@ def test_kept_result_is_of_the_settings_of_today_and_drawn(path):
     assert record.settings == jsonable(dataclasses.asdict(settings)), "stale: run it again"
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert record.controls_hold
+    assert re.fullmatch(r"[0-9a-f]{7,40}", record.commit), "not of a commit: run it again"
     assert record.agrees == "yes" or record.explanation, "a control must show why"
+
+
+def test_all_cpu_sizes_take_half_an_hour_at_most():
+    seconds = [read_experiment(path).seconds for path in RESULTS if path.stem.endswith(".cpu")]
+    assert len(seconds) == len(NAMES)
+    assert sum(seconds) <= 1800
 
 
 def test_the_page_is_what_the_records_say():

@@ -22,9 +22,11 @@ def _largest(row):
     return max(POINTS, key=lambda point: row[point])
 
 
-def test_every_statement_holds(found):
-    assert [test.statement for test in found.tests if not test.holds] == []
+def test_every_statement_holds_but_the_cure_that_leaves_o_in_bf16(found):
+    (broken,) = [test for test in found.tests if not test.holds]
+    assert broken.statement == "P V in FP32 leaves less than half of it"
     assert sum(not test.control for test in found.tests) == 3
+    assert "O is still stored in BF16" in found.explanation
 
 
 def test_dq_errs_by_o_only_where_v_has_one_sign(found):

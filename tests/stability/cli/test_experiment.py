@@ -110,6 +110,21 @@ def test_all_runs_each_and_one_failed_control_fails_it(folder):
     assert page.index("[toy](#toy-cpu)") < page.index("[unsound](#unsound-cpu)")
 
 
+def test_all_goes_on_after_one_that_cannot_run(folder, capsys):
+    text = (folder / "toy.py").read_text()
+    assert "def measure(settings" in text
+    broken = text.replace(
+        "def measure(settings",
+        "def measure(other):\n    raise ValueError('no luck')\n\n\ndef unused(settings",
+    )
+    (folder / "a_toy.py").write_text(broken)
+    assert main(["experiment", "all"]) == 1
+    assert "a_toy: no luck" in _said(capsys)
+    assert (folder / "results" / "toy.cpu.json").exists()
+    with pytest.raises(SystemExit, match="2"):
+        main(["experiment", "a_toy"])
+
+
 def test_without_a_name_all_are_listed(folder, capsys):
     assert main(["experiment", "toy"]) == 0
     capsys.readouterr()
