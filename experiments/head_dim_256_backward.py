@@ -245,7 +245,7 @@ def draw(rows: Rows) -> Figure:
     largest = [[row["of_budget"] for row in rows if row["kernel"] == name] for name in names]
     for place, values in enumerate(largest):
         right.plot([min(values), max(values)], [place] * 2, color=OKABE_ITO[0], marker="|")
-    right.axvline(1.0, color=GREY, linestyle="--", linewidth=0.8)
+    right.axvline(1.0, color=GREY, linewidth=0.8)
     log_axis(right, "x")
     left.set_yticks(range(len(names)), names)
     left.set_ylim(len(names) - 0.5, -0.5)

@@ -12,7 +12,8 @@ from stability.analysis.intervals import paired_interval
 __all__ = ["LOOKS", "first_notice"]
 
 LOOKS = 3
-"""Looks in a row that must tell: a single one does by chance once in twenty at a level of 0.9."""
+"""Looks in a row that must tell: a single one does by chance once in twenty at a level of 0.9.
+Looks of one run are not independent, so this is a rule and no level of its own."""
 
 
 def first_notice(ratios: Mapping[int, Mapping[int, float]], level: float = 0.9) -> int | None:
