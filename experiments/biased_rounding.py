@@ -33,6 +33,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from stability.analysis.experiment_rows import by_seed
 from stability.analysis.stated_tests import equal, mean_within, ratio_within
 from stability.attention.registry import resolve_attention
 from stability.attention.tie_cases import ALL, ALONE, DOWN, UP, beta_case, tie_rows
@@ -125,8 +126,7 @@ def _failing(settings: Settings, blocks: Tensor) -> Iterator[dict[str, Any]]:
 
 
 def _by_seed(rows: Rows, case: str, points: str, figure: str = "bias_ulp") -> dict[int, float]:
-    wanted = [row for row in rows if (row["case"], row["points"]) == (case, points)]
-    return {row["seed"]: row[figure] for row in wanted}
+    return by_seed(rows, figure, case=case, points=points)
 
 
 def _mean(rows: Rows, case: str, points: str, figure: str = "bias_ulp") -> float:

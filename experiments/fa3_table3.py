@@ -33,6 +33,7 @@ from attention_kernels import (
     flash_attention,
     golden_attention,
 )
+from stability.analysis.experiment_rows import by_seed
 from stability.analysis.intervals import paired_interval
 from stability.analysis.stated_tests import ratio_within
 from stability.attention.inputs import draw as draw_inputs
@@ -150,9 +151,7 @@ def _by_seed(
     rows: Rows, cell: str, *, printed_scale: bool, inputs: str = "outliers"
 ) -> dict[int, float]:
     """Return a cell's RMSE by seed."""
-    wanted = {"cell": cell, "printed_scale": printed_scale, "inputs": inputs}
-    chosen = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
-    return {row["seed"]: row["rmse"] for row in chosen}
+    return by_seed(rows, "rmse", cell=cell, printed_scale=printed_scale, inputs=inputs)
 
 
 def _ratios(rmse: Mapping[str, BySeed]) -> list[StatedTest]:

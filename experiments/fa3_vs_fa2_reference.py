@@ -28,6 +28,7 @@ from torch import Tensor
 from attention_kernels import PROFILES, attention, flash_attention, golden_attention
 from attention_kernels.peers import peers
 from attention_kernels.testing import Shape
+from stability.analysis.experiment_rows import by_seed
 from stability.analysis.intervals import paired_interval
 from stability.analysis.stated_tests import equal, ratio_within
 from stability.attention.inputs import draw as draw_inputs
@@ -149,11 +150,7 @@ def _rel_fro(out: Tensor, reference: Tensor) -> float:
 
 
 def _by_seed(rows: Rows, reference: str, candidate: str) -> BySeed:
-    return {
-        row["seed"]: row["rel_fro"]
-        for row in rows
-        if (row["reference"], row["candidate"]) == (reference, candidate)
-    }
+    return by_seed(rows, "rel_fro", reference=reference, candidate=candidate)
 
 
 def _measured(rows: Rows, kernels: Sequence[str]) -> str:

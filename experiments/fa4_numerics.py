@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 from attention_kernels import PROFILES, FlashNumerics, flash_attention, golden_attention, round_to
 from attention_kernels.testing import Shape
 from attention_kernels.twin_arithmetic import exponential
+from stability.analysis.experiment_rows import by_seed
 from stability.analysis.stated_tests import mean_within, ratio_within
 from stability.attention.inputs import Inputs, on_grid
 from stability.attention.inputs import draw as draw_inputs
@@ -206,8 +207,7 @@ def _stated(alone: Rows, rows: Rows) -> list[StatedTest]:
 
 def _errors(rows: Rows, name: str, case: Case, metric: str = "rel_fro") -> dict[int, float]:
     """Return a metric of a case by seed."""
-    wanted = {"what": "out", "inputs": name, **asdict(case)}
-    return {row["seed"]: row[metric] for row in rows if wanted.items() <= row.items()}
+    return by_seed(rows, metric, what="out", inputs=name, **asdict(case))
 
 
 def _ratios(rows: Rows, name: str, case: Case, other: Case) -> dict[int, float]:

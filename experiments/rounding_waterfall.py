@@ -27,6 +27,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from stability.analysis.experiment_rows import by_seed
 from stability.analysis.stated_tests import mean_within, ratio_within
 from stability.attention.inputs import draw as draw_inputs
 from stability.attention.microbenchmark import Problem
@@ -158,8 +159,7 @@ def _over(part: Mapping[int, float], whole: Mapping[int, float]) -> dict[int, fl
 
 
 def _column(rows: Rows, law: str, arm: str, what: str, name: str) -> dict[int, float]:
-    wanted = {"inputs": law, "arm": arm, "what": what}
-    return {row["seed"]: row[name] for row in rows if wanted.items() <= row.items()}
+    return by_seed(rows, name, inputs=law, arm=arm, what=what)
 
 
 def _stated(rows: Rows) -> list[StatedTest]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stability.analysis.experiment_rows import by_seed
 from stability.analysis.pair_proof import prove_pair
 from stability.metrics.drift import ALL, drift
 from stability.metrics.growth import drift_slope
@@ -46,7 +47,7 @@ def pair_drift(
 
 def at_step(rows: Rows, pair: str, metric: str, step: int) -> dict[int, float]:
     """Return a metric of `pair` at `step`, by seed."""
-    return {r["seed"]: r[metric] for r in rows if r["pair"] == pair and r["step"] == step}
+    return by_seed(rows, metric, pair=pair, step=step)
 
 
 def slopes(rows: Rows, pair: str, metric: str) -> dict[int, float]:
