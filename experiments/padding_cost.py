@@ -80,7 +80,7 @@ def measure(settings: Settings) -> Findings:
     tests = _tests(rows, one_kernel=not on_gpu)
     agrees = all(test.holds for test in tests if not test.control)
     return Findings(
-        measured=_sentence(rows),
+        measured=_sentence(rows, one_kernel=not on_gpu),
         tests=tests,
         rows=rows,
         explanation="" if agrees else _explanation(rows),
@@ -192,11 +192,12 @@ def _all(rows: Sequence[Row], what: str, padding: str) -> str:
     return ", ".join(f"{_mean(rows, what, length, padding):.2f}x" for length in lengths)
 
 
-def _sentence(rows: Sequence[Row]) -> str:
+def _sentence(rows: Sequence[Row], *, one_kernel: bool) -> str:
     lengths = ", ".join(str(length) for length in sorted({row["length"] for row in rows}))
+    stands = " (PyTorch's kernel, a call a sequence, for FlashAttention-2)" if one_kernel else ""
     return (
-        f"un-padded / SDPA at {lengths} tokens: time {_all(rows, 'seconds', 'padded')}; memory "
-        f"{_all(rows, 'mib', 'padded')}"
+        f"un-padded{stands} / SDPA at {lengths} tokens: time {_all(rows, 'seconds', 'padded')}; "
+        f"memory {_all(rows, 'mib', 'padded')}"
     )
 
 
