@@ -22,6 +22,12 @@ def test_right_kernels_keep_the_budget_and_the_wrong_port_does_not(found):
     }
     assert max(max(of_budget[name]) for name in ("fa2", "fa3", "fast_path(256)")) < 0.9
     assert min(of_budget["wrong port"]) > 10
+    narrow, fa2 = (
+        [row for row in found.rows if row["kernel"] == name]
+        for name in ("fa2, narrow dK, dV", "fa2")
+    )
+    assert [row["dq"] for row in narrow] == [row["dq"] for row in fa2]
+    assert sum(row["dv"] for row in narrow) > 1.1 * sum(row["dv"] for row in fa2)
     # each: 5 seeds, 2 formats, 2 lengths, causal and not
     assert {len(values) for values in of_budget.values()} == {40}
 
