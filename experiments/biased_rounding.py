@@ -3,12 +3,12 @@
 Claim: in rows whose P is exactly 1 more than once P v is rounded away from zero where v has one
     sign, and delta = rowsum(dO * O) carries that on; the exploding loss is the gpu size's
 Source: arXiv 2510.04212
-Published: each alone cures: O in FP32 (read as computed so: stored so over a rounded P v it keeps
-    the bias, see P v in BF16); P v in FP32; delta = rowsum(dP * P); beta * r for a repeated
+Published: each alone cures: O in FP32; P v in FP32; delta = rowsum(dP * P); beta * r for a repeated
     maximum r > 0, beta in 2 to 8. The size of the bias is not published; derived in this project,
     not published: 0.202 ULP, mean absolute error 0.25 with and without it
 Varies: ties, residuals, sign of v, beta, what is rounded to BF16 (P v alone, or P, P v and O);
-    then out of one layer of a GPT, 0.2 ULP too large on average, beside a coin (as far, no bias)
+    O in FP32 is read as computed so, since stored so over a rounded P v it keeps the bias (P v in
+    BF16); then out of one layer of a GPT, 0.2 ULP too large on average, beside a coin (as far, no bias)
     and a nudge (each weight by 1 ULP of FP32), all on the batches of a clean arm
 Measured: mean signed and absolute error of out in ULPs of BF16 against FP64, all 32 keys in one
     tile, statistics in FP32; of delta, in ULPs of out; in training bias_ulp of each layer, gaps of
