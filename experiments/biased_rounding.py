@@ -8,8 +8,8 @@ Published: each alone cures: O in FP32; P v in FP32; delta = rowsum(dP * P); bet
     not published: 0.202 ULP, mean absolute error 0.25 with and without it
 Varies: ties, residuals, sign of v, beta, what is rounded to BF16 (P v alone, or P, P v and O);
     O in FP32 is read as computed so, since stored so over a rounded P v it keeps the bias (P v in
-    BF16); then out of one layer of a GPT, 0.2 ULP too large on average, beside a coin (as far, no bias)
-    and a nudge (each weight by 1 ULP of FP32), all on the batches of a clean arm
+    BF16); then out of one layer of a GPT, 0.2 ULP too large on average, beside a coin (as far, no
+    bias) and a nudge (each weight by 1 ULP of FP32), all on the batches of a clean arm
 Measured: mean signed and absolute error of out in ULPs of BF16 against FP64, all 32 keys in one
     tile, statistics in FP32; of delta, in ULPs of out; in training bias_ulp of each layer, gaps of
     the spectral norms of W_Q and of the loss, noticed when three looks in a row exceed the nudge's
