@@ -47,7 +47,7 @@ def experiment(
 
     Args:
         name: the experiment, e.g. stable_fig3, or all
-        size: cpu (minutes) and gpu (as published) are kept in experiments/; quick (seconds) is not
+        size: cpu (minutes) and gpu (hours) are kept in experiments/; quick (seconds) is not
         redraw: run nothing; draw figure and table anew from the result that is kept
     """
     folder = experiments_folder()
