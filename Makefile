@@ -43,7 +43,7 @@ experiments: $(INSTALLED)
 # Needs an NVIDIA GPU. With GPU_PYTHON=python3, a python that has torch, Triton and pytest already,
 # nothing is installed, and the demo runs only if that python has the other dependencies too.
 GPU_PYTHON ?= $(BIN)/python
-GPU_TESTS = $(shell grep -l 'mark.gpu' tests/kernels/*.py)
+GPU_TESTS = $(shell grep -rl "mark.gpu" --include="*.py" tests/kernels)
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 	PYTHONPATH=kernels:. $(GPU_PYTHON) -m pytest -q -m gpu --confcutdir=tests/kernels $(GPU_TESTS)
 	PYTHONPATH=kernels $(GPU_PYTHON) kernels/benchmarks/run.py --device cuda --json kernels/benchmarks/results/cuda.json

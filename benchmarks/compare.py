@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stability.analysis.comparison import compare_weights
-from stability.records.weights import open_weights
+from stability.records.weight_files import open_weights
 
 VOCABULARY, CONTEXT, WIDTH, BLOCKS = 50257, 1024, 768, 12
 LARGEST = 4 * VOCABULARY * WIDTH / 1e6

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from stability.attention.schedule import Schedule
-from stability.attention.session import shadow
 from stability.config.load import load_study
 from stability.config.schema import ArmConfig
+from stability.intercept.session import shadow
 from stability.metrics.deviation import compare
+from stability.probe.schedule import Schedule
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
 from stability.study.assemble import assemble, load_data, make_trainer

@@ -25,14 +25,13 @@ from pathlib import Path
 
 import numpy as np
 
-from stability.analysis.recorded import read_study
+from stability.analysis.study_records import read_study
 from stability.metrics.deviation import ULP_EDGES
 from stability.metrics.drift import DRIFT_METRICS
 from stability.records.events import Event, log_event
-from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import Manifest, environment, write_manifest
 from stability.records.metric_log import MetricLog
-from stability.records.names import (
+from stability.records.metric_names import (
     BATCH_HASH,
     TRAIN_LOSS,
     ULP_HISTOGRAM,
@@ -40,8 +39,9 @@ from stability.records.names import (
     drift_name,
     watch_name,
 )
+from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import file_checksum, write_sealed
-from stability.report.html import write_report
+from stability.report.page.html import write_report
 
 STEPS, LAYERS, SEEDS = 2000, 48, 5
 SECONDS_LIMIT, MEMORY_LIMIT, SIZE_LIMIT = 20.0, 1000.0, 15.0

@@ -22,7 +22,6 @@ Sizes: cpu: 96 heads of 64 rows, 12 seeds; a GPT of 4 layers, width 64, context 
     stability experiment biased_rounding [--size cpu|gpu]
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,16 +32,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from stability.analysis.experiment_rows import by_seed
-from stability.analysis.stated_tests import equal, mean_within, ratio_within
-from stability.attention.registry import resolve_attention
-from stability.attention.tie_cases import ALL, ALONE, DOWN, UP, beta_case, tie_rows
-from stability.cli.main import main
-from stability.config.groups import AttentionConfig, DataConfig, ModelConfig, OptimizerConfig
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.paper_series import draw_series, rows_by
-from stability.report.paper_style import GREY, log_axis, new_figure, print_styles
-from stability.study.noticing import (
+from experiments.kit.noticing import (
     SIGNALS,
     explosion,
     first_bias,
@@ -52,7 +42,15 @@ from stability.study.noticing import (
     training_tests,
     when_noticed,
 )
-from stability.study.replayed import Recipe, load_blocks, train
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.replay import Recipe, load_blocks, train
+from experiments.kit.rows import by_seed
+from experiments.kit.series import draw_series, rows_by
+from experiments.kit.tie_cases import ALL, ALONE, DOWN, UP, beta_case, tie_rows
+from stability.analysis.stated_tests import equal, mean_within, ratio_within
+from stability.config.groups import AttentionConfig, DataConfig, ModelConfig, OptimizerConfig
+from stability.probe.registry import resolve_attention
+from stability.report.paper.style import GREY, log_axis, new_figure, print_styles
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -245,7 +243,3 @@ def _draw_training(axes: Axes, rows: Rows) -> None:
     axes.set_xlabel("step; \N{BLACK DOWN-POINTING TRIANGLE} first told")
     axes.set_ylabel("signal / noise; mean, range")
     axes.legend(loc="lower center", bbox_to_anchor=(0.42, 1.02))
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "biased_rounding", *sys.argv[1:]]))

@@ -17,7 +17,6 @@ Sizes: cpu: length 4096, 2 heads, 6 seeds (the paper names neither length nor he
     stability experiment fa3_table3 [--size cpu|gpu]
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,15 +32,14 @@ from attention_kernels import (
     flash_attention,
     golden_attention,
 )
-from stability.analysis.experiment_rows import by_seed
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.rows import by_seed
 from stability.analysis.intervals import paired_interval
 from stability.analysis.stated_tests import ratio_within
-from stability.attention.inputs import draw as draw_inputs
-from stability.attention.presets import FA3_TABLE3, fa3_table3
-from stability.cli.main import main
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.palette import OKABE_ITO
-from stability.report.paper_style import log_axis, new_figure
+from stability.probe.inputs import draw as draw_inputs
+from stability.probe.published import FA3_TABLE3, fa3_table3
+from stability.report.paper.style import log_axis, new_figure
+from stability.report.view.palette import OKABE_ITO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +270,3 @@ def draw(rows: Rows) -> Figure:
     axes.set_xlabel("RMSE of out (in units of v)\nmean and range of seeds")
     figure.legend(loc="outside upper center", ncols=3)
     return figure
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "fa3_table3", *sys.argv[1:]]))

@@ -17,7 +17,6 @@ Sizes: cpu: batch 1, length 4096, 8 heads, 6 seeds, a quarter of the batch and h
     stability experiment fa3_vs_fa2_reference [--size cpu|gpu]
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,16 +25,15 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention_kernels import PROFILES, attention, flash_attention, golden_attention
-from attention_kernels.peers import peers
+from attention_kernels.peers.registry import peers
 from attention_kernels.testing import Shape
-from stability.analysis.experiment_rows import by_seed
+from experiments.kit.record import Findings
+from experiments.kit.rows import by_seed
 from stability.analysis.intervals import paired_interval
 from stability.analysis.stated_tests import equal, ratio_within
-from stability.attention.inputs import draw as draw_inputs
-from stability.cli.main import main
-from stability.records.experiment_record import Findings
-from stability.report.palette import OKABE_ITO
-from stability.report.paper_style import log_axis, new_figure
+from stability.probe.inputs import draw as draw_inputs
+from stability.report.paper.style import log_axis, new_figure
+from stability.report.view.palette import OKABE_ITO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +198,3 @@ def draw(rows: Rows) -> Figure:
     axes.set_xlabel("relative Frobenius error of out")
     figure.legend(loc="outside upper center", ncols=1)
     return figure
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "fa3_vs_fa2_reference", *sys.argv[1:]]))

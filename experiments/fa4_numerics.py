@@ -17,7 +17,6 @@ Sizes: cpu: length 512, 2 heads, head_dim 64, 8 seeds; gpu: length 8192, 16 head
 """
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,17 +29,16 @@ from matplotlib.figure import Figure
 
 from attention_kernels import PROFILES, FlashNumerics, flash_attention, golden_attention, round_to
 from attention_kernels.testing import Shape
-from attention_kernels.twin_arithmetic import exponential
-from stability.analysis.experiment_rows import by_seed
+from attention_kernels.twin.arithmetic import exponential
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.rows import by_seed
+from experiments.kit.series import draw_series
 from stability.analysis.stated_tests import mean_within, ratio_within
-from stability.attention.inputs import Inputs, on_grid
-from stability.attention.inputs import draw as draw_inputs
-from stability.attention.microbenchmark import at_format
-from stability.cli.main import main
 from stability.metrics.deviation import deviation
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.paper_series import draw_series
-from stability.report.paper_style import log_axis, new_figure
+from stability.probe.inputs import Inputs, on_grid
+from stability.probe.inputs import draw as draw_inputs
+from stability.probe.microbenchmark import at_format
+from stability.report.paper.style import log_axis, new_figure
 
 INPUTS = {"normal": "N(0, 1)", "outliers": "outliers", "large": "N(0, 16)", "climb": "climbing"}
 Rows = Sequence[Mapping[str, Any]]
@@ -244,7 +242,3 @@ def _panel(axes: Axes, lines: Mapping[str, Any], label: str, places: Sequence[fl
     draw_series(axes, lines)
     axes.set_xlabel(label)
     axes.set_xticks(places, [f"{place:g}" for place in places])
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "fa4_numerics", *sys.argv[1:]]))

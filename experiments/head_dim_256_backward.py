@@ -23,7 +23,6 @@ Sizes: cpu: flash-attn's ten pairs of lengths, 108 to 2048, batch 1, 1 head, 5 s
 
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,18 +39,17 @@ from attention_kernels import (
     flash_attention,
     golden_attention,
 )
-from attention_kernels.peers import peers
+from attention_kernels.peers.registry import peers
 from attention_kernels.profiles import fast_path
 from attention_kernels.testing import Shape, with_gradients
-from stability.analysis.experiment_rows import by_seed
+from experiments.kit.mismatches import mismatches, together
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.rows import by_seed
+from experiments.kit.speed import tflops
 from stability.analysis.stated_tests import equal, every, mean_within, ratio_within
-from stability.attention.inputs import draw as draw_inputs
-from stability.attention.speed import tflops
-from stability.cli.main import main
-from stability.metrics.mismatches import mismatches, together
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.palette import OKABE_ITO
-from stability.report.paper_style import GREY, log_axis, new_figure
+from stability.probe.inputs import draw as draw_inputs
+from stability.report.paper.style import GREY, log_axis, new_figure
+from stability.report.view.palette import OKABE_ITO
 
 GRID = ((113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256))
 GRID += ((1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048))
@@ -290,7 +288,3 @@ def draw(rows: Rows) -> Figure:
     right.set_xlabel("largest error\n(budgets), all cases")
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "head_dim_256_backward", *sys.argv[1:]]))

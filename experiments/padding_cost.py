@@ -18,7 +18,6 @@ Sizes: cpu: width 512, 8 heads on 4, 256 to 4096 tokens; gpu: width 2048, 32 hea
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,15 +28,14 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from stability.analysis.experiment_rows import Row, by_seed, chosen
+from experiments.kit.padded_llama import VOCABULARY, padding_mask, random_llama
+from experiments.kit.peak_allocation import peak_allocation
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.rows import Row, by_seed, chosen
+from experiments.kit.series import draw_series
+from experiments.kit.transformers_unpadded import flash_attention_2, register_unpadded
 from stability.analysis.stated_tests import mean_within
-from stability.attention.padded_llama import VOCABULARY, padding_mask, random_llama
-from stability.attention.transformers_unpadded import flash_attention_2, register_unpadded
-from stability.cli.main import main
-from stability.metrics.peak_allocation import peak_allocation
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.paper_series import draw_series
-from stability.report.paper_style import GREY, log_axis, new_figure
+from stability.report.paper.style import GREY, log_axis, new_figure
 
 SHORT = 3000
 EAGER_TO = 2048
@@ -241,7 +239,3 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes.set_xlabel("length (tokens)")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=1)
     return figure
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "padding_cost", *sys.argv[1:]]))

@@ -21,7 +21,6 @@ Sizes: cpu: BF16, 4 layers, width 256, 4 heads on 2, transformers' default law o
 
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,20 +30,19 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from stability.analysis.experiment_rows import Row, by_seed, chosen
-from stability.analysis.stated_tests import equal, every
-from stability.attention.padded_llama import (
+from experiments.kit.dots import draw_dots
+from experiments.kit.padded_llama import (
     VOCABULARY,
     hidden_states,
     padding_mask,
     random_llama,
     register_opened,
 )
-from stability.attention.transformers_unpadded import flash_attention_2, register_unpadded
-from stability.cli.main import main
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.paper_dots import draw_dots
-from stability.report.paper_style import GREY, log_axis, new_figure
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.rows import Row, by_seed, chosen
+from experiments.kit.transformers_unpadded import flash_attention_2, register_unpadded
+from stability.analysis.stated_tests import equal, every
+from stability.report.paper.style import GREY, log_axis, new_figure
 
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SIDES = ("none", "left", "right")
@@ -245,7 +243,3 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes.set_xlabel("rtol = atol needed, last hidden state;\na dot a seed, none where it is 0")
     axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1))
     return figure
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "padding_mask", *sys.argv[1:]]))

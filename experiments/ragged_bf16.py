@@ -19,7 +19,6 @@ Sizes: cpu: 8 heads on 2, head_dim 64, whole: 7 to 512 tokens, prefix: 4000 keys
 """
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,17 +35,16 @@ from attention_kernels import (
     flash_attention,
     golden_attention,
 )
-from attention_kernels.peers import PEERS, peers
+from attention_kernels.peers.registry import PEERS, peers
 from attention_kernels.testing import error_budget
-from stability.analysis.experiment_rows import Row, by_seed, chosen
+from experiments.kit.dots import draw_dots
+from experiments.kit.planted_faults import last_key_skipped, scale_off
+from experiments.kit.ragged_inputs import draw_ragged
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.rows import Row, by_seed, chosen
+from experiments.kit.series import draw_series
 from stability.analysis.stated_tests import equal, every, mean_within
-from stability.attention.planted_faults import last_key_skipped, scale_off
-from stability.attention.ragged_inputs import draw_ragged
-from stability.cli.main import main
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.paper_dots import draw_dots
-from stability.report.paper_series import draw_series
-from stability.report.paper_style import GREY, log_axis, new_figure
+from stability.report.paper.style import GREY, log_axis, new_figure
 
 FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCES = ("1e-4", "3e-4", "1e-3", "3e-3", "1e-2")
@@ -250,7 +248,3 @@ def _line(rows: Sequence[Row], format: str, kernel: str) -> dict[float, list[flo
     """Return per cent by tolerance; nothing outside is a gap on a log axis."""
     found = chosen(rows, batch="whole", format=format, kernel=kernel)
     return {float(t): [row[f"outside {t}"] or math.nan for row in found] for t in TOLERANCES}
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "ragged_bf16", *sys.argv[1:]]))

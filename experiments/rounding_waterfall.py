@@ -18,7 +18,6 @@ Sizes: cpu: length 512, 2 heads, head_dim 64, 8 seeds; gpu: length 1024 and 12 h
 """
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,14 +26,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from stability.analysis.experiment_rows import by_seed
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.rows import by_seed
 from stability.analysis.stated_tests import mean_within, ratio_within
-from stability.attention.inputs import draw as draw_inputs
-from stability.attention.microbenchmark import Problem
-from stability.attention.waterfall import POINTS, waterfall
-from stability.cli.main import main
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.paper_style import GREY, new_figure
+from stability.probe.inputs import draw as draw_inputs
+from stability.probe.microbenchmark import Problem
+from stability.probe.waterfall import POINTS, waterfall
+from stability.report.paper.style import GREY, new_figure
 
 Rows = Sequence[Mapping[str, Any]]
 RESULTS = ("out", "dq", "dk", "dv")
@@ -250,7 +248,3 @@ def draw(rows: Rows) -> Figure:
     bar = figure.colorbar(image, ax=panels, aspect=30, pad=0.02)
     bar.set_label("error of the point alone / of the whole profile")
     return figure
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "rounding_waterfall", *sys.argv[1:]]))

@@ -14,7 +14,6 @@ Sizes: cpu: length 512, 2 heads, head_dim 64, 8 seeds, every mantissa width; gpu
     stability experiment stable_fig3 [--size cpu|gpu]
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +22,13 @@ from matplotlib.figure import Figure
 
 from attention_kernels import baseline_attention, flash_attention
 from attention_kernels.testing import Shape
-from stability.analysis.experiment_rows import by_seed
+from experiments.kit.record import Findings
+from experiments.kit.rows import by_seed
+from experiments.kit.series import draw_series, rows_by
 from stability.analysis.stated_tests import BySeed, equal, monotone
-from stability.attention.inputs import draw as draw_inputs
-from stability.attention.microbenchmark import everywhere
-from stability.cli.main import main
-from stability.records.experiment_record import Findings
-from stability.report.paper_series import draw_series, rows_by
-from stability.report.paper_style import log_axis, new_figure
+from stability.probe.inputs import draw as draw_inputs
+from stability.probe.microbenchmark import everywhere
+from stability.report.paper.style import log_axis, new_figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +139,3 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
     axes.set_ylabel("max |flash \N{MINUS SIGN} baseline|, units of v")
     axes.legend()
     return figure
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "stable_fig3", *sys.argv[1:]]))

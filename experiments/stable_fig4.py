@@ -15,7 +15,6 @@ Sizes: cpu: 128 queries, 4096 keys in blocks of 64, 4 heads, head_dim 64, 8 seed
     stability experiment stable_fig4 [--size cpu|gpu]
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,16 +30,15 @@ from attention_kernels import (
     golden_attention,
 )
 from attention_kernels.testing import Shape
-from stability.analysis.experiment_rows import by_seed
+from experiments.kit.dots import draw_dots
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.rows import by_seed
+from experiments.kit.series import draw_series, rows_by
 from stability.analysis.stated_tests import equal, monotone, ratio_within
-from stability.attention.inputs import draw as draw_inputs
-from stability.attention.microbenchmark import everywhere
-from stability.cli.main import main
 from stability.metrics.deviation import deviation
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.paper_dots import draw_dots
-from stability.report.paper_series import draw_series, rows_by
-from stability.report.paper_style import GREY, log_axis, new_figure
+from stability.probe.inputs import draw as draw_inputs
+from stability.probe.microbenchmark import everywhere
+from stability.report.paper.style import GREY, log_axis, new_figure
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -289,7 +287,3 @@ def draw(rows: Rows) -> Figure:
     lower.set_ylabel("error / baseline's;\nmean, range of seeds")
     lower.legend(loc="lower center", bbox_to_anchor=(0.3, 1.0))
     return figure
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "stable_fig4", *sys.argv[1:]]))

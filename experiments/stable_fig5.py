@@ -14,7 +14,6 @@ Sizes: cpu: 256 queries on 128 to 4096 keys, 2 heads, head_dim 64, 8 seeds; gpu:
     stability experiment stable_fig5 [--size cpu|gpu]
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,16 +23,15 @@ from matplotlib.ticker import NullLocator, ScalarFormatter
 
 from attention_kernels import baseline_attention, flash_attention
 from attention_kernels.testing import Shape
-from stability.analysis.experiment_rows import by_seed
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.rescales import rescales
+from experiments.kit.rows import by_seed
+from experiments.kit.series import draw_series, rows_by
 from stability.analysis.stated_tests import mean_within, monotone
-from stability.attention.inputs import draw as draw_inputs
-from stability.attention.microbenchmark import everywhere
-from stability.cli.main import main
 from stability.metrics.deviation import deviation
-from stability.metrics.rescales import rescales
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.paper_series import draw_series, rows_by
-from stability.report.paper_style import log_axis, new_figure
+from stability.probe.inputs import draw as draw_inputs
+from stability.probe.microbenchmark import everywhere
+from stability.report.paper.style import log_axis, new_figure
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -201,7 +199,3 @@ def draw(rows: Rows) -> Figure:
     lower.set_xlabel("keys; mean and range of seeds")
     lower.legend(loc="upper left")
     return figure
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "stable_fig5", *sys.argv[1:]]))

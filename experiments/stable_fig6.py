@@ -18,7 +18,6 @@ Sizes: cpu: length 1024, 2 heads, head_dim 64, M from 4096 to 65536, 8 seeds; gp
 """
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +28,13 @@ from torch import Tensor
 
 from attention_kernels import baseline_attention, flash_attention
 from attention_kernels.testing import Shape
-from stability.analysis.experiment_rows import by_seed
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.rows import by_seed
+from experiments.kit.series import draw_series, rows_by
 from stability.analysis.stated_tests import equal, monotone, ratio_within
-from stability.attention.inputs import draw as draw_inputs
-from stability.attention.microbenchmark import everywhere
-from stability.cli.main import main
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.paper_series import draw_series, rows_by
-from stability.report.paper_style import new_figure, print_styles
+from stability.probe.inputs import draw as draw_inputs
+from stability.probe.microbenchmark import everywhere
+from stability.report.paper.style import new_figure, print_styles
 
 Rows = Sequence[Mapping[str, Any]]
 Tile = tuple[int, int]
@@ -252,7 +250,3 @@ def _lines(rows: Rows, column: str) -> dict[str, dict[float, list[float]]]:
         name = NAMES[format] + (", FP64 between" if between == "fp64" else "")
         found[name] = {keys: [value / unit for value in values] for keys, values in by_keys.items()}
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "stable_fig6", *sys.argv[1:]]))

@@ -17,20 +17,18 @@ Runs are kept in runs/experiments and shared with stable_fig8; one that was cut 
 """
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from stability.analysis.pair_drift import at_step
+from experiments.kit.pair_drift import at_step
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.series import draw_series, rows_by
+from experiments.kit.study import KEPT, STABLE, drift_of_pairs, shipped_study
 from stability.analysis.stated_tests import equal, monotone, ratio_within
-from stability.cli.experiment_study import KEPT, STABLE, drift_of_pairs, shipped_study
-from stability.cli.main import main
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.paper_series import draw_series, rows_by
-from stability.report.paper_style import log_axis, new_figure
+from stability.report.paper.style import log_axis, new_figure
 
 FLASH = {"flash, all BF16": "flash_all_bf16", "flash, fa2": "flash_fa2"}
 CONTROLS = {"1-ULP nudge": "nudge", "repeat": "rerun"}
@@ -155,7 +153,3 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
     panels[-1].set_xlabel("updates made; mean and range of seeds")
     panels[0].legend(loc="lower right")
     return figure
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "stable_fig7", *sys.argv[1:]]))

@@ -21,7 +21,6 @@ Sizes: cpu: configs/stable.yaml, 0.37 M weights, 200 steps, 5 seeds; gpu: 33.5 M
 Runs are kept in runs/experiments and shared with stable_fig7; one that was cut short goes on.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -29,13 +28,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from stability.analysis.pair_drift import at_step, log_scatter, over, slopes
+from experiments.kit.pair_drift import at_step, log_scatter, over, slopes
+from experiments.kit.record import Findings, StatedTest
+from experiments.kit.series import draw_series, rows_by
+from experiments.kit.study import KEPT, STABLE, drift_of_pairs, shipped_study
 from stability.analysis.stated_tests import mean_within, monotone, ratio_within
-from stability.cli.experiment_study import KEPT, STABLE, drift_of_pairs, shipped_study
-from stability.cli.main import main
-from stability.records.experiment_record import Findings, StatedTest
-from stability.report.paper_series import draw_series, rows_by
-from stability.report.paper_style import log_axis, new_figure
+from stability.report.paper.style import log_axis, new_figure
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -243,7 +241,3 @@ def draw(rows: Rows) -> Figure:
     for axes in (top, bottom):
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=6)
     return figure
-
-
-if __name__ == "__main__":
-    sys.exit(main(["experiment", "stable_fig8", *sys.argv[1:]]))

@@ -4,9 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stability.attention.intercept_transformers import register_transformers
-    from stability.attention.session import shadow
     from stability.callbacks.shadow_callback import ShadowCallback
+    from stability.intercept.session import shadow
+    from stability.intercept.transformers import register_transformers
 
 __version__ = "0.1.0"
 
@@ -14,8 +14,8 @@ __all__ = ["ShadowCallback", "__version__", "register_transformers", "shadow"]
 
 _HOMES = {
     "ShadowCallback": "stability.callbacks.shadow_callback",
-    "register_transformers": "stability.attention.intercept_transformers",
-    "shadow": "stability.attention.session",
+    "register_transformers": "stability.intercept.transformers",
+    "shadow": "stability.intercept.session",
 }
 
 

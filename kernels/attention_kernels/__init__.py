@@ -11,7 +11,7 @@ from attention_kernels.baseline_numerics import BaselineNumerics
 from attention_kernels.formats import Format, round_to
 from attention_kernels.interface import AttentionFn, AttentionOutput
 from attention_kernels.numerics import FlashNumerics
-from attention_kernels.peers import attention
+from attention_kernels.peers.registry import attention
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
 
 __all__ = [

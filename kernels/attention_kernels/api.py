@@ -12,13 +12,13 @@ from torch import Tensor
 
 from attention_kernels.baseline_numerics import BaselineNumerics
 from attention_kernels.call import Call, constant_to_the_compiler, plan_to_text
+from attention_kernels.checks import check_engine, check_numerics, check_tensors
 from attention_kernels.interface import AttentionOutput
-from attention_kernels.mask_validation import check_mask, check_packable
+from attention_kernels.mask_checks import check_mask, check_packable
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operators import attend_by_definition, flash_forward, reference_forward
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
-from attention_kernels.validation import check_engine, check_numerics, check_tensors
 
 __all__ = [
     "MaskArguments",

@@ -15,14 +15,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from attention_kernels import baseline, golden, twin_backward, twin_forward
+from attention_kernels import baseline, golden
 from attention_kernels.arithmetic import ieee_arithmetic, settle_vector_math
 from attention_kernels.baseline_numerics import BaselineNumerics
 from attention_kernels.call import TENSORS, Call, plan_from_text
 from attention_kernels.choices import input_format
 from attention_kernels.formats import FORMATS, format_named, round_into
-from attention_kernels.mask_validation import check_mask_values
+from attention_kernels.mask_checks import check_mask_values
 from attention_kernels.numerics import FlashNumerics
+from attention_kernels.twin import backward as twin_backward
+from attention_kernels.twin import forward as twin_forward
 
 __all__ = ["attend_by_definition", "flash_forward", "reference_forward"]
 
@@ -134,7 +136,7 @@ def _engine(name: str) -> tuple[Any, Any]:
     if name == "twin":
         return twin_forward.forward, twin_backward.backward
     # Triton is an optional dependency: without it the twin still runs.
-    from attention_kernels import triton_launch
+    from attention_kernels.triton import launch as triton_launch
 
     return triton_launch.forward, triton_launch.backward
 

@@ -61,6 +61,6 @@ def fast_path(head_dim: int) -> FlashNumerics:
     """Return `fa2` in the tile that its kernels are quickest in without spilling registers.
 
     As FlashAttention-2's own, it shrinks as head_dim grows: past 128, 64 rows of q would spill in
-    the kernel of dK and dV on sm_80 and sm_90 (`tests/kernels/test_triton_compile.py`).
+    the kernel of dK and dV on sm_80 and sm_90 (`tests/kernels/triton/test_compile.py`).
     """
     return PROFILES["fa2"].with_(block_q=64 if head_dim <= 128 else 32)

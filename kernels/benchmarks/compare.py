@@ -13,7 +13,7 @@ from registry import DIAL_SHAPES, DIALS, MASKS, Inputs, draw, masked
 from tables import Row, print_costs, print_speeds
 
 from attention_kernels import PROFILES, attention, flash_attention
-from attention_kernels.peers import PeerStatus
+from attention_kernels.peers.registry import PeerStatus
 from attention_kernels.testing import Shape
 
 __all__ = ["compare_dials", "compare_masks", "compare_peers", "refusal"]

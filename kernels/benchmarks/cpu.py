@@ -13,7 +13,7 @@ from registry import CPU_SHAPES, LONG_SHAPE, SHORT_SHAPE, draw, square
 from tables import Requirement, Row
 
 from attention_kernels import flash_attention, golden_attention
-from attention_kernels.peers import PeerStatus
+from attention_kernels.peers.registry import PeerStatus
 
 __all__ = ["OWN", "run_golden", "sections"]
 

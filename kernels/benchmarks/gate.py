@@ -7,7 +7,7 @@ import torch
 from registry import GATE_SHAPE, draw
 
 from attention_kernels import attention
-from attention_kernels.peers import PeerStatus
+from attention_kernels.peers.registry import PeerStatus
 from attention_kernels.testing import Shape, assert_within_budget, with_gradients
 
 __all__ = ["gate", "right_peers"]

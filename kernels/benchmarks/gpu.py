@@ -17,7 +17,7 @@ from registry import GPU_SHAPES, draw, square
 from tables import Requirement, Row
 
 from attention_kernels import attention
-from attention_kernels.peers import PeerStatus
+from attention_kernels.peers.registry import PeerStatus
 from attention_kernels.testing import with_gradients
 
 __all__ = ["OWN", "print_published", "sections", "speed_requirements"]

@@ -22,7 +22,7 @@ from gate import gate, right_peers
 from tables import Requirement, print_requirements
 
 from attention_kernels.machine import hardware, precision_switches, versions
-from attention_kernels.peers import peers
+from attention_kernels.peers.registry import peers
 
 
 def commit() -> str:

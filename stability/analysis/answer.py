@@ -6,7 +6,7 @@ Leaves out how it is judged (`verdict`).
 from dataclasses import dataclass
 from typing import Literal
 
-from stability.analysis.recorded import RecordedStudy
+from stability.analysis.study_records import RecordedStudy
 from stability.analysis.verdict import Outcome, judge_study
 
 __all__ = ["Answer", "answer_of"]

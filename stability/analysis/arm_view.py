@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stability.analysis.growth_law import ArmGrowth, arm_growth
+from stability.analysis.arm_growth import ArmGrowth, arm_growth
 from stability.analysis.ladder import Ladder, Row
-from stability.analysis.probed import natural
-from stability.analysis.recorded import RecordedArm, RecordedRun, RecordedStudy, RunState
+from stability.analysis.probe_records import natural
 from stability.analysis.sentences import sentence
 from stability.analysis.spread import Spread
+from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy, RunState
 from stability.config.convert import nearest
 from stability.config.schema import BASELINE
 from stability.records.events import Event
 from stability.records.json_values import jsonable
-from stability.records.names import deviation_name, parse_deviation, parse_drift
+from stability.records.metric_names import deviation_name, parse_deviation, parse_drift
 
 __all__ = ["LAYER_METRICS", "ArmView", "BySteps", "SeedView", "find_arm", "view_arm"]
 

@@ -7,7 +7,7 @@ Leaves out whether the change is allowed (`study.contract`). The probe only look
 from collections.abc import Mapping
 from typing import Any
 
-from stability.analysis.recorded import RecordedArm, RecordedStudy
+from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
 
 __all__ = ["attention_label", "describe_change"]

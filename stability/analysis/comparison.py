@@ -13,7 +13,7 @@ import torch
 
 from stability.metrics.drift import ALL, drift
 from stability.records.json_values import jsonable
-from stability.records.weights import Weights
+from stability.records.weight_files import Weights
 
 __all__ = ["Comparison", "compare_weights"]
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stability.analysis.change import describe_change
-from stability.analysis.recorded import (
+from stability.analysis.sampling import INDEPENDENT_AXES, w1_floor
+from stability.analysis.spread import Spread
+from stability.analysis.study_records import (
     RecordedArm,
     RecordedRun,
     RecordedStudy,
     RunState,
     read_study,
 )
-from stability.analysis.sampling import INDEPENDENT_AXES, w1_floor
-from stability.analysis.spread import Spread
 from stability.config.schema import BASELINE, Axis
 
 __all__ = ["EarlyLast", "Ladder", "Row", "build_ladder", "ladder_of", "planned_early_step"]

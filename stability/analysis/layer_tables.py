@@ -11,10 +11,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from stability.analysis.probed import natural
-from stability.analysis.recorded import RecordedArm
+from stability.analysis.probe_records import natural
+from stability.analysis.study_records import RecordedArm
 from stability.records.metric_columns import Column
-from stability.records.names import parse_deviation
+from stability.records.metric_names import parse_deviation
 
 __all__ = ["LayerTable", "layer_table", "mean_column", "thinned"]
 

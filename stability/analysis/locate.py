@@ -16,7 +16,7 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from stability.records.metric_log import Series
-from stability.records.names import DeviationName, parse_deviation
+from stability.records.metric_names import DeviationName, parse_deviation
 
 __all__ = ["Located", "Place", "locate", "sentences"]
 

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from stability.analysis.probed import Probed, natural, shadow_label
-from stability.analysis.recorded import RecordedArm, RecordedStudy
-from stability.records.names import COMPARED, DeviationName, deviation_name, parse_deviation
+from stability.analysis.probe_records import Probed, natural, shadow_label
+from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.records.metric_names import COMPARED, DeviationName, deviation_name, parse_deviation
 
 __all__ = ["Observed", "observed_arms", "observed_shadows"]
 

@@ -13,10 +13,10 @@ from stability.analysis.proofs import WEIGHT_AXES, Sameness
 from stability.config.convert import Place, from_mapping
 from stability.config.diff import changed_axes, changes, diff, hash_without
 from stability.config.schema import AXES, ArmConfig
-from stability.records.layout import RunPaths
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_text
-from stability.records.names import BATCH_HASH
+from stability.records.metric_names import BATCH_HASH
+from stability.records.paths import RunPaths
 from stability.records.run_files import damage
 
 __all__ = ["PairProof", "ProofLine", "first_other_batch", "prove_pair", "start_parts"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stability.analysis.recorded import RecordedRun, RecordedStudy
+from stability.analysis.study_records import RecordedRun, RecordedStudy
 from stability.config.diff import changes
 from stability.config.schema import BASELINE, Axis
 

@@ -8,8 +8,8 @@ import math
 
 from safetensors import safe_open
 
-from stability.analysis.recorded import RecordedRun
-from stability.records.layout import snapshot_steps
+from stability.analysis.study_records import RecordedRun
+from stability.records.paths import snapshot_steps
 
 __all__ = ["INDEPENDENT_AXES", "w1_floor"]
 

@@ -9,8 +9,8 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 
+from experiments.kit.record import StatedTest
 from stability.analysis.intervals import Interval, mean_interval, paired_interval
-from stability.records.experiment_record import StatedTest
 
 __all__ = ["BySeed", "equal", "every", "mean_within", "monotone", "ratio_within"]
 

@@ -20,8 +20,8 @@ from stability.analysis.intervals import (
     replicates_needed,
 )
 from stability.analysis.ladder import planned_early_step
-from stability.analysis.recorded import RecordedArm, RecordedStudy
 from stability.analysis.spread import times
+from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.convert import nearest
 from stability.config.policy import PolicyConfig
 from stability.config.schema import BASELINE

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from stability.callbacks.each_update import UpdateCallback
 from stability.data.fingerprint import BatchFingerprint
 from stability.records.metric_log import MetricLog
-from stability.records.names import BATCH_HASH
+from stability.records.metric_names import BATCH_HASH
 
 __all__ = ["BatchHash"]
 

@@ -12,12 +12,12 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from stability.attention.probe import AttentionProbe
-from stability.attention.reading import Transfer
-from stability.attention.schedule import Schedule
-from stability.attention.second_pass import repeating_forward
 from stability.callbacks.each_update import UpdateCallback
 from stability.callbacks.probe_log import ProbeLog
+from stability.probe.probe import AttentionProbe
+from stability.probe.reading import Transfer
+from stability.probe.schedule import Schedule
+from stability.probe.second_pass import repeating_forward
 
 __all__ = ["DeviationProbe"]
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from stability.callbacks.each_update import UpdateCallback
 from stability.metrics.drift import drift
-from stability.records.layout import RunPaths
-from stability.records.names import drift_name
+from stability.records.metric_names import drift_name
+from stability.records.paths import RunPaths
 from stability.records.run_files import read_run_snapshot
 
 __all__ = ["DriftProbe"]

@@ -8,10 +8,10 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from stability.attention.reading import Reading
-from stability.attention.session import Candidate, Shadow, shadow
 from stability.callbacks.each_update import UpdateCallback
 from stability.callbacks.probe_log import ProbeLog
+from stability.intercept.session import Candidate, Shadow, shadow
+from stability.probe.reading import Reading
 
 __all__ = ["ShadowCallback"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stability.callbacks.each_update import UpdateCallback
 from stability.records.metric_log import MetricLog
-from stability.records.names import TRAIN_LOSS
+from stability.records.metric_names import TRAIN_LOSS
 
 __all__ = ["LogPosition", "TrainingLog"]
 

@@ -25,7 +25,7 @@ from stability.metrics.training_watch import (
     log_z,
     rms_ratio,
 )
-from stability.records.names import watch_name
+from stability.records.metric_names import watch_name
 from stability.tracking.alerts import alert_event, emit
 
 __all__ = ["TrainingWatch"]

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from stability.metrics.weight_counts import WEIGHT_EDGES, weight_counts
-from stability.records.names import WEIGHT_HISTOGRAM
+from stability.records.metric_names import WEIGHT_HISTOGRAM
 from stability.tracking.alerts import log_counts
 
 __all__ = ["WeightHistogram"]

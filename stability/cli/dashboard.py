@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stability.report.server import make_server
+from stability.report.live.server import make_server
 
 __all__ = ["dashboard"]
 

@@ -16,16 +16,16 @@ from rich.console import Console
 
 from attention_kernels.api import Engine
 from attention_kernels.machine import versions
-from stability.attention import presets
-from stability.attention.inputs import Inputs, on_grid, read
-from stability.attention.microbenchmark import Problem, measure
-from stability.attention.waterfall import waterfall
 from stability.cli.json_output import print_json
 from stability.cli.waterfall_keeping import keep_waterfall, own_numerics
 from stability.config.convert import nearest
 from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS
-from stability.report.deviation_plot import write_plot, write_waterfall_plot
-from stability.report.deviation_table import (
+from stability.probe import published
+from stability.probe.inputs import Inputs, on_grid, read
+from stability.probe.microbenchmark import Problem, measure
+from stability.probe.waterfall import waterfall
+from stability.report.page.deviation_plot import write_plot, write_waterfall_plot
+from stability.report.terminal.deviation import (
     COLUMNS,
     print_points,
     print_published,
@@ -200,16 +200,16 @@ def _preset(name: str, engine: Engine, as_json: bool, console: Console) -> int:
         engine = "twin" if engine == "auto" else engine
         heads = 512 if engine == "twin" or torch.cuda.is_available() else 256
         rows = [
-            dataclasses.asdict(presets.tie_bias(profile, changes, engine, sign, heads=heads))
-            for profile, changes in presets.TIE_CASES
+            dataclasses.asdict(published.tie_bias(profile, changes, engine, sign, heads=heads))
+            for profile, changes in published.TIE_CASES
             for sign in (-1, 1)
         ]
         print_json({"rows": rows}) if as_json else print_ties(rows, console)
         return 0
     rows = []
-    for cell in presets.FA3_TABLE3:
-        (figures,) = measure(presets.fa3_table3(cell), backward=False)
-        printed, measured = presets.published_and_measured(cell, figures)
+    for cell in published.FA3_TABLE3:
+        (figures,) = measure(published.fa3_table3(cell), backward=False)
+        printed, measured = published.published_and_measured(cell, figures)
         at = {"row": cell.row, "column": cell.column, "profile": cell.profile}
         rows.append({**at, "published": printed, "measured": measured})
     title = "FlashAttention-3 (arXiv 2407.08608), table 3: RMSE against FP64"

@@ -19,7 +19,7 @@ from attention_kernels.machine import (
     precision_switches,
     versions,
 )
-from attention_kernels.peers import peers
+from attention_kernels.peers.registry import peers
 from stability import __version__
 from stability.cli.json_output import print_json
 

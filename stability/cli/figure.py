@@ -10,12 +10,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stability.analysis.recorded import read_study
+from stability.analysis.study_records import read_study
 from stability.config.convert import nearest
-from stability.report.paper_figure import KINDS, write_figure
-from stability.report.paper_heatmap import METRICS, RESULTS
-from stability.report.paper_style import FORMATS, WIDTHS
-from stability.report.training_charts import DRIFT_METRICS
+from stability.report.page.training_charts import DRIFT_METRICS
+from stability.report.paper.figure import KINDS, write_figure
+from stability.report.paper.heatmap import METRICS, RESULTS
+from stability.report.paper.style import FORMATS, WIDTHS
 
 __all__ = ["figure"]
 

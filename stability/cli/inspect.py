@@ -5,17 +5,17 @@ from pathlib import Path
 
 from rich.console import Console
 
+from stability.analysis.arm_growth import study_growth
 from stability.analysis.arm_view import view_arm
-from stability.analysis.growth_law import study_growth
 from stability.analysis.ladder import ladder_of
-from stability.analysis.recorded import read_study
+from stability.analysis.study_records import read_study
 from stability.cli.json_output import print_json
 from stability.records.probe_record import PROBE_FILE
-from stability.report.arm_table import print_arm
-from stability.report.drift_sparks import drift_sparks
-from stability.report.growth_table import print_growth
-from stability.report.probe_table import print_found, print_probe
-from stability.report.terminal import print_ladder
+from stability.report.terminal.arm import print_arm
+from stability.report.terminal.drift_sparks import drift_sparks
+from stability.report.terminal.growth import print_growth
+from stability.report.terminal.ladder import print_ladder
+from stability.report.terminal.probe import print_found, print_probe
 
 __all__ = ["holds_probe", "show"]
 

@@ -19,7 +19,7 @@ from typing import NoReturn
 import jsonargparse
 
 from stability import __version__
-from stability.records.atomic import DiskFullError
+from stability.records.atomic_files import DiskFullError
 
 __all__ = ["main"]
 

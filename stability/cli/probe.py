@@ -14,16 +14,16 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from stability.analysis.locate import locate, sentences
-from stability.analysis.probed import read_probe
-from stability.attention.record_sink import RecordSink
-from stability.attention.registry import resolve_attention
-from stability.attention.session import shadow
+from stability.analysis.probe_records import read_probe
 from stability.cli.json_output import print_json
 from stability.data.hub import offline_if_unreachable
 from stability.data.tokenizers import load_tokenizer
+from stability.intercept.session import shadow
 from stability.model.pretrained import Weights, language_loss, load_pretrained
-from stability.report.probe_page import write_probe_page
-from stability.report.probe_table import print_probe
+from stability.probe.recording import RecordSink
+from stability.probe.registry import resolve_attention
+from stability.report.page.probe_page import write_probe_page
+from stability.report.terminal.probe import print_probe
 
 __all__ = ["probe"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stability.analysis.recorded import read_study
+from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_study
 from stability.cli.json_output import print_json
 

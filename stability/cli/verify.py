@@ -5,11 +5,11 @@ from pathlib import Path
 from rich.console import Console
 
 from stability.analysis.pair_proof import PairProof, prove_pair
-from stability.analysis.recorded import read_study
+from stability.analysis.study_records import read_study
 from stability.cli.json_output import print_json
 from stability.config.schema import BASELINE
-from stability.records.layout import RunPaths, run_at
-from stability.report.proof_table import print_proof, print_proofs
+from stability.records.paths import RunPaths, run_at
+from stability.report.terminal.proof import print_proof, print_proofs
 
 __all__ = ["verify"]
 

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from attention_kernels.machine import versions
-from stability.attention.microbenchmark import Problem
-from stability.records.layout import RunPaths, snapshot_steps
+from stability.probe.microbenchmark import Problem
 from stability.records.manifest import read_manifest
+from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.waterfall_record import WaterfallRecord, write_waterfall
 
 __all__ = ["keep_waterfall", "own_numerics"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import wandb
 from rich.console import Console
 
-from stability.analysis.recorded import read_study
+from stability.analysis.study_records import read_study
 from stability.cli.json_output import print_json
 from stability.report.wandb_panels import as_json, save_workspace
 from stability.tracking.wandb_environment import check_account, project

@@ -149,6 +149,8 @@ def _cpu_model() -> str:
 
 def _kernel_source() -> str:
     digest = hashlib.sha256()
-    for path in sorted(Path(str(attention_kernels.__file__)).parent.glob("*.py")):
-        digest.update(f"{path.name}\0{path.read_text(encoding='utf-8')}\0".encode())
+    folder = Path(str(attention_kernels.__file__)).parent
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).as_posix()
+        digest.update(f"{name}\0{path.read_text(encoding='utf-8')}\0".encode())
     return digest.hexdigest()

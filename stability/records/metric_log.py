@@ -23,7 +23,7 @@ from typing import Any
 
 import orjson
 
-from stability.records.atomic import DiskFullError
+from stability.records.atomic_files import DiskFullError
 from stability.records.json_values import NON_FINITE
 from stability.records.metric_columns import MetricColumns, Series
 

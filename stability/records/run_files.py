@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from stability.records.layout import RunPaths
 from stability.records.manifest import Manifest, read_manifest, write_manifest
 from stability.records.metric_log import read_lines
+from stability.records.paths import RunPaths
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import read_snapshot
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stability.records.atomic import write_text
+from stability.records.atomic_files import write_text
 
 __all__ = ["file_checksum", "read_sealed", "write_sealed"]
 

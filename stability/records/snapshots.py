@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stability.records.atomic import atomic_path
+from stability.records.atomic_files import atomic_path
 
 __all__ = ["hash_state", "read_snapshot", "write_snapshot"]
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from stability.records.layout import RunPaths
+from stability.records.paths import RunPaths
 from stability.records.sealed_json import read_sealed, write_sealed
 
 __all__ = ["CHANGES", "WaterfallRecord", "read_waterfalls", "waterfall_files", "write_waterfall"]

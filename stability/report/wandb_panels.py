@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from stability.analysis.probed import natural
-from stability.analysis.recorded import RecordedStudy
-from stability.records.names import (
+from stability.analysis.probe_records import natural
+from stability.analysis.study_records import RecordedStudy
+from stability.records.metric_names import (
     COMPARED,
     STEP_AXIS,
     TRAIN_LOSS,

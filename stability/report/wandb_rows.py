@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from stability.analysis.ladder import Ladder
-from stability.analysis.recorded import RecordedArm, RecordedStudy
+from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.records.json_values import NON_FINITE
-from stability.records.names import parse_deviation
+from stability.records.metric_names import parse_deviation
 
 __all__ = ["SHOWN_DEVIATIONS", "deviation_rows", "ladder_rows", "row_summary"]
 

@@ -11,9 +11,9 @@ import wandb
 
 from stability.analysis.answer import answer_of
 from stability.analysis.ladder import Ladder, ladder_of
-from stability.analysis.recorded import RecordedStudy, read_study
-from stability.records.layout import StudyPaths
+from stability.analysis.study_records import RecordedStudy, read_study
 from stability.records.manifest import ENDED
+from stability.records.paths import StudyPaths
 from stability.records.sealed_json import file_checksum
 from stability.report.wandb_rows import deviation_rows, ladder_rows, row_summary
 from stability.tracking.wandb_environment import WandbMode, resolve_mode

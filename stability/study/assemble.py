@@ -13,22 +13,22 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from attention_kernels.arithmetic import settle_vector_math
-from stability.attention.dual import DualAttention, as_shadows
-from stability.attention.emulated import in_format
-from stability.attention.probe import AttentionProbe
-from stability.attention.registry import ResolvedAttention, resolve_attention
-from stability.attention.replacing import Replacement
-from stability.attention.schedule import Schedule
 from stability.callbacks.deviation_probe import DeviationProbe
 from stability.callbacks.training_watch import TrainingWatch
 from stability.config.precision import emulated_format
 from stability.config.schema import ArmConfig
 from stability.data.datamodule import TextDataModule
+from stability.intercept.replacement import Replacement
 from stability.model.gpt import GPT
 from stability.model.init_schemes import initialise
 from stability.model.lightning_module import LanguageModel
 from stability.model.nudge import nudge_weights
 from stability.model.precision import precision_plugins
+from stability.probe.dual_attention import DualAttention, as_shadows
+from stability.probe.emulated import in_format
+from stability.probe.probe import AttentionProbe
+from stability.probe.registry import ResolvedAttention, resolve_attention
+from stability.probe.schedule import Schedule
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.study.checkpoints import CheckpointFiles

@@ -13,8 +13,8 @@ from attention_kernels import PROFILES
 from stability.config.groups import AttentionConfig
 from stability.config.load import from_dict, override, to_dict
 from stability.config.schema import ArmConfig
-from stability.records.layout import RunPaths, snapshot_steps
 from stability.records.manifest import read_manifest
+from stability.records.paths import RunPaths, snapshot_steps
 
 __all__ = ["CARRIES", "Halving", "Over", "halve", "plan_layers", "plan_points", "step_to_compare"]
 

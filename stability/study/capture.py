@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stability.attention.inputs import Inputs
 from stability.config.load import from_dict
 from stability.config.schema import ArmConfig
 from stability.model.gpt import GPT
-from stability.records.layout import run_at, snapshot_steps
+from stability.probe.inputs import Inputs
 from stability.records.manifest import read_manifest
+from stability.records.paths import run_at, snapshot_steps
 from stability.records.run_files import read_run_snapshot
 from stability.study.assemble import load_data
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from stability.records.atomic import atomic_path
-from stability.records.layout import RunPaths, checkpoint_steps, snapshot_steps
+from stability.records.atomic_files import atomic_path
 from stability.records.manifest import Manifest
+from stability.records.paths import RunPaths, checkpoint_steps, snapshot_steps
 from stability.records.run_files import RunFiles, damaged_files, log_damage
 
 __all__ = ["CheckpointFiles", "clear_unlisted", "resume_from", "updates_left_out"]

@@ -10,10 +10,10 @@ from stability.analysis.pair_proof import first_other_batch, start_parts
 from stability.config.convert import Place, from_mapping
 from stability.config.diff import changed_axes, hash_without
 from stability.config.schema import AXES, BASELINE, ArmConfig, Axis
-from stability.records.layout import RunPaths
 from stability.records.manifest import Manifest
 from stability.records.metric_log import read_text
-from stability.records.names import BATCH_HASH
+from stability.records.metric_names import BATCH_HASH
+from stability.records.paths import RunPaths
 from stability.study.expand import Arm
 
 __all__ = ["ContractError", "axis_of", "check_batches", "check_start"]

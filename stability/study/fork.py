@@ -17,16 +17,16 @@ from stability.callbacks.progress import StudyObserver
 from stability.config.diff import diff
 from stability.config.load import from_dict, override
 from stability.config.schema import ArmConfig
-from stability.records.layout import RunPaths, checkpoint_steps
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_metrics
-from stability.records.names import drift_name
+from stability.records.metric_names import drift_name
+from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import file_damage
-from stability.study.arm import TrainOptions, train
 from stability.study.assemble import assemble
 from stability.study.contract import axis_of
 from stability.study.expand import Arm
 from stability.study.run import Fork, Run, check_existing, has_ended
+from stability.study.train_run import TrainOptions, train
 
 __all__ = ["fork_drifts", "plan_fork", "run_fork"]
 

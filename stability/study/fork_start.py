@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from stability.records.atomic import atomic_path
-from stability.records.layout import RunPaths
+from stability.records.atomic_files import atomic_path
+from stability.records.paths import RunPaths
 from stability.records.run_files import read_run_file
 from stability.records.sealed_json import file_checksum
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from stability.config.load import to_dict
 from stability.config.schema import ArmConfig, Axis
-from stability.records.layout import RunPaths
 from stability.records.manifest import ENDED, environment, read_manifest
+from stability.records.paths import RunPaths
 from stability.records.run_files import damage
 from stability.study.expand import Arm, with_seed
 

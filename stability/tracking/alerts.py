@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 
 from stability.metrics.thresholds import Crossing
 from stability.records.events import Event
-from stability.records.names import STEP_AXIS
+from stability.records.metric_names import STEP_AXIS
 from stability.tracking.records_logger import RecordsLogger
 from stability.tracking.wandb_logger import RowLogger
 

@@ -6,7 +6,7 @@ only online, where somebody else may want the weights.
 
 import wandb
 
-from stability.records.layout import RunPaths, snapshot_steps
+from stability.records.paths import RunPaths, snapshot_steps
 
 __all__ = ["log_snapshots"]
 

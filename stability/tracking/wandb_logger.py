@@ -20,8 +20,8 @@ from typing import Any
 import wandb
 from lightning.pytorch.loggers import WandbLogger
 
-from stability.records.atomic import write_text
-from stability.records.names import STEP_AXIS
+from stability.records.atomic_files import write_text
+from stability.records.metric_names import STEP_AXIS
 from stability.tracking.wandb_environment import WandbMode, added_tags, project, resolve_mode
 from stability.tracking.wandb_metrics import MetricRules, summary_of
 

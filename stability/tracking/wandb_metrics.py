@@ -6,7 +6,7 @@ fit, W&B 0.31 takes one by chance. Leaves out the values.
 
 import wandb
 
-from stability.records.names import STEP_AXIS, TRAIN_LOSS, ULP_HISTOGRAM, parse_deviation
+from stability.records.metric_names import STEP_AXIS, TRAIN_LOSS, ULP_HISTOGRAM, parse_deviation
 
 __all__ = ["MetricRules", "summary_of"]
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stability.records.atomic import write_text
-from stability.records.layout import RunPaths
+from stability.records.atomic_files import write_text
 from stability.records.manifest import Manifest
+from stability.records.paths import RunPaths
 from stability.tracking.wandb_artifacts import log_snapshots
 from stability.tracking.wandb_environment import WandbMode, destination
 from stability.tracking.wandb_logger import finish, make_wandb_logger

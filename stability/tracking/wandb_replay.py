@@ -12,7 +12,7 @@ from stability.metrics.weight_counts import WEIGHT_EDGES
 from stability.records.events import read_events
 from stability.records.json_values import NON_FINITE
 from stability.records.metric_log import read_lines
-from stability.records.names import WEIGHT_HISTOGRAM
+from stability.records.metric_names import WEIGHT_HISTOGRAM
 from stability.tracking.alerts import emit, log_counts
 from stability.tracking.wandb_logger import RowLogger
 

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from stability.cli.experiment import load
+from experiments.kit.runner import load
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from stability.cli.experiment import load
+from experiments.kit.replay import load_blocks, train
+from experiments.kit.runner import load
 from stability.config.convert import to_dict
 from stability.config.yaml_file import read_mapping
-from stability.report.paper_style import paper_style
-from stability.study.replayed import load_blocks, train
+from stability.report.paper.style import paper_style
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stability.cli.experiment import KEPT, SIZES, load, names
-from stability.records.experiment_record import read_experiment
+from experiments.kit.page import described, filled_in
+from experiments.kit.record import read_experiment
+from experiments.kit.runner import KEPT, SIZES, load, names
 from stability.records.json_values import jsonable
-from stability.report.experiment_page import described, filled_in
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments"

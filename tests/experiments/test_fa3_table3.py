@@ -2,7 +2,7 @@
 
 import pytest
 
-from stability.report.paper_style import paper_style
+from stability.report.paper.style import paper_style
 
 CELLS = 7
 

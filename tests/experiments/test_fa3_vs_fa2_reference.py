@@ -1,6 +1,6 @@
 """FA2 against FA3: equal but beside a reference that is one of them, at a size of seconds."""
 
-from stability.report.paper_style import paper_style
+from stability.report.paper.style import paper_style
 
 
 def errors(rows, reference, candidate):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stability.report.paper_style import paper_style
+from stability.report.paper.style import paper_style
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stability import shadow
-from tests.stability.attention.torch_models import Decoder, train_step
+from tests.stability.intercept.torch_models import Decoder, train_step
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "experiments" / "own_kernel"

@@ -3,9 +3,9 @@
 import pytest
 
 from attention_kernels.testing import Shape, with_gradients
-from stability.attention.inputs import draw
-from stability.cli.experiment import load
-from stability.report.paper_style import paper_style
+from experiments.kit.runner import load
+from stability.probe.inputs import draw
+from stability.report.paper.style import paper_style
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Cost is measured for each implementation at each length; memory, which is exact, is checked."""
 
-from stability.analysis.experiment_rows import chosen
-from stability.report.paper_style import paper_style
+from experiments.kit.rows import chosen
+from stability.report.paper.style import paper_style
 
 
 def mib(rows, implementation, padding, length=128):

@@ -1,7 +1,7 @@
 """Where implementations differ on padded batches, and that zeros are the reason."""
 
-from stability.analysis.experiment_rows import by_seed
-from stability.report.paper_style import paper_style
+from experiments.kit.rows import by_seed
+from stability.report.paper.style import paper_style
 
 
 def test_they_differ_in_padded_rows_alone(experiment):

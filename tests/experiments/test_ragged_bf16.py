@@ -1,7 +1,7 @@
 """Fixed tolerances and the budget on packed sequences: which kernel passes which, in seconds."""
 
-from stability.analysis.experiment_rows import chosen
-from stability.report.paper_style import paper_style
+from experiments.kit.rows import chosen
+from stability.report.paper.style import paper_style
 
 
 def mean(rows, value, **only):

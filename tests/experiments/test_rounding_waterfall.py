@@ -2,8 +2,8 @@
 
 import pytest
 
-from stability.attention.waterfall import POINTS
-from stability.report.paper_style import paper_style
+from stability.probe.waterfall import POINTS
+from stability.report.paper.style import paper_style
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from stability.analysis.experiment_rows import by_seed
-from stability.report.paper_style import paper_style
+from experiments.kit.rows import by_seed
+from stability.report.paper.style import paper_style
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 
-from stability.analysis.experiment_rows import by_seed
-from stability.cli.experiment import load
-from stability.report.paper_style import paper_style
+from experiments.kit.rows import by_seed
+from experiments.kit.runner import load
+from stability.report.paper.style import paper_style
 
 
 @pytest.fixture(scope="module")

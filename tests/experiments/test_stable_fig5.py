@@ -2,8 +2,8 @@
 
 import pytest
 
-from stability.cli.experiment import load
-from stability.report.paper_style import paper_style
+from experiments.kit.runner import load
+from stability.report.paper.style import paper_style
 
 
 @pytest.fixture(scope="module")

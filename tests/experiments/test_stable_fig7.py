@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from stability.analysis.pair_drift import at_step
-from stability.report.paper_style import paper_style
+from experiments.kit.pair_drift import at_step
+from stability.report.paper.style import paper_style
 
 
 def test_weights_part_and_so_do_those_of_a_nudge(experiment, kept_runs):

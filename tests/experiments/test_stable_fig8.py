@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from stability.analysis.pair_drift import at_step, slopes
-from stability.report.paper_style import paper_style
+from experiments.kit.pair_drift import at_step, slopes
+from stability.report.paper.style import paper_style
 
 
 def test_drift_is_ordered_by_the_formats_of_the_pair(experiment, kept_runs):

@@ -13,7 +13,7 @@ import torch
 
 from attention_kernels import PROFILES, flash_attention, golden_attention
 from attention_kernels.api import MaskArguments
-from attention_kernels.peers import PeerStatus, peers
+from attention_kernels.peers.registry import PeerStatus, peers
 from attention_kernels.testing import assert_within_budget
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"

@@ -6,15 +6,10 @@ On a GPU the shapes are those of flash-attn's tests; the interpreter gets small 
 import pytest
 import torch
 
-from attention_kernels import (
-    PROFILES,
-    baseline_attention,
-    flash_attention,
-    golden_attention,
-    triton_launch,
-)
+from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
 from attention_kernels.masks import Mask
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv, nan_filled
+from attention_kernels.triton import launch as triton_launch
 
 NEEDS_CUDA = [
     pytest.mark.gpu,

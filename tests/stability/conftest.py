@@ -9,8 +9,8 @@ import yaml
 
 from stability.config.load import load_study
 from stability.config.schema import StudyConfig
-from stability.study.arm import TrainOptions
-from stability.study.runner import run_study
+from stability.study.run_study import run_study
+from stability.study.train_run import TrainOptions
 
 TINY_ARMS = {
     "baseline": {},

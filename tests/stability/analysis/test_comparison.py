@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from stability.analysis.comparison import compare_weights
 from stability.metrics.drift import drift
-from stability.records.weights import open_weights
+from stability.records.weight_files import open_weights
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from stability.analysis.intervals import (
     paired_interval,
     replicates_needed,
 )
-from stability.metrics.growth import fit_growth
+from stability.metrics.growth_fit import fit_growth
 
 INTERVALS = pytest.mark.parametrize("interval", [paired_interval, mean_interval])
 POSITIVE = st.floats(1e-6, 1e6)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from stability.analysis.ladder import build_ladder
-from stability.analysis.recorded import read_study
 from stability.analysis.sampling import w1_floor
-from stability.records.layout import RunPaths
+from stability.analysis.study_records import read_study
 from stability.records.manifest import read_manifest, write_manifest
+from stability.records.paths import RunPaths
 from stability.records.sealed_json import read_sealed, write_sealed
 from tests.stability.sealing import seal
 

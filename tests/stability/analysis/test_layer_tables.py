@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stability.analysis.layer_tables import LayerTable, layer_table, mean_column, thinned
-from stability.analysis.recorded import read_study
+from stability.analysis.study_records import read_study
 from stability.records.metric_columns import Column, Series
 
 # few steps, so that some are logged twice and some by one seed alone

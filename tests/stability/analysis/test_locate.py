@@ -3,7 +3,7 @@
 import pytest
 
 from stability.analysis.locate import Place, locate, sentences
-from stability.analysis.probed import read_probe
+from stability.analysis.probe_records import read_probe
 from tests.stability.report.synthetic_probe import write_probe
 
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from stability.analysis.growth_law import study_growth
-from stability.analysis.recorded import read_study
+from stability.analysis.arm_growth import study_growth
+from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge, judge_study
 from stability.cli.main import main
 from stability.config.policy import PolicyConfig

@@ -8,7 +8,7 @@ import torch
 
 from attention_kernels import PROFILES
 from attention_kernels.machine import _cpu_formats, _gpu_formats, engines
-from attention_kernels.peers import PEERS
+from attention_kernels.peers.registry import PEERS
 from stability.cli.main import main
 
 

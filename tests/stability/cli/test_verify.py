@@ -8,8 +8,8 @@ import pytest
 
 from stability.analysis.pair_proof import prove_pair
 from stability.cli.main import main
-from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest, write_manifest
+from stability.records.paths import RunPaths
 from tests.stability.sealing import seal
 
 

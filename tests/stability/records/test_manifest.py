@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -91,13 +92,13 @@ def test_the_environment_is_json_and_says_what_decides_the_bits():
 def test_a_changed_kernel_changes_the_environment(tmp_path, monkeypatch):
     before = environment()["kernel_source"]
     folder = tmp_path / "attention_kernels"
-    folder.mkdir()
-    for path in Path(attention_kernels.__file__).parent.glob("*.py"):
-        (folder / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(Path(attention_kernels.__file__).parent, folder)
     monkeypatch.setattr(attention_kernels, "__file__", str(folder / "__init__.py"))
     assert environment()["kernel_source"] == before
-    (folder / "golden.py").write_text((folder / "golden.py").read_text() + "# changed\n")
-    assert environment()["kernel_source"] != before
+    for name in ("golden.py", "twin/forward.py"):
+        was = environment()["kernel_source"]
+        (folder / name).write_text((folder / name).read_text() + "# changed\n")
+        assert environment()["kernel_source"] != was
     assert len(before) == len(hashlib.sha256().hexdigest())
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability.records.atomic import DiskFullError
+from stability.records.atomic_files import DiskFullError
 from stability.records.metric_log import MetricLog, Series, read_counts, read_metrics, read_text
 from tests.stability.sealing import seal
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stability.records.layout import RunPaths
+from stability.records.paths import RunPaths
 from stability.records.sealed_json import write_sealed
 from stability.records.waterfall_record import WaterfallRecord, read_waterfalls, write_waterfall
 

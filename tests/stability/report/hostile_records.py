@@ -11,18 +11,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from stability.analysis.recorded import read_study
+from stability.analysis.study_records import read_study
 from stability.metrics.deviation import ULP_EDGES
 from stability.records.events import Event, log_event
-from stability.records.layout import RunPaths, StudyPaths
 from stability.records.metric_log import MetricLog
-from stability.records.names import (
+from stability.records.metric_names import (
     ULP_HISTOGRAM,
     deviation_name,
     drift_name,
     head_part,
     watch_name,
 )
+from stability.records.paths import RunPaths, StudyPaths
 from stability.records.probe_record import METRICS_FILE, PROBE_FILE, read_probe_record
 from stability.records.sealed_json import read_sealed, write_sealed
 from tests.stability.report.synthetic import ARMS, write_run, write_study_json

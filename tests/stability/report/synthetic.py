@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from stability.records.layout import RunPaths, StudyPaths
 from stability.records.manifest import Manifest, write_manifest
 from stability.records.metric_log import MetricLog
-from stability.records.names import TRAIN_LOSS, deviation_name, drift_name
+from stability.records.metric_names import TRAIN_LOSS, deviation_name, drift_name
+from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import write_sealed
 from stability.records.snapshots import write_snapshot
 

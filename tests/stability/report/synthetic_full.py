@@ -8,9 +8,9 @@ from pathlib import Path
 
 from stability.metrics.deviation import ULP_EDGES
 from stability.records.events import Event, log_event
-from stability.records.layout import RunPaths
 from stability.records.metric_log import MetricLog
-from stability.records.names import ULP_HISTOGRAM, deviation_name, drift_name, watch_name
+from stability.records.metric_names import ULP_HISTOGRAM, deviation_name, drift_name, watch_name
+from stability.records.paths import RunPaths
 from tests.stability.report.synthetic import (
     ARMS,
     LAYERS,

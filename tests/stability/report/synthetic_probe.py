@@ -6,7 +6,7 @@ from pathlib import Path
 from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS, ULP_EDGES
 from stability.records.events import Event, log_event
 from stability.records.metric_log import MetricLog
-from stability.records.names import ULP_HISTOGRAM, deviation_name, head_part, watch_name
+from stability.records.metric_names import ULP_HISTOGRAM, deviation_name, head_part, watch_name
 from stability.records.probe_record import METRICS_FILE, ProbeRecord, write_probe_record
 
 COMPARED = ("out", "lse", "dq", "dk", "dv", "carried", "total")

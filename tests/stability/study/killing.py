@@ -20,10 +20,10 @@ import stability.records.snapshots
 import stability.study.checkpoints
 from stability.callbacks.progress import ProgressCallback
 from stability.config.load import load_study
-from stability.records import atomic
+from stability.records import atomic_files
 from stability.records.metric_log import MetricLog
-from stability.study.arm import TrainOptions
-from stability.study.runner import run_study
+from stability.study.run_study import run_study
+from stability.study.train_run import TrainOptions
 from tests.stability.conftest import SilentObserver
 
 PHASES = ("half written", "before the rename", "after the rename")
@@ -48,7 +48,7 @@ class Countdown:
 
 def kill_in_file(suffix: str, phase: str, count: int) -> None:
     """Die while the `count`-th file with that suffix is written."""
-    counter, whole = Countdown(count), atomic.atomic_path
+    counter, whole = Countdown(count), atomic_files.atomic_path
 
     @contextmanager
     def deadly(path):
@@ -62,7 +62,7 @@ def kill_in_file(suffix: str, phase: str, count: int) -> None:
         if due:
             die()
 
-    atomic.atomic_path = deadly
+    atomic_files.atomic_path = deadly
     for module in WRITERS:
         if hasattr(module, "atomic_path"):
             module.atomic_path = deadly

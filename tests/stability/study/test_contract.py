@@ -8,9 +8,9 @@ import yaml
 
 from stability.analysis.ladder import build_ladder
 from stability.config.load import load_study
-from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest
-from stability.study import arm as arm_module
+from stability.records.paths import RunPaths
+from stability.study import train_run
 from stability.study.contract import ContractError, axis_of, check_batches, check_start
 from stability.study.expand import expand
 from tests.stability.sealing import seal
@@ -105,7 +105,7 @@ def test_an_arm_that_breaks_the_contract_while_it_runs_fails_and_the_others_go_o
         content.update(seeds=[0], yardstick="fp32")
         content["arms"] = {k: arms[k] for k in ("baseline", "rerun", "fp32")}
 
-    honest = arm_module.load_data
+    honest = train_run.load_data
 
     def crooked(config):
         data = honest(config)
@@ -116,7 +116,7 @@ def test_an_arm_that_breaks_the_contract_while_it_runs_fails_and_the_others_go_o
         return data
 
     crooked.calls = [True, False]  # the baseline is honest, the rerun reads other batches
-    monkeypatch.setattr(arm_module, "load_data", crooked)
+    monkeypatch.setattr(train_run, "load_data", crooked)
     ended = run_tiny(load_study(write_study(edit), None), tmp_path / "runs").ended
     assert [state for _, _, state, _ in ended] == ["finished", "failed", "finished"]
     assert "pair contract: rerun: batch 1 differs" in ended[1][3]
@@ -132,9 +132,9 @@ def test_a_candidate_in_another_environment_is_refused_before_its_first_step(
         content.update(seeds=[0], yardstick="fp32")
         content["arms"] = {k: content["arms"][k] for k in ("baseline", "fp32")}
 
-    honest = arm_module.environment
+    honest = train_run.environment
     threads = iter([1, 2])
-    monkeypatch.setattr(arm_module, "environment", lambda: {**honest(), "threads": next(threads)})
+    monkeypatch.setattr(train_run, "environment", lambda: {**honest(), "threads": next(threads)})
     ended = run_tiny(load_study(write_study(edit), None), tmp_path / "runs").ended
     assert [state for _, _, state, _ in ended] == ["finished", "failed"]
     assert "environment.threads must be the baseline's 1, is 2" in ended[1][3]

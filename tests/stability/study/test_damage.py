@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from stability.analysis.recorded import read_study
+from stability.analysis.study_records import read_study
 from stability.config.load import load_study
-from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest, write_manifest
+from stability.records.paths import RunPaths
 from stability.records.run_files import damage, read_run_snapshot
 from stability.study.run import RunConflictError, locked
-from stability.study.runner import plan
+from stability.study.run_study import plan
 from tests.stability.study.recorded_bits import recorded_bits
 
 

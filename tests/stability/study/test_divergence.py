@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from stability.analysis.ladder import build_ladder
-from stability.analysis.recorded import read_study
+from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_study
 from stability.config.load import load_study
 from stability.config.policy import PolicyConfig
-from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
+from stability.records.paths import RunPaths
 
 
 def _with_broken_arm(content):

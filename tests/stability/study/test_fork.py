@@ -12,14 +12,14 @@ import pytest
 
 from stability.cli.main import main
 from stability.config.load import load_study
-from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
+from stability.records.paths import RunPaths
 from stability.records.run_files import damage
-from stability.study.arm import TrainOptions
 from stability.study.bisect import halve
 from stability.study.fork import fork_drifts, plan_fork, run_fork
 from stability.study.run import RunConflictError
+from stability.study.train_run import TrainOptions
 from tests.stability.conftest import SilentObserver, run_quietly, tiny_content
 
 ROOT = Path(__file__).parents[3]
@@ -101,7 +101,7 @@ def test_a_kill_while_a_fork_is_laid_down_leaves_it_to_be_laid_again(parent, mon
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr("stability.study.arm.lay_fork", killed)
+        patch.setattr("stability.study.train_run.lay_fork", killed)
         with pytest.raises(SystemExit):
             run_fork(run, TrainOptions(wandb_mode="disabled"), SilentObserver())
     run.paths.metrics.write_text("half")

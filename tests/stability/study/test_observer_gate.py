@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stability.attention.probe import AttentionProbe
 from stability.config.load import load_study
-from stability.records.layout import RunPaths
+from stability.probe.probe import AttentionProbe
 from stability.records.manifest import read_manifest
-from stability.study.arm import TrainOptions
+from stability.records.paths import RunPaths
 from stability.study.expand import expand
 from stability.study.observer_gate import check_observer
-from stability.study.runner import run_study
+from stability.study.run_study import run_study
+from stability.study.train_run import TrainOptions
 from tests.stability.conftest import SilentObserver
 
 CHECKED = TrainOptions(wandb_mode="disabled", check_observer=True)

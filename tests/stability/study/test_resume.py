@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from stability.config.load import load_study
-from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
+from stability.records.paths import RunPaths
 from stability.study.run import RunConflictError, check_existing
-from stability.study.runner import plan
+from stability.study.run_study import plan
 from tests.stability.study.recorded_bits import recorded_bits
 
 ROOT = Path(__file__).parents[3]

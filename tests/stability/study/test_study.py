@@ -7,10 +7,10 @@ import torch
 from scipy.stats import wasserstein_distance
 
 from stability.config.load import load_study
-from stability.records.layout import RunPaths
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics, read_text
-from stability.records.names import BATCH_HASH, drift_name
+from stability.records.metric_names import BATCH_HASH, drift_name
+from stability.records.paths import RunPaths
 from stability.records.snapshots import hash_state, read_snapshot
 
 ARMS = ["baseline", "flash_all_bf16", "flash_fa2", "rerun", "nudge", "fp32", "init_seed"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from stability.analysis.ladder import ladder_of
-from stability.analysis.recorded import read_study
+from stability.analysis.study_records import read_study
 from stability.cli.main import main
-from stability.records.names import STEP_AXIS
+from stability.records.metric_names import STEP_AXIS
 from stability.report import wandb_panels
 from stability.report.wandb_panels import plan_panels, save_workspace
 from stability.report.wandb_rows import row_summary

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import wandb
 
-from stability.analysis.recorded import read_study
-from stability.records.layout import RunPaths, StudyPaths
+from stability.analysis.study_records import read_study
 from stability.records.metric_log import read_lines
+from stability.records.paths import RunPaths, StudyPaths
 from stability.report import wandb_study
-from stability.report.html import write_report
+from stability.report.page.html import write_report
 from stability.report.wandb_rows import deviation_rows
 from stability.report.wandb_study import publish_study
 from stability.tracking.wandb_replay import numbers_of

@@ -1,0 +1,184 @@
+"""Runs experiments: puts a published claim to the test; writes its record, figure and table row.
+
+An experiment is a file of the folder `experiments` with a docstring of known sections (`kit.page`),
+`SIZES` (settings by size: quick, cpu and gpu), `measure(settings) -> Findings` and
+`draw(rows) -> Figure`. `stability experiment` calls this module. What any of the experiments
+measures is not here.
+"""
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, get_args
+
+import torch
+from rich.console import Console
+
+from attention_kernels.machine import hardware, versions
+from experiments.kit.page import Described, described, filled_in
+from experiments.kit.record import (
+    ExperimentRecord,
+    Findings,
+    read_experiment,
+    write_experiment,
+)
+from experiments.kit.table import print_experiment, print_experiments
+from stability.config.convert import nearest
+from stability.records.atomic_files import atomic_path, write_text
+from stability.records.json_values import jsonable
+from stability.report.paper.style import paper_style, saved
+
+__all__ = ["load", "names", "run_experiments"]
+
+Size = Literal["quick", "cpu", "gpu"]
+SIZES = get_args(Size)
+KEPT = ("cpu", "gpu")
+"""Sizes whose results are kept; quick is for a first look and for tests."""
+
+
+def run_experiments(folder: Path, name: str | None, size: Size, redraw: bool) -> int:
+    """Run the experiment `name` of `folder`, or `all`; without a name list them.
+
+    Returns 1 if a control fails, else 0. Raises ValueError for an unknown name, and for the size
+    gpu where there is no CUDA device. With `redraw` nothing runs: figure and table are drawn anew.
+    """
+    known = names(folder)
+    console = Console()
+    if not name:
+        print_experiments([_described(folder, each) for each in known], _records(folder), console)
+        return 0
+    if name not in (*known, "all"):
+        raise ValueError(
+            f"experiment: name must be that of a file in {folder}, or all, got {name!r}; "
+            f"nearest: {nearest(name, known)}"
+        )
+    chosen = known if name == "all" else [name]
+    if redraw:
+        kept = [each for each in known if _result(folder, each, size).exists()]
+        for each in kept if name == "all" else chosen:
+            _draw(folder, each, size)
+        _write_page(folder)
+        return 0
+    if size == "gpu" and not torch.cuda.is_available():
+        raise ValueError(
+            "experiment: size must be one that this machine can run, got 'gpu' without a CUDA "
+            "device; try cpu"
+        )
+    fine = [_run_and_keep(folder, each, size, console, others=len(chosen) > 1) for each in chosen]
+    return 0 if all(fine) else 1
+
+
+def _run_and_keep(folder: Path, name: str, size: str, console: Console, *, others: bool) -> bool:
+    """Run one experiment; False if a control failed, or it did and there are `others` to run."""
+    try:
+        record = _run(folder, name, size)
+    except (ValueError, RuntimeError) as error:
+        if not others:
+            raise
+        console.print(f"{name}: {error}", markup=False, highlight=False)
+        return False
+    if size in KEPT:  # first of all: it took minutes
+        write_experiment(_result(folder, name, size), record)
+    print_experiment(_described(folder, name), record, console)
+    if size in KEPT:
+        _draw(folder, name, size)
+        _write_page(folder)
+    return record.controls_hold
+
+
+def names(folder: Path) -> list[str]:
+    """Return the experiments of `folder`: its files that have sizes, in order."""
+    return sorted(
+        path.stem for path in folder.glob("*.py") if "\nSIZES" in path.read_text(encoding="utf-8")
+    )
+
+
+def load(folder: Path, name: str) -> ModuleType:
+    """Import an experiment from its file, as `experiments.NAME`: it hides no other module."""
+    spec = importlib.util.spec_from_file_location(f"experiments.{name}", folder / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _draw(folder: Path, name: str, size: str) -> None:
+    """Draw the figure of the result on disk."""
+    path = _result(folder, name, size)
+    with paper_style():
+        picture = saved(load(folder, name).draw(read_experiment(path).rows), "png")
+    with atomic_path(path.with_suffix(".png")) as temporary:
+        temporary.write_bytes(picture)
+
+
+def _write_page(folder: Path) -> None:
+    """Write the table and sections of experiments/README.md anew, from the records."""
+    page = folder / "README.md"
+    experiments = [_described(folder, name) for name in names(folder)]
+    write_text(page, filled_in(page.read_text(encoding="utf-8"), experiments, _records(folder)))
+
+
+def _run(folder: Path, name: str, size: str) -> ExperimentRecord:
+    module = load(folder, name)
+    settings = module.SIZES[size]
+    commit = _commit(folder)  # before, while what is on disk is what has been loaded
+    start = time.monotonic()
+    findings: Findings = module.measure(settings)
+    return ExperimentRecord(
+        name=name,
+        size=size,
+        settings=jsonable(dataclasses.asdict(settings)),
+        measured=findings.measured,
+        explanation=findings.explanation,
+        tests=[dataclasses.asdict(test) for test in findings.tests],
+        rows=[jsonable(row) for row in findings.rows],
+        hardware=hardware("cuda" if size == "gpu" else "cpu"),
+        versions=versions(),
+        commit=commit,
+        seconds=round(time.monotonic() - start, 1),
+    )
+
+
+def _result(folder: Path, name: str, size: str) -> Path:
+    return folder / "results" / f"{name}.{size}.json"
+
+
+def _records(folder: Path) -> dict[str, list[ExperimentRecord]]:
+    return {
+        name: [
+            read_experiment(_result(folder, name, size))
+            for size in KEPT
+            if _result(folder, name, size).exists()
+        ]
+        for name in names(folder)
+    }
+
+
+def _described(folder: Path, name: str) -> Described:
+    return described(name, load(folder, name).__doc__ or "")
+
+
+def _commit(folder: Path) -> str:
+    """Return the commit that runs, "-changed" if the code differs from it; "" outside of git."""
+    # what experiments write does not change what the next one measures
+    code = ("--", str(folder.parent), ":!experiments/results", ":!experiments/README.md")
+    asked = (
+        ["rev-parse", "--short", "HEAD"],
+        ["status", "--porcelain", "--untracked-files=no", *code],
+    )
+    try:
+        head, changed = (
+            subprocess.run(
+                ["git", *words], capture_output=True, text=True, check=True, cwd=folder.parent
+            ).stdout
+            for words in asked
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.strip() + ("-changed" if changed.strip() else "")

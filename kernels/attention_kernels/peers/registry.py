@@ -1,0 +1,265 @@
+"""One interface over every attention there is: our own, PyTorch's, the libraries', the user's.
+
+The name says who computes, and nobody else ever does: what is not installed, or does not take an
+argument, a dtype or a device, is refused with the reason. Arguments mean what they mean in `api`,
+whoever computes: masks are aligned bottom-right, a row that attends nothing gives 0. Leaves out how
+each one is called (`sdpa`, `flex`, `libraries`).
+"""
+
+import difflib
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Unpack
+
+import torch
+from torch import Tensor
+
+from attention_kernels.api import (
+    MaskArguments,
+    baseline_attention,
+    flash_attention,
+    golden_attention,
+)
+from attention_kernels.checks import check_tensors, require
+from attention_kernels.mask_checks import check_mask, check_mask_values
+from attention_kernels.masks import Mask
+from attention_kernels.peers import flex, libraries, sdpa
+from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
+
+__all__ = ["PEERS", "PeerStatus", "attention", "peers"]
+
+
+class PeerStatus(NamedTuple):
+    """Whether an implementation runs on a device; `reason` says why not, or what it leaves out."""
+
+    name: str
+    version: str
+    available: bool
+    reason: str
+    backward: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """How to call an attention that is not ours, and which arguments it takes."""
+
+    attend: Callable[..., Tensor]
+    status: Callable[[torch.device], tuple[str, bool, str]]
+    takes: tuple[str, ...]
+    no_backward_on: tuple[str, ...] = ()
+    """Types of devices."""
+
+
+_EXPLICIT = ("causal", "window", "key_padding", "attn_mask", "alibi_slopes")
+_FLASH = ("causal", "window", "softcap", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def _library(name: str) -> Peer:
+    takes = _FLASH + ("alibi_slopes",) * libraries.LIBRARIES[name].takes_alibi
+    if name == "flash_attn4":  # its backward has no softcap
+        takes = tuple(argument for argument in takes if argument != "softcap")
+    call = partial(libraries.attend_flash, name=name)
+    return Peer(
+        attend=libraries.attend_flashinfer if name == "flashinfer" else call,
+        status=partial(libraries.status, name),
+        takes=takes,
+        no_backward_on=("cpu", "cuda") if name == "flashinfer" else (),
+    )
+
+
+PEERS: dict[str, Peer] = {
+    **{
+        name: Peer(
+            attend=partial(sdpa.attend, backend=backend),
+            status=partial(sdpa.status, backend=backend),
+            takes=_EXPLICIT,
+        )
+        for name, backend in sdpa.BACKENDS.items()
+    },
+    "flex": Peer(
+        attend=flex.attend,
+        status=flex.status,
+        takes=(*_EXPLICIT, "softcap", "cu_seqlens_q", "cu_seqlens_k"),
+        no_backward_on=("cpu",),
+    ),
+    **{name: _library(name) for name in libraries.LIBRARIES},
+}
+
+
+def peers(device: torch.device | str) -> list[PeerStatus]:
+    """Return each attention that is not ours, whether it runs on `device`, and if not, why."""
+    device = torch.device(device)
+    found = []
+    for name, peer in PEERS.items():
+        version, available, reason = peer.status(device)
+        backward = available and device.type not in peer.no_backward_on
+        found.append(PeerStatus(name, version, available, reason, backward))
+    return found
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, implementation: str, **mask: Unpack[MaskArguments]
+) -> Tensor:
+    """Attend with the named implementation; q, k, v, `mask` and the result as `flash_attention`.
+
+    `implementation` is "flash:PROFILE", "baseline:PROFILE", "golden" (out in FP64), a name in
+    `PEERS`, or "MODULE:FUNCTION" for a function of your own of (q, k, v, *, causal, scale), which
+    `causal` asks to align bottom-right. Each peer takes some of the mask's arguments: `PEERS` says
+    which. SDPA and FlexAttention add biases after softcap as `flash_attention` does; SDPA's
+    efficient and cuDNN backends round them to q's dtype. ValueError for what is not installed, or
+    does not run on this device, or does not take this dtype, head_dim or argument; nothing else is
+    called instead.
+    """
+    family, _, rest = implementation.partition(":")
+    if implementation == "golden":
+        return golden_attention(q, k, v, **mask)
+    if family == "flash":
+        profile = _named(rest or "fa2", PROFILES, "flash profile")
+        return flash_attention(q, k, v, numerics=profile, **mask)
+    if family == "baseline":
+        profile = _named(rest or "plain", BASELINE_PROFILES, "baseline profile")
+        return baseline_attention(q, k, v, numerics=profile, **mask)
+    own = bool(rest) and family != "sdpa"
+    if not own:
+        peer = _named(implementation, PEERS, "implementation", ("flash", "baseline", "golden"))
+    check_tensors("attention", q, k, v)
+    check_mask("attention", q, k, mask)
+    scale = mask.get("scale")
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if own:
+        return _call_own(implementation, q, k, v, mask, float(scale))
+    return _call_peer(implementation, peer, q, k, v, mask, float(scale))
+
+
+def _named(name: str, table: dict[str, Any], what: str, others: tuple[str, ...] = ()) -> Any:
+    if name not in table:
+        known = [*table, *others]
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
+        raise ValueError(
+            f"attention: implementation must name a known {what} or be MODULE:FUNCTION, got "
+            f"{name!r}; nearest: {', '.join(near)}"
+        )
+    return table[name]
+
+
+def _call_peer(
+    name: str, peer: Peer, q: Tensor, k: Tensor, v: Tensor, arguments: MaskArguments, scale: float
+) -> Tensor:
+    _refuse_others(name, arguments, peer.takes)
+    packed = q.dim() == 3
+    if packed:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    mask = _mask(arguments)
+    check_mask_values("attention", mask, q.shape[2], k.shape[2])
+    try:
+        out = peer.attend(q, k, v, mask=mask, scale=scale)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (AssertionError, RuntimeError) as error:
+        _refuse(name, q, k, error)
+    return out.squeeze(0).transpose(0, 1) if packed else out
+
+
+def _refuse(name: str, q: Tensor, k: Tensor, error: Exception) -> NoReturn:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    call = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}"
+    raise ValueError(
+        f"attention: implementation must be one that takes this call, got {name!r} for {call} on "
+        f"{q.device}; it says: {lines[0]}"
+    ) from error
+
+
+def _refuse_others(name: str, arguments: MaskArguments, takes: Iterable[str]) -> None:
+    """Raise ValueError for an argument that is given, does something, and is not taken."""
+    for argument, value in arguments.items():
+        does_nothing = value is None or (isinstance(value, int | float) and not value)
+        if argument == "scale" or argument in takes or does_nothing:
+            continue
+        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"attention: {argument} must be left out with implementation {name!r}, got {shown}; "
+            f"it takes {', '.join(takes)}"
+        )
+
+
+def _mask(arguments: MaskArguments) -> Mask:
+    attn_mask, slopes = arguments.get("attn_mask"), arguments.get("alibi_slopes")
+    if attn_mask is not None:
+        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+    is_bias = attn_mask is not None and attn_mask.is_floating_point()
+    left, right = arguments.get("window") or (None, None)
+    return Mask(
+        causal=bool(arguments.get("causal", False)),
+        window=(left, right),
+        softcap=float(arguments.get("softcap", 0.0)),
+        key_padding=arguments.get("key_padding"),
+        visible=None if is_bias else attn_mask,
+        bias=attn_mask if is_bias else None,
+        alibi_slopes=None if slopes is None else slopes.float().reshape(-1, slopes.shape[-1]),
+        cu_seqlens_q=arguments.get("cu_seqlens_q"),
+        cu_seqlens_k=arguments.get("cu_seqlens_k"),
+    )
+
+
+def _call_own(
+    name: str, q: Tensor, k: Tensor, v: Tensor, arguments: MaskArguments, scale: float
+) -> Tensor:
+    function = _imported(name)
+    _refuse_others(name, arguments, ("causal",))
+    require(
+        q.dim() == 4,
+        "attention: q",
+        f"(batch, heads, length, head_dim) with {name!r}",
+        tuple(q.shape),
+        "it takes no cu_seqlens",
+    )
+    options = {"causal": bool(arguments.get("causal", False)), "scale": scale}
+    _check_signature(name, function, options)
+    out = function(q, k, v, **options)
+    got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+    require(
+        got == tuple(q.shape),
+        f"attention: what {name!r} returns",
+        f"a tensor shaped as q {tuple(q.shape)}",
+        got,
+        "return out alone, (batch, heads, query_len, head_dim)",
+    )
+    return out
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"attention: implementation must be MODULE:FUNCTION of a module that imports, got "
+            f"{name!r}; {error}"
+        ) from error
+    near = difflib.get_close_matches(attribute, dir(module), n=3, cutoff=0.4)
+    require(
+        callable(getattr(module, attribute, None)),
+        "attention: implementation",
+        "MODULE:FUNCTION of a function that the module has",
+        repr(name),
+        f"nearest: {', '.join(near)}" if near else f"{module_name} has nothing like it",
+    )
+    return getattr(module, attribute)
+
+
+def _check_signature(name: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # a builtin does not tell
+    try:
+        signature.bind(None, None, None, **options)
+    except TypeError as error:
+        raise ValueError(
+            f"attention: implementation must be a function of (q, k, v, *, causal, scale), got "
+            f"{name!r} of {signature}; {error}"
+        ) from error

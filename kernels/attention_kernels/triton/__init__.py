@@ -1,0 +1,1 @@
+"""The flash recurrence as Triton kernels: forward, backward, and their launch."""

@@ -1,0 +1,260 @@
+"""Gradients of the flash recurrence as two Triton kernels; no atomics, so sums have one order.
+
+`dq_kernel` runs first, a program a query block of one query head, and leaves delta behind;
+`dkv_kernel` reads it, a program a key block of one kv head. P is recomputed from lse as in
+FlashAttention-2 (arXiv 2307.08691, algorithm 2), which does both in one kernel and adds dQ by
+atomics. Executes `FlashNumerics.backward` and the forward's points that recur. Leaves out the
+launch (`triton_launch`) and what a rounding is (`triton_rounding`). Strides are tuples
+(batch, head, row, dim); the other arguments are those of `forward_kernel`. Numbers at `rounded` are
+the streams of its random bits.
+"""
+
+# `N` is annotated as Triton wants it, which hides its fields from pyright.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+from attention_kernels.triton.rounding import contain, dot, exponential, to_work
+from attention_kernels.triton.tiles import (
+    at_head,
+    at_row,
+    bounds,
+    finite_or_zero,
+    key_span,
+    load_factor,
+    load_rows,
+    place,
+    rounded,
+    row_span,
+    row_sum,
+    store_rows,
+    tile_scores,
+)
+
+
+@triton.jit
+def _probabilities(b_scores, b_lse, n, o_q, o_k, N: tl.constexpr):
+    b_p = exponential(b_scores - finite_or_zero(b_lse), N.exp)
+    return rounded(b_p, N.statistics, N, 36, 0, n, o_q, o_k)
+
+
+@triton.jit
+def _score_gradient(b_p, b_dp, b_delta, b_tanh, factor, n, o_q, o_k, N: tl.constexpr):
+    """Return R_ds(P (dP - delta)), times the slope of the softcap, as an operand."""
+    if N.scaled:
+        b_dp = b_dp * factor
+    b_ds = (rounded(b_dp, N.dp, N, 28, 0, n, o_q, o_k) - b_delta) * b_p
+    if N.softcap > 0.0:
+        b_ds = b_ds * (1.0 - b_tanh * b_tanh)
+    return contain(rounded(b_ds, N.ds, N, 29, 0, n, o_q, o_k), N.ds, N.work)
+
+
+@triton.jit
+def _times(b_product, factor, N: tl.constexpr):
+    return b_product * factor if N.scaled else b_product
+
+
+@triton.jit
+def dq_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_dout,
+    p_lse,
+    p_delta,
+    p_dq,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    dout_strides,
+    dq_strides,
+    factors,
+    masks,
+    heads,
+    max_query_len,
+    query_rows,
+    key_rows,
+    N: tl.constexpr,
+):
+    """Write dQ and delta of block_q rows of one query head."""
+    o_start, o_head, o_batch = place(max_query_len, heads, N.block_q)
+    q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
+    k_first, key_len = bounds(masks.cu_k, o_batch, key_rows, N)
+    n, o_kv_head = o_batch * heads + o_head, o_head // N.group
+    o_q, o_dim = o_start + tl.arange(0, N.block_q), tl.arange(0, N.block_d)
+    m_q = o_q < query_len
+    q_blocks = (query_len + N.block_q - 1) // N.block_q
+    k_blocks = (key_len + N.block_k - 1) // N.block_k
+    p_k = at_head(p_k, k_strides, o_batch, o_kv_head, k_first, N)
+    p_v = at_head(p_v, v_strides, o_batch, o_kv_head, k_first, N)
+    p_q = at_head(p_q, q_strides, o_batch, o_head, q_first, N)
+    p_dout = at_head(p_dout, dout_strides, o_batch, o_head, q_first, N)
+    p_out = at_head(p_out, out_strides, o_batch, o_head, q_first, N)
+    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True)
+    b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True)
+    b_out = load_rows(p_out, out_strides, o_q, query_len, N, True)
+    block = o_start // N.block_q
+    q_factor = load_factor(factors.q, o_batch, o_head, heads, q_blocks, block, N)
+    do_factor = load_factor(factors.dout, o_batch, o_head, heads, q_blocks, block, N)
+    b_delta = row_sum(_times(to_work(b_do, N.work), do_factor, N) * to_work(b_out, N.work), 1)
+    b_delta = rounded(b_delta, N.delta, N, 27, 0, n, o_q, 0)  # [BLOCK_Q]
+    p_delta = at_row(p_delta, o_batch, o_head, heads, query_rows, q_first, N)
+    tl.store(p_delta + o_q, b_delta, mask=m_q)
+    p_lse = at_row(p_lse, o_batch, o_head, heads, query_rows, q_first, N)
+    b_lse = tl.load(p_lse + o_q, mask=m_q, other=0.0)
+
+    b_dq = tl.full((N.block_q, N.block_d), 0.0, N.work)
+    first, stop = key_span(o_start, query_len, key_len, N)
+    last = (stop + N.block_k - 1) // N.block_k * N.block_k - N.block_k
+    for at in range(first, stop, N.block_k):
+        k_start = first + last - at if N.reversed else at
+        o_k = k_start + tl.arange(0, N.block_k)
+        b_k = load_rows(p_k, k_strides, o_k, key_len, N, True)
+        b_v = load_rows(p_v, v_strides, o_k, key_len, N, True)
+        block = k_start // N.block_k
+        k_factor = load_factor(factors.k, o_batch, o_kv_head, heads // N.group, k_blocks, block, N)
+        v_factor = load_factor(factors.v, o_batch, o_kv_head, heads // N.group, k_blocks, block, N)
+        o_row, o_col = o_q[:, None], o_k[None, :]
+        b_scores, b_tanh = tile_scores(
+            b_q, b_k, q_factor * k_factor, masks, o_batch, o_head, o_row, o_col,
+            query_len, key_len, n, N, True,
+        )  # [BLOCK_Q, BLOCK_K]  # fmt: skip
+        b_p = _probabilities(b_scores, b_lse[:, None], n, o_row, o_col, N)
+        b_dp = dot(b_do, tl.trans(b_v), N.work, N.dot)
+        b_ds = _score_gradient(
+            b_p, b_dp, b_delta[:, None], b_tanh, do_factor * v_factor, n, o_row, o_col, N
+        )
+        b_dq += _times(dot(b_ds, b_k, N.work, N.dot), k_factor, N)
+        b_dq = rounded(b_dq, N.dq_accumulator, N, 30, k_start, n, o_row, o_dim[None, :])
+
+    p_dq = at_head(p_dq, dq_strides, o_batch, o_head, q_first, N)
+    b_dq = rounded(b_dq * N.scale, N.gradients, N, 33, 0, n, o_q[:, None], o_dim[None, :])
+    store_rows(p_dq, dq_strides, o_q, query_len, b_dq, N)
+
+
+@triton.jit
+def _add_query_block(
+    b_dk,
+    b_dv,
+    b_k,
+    b_v,
+    k_factor,
+    v_factor,
+    p_q,
+    p_dout,
+    p_lse,
+    p_delta,
+    q_strides,
+    dout_strides,
+    factors,
+    masks,
+    o_batch,
+    o_head,
+    heads,
+    q_start,
+    o_k,
+    query_len,
+    key_len,
+    N: tl.constexpr,
+):
+    """Return dK and dV of a key block with what one query block of one head adds to them."""
+    n, o_dim = o_batch * heads + o_head, tl.arange(0, N.block_d)
+    o_q = q_start + tl.arange(0, N.block_q)
+    m_q = o_q < query_len
+    o_row, o_col = o_q[None, :], o_k[:, None]
+    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True)
+    b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True)
+    blocks, block = (query_len + N.block_q - 1) // N.block_q, q_start // N.block_q
+    q_factor = load_factor(factors.q, o_batch, o_head, heads, blocks, block, N)
+    do_factor = load_factor(factors.dout, o_batch, o_head, heads, blocks, block, N)
+    b_lse = tl.load(p_lse + o_q, mask=m_q, other=float("inf"))
+    b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0)
+    b_scores, b_tanh = tile_scores(
+        b_k, b_q, q_factor * k_factor, masks, o_batch, o_head, o_row, o_col,
+        query_len, key_len, n, N, True,
+    )  # [BLOCK_K, BLOCK_Q]  # fmt: skip
+    b_p = _probabilities(b_scores, b_lse[None, :], n, o_row, o_col, N)
+    b_dp = dot(b_v, tl.trans(b_do), N.work, N.dot)
+    b_ds = _score_gradient(
+        b_p, b_dp, b_delta[None, :], b_tanh, do_factor * v_factor, n, o_row, o_col, N
+    )
+    if N.p_scale > 1.0:
+        b_p = b_p * N.p_scale
+    b_p = rounded(b_p, N.probabilities, N, 37, 0, n, o_row, o_col)
+    b_pdo = dot(contain(b_p, N.probabilities, N.work), b_do, N.work, N.dot)
+    b_dv += _times(b_pdo, do_factor / N.p_scale, N)
+    b_dv = rounded(b_dv, N.dkv_accumulator, N, 32, q_start, n, o_col, o_dim[None, :])
+    b_dk += _times(dot(b_ds, b_q, N.work, N.dot), q_factor, N)
+    b_dk = rounded(b_dk, N.dkv_accumulator, N, 31, q_start, n, o_col, o_dim[None, :])
+    return b_dk, b_dv
+
+
+@triton.jit
+def dkv_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_dout,
+    p_lse,
+    p_delta,
+    p_dk,
+    p_dv,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dkv_strides,
+    factors,
+    masks,
+    heads,
+    max_key_len,
+    query_rows,
+    key_rows,
+    N: tl.constexpr,
+):
+    """Write dK and dV of block_k rows of one kv head; score blocks are [BLOCK_K, BLOCK_Q]."""
+    kv_heads = heads // N.group
+    o_start, o_kv_head, o_batch = place(max_key_len, kv_heads, N.block_k)
+    q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
+    k_first, key_len = bounds(masks.cu_k, o_batch, key_rows, N)
+    o_k, o_dim = o_start + tl.arange(0, N.block_k), tl.arange(0, N.block_d)
+    k_blocks = (key_len + N.block_k - 1) // N.block_k
+    p_k = at_head(p_k, k_strides, o_batch, o_kv_head, k_first, N)
+    p_v = at_head(p_v, v_strides, o_batch, o_kv_head, k_first, N)
+    b_k = load_rows(p_k, k_strides, o_k, key_len, N, True)
+    b_v = load_rows(p_v, v_strides, o_k, key_len, N, True)
+    block = o_start // N.block_k
+    k_factor = load_factor(factors.k, o_batch, o_kv_head, kv_heads, k_blocks, block, N)
+    v_factor = load_factor(factors.v, o_batch, o_kv_head, kv_heads, k_blocks, block, N)
+
+    first, stop = row_span(o_start, query_len, key_len, N)
+    b_dk_group = tl.full((N.block_k, N.block_d), 0.0, N.work)
+    b_dv_group = tl.full((N.block_k, N.block_d), 0.0, N.work)
+    for member in range(0, N.group):
+        o_head = o_kv_head * N.group + member
+        p_q_head = at_head(p_q, q_strides, o_batch, o_head, q_first, N)
+        p_do_head = at_head(p_dout, dout_strides, o_batch, o_head, q_first, N)
+        p_lse_head = at_row(p_lse, o_batch, o_head, heads, query_rows, q_first, N)
+        p_delta_head = at_row(p_delta, o_batch, o_head, heads, query_rows, q_first, N)
+        b_dk = tl.full((N.block_k, N.block_d), 0.0, N.work)
+        b_dv = tl.full((N.block_k, N.block_d), 0.0, N.work)
+        for q_start in range(first, stop, N.block_q):
+            b_dk, b_dv = _add_query_block(
+                b_dk, b_dv, b_k, b_v, k_factor, v_factor, p_q_head, p_do_head, p_lse_head,
+                p_delta_head, q_strides, dout_strides, factors, masks, o_batch, o_head, heads,
+                q_start, o_k, query_len, key_len, N,
+            )  # fmt: skip
+        b_dk_group += b_dk
+        b_dv_group += b_dv
+
+    n = o_batch * kv_heads + o_kv_head
+    o_row = o_k[:, None]
+    p_dk = at_head(p_dk, dkv_strides, o_batch, o_kv_head, k_first, N)
+    p_dv = at_head(p_dv, dkv_strides, o_batch, o_kv_head, k_first, N)
+    b_dk_group = rounded(b_dk_group * N.scale, N.gradients, N, 34, 0, n, o_row, o_dim[None, :])
+    store_rows(p_dk, dkv_strides, o_k, key_len, b_dk_group, N)
+    b_dv_group = rounded(b_dv_group, N.gradients, N, 35, 0, n, o_row, o_dim[None, :])
+    store_rows(p_dv, dkv_strides, o_k, key_len, b_dv_group, N)

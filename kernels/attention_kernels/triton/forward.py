@@ -1,0 +1,244 @@
+"""The flash recurrence as a Triton kernel: one program a query block of one head and one split.
+
+Executes the rounding points of `FlashNumerics.forward` under the dials of its softmax and tiling;
+the recurrence is FlashAttention-2's (arXiv 2307.08691, algorithm 1), with `key_outer`
+FlashAttention-1's update (arXiv 2205.14135, algorithm 1). Operands come rounded (`operands`).
+Leaves out the launch (`triton_launch`), the merger of splits (`triton_merge`), gradients
+(`triton_backward`) and what a rounding is (`triton_rounding`). Values between rounding points are
+FP32 or FP64 (`N.work`). Strides are tuples (batch, head, row, dim). Numbers at `rounded` are the
+streams of its random bits.
+"""
+
+# `N` is annotated as Triton wants it, which hides its fields from pyright.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+from attention_kernels.triton.rounding import contain, divide, dot, exponential
+from attention_kernels.triton.tiles import (
+    at_head,
+    bounds,
+    finite_or_zero,
+    key_span,
+    load_factor,
+    load_rows,
+    one_for_zero,
+    place,
+    rounded,
+    row_max,
+    row_sum,
+    store_rows,
+    tile_scores,
+    whole_span,
+)
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG_2 = tl.constexpr(0.6931471805599453)
+_MAX_SHIFT = tl.constexpr(6.0)
+
+
+@triton.jit
+def _block_maximum(b_scores, N: tl.constexpr):
+    """Return each row's maximum, moved by beta where it is repeated (`twin_softmax`)."""
+    b_max = row_max(b_scores, 1)  # [BLOCK_Q]
+    if N.beta > 1.0:
+        b_count = row_sum(tl.where(b_scores == b_max[:, None], 1, 0), 1)
+        b_shift = tl.where(b_max > 0.0, b_max, 0.0) * N.beta - b_max
+        b_doublings = tl.maximum(tl.ceil((b_shift - _MAX_SHIFT) / _LOG_2), 0.0)
+        b_moved = b_max + (b_shift - b_doublings * _LOG_2)
+        b_max = tl.where((b_count > 1) & (b_max > float("-inf")), b_moved, b_max)
+    return b_max
+
+
+@triton.jit
+def _statistics(b_scores, b_max, b_sum, n, o_q, o_k, step, N: tl.constexpr):
+    """Return P, the rescale factor, the new maximum, and the old sum rescaled and the new."""
+    b_new_max = tl.maximum(b_max, _block_maximum(b_scores, N))
+    b_new_max = rounded(b_new_max, N.statistics, N, 17, step, n, o_q, 0)
+    if N.threshold > 0.0:
+        m_keep = (b_new_max - b_max) * _LOG2_E <= N.threshold
+        b_new_max = tl.where(m_keep, b_max, b_new_max)
+    b_shift = finite_or_zero(b_new_max)
+    b_p = exponential(b_scores - b_shift[:, None], N.exp)  # [BLOCK_Q, BLOCK_K]
+    b_p = rounded(b_p, N.statistics, N, 18, 0, n, o_q[:, None], o_k[None, :])
+    b_alpha = exponential(b_max - b_shift, N.exp)
+    b_alpha = rounded(b_alpha, N.statistics, N, 19, step, n, o_q, 0)
+    b_old_sum = b_alpha * b_sum
+    b_sum = rounded(b_old_sum + row_sum(b_p, 1), N.statistics, N, 20, step, n, o_q, 0)
+    return b_p, b_alpha, b_new_max, b_old_sum, b_sum
+
+
+@triton.jit
+def _accumulate(
+    b_acc, b_p, b_v, v_factor, b_alpha, b_old_sum, b_sum, n, o_q, o_k, step, N: tl.constexpr
+):
+    """Return the accumulator, or with key_outer the stored output, with one block of P v."""
+    o_dim = tl.arange(0, N.block_d)
+    if N.p_scale > 1.0:
+        b_p = b_p * N.p_scale
+    b_p = rounded(b_p, N.probabilities, N, 21, 0, n, o_q[:, None], o_k[None, :])
+    b_pv = dot(contain(b_p, N.probabilities, N.work), b_v, N.work, N.dot)  # [BLOCK_Q, BLOCK_D]
+    if N.scaled:
+        b_pv = b_pv * (v_factor / N.p_scale)
+    b_carried = b_old_sum if N.key_outer else b_alpha
+    b_acc = b_carried[:, None] * b_acc + b_pv
+    b_acc = rounded(b_acc, N.accumulator, N, 22, step, n, o_q[:, None], o_dim[None, :])
+    if N.key_outer:
+        b_acc = divide(b_acc, one_for_zero(b_sum)[:, None])
+        b_acc = rounded(b_acc, N.output, N, 23, step, n, o_q[:, None], o_dim[None, :])
+    return b_acc
+
+
+@triton.jit
+def _attend_blocks(
+    b_acc,
+    b_max,
+    b_sum,
+    b_q,
+    q_factor,
+    p_k,
+    p_v,
+    k_strides,
+    v_strides,
+    factors,
+    masks,
+    o_batch,
+    o_head,
+    heads,
+    n,
+    o_q,
+    query_len,
+    key_len,
+    first,
+    stop,
+    N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold the key blocks of [first, stop) into accumulator, running max and running sum."""
+    blocks = (key_len + N.block_k - 1) // N.block_k
+    last = (stop + N.block_k - 1) // N.block_k * N.block_k - N.block_k
+    for at in range(first, stop, N.block_k):
+        k_start = first + last - at if N.reversed else at
+        o_k = k_start + tl.arange(0, N.block_k)
+        b_k = load_rows(p_k, k_strides, o_k, key_len, N, MASKED)
+        b_v = load_rows(p_v, v_strides, o_k, key_len, N, MASKED)
+        block = k_start // N.block_k
+        kv_head = o_head // N.group
+        k_factor = load_factor(factors.k, o_batch, kv_head, heads // N.group, blocks, block, N)
+        v_factor = load_factor(factors.v, o_batch, kv_head, heads // N.group, blocks, block, N)
+        b_scores, _ = tile_scores(
+            b_q,
+            b_k,
+            q_factor * k_factor,
+            masks,
+            o_batch,
+            o_head,
+            o_q[:, None],
+            o_k[None, :],
+            query_len,
+            key_len,
+            n,
+            N,
+            MASKED,
+        )
+        b_p, b_alpha, b_max, b_old_sum, b_sum = _statistics(
+            b_scores, b_max, b_sum, n, o_q, o_k, k_start, N
+        )
+        b_acc = _accumulate(
+            b_acc, b_p, b_v, v_factor, b_alpha, b_old_sum, b_sum, n, o_q, o_k, k_start, N
+        )
+    return b_acc, b_max, b_sum
+
+
+@triton.jit
+def _split_span(first, stop, key_len, o_split, N: tl.constexpr):
+    """Return the part of [first, stop) that is in this split's share of the key blocks."""
+    if N.splits > 1:
+        blocks = (key_len + N.block_k - 1) // N.block_k
+        share = (blocks + N.splits - 1) // N.splits * N.block_k
+        first = tl.maximum(first, o_split * share)
+        stop = tl.maximum(tl.minimum(stop, (o_split + 1) * share), first)
+    return first, stop
+
+
+@triton.jit
+def forward_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_lse,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    factors,
+    masks,
+    batches,
+    heads,
+    max_query_len,
+    query_rows,
+    key_rows,
+    N: tl.constexpr,
+):
+    """Write out and lse of block_q rows of one head, of one split of its keys.
+
+    `batches` counts sequences; `query_rows` and `key_rows` are those of the tensors, which packed
+    sequences share, `max_query_len` is the longest sequence's.
+    """
+    o_start, o_head, o_outer = place(max_query_len, heads, N.block_q)
+    o_batch, o_split = o_outer % batches, o_outer // batches
+    q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
+    k_first, key_len = bounds(masks.cu_k, o_batch, key_rows, N)
+    n = o_batch * heads + o_head
+    o_q = o_start + tl.arange(0, N.block_q)
+    p_k = at_head(p_k, k_strides, o_batch, o_head // N.group, k_first, N)
+    p_v = at_head(p_v, v_strides, o_batch, o_head // N.group, k_first, N)
+    p_q = at_head(p_q, q_strides, o_batch, o_head, q_first, N)
+    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True)
+    q_blocks = (query_len + N.block_q - 1) // N.block_q
+    q_factor = load_factor(factors.q, o_batch, o_head, heads, q_blocks, o_start // N.block_q, N)
+
+    b_acc = tl.full((N.block_q, N.block_d), 0.0, N.work)
+    b_max = tl.full((N.block_q,), float("-inf"), N.work)
+    b_sum = tl.full((N.block_q,), 0.0, N.work)
+    first, stop = key_span(o_start, query_len, key_len, N)
+    first, stop = _split_span(first, stop, key_len, o_split, N)
+    begin, end = whole_span(o_start, query_len, key_len, first, stop, N)
+    if N.reversed or N.has_left:
+        low = end if N.reversed else first
+        high = stop if N.reversed else begin
+        b_acc, b_max, b_sum = _attend_blocks(
+            b_acc, b_max, b_sum, b_q, q_factor, p_k, p_v, k_strides, v_strides, factors, masks,
+            o_batch, o_head, heads, n, o_q, query_len, key_len, low, high, N, True,
+        )  # fmt: skip
+    b_acc, b_max, b_sum = _attend_blocks(
+        b_acc, b_max, b_sum, b_q, q_factor, p_k, p_v, k_strides, v_strides, factors, masks,
+        o_batch, o_head, heads, n, o_q, query_len, key_len, begin, end, N, False,
+    )  # fmt: skip
+    if not N.reversed or N.has_left:
+        low = first if N.reversed else end
+        high = begin if N.reversed else stop
+        b_acc, b_max, b_sum = _attend_blocks(
+            b_acc, b_max, b_sum, b_q, q_factor, p_k, p_v, k_strides, v_strides, factors, masks,
+            o_batch, o_head, heads, n, o_q, query_len, key_len, low, high, N, True,
+        )  # fmt: skip
+
+    # A row that attends nothing has sum 0 and max -inf: out 0, lse -inf.
+    o_dim = tl.arange(0, N.block_d)
+    b_lse = b_max + tl.log(b_sum)
+    if N.splits > 1:
+        b_acc = divide(b_acc, one_for_zero(b_sum)[:, None])
+        b_acc = rounded(b_acc, N.accumulator, N, 38, o_split, n, o_q[:, None], o_dim[None, :])
+        b_lse = rounded(b_lse, N.lse, N, 39, o_split, n, o_q, 0)
+    else:
+        if not N.key_outer:
+            b_acc = divide(b_acc, one_for_zero(b_sum)[:, None])
+            b_acc = rounded(b_acc, N.output, N, 23, 0, n, o_q[:, None], o_dim[None, :])
+        b_lse = rounded(b_lse, N.lse, N, 24, 0, n, o_q, 0)
+    o_outer = o_split if N.packed else o_split * batches + o_batch
+    p_out = p_out + o_outer * out_strides[0] + o_head * out_strides[1] + q_first * out_strides[2]
+    store_rows(p_out, out_strides, o_q, query_len, b_acc, N)
+    p_lse = p_lse + (o_outer * heads + o_head) * query_rows + q_first
+    tl.store(p_lse + o_q, b_lse, mask=o_q < query_len)

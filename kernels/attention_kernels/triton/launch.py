@@ -1,0 +1,230 @@
+"""Launches the Triton kernels: compiled for CUDA tensors, interpreted for CPU tensors.
+
+The device of q decides, no environment variable does. Owns launch geometry that does not decide
+bits (pipeline stages); block_q and block_k do decide them and come from the numerics. Leaves out
+autograd (`operators`), checks of the arguments (`validation`), the interpreter (`triton_interpret`)
+and autotuning: a block size that timing chose would change the numbers from machine to machine.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
+
+from attention_kernels.formats import round_to
+from attention_kernels.masks import Mask
+from attention_kernels.numerics import FlashNumerics
+from attention_kernels.operands import Operand, prepare, rotate_back
+from attention_kernels.random_bits import bits_at
+from attention_kernels.triton.arguments import factors_of, kernel_inputs, lengths_of, masks_of
+from attention_kernels.triton.backward import dkv_kernel, dq_kernel
+from attention_kernels.triton.constants import Constants, constants_of
+from attention_kernels.triton.forward import forward_kernel
+from attention_kernels.triton.interpret import interpret
+from attention_kernels.triton.merge import merge_kernel
+
+__all__ = ["backward", "compile_options", "forward"]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, numerics: FlashNumerics
+) -> tuple[Tensor, Tensor]:
+    """Return `(out, lse)` in the work dtype, rounded at `output` and `lse`.
+
+    q `(batch, heads, query_len, head_dim)`, k and v `(batch, kv_heads, key_len, head_dim)`, any
+    strides, unrounded; `numerics` resolved. ValueError if the blocks do not fit the GPU.
+    """
+    work, tiling = numerics.work_dtype(), numerics.tiling
+    constants = constants_of(q, k, mask, scale, numerics)
+    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k)
+    heads, query_rows, key_rows = q.shape[1], q.shape[2], k.shape[2]
+    operands = [
+        prepare(x, name, numerics, block)
+        for x, name, block in (
+            (q, "q", tiling.block_q),
+            (k, "k", tiling.block_k),
+            (v, "v", tiling.block_k),
+        )
+    ]
+    q_, k_, v_ = kernel_inputs(work, *(operand.values for operand in operands))
+    factors = factors_of(operands)
+    # Rows of packed tensors that are in no sequence are nobody's program to write.
+    make = torch.zeros if constants.packed else torch.empty
+    parts = tiling.splits * q.shape[0]
+    out = make((parts, *q.shape[1:]), dtype=work, device=q.device)
+    lse = torch.full((parts, *q.shape[1:3]), -torch.inf, dtype=work, device=q.device)
+    strides = (q_.stride(), k_.stride(), v_.stride(), out.stride())
+    blocks = _blocks(lengths.query, tiling.block_q) * heads * lengths.batches
+    counts = (lengths.batches, heads, lengths.query, query_rows)
+    _launch(
+        forward_kernel,
+        blocks * tiling.splits,
+        (q_, k_, v_, out, lse, *strides, factors, masks, *counts, key_rows),
+        constants,
+        numerics.arithmetic.fp_fusion,
+    )
+    if tiling.splits == 1:
+        return out, lse
+    merged = make(q.shape, dtype=work, device=q.device)
+    merged_lse = torch.full_like(lse[: q.shape[0]], -torch.inf)
+    arguments = (out, lse, merged, merged_lse, out.stride(), merged.stride(), masks, *counts)
+    _launch(merge_kernel, blocks, arguments, constants, numerics.arithmetic.fp_fusion)
+    return merged, merged_lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    numerics: FlashNumerics,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `(dq, dk, dv)` in the work dtype, rounded at `gradients`.
+
+    `out` and `lse` are `forward`'s, `dout` is shaped like out; the rest as in `forward`.
+    """
+    work, tiling = numerics.work_dtype(), numerics.tiling
+    constants = constants_of(q, k, mask, scale, numerics)
+    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k)
+    heads, kv_heads, query_rows, key_rows = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    rows_of = {
+        "q": tiling.block_q,
+        "dout": tiling.block_q,
+        "k": tiling.block_k,
+        "v": tiling.block_k,
+    }
+    operands: dict[str, Operand] = {
+        name: prepare(x, name, numerics, rows_of[name])
+        for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout))
+    }
+    q_, k_, v_, dout_ = kernel_inputs(work, *(operand.values for operand in operands.values()))
+    factors = factors_of(list(operands.values()))
+    lse, out = lse.contiguous(), out.detach()
+    delta = torch.empty_like(lse)
+    make = torch.zeros if constants.packed else torch.empty
+    dq, dk, dv = (make(x.shape, dtype=work, device=q.device) for x in (q, k, v))
+    strides = (q_.stride(), k_.stride(), v_.stride())
+    _launch(
+        dq_kernel,
+        _blocks(lengths.query, tiling.block_q) * heads * lengths.batches,
+        (
+            *(q_, k_, v_, out, dout_, lse, delta, dq),
+            *(*strides, out.stride(), dout_.stride(), dq.stride(), factors, masks),
+            *(heads, lengths.query, query_rows, key_rows),
+        ),
+        constants,
+        numerics.arithmetic.fp_fusion,
+    )
+    _launch(
+        dkv_kernel,
+        _blocks(lengths.key, tiling.block_k) * kv_heads * lengths.batches,
+        (
+            *(q_, k_, v_, dout_, lse, delta, dk, dv),
+            *(*strides, dout_.stride(), dk.stride(), factors, masks),
+            *(heads, lengths.key, query_rows, key_rows),
+        ),
+        constants,
+        numerics.arithmetic.fp_fusion,
+    )
+    if not numerics.scaling.incoherent:
+        return dq, dk, dv
+    rotated = {"dq": rotate_back(dq, numerics), "dk": rotate_back(dk, numerics), "dv": dv}
+    dq, dk, dv = (_round_gradient(x, name, mask, (q, k), numerics) for name, x in rotated.items())
+    return dq, dk, dv
+
+
+def _round_gradient(
+    x: Tensor, name: str, mask: Mask, of: tuple[Tensor, Tensor], numerics: FlashNumerics
+) -> Tensor:
+    """Round a gradient as the kernels would, had they the rotated one; rows are a sequence's."""
+    format, arithmetic = numerics.backward.gradients, numerics.arithmetic
+    if arithmetic.rounding != "stochastic":
+        return round_to(x, format, arithmetic.rounding)
+    streams = {"dq": 33, "dk": 34, "dv": 35}
+    head, dim = (torch.arange(x.shape[axis], device=x.device) for axis in (1, 3))
+    for sequence in mask.sequences(of[0].shape[2], of[1].shape[2]):
+        lines = sequence.queries if name == "dq" else sequence.keys
+        batch = sequence.index + torch.arange(x.shape[0], device=x.device)
+        n = batch[:, None] * x.shape[1] + head
+        row = torch.arange(len(lines), device=x.device)
+        bits = bits_at(arithmetic.seed, streams[name], 0, n[:, :, None, None], row[:, None], dim)
+        part = x[:, :, lines.start : lines.stop]
+        part.copy_(round_to(part, format, "stochastic", bits=bits))
+    return x
+
+
+def _blocks(length: int, block: int) -> int:
+    return (length + block - 1) // block
+
+
+def compile_options(kernel: Any, constants: Constants, fp_fusion: bool = False) -> dict[str, Any]:
+    """Return the compiler options that can decide bits; they depend on no device.
+
+    A program gets 4 warps, 8 if its largest block of FP32 values would leave fewer than 64
+    registers a thread to one copy of it: at 64 x 256 the forward spills on sm_90 otherwise. dK and
+    dV are two sums beside two tiles, and get 8: with 4 they spill on sm_100. FP fusion is off
+    unless asked: a contracted multiply-add skips a rounding.
+    """
+    values = constants.block_q * max(constants.block_k, constants.block_d)
+    registers = values * constants.work.primitive_bitwidth // 32
+    warps = 8 if kernel is dkv_kernel or registers > 64 * 128 else 4
+    return {"num_warps": warps, "enable_fp_fusion": fp_fusion}
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: Constants,
+    fp_fusion: bool = False,
+) -> None:
+    device = arguments[0].device
+    if device.type == "cpu":
+        if fp_fusion:
+            raise ValueError(
+                "triton_launch: fp_fusion must be false where kernels are interpreted, got True; "
+                "only a compiler can contract a multiply and an add"
+            )
+        interpret(kernel, programs, arguments, constants)
+    elif device.type == "cuda":
+        _run_compiled(kernel, programs, arguments, constants, fp_fusion)
+    else:
+        raise ValueError(
+            f"triton_launch: q must be on a cpu or cuda device, got {device}; use engine='twin'"
+        )
+
+
+def _run_compiled(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: Constants,
+    fp_fusion: bool = False,
+) -> None:
+    if not isinstance(kernel, JITFunction):
+        raise ValueError(
+            "triton_launch: CUDA tensors must be run by compiled kernels, got a process that "
+            "imported Triton with TRITON_INTERPRET set; unset it or use engine='twin'"
+        )
+    options = compile_options(kernel, constants, fp_fusion)
+    # Stages only change how many tiles wait in shared memory, never an operation.
+    for stages in (2, 1):
+        try:
+            with torch.cuda.device(arguments[0].device):
+                kernel[(programs,)](*arguments, N=constants, **options, num_stages=stages)
+            return
+        except OutOfResources as error:
+            too_large = error
+    raise ValueError(
+        f"triton_launch: block_q and block_k must fit the GPU at head_dim {constants.head_dim}, "
+        f"got block_q={constants.block_q}, block_k={constants.block_k} "
+        f"({too_large.name}: {too_large.required} needed, {too_large.limit} there); "
+        "use smaller blocks or engine='twin'"
+    ) from too_large

@@ -1,0 +1,255 @@
+"""What the kernels do alike to a tile: place it, load, score, mask, round, store.
+
+Index blocks `o_q` and `o_k` come shaped to broadcast, `[:, None]` or `[None, :]`, so that the same
+steps serve score blocks [BLOCK_Q, BLOCK_K] and transposed ones. `N` is a
+`triton_constants.Constants`. Leaves out what a rounding is (`triton_rounding`) and the recurrences
+themselves.
+"""
+
+# `N` is annotated as Triton wants it, which hides its fields from pyright.
+# pyright: reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+from attention_kernels.triton.rounding import (
+    dot,
+    random_bits,
+    round_to,
+    tanh,
+    to_work,
+    widen_index,
+)
+
+
+@triton.jit
+def rounded(b, FORMAT: tl.constexpr, N: tl.constexpr, point, step, n, o_row, o_col):
+    """Round a block once to FORMAT; the rest says where it is, for stochastic rounding."""
+    if N.rounding == "stochastic":
+        b_round = round_to(b, FORMAT, N.rounding, random_bits(N.seed, point, step, n, o_row, o_col))
+    else:
+        b_round = round_to(b, FORMAT, N.rounding, 0)
+    return b_round
+
+
+@triton.jit
+def place(length, heads, BLOCK: tl.constexpr):
+    """Return first row, head and batch of this program; the rows of a head come first."""
+    blocks = (length + BLOCK - 1) // BLOCK
+    sequence = tl.program_id(0) // blocks
+    return tl.program_id(0) % blocks * BLOCK, sequence % heads, sequence // heads
+
+
+@triton.jit
+def bounds(p_offsets, o_batch, rows, N: tl.constexpr):
+    """Return where the rows of a sequence begin in its tensor, and how many there are."""
+    first = 0
+    length = rows
+    if N.packed:
+        first = tl.load(p_offsets + o_batch)
+        length = tl.load(p_offsets + o_batch + 1) - first
+    return first, length
+
+
+@triton.jit
+def at_head(p_tensor, strides, o_batch, o_head, o_first, N: tl.constexpr):
+    """Return the pointer to row `o_first` of one head; packed tensors are a batch of one."""
+    if N.packed:
+        p_tensor = p_tensor + widen_index(o_first) * strides[2]
+    else:
+        p_tensor = p_tensor + widen_index(o_batch) * strides[0]
+    return p_tensor + widen_index(o_head) * strides[1]
+
+
+@triton.jit
+def at_row(p_rows, o_batch, o_head, heads, rows, o_first, N: tl.constexpr):
+    """Return the pointer to row `o_first` of a head in a contiguous (batch, heads, rows)."""
+    if N.packed:
+        p_rows = p_rows + widen_index(o_head) * rows + o_first
+    else:
+        p_rows = p_rows + (widen_index(o_batch) * heads + o_head) * rows
+    return p_rows
+
+
+@triton.jit
+def load_rows(p_head, strides, o_rows, rows, N: tl.constexpr, TAIL: tl.constexpr):
+    """Load rows of a head, [rows, block_d]: zero past head_dim and, with TAIL, past `rows`."""
+    o_dim = tl.arange(0, N.block_d)
+    p_rows = p_head + widen_index(o_rows)[:, None] * strides[2] + o_dim[None, :] * strides[3]
+    if TAIL:
+        m_rows = (o_rows[:, None] < rows) & (o_dim[None, :] < N.head_dim)
+        b_rows = tl.load(p_rows, mask=m_rows, other=0.0)
+    elif N.block_d == N.head_dim:
+        b_rows = tl.load(p_rows)
+    else:
+        b_rows = tl.load(p_rows, mask=o_dim[None, :] < N.head_dim, other=0.0)
+    return b_rows
+
+
+@triton.jit
+def store_rows(p_head, strides, o_rows, rows, b_rows, N: tl.constexpr):
+    """Store the rows before `rows` and the dimensions before head_dim."""
+    o_dim = tl.arange(0, N.block_d)
+    p_rows = p_head + widen_index(o_rows)[:, None] * strides[2] + o_dim[None, :] * strides[3]
+    tl.store(p_rows, b_rows, mask=(o_rows[:, None] < rows) & (o_dim[None, :] < N.head_dim))
+
+
+@triton.jit
+def load_factor(p_factors, o_batch, o_head, heads, blocks, o_block, N: tl.constexpr):
+    """Return the factor of one block of rows, 1 where operands are not scaled."""
+    factor = 1.0
+    if N.scaled:
+        factor = tl.load(p_factors + (widen_index(o_batch) * heads + o_head) * blocks + o_block)
+    return factor
+
+
+@triton.jit
+def key_span(o_start, query_len, key_len, N: tl.constexpr):
+    """Return the key blocks that positions allow to any row of a query block: first, stop."""
+    offset = key_len - query_len
+    first = 0
+    stop = key_len
+    if N.has_left:
+        first = tl.maximum(o_start + offset - N.left, 0) // N.block_k * N.block_k
+    if N.has_right:
+        last_row = tl.minimum(o_start + N.block_q, query_len)
+        stop = tl.minimum(key_len, last_row + offset + N.right)
+    # Programs past the end of a packed sequence attend nothing.
+    return first, tl.where(o_start < query_len, stop, 0)
+
+
+@triton.jit
+def whole_span(o_start, query_len, key_len, first, stop, N: tl.constexpr):
+    """Return the key blocks inside [first, stop) that every row sees whole: begin, end."""
+    offset = key_len - query_len
+    begin = first
+    end = stop // N.block_k * N.block_k
+    if N.has_left:
+        seen = tl.maximum(o_start + N.block_q - 1 + offset - N.left, 0)
+        begin = tl.maximum(first, (seen + N.block_k - 1) // N.block_k * N.block_k)
+    if N.has_right:
+        seen = tl.maximum(o_start + offset + N.right + 1, 0)
+        end = tl.minimum(end, seen // N.block_k * N.block_k)
+    if N.has_tensors:
+        end = first
+    end = tl.maximum(end, first)
+    return tl.minimum(begin, end), end
+
+
+@triton.jit
+def row_span(o_start, query_len, key_len, N: tl.constexpr):
+    """Return the query blocks of which any row may see any key of a key block: first, stop."""
+    offset = key_len - query_len
+    first = 0
+    stop = query_len
+    if N.has_right:
+        first = tl.maximum(o_start - offset - N.right, 0) // N.block_q * N.block_q
+    if N.has_left:
+        stop = tl.minimum(query_len, o_start + N.block_k + N.left - offset)
+    return first, tl.where(o_start < key_len, stop, 0)
+
+
+@triton.jit
+def tile_scores(
+    b_left,
+    b_right,
+    factor,
+    masks,
+    o_batch,
+    o_head,
+    o_q,
+    o_k,
+    query_len,
+    key_len,
+    n,
+    N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return R_scores(softcap(scale * left right^T) + bias), -inf where hidden, and the tanh.
+
+    The tanh of the softcap is what its gradient needs; without one it is 0.
+    """
+    b_scores = dot(b_left, tl.trans(b_right), N.work, N.dot)
+    if N.scaled:
+        b_scores = b_scores * factor
+    b_scores = b_scores * N.scale
+    b_tanh = 0.0
+    if N.softcap > 0.0:
+        b_tanh = tanh(b_scores / N.softcap)
+        b_scores = b_tanh * N.softcap
+    b_scores = _add_bias(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N)
+    b_scores = rounded(b_scores, N.scores, N, 16, 0, n, o_q, o_k)
+    if MASKED:
+        b_scores = _hide(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N)
+    return b_scores, b_tanh
+
+
+@triton.jit
+def _add_bias(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.constexpr):
+    if N.has_bias:
+        m_inside = (o_q < query_len) & (o_k < key_len)
+        p_bias = _at_tile(masks.bias, masks.bias_strides, o_batch, o_head, o_q, o_k)
+        b_added = to_work(tl.load(p_bias, mask=m_inside, other=0.0), N.work)
+        if N.has_slopes:
+            b_added = b_added + _alibi(masks, o_batch, o_head, o_q, o_k, query_len, key_len, N)
+        b_scores = b_scores + b_added
+    elif N.has_slopes:
+        b_scores = b_scores + _alibi(masks, o_batch, o_head, o_q, o_k, query_len, key_len, N)
+    return b_scores
+
+
+@triton.jit
+def _alibi(masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.constexpr):
+    b_distance = to_work(tl.abs(o_k - (o_q + key_len - query_len)), N.work)
+    slope = tl.load(masks.slopes + o_batch * masks.slopes_batch + o_head)
+    return b_distance * -to_work(slope, N.work)
+
+
+@triton.jit
+def _at_tile(p_tensor, strides, o_batch, o_head, o_q, o_k):
+    p_head = p_tensor + widen_index(o_batch) * strides[0] + widen_index(o_head) * strides[1]
+    return p_head + widen_index(o_q) * strides[2] + widen_index(o_k) * strides[3]
+
+
+@triton.jit
+def _hide(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.constexpr):
+    """Return the scores with -inf where the query may not attend the key (`masks.Mask.hidden`)."""
+    offset = key_len - query_len
+    m_visible = o_k < key_len
+    if N.has_right:
+        m_visible = m_visible & (o_k <= o_q + offset + N.right)
+    if N.has_left:
+        m_visible = m_visible & (o_k >= o_q + offset - N.left)
+    if N.has_padding:
+        p_keys = _at_tile(masks.padding, masks.padding_strides, o_batch, o_head, o_q, o_k)
+        m_inside = (o_q < query_len) & (o_k < key_len)
+        m_visible = m_visible & (tl.load(p_keys, mask=m_inside, other=0) != 0)
+    if N.has_visible:
+        m_inside = (o_q < query_len) & (o_k < key_len)
+        p_seen = _at_tile(masks.visible, masks.visible_strides, o_batch, o_head, o_q, o_k)
+        m_visible = m_visible & (tl.load(p_seen, mask=m_inside, other=0) != 0)
+    return tl.where(m_visible, b_scores, float("-inf"))
+
+
+@triton.jit
+def finite_or_zero(b):
+    """Return 0 for -inf: what a row that attends nothing subtracts, so exp gives 0, not NaN."""
+    return tl.where(b == float("-inf"), 0.0, b)
+
+
+@triton.jit
+def one_for_zero(b):
+    """Return 1 for 0: what a row that attends nothing is divided by."""
+    return tl.where(b == 0.0, 1.0, b)
+
+
+@triton.jit
+def row_sum(b, AXIS: tl.constexpr):
+    """Sum along AXIS; `tl.sum` is itself jitted, which the interpreter can't call from outside."""
+    return tl.reduce(b, AXIS, tl.standard._sum_combine)
+
+
+@triton.jit
+def row_max(b, AXIS: tl.constexpr):
+    """Maximum along AXIS, by `tl.reduce` for the reason given at `row_sum`."""
+    return tl.reduce(b, AXIS, tl.standard._elementwise_max)

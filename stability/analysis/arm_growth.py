@@ -1,0 +1,89 @@
+"""How fast each arm leaves the baseline: rate, doubling time and slope, with their intervals.
+
+A tiny change grows exponentially and then saturates (`metrics.growth`). The nudge arm shows how
+fast chaos alone grows; from the step where an arm can't be told from it, the arm's drift is no
+longer about the change. Leaves out the ladder, which reads two steps.
+"""
+
+import math
+from dataclasses import dataclass
+
+from stability.analysis.intervals import Interval, mean_interval, paired_interval
+from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.analysis.verdict import smallest_nudge
+from stability.metrics.growth_fit import Growth, drift_slope, fit_growth
+
+__all__ = ["ArmGrowth", "arm_growth", "study_growth"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArmGrowth:
+    """One arm's growth law over its seeds, of the relative L2 drift."""
+
+    arm: str
+    rate: Interval
+    """Natural log per step, in the early phase; the mean is NaN where no seed has one."""
+    phase: tuple[int, int]
+    """First and last step of the early phase, over all seeds; (0, 0) without one."""
+    slope: Interval
+    """Robust slope of the drift per step, over the whole run."""
+    lost_in_chaos: int | None
+    """The step from which the drift can't be told from the nudge's; None: never, or no nudge."""
+
+    @property
+    def doubling_time(self) -> float:
+        """Steps in which the drift doubles, of the mean rate; infinite if it does not grow."""
+        return math.log(2) / self.rate.mean if self.rate.mean > 0 else math.inf
+
+
+def study_growth(study: RecordedStudy, level: float = 0.9) -> list[ArmGrowth]:
+    """Return the growth law of each candidate, in the study's order."""
+    return [arm_growth(study, arm, level) for arm in study.candidates]
+
+
+def arm_growth(study: RecordedStudy, arm: RecordedArm, level: float = 0.9) -> ArmGrowth:
+    """Return the growth law of `arm`; runs without drifts, and exact zeros, tell nothing."""
+    drifts = {seed: run.drift("rel_l2") for seed, run in arm.runs.items()}
+    fits: dict[int, Growth] = {}
+    for seed, values in drifts.items():
+        fit = fit_growth(list(values), list(values.values()))
+        if fit is not None:
+            fits[seed] = fit
+    slopes = {
+        seed: drift_slope(list(values), list(values.values()))
+        for seed, values in drifts.items()
+        if len(values) > 1
+    }
+    ends = [step for fit in fits.values() for step in (fit.first_step, fit.last_step)]
+    return ArmGrowth(
+        arm=arm.name,
+        rate=mean_interval({seed: fit.rate for seed, fit in fits.items()}, level),
+        phase=(min(ends), max(ends)) if ends else (0, 0),
+        slope=mean_interval(slopes, level),
+        lost_in_chaos=_lost_in_chaos(study, arm, level),
+    )
+
+
+def _lost_in_chaos(study: RecordedStudy, arm: RecordedArm, level: float) -> int | None:
+    """Return the first step from which, at every later one, the arm may be no further than chaos.
+
+    The interval of its drift over the nudge's, seed by seed, does not lie above 1.
+    """
+    nudge = smallest_nudge(study)
+    if nudge is None or arm.axis == "nudge":
+        return None
+    lost = None
+    for step in reversed([step for step in study.drift_steps if step > 0]):
+        ratios = {}
+        for seed, run in arm.runs.items():
+            other = nudge.runs[seed].drift("rel_l2").get(step)
+            mine = run.drift("rel_l2").get(step)
+            if other and mine is not None and math.isfinite(mine / other):
+                ratios[seed] = mine / other
+        surely = paired_interval(ratios, level).low if ratios else math.inf
+        if surely > 1:
+            return lost
+        if math.isnan(surely):
+            return None  # too few seeds to tell
+        lost = step
+    return lost

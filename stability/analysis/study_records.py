@@ -1,0 +1,258 @@
+"""A study as its records tell it, read once: what was planned, and what each run left behind.
+
+Reads a study at any moment: arms that have not started, runs that failed or are being written are
+part of the answer. Leaves out every judgement (`ladder`, `verdict`, `proofs`).
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal
+
+from stability.config.convert import Place, from_mapping
+from stability.config.policy import PolicyConfig
+from stability.config.schema import BASELINE, Axis
+from stability.records.events import Event, read_log_and_events
+from stability.records.log_process import LogProcess
+from stability.records.manifest import ENDED, Manifest, read_manifest
+from stability.records.metric_columns import Column, Series, column_of
+from stability.records.metric_log import LogContent
+from stability.records.metric_names import TRAIN_LOSS, drift_name
+from stability.records.paths import RunPaths, StudyPaths, list_runs
+from stability.records.run_files import file_damage
+from stability.records.sealed_json import read_sealed
+
+__all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "read_study"]
+
+WORTH_A_PROCESS = 50_000_000
+"""Bytes of logs that take as long to read as another process takes to start: half a second."""
+MOST_PROCESSES = 4
+
+_Reader = Callable[[Path], tuple[LogContent, list[Event]]]
+_NO_ARM = "?"
+"""The folder of an arm that can have none: no arm may be called so."""
+
+RunState = Literal["running", "interrupted", "failed", "diverged", "finished", "missing"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedRun:
+    """One arm with one seed; `manifest` is None and `error` says why where it can't be read."""
+
+    paths: RunPaths
+    seed: int
+    manifest: Manifest | None
+    metrics: Mapping[str, Series]
+    counts: Mapping[str, Mapping[int, list[int]]] = field(default_factory=dict)
+    """Histograms by name, then step."""
+    events: tuple[Event, ...] = ()
+    error: str
+    stamps: tuple[tuple[int, int], ...] = ()
+    """Size and time of change (ns) of manifest and log when they were read; empty if unread."""
+
+    @property
+    def state(self) -> RunState:
+        """The manifest's state; `missing` if never started, `failed` if unreadable."""
+        if self.error:
+            return "failed"
+        return self.manifest.state if self.manifest else "missing"
+
+    @property
+    def message(self) -> str:
+        """What the run or the reader had to say; mostly empty."""
+        return self.error or (self.manifest.message if self.manifest else "")
+
+    def series(self, name: str) -> dict[int, float]:
+        """Return the values of a metric by step; empty if it was never logged."""
+        found = self.metrics.get(name)
+        return dict(zip(found.steps, found.values, strict=True)) if found else {}
+
+    def column(self, name: str) -> Column:
+        """Return a metric as arrays, in the order of the log; empty if it was never logged."""
+        return column_of(self.metrics, name)
+
+    def drift(self, metric: str, parameter: str = "all") -> dict[int, float]:
+        """Return a drift metric by step."""
+        return self.series(drift_name(parameter, metric))
+
+    def loss(self) -> dict[int, float]:
+        """Return the training loss by step."""
+        return self.series(TRAIN_LOSS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedArm:
+    """One arm: what it changes, and its runs by seed."""
+
+    name: str
+    axis: Axis
+    diff: Mapping[str, list[Any]]
+    """Dotted config path -> [baseline's value, this arm's value]."""
+    runs: Mapping[int, RecordedRun]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedStudy:
+    """What a study planned and what is on disk; the baseline comes first."""
+
+    name: str
+    question: str
+    yardstick: str
+    base: Mapping[str, Any]
+    """The baseline's config, as plain JSON values."""
+    seeds: tuple[int, ...]
+    steps: int
+    early_step: int
+    """The early step the config asks for; 0 means the first snapshot."""
+    policy: PolicyConfig
+    arms: tuple[RecordedArm, ...]
+
+    def arm(self, name: str) -> RecordedArm | None:
+        """Return the arm of that name, if the study has it."""
+        return next((arm for arm in self.arms if arm.name == name), None)
+
+    @property
+    def candidates(self) -> tuple[RecordedArm, ...]:
+        """Every arm but the baseline."""
+        return tuple(arm for arm in self.arms if arm.name != BASELINE)
+
+    @property
+    def planned_snapshots(self) -> list[int]:
+        """The steps at which the study compares weights, sorted, from 0 to the last."""
+        asked = self.base["train"].get("snapshot_steps", ())
+        return sorted({0, self.steps, *(step for step in asked if 0 <= step <= self.steps)})
+
+    @property
+    def drift_steps(self) -> list[int]:
+        """The steps at which some arm's drift is on record, sorted."""
+        runs = (run for arm in self.candidates for run in arm.runs.values())
+        return sorted({step for run in runs for step in run.drift("rel_l2")})
+
+
+def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedStudy:
+    """Read the records of the study in `study_dir`.
+
+    Runs whose manifest and log have not changed since `known` was read are taken from there.
+    ValueError if `study.json` is missing or is no study; nothing else on disk can make it fail.
+    """
+    path = StudyPaths(study_dir).study
+    try:
+        content = read_sealed(path, writer="`stability run`")
+        config, arms = content["config"], content["arms"]
+        return RecordedStudy(
+            name=config["name"],
+            question=config["question"],
+            yardstick=config.get("yardstick", ""),
+            base=config["base"],
+            seeds=tuple(config["seeds"]),
+            steps=config["base"]["train"]["steps"],
+            early_step=config.get("early_step", 0),
+            policy=from_mapping(PolicyConfig, config.get("policy"), Place(source=str(path))),
+            arms=_read_arms(study_dir, arms, config["seeds"], known),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"read_study: {path} must hold a study's config and arms, got {error!r}"
+        ) from error
+
+
+def _changed_since(paths: RunPaths, manifest: Manifest) -> str:
+    """Return what is wrong with the log of a run that has ended; empty if nothing is."""
+    log = paths.metrics
+    if paths.name_of(log) in manifest.files and file_damage(paths, manifest, log):
+        return f"records can't be read: {paths.metrics} is not the one that the manifest lists"
+    return ""
+
+
+def _read_arms(
+    study_dir: Path, arms: list[Mapping[str, Any]], seeds: list[int], known: RecordedStudy | None
+) -> tuple[RecordedArm, ...]:
+    arms_before = known.arms if known else ()
+    before = {(arm.name, seed): run for arm in arms_before for seed, run in arm.runs.items()}
+    wanted = [(arm["name"], seed) for arm in arms for seed in seeds]
+    with ExitStack() as stack:
+        readers: SimpleQueue[_Reader] = SimpleQueue()
+        readers.put(read_log_and_events)
+        with suppress(OSError):  # no more processes: this one reads it all
+            for _ in range(0 if known else _helpers(study_dir)):
+                readers.put(stack.enter_context(LogProcess()).read)
+
+        def read(one: tuple[str, int]) -> RecordedRun:
+            reader = readers.get()
+            try:
+                return _read_run(study_dir, *one, before.get(one), reader)
+            finally:
+                readers.put(reader)
+
+        pool = stack.enter_context(ThreadPoolExecutor(readers.qsize()))
+        runs = iter(list(pool.map(read, wanted)))
+    return tuple(
+        RecordedArm(
+            name=arm["name"],
+            axis=arm["axis"],
+            diff=_checked_diff(arm),
+            runs={seed: next(runs) for seed in seeds},
+        )
+        for arm in arms
+    )
+
+
+def _checked_diff(arm: Mapping[str, Any]) -> Mapping[str, list[Any]]:
+    diff = arm["diff"]
+    if not isinstance(diff, dict) or any(
+        not isinstance(values, list) or len(values) != 2 for values in diff.values()
+    ):
+        raise TypeError(f"diff of {arm['name']!r} must hold pairs of values, is {diff!r}")
+    return diff
+
+
+def _helpers(study_dir: Path) -> int:
+    """Return how many more processes the study's logs are worth."""
+    size = sum(_stamp(run.metrics)[0] for run in list_runs(study_dir))
+    return max(0, min(os.cpu_count() or 1, MOST_PROCESSES, size // WORTH_A_PROCESS) - 1)
+
+
+def _read_run(
+    study_dir: Path, arm: str, seed: int, known: RecordedRun | None, read: _Reader
+) -> RecordedRun:
+    manifest, content, events, stamps = None, LogContent(), [], ()
+    try:
+        paths = RunPaths.for_run(study_dir, arm, seed)
+    except ValueError as caught:  # a study.json from elsewhere may name an arm as it likes
+        paths = RunPaths(study_dir / _NO_ARM / f"seed-{seed}")
+        return RecordedRun(paths=paths, seed=seed, manifest=None, metrics={}, error=str(caught))
+    error = ""
+    try:
+        stamps = tuple(_stamp(path) for path in (paths.manifest, paths.metrics))
+        if known and known.paths == paths and known.stamps == stamps:
+            return known
+        if paths.manifest.exists():
+            manifest = read_manifest(paths.manifest)
+        if paths.metrics.exists():
+            content, events = read(paths.metrics)
+        if manifest is not None and manifest.state in ENDED:
+            error = _changed_since(paths, manifest)
+    except (ValueError, OSError) as caught:
+        error = f"records can't be read: {caught}"
+    return RecordedRun(
+        paths=paths,
+        seed=seed,
+        manifest=manifest,
+        metrics=content.metrics,
+        counts=content.counts,
+        events=tuple(events),
+        error=error,
+        stamps=() if error else stamps,
+    )
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0)
+    return (found.st_size, found.st_mtime_ns)

@@ -1,1 +1,0 @@
-"""Attention by name, and the dual hook that compares two of them on the same inputs."""

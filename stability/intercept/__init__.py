@@ -1,0 +1,1 @@
+"""Catches the attention calls of models: `shadow`, torch models, Hugging Face transformers."""

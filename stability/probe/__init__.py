@@ -1,0 +1,1 @@
+"""The probe: repeats attention calls with other implementations and compares the results."""

@@ -1,0 +1,188 @@
+"""One attention call at chosen numerics beside a baseline, both against the golden.
+
+A `Problem` says everything that decides the figures; `measure` runs it and returns one `Figures`
+for out and, if asked, each gradient. The dtypes and formats that a numerics leaves to its input are
+those of the problem's format. Leaves out the sweep over problems (`cli.deviate`), inputs (`inputs`)
+and tables.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_kernels import (
+    BASELINE_PROFILES,
+    PROFILES,
+    BaselineNumerics,
+    FlashNumerics,
+    baseline_attention,
+    flash_attention,
+    golden_attention,
+)
+from attention_kernels.formats import INPUT_DTYPES
+from attention_kernels.testing import Shape
+from stability.config.convert import nearest
+from stability.metrics.deviation import (
+    DEVIATION_METRICS,
+    GOLDEN_METRICS,
+    deviation_tensor,
+    golden_tensor,
+)
+from stability.probe.inputs import Inputs, draw
+
+__all__ = ["Figures", "Problem", "at_format", "compare", "everywhere", "measure"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """A point of the microbenchmark."""
+
+    profile: str = "fa2"
+    baseline: str = "plain"
+    format: str = "bf16"
+    length: int = 512
+    head_dim: int = 64
+    block_q: int | None = None
+    """None: as the profile says; so is block_k."""
+    block_k: int | None = None
+    key_len: int | None = None
+    """None: as long as the queries."""
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int | None = None
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float = 0.0
+    scale: float | None = None
+    distribution: str = "normal"
+    seed: int = 0
+    engine: str = "auto"
+    changes: tuple[tuple[str, Any], ...] = ()
+    """Fields of the profile's numerics that are set to other values."""
+
+    def shape(self) -> Shape:
+        """Return the shape of the inputs."""
+        return Shape(
+            self.batch,
+            self.heads,
+            self.kv_heads or self.heads,
+            self.length,
+            self.key_len or self.length,
+            self.head_dim,
+        )
+
+    def mask(self) -> dict[str, Any]:
+        """Return the arguments of the mask, and the scale."""
+        names = ("causal", "window", "softcap", "scale")
+        return {name: getattr(self, name) for name in names}
+
+    def numerics(self) -> FlashNumerics:
+        """Return the candidate's numerics; ValueError for an unknown profile, field or value."""
+        numerics = _named("profile", self.profile, PROFILES)
+        blocks = {"block_q": self.block_q, "block_k": self.block_k}
+        given = {name: size for name, size in blocks.items() if size is not None}
+        return at_format(numerics.with_(**given, **dict(self.changes)), self.format)
+
+    def baseline_numerics(self) -> BaselineNumerics:
+        """Return the baseline's numerics; ValueError for an unknown profile."""
+        return at_format(_named("baseline", self.baseline, BASELINE_PROFILES), self.format)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """Deviations of one result: `what` is out, dq, dk or dv; metrics by name."""
+
+    what: str
+    candidate: Mapping[str, float]
+    """Of the candidate against the golden."""
+    baseline: Mapping[str, float]
+    """Of the baseline against the golden."""
+    pair: Mapping[str, float]
+    """Of the candidate against the baseline."""
+    golden: Mapping[str, float]
+    """`GOLDEN_METRICS`: error_ratio and both relative errors."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain dicts."""
+        return asdict(self)
+
+
+def at_format(numerics: Any, format: str, *, stored: bool = True) -> Any:
+    """Return numerics whose "input" points are `format` where the inputs' dtype is not.
+
+    `stored` says that inputs are in a dtype of their own format, if torch has one for it.
+    """
+    if stored and format in INPUT_DTYPES.values():
+        return numerics
+    points = {name: format for name, value in numerics.to_dict().items() if value == "input"}
+    return numerics.with_(**points)
+
+
+def everywhere(format: str) -> tuple[FlashNumerics, BaselineNumerics]:
+    """Return flash and baseline numerics that round to `format` at every rounding point.
+
+    The harshest reading of "at BF16" in arXiv 2405.02803; `all_bf16` is its flash at BF16. The
+    baseline's softmax is rounded once, at its end, as PyTorch's is.
+    """
+    flash, baseline = PROFILES["golden"], BASELINE_PROFILES["golden"]
+    points, baseline_points = (
+        {name: format for name, value in numerics.to_dict().items() if value == "fp64"}
+        for numerics in (flash, baseline)
+    )
+    return flash.with_(**points), baseline.with_(**baseline_points)
+
+
+def measure(problem: Problem, *, backward: bool, inputs: Inputs | None = None) -> list[Figures]:
+    """Run candidate, baseline and golden on one set of inputs, drawn if not given.
+
+    Gradients are those under one dO for all three. ValueError for what the numerics refuse.
+    """
+    numerics, baseline = problem.numerics(), problem.baseline_numerics()
+    if inputs is None:
+        inputs = draw(problem.distribution, problem.shape(), problem.format, problem.seed)
+    mask = problem.mask()
+    candidate = compare(
+        flash_attention, inputs, backward, numerics=numerics, engine=problem.engine, **mask
+    )
+    plain = compare(baseline_attention, inputs, backward, numerics=baseline, **mask)
+    exact = compare(golden_attention, Inputs(*(x.double() for x in inputs)), backward, **mask)
+    format = problem.format
+    return [_figures(what, candidate[what], plain[what], exact[what], format) for what in exact]
+
+
+def compare(attention: Any, inputs: Inputs, backward: bool, **options: Any) -> dict[str, Tensor]:
+    """Return out and, if asked, dq, dk and dv of an attention, by name."""
+    leaves = [x.detach().requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v)]
+    out = attention(*leaves, **options)
+    results = {"out": out.detach()}
+    if backward:
+        gradients = torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
+        results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return results
+
+
+def _figures(what: str, candidate: Tensor, plain: Tensor, exact: Tensor, format: str) -> Figures:
+    def against(x: Tensor, reference: Tensor) -> dict[str, float]:
+        values = deviation_tensor(x.double(), reference.double(), output_format=format)
+        return dict(zip(DEVIATION_METRICS, values.tolist(), strict=True))
+
+    golden = golden_tensor(candidate, plain, exact).tolist()
+    return Figures(
+        what=what,
+        candidate=against(candidate, exact),
+        baseline=against(plain, exact),
+        pair=against(candidate, plain),
+        golden=dict(zip(GOLDEN_METRICS, golden, strict=True)),
+    )
+
+
+def _named(what: str, name: str, profiles: Mapping[str, Any]) -> Any:
+    if name not in profiles:
+        raise ValueError(
+            f"deviate: {what} must be a known profile, got {name!r}; "
+            f"nearest: {nearest(name, profiles)}"
+        )
+    return profiles[name]

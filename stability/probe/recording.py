@@ -1,0 +1,78 @@
+"""A probe's readings as records on disk, for models that no study trains.
+
+A folder with `probe.json` and `metrics.jsonl`, as `stability show` and `stability report` read
+them. Leaves out measuring (`session`) and Lightning's loggers (`callbacks.probe_log`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stability.metrics.thresholds import crossings
+from stability.probe.reading import Reading
+from stability.records.events import Event, log_event
+from stability.records.manifest import environment
+from stability.records.metric_log import MetricLog
+from stability.records.probe_record import (
+    METRICS_FILE,
+    PROBE_FILE,
+    ProbeRecord,
+    write_probe_record,
+)
+
+__all__ = ["RecordSink"]
+
+
+class RecordSink:
+    """Writes what a probe sees into `folder`, which must hold no probe yet; ValueError if it does.
+
+    `primary` says what computes in the model, `shadows` what each shadow is, both as JSON values.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: str,
+        primary: dict[str, Any],
+        shadows: dict[str, dict[str, Any]],
+        golden: bool,
+    ) -> None:
+        taken = [name for name in (PROBE_FILE, METRICS_FILE) if (folder / name).exists()]
+        if taken:
+            raise ValueError(
+                f"RecordSink: folder must hold no probe yet, got {str(folder)!r}, which has "
+                f"{taken[0]}; name another one"
+            )
+        self._folder = folder
+        self._log = MetricLog(folder / METRICS_FILE)
+        self._watched: dict[str, float] = {}
+        self._record = {
+            "model": model,
+            "primary": primary,
+            "shadows": shadows,
+            "golden": golden,
+            "environment": environment(),
+        }
+
+    def write(self, step: int, reading: Reading) -> None:
+        """Append one step's figures, histograms, findings and alerts."""
+        if reading.metrics or reading.counts:
+            self._log.append(step, reading.metrics, reading.counts)
+        for layer, text in reading.findings:
+            log_event(self._log, Event(step, "finding", layer, text))
+        watched = {name: x for name, x in reading.metrics.items() if name.startswith("watch/")}
+        for crossing in crossings(watched, self._watched):
+            log_event(self._log, Event(step, "alert", crossing.layer, crossing.text))
+        self._watched |= watched
+
+    def describe(self, layers: Sequence[str], steps: int) -> None:
+        """Write `probe.json`: the layers that were caught by now, and how many steps were made."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_probe_record(
+            self._folder, ProbeRecord(**self._record, layers=list(layers), steps=steps)
+        )
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()

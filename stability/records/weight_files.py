@@ -1,0 +1,181 @@
+"""Weights on disk as a mapping from names to tensors, each read when it is asked for.
+
+Opens a run's snapshot, a safetensors file, a Hugging Face folder, a state dict of `torch.save` and
+a Lightning checkpoint. Every name is kept as it is written there. Leaves out writing (`snapshots`).
+"""
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import safetensors
+import torch
+from torch import Tensor
+
+from stability.records.paths import RunPaths, is_run, list_runs, snapshot_steps
+from stability.records.run_files import read_run_file
+from stability.records.torch_file import TorchFile
+
+__all__ = ["Weights", "open_weights"]
+
+TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
+HF_FILE = "model.safetensors"
+HF_INDEX = "model.safetensors.index.json"
+
+
+class _Source(Protocol):
+    """What can load tensors by name, and knows them beforehand without their values."""
+
+    @property
+    def outlines(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def others(self) -> Mapping[str, str]: ...
+
+    def load(self, name: str) -> Tensor: ...
+
+
+class Weights(Mapping[str, Tensor]):
+    """Tensors by name, on the CPU; each is read anew whenever it is asked for, none is kept.
+
+    `label` says where they are from. `shapes` and `dtypes` are known without reading the tensors.
+    `others` describes, by name, what stands among them and is no tensor with values.
+    """
+
+    def __init__(self, label: str, source: _Source, names: Iterable[str] | None = None) -> None:
+        self.label = label
+        self.others = dict(source.others)
+        self._source = source
+        chosen = source.outlines if names is None else names
+        self._outlines = {name: source.outlines[name] for name in chosen}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors' shapes by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self._outlines.items()}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The tensors' dtypes by name."""
+        return {name: tensor.dtype for name, tensor in self._outlines.items()}
+
+    def only(self, names: Iterable[str]) -> "Weights":
+        """Return the same weights with these names alone, in this order."""
+        return Weights(self.label, self._source, names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._outlines:
+            raise KeyError(name)
+        return self._source.load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outlines)
+
+    def __len__(self) -> int:
+        return len(self._outlines)
+
+
+def open_weights(path: Path, step: int | None = None) -> Weights:
+    """Return the weights at a path; of a run those after `step` updates, by default its last.
+
+    A run's snapshot is checked against its manifest first. ValueError, naming the path, if nothing
+    is there, if it is damaged or of another kind, if a run has no such snapshot, or if a step is
+    given for what has none.
+    """
+    if is_run(path):
+        return _open_snapshot(RunPaths(path), step)
+    if step is not None:
+        raise ValueError(f"{path}: must be a run to have a step, got step {step}; leave it out")
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise ValueError(f"{path}: must exist; nearest: {_neighbours(path)}")
+    if path.suffix == ".safetensors":
+        return Weights(str(path), _SafetensorsFiles([path]))
+    if path.suffix in TORCH_SUFFIXES:
+        return Weights(str(path), TorchFile(path))
+    raise ValueError(
+        f"{path}: must be a run, a folder with {HF_FILE}, or end in .safetensors, "
+        f"{', '.join(TORCH_SUFFIXES)}"
+    )
+
+
+class _SafetensorsFiles:
+    """The tensors of safetensors files. Each read maps its file anew, so its memory is let go."""
+
+    others: Mapping[str, str] = {}
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.outlines: dict[str, Tensor] = {}
+        self._paths: dict[str, Path] = {}
+        for path in paths:
+            try:
+                with safetensors.safe_open(path, "pt") as file:
+                    names = file.keys()
+                    outlines = {name: file.get_tensor(name).to("meta") for name in names}
+            except (OSError, safetensors.SafetensorError) as error:
+                raise ValueError(f"{path}: must be a whole safetensors file: {error}") from error
+            self.outlines |= outlines
+            self._paths |= dict.fromkeys(outlines, path)
+
+    def load(self, name: str) -> Tensor:
+        """Return a tensor."""
+        with safetensors.safe_open(self._paths[name], "pt") as file:
+            return file.get_tensor(name)
+
+
+def _open_snapshot(run: RunPaths, step: int | None) -> Weights:
+    steps = snapshot_steps(run)
+    if not steps:
+        raise ValueError(f"{run.root}: must have snapshots, got none; let the run go on")
+    if step is None:
+        step = steps[-1]
+    if step not in steps:
+        near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
+        raise ValueError(
+            f"{run.root}: must have a snapshot of step {step}; nearest: {', '.join(map(str, near))}"
+        )
+    path = read_run_file(run, run.snapshot(step))
+    return Weights(f"{run.root}, step {step}", _SafetensorsFiles([path]))
+
+
+def _open_folder(folder: Path) -> Weights:
+    if (folder / HF_FILE).is_file():
+        return Weights(str(folder), _SafetensorsFiles([folder / HF_FILE]))
+    index = folder / HF_INDEX
+    if index.is_file():
+        shards = _read_index(index)
+        source = _SafetensorsFiles(dict.fromkeys(shards.values()))
+        missing = [name for name in shards if name not in source.outlines]
+        if missing:
+            raise ValueError(
+                f"{index}: must name what its files hold, got {missing[0]}, which is not in "
+                f"{shards[missing[0]].name}"
+            )
+        return Weights(str(folder), source, shards)
+    runs = list_runs(folder)
+    inside = [str(run.root) for run in runs] or sorted(path.name for path in folder.iterdir())
+    raise ValueError(
+        f"{folder}: must be a run, or hold {HF_FILE} or {HF_INDEX}; it holds "
+        f"{', '.join(inside[:5]) or 'nothing'}"
+    )
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    """Return by the name of a tensor the file beside the index that holds it."""
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found = {name: index.parent / Path(shard).name for name, shard in shards.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: must map names to files in weight_map: {error!r}") from error
+    return found
+
+
+def _neighbours(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"no folder {path.parent}"
+    names = sorted(entry.name for entry in path.parent.iterdir())
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
+    return ", ".join(near or names[:3]) or "an empty folder"

@@ -1,0 +1,1 @@
+"""The dashboard: pages of all studies of a folder, served on the loopback address."""

@@ -1,0 +1,197 @@
+"""The tables of the HTML report, as plain cells of text: the ladder, the diffs, the proofs.
+
+Leaves out markup and escaping, which are the template's.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from stability.analysis.ladder import Ladder, Row
+from stability.analysis.proofs import HASHES, Proof, environment_of, hash_proofs
+from stability.analysis.spread import MISSING, Spread, plain, scientific, times
+from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.config.schema import BASELINE
+from stability.report.view.whiskers import written_ends
+
+__all__ = [
+    "Cell",
+    "Change",
+    "LadderLine",
+    "ProofLine",
+    "changes",
+    "environment_lines",
+    "ladder_lines",
+    "number_cell",
+    "numerics_text",
+    "proof_lines",
+]
+
+SHORT_HASH = 10
+MARKS = {"same": "✓", "different by design": "≠", "different": "✗", "unknown": "?"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What a cell says, in small print below, on hovering, and its style class."""
+
+    text: str
+    small: str = ""
+    title: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LadderLine:
+    """One arm in the ladder's table."""
+
+    arm: str
+    kind: str
+    change: str
+    message: str
+    cells: list[Cell]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One config path in which an arm differs from the baseline."""
+
+    arm: str
+    axis: str
+    path: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProofLine:
+    """One arm's hashes: the cells, one a verdict or seed, for each name in HASHES."""
+
+    arm: str
+    cells: list[list[Cell]]
+
+
+def ladder_lines(ladder: Ladder) -> list[LadderLine]:
+    """Return the ladder's rows with formatted numbers, every one with its range over the seeds."""
+    return [
+        LadderLine(
+            arm=row.arm,
+            kind="candidate" if row.axis == "attention" else "",
+            change=row.change,
+            message=row.message,
+            cells=_numbers(row),
+        )
+        for row in ladder.rows
+    ]
+
+
+def changes(study: RecordedStudy) -> list[Change]:
+    """Return every path in which an arm differs from the baseline, arm by arm."""
+    found = []
+    for arm in study.candidates:
+        for path, (before, after) in arm.diff.items():
+            found.append(
+                Change(
+                    arm=arm.name,
+                    axis=arm.axis,
+                    path=path,
+                    before=_value(before),
+                    after=_value(after),
+                )
+            )
+        if not arm.diff:
+            found.append(
+                Change(
+                    arm=arm.name,
+                    axis=arm.axis,
+                    path="nothing differs",
+                    before="",
+                    after="",
+                )
+            )
+    return found
+
+
+def proof_lines(study: RecordedStudy) -> list[ProofLine]:
+    """Return the hashes of the baseline, then how each other run's compare."""
+    baseline = study.arm(BASELINE)
+    lines = [ProofLine(arm=BASELINE, cells=_own_hashes(baseline))] if baseline else []
+    proofs = hash_proofs(study)
+    for arm in study.candidates:
+        mine = [proof for proof in proofs if proof.arm == arm.name]
+        cells = [_proof_cells([proof for proof in mine if proof.name == name]) for name in HASHES]
+        lines.append(ProofLine(arm=arm.name, cells=cells))
+    return lines
+
+
+def environment_lines(study: RecordedStudy) -> list[tuple[str, Cell]]:
+    """Return each entry of the environment; one that differs between runs is marked as bad."""
+    return [
+        (key, Cell(" / ".join(map(_value, values)), kind="bad" if len(values) > 1 else ""))
+        for key, values in sorted(environment_of(study).items())
+    ]
+
+
+def numerics_text(arm: RecordedArm) -> str:
+    """Return what the arm's attention was resolved to, as indented JSON; empty if unknown."""
+    manifests = [run.manifest for run in arm.runs.values() if run.manifest]
+    return json.dumps(manifests[0].resolved, indent=2, sort_keys=True) if manifests else ""
+
+
+def _numbers(row: Row) -> list[Cell]:
+    loss = number_cell(row.final_loss, plain)
+    if row.arm == BASELINE:
+        return [loss, *([Cell(MISSING)] * 5)]
+    drifts = (row.rel_l2.early, row.rel_l2.last, row.w1.last)
+    ratios = (row.ratio.early, row.ratio.last)
+    return [loss, *_each(drifts, scientific), *_each(ratios, times)]
+
+
+def _each(spreads: Iterable[Spread], write: Callable[[float], str]) -> list[Cell]:
+    return [number_cell(spread, write) for spread in spreads]
+
+
+def number_cell(spread: Spread, write: Callable[[float], str]) -> Cell:
+    """Return a mean over the seeds with its interval or range, each seed's value on hovering."""
+    if not spread.n:
+        return Cell(MISSING)
+    seeds = ", ".join(f"seed {seed}: {value:.6g}" for seed, value in spread.per_seed.items())
+    return Cell(
+        text=write(spread.mean),
+        small=written_ends(spread, write),
+        title=seeds,
+    )
+
+
+def _own_hashes(arm: RecordedArm) -> list[list[Cell]]:
+    def cell(seed: int, name: str) -> Cell:
+        manifest = arm.runs[seed].manifest
+        found = manifest.hashes.get(name, "") if manifest else ""
+        return Cell(found[:SHORT_HASH] or MISSING, small=f"seed {seed}", title=found, kind="hash")
+
+    return [[cell(seed, name) for seed in arm.runs] for name in HASHES]
+
+
+def _proof_cells(proofs: list[Proof]) -> list[Cell]:
+    """Return a cell for each verdict, with the seeds that it holds for."""
+    by_verdict: dict[str, list[Proof]] = {}
+    for proof in proofs:
+        by_verdict.setdefault(proof.sameness, []).append(proof)
+    return [
+        Cell(
+            text=f"{MARKS[verdict]} {verdict}",
+            small=f"seed {', '.join(str(proof.seed) for proof in held)}",
+            title="; ".join(
+                f"seed {proof.seed}: {proof.found or 'none yet'}, "
+                f"baseline {proof.expected or 'none yet'}"
+                for proof in held
+            ),
+            kind={"same": "good", "different": "bad"}.get(verdict, ""),
+        )
+        for verdict, held in by_verdict.items()
+    ]
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,1 @@
+"""Pictures for papers, with the numbers they show as CSV."""

@@ -1,0 +1,150 @@
+"""Drift over the steps for a paper: an arm's seeds thin, their mean on top, both axes log.
+
+Leaves out where the numbers come from (`analysis.recorded`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from stability.analysis.arm_view import find_arm
+from stability.analysis.sampling import INDEPENDENT_AXES
+from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.config.convert import nearest
+from stability.report.page.chart import mean_over_seeds
+from stability.report.page.training_charts import DRIFT_METRICS, shown_drift
+from stability.report.paper.style import (
+    PrintStyle,
+    log_axis,
+    new_figure,
+    print_styles,
+    shown,
+)
+from stability.report.paper.table import Cell, Table
+
+__all__ = ["draw_drift", "drift_table"]
+
+_BySeed = Mapping[int, Mapping[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """One arm's drifts, and how they stand in the picture."""
+
+    arm: str
+    by_seed: _BySeed
+    mean: Mapping[int, float]
+    shown_as: str
+    """`line`, `off the scale`, `0 (exact)`, or why there is none."""
+
+
+def draw_drift(study: RecordedStudy, arm: str, metric: str, width: str) -> Figure:
+    """Return the picture of every arm, or of `arm` if it is not empty.
+
+    ValueError for an unknown arm or metric, and if there is no drift on record.
+    """
+    found = _lines(study, arm, metric)
+    if not any(lines.by_seed for lines in found):
+        raise ValueError(
+            "draw_drift: study must have a drift on record, has none; `stability run` goes on "
+            "with it"
+        )
+    styles = print_styles([each.name for each in study.arms])
+    figure = new_figure(width, 2.6 + 0.14 * math.ceil(len(found) / 2))
+    axes = figure.add_subplot()
+    axes.grid(True, axis="both")
+    for lines in found:
+        if lines.shown_as == "line":
+            _draw(axes, lines, styles[lines.arm])
+    log_axis(axes, "x")
+    log_axis(axes, "y")
+    axes.set_xlabel(f"step{_seeds(found)}")
+    axes.set_ylabel(DRIFT_METRICS[metric].replace(": ", "\n"))
+    handles = [_handle(lines, styles[lines.arm], width) for lines in found]
+    columns = 2 if width == "column" else 4
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=3)
+    return figure
+
+
+def drift_table(study: RecordedStudy, arm: str, metric: str) -> Table:
+    """Return the numbers of the picture: each arm's mean and its seeds, by step."""
+    rows: list[tuple[Cell, ...]] = []
+    for lines in _lines(study, arm, metric):
+        start = (lines.arm, lines.shown_as, metric)
+        rows += [(*start, "mean", step, value) for step, value in lines.mean.items()]
+        rows += [
+            (*start, str(seed), step, value)
+            for seed, values in lines.by_seed.items()
+            for step, value in values.items()
+        ]
+    return Table(("arm", "shown_as", "metric", "seed", "step", "drift"), rows)
+
+
+def _lines(study: RecordedStudy, arm: str, metric: str) -> list[_Lines]:
+    if metric not in DRIFT_METRICS:
+        raise ValueError(
+            f"draw_drift: metric must be a drift metric, got {metric!r}; nearest: "
+            f"{nearest(metric, DRIFT_METRICS)}"
+        )
+    arms = [find_arm(study, arm)] if arm else study.candidates
+    paired = any(each.axis not in INDEPENDENT_AXES for each in arms)
+    return [_lines_of(each, metric, paired) for each in arms]
+
+
+def _lines_of(arm: RecordedArm, metric: str, paired: bool) -> _Lines:
+    drifts = {seed: shown_drift(run, metric) for seed, run in arm.runs.items()}
+    # step 0 has no place on a log axis
+    by_seed = {
+        seed: {step: value for step, value in sorted(values.items()) if step > 0}
+        for seed, values in drifts.items()
+    }
+    by_seed = {seed: values for seed, values in by_seed.items() if values}
+    values = [value for values in by_seed.values() for value in values.values()]
+    shown_as = "line"
+    if not values:
+        states = {run.state for run in arm.runs.values()}
+        shown_as = f"no drift on record ({', '.join(sorted(states))})"
+    elif not any(values):
+        shown_as = "0 (exact)"
+    elif arm.axis in INDEPENDENT_AXES and paired:
+        shown_as = "off the scale"
+    return _Lines(arm.name, by_seed, mean_over_seeds(by_seed), shown_as)
+
+
+def _draw(axes: Axes, lines: _Lines, style: PrintStyle) -> None:
+    line = {"color": style.colour, "linestyle": style.dash}
+    if len(lines.by_seed) > 1:
+        for values in lines.by_seed.values():
+            axes.plot(*_drawn(values), **line, linewidth=0.5, alpha=0.4)
+    # marks on a handful of places only: they tell lines apart, not points
+    every = max(1, len(lines.mean) // 10)
+    axes.plot(*_drawn(lines.mean), **line, marker=style.marker, markersize=3.5, markevery=every)
+
+
+def _drawn(values: Mapping[int, float]) -> tuple[list[int], list[float]]:
+    """Return steps and values, with a gap where a log axis has no place for one."""
+    drawn = (value if 0 < value < math.inf else math.nan for value in values.values())
+    return list(values), list(drawn)
+
+
+def _handle(lines: _Lines, style: PrintStyle, width: str) -> Line2D:
+    name = shown(lines.arm, 20 if width == "column" else 30)
+    if lines.shown_as == "line":
+        line = {"color": style.colour, "linestyle": style.dash, "marker": style.marker}
+        return Line2D([], [], **line, markersize=3.5, label=name)
+    values = [value for values in lines.by_seed.values() for value in values.values()]
+    said = lines.shown_as
+    if said == "off the scale":
+        said = f"{min(values):.1e} to {max(values):.1e}"
+    elif not values:
+        said = "no drift"
+    return Line2D([], [], linestyle="", label=f"{name}: {said}")
+
+
+def _seeds(found: list[_Lines]) -> str:
+    most = max(len(lines.by_seed) for lines in found)
+    return f"; thin: {most} seeds, thick: their mean" if most > 1 else "; one seed"

@@ -1,0 +1,94 @@
+"""Pictures for papers: one file, and the numbers it shows beside it as CSV.
+
+The same records give the same bytes. Leaves out what each kind shows (`paper_ladder`,
+`paper_drift`, `paper_heatmap`, `paper_waterfall`) and how it looks (`paper_style`).
+"""
+
+from pathlib import Path
+
+from stability.analysis.arm_view import find_arm
+from stability.analysis.ladder import ladder_of
+from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.records.atomic_files import atomic_path, write_text
+from stability.records.paths import RunPaths
+from stability.records.waterfall_record import WaterfallRecord, read_waterfalls
+from stability.report.paper.drift import draw_drift, drift_table
+from stability.report.paper.heatmap import draw_heatmap, has_probe, heatmap_table
+from stability.report.paper.ladder import draw_ladder, ladder_table
+from stability.report.paper.style import paper_style, saved
+from stability.report.paper.table import Table, to_csv
+from stability.report.paper.waterfall import draw_waterfall, waterfall_table
+
+__all__ = ["KINDS", "write_figure"]
+
+KINDS = ("ladder", "drift", "heatmap", "waterfall")
+
+
+def write_figure(
+    study: RecordedStudy,
+    kind: str,
+    path: Path,
+    *,
+    width: str,
+    arm: str = "",
+    compared: str = "out",
+    metric: str = "rel_l2",
+) -> Path:
+    """Write the picture of `kind`, one of KINDS, to `path` and return the file of its numbers.
+
+    `path` ends in one of `paper_style.FORMATS`; `width` is a key of its WIDTHS. ValueError if the
+    study has no such arm, or nothing on record to draw: it says what to run.
+    """
+    with paper_style():
+        if kind == "ladder":
+            ladder = ladder_of(study)
+            arms = [each.name for each in study.arms]
+            figure, table = draw_ladder(ladder, arms, width), ladder_table(ladder)
+        elif kind == "drift":
+            figure = draw_drift(study, arm, metric, width)
+            table = drift_table(study, arm, metric)
+        elif kind == "heatmap":
+            probed = _probed(study, arm, compared, metric)
+            figure = draw_heatmap(probed, compared, metric, width)
+            table = heatmap_table(probed, compared, metric)
+        else:
+            run, record = _waterfall(study, arm)
+            figure, table = draw_waterfall(record, width), waterfall_table(run, record)
+        picture = saved(figure, path.suffix[1:])
+    return _write(path, picture, table)
+
+
+def _write(path: Path, picture: bytes, table: Table) -> Path:
+    numbers = path.with_suffix(".csv")
+    write_text(numbers, to_csv(table))
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(picture)
+    return numbers
+
+
+def _probed(study: RecordedStudy, arm: str, compared: str, metric: str) -> RecordedArm:
+    """Return the arm, or the first with such a deviation; those that change attention first."""
+    if arm:
+        return find_arm(study, arm)
+    arms = sorted(study.arms, key=lambda each: each.axis != "attention")
+    for each in arms:
+        if has_probe(each, compared, metric):
+            return each
+    raise ValueError(
+        f"write_figure: heatmap must have {metric} of {compared} to draw, no arm has it on record; "
+        "give the study a `probe:` and run it"
+    )
+
+
+def _waterfall(study: RecordedStudy, arm: str) -> tuple[RunPaths, WaterfallRecord]:
+    """Return the last waterfall on record of the first run that has one."""
+    arms = [find_arm(study, arm)] if arm else study.arms
+    for each in arms:
+        for run in each.runs.values():
+            found = read_waterfalls([run.paths])
+            if found:
+                return max(found, key=lambda pair: pair[1].step)
+    raise ValueError(
+        f"write_figure: waterfall must be on record, there is none in {arm or study.name!r}; run "
+        "`stability deviate --waterfall --checkpoint RUN --record`, RUN being a run's folder"
+    )

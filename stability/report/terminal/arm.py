@@ -1,0 +1,170 @@
+"""One arm in the terminal: what changed, how each seed went, drift, growth, parameters, layers.
+
+Fits 80 columns; nothing is drawn that is not on record. Leaves out where the figures come from
+(`analysis.arm_view`).
+"""
+
+import json
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from stability.analysis.arm_view import ArmView, BySteps
+from stability.analysis.spread import MISSING, plain, scientific
+from stability.config.schema import BASELINE
+from stability.report.terminal.growth import print_growth
+from stability.report.terminal.ladder import spread_cell
+from stability.report.terminal.layers import print_layers
+from stability.report.terminal.sparkline import Sparks, evenly, log_scale
+from stability.report.view.plain_text import as_text
+
+__all__ = ["print_arm"]
+
+STEPS = 9
+"""More steps than this with a drift are thinned."""
+TOP = 10
+"""How many parameters, and how many events, are shown."""
+STATE_STYLE = {"finished": "green", "failed": "red", "running": "cyan"}
+WIDE = 110
+"""From this width on the relative L2 shows its interval."""
+
+
+def print_arm(view: ArmView, console: Console) -> None:
+    """Print all that is on record about an arm."""
+    _line(console, f"\n{view.row.arm}: {view.row.change}", "bold")
+    _line(console, view.sentence)
+    _print_diff(view, console)
+    _print_seeds(view, console)
+    _print_drifts(view, console)
+    if view.growth:
+        _print_growth(view, console)
+    _print_parameters(view, console)
+    print_layers(view, console)
+    _print_events(view, console)
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(as_text(text, style=style), highlight=False)
+
+
+def _table(names: Iterable[str], figures: Iterable[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(as_text(name), overflow="fold")
+    for name in figures:
+        table.add_column(as_text(name), justify="right", no_wrap=True)
+    return table
+
+
+def _print_diff(view: ArmView, console: Console) -> None:
+    if not view.diff:
+        return
+    table = _table(["config", "baseline", "this arm"], [])
+    for path, values in view.diff.items():
+        written = (json.dumps(value, ensure_ascii=False) for value in values)
+        table.add_row(as_text(path), *(as_text(value) for value in written))
+    console.print()
+    console.print(table, highlight=False)
+
+
+def _print_seeds(view: ArmView, console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in ("seed", "step", "final loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("", overflow="fold")
+    losses = view.row.final_loss.per_seed
+    for run in view.seeds:
+        table.add_row(
+            str(run.seed),
+            f"{run.step} of {view.steps}",
+            plain(losses[run.seed]) if run.seed in losses else MISSING,
+            as_text(run.state, style=STATE_STYLE.get(run.state, "yellow")),
+            as_text(run.message),
+        )
+    console.print()
+    console.print(table, highlight=False)
+
+
+def _print_drifts(view: ArmView, console: Console) -> None:
+    recorded = sorted({step for values in view.drifts.values() for step in values})
+    if not recorded:
+        if view.row.arm != BASELINE:
+            _line(console, "\nno drift on record yet: no step has been compared with the baseline")
+        return
+    steps, sparks = evenly(recorded, STEPS), Sparks.for_console(console)
+    metrics = sorted(view.drifts, key=lambda name: name != "rel_l2")
+    table = _table([], ["step", *metrics])
+    table.padding = (0, 0, 0, 0)
+    for step in steps:
+        cells = [_drift(view, metric, step, console.width >= WIDE) for metric in metrics]
+        table.add_row(str(step), *cells)
+    table.add_section()
+    lines = [_drift_line(view.drifts[metric], steps, sparks) for metric in metrics]
+    table.add_row("", *lines)
+    _line(console, "\ndrift from the baseline's weights, over all of them", "bold")
+    console.print(table, highlight=False)
+    some = f"{len(steps)} of {len(recorded)} steps; " if len(steps) < len(recorded) else ""
+    _line(
+        console,
+        f"{some}mean over the seeds. Below: each column over the steps, on its own log scale; "
+        f"{sparks.key()}.",
+        "dim",
+    )
+
+
+def _drift(view: ArmView, metric: str, step: int, wide: bool) -> str:
+    spread = view.drifts[metric].get(step)
+    if spread is None:
+        return MISSING
+    if wide and metric == "rel_l2":
+        return spread_cell(spread, scientific, relative=True)
+    return scientific(spread.mean)
+
+
+def _drift_line(values: BySteps, steps: list[int], sparks: Sparks) -> str:
+    means = [values[step].mean if step in values else None for step in steps]
+    return sparks.line(means, log_scale(mean for mean in means if mean is not None))
+
+
+def _print_growth(view: ArmView, console: Console) -> None:
+    growth = view.growth
+    assert growth is not None
+    console.print()
+    if growth.rate.n:
+        print_growth([growth], console)
+    elif view.last_step:
+        _line(console, "no growth law: the drift has no early phase in which it grows", "dim")
+
+
+def _print_parameters(view: ArmView, console: Console) -> None:
+    moved = [(name, spread) for name, spread in view.parameters if not spread.is_zero]
+    if not view.parameters:
+        return
+    _line(console, f"\nmost drifted parameters at step {view.last_step}", "bold")
+    if not moved:
+        _line(console, f"none: all {len(view.parameters)} are exactly the baseline's")
+        return
+    table = _table(["parameter"], ["relative L2"])
+    for name, spread in moved[:TOP]:
+        table.add_row(as_text(name), spread_cell(spread, scientific, relative=True))
+    console.print(table, highlight=False)
+    if len(view.parameters) > TOP:
+        _line(console, f"{min(TOP, len(moved))} of {len(view.parameters)}", "dim")
+
+
+def _print_events(view: ArmView, console: Console) -> None:
+    events = [(run.seed, event) for run in view.seeds for event in run.events]
+    if not events:
+        return
+    events.sort(key=lambda pair: (pair[1].step, pair[0]))
+    table = _table(["step", "seed", "kind", "what happened"], [])
+    for seed, event in events[:TOP]:
+        text = f"{event.layer}: {event.text}" if event.layer else event.text
+        table.add_row(str(event.step), str(seed), event.kind, as_text(text))
+    _line(console, "\nevents", "bold")
+    console.print(table, highlight=False)
+    if len(events) > TOP:
+        _line(console, f"the first {TOP} of {len(events)}; --json has all", "dim")

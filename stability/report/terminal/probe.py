@@ -1,0 +1,183 @@
+"""A probe in the terminal: what stands out, then a line a layer, then what happened.
+
+Shows each figure at the step where it was largest: an error that comes and goes must not hide in
+the last step. Leaves out the rule by which a place stands out (`analysis.locate`).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stability.analysis.locate import locate, sentences
+from stability.analysis.probe_records import Probed, read_probe
+from stability.analysis.spread import MISSING
+from stability.analysis.study_records import RecordedStudy
+from stability.records.events import Event
+from stability.records.metric_names import watch_name
+
+__all__ = ["event_lines", "located_lines", "print_found", "print_probe"]
+
+SHOWN = 8
+"""Located places and events that are printed; the page has all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A figure of a layer; the head of its column, and how it is written."""
+
+    what: str
+    metric: str
+    title: str
+    form: str
+
+
+COLUMNS = (
+    _Column("out", "rel_fro", "error\nof out", ".1e"),
+    _Column("out", "error_ratio", "ratio\nout", ".3g"),
+    _Column("dq", "error_ratio", "ratio\ndq", ".3g"),
+    _Column("dv", "error_ratio", "ratio\ndv", ".3g"),
+    _Column("dq", "rel_fro", "error\nof dq", ".1e"),
+    _Column("dv", "rel_fro", "error\nof dv", ".1e"),
+    _Column("out", "bias_ulp", "bias of out\nin ULP", "+.2g"),
+    _Column("total", "rel_fro", "error\nin all", ".1e"),
+    _Column("carried", "rel_fro", "carried\nin", ".1e"),
+    _Column("dk", "error_ratio", "ratio\ndk", ".3g"),
+)
+"""What matters first: a narrow terminal leaves out the last ones. With a golden, ratios stand in
+the place of the gradients' relative errors."""
+
+
+def print_probe(folder: Path, console: Console) -> None:
+    """Print the probe recorded in `folder`; ValueError as `read_probe`."""
+    probed = read_probe(folder)
+    record = probed.record
+    steps = probed.steps()
+    console.print()
+    names = ", ".join(record.shadows)
+    console.print(Text(f"{record.model}: {names} beside {_name(record.primary)}", style="bold"))
+    seen = f"{len(steps)} step{'s' if len(steps) != 1 else ''} looked at"
+    console.print(Text(f"{len(probed.layers)} layers, {seen} of {record.steps}", style="dim"))
+    console.print()
+    for line in located_lines(probed):
+        console.print(Text(line), soft_wrap=False)
+    for shadow in probed.shadows:
+        console.print()
+        if shadow:
+            console.print(Text(shadow, style="bold"))
+        console.print(_fitting_table(probed, shadow, console))
+    console.print()
+    console.print(Text(_caption(probed), style="dim"), highlight=False)
+    for line in event_lines(probed.events):
+        console.print(line)
+
+
+def print_found(study: RecordedStudy, console: Console) -> None:
+    """Print what stands out in the runs of a study, and what happened in them; often nothing."""
+    for arm in study.arms:
+        for seed, run in arm.runs.items():
+            where = f"{arm.name}, seed {seed}"
+            for line in sentences(locate(run.metrics))[:SHOWN]:
+                console.print(Text(f"{where}: {line}"))
+            for line in event_lines(run.events):
+                console.print(Text.assemble(f"{where}  ", line) if line.plain else line)
+
+
+def located_lines(probed: Probed) -> list[str]:
+    """Return what stands out as sentences; one that says so if nothing does."""
+    found = sentences(locate(probed.metrics))
+    lines = found[:SHOWN]
+    if len(found) > SHOWN:
+        lines.append(f"and {len(found) - SHOWN} more places")
+    return lines or ["No layer or head stands out from the others, and none is biased."]
+
+
+def event_lines(events: Iterable[Event]) -> list[Text]:
+    """Return a line for each event, the first of them, and how many more there are."""
+    events = list(events)
+    if not events:
+        return []
+    lines = [Text()]
+    for event in events[:SHOWN]:
+        where = f"step {event.step}" + (f", {event.layer}" if event.layer else "")
+        style = "red" if event.kind == "alert" else "yellow"
+        lines.append(Text.assemble((event.kind, style), f"  {where}: {event.text}"))
+    if len(events) > SHOWN:
+        lines.append(Text(f"and {len(events) - SHOWN} more", style="dim"))
+    return lines
+
+
+def _fitting_table(probed: Probed, shadow: str, console: Console) -> Table:
+    """Return the table with as many columns as the terminal has room for."""
+    shown = [column for column in COLUMNS if _wanted(probed, shadow, column)]
+    table = _table(probed, shadow, shown)
+    unlimited = console.options.update(max_width=10_000)
+    while len(shown) > 2 and console.measure(table, options=unlimited).maximum > console.width:
+        shown.pop()
+        table = _table(probed, shadow, shown)
+    return table
+
+
+def _table(probed: Probed, shadow: str, shown: list[_Column]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), expand=False
+    )
+    table.add_column("layer", no_wrap=True)
+    for column in shown:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    inside = any(probed.by_step(watch_name("max_logit", layer=layer)) for layer in probed.layers)
+    if inside:
+        table.add_column("max\nlogit", justify="right", no_wrap=True)
+    for layer in probed.layers:
+        cells = [_cell(probed, shadow, layer, column) for column in shown]
+        if inside:
+            values = probed.by_step(watch_name("max_logit", layer=layer)).values()
+            cells.append(_largest(values, ".3g"))
+        table.add_row(layer, *cells)
+    return table
+
+
+def _wanted(probed: Probed, shadow: str, column: _Column) -> bool:
+    if probed.record.golden and column.what in ("dq", "dv") and column.metric == "rel_fro":
+        return False
+    return any(
+        probed.series(layer, column.what, column.metric, shadow=shadow) for layer in probed.layers
+    )
+
+
+def _cell(probed: Probed, shadow: str, layer: str, column: _Column) -> str:
+    values = probed.series(layer, column.what, column.metric, shadow=shadow)
+    if column.metric != "bias_ulp" or not values:
+        return _largest(values.values(), column.form)
+    errors = probed.series(layer, column.what, "bias_ulp_se", shadow=shadow)
+    finite = [step for step in values if math.isfinite(values[step])]
+    if not finite:
+        return MISSING
+    step = max(finite, key=lambda at: abs(values[at]) / (errors[at] or math.inf))
+    return f"{values[step]:{column.form}} ±{errors[step]:.1g}"
+
+
+def _largest(values: Iterable[float], form: str) -> str:
+    finite = [value for value in values if math.isfinite(value)]
+    return format(max(finite, key=abs), form) if finite else MISSING
+
+
+def _caption(probed: Probed) -> str:
+    lines = ["error: |candidate - baseline| / |baseline|, at the step where it was largest."]
+    if probed.record.golden:
+        lines.append("ratio: |candidate - FP64| / |baseline - FP64|; flash-attn's tests allow 2.")
+    if "total" in probed.compared:
+        lines.append(
+            "in all: in the candidate's own stream; carried in: what that stream's inputs add."
+        )
+    return "\n".join(lines)
+
+
+def _name(description: dict[str, object]) -> str:
+    profile = description.get("profile")
+    return f"{description.get('implementation', '?')}" + (f":{profile}" if profile else "")

@@ -1,0 +1,1 @@
+"""What every view shows alike: text, colours, intervals."""

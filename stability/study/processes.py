@@ -1,0 +1,207 @@
+"""Several runs at once, each in a process of its own; one GPU each where there are GPUs.
+
+A run draws on nothing but its config and its baseline's records, so the order makes no difference
+to any bit: a candidate waits for its baseline, and nothing else waits. A child whose parent is gone
+stops at its next step; a child that is killed is a failed run, and the others go on. Leaves out the
+single run (`arm`) and machines besides this one, for which schedulers exist.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+import torch
+
+from stability.callbacks.progress import StudyObserver
+from stability.records.atomic_files import DiskFullError
+from stability.study.quiet import quieten_lightning
+from stability.study.run import Run, has_ended
+from stability.study.train_run import TrainOptions, train
+
+__all__ = ["is_settled", "launch"]
+
+
+@dataclass(slots=True)
+class _Child:
+    run: Run
+    process: SpawnProcess
+    slot: int
+    told: bool = False
+    """Whether it has said how it ended."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What has not been started yet, what is training, and whether the disk is full."""
+
+    waiting: list[tuple[int, Run]]
+    active: dict[Connection, _Child] = field(default_factory=dict)
+    disk_full: str = ""
+
+    def ready(self) -> tuple[int, Run] | None:
+        """Return the first run whose baseline is not under way."""
+        busy = {child.run.paths for child in self.active.values()}
+        busy |= {run.paths for _, run in self.waiting}
+        return next((pair for pair in self.waiting if pair[1].baseline not in busy), None)
+
+    def free_slot(self) -> int:
+        """Return the lowest number that no active run has."""
+        taken = {child.slot for child in self.active.values()}
+        return min(set(range(len(taken) + 1)) - taken)
+
+
+def is_settled(run: Run, observer: StudyObserver) -> bool:
+    """Whether `run` needs no training, and if so tell `observer` why."""
+    if has_ended(run.paths):
+        observer.run_ended(run.arm.name, run.seed, "finished", "kept")
+        return True
+    if run.baseline is not None and not has_ended(run.baseline):
+        observer.run_ended(run.arm.name, run.seed, "skipped", "its baseline did not finish")
+        return True
+    return False
+
+
+def launch(runs: list[Run], jobs: int, options: TrainOptions, observer: StudyObserver) -> None:
+    """Train `runs`, up to `jobs` at once, and tell `observer` of all of them.
+
+    KeyboardInterrupt is passed on to every child, and raised when they have stopped; DiskFullError
+    as `train`, when those under way have ended.
+    """
+    queue = _Queue(list(enumerate(runs, start=1)))
+    try:
+        while queue.waiting or queue.active:
+            _start_ready(queue, len(runs), jobs, options, observer)
+            for connection in wait(list(queue.active)) if queue.active else ():
+                assert isinstance(connection, Connection)
+                _listen(queue, connection, observer)
+    except KeyboardInterrupt:
+        for child in queue.active.values():
+            if child.process.pid is not None and child.process.is_alive():
+                os.kill(child.process.pid, signal.SIGINT)
+        for child in queue.active.values():
+            child.process.join()
+        raise
+    if queue.disk_full:
+        raise DiskFullError(queue.disk_full)
+
+
+def _start_ready(
+    queue: _Queue, total: int, jobs: int, options: TrainOptions, observer: StudyObserver
+) -> None:
+    """Start what may start; after a full disk, nothing more."""
+    if queue.disk_full:
+        queue.waiting.clear()
+    while len(queue.active) < jobs and (pair := queue.ready()) is not None:
+        queue.waiting.remove(pair)
+        index, run = pair
+        if is_settled(run, observer):
+            continue
+        observer.run_started(index, total, run.arm.name, run.seed, run.config.train.steps)
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        slot = queue.free_slot()
+        process = context.Process(
+            target=_train_alone, args=(theirs, run, options, torch.get_num_threads(), slot)
+        )
+        with _waiting_threads_sleep():
+            process.start()
+        theirs.close()
+        queue.active[ours] = _Child(run, process, slot)
+
+
+def _listen(queue: _Queue, connection: Connection, observer: StudyObserver) -> None:
+    """Pass on one message of a child, or take note that it is gone."""
+    child = queue.active[connection]
+    try:
+        what, *values = connection.recv()
+    except EOFError:
+        child.process.join()
+        del queue.active[connection]
+        connection.close()
+        if not child.told:
+            code = child.process.exitcode or 0
+            how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            observer.run_ended(child.run.arm.name, child.run.seed, "failed", how)
+        return
+    if what == "disk_full":
+        queue.disk_full = values[0]
+        return
+    child.told = child.told or what == "run_ended"
+    getattr(observer, what)(*values)
+
+
+@contextmanager
+def _waiting_threads_sleep() -> Iterator[None]:
+    """Let a child's idle OpenMP threads sleep: spinning, two children stall each other 30-fold.
+
+    It decides when a thread waits, never what it adds, so no bit depends on it.
+    """
+    before = os.environ.get("OMP_WAIT_POLICY")
+    os.environ["OMP_WAIT_POLICY"] = before or "PASSIVE"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_WAIT_POLICY"]
+
+
+class _Relay:
+    """The observer of a child: sends to the parent what it is told."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
+        """Say so."""
+        self._send("run_started", index, total, arm, seed, steps)
+
+    def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
+        """Say so."""
+        self._send("run_advanced", arm, seed, step, loss)
+
+    def run_noted(self, arm: str, seed: int, text: str) -> None:
+        """Say so."""
+        self._send("run_noted", arm, seed, text)
+
+    def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
+        """Say so."""
+        self._send("run_ended", arm, seed, state, message)
+
+    def disk_full(self, message: str) -> None:
+        """Say so."""
+        self._send("disk_full", message)
+
+    def _send(self, *message: object) -> None:
+        try:
+            self._connection.send(message)
+        except BrokenPipeError:
+            raise KeyboardInterrupt from None  # the parent is gone
+
+
+def _train_alone(
+    connection: Connection, run: Run, options: TrainOptions, threads: int, slot: int
+) -> None:
+    """Train one run in this new process."""
+    os.setpgrp()  # Ctrl-C reaches the parent, which passes it on once
+    if torch.cuda.device_count() > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        devices = visible if visible[0] else [str(i) for i in range(torch.cuda.device_count())]
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+    torch.set_num_threads(threads)
+    quieten_lightning()
+    relay, name, seed = _Relay(connection), run.arm.name, run.seed
+    try:
+        manifest = train(run, options, relay)
+        relay.run_ended(name, seed, manifest.state, manifest.message)
+    except KeyboardInterrupt:
+        return
+    except DiskFullError as error:
+        relay.disk_full(str(error))
+        relay.run_ended(name, seed, "interrupted", str(error))
+    except Exception as error:
+        relay.run_ended(name, seed, "failed", f"{type(error).__name__}: {error}")

@@ -1,0 +1,98 @@
+"""A whole study: everything is checked before the first byte is written, then run after run.
+
+Seeds are the outer loop, and in each the baseline comes first: a study stopped half-way holds whole
+pairs. Leaves out the single run (`arm`) and the display.
+"""
+
+from pathlib import Path
+
+from stability.callbacks.progress import StudyObserver
+from stability.config.load import to_dict
+from stability.config.schema import BASELINE, Axis, StudyConfig
+from stability.records.atomic_files import DiskFullError
+from stability.records.paths import RunPaths, StudyPaths
+from stability.records.sealed_json import write_sealed
+from stability.study.assemble import assemble, load_data
+from stability.study.contract import axis_of
+from stability.study.expand import Arm, expand
+from stability.study.processes import is_settled, launch
+from stability.study.run import Run, check_existing
+from stability.study.train_run import TrainOptions, train
+
+__all__ = ["check_study", "plan", "run_study"]
+
+
+def plan(study: StudyConfig, out: Path) -> list[Run]:
+    """Return the runs of `study` in the order they are trained; writes nothing.
+
+    ContractError if an arm changes more than one axis.
+    """
+    folder = StudyPaths(out / study.name).root
+    arms: list[tuple[Arm, Axis]] = [(arm, axis_of(arm, study.allow_many)) for arm in expand(study)]
+    return [
+        Run(
+            study=study.name,
+            arm=arm,
+            axis=axis,
+            seed=seed,
+            paths=RunPaths.for_run(folder, arm.name, seed),
+            baseline=None if arm.name == BASELINE else RunPaths.for_run(folder, BASELINE, seed),
+        )
+        for seed in study.seeds
+        for arm, axis in arms
+    ]
+
+
+def check_study(runs: list[Run]) -> None:
+    """Check all that can be known before training; writes nothing.
+
+    ValueError for a device or precision that cannot be had, an unknown attention, a text that is
+    missing or too short; RunConflictError for a directory that holds another run.
+    """
+    for run in runs:
+        check_existing(run)
+    for run in {run.arm.name: run for run in runs}.values():
+        assemble(run.config)
+        load_data(run.config)
+
+
+def run_study(
+    study: StudyConfig, out: Path, *, options: TrainOptions, observer: StudyObserver, jobs: int = 1
+) -> list[Run]:
+    """Train every arm and seed of `study` into `out/<name>`, and return the runs.
+
+    Runs that have ended are kept, others go on. A run that fails is recorded and the others go on;
+    a candidate whose baseline failed is not started. Up to `jobs` runs train at once, each in a
+    process of its own (1: in this one), with the same results. DiskFullError where the disk takes
+    no more: nothing that was written is lost. ValueError as `check_study`, and for `jobs` below 1.
+    """
+    if jobs < 1:
+        raise ValueError(f"run_study: jobs must be >= 1, got {jobs}")
+    runs = plan(study, out)
+    check_study(runs)
+    _write_study(study, runs, out)
+    if jobs > 1:
+        launch(runs, jobs, options, observer)
+        return runs
+    for index, run in enumerate(runs, start=1):
+        if is_settled(run, observer):
+            continue
+        observer.run_started(index, len(runs), run.arm.name, run.seed, run.config.train.steps)
+        try:
+            manifest = train(run, options, observer)
+            observer.run_ended(run.arm.name, run.seed, manifest.state, manifest.message)
+        except DiskFullError as error:
+            observer.run_ended(run.arm.name, run.seed, "interrupted", str(error))
+            raise
+        except Exception as error:
+            observer.run_ended(run.arm.name, run.seed, "failed", f"{type(error).__name__}: {error}")
+    return runs
+
+
+def _write_study(study: StudyConfig, runs: list[Run], out: Path) -> None:
+    arms = {run.arm.name: run for run in runs}.values()
+    content = {
+        "config": to_dict(study),
+        "arms": [{"name": r.arm.name, "axis": r.axis, "diff": r.arm.diff} for r in arms],
+    }
+    write_sealed(StudyPaths(out / study.name).study, content)

@@ -1,0 +1,294 @@
+"""One run of one arm: start it or go on, train it, and leave a manifest that says how it went.
+
+Leaves out the order of runs (`runner`) and how anything is displayed.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+
+from stability.callbacks.batch_hash import BatchHash
+from stability.callbacks.divergence import Divergence
+from stability.callbacks.drift_probe import DriftProbe
+from stability.callbacks.progress import ProgressCallback, StudyObserver
+from stability.callbacks.snapshot_writer import SnapshotWriter
+from stability.callbacks.training_log import LogPosition, TrainingLog
+from stability.callbacks.wandb_history import WandbHistory
+from stability.callbacks.weight_histogram import WeightHistogram
+from stability.config.diff import changes, hash_without
+from stability.config.load import to_dict
+from stability.config.schema import ArmConfig
+from stability.data.datamodule import TextDataModule
+from stability.records.atomic_files import DiskFullError, is_disk_full
+from stability.records.manifest import Manifest, environment, hash_environment, read_manifest
+from stability.records.metric_log import MetricLog, read_text
+from stability.records.metric_names import BATCH_HASH
+from stability.records.paths import RunPaths, snapshot_steps
+from stability.records.run_files import RunFiles
+from stability.records.sealed_json import file_checksum
+from stability.records.snapshots import hash_state
+from stability.study.assemble import Parts, assemble, load_data, make_trainer
+from stability.study.checkpoints import clear_unlisted, resume_from
+from stability.study.contract import ContractError, check_batches, check_start
+from stability.study.fork_start import lay_fork
+from stability.study.observer_gate import ObserverError
+from stability.study.observer_gate import check_observer as run_gate
+from stability.study.run import Run, locked
+from stability.tracking.records_logger import RecordsLogger
+from stability.tracking.wandb_environment import WandbMode
+from stability.tracking.wandb_logger import RowLogger, WandbError, finish, make_wandb_logger
+
+__all__ = ["TrainOptions", "train"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """What `stability run` may ask of every run, besides its config."""
+
+    wandb_mode: WandbMode
+    check_observer: bool = False
+    """Pass the observer gate first: a run that looking would change is not trained, it fails."""
+
+
+def train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
+    """Train `run` to its last step, going on from its last whole checkpoint if there is one.
+
+    Returns the final manifest. Whatever goes wrong is recorded in it: a failure comes back as state
+    `failed`; an interrupt is recorded as `interrupted` and raised as KeyboardInterrupt, a full disk
+    as DiskFullError. RunConflictError if another process is training it.
+    """
+    with locked(run.paths):
+        return _train(run, options, observer)
+
+
+def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
+    config = run.config
+    parts = assemble(config)
+    data = load_data(config)
+    start, kept = _start(run, observer)
+    files = RunFiles(run.paths, _first_manifest(run, parts, data, kept))
+    files.update()
+    if start == 0 and run.fork is not None and run.baseline is not None:
+        # after the manifest: a kill in between leaves a run that is laid down again
+        start = run.fork.at
+        kept = lay_fork(run.baseline, run.paths, start, config.optimizer.eps)
+        files.update(files=kept)
+    clear_unlisted(run.paths, kept)
+    try:
+        if run.baseline is not None:
+            check_start(read_manifest(run.baseline.manifest), files.manifest)
+        if options.check_observer:
+            files.update(observer=_observed(config))
+        diverged = _fit(run, files, parts, data, start, options.wandb_mode, observer)
+        files.update(**_end(run, files.manifest, parts, diverged))
+    except (KeyboardInterrupt, SystemExit):
+        # Lightning turns Ctrl-C into SystemExit
+        _record(files, state="interrupted", step=_steps_logged(run))
+        raise KeyboardInterrupt from None
+    except ContractError as error:
+        _record_failure(run, files, f"pair contract: {error}")
+    except ObserverError as error:
+        _record_failure(run, files, f"observer gate: {error}")
+    except Exception as error:
+        if _was_interrupted(error):
+            _record(files, state="interrupted", step=_steps_logged(run))
+            raise KeyboardInterrupt from None
+        if is_disk_full(error):
+            _record(files, state="interrupted", step=_steps_logged(run))
+            known = isinstance(error, DiskFullError)
+            said = str(error) if known else f"{run.paths.root}: the disk is full: {error}"
+            raise DiskFullError(said) from error
+        _record_failure(run, files, f"{type(error).__name__}: {error}")
+        raise
+    return files.manifest
+
+
+def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str, str]) -> Manifest:
+    found = environment()
+    return Manifest(
+        study=run.study,
+        arm=run.arm.name,
+        seed=run.seed,
+        axis=run.axis,
+        config=to_dict(run.config),
+        diff={path: list(values) for path, values in run.arm.diff.items()},
+        environment=found,
+        resolved=parts.attention.description,
+        hashes={
+            "config_less_axis": hash_without(run.config, run.arm.diff),
+            "environment": hash_environment(found),
+            "init_weights": parts.init_hash,
+            "text": data.text_hash,
+        },
+        state="running",
+        step=0,
+        message="",
+        files=kept,
+        fork=run.fork_record,
+    )
+
+
+def _start(run: Run, observer: StudyObserver) -> tuple[int, dict[str, str]]:
+    """Return the step to go on from, and the files of the run that are relied on."""
+
+    def note(text: str) -> None:
+        observer.run_noted(run.arm.name, run.seed, text)
+
+    if not run.paths.manifest.exists():
+        return 0, {}
+    return resume_from(run.paths, read_manifest(run.paths.manifest), note)
+
+
+def _observed(config: ArmConfig) -> dict[str, Any]:
+    """Return the gate's result for the manifest; ObserverError if it does not hold."""
+    check = run_gate(config)
+    if not check.equal:
+        raise ObserverError(
+            f"after {check.steps} steps the weights must be {check.unwatched[:16]} with every "
+            f"instrument on, are {check.watched[:16]}"
+        )
+    return check.to_dict()
+
+
+def _fit(
+    run: Run,
+    files: RunFiles,
+    parts: Parts,
+    data: TextDataModule,
+    start: int,
+    wandb_mode: WandbMode,
+    observer: StudyObserver,
+) -> int | None:
+    """Train from step `start`; return the step at which the run diverged, or None."""
+    config = run.config
+    log = MetricLog(run.paths.metrics)
+    if start == 0:
+        log.truncate_to(0)
+    wandb = _wandb_logger(run, wandb_mode, observer)
+    loggers: list[Logger] = [RecordsLogger(log), *([wandb] if wandb else [])]
+    divergence = Divergence()
+    callbacks = [*_callbacks(run, files, parts, log, observer), divergence]
+    if wandb:
+        callbacks.insert(0, WandbHistory(run.paths.metrics, wandb))
+    failed = True
+    trainer = make_trainer(config, files, loggers, callbacks, run.last_step)
+    try:
+        with warnings.catch_warnings():
+            # a run that goes on has checkpoints there already
+            warnings.filterwarnings("ignore", r"Checkpoint directory .* is not empty", UserWarning)
+            # or had, before its folder was moved
+            warnings.filterwarnings("ignore", r"The dirpath has changed", UserWarning)
+            # a loss scaler may leave out the very first update
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step", UserWarning)
+            checkpoint = run.paths.checkpoint(start) if start else None
+            trainer.fit(parts.module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+            failed = False
+    finally:
+        log.close()
+        if wandb:
+            finish(wandb, failed=failed)
+    return divergence.step
+
+
+def _wandb_logger(run: Run, mode: WandbMode, observer: StudyObserver) -> RowLogger | None:
+    """Return the run's W&B logger; None without W&B, and where W&B can't be reached."""
+    try:
+        return make_wandb_logger(
+            mode,
+            study=run.study,
+            arm=run.arm.name,
+            seed=run.seed,
+            axis=run.axis,
+            config=to_dict(run.config),
+            directory=run.paths.wandb_dir,
+        )
+    except (WandbError, ConnectionError, TimeoutError) as error:
+        text = f"W&B can't be reached, and gets the run once the study has ended: {error}"
+        observer.run_noted(run.arm.name, run.seed, text)
+        return None
+
+
+def _callbacks(
+    run: Run, files: RunFiles, parts: Parts, log: MetricLog, observer: StudyObserver
+) -> list[Callback]:
+    steps = sorted({*run.config.train.planned_snapshots(), run.last_step})
+    callbacks: list[Callback] = [
+        *parts.callbacks,
+        TrainingLog(run.config.train.log_every),
+        BatchHash(log),
+        SnapshotWriter(parts.model, files, steps),
+        WeightHistogram(parts.model, steps),
+    ]
+    if run.baseline is not None:
+        baseline = run.baseline
+        callbacks.append(
+            DriftProbe(
+                parts.model,
+                baseline,
+                _shared_steps(run, baseline, steps),
+                check=_batch_check(run, baseline),
+            )
+        )
+    return [*callbacks, LogPosition(log), ProgressCallback(observer, run.arm.name, run.seed)]
+
+
+def _batch_check(run: Run, baseline: RunPaths) -> Callable[[int], None]:
+    """Return what checks the batches up to a step, where they are to be the same."""
+    if changes(run.arm.diff, ["data_order"]):
+        return lambda step: None
+    return lambda step: check_batches(baseline, run.paths, step)
+
+
+def _shared_steps(run: Run, baseline: RunPaths, steps: list[int]) -> list[int]:
+    """Return the steps to compare at: a baseline that diverged, or is forked, may have fewer."""
+    if run.fork is None and read_manifest(baseline.manifest).state != "diverged":
+        return steps
+    return sorted({*steps} & {*snapshot_steps(baseline)})
+
+
+def _end(run: Run, manifest: Manifest, parts: Parts, diverged: int | None) -> dict[str, Any]:
+    """Return what the manifest says of a run that has ended."""
+    step, log = _steps_logged(run), run.paths.metrics
+    batches = read_text(log, BATCH_HASH)
+    said = f"the loss is not finite from step {diverged} on" if diverged is not None else ""
+    return {
+        "state": "finished" if diverged is None else "diverged",
+        "message": said,
+        "step": step,
+        "hashes": {
+            **manifest.hashes,
+            "batches": batches[step],
+            "final_weights": hash_state(parts.model.state_dict()),
+        },
+        "files": {**manifest.files, run.paths.name_of(log): file_checksum(log)},
+    }
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether an interrupt is behind `error`: one within torch.save comes out as a RuntimeError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _record_failure(run: Run, files: RunFiles, message: str) -> None:
+    _record(files, state="failed", message=message, step=_steps_logged(run))
+
+
+def _record(files: RunFiles, **changes: Any) -> None:
+    """Update the manifest; where the disk takes no more, the last whole one stays."""
+    try:
+        files.update(**changes)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+
+
+def _steps_logged(run: Run) -> int:
+    if not run.paths.metrics.exists():
+        return 0
+    return max(read_text(run.paths.metrics, BATCH_HASH), default=0)

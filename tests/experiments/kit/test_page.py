@@ -1,0 +1,171 @@
+"""The page of experiments: every word of a record arrives, and none of it becomes markup."""
+
+import re
+from dataclasses import asdict, replace
+
+import pytest
+
+from experiments.kit.page import BEGIN, END, SECTIONS, described, filled_in
+from experiments.kit.record import ExperimentRecord, StatedTest
+
+DOCSTRING = """Toy numbers fall.
+
+Claim: each number is below
+    the one before.
+Source: a book, page 3
+Published: 4 to 1
+Varies: the place
+Measured: the number
+Refuted if: one rises
+Sizes: cpu: 3 places, 2 heads; gpu: 30 places; at least
+    2 GiB; quick: 2 places
+
+    stability experiment toy
+"""
+PAGE = f"Written by hand.\n{BEGIN}\nof before\n{END}\nBelow.\n"
+RECORD = ExperimentRecord(
+    name="toy",
+    size="cpu",
+    settings={},
+    measured="5 to 2",
+    explanation="",
+    tests=[
+        asdict(StatedTest(statement="falls", found="0.5x", holds=True)),
+        asdict(StatedTest(statement="by half", found="0.4x", holds=False)),
+        asdict(StatedTest(statement="rerun is the same", found="0 in 3", holds=True, control=True)),
+    ],
+    rows=[],
+    hardware={"name": "Intel(R) Xeon(R) Processor", "cores": 2},
+    versions={"torch": "2.13.0"},
+    commit="abc1234",
+    seconds=12.34,
+)
+TOY = described("toy", DOCSTRING)
+
+
+def _generated(*records: ExperimentRecord, each=TOY) -> str:
+    page = filled_in(PAGE, [each], {each.name: records})
+    return page.partition(BEGIN)[2].partition(END)[0]
+
+
+def _cells(row: str) -> list[str]:
+    """Split a row as GitHub does: at bars that no backslash escapes."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+
+
+def _shown(markdown: str) -> str:
+    """What a reader sees of text in which every escape is one."""
+    return re.sub(r"\\([^a-z0-9\s])", r"\1", markdown)
+
+
+def test_docstring_sections_are_joined_and_what_follows_is_none_of_them():
+    assert TOY.title == "Toy numbers fall"
+    assert TOY.sections["Claim"] == "each number is below the one before."
+    assert TOY.sections["Sizes"].endswith("quick: 2 places")
+    assert set(TOY.sections) == set(SECTIONS)
+
+
+def test_a_section_may_begin_on_the_next_line_and_is_never_lost():
+    later = DOCSTRING.replace("Claim: each", "Claim:\n    each")
+    assert described("toy", later).sections["Claim"] == TOY.sections["Claim"]
+    twice = DOCSTRING + "\nClaim: and all are even\n"
+    assert described("toy", twice).sections["Claim"].endswith("before. and all are even")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_missing_or_empty_section_is_named(section):
+    pattern = rf"{section}:.*\n(    .*\n)*"
+    for spoilt in (re.sub(pattern, "", DOCSTRING), re.sub(pattern, f"{section}:\n", DOCSTRING)):
+        with pytest.raises(ValueError, match=f"experiment toy: .* a line `{section}: ...`"):
+            described("toy", spoilt)
+    with pytest.raises(ValueError, match=r"a line `Claim: \.\.\.`, has none"):
+        described("toy", "")
+
+
+def test_row_has_claim_published_measured_hardware_and_the_count_that_agrees():
+    row = _generated(RECORD).splitlines()[3]
+    assert _cells(row) == [
+        "[toy](#toy-cpu)",
+        "each number is below the one before",
+        "4 to 1 (a book, page 3)",
+        "5 to 2",
+        "Intel Xeon, 2 cores",
+        "in part: 1 of 2",
+    ]
+
+
+def test_section_has_figure_numbers_commit_its_own_size_and_every_test():
+    text = _generated(RECORD)
+    assert "![Toy numbers fall](results/toy.cpu.png)" in text
+    assert "[every number](results/toy.cpu.json); 12 s on" in text
+    assert "Intel Xeon, 2 cores, torch 2.13.0 at abc1234. Size: 3 places, 2 heads.\n" in text
+    assert "| falls | 0.5x | yes |\n| by half | 0.4x | **no** |\n" in text
+    assert "| control: rerun is the same | 0 in 3 | yes |" in text
+    assert "Why:" not in text
+    gpu = replace(RECORD, size="gpu", commit="", hardware={"name": "NVIDIA H100"})
+    text = _generated(gpu)
+    assert (
+        "NVIDIA H100, torch 2.13.0 at an unknown commit. Size: 30 places; at least 2 GiB." in text
+    )
+
+
+def test_explanation_stands_below_the_tests():
+    text = _generated(replace(RECORD, explanation="the sum * 2\nwas kept"))
+    assert text.index("| control: rerun") < text.index("Why: the sum \\* 2 was kept\n")
+
+
+def test_one_row_a_size_and_none_for_what_was_not_run():
+    text = _generated(RECORD, replace(RECORD, size="gpu"))
+    assert len(re.findall(r"^\| \[toy\]", text, flags=re.MULTILINE)) == 2
+    assert _generated() == "\n"
+
+
+@pytest.mark.parametrize("name", ["toy", "stable_fig3", "head_dim_256", "FA3_table"])
+def test_links_of_the_table_are_the_anchors_that_github_makes(name):
+    text = _generated(RECORD, replace(RECORD, size="gpu"), each=described(name, DOCSTRING))
+    headings = re.findall(r"^### (.*)$", text, flags=re.MULTILINE)
+    # what is no letter, digit, _, - or space goes; spaces become hyphens
+    anchors = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings]
+    assert re.findall(r"\]\(#(.*?)\)", text) == anchors
+    assert len(set(anchors)) == 2
+
+
+HOSTILE = (
+    "max |a - b| of P*V, dO*O and ~30 < 31; _x_ and x_y; [0, 1) ~ $2$ a\\|b; `f(x|y) * 2`; <b>"
+)
+
+
+def test_hostile_words_stay_words_in_cells_and_prose():
+    test = asdict(StatedTest(statement=HOSTILE, found=HOSTILE, holds=True))
+    record = replace(RECORD, measured=HOSTILE, explanation=HOSTILE, tests=[test])
+    text = _generated(record)
+    row = text.splitlines()[3]
+    statement = next(line for line in text.splitlines() if line.startswith("| max"))
+    assert len(_cells(row)) == 6
+    assert len(_cells(statement)) == 3
+    why = text.partition("Why: ")[2].partition("\n")[0]
+    for cell in (_cells(row)[3], *_cells(statement)[:2], why):
+        assert _shown(cell) == HOSTILE
+        prose = re.sub("`.*?`", "", cell)
+        assert not re.search(r"(?<!\\)[*~<$\[]|(?<![\\\w])_", prose), prose
+
+
+def test_code_stays_code_and_a_lone_backtick_opens_none():
+    row = _generated(replace(RECORD, measured="`a * b`")).splitlines()[3]
+    assert "| `a * b` |" in row
+    row = _generated(replace(RECORD, measured="a ` b * c")).splitlines()[3]
+    assert "| a \\` b \\* c |" in row
+
+
+def test_what_is_written_by_hand_stays_and_a_second_filling_changes_nothing():
+    page = filled_in(PAGE, [TOY], {"toy": [RECORD]})
+    assert page.startswith(f"Written by hand.\n{BEGIN}\n| experiment |")
+    assert page.endswith(f"{END}\nBelow.\n")
+    assert "of before" not in page
+    assert filled_in(page, [TOY], {"toy": [RECORD]}) == page
+
+
+@pytest.mark.parametrize("page", ["", BEGIN, END, f"{END}\n{BEGIN}"])
+def test_a_page_without_its_marks_is_an_error(page):
+    with pytest.raises(ValueError, match="must hold the lines"):
+        filled_in(page, [TOY], {})

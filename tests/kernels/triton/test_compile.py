@@ -1,0 +1,277 @@
+"""The compiled path, with no GPU: every kernel compiles, fits, and the fast ones do not spill.
+
+Registers, shared memory and spills are read from the cubin by cuobjdump, in Triton's package.
+Compilation happens in child processes that run this file, since a failed assertion inside Triton's
+passes ends its process. `make test` compiles the fast path for each chip, every format and dial for
+sm_90, and some for the others; `python tests/kernels/triton/test_compile.py 80 90 100` prints all
+of it as JSON, in ten minutes.
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+from triton.runtime.errors import OutOfResources
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from attention_kernels import PROFILES
+from attention_kernels.formats import FORMATS, format_named
+from attention_kernels.masks import Mask
+from attention_kernels.profiles import fast_path
+from attention_kernels.triton import launch as triton_launch
+from attention_kernels.triton.arguments import Factors, Masks
+from attention_kernels.triton.backward import dkv_kernel, dq_kernel
+from attention_kernels.triton.constants import constants_of
+from attention_kernels.triton.forward import forward_kernel
+from attention_kernels.triton.merge import merge_kernel
+
+KERNELS = {k.__name__: k for k in (forward_kernel, merge_kernel, dq_kernel, dkv_kernel)}
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+}
+FA2 = PROFILES["fa2"]
+SMALL = {"block_q": 16, "block_k": 16}
+FAST = {f"bf16-d{d}": (fast_path(d), torch.bfloat16, d) for d in (64, 128, 256)}
+FORMATS_GRID = {
+    f"{name}-d{head_dim}": (numerics, dtype, head_dim)
+    for name, numerics, dtype in (
+        ("fp16", FA2, torch.float16),
+        ("fp32", FA2.with_(block_q=32, block_k=32), torch.float32),
+        ("tf32", FA2.with_(block_q=32, block_k=32, dot="tf32"), torch.float32),
+        ("e4m3", PROFILES["fa3_fp8"].with_(block_q=64, block_k=64), torch.bfloat16),
+        ("all_bf16", PROFILES["all_bf16"], torch.bfloat16),
+        ("fp64", PROFILES["golden"].with_(probabilities="bf16", **SMALL), torch.float64),
+    )
+    for head_dim in (64, 128, 256)
+}
+DIALS = {
+    "stochastic": (PROFILES["all_bf16"].with_(rounding="stochastic"), torch.bfloat16, 64),
+    "splits": (FA2.with_(splits=4, key_order="reversed"), torch.bfloat16, 64),
+    "fa1": (PROFILES["fa1"], torch.bfloat16, 64),
+    "fa4": (PROFILES["fa4"].with_(block_q=64, block_k=64), torch.bfloat16, 64),
+    "beta": (FA2.with_(repeated_max_beta=7.0), torch.bfloat16, 64),
+    "fused": (FA2.with_(fp_fusion=True), torch.bfloat16, 64),
+}
+FULL = Mask(
+    causal=True,
+    window=(64, None),
+    softcap=15.0,
+    key_padding=torch.empty(0),
+    visible=torch.empty(0),
+    bias=torch.empty(0),
+    alibi_slopes=torch.empty(0),
+)
+MASKS = {"full": Mask(), "causal": Mask(causal=True), "every_mask": FULL}
+
+
+def cases(arch):
+    """Name -> (numerics, dtype, head_dim, mask) of what is compiled for a chip."""
+    chosen = {(name, mask): case for name, case in FAST.items() for mask in ("full", "causal")}
+    # FP64 dots abort the compiler for sm_100 in Triton 3.6 and 3.7.
+    # A pass of 3.7 (TritonGPUHoistTMEMAlloc) fails there on dq_kernel with stochastic rounding.
+    beyond = ("fp64", "stochastic") if arch >= 100 else ()
+    others = FORMATS_GRID | DIALS
+    chosen |= {(n, "causal"): case for n, case in others.items() if not n.startswith(beyond)}
+    chosen[("every_mask", "every_mask")] = (FA2, torch.bfloat16, 64)
+    return {f"{name}-{mask}": (*case, MASKS[mask]) for (name, mask), case in chosen.items()}
+
+
+def signature_of(kernel, numerics, dtype, mask):
+    """Types of the arguments as `triton_launch` gives them, and which are constants."""
+    work = numerics.work_dtype()
+    container = format_named(numerics.forward.operands)
+    wide = work == torch.float64 or not container.fits(FORMATS["bf16"])
+    held = POINTERS[dtype] if dtype != torch.float64 or wide else POINTERS[work]
+    factor = POINTERS[work] if numerics.scaling.scaling != "none" else "constexpr"
+    has = {
+        "padding": ("*u8", mask.key_padding),
+        "visible": ("*u8", mask.visible),
+        "bias": ("*fp32", mask.bias),
+        "slopes": ("*fp32", mask.alibi_slopes),
+        "cu_q": ("*i32", mask.cu_seqlens_q),
+        "cu_k": ("*i32", mask.cu_seqlens_k),
+    }
+    masks = {name: kind if x is not None else "constexpr" for name, (kind, x) in has.items()}
+    masks |= {f"{name}_strides": ("i32",) * 4 for name in ("padding", "visible", "bias")}
+    groups = {"factors": Factors(*[factor] * 4), "masks": Masks(**masks, slopes_batch="i32")}
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in groups:
+            signature[name] = groups[name]
+            for at, kind in enumerate(groups[name]):
+                if kind == "constexpr":
+                    constants[(index, at)] = None
+        elif parameter.is_constexpr:
+            signature[name] = "constexpr"
+        elif name.endswith("strides"):
+            signature[name] = ("i32", "i32", "i32", "constexpr")
+            constants[(index, 3)] = 1
+            attributes |= {(index, axis): [["tt.divisibility", 16]] for axis in range(3)}
+        elif name.startswith("p_"):
+            operand = name in ("p_q", "p_k", "p_v", "p_dout")
+            signature[name] = held if operand else POINTERS[work]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+    return signature, constants, attributes
+
+
+def compile_one(kernel, arch, numerics, dtype, head_dim, mask):
+    """Compile as `triton_launch` would for contiguous tensors; fewer stages if they do not fit."""
+    resolved = numerics.resolve(dtype)
+    q = torch.empty(1, 2, 64, head_dim, dtype=dtype, device="meta")
+    values = constants_of(q, q, mask, 0.125, resolved)
+    signature, constants, attributes = signature_of(kernel, resolved, dtype, mask)
+    constants[(len(kernel.params) - 1,)] = values
+    options = triton_launch.compile_options(kernel, values, numerics.arithmetic.fp_fusion)
+    for stages in (2, 1):
+        compiled = compile_kernel(
+            ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
+            target=GPUTarget("cuda", arch, 32),
+            options={**options, "num_stages": stages},
+        )
+        if compiled.metadata.shared <= SHARED_MEMORY[arch]:
+            break
+    return compiled
+
+
+def resources(cubin):
+    """Registers of the one kernel in a cubin, and its loads and stores of spilled ones."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        done = subprocess.run(
+            [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True
+        )
+        code = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True)
+    registers = re.search(r"\bREG:(\d+)", done.stdout)
+    assert registers, done.stdout
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", code.stdout))
+    return {"registers": int(registers[1]), "spills": spills}
+
+
+def report(arch: int, only: str = "") -> dict[str, dict[str, int]]:
+    """What the machine code of every kernel and case holds; `only` is a regex of case names."""
+    patterns = {
+        "tensor_core_16_bit": r"mma\S*\.f32\.(?:bf16\.bf16|f16\.f16)|tcgen05\.mma|wgmma",
+        "tf32": r"tf32",
+        "fused": r"\bfma\.rn\.f(32|64)",
+        "atomic": r"\b(atom|red)\.(global|gpu)",
+    }
+    found = {}
+    for case, (numerics, dtype, head_dim, mask) in cases(arch).items():
+        for name, kernel in KERNELS.items():
+            if name == "merge_kernel" and numerics.tiling.splits == 1:
+                continue
+            if not re.search(only, case):
+                continue
+            compiled = compile_one(kernel, arch, numerics, dtype, head_dim, mask)
+            ptx = compiled.asm["ptx"]
+            counts = {key: len(re.findall(pattern, ptx)) for key, pattern in patterns.items()}
+            counts["shared"] = compiled.metadata.shared
+            found[f"{case}-{name}"] = counts | resources(compiled.asm["cubin"])
+    return found
+
+
+def in_child(arch, only, folder):
+    cache = {"TRITON_CACHE_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, __file__, str(arch), only],
+        env=os.environ | cache | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)[str(arch)]
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY, ids="sm_{}".format)
+def test_the_fast_path_of_each_head_dim_fits_and_spills_nothing(arch, tmp_path):
+    kernels = in_child(arch, "^bf16-", tmp_path)
+    assert len(kernels) == 2 * 3 * 3
+    for name, found in kernels.items():
+        assert found["spills"] == 0, name
+        assert 0 < found["shared"] <= SHARED_MEMORY[arch], name
+        assert 0 < found["registers"] <= 255, name
+        assert found["tensor_core_16_bit"] > 0, name
+        assert found["tf32"] == found["fused"] == found["atomic"] == 0, name
+
+
+@pytest.mark.parametrize(
+    ("arch", "only", "count"),
+    [
+        (80, "^fp64-d64", 3),
+        (90, "^(fp16|fp32|tf32)-", 27),
+        (90, "^(e4m3|all_bf16)-|^fp64-d64", 21),
+        (90, "^(stochastic|splits|fa1|fa4|beta|fused|every)", 22),
+        (100, "^(fp32|e4m3|all_bf16)-d64|^every", 12),
+    ],
+)
+def test_every_format_dial_and_mask_compiles_and_fits(arch, only, count, tmp_path):
+    kernels = in_child(arch, only, tmp_path)
+    assert len(kernels) == count
+    for name, found in kernels.items():
+        assert 0 < found["shared"] <= SHARED_MEMORY[arch], name
+        assert found["atomic"] == 0, name
+        assert (found["tf32"] > 0) == name.startswith("tf32"), name
+        fused = name.startswith(("fused", "fp64", "fp32", "tf32"))
+        assert fused or found["fused"] == 0, name
+        wide = name.startswith(("fp32", "tf32", "fp64"))
+        assert (found["tensor_core_16_bit"] > 0) != (wide or "merge" in name), name
+
+
+def launch_compiled(kernel, profile="fa2", head_dim=256):
+    q = torch.empty(1, 1, 64, head_dim)
+    constants = constants_of(q, q, Mask(), 0.125, PROFILES[profile].resolve(torch.float32))
+    with mock.patch.object(torch.cuda, "device", contextlib.nullcontext):
+        triton_launch._run_compiled(kernel, 1, (q,), constants)
+
+
+def test_blocks_that_do_not_fit_are_refused_by_name():
+    kernel = mock.MagicMock(spec=JITFunction)
+    kernel.__getitem__.return_value.side_effect = OutOfResources(300_000, 232_448, "shared memory")
+    message = r"at head_dim 256, got block_q=64, block_k=64 \(shared memory: 300000 needed, 232448"
+    with pytest.raises(ValueError, match=message):
+        launch_compiled(kernel)
+
+
+def test_fewer_stages_are_tried_before_blocks_are_refused():
+    kernel = mock.MagicMock(spec=JITFunction)
+    launch = kernel.__getitem__.return_value
+    launch.side_effect = [OutOfResources(300_000, 232_448, "shared memory"), None]
+    launch_compiled(kernel)
+    stages = [call.kwargs.pop("num_stages") for call in launch.call_args_list]
+    assert stages == [2, 1]
+    assert launch.call_args_list[0] == launch.call_args_list[1]
+    assert launch.call_args.kwargs["enable_fp_fusion"] is False
+
+
+def test_an_interpreting_process_does_not_pretend_to_compile():
+    with pytest.raises(ValueError, match="TRITON_INTERPRET set; unset it"):
+        launch_compiled(InterpretedFunction(forward_kernel.fn))
+
+
+if __name__ == "__main__":
+    archs = [int(x) for x in sys.argv[1:] if x.isdigit()]
+    only = next((x for x in sys.argv[1:] if not x.isdigit()), "")
+    sys.stdout.write(json.dumps({arch: report(arch, only) for arch in archs}, indent=1))

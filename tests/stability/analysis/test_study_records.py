@@ -1,0 +1,115 @@
+"""A study read anew, in part from what is known of it, and one that somebody else has written."""
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from stability.analysis import study_records
+from stability.analysis.ladder import ladder_of
+from stability.analysis.study_records import read_study
+from stability.records.log_process import LogProcess
+from stability.records.metric_names import ULP_HISTOGRAM, deviation_name
+from stability.records.paths import StudyPaths
+from stability.records.sealed_json import read_sealed, write_sealed
+from stability.report.page.html import write_report
+from tests.stability.sealing import seal
+
+
+@pytest.fixture
+def study(synthetic, tmp_path):
+    return synthetic.write_synthetic(tmp_path / "quickstart")
+
+
+def runs_of(study):
+    return {(arm.name, seed): run for arm in study.arms for seed, run in arm.runs.items()}
+
+
+def test_only_runs_whose_files_have_changed_are_read_again(study):
+    first = read_study(study)
+    log = study / "fp32" / "seed-1" / "metrics.jsonl"
+    log.write_text(log.read_text() + seal({"step": 1, "x": 1.0}))
+    shutil.copy(study / "rerun" / "seed-0" / "manifest.json", study / "nudge" / "seed-0")
+    again = read_study(study, first)
+    before, after = runs_of(first), runs_of(again)
+    changed = [key for key in before if after[key] is not before[key]]
+    assert changed == [("nudge", 0), ("fp32", 1)]
+    assert after["fp32", 1].series("x") == {1: 1.0}
+    assert read_study(study, again) == again
+
+
+def test_a_log_of_the_same_size_that_was_written_later_is_read_again(study):
+    first = read_study(study)
+    log = study / "fp32" / "seed-1" / "metrics.jsonl"
+    stamp = log.stat()
+    os.utime(log, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
+    again = read_study(study, first)
+    assert runs_of(again)["fp32", 1] is not runs_of(first)["fp32", 1]
+
+
+def test_a_run_that_could_not_be_read_is_tried_again(study):
+    log = study / "fp32" / "seed-1" / "metrics.jsonl"
+    sound = log.read_bytes()
+    log.write_bytes(b"x" + sound[1:])
+    stamp = log.stat()
+    spoiled = read_study(study)
+    assert "line 1 must be JSON" in runs_of(spoiled)["fp32", 1].error
+    log.write_bytes(sound)
+    os.utime(log, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert runs_of(read_study(study, spoiled))["fp32", 1].error == ""
+
+
+def test_histograms_come_with_the_run(study):
+    name = deviation_name("layer_0", "out", ULP_HISTOGRAM)
+    log = study / "fp32" / "seed-1" / "metrics.jsonl"
+    log.write_text(log.read_text() + seal({"step": 20, name: [0, 3, 1]}))
+    runs = runs_of(read_study(study))
+    assert runs["fp32", 1].counts == {name: {20: [0, 3, 1]}}
+    assert runs["fp32", 0].counts == {}
+
+
+@pytest.mark.parametrize("name", ["<script>x</script>", "../outside", "a" * 300, "..", "", "a/b"])
+def test_an_arm_that_can_have_no_folder_has_failed_and_none_is_touched(study, name):
+    outside = study.parent / "outside" / "seed-0"
+    shutil.copytree(study / "fp32" / "seed-0", outside)
+    content = read_sealed(StudyPaths(study).study, "")
+    content["arms"].append({"name": name, "axis": "none", "diff": {}})
+    write_sealed(StudyPaths(study).study, content)
+    read = read_study(study)
+    arm = read.arm(name)
+    for run in arm.runs.values():
+        assert run.state == "failed"
+        assert "arm must be 1 to 64 letters, digits, dots, '_' or '-', got" in run.message
+        assert not run.metrics
+        assert study in run.paths.root.parents
+        assert ".." not in run.paths.root.parts
+    assert ladder_of(read).row(name).state == "failed"
+    text = write_report(study).read_text()
+    assert "<script>x" not in text
+    assert read_study(study, read).arm(name).runs == arm.runs
+
+
+@pytest.mark.parametrize("start", ["works", "fails"])
+def test_several_processes_read_what_one_does(study, monkeypatch, start):
+    (study / "fp32" / "seed-0" / "metrics.jsonl").write_text("x\n")
+    alone = read_study(study)
+    started = []
+
+    class Counted(LogProcess):
+        def __init__(self):
+            started.append(self)
+            if start == "fails":
+                raise BlockingIOError("no more processes")
+            super().__init__()
+
+    monkeypatch.setattr(study_records, "LogProcess", Counted)
+    monkeypatch.setattr(study_records, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    with ThreadPoolExecutor(1) as thread:  # as a server does
+        together = thread.submit(read_study, study).result()
+    assert len(started) == (2 if start == "works" else 1)
+    assert together == alone
+    assert "line 1 must be JSON" in runs_of(together)["fp32", 0].error
+    read_study(study, together)
+    assert len(started) == (2 if start == "works" else 1), "a known study is read by one"

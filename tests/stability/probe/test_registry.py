@@ -1,0 +1,154 @@
+"""Attention by name: what is resolved, and what is refused."""
+
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
+from stability.config.groups import AttentionConfig
+from stability.config.load import PROFILES_OF
+from stability.probe.registry import IMPLEMENTATIONS, attention_from_text, resolve_attention
+
+CPU = torch.device("cpu")
+
+
+def _inputs(heads=4, kv_heads=2):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(1, h, 20, 16, generator=generator).bfloat16()
+        for h in (heads, kv_heads, kv_heads)
+    ]
+
+
+def test_names_resolve_to_the_functions_they_stand_for():
+    q, k, v = _inputs()
+    numerics = PROFILES["all_bf16"].with_(block_k=16)
+    flash = AttentionConfig(implementation="flash", profile="all_bf16", numerics={"block_k": 16})
+    expected = [
+        (flash, flash_attention(q, k, v, causal=True, numerics=numerics)),
+        (AttentionConfig(), baseline_attention(q, k, v, causal=True)),
+        (
+            AttentionConfig(implementation="sdpa"),
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        ),
+    ]
+    for config, out in expected:
+        assert torch.equal(resolve_attention(config, CPU)(q, k, v, causal=True), out)
+
+
+def test_auto_is_resolved_once_and_described():
+    resolved = resolve_attention(AttentionConfig(implementation="flash"), CPU)
+    assert resolved.name == "flash:fa2"
+    assert resolved.description["engine"] == "twin"
+    assert resolved.description["numerics"]["probabilities"] == "input"
+
+
+def test_what_a_study_may_name_is_what_is_registered():
+    assert set(PROFILES_OF) == set(IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (AttentionConfig(implementation="flsh"), "got 'flsh'; nearest: flash"),
+        ("flash:fa22", "got 'fa22'; nearest: fa2"),
+        ("no_such_module:attend", "a module that imports, got 'no_such_module:attend'"),
+        ("math:squirt", "a function that math has, got 'squirt'; nearest: sqrt"),
+        (lambda q, k: q, "a function of .q, k, v, ., causal, scale., got '<lambda>'"),
+        (AttentionConfig(implementation="flash", profile="fa22"), "got 'fa22'; nearest: fa2"),
+        (
+            AttentionConfig(implementation="flash", numerics={"blok_k": 32}),
+            "no field 'blok_k'; nearest: block_k",
+        ),
+        (AttentionConfig(engine="triton"), "engine of baseline must be 'auto', got 'triton'"),
+        (AttentionConfig(implementation="sdpa", profile="fa2"), "profile of sdpa .* got 'fa2'"),
+        (AttentionConfig(implementation="golden", profile="fa2"), "golden takes no profile"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest(config, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_attention(config, CPU)
+
+
+def test_text_names_what_a_config_does():
+    q, k, v = _inputs()
+    for text, config in (
+        ("flash", AttentionConfig(implementation="flash")),
+        ("flash:all_bf16", AttentionConfig(implementation="flash", profile="all_bf16")),
+        ("sdpa:math", AttentionConfig(implementation="sdpa", profile="math")),
+        ("mypkg:attend", AttentionConfig(implementation="mypkg:attend")),
+    ):
+        assert attention_from_text(text) == config
+    assert torch.equal(
+        resolve_attention("golden", CPU)(q, k, v, causal=True),
+        golden_attention(q, k, v, causal=True).bfloat16(),
+    )
+
+
+def test_lse_comes_with_the_same_out_where_there_is_one():
+    q, k, v = _inputs()
+    for name, has_lse in (("flash:fa2", True), ("baseline", True), ("sdpa", False)):
+        attention = resolve_attention(name, CPU)
+        out, lse = attention.with_lse(q, k, v, causal=True)
+        assert torch.equal(out, attention(q, k, v, causal=True))
+        assert (lse is not None) == has_lse
+
+
+def _write_package(folder, monkeypatch, body):
+    (folder / "mypkg.py").write_text(body)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "mypkg", raising=False)
+
+
+OWN = """
+from torch.nn.functional import scaled_dot_product_attention
+def my_attention(q, k, v, *, causal, scale=None, attn_mask=None):
+    return scaled_dot_product_attention(q, k, v, attn_mask, is_causal=causal, scale=scale,
+                                        enable_gqa=True)
+"""
+
+
+def test_a_function_of_ones_own_is_called_with_what_the_call_has(tmp_path, monkeypatch):
+    _write_package(tmp_path, monkeypatch, OWN)
+    own = resolve_attention("mypkg:my_attention", CPU)
+    q, k, v = _inputs()
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert torch.equal(own(q, k, v, causal=True, window=(None, None), softcap=0.0), expected)
+    seen = torch.ones(20, 20, dtype=torch.bool).tril()
+    masked = own(q, k, v, causal=False, attn_mask=seen, scale=0.5)
+    assert torch.equal(masked, F.scaled_dot_product_attention(
+        q, k, v, seen, scale=0.5, enable_gqa=True
+    ))  # fmt: skip
+    with pytest.raises(ValueError, match="the mask must be one that it takes, got softcap; it "):
+        own(q, k, v, causal=True, softcap=3.0)
+    changed = OWN.replace("is_causal=causal", "is_causal=bool(causal)")
+    _write_package(tmp_path, monkeypatch, changed)
+    assert (
+        resolve_attention("mypkg:my_attention", CPU).description["source"]
+        != (own.description["source"])
+    )
+
+
+def test_an_entry_point_is_known_by_its_name(tmp_path, monkeypatch):
+    _write_package(tmp_path, monkeypatch, OWN)
+    info = tmp_path / "mypkg-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mypkg\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[stability.attentions]\nmine = mypkg:my_attention\n")
+    q, k, v = _inputs()
+    found = resolve_attention("mine", CPU)
+    assert found.name == "mine"
+    assert found(q, k, v, causal=True).shape == q.shape
+    with pytest.raises(ValueError, match="nearest: mine"):
+        resolve_attention("minne", CPU)
+
+
+@pytest.mark.parametrize(
+    ("mask", "what"),
+    [({"softcap": 2.0}, "softcap"), ({"causal": True, "attn_mask": torch.ones(20, 20)}, "causal")],
+)
+def test_sdpa_refuses_what_it_has_no_argument_for(mask, what):
+    with pytest.raises(ValueError, match=f"sdpa: the mask must be one that it takes, got {what}"):
+        resolve_attention("sdpa", CPU)(*_inputs(), **mask)

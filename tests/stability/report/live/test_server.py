@@ -1,0 +1,369 @@
+"""The server as a browser, or somebody who means harm, meets it: over a real connection."""
+
+import asyncio
+import html
+import http.client
+import re
+import shutil
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import quote
+
+import pytest
+from starlette.responses import PlainTextResponse
+
+from stability.records.events import Event
+from stability.records.metric_log import MetricLog
+from stability.report.live.local_only import LocalOnly
+from stability.report.live.server import ASSETS, make_server
+from tests.stability.report.synthetic_probe import write_probe
+
+HOSTILE = "<script>alert(1)</script>\"'&🦊../../etc/passwd"
+
+
+class Client:
+    """Sends a request target as it stands: nothing is normalised."""
+
+    def __init__(self, port):
+        self.port = port
+        self.host = f"127.0.0.1:{port}"
+
+    def ask(self, target, method="GET", **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+        sent = {"Host": self.host} | {name.replace("_", "-"): v for name, v in headers.items()}
+        for name, value in sent.items():
+            if value is not None:
+                connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer, text
+
+    def page(self, target):
+        answer, text = self.ask(target)
+        assert answer.status == 200, text
+        return text
+
+
+@pytest.fixture(scope="module")
+def runs(finished, synthetic, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "runs"
+    shutil.copytree(finished, folder / "quickstart")
+    shutil.copytree(finished, folder / "deep" / "er" / "another")
+    synthetic.write_synthetic(folder / quote(HOSTILE, safe="<>\"'& ()🦊"), question=HOSTILE * 6)
+    synthetic.write_study_json(folder / "not-begun")
+    synthetic.write_study_json(folder / "torn")
+    (folder / "torn" / "study.json").write_text('{"config": {')
+    event = Event(20, "finding", HOSTILE, HOSTILE)
+    write_probe(folder / "probed", planted=(2, 1), events=(event,))
+    (folder / "secret.txt").write_text("secret")
+    (folder.parent / "secret.txt").write_text("secret")
+    (folder / "out").symlink_to(folder.parent)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(runs):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        server = make_server(runs, port)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        yield Client(port)
+        server.should_exit = True
+        thread.join()
+
+
+def eventually(ask, is_right):
+    """The first right answer of something that works in the background."""
+    end = time.monotonic() + 60
+    while not is_right(answer := ask()):
+        assert time.monotonic() < end, answer
+        time.sleep(0.05)
+    return answer
+
+
+def settled(client):
+    """The list of studies once all have been read."""
+    return eventually(lambda: client.page("/"), lambda page: "are being read" not in page)
+
+
+def test_list_shows_each_study_as_what_it_is(client):
+    page = html.unescape(settled(client))
+    assert "14 finished of 14 runs" in page
+    assert "14 missing of 14 runs" in page
+    assert "torn/study.json: must be JSON" in page
+    assert "flash_fa2 moves the weights" in page
+    assert "head 1: error ratio stands out since step 20" in page
+    for name in ("quickstart", "deep/er/another", "not-begun", "torn", "probed"):
+        assert f'href="/study/{quote(name, safe="")}/"' in page
+
+
+@pytest.mark.parametrize("name", ["quickstart", "deep%2Fer%2Fanother", "deep/er/another"])
+def test_study_page_is_the_report_with_served_scripts(client, name):
+    page = client.page(f"/study/{name}/")
+    assert "What changed in each arm" in page
+    assert re.findall(r"<script[^>]*>", page) == [
+        '<script type="application/json" id="data">',
+        *(f'<script src="/assets/{n}.js">' for n in ("plotly", "report", "live")),
+    ]
+    stamp = client.page(f"/study/{name}/stamp")
+    assert f'data-stamp="{stamp}"' in page
+
+
+def test_probe_has_its_own_page(client):
+    page = client.page("/study/probed/")
+    assert "What was compared" in page
+    assert f'data-stamp="{client.page("/study/probed/stamp")}"' in page
+    assert 'src="/assets/plotly.js"' in page
+
+
+def test_study_that_cannot_be_read_says_so_and_looks_for_better(client):
+    page = client.page("/study/torn/")
+    assert "must be JSON, is torn or damaged" in page
+    assert "/assets/live.js" in page
+    assert client.page("/study/torn/stamp") in page
+
+
+def test_hostile_names_stay_text_on_every_page(client, runs):
+    (name,) = (path.name for path in runs.iterdir() if "script" in path.name)
+    for target in (
+        "/",
+        "/study/probed/",
+        f"/study/{quote(name, safe='')}/",
+        f"/compare?study=quickstart&study={quote(name)}",
+    ):
+        page = settled(client) if target == "/" else client.page(target)
+        assert html.escape(HOSTILE).replace("&#x27;", "&#39;").replace("&quot;", "&#34;") in page
+        assert "<script>alert" not in page
+        assert set(re.findall(r"<script(?! src=\"/assets/)[^>]*>", page)) <= {
+            '<script type="application/json" id="data">'
+        }
+        assert not re.findall(r"\son\w+=", re.sub(r"<script.*?</script>", "", page, flags=re.S))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/secret.txt",
+        "/../secret.txt",
+        "/%2e%2e/secret.txt",
+        "/study/../secret.txt",
+        "/study/..%2fsecret.txt",
+        "/study/%2e%2e%2fsecret.txt/",
+        "/study/%252e%252e%252fsecret.txt/",
+        "/study/../../etc/passwd/",
+        "/study//etc/passwd/",
+        "/study/%2Fetc%2Fpasswd/",
+        "/study/..\\..\\secret.txt/",
+        "/study/%5c..%5csecret.txt/",
+        "/study/quickstart%00/",
+        "/study/%00/",
+        "/study/out/",
+        "/study/out%2Fruns%2Fquickstart/",
+        "/study/quickstart",
+        "/study/quickstart/study.json",
+        "/study/quickstart/baseline/seed-0/manifest.json",
+        "/study/quickstart/../torn/",
+        "/study/./quickstart/",
+        "/study/" + 5000 * "a" + "/",
+        "/study/%ff%fe/",
+        "/study/.%2fquickstart/stamp",
+        "/assets/../html.py",
+        "/assets/%2e%2e%2fhtml.py",
+        "/assets/report.html.j2",
+        "/assets/",
+        "/compare?study=quickstart&study=../runs/torn",
+        "/compare?study=quickstart&study=/etc",
+        "/compare/stamp?study=%2e%2e",
+        "/compare?study=quickstart&study=probed",
+        "http://127.0.0.1/secret.txt",
+        "//etc/passwd",
+    ],
+)
+def test_nothing_but_the_pages_can_be_asked_for(client, target):
+    answer, text = client.ask(target)
+    assert answer.status == 404
+    assert "secret" not in text
+    assert len(text) < 100, "no page"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        None,
+        "",
+        "evil.example",
+        "evil.example:{port}",
+        "127.0.0.1",
+        "127.0.0.1:1",
+        "127.0.0.1:{port}.evil.example",
+        "localhost.evil.example:{port}",
+        "127.0.0.1:{port}@evil.example",
+        "0.0.0.0:{port}",
+        "192.168.0.2:{port}",
+    ],
+)
+@pytest.mark.parametrize("target", ["/", "/study/quickstart/stamp", "/assets/report.js", "/none"])
+def test_request_that_names_another_host_is_refused(client, host, target):
+    answer, text = client.ask(target, Host=host and host.format(port=client.port))
+    assert answer.status in (400, 421)  # 400 by uvicorn, for none at all
+    assert "quickstart" not in text
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "LOCALHOST", "[::1]"])
+def test_names_of_this_machine_are_served(client, name):
+    assert client.ask("/stamp", Host=f"{name}:{client.port}")[0].status == 200
+
+
+def _status(port, host):
+    """What the guard answers at a port that a test may not listen on."""
+
+    async def page(scope, receive, send):
+        await PlainTextResponse("page")(scope, receive, send)
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "headers": [(b"host", host.encode())]}
+    asyncio.run(LocalOnly(page, port)(scope, None, send))
+    return sent[0]["status"]
+
+
+def test_a_browser_leaves_port_80_out():
+    assert [_status(80, host) for host in ("127.0.0.1", "localhost:80")] == [200, 200]
+    assert [_status(80, "evil.example"), _status(8080, "127.0.0.1")] == [421, 421]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://localhost:1"},
+        {"Origin": "https://127.0.0.1:{port}"},
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "same-site"},
+    ],
+)
+def test_request_from_another_site_is_refused(client, headers):
+    sent = {name: value.format(port=client.port) for name, value in headers.items()}
+    for target in ("/", "/stamp", "/assets/plotly.js"):
+        answer, text = client.ask(target, **sent)
+        assert answer.status == 403
+        assert "quickstart" not in text
+
+
+def test_own_pages_may_ask(client):
+    own = {"Origin": f"http://{client.host}", "Sec_Fetch_Site": "same-origin"}
+    assert client.ask("/stamp", **own)[0].status == 200
+    assert client.ask("/stamp", Sec_Fetch_Site="none")[0].status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "FOO"])
+def test_server_takes_no_input(client, method):
+    answer, _ = client.ask("/", method=method)
+    assert answer.status == 405
+    assert answer.getheader("Allow") == "GET, HEAD"
+    assert answer.getheader("Access-Control-Allow-Origin") is None
+
+
+def test_head_is_a_page_without_its_text(client):
+    answer, text = client.ask("/study/quickstart/", method="HEAD")
+    assert answer.status == 200
+    assert int(answer.getheader("Content-Length")) > 10_000
+    assert text == ""
+
+
+@pytest.mark.parametrize("target", ["/", "/study/quickstart/", "/study/torn/", "/none", "/stamp"])
+def test_every_answer_forbids_what_others_serve(client, target):
+    answer, _ = client.ask(target)
+    policy = dict(
+        part.split(" ", 1) for part in answer.getheader("Content-Security-Policy").split("; ")
+    )
+    assert policy["default-src"] == "'none'"
+    assert policy["script-src"] == policy["connect-src"] == "'self'"
+    assert not re.search(r"\*|https?:", " ".join(policy.values()))
+    assert answer.getheader("X-Content-Type-Options") == "nosniff"
+    assert answer.getheader("Referrer-Policy") == "no-referrer"
+    if answer.status == 200:
+        assert answer.getheader("Cache-Control") == "no-store"
+    refused, _ = client.ask(target, Host="evil.example")
+    assert refused.getheader("Content-Security-Policy") == answer.getheader(
+        "Content-Security-Policy"
+    )
+
+
+@pytest.mark.parametrize("name", ["plotly.js", *ASSETS])
+def test_assets_are_sent_once(client, name):
+    answer, text = client.ask(f"/assets/{name}")
+    assert answer.status == 200
+    kind = "text/css" if name.endswith("css") else "text/javascript"
+    assert answer.getheader("Content-Type").startswith(kind)
+    assert len(text) > 500
+    again, text = client.ask(f"/assets/{name}", If_None_Match=answer.getheader("ETag"))
+    assert (again.status, text) == (304, "")
+    assert client.ask(f"/assets/{name}", If_None_Match='"old"')[0].status == 200
+
+
+def test_several_requests_at_once_are_all_answered(client):
+    targets = ["/study/quickstart/", "/study/deep%2Fer%2Fanother/", "/", "/stamp"] * 3
+    with ThreadPoolExecutor(len(targets)) as pool:
+        pages = list(pool.map(client.page, targets))
+    assert pages[0] == pages[4] == pages[8]
+    assert "What changed in each arm" in pages[1]
+
+
+def test_stamps_and_pages_follow_a_study_that_grows(client, runs):
+    settled(client)
+    compare = "?study=deep/er/another&study=quickstart"
+    stamps = ("/study/quickstart/stamp", f"/compare/stamp{compare}")
+    before = [client.page(stamp) for stamp in stamps]
+    list_before = client.page("/stamp")
+    page = client.page("/study/quickstart/")
+    others = client.page("/study/torn/stamp")
+    log = MetricLog(runs / "quickstart" / "flash_fa2" / "seed-0" / "metrics.jsonl")
+    log.append(200, {"train/loss": 7.125})
+    log.close()
+    after = [client.page(stamp) for stamp in stamps]
+    assert all(old != new for old, new in zip(before, after, strict=True))
+    assert client.page("/study/torn/stamp") == others
+    grown = client.page("/study/quickstart/")
+    assert f'data-stamp="{after[0]}"' in grown
+    assert "7.125" in grown
+    assert "7.125" not in page
+    assert f'data-stamp="{after[1]}"' in client.page(f"/compare{compare}")
+    eventually(lambda: client.page("/stamp"), lambda stamp: stamp != list_before)
+
+
+def test_study_that_appears_is_listed_and_one_that_goes_is_not(client, runs, synthetic):
+    synthetic.write_study_json(runs / "newcomer")
+    assert "/study/newcomer/" in client.page("/")
+    assert client.ask("/study/newcomer/")[0].status == 200
+    shutil.rmtree(runs / "newcomer")
+    assert "/study/newcomer/" not in client.page("/")
+    assert client.ask("/study/newcomer/stamp")[0].status == 404
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        ("", 0),
+        ("?study=quickstart", 1),
+        ("?study=quickstart&study=quickstart", 1),
+    ],
+)
+def test_one_study_is_no_comparison(client, chosen, count):
+    answer, text = client.ask(f"/compare{chosen}")
+    assert answer.status == 400
+    assert f"2 to 6 studies can be compared, {count} were chosen" in text
+
+
+def test_comparison_with_a_torn_study_says_so(client):
+    assert "must be JSON" in client.page("/compare?study=quickstart&study=torn")

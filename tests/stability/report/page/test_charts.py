@@ -1,0 +1,67 @@
+"""Lines that are thinned, and colours for more arms than a palette holds."""
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stability.analysis.ladder import build_ladder
+from stability.report.page.chart import POINTS, SEED_POINTS, arm_lines, mean_over_seeds
+from stability.report.page.ladder_chart import ladder_chart
+from stability.report.view.palette import ArmStyle, arm_styles
+
+STYLE = ArmStyle("#000000", "solid", "circle")
+
+
+@settings(deadline=None, max_examples=20)
+@given(length=st.integers(POINTS + 1, 5 * POINTS), spike=st.floats(2, 1e6), where=st.floats(0, 1))
+def test_thinning_keeps_every_spike(length, spike, where):
+    values = {step: 1.0 + (step % 7) / 10 for step in range(length)}
+    at = round(where * (length - 1))
+    values[at] = spike
+    (line,) = arm_lines("x", {0: values}, STYLE, bold=False)
+    assert len(line["x"]) <= POINTS
+    assert line["x"] == sorted(line["x"])
+    assert at in line["x"]
+    assert max(line["y"]) == float(f"{spike:.7g}")
+
+
+def test_thinning_keeps_a_gap_and_what_stands_beside_it():
+    values = {step: float(step) for step in range(5 * POINTS)}
+    values[0] = values[77] = math.nan
+    (line,) = arm_lines("x", {0: values}, STYLE, bold=False)
+    drawn = dict(zip(line["x"], line["y"], strict=True))
+    assert drawn[0] is drawn[77] is None
+    assert {1, 5 * POINTS - 1} <= set(drawn)
+
+
+def test_thin_lines_of_seeds_keep_their_spikes_too():
+    seeds = {seed: dict.fromkeys(range(5 * POINTS), 1.0) for seed in (0, 1)}
+    seeds[1][1234] = 9.0
+    _, thin, _ = arm_lines("x", seeds, STYLE, bold=False)
+    assert thin["y"][thin["x"].index(1234)] == 9.0
+    assert len(thin["x"]) <= SEED_POINTS
+
+
+def test_gap_stands_for_a_number_that_is_not_finite():
+    (line,) = arm_lines("x", {0: {0: 1.0, 1: float("nan"), 2: float("inf")}}, STYLE, bold=False)
+    assert line["y"] == [1.0, None, None]
+
+
+def test_mean_is_taken_only_where_every_seed_is():
+    assert mean_over_seeds({0: {1: 1.0, 2: 2.0}, 1: {1: 3.0}}) == {1: 2.0}
+
+
+def test_twenty_arms_are_told_apart():
+    styles = arm_styles(["baseline", *(f"arm{n}" for n in range(20))])
+    assert len(set(styles.values())) == 21
+
+
+def test_far_arm_is_named_at_the_edge_and_leaves_the_scale_to_the_others(finished):
+    ladder = build_ladder(finished)
+    figure = ladder_chart(ladder, arm_styles([row.arm for row in ladder.rows])).figure
+    drawn = [x for trace in figure.data for x in trace.x if x is not None]
+    assert max(drawn) == ladder.row("flash_all_bf16").rel_l2.last.mean
+    row = ladder.row("init_seed").rel_l2
+    text = f"{row.early.mean:.1e} and {row.last.mean:.1e}, off the scale ▸"
+    assert text in [note.text for note in figure.layout.annotations]

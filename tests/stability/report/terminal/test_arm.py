@@ -1,0 +1,140 @@
+"""All about one arm, at any width: the records' figures, and how each seed went."""
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from stability.analysis.arm_view import view_arm
+from stability.analysis.ladder import ladder_of
+from stability.analysis.spread import MISSING
+from stability.analysis.study_records import read_study
+from stability.cli.main import main
+from stability.records.events import Event, log_event
+from stability.records.manifest import read_manifest, write_manifest
+from stability.records.metric_log import MetricLog
+from stability.records.metric_names import TRAIN_LOSS, deviation_name, drift_name
+from stability.report.terminal.arm import print_arm
+
+LONG = "blocks." + "x" * 290 + ".weight"
+
+
+def viewed(folder, arm):
+    study = read_study(folder)
+    return view_arm(study, ladder_of(study), arm)
+
+
+def printed(folder, arm, width=80):
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    print_arm(viewed(folder, arm), console)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def ill(synthetic, tmp_path):
+    """A study of which each seed of one arm went another way, with names that are not nice."""
+    synthetic.write_study_json(tmp_path, seeds=[0, 1, 2, 3, 4])
+    arm = next(arm for arm in synthetic.ARMS if arm["name"] == "flash_fa2")
+    states = ["finished", "failed", "diverged", "interrupted"]
+    for seed, state in enumerate(states):
+        paths = synthetic.write_run(
+            tmp_path, arm, seed, state=state, until=200 if state == "finished" else 60 + seed
+        )
+        manifest = read_manifest(paths.manifest)
+        log = MetricLog(paths.metrics)
+        log.append(50, {drift_name(LONG, "rel_l2"): math.nan if seed else 0.5})
+        log.append(50, {drift_name("[bold]b\x1b[31m", "rel_l2"): 0.25})
+        log.append(50, {deviation_name("layer_0", "out", "bias_ulp"): 1e31})
+        log_event(log, Event(40, "alert", "layer_1", "<script>alert(1)</script> [red]x[/]"))
+        log.close()
+        write_manifest(paths.manifest, manifest)
+    return tmp_path
+
+
+@pytest.mark.parametrize("width", [80, 124])
+@pytest.mark.parametrize("arm", ["flash_fa2", "rerun", "baseline", "init_seed"])
+def test_nothing_is_wider_than_the_terminal_or_cut_off(finished, ill, arm, width):
+    for folder in (finished, ill):
+        text = printed(folder, arm, width)
+        assert max(len(line) for line in text.splitlines()) <= width
+        assert "…" not in text
+
+
+def test_figures_are_those_of_the_records(finished):
+    study = read_study(finished)
+    runs = study.arm("flash_fa2").runs
+    text = printed(finished, "flash_fa2")
+    for metric in ("rel_l2", "w1", "mean_abs", "max_abs", "sign_flips"):
+        values = [run.drift(metric)[50] for run in runs.values()]
+        assert f" {sum(values) / len(values):.1e}" in text
+    name = deviation_name("layer_3", "out", "error_ratio")
+    line = next(line for line in text.splitlines() if line.startswith("layer_3"))
+    last = [run.series(name)[180] for run in runs.values()]
+    assert f" {sum(last) / len(last):#.2g}x" in line
+    assert '"flash"' in text
+    assert "attention.profile" in text
+    assert "0▄" in text.replace(" ", "") or "0▁" in text, "the drift at step 0 is exactly 0"
+
+
+def test_each_seed_is_shown_as_what_it_is(ill):
+    lines = printed(ill, "flash_fa2", 100).splitlines()
+    said = [" ".join(line.split()) for line in lines]
+    loss = viewed(ill, "flash_fa2").row.final_loss.per_seed[0]
+    assert f"0 200 of 200 {loss:.3f} finished" in said
+    assert f"1 61 of 200 {MISSING} failed ValueError: loss is not finite" in said
+    assert f"2 62 of 200 {MISSING} diverged" in said
+    assert f"3 63 of 200 {MISSING} interrupted" in said
+    assert f"4 0 of 200 {MISSING} missing" in said
+
+
+def test_the_most_drifted_parameters_come_first_and_whole(finished, ill):
+    view = viewed(ill, "flash_fa2")
+    assert view.last_step == 200
+    assert [name for name, _ in view.parameters] == ["blocks.0.qkv.weight"]
+    text = printed(finished, "flash_fa2")
+    mean = viewed(finished, "flash_fa2").parameters[0][1].mean
+    assert f"{mean:.1e}" in text.split("most drifted parameters at step 200")[1]
+    assert "all 1 are exactly the baseline's" in printed(finished, "rerun")
+
+
+def test_a_drift_that_is_no_number_comes_first_and_names_are_text(synthetic, ill):
+    for seed in (0,):  # let every seed end at step 50
+        (ill / "flash_fa2" / f"seed-{seed}" / "metrics.jsonl").unlink()
+        (ill / "flash_fa2" / f"seed-{seed}" / "manifest.json").unlink()
+    view = viewed(ill, "flash_fa2")
+    assert [name for name, _ in view.parameters[:2]] == [LONG, "[bold]b\x1b[31m"]
+    text = printed(ill, "flash_fa2")
+    assert "[bold]b\\x1b[31m" in text
+    assert "\x1b" not in text
+    assert LONG in "".join(line.split(" ")[0] for line in text.splitlines())
+    assert "layer_1: <script>alert(1)</script> [red]x[/]" in " ".join(text.split())
+
+
+def test_json_holds_every_seed_and_no_number_that_json_has_not(ill, finished, capsys):
+    assert main(["show", str(ill), "flash_fa2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [seed["state"] for seed in found["seeds"]][1:3] == ["failed", "diverged"]
+    run = read_study(ill).arm("flash_fa2").runs[0]
+    assert found["drift"]["rel_l2"]["50"]["per_seed"]["0"] == run.drift("rel_l2")[50]
+    assert main(["show", str(finished), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["arm"] == "baseline"
+
+
+def test_an_unknown_arm_is_refused_with_the_nearest(finished, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["show", str(finished), "flash_fa3"])
+    assert stop.value.code == 2
+    assert "arm must be one of the study's 7, got 'flash_fa3'; nearest: flash_fa2" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_baseline_and_an_arm_that_has_not_begun_are_shown(synthetic, finished, tmp_path):
+    text = printed(finished, "baseline")
+    assert "drift from" not in text
+    assert f"{viewed(finished, 'baseline').row.final_loss.per_seed[0]:.3f}" in text
+    synthetic.write_study_json(tmp_path)
+    assert "no drift on record yet" in printed(tmp_path, "nudge")
+    assert TRAIN_LOSS not in printed(tmp_path, "nudge")

@@ -1,0 +1,110 @@
+"""The table in the terminal: the ladder's numbers, at any width."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from stability.analysis.ladder import build_ladder
+from stability.analysis.spread import MISSING, times
+from stability.analysis.study_records import read_study
+from stability.report.terminal.drift_sparks import DriftSparks
+from stability.report.terminal.ladder import print_ladder
+from stability.report.terminal.sparkline import Sparks
+
+
+def printed(study, width, *, with_sparks=True):
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    sparks = DriftSparks(read_study(study), Sparks.for_console(console)) if with_sparks else None
+    print_ladder(build_ladder(study), console, sparks)
+    return console.file.getvalue()
+
+
+def line_of(text, arm):
+    return next(line for line in text.splitlines() if line.startswith(f"{arm} "))
+
+
+@pytest.fixture(scope="module")
+def five_seeds(synthetic, tmp_path_factory):
+    """A finished study with seeds enough for intervals."""
+    return synthetic.write_synthetic(tmp_path_factory.mktemp("five") / "five", seeds=[*range(5)])
+
+
+@pytest.mark.parametrize("seeds", [2, 5])
+@pytest.mark.parametrize("width", [80, 100, 124, 130, 150, 200])
+def test_nothing_is_wider_than_the_terminal_or_cut_off(finished, five_seeds, width, seeds):
+    study = finished if seeds == 2 else five_seeds
+    text = printed(study, width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text
+    for row in build_ladder(study).rows:
+        assert line_of(text, row.arm)
+        assert f"{row.final_loss.mean:.3f}" in line_of(text, row.arm)
+
+
+def test_the_sparkline_leaves_before_the_figures(finished):
+    line = line_of(printed(finished, 200), "rerun")
+    assert line.rstrip().endswith("000000000")
+    assert line_of(printed(finished, 200), "init_seed").rstrip().endswith("^^^^^^^^^")
+    assert line_of(printed(finished, 200), "flash_fa2").rstrip().endswith("0▄▄▄▅▅▆██")
+    assert "log scale from" in printed(finished, 200)
+    narrow = printed(finished, 80)
+    assert "▄" not in narrow
+    assert "scale" not in narrow
+
+
+def test_an_interval_shares_its_exponent(five_seeds):
+    row = build_ladder(five_seeds).row("flash_fa2")
+    line = line_of(printed(five_seeds, 200), "flash_fa2")
+    drift, ratio = row.rel_l2.early, row.ratio.early
+    low, high = drift.interval.low * 1e3, drift.interval.high * 1e3
+    assert f" {drift.mean * 1e3:.1f} [{low:.1f}, {high:.1f}]e-03 " in line
+    low, high = (times(end)[:-1] for end in (ratio.interval.low, ratio.interval.high))
+    assert f" {times(ratio.mean)} [{low}, {high}] " in line
+    assert "[ ]: 90% interval of the mean" in printed(five_seeds, 200)
+
+
+@pytest.mark.parametrize("width", [80, 130])
+def test_numbers_are_those_of_the_ladder(finished, width):
+    row = build_ladder(finished).row("flash_fa2")
+    line = line_of(printed(finished, width), "flash_fa2")
+    for spread in (row.rel_l2.early, row.rel_l2.last):
+        assert f" {spread.mean:.1e}" in line
+    assert f" {row.final_loss.mean:.3f}" in line
+    assert f" {times(row.ratio.early.mean)}" in line
+
+
+def test_wide_table_shows_w1_and_the_range_of_the_seeds(finished):
+    row = build_ladder(finished).row("flash_fa2")
+    line = line_of(printed(finished, 130), "flash_fa2")
+    share = 50 * (row.rel_l2.early.high - row.rel_l2.early.low) / row.rel_l2.early.mean
+    assert f"{row.rel_l2.early.mean:.1e} ±{share:.0f}%" in line
+    assert f"{row.w1.last.mean:.1e}" in line
+    assert f"{row.w1.last.mean:.1e}" not in line_of(printed(finished, 80), "flash_fa2")
+
+
+def test_zero_drift_is_exact_and_missing_drift_is_a_dash(finished):
+    text = printed(finished, 130)
+    assert line_of(text, "rerun").count("0 (exact)") == 3
+    assert line_of(text, "baseline").count(MISSING) == 5
+
+
+def test_candidates_get_their_sentence_and_controls_their_notes(finished):
+    text = " ".join(printed(finished, 100).split())
+    assert "flash_fa2 moves the weights" in text
+    assert "note: A/A is zero" in text
+    assert "mean of 2 seeds" in text
+
+
+def test_names_and_messages_are_not_read_as_markup(synthetic, tmp_path):
+    synthetic.write_study_json(tmp_path, question="Is [bold red]x[/] y?")
+    synthetic.write_run(tmp_path, synthetic.ARMS[2], 0, state="failed", until=30)
+    text = printed(tmp_path, 130)
+    assert "Is [bold red]x[/] y?" in text
+    assert "[failed]" in text
+    assert "note: flash_fa2: seed 0 failed: ValueError: loss is not finite." in text
+
+
+def test_study_that_has_not_begun_prints(synthetic, tmp_path):
+    synthetic.write_study_json(tmp_path)
+    assert "[missing]" in " ".join(printed(tmp_path, 130, with_sparks=False).split())
