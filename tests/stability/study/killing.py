@@ -24,7 +24,7 @@ from stability.records import atomic_files
 from stability.records.metric_log import MetricLog
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
-from tests.stability.conftest import SilentObserver
+from tests.conftest import SilentObserver
 
 PHASES = ("half written", "before the rename", "after the rename")
 FILES = ("safetensors", "ckpt", "manifest.json")

@@ -35,7 +35,7 @@ def whole(tmp_path_factory, text_file):
     """The records of a short study that ended undisturbed; tests copy them."""
     import yaml
 
-    from tests.stability.conftest import run_quietly, tiny_content
+    from tests.conftest import run_quietly, tiny_content
 
     folder = tmp_path_factory.mktemp("whole")
     content = tiny_content(text_file)

@@ -20,7 +20,7 @@ from stability.study.bisect import halve
 from stability.study.fork import fork_drifts, plan_fork, run_fork
 from stability.study.run import RunConflictError
 from stability.study.train_run import TrainOptions
-from tests.stability.conftest import SilentObserver, run_quietly, tiny_content
+from tests.conftest import SilentObserver, run_quietly, tiny_content
 
 ROOT = Path(__file__).parents[3]
 FLASH = {"attention": {"implementation": "flash", "profile": "all_bf16"}}

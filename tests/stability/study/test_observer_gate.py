@@ -13,7 +13,7 @@ from stability.study.expand import expand
 from stability.study.observer_gate import check_observer
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
-from tests.stability.conftest import SilentObserver
+from tests.conftest import SilentObserver
 
 CHECKED = TrainOptions(wandb_mode="disabled", check_observer=True)
 
