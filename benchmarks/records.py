@@ -14,8 +14,8 @@ from typing import Any
 from stability.callbacks.drift_probe import DriftProbe
 from stability.callbacks.snapshot_writer import SnapshotWriter
 from stability.config.load import load_study
+from stability.study.assemble import quieten_lightning
 from stability.study.checkpoints import CheckpointFiles
-from stability.study.quiet import quieten_lightning
 from stability.study.run_study import plan
 from stability.study.train_run import TrainOptions, train
 

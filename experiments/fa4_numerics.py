@@ -30,9 +30,9 @@ from matplotlib.figure import Figure
 from attention_kernels import PROFILES, FlashNumerics, flash_attention, golden_attention, round_to
 from attention_kernels.testing import Shape
 from attention_kernels.twin.arithmetic import exponential
+from experiments.kit.plots import draw_series
 from experiments.kit.record import Findings, StatedTest
 from experiments.kit.rows import by_seed
-from experiments.kit.series import draw_series
 from stability.analysis.stated_tests import mean_within, ratio_within
 from stability.metrics.deviation import deviation
 from stability.probe.inputs import Inputs, on_grid

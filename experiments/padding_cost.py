@@ -28,12 +28,17 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from experiments.kit.padded_llama import VOCABULARY, padding_mask, random_llama
-from experiments.kit.peak_allocation import peak_allocation
+from experiments.kit.cost import peak_allocation
+from experiments.kit.padded_llama import (
+    VOCABULARY,
+    flash_attention_2,
+    padding_mask,
+    random_llama,
+    register_unpadded,
+)
+from experiments.kit.plots import draw_series
 from experiments.kit.record import Findings, StatedTest
 from experiments.kit.rows import Row, by_seed, chosen
-from experiments.kit.series import draw_series
-from experiments.kit.transformers_unpadded import flash_attention_2, register_unpadded
 from stability.analysis.stated_tests import mean_within
 from stability.report.paper.style import GREY, log_axis, new_figure
 

@@ -30,17 +30,18 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments.kit.dots import draw_dots
 from experiments.kit.padded_llama import (
     VOCABULARY,
+    flash_attention_2,
     hidden_states,
     padding_mask,
     random_llama,
     register_opened,
+    register_unpadded,
 )
+from experiments.kit.plots import draw_dots
 from experiments.kit.record import Findings, StatedTest
 from experiments.kit.rows import Row, by_seed, chosen
-from experiments.kit.transformers_unpadded import flash_attention_2, register_unpadded
 from stability.analysis.stated_tests import equal, every
 from stability.report.paper.style import GREY, log_axis, new_figure
 

@@ -37,12 +37,11 @@ from attention_kernels import (
 )
 from attention_kernels.peers.registry import PEERS, peers
 from attention_kernels.testing import error_budget
-from experiments.kit.dots import draw_dots
 from experiments.kit.planted_faults import last_key_skipped, scale_off
+from experiments.kit.plots import draw_dots, draw_series
 from experiments.kit.ragged_inputs import draw_ragged
 from experiments.kit.record import Findings, StatedTest
 from experiments.kit.rows import Row, by_seed, chosen
-from experiments.kit.series import draw_series
 from stability.analysis.stated_tests import equal, every, mean_within
 from stability.report.paper.style import GREY, log_axis, new_figure
 

@@ -30,8 +30,7 @@ from experiments.kit.record import Findings, StatedTest
 from experiments.kit.rows import by_seed
 from stability.analysis.stated_tests import mean_within, ratio_within
 from stability.probe.inputs import draw as draw_inputs
-from stability.probe.microbenchmark import Problem
-from stability.probe.waterfall import POINTS, waterfall
+from stability.probe.microbenchmark import POINTS, Problem, waterfall
 from stability.report.paper.style import GREY, new_figure
 
 Rows = Sequence[Mapping[str, Any]]

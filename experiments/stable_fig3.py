@@ -22,9 +22,9 @@ from matplotlib.figure import Figure
 
 from attention_kernels import baseline_attention, flash_attention
 from attention_kernels.testing import Shape
+from experiments.kit.plots import draw_series, rows_by
 from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
-from experiments.kit.series import draw_series, rows_by
 from stability.analysis.stated_tests import BySeed, equal, monotone
 from stability.probe.inputs import draw as draw_inputs
 from stability.probe.microbenchmark import everywhere

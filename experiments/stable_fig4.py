@@ -30,10 +30,9 @@ from attention_kernels import (
     golden_attention,
 )
 from attention_kernels.testing import Shape
-from experiments.kit.dots import draw_dots
+from experiments.kit.plots import draw_dots, draw_series, rows_by
 from experiments.kit.record import Findings, StatedTest
 from experiments.kit.rows import by_seed
-from experiments.kit.series import draw_series, rows_by
 from stability.analysis.stated_tests import equal, monotone, ratio_within
 from stability.metrics.deviation import deviation
 from stability.probe.inputs import draw as draw_inputs

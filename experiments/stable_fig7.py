@@ -23,10 +23,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.kit.pair_drift import at_step
+from experiments.kit.plots import draw_series, rows_by
 from experiments.kit.record import Findings, StatedTest
-from experiments.kit.series import draw_series, rows_by
-from experiments.kit.study import KEPT, STABLE, drift_of_pairs, shipped_study
+from experiments.kit.study import KEPT, STABLE, at_step, drift_of_pairs, shipped_study
 from stability.analysis.stated_tests import equal, monotone, ratio_within
 from stability.report.paper.style import log_axis, new_figure
 

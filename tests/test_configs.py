@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stability.config.groups import ModelConfig
 from stability.config.load import from_dict, load_study
+from stability.config.schema import ModelConfig
 from stability.study.contract import axis_of
 from stability.study.expand import expand
 

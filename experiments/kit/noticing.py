@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.kit.first_notice import first_notice
 from experiments.kit.injected_bias import Move, injected_bias
 from experiments.kit.record import StatedTest
 from experiments.kit.replay import Course, Recipe, train
+from experiments.kit.rows import first_notice
 from stability.analysis.stated_tests import equal, every, mean_within
 from stability.records.metric_names import deviation_name, head_part, watch_name
 

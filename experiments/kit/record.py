@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from stability.records.json_values import NON_FINITE, jsonable
-from stability.records.sealed_json import read_sealed, write_sealed
+from stability.records.sealed_json import NON_FINITE, jsonable, read_sealed, write_sealed
 
 __all__ = [
     "ExperimentRecord",

@@ -19,17 +19,22 @@ import torch
 from rich.console import Console
 
 from attention_kernels.machine import hardware, versions
-from experiments.kit.page import Described, described, filled_in
+from experiments.kit.page import (
+    Described,
+    described,
+    filled_in,
+    print_experiment,
+    print_experiments,
+)
 from experiments.kit.record import (
     ExperimentRecord,
     Findings,
     read_experiment,
     write_experiment,
 )
-from experiments.kit.table import print_experiment, print_experiments
 from stability.config.convert import nearest
 from stability.records.atomic_files import atomic_path, write_text
-from stability.records.json_values import jsonable
+from stability.records.sealed_json import jsonable
 from stability.report.paper.style import paper_style, saved
 
 __all__ = ["load", "names", "run_experiments"]

@@ -1,16 +1,16 @@
 """Attention whose every rounding is named: golden, baseline, and flash in two engines."""
 
 from attention_kernels.api import (
+    AttentionFn,
+    AttentionOutput,
     MaskArguments,
     baseline_attention,
     flash_attention,
     golden_attention,
     resolve_engine,
 )
-from attention_kernels.baseline_numerics import BaselineNumerics
 from attention_kernels.formats import Format, round_to
-from attention_kernels.interface import AttentionFn, AttentionOutput
-from attention_kernels.numerics import FlashNumerics
+from attention_kernels.numerics import BaselineNumerics, FlashNumerics
 from attention_kernels.peers.registry import attention
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
 

@@ -1,23 +1,36 @@
-"""The attention calls that users make: check the arguments, resolve names, call.
+"""What every attention implementation is: a callable on q, k, v.
+
+Leaves out how any of them computes. Shapes follow `scaled_dot_product_attention`.
+
+The attention calls that users make: check the arguments, resolve names, call.
 
 Leaves out every computation (`golden`, `baseline`, `operators`) and what a mask means (`masks`).
 """
 
 import importlib.util
 import math
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from attention_kernels.baseline_numerics import BaselineNumerics
-from attention_kernels.call import Call, constant_to_the_compiler, plan_to_text
-from attention_kernels.checks import check_engine, check_numerics, check_tensors
-from attention_kernels.interface import AttentionOutput
-from attention_kernels.mask_checks import check_mask, check_packable
+from attention_kernels.checks import (
+    check_engine,
+    check_mask,
+    check_numerics,
+    check_packable,
+    check_tensors,
+)
 from attention_kernels.masks import Mask
-from attention_kernels.numerics import FlashNumerics
-from attention_kernels.operators import attend_by_definition, flash_forward, reference_forward
+from attention_kernels.numerics import BaselineNumerics, FlashNumerics
+from attention_kernels.operators import (
+    Call,
+    attend_by_definition,
+    constant_to_the_compiler,
+    flash_forward,
+    plan_to_text,
+    reference_forward,
+)
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
 
 __all__ = [
@@ -28,6 +41,30 @@ __all__ = [
     "read_mask",
     "resolve_engine",
 ]
+
+
+class AttentionOutput(NamedTuple):
+    """What attention returns when the log-sum-exp is asked for.
+
+    `out` is `(batch, heads, query_len, head_dim)` in q's dtype; `lse` is
+    `(batch, heads, query_len)`, natural log, FP32 or FP64.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+class AttentionFn(Protocol):
+    """A differentiable attention: q `(batch, heads, query_len, head_dim)`, k and v
+    `(batch, kv_heads, key_len, head_dim)`, out like q. `scale=None` means 1/sqrt(head_dim).
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None
+    ) -> Tensor:
+        """Attend and return `out`, shaped and typed as q."""
+        ...
+
 
 Engine = Literal["auto", "twin", "triton"]
 

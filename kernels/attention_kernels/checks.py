@@ -2,20 +2,41 @@
 
 Every message reads "<function>: <argument> must be <rule>, got <value>; <what to do>". Leaves out
 the fields of the numerics, which check themselves.
+
+Checks of the masks that users pass, before any work; the messages of `validation`.
+
+What shapes and types tell is checked at once; what only values tell (offsets that fall, a slope
+that is NaN) inside the operator, where a compiled model runs it too. Leaves out q, k, v and the
+numerics (`validation`, `numerics`).
+
+What a peer says where it can't compute a call: not installed, not built for it, not of its kind.
+
+`peers` turns it into the error that a user sees, `status` into a reason. Leaves out when.
 """
 
 import difflib
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from attention_kernels.formats import INPUT_DTYPES
+from attention_kernels.masks import Mask
+from attention_kernels.numerics import FlashNumerics
 
 __all__ = [
     "ENGINES",
     "MAX_HEAD_DIM",
     "MIN_HEAD_DIM",
+    "PeerRefusalError",
     "check_engine",
+    "check_mask",
+    "check_mask_values",
     "check_numerics",
+    "check_packable",
     "check_tensors",
     "require",
 ]
@@ -120,3 +141,213 @@ def check_engine(function: str, engine: str) -> None:
         repr(engine),
         f"nearest: {', '.join(near)}",
     )
+
+
+_NAMES = (
+    "causal",
+    "scale",
+    "window",
+    "softcap",
+    "key_padding",
+    "attn_mask",
+    "alibi_slopes",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "dropout_p",
+)
+
+
+def check_mask(function: str, q: Tensor, k: Tensor, mask: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the arguments of the mask fit q and k, TypeError for other names."""
+    for name in mask:
+        if name not in _NAMES:
+            near = difflib.get_close_matches(name, _NAMES, n=3, cutoff=0.4) or _NAMES
+            raise TypeError(f"{function}: no argument {name!r}; nearest: {', '.join(near)}")
+    _check_scalars(function, mask)
+    _check_window(function, mask.get("window"))
+    _check_packing(function, q, mask)
+    for name in ("key_padding", "attn_mask", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"):
+        x = mask.get(name)
+        if x is not None:
+            _check_tensor(function, name, x, q)
+    _check_offset_shapes(function, mask)
+    _check_mask_shapes(function, q, k, mask)
+    _check_slope_shape(function, q, mask)
+
+
+def _check_scalars(function: str, mask: Mapping[str, Any]) -> None:
+    scale, softcap = mask.get("scale"), mask.get("softcap", 0.0)
+    causal, dropout_p = mask.get("causal", False), mask.get("dropout_p", 0.0)
+    # What torch.compile has no constant for has no repr there: none is made before it is needed.
+    if not isinstance(causal, bool):
+        require(False, f"{function}: causal", "true or false", repr(causal), "pass a bool")
+    if not (scale is None or _is_number(scale)):
+        advice = "leave it None for 1/sqrt(head_dim)"
+        require(False, f"{function}: scale", "a finite number", repr(scale), advice)
+    if not (_is_number(softcap) and softcap >= 0):
+        rule = "a finite number of at least 0"
+        require(False, f"{function}: softcap", rule, repr(softcap), "leave it 0 for none")
+    if dropout_p != 0.0:
+        advice = "its random numbers would hide what numerics do; apply dropout after attention"
+        require(False, f"{function}: dropout_p", "0", repr(dropout_p), advice)
+
+
+def _is_number(x: Any) -> bool:
+    # `math.isfinite` has no trace in torch.compile once x is a symbol there.
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < math.inf
+
+
+def _check_window(function: str, window: Any) -> None:
+    if window is None:
+        return
+    ok = isinstance(window, tuple | list) and len(window) == 2
+    for size in window if ok else ():
+        is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
+        ok = ok and (size is None or is_size)
+    if not ok:
+        rule = "(left, right), each an integer of at least 0 or None"
+        advice = "None is no bound; flash-attn's -1 is None here"
+        require(False, f"{function}: window", rule, repr(window), advice)
+
+
+def _check_packing(function: str, q: Tensor, mask: Mapping[str, Any]) -> None:
+    given = [name for name in ("cu_seqlens_q", "cu_seqlens_k") if mask.get(name) is not None]
+    require(
+        len(given) == (2 if q.dim() == 3 else 0),
+        f"{function}: cu_seqlens_q and cu_seqlens_k",
+        "given exactly when q, k and v are packed as (total_tokens, heads, head_dim)",
+        f"{' and '.join(given) or 'neither'} with q {tuple(q.shape)}",
+        "pass both with packed tensors, neither with (batch, heads, length, head_dim)",
+    )
+    for name in ("key_padding", "attn_mask"):
+        require(
+            not given or mask.get(name) is None,
+            f"{function}: {name}",
+            "None with packed sequences",
+            "a tensor",
+            "leave the padding out of the packed sequences",
+        )
+
+
+def _check_tensor(function: str, name: str, x: Any, q: Tensor) -> None:
+    where = f"{function}: {name}"
+    require(isinstance(x, Tensor), where, "a tensor", type(x).__name__, "pass a torch.Tensor")
+    require(x.device == q.device, where, f"on q's device {q.device}", x.device, "move it there")
+    require(
+        not x.requires_grad,
+        where,
+        "without gradient",
+        "requires_grad=True",
+        "no gradient is computed for it; detach it or add its term to q k^T yourself",
+    )
+    is_right, rule = {
+        "key_padding": (x.dtype == torch.bool, "bool, true where the key may be attended"),
+        "attn_mask": (
+            x.dtype == torch.bool or x.dtype in INPUT_DTYPES,
+            "bool, float64, float32, bfloat16 or float16",
+        ),
+        "alibi_slopes": (x.dtype in INPUT_DTYPES, "float64, float32, bfloat16 or float16"),
+        "cu_seqlens_q": (x.dtype == torch.int32, "int32"),
+        "cu_seqlens_k": (x.dtype == torch.int32, "int32"),
+    }[name]
+    require(is_right, where, rule, x.dtype, "convert it first")
+
+
+def _check_offset_shapes(function: str, mask: Mapping[str, Any]) -> None:
+    offsets_q, offsets_k = mask.get("cu_seqlens_q"), mask.get("cu_seqlens_k")
+    if offsets_q is None or offsets_k is None:
+        return
+    require(
+        offsets_q.dim() == 1 and len(offsets_q) >= 2 and offsets_q.shape == offsets_k.shape,
+        f"{function}: cu_seqlens_q and cu_seqlens_k",
+        "of shape (sequences + 1,), alike for q and k",
+        f"{tuple(offsets_q.shape)} and {tuple(offsets_k.shape)}",
+        "start with 0 and end with the number of tokens",
+    )
+
+
+def _check_mask_shapes(function: str, q: Tensor, k: Tensor, mask: Mapping[str, Any]) -> None:
+    padding, attn_mask = mask.get("key_padding"), mask.get("attn_mask")
+    if padding is not None:
+        expected = (q.shape[0], k.shape[2])
+        require(
+            tuple(padding.shape) == expected,
+            f"{function}: key_padding",
+            f"(batch, key_len) = {expected}",
+            tuple(padding.shape),
+            "give one truth value for each key",
+        )
+    if attn_mask is not None:
+        full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        short = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+        require(
+            len(short) == 4 and all(a in (1, b) for a, b in zip(short, full, strict=True)),
+            f"{function}: attn_mask",
+            f"broadcastable to (batch, heads, query_len, key_len) = {full}",
+            tuple(attn_mask.shape),
+            "add axes of length 1",
+        )
+
+
+def _check_slope_shape(function: str, q: Tensor, mask: Mapping[str, Any]) -> None:
+    slopes = mask.get("alibi_slopes")
+    if slopes is None:
+        return
+    heads = q.shape[1]
+    batch = q.shape[0] if q.dim() == 4 else len(mask["cu_seqlens_q"]) - 1
+    require(
+        tuple(slopes.shape) in ((heads,), (batch, heads)),
+        f"{function}: alibi_slopes",
+        f"(heads,) or (batch, heads) = {(batch, heads)}",
+        tuple(slopes.shape),
+        "give one slope for each query head",
+    )
+
+
+def check_mask_values(function: str, mask: Mask, query_len: int, key_len: int) -> None:
+    """Raise ValueError unless offsets rise from 0 to the token count and slopes are finite."""
+    for name, offsets, total in (
+        ("cu_seqlens_q", mask.cu_seqlens_q, query_len),
+        ("cu_seqlens_k", mask.cu_seqlens_k, key_len),
+    ):
+        if offsets is not None:
+            values = offsets.tolist()
+            rising = all(a <= b for a, b in itertools.pairwise(values))
+            require(
+                rising and values[0] == 0 and values[-1] == total,
+                f"{function}: {name}",
+                f"offsets that rise from 0 to the {total} tokens",
+                values if len(values) <= 8 else f"{values[:4]} ... {values[-4:]}",
+                "take the cumulative sum of the lengths, with 0 before it",
+            )
+    if mask.alibi_slopes is not None:
+        require(
+            bool(mask.alibi_slopes.isfinite().all()),
+            f"{function}: alibi_slopes",
+            "finite",
+            mask.alibi_slopes.flatten().tolist()[:8],
+            "one finite slope for each head",
+        )
+    if mask.bias is not None:
+        require(
+            not bool((mask.bias.isnan() | (mask.bias == torch.inf)).any()),
+            f"{function}: attn_mask",
+            "finite, or -inf where a key is hidden",
+            "NaN or +inf in it",
+            "use a bool mask, or -inf",
+        )
+
+
+def check_packable(function: str, numerics: FlashNumerics) -> None:
+    """Raise ValueError if the numerics ask for what packed sequences cannot have."""
+    require(
+        numerics.scaling.scaling == "none",
+        f"{function}: scaling",
+        "'none' with packed sequences, whose blocks would cross their ends",
+        repr(numerics.scaling.scaling),
+        "attend each sequence by itself",
+    )
+
+
+class PeerRefusalError(RuntimeError):
+    """A peer does not run here, or does not take this call; the message says why."""

@@ -2,8 +2,12 @@
 
 from dataclasses import fields
 
-from attention_kernels.baseline_numerics import BaselineNumerics
-from attention_kernels.numerics import BackwardNumerics, FlashNumerics, ForwardNumerics
+from attention_kernels.numerics import (
+    BackwardNumerics,
+    BaselineNumerics,
+    FlashNumerics,
+    ForwardNumerics,
+)
 
 __all__ = ["BASELINE_PROFILES", "PROFILES", "fast_path"]
 

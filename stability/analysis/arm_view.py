@@ -17,8 +17,8 @@ from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedS
 from stability.config.convert import nearest
 from stability.config.schema import BASELINE
 from stability.records.events import Event
-from stability.records.json_values import jsonable
 from stability.records.metric_names import deviation_name, parse_deviation, parse_drift
+from stability.records.sealed_json import jsonable
 
 __all__ = ["LAYER_METRICS", "ArmView", "BySteps", "SeedView", "find_arm", "view_arm"]
 

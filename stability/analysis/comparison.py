@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from stability.metrics.drift import ALL, drift
-from stability.records.json_values import jsonable
+from stability.records.sealed_json import jsonable
 from stability.records.weight_files import Weights
 
 __all__ = ["Comparison", "compare_weights"]

@@ -1,16 +1,23 @@
-"""The ladder: every arm's drift from the baseline at an early and at the last step, in order.
+"""The sampling floor of W1: two independent samples of one law are this far apart anyway.
+
+About 1.8 * sigma / sqrt(n) for n values with standard deviation sigma. Between arms that start from
+different initial weights, a W1 below it says nothing. Leaves out the Wasserstein distance itself.
+
+The ladder: every arm's drift from the baseline at an early and at the last step, in order.
 
 A number here is always read at a step that all arms share, and keeps its value for each seed.
 Leaves out words (`verdict`), drawing (`report`) and confidence intervals.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import safe_open
+
 from stability.analysis.change import describe_change
-from stability.analysis.sampling import INDEPENDENT_AXES, w1_floor
 from stability.analysis.spread import Spread
 from stability.analysis.study_records import (
     RecordedArm,
@@ -20,8 +27,45 @@ from stability.analysis.study_records import (
     read_study,
 )
 from stability.config.schema import BASELINE, Axis
+from stability.records.paths import snapshot_steps
 
-__all__ = ["EarlyLast", "Ladder", "Row", "build_ladder", "ladder_of", "planned_early_step"]
+__all__ = [
+    "INDEPENDENT_AXES",
+    "EarlyLast",
+    "Ladder",
+    "Row",
+    "build_ladder",
+    "ladder_of",
+    "planned_early_step",
+    "w1_floor",
+]
+
+INDEPENDENT_AXES = ("seed", "init")
+"""Axes whose arms start from weights that were drawn independently of the baseline's."""
+
+
+def w1_floor(run: RecordedRun, step: int) -> float | None:
+    """Return the sampling floor of `run`'s pooled W1 at `step`, in units of the weights.
+
+    None where it can't be told: no drift at that step, no spread, or no snapshot to count from.
+    """
+    w1 = run.drift("w1").get(step)
+    w1_over_std = run.drift("w1_over_std").get(step)
+    count = _values(run)
+    if not w1 or not w1_over_std or not count:
+        return None
+    return 1.8 * (w1 / w1_over_std) / math.sqrt(count)
+
+
+def _values(run: RecordedRun) -> int:
+    """Return how many values the run's weights have, from the header of one snapshot."""
+    steps = snapshot_steps(run.paths)
+    if not steps:
+        return 0
+    with safe_open(run.paths.snapshot(steps[-1]), framework="pt") as snapshot:
+        names = snapshot.keys()
+        return sum(math.prod(snapshot.get_slice(name).get_shape()) for name in names)
+
 
 LOSS_TAIL = 10
 """The final loss is the mean over the last 1/LOSS_TAIL of the steps."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stability.analysis.probe_records import natural
 from stability.analysis.study_records import RecordedArm
-from stability.records.metric_columns import Column
+from stability.records.metric_log import Column
 from stability.records.metric_names import parse_deviation
 
 __all__ = ["LayerTable", "layer_table", "mean_column", "thinned"]

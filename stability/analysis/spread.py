@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from stability.analysis.intervals import Interval, mean_interval
-from stability.records.json_values import jsonable
+from stability.records.sealed_json import jsonable
 
 __all__ = ["EXACT_ZERO", "MISSING", "Spread", "plain", "scientific", "span", "times"]
 

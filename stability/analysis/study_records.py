@@ -14,13 +14,11 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from stability.config.convert import Place, from_mapping
-from stability.config.policy import PolicyConfig
-from stability.config.schema import BASELINE, Axis
+from stability.config.schema import BASELINE, Axis, PolicyConfig
 from stability.records.events import Event, read_log_and_events
 from stability.records.log_process import LogProcess
 from stability.records.manifest import ENDED, Manifest, read_manifest
-from stability.records.metric_columns import Column, Series, column_of
-from stability.records.metric_log import LogContent
+from stability.records.metric_log import Column, LogContent, Series, column_of
 from stability.records.metric_names import TRAIN_LOSS, drift_name
 from stability.records.paths import RunPaths, StudyPaths, list_runs
 from stability.records.run_files import file_damage

@@ -6,6 +6,10 @@ more: a drift that can't be told from a rerun's, where reruns differ, or from a 
 evidence against the candidate. So of candidates that equal their baseline at most one in twenty
 fails by chance: that is the lower end of a 90 % interval. Leaves out the sentences of the report
 (`sentences`) and exit codes (`cli.verdict`).
+
+The study's answer in one sentence: the verdict of its own policy, or why there is none yet.
+
+Leaves out how it is judged (`verdict`).
 """
 
 import math
@@ -23,11 +27,19 @@ from stability.analysis.ladder import planned_early_step
 from stability.analysis.spread import times
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.convert import nearest
-from stability.config.policy import PolicyConfig
-from stability.config.schema import BASELINE
-from stability.records.json_values import jsonable
+from stability.config.schema import BASELINE, PolicyConfig
+from stability.records.sealed_json import jsonable
 
-__all__ = ["Drifts", "Outcome", "Verdict", "judge", "judge_study", "smallest_nudge"]
+__all__ = [
+    "Answer",
+    "Drifts",
+    "Outcome",
+    "Verdict",
+    "answer_of",
+    "judge",
+    "judge_study",
+    "smallest_nudge",
+]
 
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 Drifts = Mapping[int, float]
@@ -246,3 +258,26 @@ def _drifts(arm: RecordedArm, step: int) -> dict[int, float]:
         if value is not None:
             found[seed] = value
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the study's policy says of its candidate."""
+
+    outcome: Outcome | Literal["OPEN"]
+    """OPEN: it can't be judged yet."""
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence if self.outcome == "OPEN" else f"{self.outcome}: {self.sentence}"
+
+
+def answer_of(study: RecordedStudy) -> Answer | None:
+    """Return the answer of the study's own policy; None if it names no candidate."""
+    if not study.policy.candidate:
+        return None
+    try:
+        verdict = judge_study(study, study.policy)
+    except ValueError as error:
+        return Answer("OPEN", f"No verdict yet: {str(error).removeprefix('verdict: ')}.")
+    return Answer(verdict.outcome, verdict.sentence.removeprefix(f"{verdict.outcome}: "))

@@ -14,8 +14,8 @@ from torch import nn
 
 from stability.callbacks.each_update import UpdateCallback
 from stability.callbacks.probe_log import ProbeLog
+from stability.probe.measurements import Transfer
 from stability.probe.probe import AttentionProbe
-from stability.probe.reading import Transfer
 from stability.probe.schedule import Schedule
 from stability.probe.second_pass import repeating_forward
 

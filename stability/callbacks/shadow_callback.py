@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from stability.callbacks.each_update import UpdateCallback
 from stability.callbacks.probe_log import ProbeLog
 from stability.intercept.session import Candidate, Shadow, shadow
-from stability.probe.reading import Reading
+from stability.probe.measurements import Reading
 
 __all__ = ["ShadowCallback"]
 

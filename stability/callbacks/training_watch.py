@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stability.callbacks.each_update import UpdateCallback
-from stability.metrics.thresholds import LOSS_SPIKE_DEVIATIONS, crossings
-from stability.metrics.training_watch import (
+from stability.metrics.instability import (
+    LOSS_SPIKE_DEVIATIONS,
     LossSpikes,
     count_nonfinite,
+    crossings,
     gradient_norm,
     log_z,
     rms_ratio,

@@ -22,8 +22,7 @@ from stability.config.convert import nearest
 from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS
 from stability.probe import published
 from stability.probe.inputs import Inputs, on_grid, read
-from stability.probe.microbenchmark import Problem, measure
-from stability.probe.waterfall import waterfall
+from stability.probe.microbenchmark import Problem, measure, waterfall
 from stability.report.page.deviation_plot import write_plot, write_waterfall_plot
 from stability.report.terminal.deviation import (
     COLUMNS,

@@ -9,14 +9,14 @@ from rich.console import Console
 
 from stability.cli.json_output import print_json
 from stability.config.convert import merge
-from stability.config.yaml_file import parse_value
+from stability.config.load import parse_value
 from stability.records.manifest import read_manifest
 from stability.records.paths import run_at
 from stability.report.terminal.fork import print_fork, print_halvings
 from stability.report.terminal.progress import StudyDisplay
+from stability.study.assemble import quieten_lightning
 from stability.study.bisect import halve, plan_layers, plan_points, step_to_compare
 from stability.study.fork import fork_drifts, plan_fork, run_fork
-from stability.study.quiet import quieten_lightning
 from stability.study.run import Run, has_ended
 from stability.study.train_run import TrainOptions
 from stability.tracking.wandb_logger import WandbMode

@@ -12,10 +12,10 @@ from stability.analysis.study_records import read_study
 from stability.cli.json_output import print_json
 from stability.records.probe_record import PROBE_FILE
 from stability.report.terminal.arm import print_arm
-from stability.report.terminal.drift_sparks import drift_sparks
 from stability.report.terminal.growth import print_growth
 from stability.report.terminal.ladder import print_ladder
 from stability.report.terminal.probe import print_found, print_probe
+from stability.report.terminal.sparkline import drift_sparks
 
 __all__ = ["holds_probe", "show"]
 

@@ -4,7 +4,7 @@ import json
 import sys
 from typing import Any
 
-from stability.records.json_values import jsonable
+from stability.records.sealed_json import jsonable
 
 __all__ = ["print_json"]
 

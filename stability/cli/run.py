@@ -9,17 +9,17 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from stability.analysis.answer import answer_of
 from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
+from stability.analysis.verdict import answer_of
 from stability.config.load import load_study
 from stability.config.schema import ArmConfig, StudyConfig
 from stability.report.page.html import write_page
-from stability.report.terminal.drift_sparks import drift_sparks
 from stability.report.terminal.ladder import print_ladder
 from stability.report.terminal.progress import StudyDisplay
+from stability.report.terminal.sparkline import drift_sparks
 from stability.report.wandb_study import publish_study
-from stability.study.quiet import quieten_lightning
+from stability.study.assemble import quieten_lightning
 from stability.study.run import has_ended
 from stability.study.run_study import plan, run_study
 from stability.study.train_run import TrainOptions

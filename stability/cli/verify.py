@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stability.analysis.pair_proof import PairProof, prove_pair
+from stability.analysis.pair_contract import PairProof, prove_pair
 from stability.analysis.study_records import read_study
 from stability.cli.json_output import print_json
 from stability.config.schema import BASELINE

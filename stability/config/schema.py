@@ -1,4 +1,25 @@
-"""What an arm and a study are, as frozen dataclasses: the YAML files hold only their values.
+"""The groups of an arm's config that decide its bits: model, attention, data, optimizer, training.
+
+Frozen dataclasses, each checking its own values. Leaves out what only looks (`observation`) and
+the arm and the study they make (`schema`).
+
+The groups of an arm's config that only look: the probe and the training watch.
+
+They change no bit of a run, so two arms may differ in them. Leaves out what decides the bits
+(`groups`).
+
+What a study calls a pass: how far its candidate may move the weights, by which yardstick.
+
+Leaves out the judgement (`analysis.verdict`).
+
+The precisions that an arm may train in, by name.
+
+Five are PyTorch's own, as Lightning names them. `emulated:<format>` is ours: the matmuls' operands
+and outputs are rounded to any format that FP32 holds, and multiplied in FP32, so that an FP16 or
+FP8 run is affordable where no hardware has it. Leaves out how a name is carried out
+(`model.precision`).
+
+What an arm and a study are, as frozen dataclasses: the YAML files hold only their values.
 
 Leaves out the groups an arm is made of (`groups`, `observation`), reading YAML and naming mistakes
 (`load`), the comparison of two arms (`diff`) and every object that a name stands for
@@ -8,20 +29,312 @@ Leaves out the groups an arm is made of (`groups`, `observation`), reading YAML 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stability.config.groups import (
-    AttentionConfig,
-    DataConfig,
-    ModelConfig,
-    NudgeConfig,
-    OptimizerConfig,
-    SeedConfig,
-    TrainConfig,
-)
-from stability.config.observation import ProbeConfig, WatchConfig
-from stability.config.policy import PolicyConfig
-from stability.config.precision import check_precision
+from attention_kernels.formats import FORMATS, Format, format_named
+from stability.config.convert import nearest
 
-__all__ = ["AXES", "BASELINE", "ArmConfig", "Axis", "StudyConfig"]
+__all__ = [
+    "AXES",
+    "BASELINE",
+    "EMULATED",
+    "NATIVE",
+    "ArmConfig",
+    "AttentionConfig",
+    "Axis",
+    "DataConfig",
+    "ModelConfig",
+    "NudgeConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "ProbeConfig",
+    "SeedConfig",
+    "StudyConfig",
+    "TrainConfig",
+    "WatchConfig",
+    "check_precision",
+    "emulated_format",
+    "require",
+]
+
+InitScheme = Literal["gpt2", "xavier", "kaiming", "orthogonal"]
+
+
+def require(ok: bool, owner: str, rule: str, value: Any) -> None:
+    """ValueError "<owner>: <rule>, got <value>" unless `ok`."""
+    if not ok:
+        raise ValueError(f"{owner}: {rule}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A pre-norm decoder. `kv_heads=0` means as many as heads."""
+
+    depth: int
+    width: int
+    heads: int
+    kv_heads: int = 0
+    context: int
+    vocab_size: int = 256
+    qk_norm: bool = False
+    init: InitScheme = "gpt2"
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "heads", "context", "vocab_size"):
+            require(getattr(self, name) >= 1, "model", f"{name} must be >= 1", getattr(self, name))
+        require(
+            self.width % self.heads == 0,
+            "model",
+            f"width must be a multiple of heads ({self.heads})",
+            self.width,
+        )
+        require(
+            self.kv_heads >= 0 and self.heads % (self.kv_heads or self.heads) == 0,
+            "model",
+            f"kv_heads must divide heads ({self.heads})",
+            self.kv_heads,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig:
+    """An attention by registry name, with the numerics it runs at."""
+
+    implementation: str = "baseline"
+    """Registered, an entry point's name, or `module:function` of your own."""
+    profile: str = ""
+    """A profile of the implementation; empty means its default (`plain`, `fa2`)."""
+    numerics: dict[str, str | int | float | bool] = field(default_factory=dict)
+    """Single numerics fields changed by name, e.g. `{block_k: 32}`."""
+    engine: Literal["auto", "twin", "triton"] = "auto"
+    layers: tuple[str, ...] = ("*",)
+    """In an arm: globs of the layers that attend so; the others attend as the baseline does."""
+    direction: Literal["both", "forward", "backward"] = "both"
+    """In an arm: the direction that is computed so; the other is as the baseline's."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.layers), "attention", "layers must name at least one", self.layers)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the baseline's attention computes a part."""
+        return self.layers != ("*",) or self.direction != "both"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where the text comes from and how it becomes tokens."""
+
+    source: str = "stdlib"
+    """`stdlib`, a local .txt/.json/.jsonl/.parquet file, or a hub data set, `name[:config]`."""
+    text_column: str = "text"
+    split: str = "train"
+    tokenizer: str = "bytes"
+    """`bytes`, or the name or path of a Hugging Face tokenizer."""
+    workers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay to a tenth of the peak."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup_steps: int = 20
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "optimizer", "lr must be > 0", self.lr)
+        require(self.eps > 0, "optimizer", "eps must be > 0", self.eps)
+        require(
+            all(0 <= beta < 1 for beta in self.betas),
+            "optimizer",
+            "betas must be in [0, 1)",
+            self.betas,
+        )
+        for name in ("weight_decay", "warmup_steps"):
+            require(
+                getattr(self, name) >= 0, "optimizer", f"{name} must be >= 0", getattr(self, name)
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """How long an arm trains and what it writes down when."""
+
+    steps: int = 200
+    batch_size: int = 8
+    grad_clip: float = 1.0
+    log_every: int = 1
+    snapshot_steps: tuple[int, ...] = ()
+    """Steps with a snapshot besides 0 and the last; steps past the end are left out."""
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 2
+    """The last so many are kept; 0 keeps all, to fork from any of them."""
+    compile: str = ""
+    """A backend of torch.compile, e.g. `inductor`; empty is eager. Attention stays eager."""
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `lightning.Trainer`, passed through."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
+            require(getattr(self, name) >= 1, "train", f"{name} must be >= 1", getattr(self, name))
+        require(
+            self.keep_checkpoints >= 0,
+            "train",
+            "keep_checkpoints must be >= 0",
+            self.keep_checkpoints,
+        )
+
+    def planned_snapshots(self) -> list[int]:
+        """Return the steps with a snapshot, sorted: the first, the last and those asked for."""
+        return sorted({0, self.steps, *(s for s in self.snapshot_steps if 0 <= s <= self.steps)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedConfig:
+    """`base` is the study's seed; the offsets move initial weights or data order alone."""
+
+    base: int = 0
+    init_offset: int = 0
+    order_offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NudgeConfig:
+    """Move every initial weight by `ulps` units in the last place, up or down by a seeded coin."""
+
+    ulps: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.ulps >= 0, "nudge", "ulps must be >= 0", self.ulps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeConfig:
+    """The dual-attention hook: when and where it looks, and at what.
+
+    Due are the multiples of `every`, those in `steps`, and `per_decade` log-spaced steps between
+    powers of ten; with none of them the probe is off.
+    """
+
+    every: int = 10
+    steps: tuple[int, ...] = ()
+    per_decade: int = 0
+    shadows: tuple[AttentionConfig, ...] = (AttentionConfig(implementation="flash"),)
+    """Run beside the primary; in arms that change the attention it is the baseline's own."""
+    shadows_are: Literal["candidates", "baseline"] = "candidates"
+    """Set by the study: `baseline` in arms that change the attention."""
+    golden: bool = True
+    """Also FP64: error ratios of candidate over baseline."""
+    backward: bool = True
+    """Also the gradients of q, k and v under the run's own gradient of the output."""
+    layers: tuple[str, ...] = ("*",)
+    """Globs of layer names, e.g. `layer_*`."""
+    heads: bool = False
+    """Also for each head."""
+    positions: int = 0
+    """Also for so many ranges of positions in the sequence."""
+    inside: bool = False
+    """Also logits, entropy, repeated maxima, LSE, norms of W_Q and the running sum of delta."""
+    inherited: bool = False
+    """Run the forward pass a second time, in the shadow's own stream."""
+    overhead: float | str = 0.0
+    """Most of the run's time that the probe may take, e.g. `5%`: layers take turns. 0: no bound."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "per_decade", "positions"):
+            require(getattr(self, name) >= 0, "probe", f"{name} must be >= 0", getattr(self, name))
+        require(min(self.steps, default=0) >= 0, "probe", "steps must be >= 0", list(self.steps))
+        share = self.overhead_share
+        require(
+            share is not None and 0 <= share < 1,
+            "probe",
+            "overhead must be in [0, 1) or below 100%",
+            self.overhead,
+        )
+        require(bool(self.layers), "probe", "layers must name at least one", self.layers)
+        if self.is_on:
+            require(bool(self.shadows), "probe", "shadows must name at least one", self.shadows)
+
+    @property
+    def overhead_share(self) -> float | None:
+        """`overhead` as a number; None if it is none."""
+        text = str(self.overhead).strip()
+        try:
+            return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            return None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any step is ever due."""
+        return bool(self.every or self.steps or self.per_decade)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchConfig:
+    """What is watched of the run itself: gradients, Adam's RMS_t, log Z, loss spikes."""
+
+    every: int = 10
+    """0 switches it off."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "watch", "every must be >= 0", self.every)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """PASS if `candidate` drifts at most `max_ratio` times as far as `yardstick`, at `step`."""
+
+    candidate: str = ""
+    """An arm; empty: `stability verdict` must be told."""
+    yardstick: str = ""
+    """An arm; empty is the study's own yardstick."""
+    max_ratio: float = 0.5
+    step: int = 0
+    """A step with a snapshot; 0 is the study's early step, where chaos has had little time."""
+    level: float = 0.9
+    """Of the interval that has to lie on one side of `max_ratio`."""
+
+    def __post_init__(self) -> None:
+        require(self.max_ratio > 0, "policy", "max_ratio must be > 0", self.max_ratio)
+        require(self.step >= 0, "policy", "step must be >= 0", self.step)
+        require(0 < self.level < 1, "policy", "level must be between 0 and 1", self.level)
+
+
+NATIVE = ("64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed")
+EMULATED = "emulated:"
+"""Opens the name of a precision that is emulated; a format's name follows."""
+
+
+def check_precision(name: str) -> None:
+    """ValueError unless `name` is a native precision or `emulated:` and a format within FP32."""
+    if name not in NATIVE and not name.startswith(EMULATED):
+        raise ValueError(
+            f"precision: must be a known name or {EMULATED}<format>, got {name!r}; "
+            f"nearest: {nearest(name, NATIVE)}"
+        )
+    emulated_format(name)
+
+
+def emulated_format(name: str) -> Format | None:
+    """Return the format that the precision `name` emulates, None if it is native.
+
+    ValueError if there is no such format, or if FP32 does not hold it.
+    """
+    if not name.startswith(EMULATED):
+        return None
+    try:
+        format = format_named(name.removeprefix(EMULATED))
+    except ValueError as error:
+        raise ValueError(f"precision: {error}, in {name!r}") from error
+    if not format.fits(FORMATS["fp32"]):
+        raise ValueError(
+            f"precision: must emulate a format that FP32 holds, got {name!r}; use 64-true"
+        )
+    return format
+
 
 Axis = Literal[
     "attention",

@@ -1,22 +1,90 @@
-"""The text of an arm as Lightning reads it: batch t is a function of text, order seed and t.
+"""The loader that Lightning iterates over: blocks, batch after batch, from a step that it asks for.
+
+It counts as stateful in Lightning's sense, with an empty state: the trainer's step says where to go
+on. Leaves out which blocks make a batch (`blocks`).
+
+The text of an arm as Lightning reads it: batch t is a function of text, order seed and t.
 
 A resumed run goes on at the trainer's own step; nothing about the data needs to be stored.
 """
 
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from stability.config.groups import DataConfig
-from stability.data.batch_loader import BatchLoader
-from stability.data.blocks import cut_blocks
+from stability.config.schema import DataConfig
+from stability.data.blocks import batch_indices, cut_blocks
 from stability.data.fingerprint import hash_tokens
 from stability.data.sources import load_texts
 from stability.data.tokenizers import load_tokenizer
 
-__all__ = ["TextDataModule"]
+__all__ = ["BatchLoader", "TextDataModule"]
+
+
+class _Blocks(Dataset[Tensor]):
+    def __init__(self, blocks: Tensor) -> None:
+        self._blocks = blocks
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        return self._blocks[indices].to(torch.int64)
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+class BatchLoader:
+    """Yields batches `first()` to `batches` - 1 of `blocks`, each `(batch_size, context + 1)`.
+
+    The length is `batches` whatever `first` returns: Lightning goes on counting after a resume.
+    """
+
+    def __init__(
+        self,
+        blocks: Tensor,
+        *,
+        order_seed: int,
+        batch_size: int,
+        batches: int,
+        first: Callable[[], int],
+        workers: int,
+    ) -> None:
+        self._blocks = blocks
+        self._order_seed = order_seed
+        self._batch_size = batch_size
+        self._batches = batches
+        self._first = first
+        self._workers = workers
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = (
+            batch_indices(self._order_seed, batch, self._batch_size, len(self._blocks)).tolist()
+            for batch in range(self._first(), self._batches)
+        )
+        loader = DataLoader(
+            _Blocks(self._blocks),
+            batch_sampler=order,
+            num_workers=self._workers,
+            collate_fn=_as_is,
+            generator=torch.Generator(),  # else it draws from the global one
+        )
+        return iter(loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the empty state."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: `first` says where to go on."""
 
 
 class TextDataModule(LightningDataModule):

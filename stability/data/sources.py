@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 from datasets.exceptions import DatasetsError
 
-from stability.config.groups import DataConfig
+from stability.config.schema import DataConfig
 from stability.data.hub import offline_if_unreachable
 
 __all__ = ["load_texts"]

@@ -14,18 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from stability.config.observation import ProbeConfig
+from stability.config.schema import ProbeConfig
 from stability.intercept.model_check import check_model, nothing_caught
 from stability.intercept.replacement import Direction, Replacement
 from stability.intercept.sdpa import catch_sdpa
 from stability.intercept.transformers import catch_transformers, is_transformers_model
 from stability.probe.captured_call import AttentionCall, Catch, Primary
 from stability.probe.dual_attention import as_shadows
-from stability.probe.probe import AttentionProbe, BindMask
-from stability.probe.reading import Reading, Transfer
+from stability.probe.measurements import Reading, Transfer
+from stability.probe.probe import AttentionProbe, BindMask, WithLse
 from stability.probe.recording import RecordSink
 from stability.probe.registry import ResolvedAttention, resolve_attention
-from stability.probe.rerun import WithLse
 from stability.probe.schedule import Schedule
 from stability.probe.second_pass import repeating_forward
 

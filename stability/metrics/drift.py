@@ -16,8 +16,13 @@ from operator import add
 import torch
 from torch import Tensor
 
-from stability.metrics.pooled_wasserstein import HELD, pooled_wasserstein
-from stability.metrics.wasserstein import pool, sort_values_, wasserstein_sorted
+from stability.metrics.wasserstein import (
+    HELD,
+    pool,
+    pooled_wasserstein,
+    sort_values_,
+    wasserstein_sorted,
+)
 
 __all__ = ["ALL", "DRIFT_METRICS", "drift"]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention_kernels import AttentionFn
-from stability.config.groups import ModelConfig
+from stability.config.schema import ModelConfig
 
 __all__ = ["GPT", "Block", "HeadNorm"]
 

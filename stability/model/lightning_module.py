@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from stability.config.groups import OptimizerConfig
+from stability.config.schema import OptimizerConfig
 from stability.model.gpt import GPT
 
 __all__ = ["LanguageModel", "learning_rate_factor"]

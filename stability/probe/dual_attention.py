@@ -13,9 +13,8 @@ from torch import Tensor
 
 from attention_kernels import MaskArguments
 from stability.probe.captured_call import AttentionCall, Primary
-from stability.probe.probe import AttentionProbe, BindMask
+from stability.probe.probe import AttentionProbe, BindMask, WithLse
 from stability.probe.registry import MaskedAttention, ResolvedAttention
-from stability.probe.rerun import WithLse
 
 __all__ = ["DualAttention", "as_shadows"]
 

@@ -1,17 +1,27 @@
-"""The probe's figures under their names: deviations of each layer, head and range of positions.
+"""The weight W_Q that made an attention's queries, where a module has it under a usual name.
+
+Leaves out its norm (`metrics.inside_attention`).
+
+What a probe has gathered at one step: tensors on the device with a name for each value.
+
+One transfer brings all of them to the host; on CUDA it runs beside the training and is waited for
+only when the numbers are read. Leaves out measuring (`probe`) and logging (`callbacks`, `session`).
+
+The probe's figures under their names: deviations of each layer, head and range of positions.
 
 Leaves out the arithmetic (`metrics.deviation`, `metrics.inside_attention`) and when it is done
 (`probe`).
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attention_kernels.choices import input_format
-from stability.config.observation import ProbeConfig
 from stability.config.plugins import METRICS, plugins
+from stability.config.schema import ProbeConfig
 from stability.metrics.deviation import (
     DEVIATION_METRICS,
     GOLDEN_METRICS,
@@ -25,18 +35,137 @@ from stability.metrics.inside_attention import (
     inside_tensor,
     spectral_norms,
 )
-from stability.probe.pending import Pending
-from stability.probe.query_weight import query_weight
-from stability.probe.reading import Finding, Gathered
+from stability.probe.captured_call import Pending
 from stability.records.metric_names import (
     ULP_HISTOGRAM,
     deviation_name,
     head_part,
+    parse_deviation,
     positions_part,
     watch_name,
 )
 
-__all__ = ["Figures"]
+__all__ = ["Figures", "Finding", "Gathered", "Reading", "Transfer", "query_weight"]
+
+_NAMES = ("query", "q_proj", "q_lin", "to_q", "wq", "q")
+_FUSED = ("c_attn", "qkv", "query_key_value", "qkv_proj", "Wqkv")
+
+
+def query_weight(module: nn.Module | None, rows: int) -> Tensor | None:
+    """Return W_Q, `(rows, width)` with rows = heads * head_dim, of an attention module, or None.
+
+    Known are a linear layer of its own, one fused over q, k and v in this order, as a `Linear` or
+    as GPT-2's transposed `Conv1D`, and `nn.MultiheadAttention`'s `in_proj_weight`.
+    """
+    if module is None:
+        return None
+    fused = getattr(module, "in_proj_weight", None)
+    if isinstance(fused, Tensor):
+        return fused[:rows]
+    children = dict(module.named_children())
+    for name in (*_NAMES, *_FUSED):
+        weight = getattr(children.get(name), "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            continue
+        if type(children[name]).__name__ == "Conv1D":
+            weight = weight.T
+        if weight.shape[0] == rows or (name in _FUSED and weight.shape[0] > rows):
+            return weight[:rows]
+    return None
+
+
+class Finding(NamedTuple):
+    """Something that a probe could not compare, or that is no number: a layer and a sentence."""
+
+    layer: str
+    text: str
+
+
+class Reading(NamedTuple):
+    """The probe's figures of one step."""
+
+    metrics: dict[str, float]
+    counts: dict[str, list[int]]
+    findings: tuple[Finding, ...]
+
+
+class Gathered:
+    """Collects named values on the device."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._counts: list[tuple[str, Tensor]] = []
+
+    def add(self, names: Sequence[str], values: Tensor) -> None:
+        """Take in one value a name."""
+        assert len(names) == values.numel()
+        self._names += names
+        self._tensors.append(values.detach().double().flatten())
+
+    def add_counts(self, name: str, counts: Tensor) -> None:
+        """Take in a histogram."""
+        self._counts.append((name, counts.detach().double().flatten()))
+
+    def transfer(self, findings: Sequence[Finding]) -> "Transfer | None":
+        """Start the one transfer of everything gathered, and forget it; None if there's nothing."""
+        tensors = [*self._tensors, *(counts for _, counts in self._counts)]
+        if not tensors and not findings:
+            return None
+        sizes = [(name, counts.numel()) for name, counts in self._counts]
+        values = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.float64)
+        made = Transfer(self._names, sizes, values, tuple(findings))
+        self._names, self._tensors, self._counts = [], [], []
+        return made
+
+
+class Transfer:
+    """Values on their way to the host."""
+
+    def __init__(
+        self,
+        names: list[str],
+        counts: list[tuple[str, int]],
+        values: Tensor,
+        findings: tuple[Finding, ...],
+    ) -> None:
+        self._names, self._counts, self._findings = names, counts, findings
+        self._arrived = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._host = values
+
+    @property
+    def is_here(self) -> bool:
+        """Whether there is nothing to wait for, because nothing had to be moved."""
+        return self._arrived is None
+
+    def result(self) -> Reading:
+        """Return the reading, once it has arrived. Values that are no numbers become findings."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values = self._host.tolist()
+        metrics = dict(zip(self._names, values, strict=False))
+        counts, start = {}, len(self._names)
+        for name, size in self._counts:
+            counts[name] = [int(count) for count in values[start : start + size]]
+            start += size
+        return Reading(metrics, counts, (*self._findings, *_nonfinite(metrics)))
+
+
+def _nonfinite(metrics: dict[str, float]) -> list[Finding]:
+    found = []
+    for name, value in metrics.items():
+        parts = parse_deviation(name)
+        if parts and parts.metric == "nonfinite" and not parts.part and value > 0:
+            who = f"{parts.shadow}: " if parts.shadow else ""
+            found.append(Finding(parts.layer, f"{who}{value:g} values of {parts.what} not finite"))
+    return found
+
 
 DELTA_SUM = "delta_gap_sum"
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stability.metrics.thresholds import crossings
-from stability.probe.reading import Reading
+from stability.metrics.instability import crossings
+from stability.probe.measurements import Reading
 from stability.records.events import Event, log_event
 from stability.records.manifest import environment
 from stability.records.metric_log import MetricLog

@@ -1,8 +1,19 @@
-"""Which steps the probe looks at."""
+"""Which steps the probe looks at.
 
+Holds the probe to a share of the run's time: layers take turns, as many a step as it allows.
+
+Which layers are looked at then depends on how fast the machine is; what the run computes does not.
+Leaves out which steps are due (`schedule`).
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Schedule"]
+import torch
+
+__all__ = ["Budget", "Schedule"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,3 +50,72 @@ class Schedule:
         power = len(str(step)) - 1
         first, last = power * self.per_decade, (power + 1) * self.per_decade
         return any(round(10 ** (i / self.per_decade)) == step for i in range(first, last + 1))
+
+
+class Budget:
+    """Grants layers while the probe's time is below `share` of all time since the first step.
+
+    Time on CUDA is that between two events, read once both have happened, so nothing waits for it.
+    `share=0` grants everything.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._layers: list[str] = []
+        self._turn = 0
+        self._granted: frozenset[str] = frozenset()
+        self._began: float | None = None
+        self._spent, self._looks = 0.0, 0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def begin_step(self) -> None:
+        """Choose this step's layers from those known; the first step learns what one costs."""
+        if not self._share:
+            return
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = now
+        self._read_events()
+        count = 1
+        if self._looks:
+            left = self._share * (now - self._began) - self._spent
+            count = int(left / (self._spent / self._looks))
+        count = max(0, min(count, len(self._layers)))
+        order = self._layers[self._turn :] + self._layers[: self._turn]
+        self._granted = frozenset(order[:count])
+        if self._layers:
+            self._turn = (self._turn + count) % len(self._layers)
+
+    def grants(self, layer: str) -> bool:
+        """Whether to look at `layer` in this step; every layer that asks gets its turn."""
+        if not self._share:
+            return True
+        if layer not in self._layers:
+            self._layers.append(layer)
+            if not self._looks and not self._granted:
+                self._granted = frozenset({layer})
+        granted = layer in self._granted
+        self._looks += granted
+        return granted
+
+    @contextmanager
+    def spending(self, device: torch.device) -> Iterator[None]:
+        """Count the time of the block as the probe's."""
+        if not self._share:
+            yield
+            return
+        if device.type != "cuda":
+            start = time.perf_counter()
+            yield
+            self._spent += time.perf_counter() - start
+            return
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        yield
+        last.record()
+        self._events.append((first, last))
+
+    def _read_events(self) -> None:
+        over = [pair for pair in self._events if pair[1].query()]
+        self._spent += sum(first.elapsed_time(last) / 1000 for first, last in over)
+        self._events = [pair for pair in self._events if pair not in over]

@@ -1,4 +1,8 @@
-"""JSON files that carry the checksum of what they say: a flipped bit is found, never read as data.
+"""Values as JSON can hold them: it has no NaN and no infinity, so those stand as text.
+
+Leaves out writing them (`sealed_json`, `metric_log`).
+
+JSON files that carry the checksum of what they say: a flipped bit is found, never read as data.
 
 The key `checksum` holds the SHA-256 of the other keys in canonical JSON (sorted, no spaces). It
 guards against damage, not against somebody who means to deceive. Leaves out the records themselves
@@ -7,13 +11,29 @@ guards against damage, not against somebody who means to deceive. Leaves out the
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stability.records.atomic_files import write_text
 
-__all__ = ["file_checksum", "read_sealed", "write_sealed"]
+__all__ = ["NON_FINITE", "file_checksum", "jsonable", "read_sealed", "write_sealed"]
+
+NON_FINITE = frozenset({"nan", "inf", "-inf"})
+"""What stands for a number that JSON does not have."""
+
+
+def jsonable(content: Any) -> Any:
+    """Return `content` with "nan", "inf" and "-inf" for such numbers, however deep they are."""
+    if isinstance(content, Mapping):
+        return {name: jsonable(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [jsonable(value) for value in content]
+    if isinstance(content, float) and not math.isfinite(content):
+        return str(content)
+    return content
+
 
 _CHECKSUM = "checksum"
 

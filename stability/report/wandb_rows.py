@@ -10,8 +10,8 @@ from typing import Any
 
 from stability.analysis.ladder import Ladder
 from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.records.json_values import NON_FINITE
 from stability.records.metric_names import parse_deviation
+from stability.records.sealed_json import NON_FINITE
 
 __all__ = ["SHOWN_DEVIATIONS", "deviation_rows", "ladder_rows", "row_summary"]
 

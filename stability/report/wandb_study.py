@@ -9,9 +9,9 @@ from pathlib import Path
 
 import wandb
 
-from stability.analysis.answer import answer_of
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.study_records import RecordedStudy, read_study
+from stability.analysis.verdict import answer_of
 from stability.records.manifest import ENDED
 from stability.records.paths import StudyPaths
 from stability.records.sealed_json import file_checksum

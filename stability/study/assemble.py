@@ -1,8 +1,12 @@
-"""The composition root: the one place that binds names in a config to objects.
+"""Keeps Lightning's tips and device lines out of what a study shows.
+
+The composition root: the one place that binds names in a config to objects.
 
 Leaves out running them (`arm`) and every decision about files.
 """
 
+import logging
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,25 +19,29 @@ from torch import nn
 from attention_kernels.arithmetic import settle_vector_math
 from stability.callbacks.deviation_probe import DeviationProbe
 from stability.callbacks.training_watch import TrainingWatch
-from stability.config.precision import emulated_format
-from stability.config.schema import ArmConfig
+from stability.config.schema import ArmConfig, emulated_format
 from stability.data.datamodule import TextDataModule
 from stability.intercept.replacement import Replacement
 from stability.model.gpt import GPT
-from stability.model.init_schemes import initialise
+from stability.model.initial_weights import initialise, nudge_weights
 from stability.model.lightning_module import LanguageModel
-from stability.model.nudge import nudge_weights
 from stability.model.precision import precision_plugins
 from stability.probe.dual_attention import DualAttention, as_shadows
-from stability.probe.emulated import in_format
 from stability.probe.probe import AttentionProbe
-from stability.probe.registry import ResolvedAttention, resolve_attention
+from stability.probe.registry import ResolvedAttention, in_format, resolve_attention
 from stability.probe.schedule import Schedule
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.study.checkpoints import CheckpointFiles
 
-__all__ = ["Parts", "assemble", "load_data", "make_trainer", "resolve_device"]
+__all__ = ["Parts", "assemble", "load_data", "make_trainer", "quieten_lightning", "resolve_device"]
+
+
+def quieten_lightning() -> None:
+    """Let Lightning log errors alone, in this process, and none of its own warnings."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning(\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

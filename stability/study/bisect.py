@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attention_kernels import PROFILES
-from stability.config.groups import AttentionConfig
 from stability.config.load import from_dict, override, to_dict
-from stability.config.schema import ArmConfig
+from stability.config.schema import ArmConfig, AttentionConfig
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths, snapshot_steps
 

@@ -6,7 +6,7 @@ Everything here only reads; a breach raises `ContractError` with the two values 
 
 from typing import Any
 
-from stability.analysis.pair_proof import first_other_batch, start_parts
+from stability.analysis.pair_contract import first_other_batch, start_parts
 from stability.config.convert import Place, from_mapping
 from stability.config.diff import changed_axes, hash_without
 from stability.config.schema import AXES, BASELINE, ArmConfig, Axis

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stability.config.diff import diff
-from stability.config.groups import SeedConfig
 from stability.config.load import override
-from stability.config.schema import BASELINE, ArmConfig, StudyConfig
+from stability.config.schema import BASELINE, ArmConfig, SeedConfig, StudyConfig
 
 __all__ = ["Arm", "expand", "with_seed"]
 

@@ -14,8 +14,7 @@ from lightning.pytorch import Callback
 from stability.callbacks.batch_hash import BatchHash
 from stability.callbacks.snapshot_writer import SnapshotWriter
 from stability.callbacks.training_log import TrainingLog
-from stability.config.observation import ProbeConfig, WatchConfig
-from stability.config.schema import ArmConfig
+from stability.config.schema import ArmConfig, ProbeConfig, WatchConfig
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state

@@ -19,7 +19,7 @@ import torch
 
 from stability.callbacks.progress import StudyObserver
 from stability.records.atomic_files import DiskFullError
-from stability.study.quiet import quieten_lightning
+from stability.study.assemble import quieten_lightning
 from stability.study.run import Run, has_ended
 from stability.study.train_run import TrainOptions, train
 

@@ -32,9 +32,8 @@ from stability.records.run_files import RunFiles
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
 from stability.study.assemble import Parts, assemble, load_data, make_trainer
-from stability.study.checkpoints import clear_unlisted, resume_from
+from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
 from stability.study.contract import ContractError, check_batches, check_start
-from stability.study.fork_start import lay_fork
 from stability.study.observer_gate import ObserverError
 from stability.study.observer_gate import check_observer as run_gate
 from stability.study.run import Run, locked

@@ -12,7 +12,7 @@ import numpy as np
 import wandb
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-from stability.metrics.thresholds import Crossing
+from stability.metrics.instability import Crossing
 from stability.records.events import Event
 from stability.records.metric_names import STEP_AXIS
 from stability.tracking.records_logger import RecordsLogger

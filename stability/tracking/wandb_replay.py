@@ -10,9 +10,9 @@ from typing import Any
 from stability.metrics.deviation import ULP_EDGES
 from stability.metrics.weight_counts import WEIGHT_EDGES
 from stability.records.events import read_events
-from stability.records.json_values import NON_FINITE
 from stability.records.metric_log import read_lines
 from stability.records.metric_names import WEIGHT_HISTOGRAM
+from stability.records.sealed_json import NON_FINITE
 from stability.tracking.alerts import emit, log_counts
 from stability.tracking.wandb_logger import RowLogger
 

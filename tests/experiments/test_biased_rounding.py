@@ -8,7 +8,7 @@ import pytest
 from experiments.kit.replay import load_blocks, train
 from experiments.kit.runner import load
 from stability.config.convert import to_dict
-from stability.config.yaml_file import read_mapping
+from stability.config.load import read_mapping
 from stability.report.paper.style import paper_style
 
 FOLDER = Path(__file__).parents[2] / "experiments"

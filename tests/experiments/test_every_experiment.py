@@ -10,7 +10,7 @@ import pytest
 from experiments.kit.page import described, filled_in
 from experiments.kit.record import read_experiment
 from experiments.kit.runner import KEPT, SIZES, load, names
-from stability.records.json_values import jsonable
+from stability.records.sealed_json import jsonable
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments"

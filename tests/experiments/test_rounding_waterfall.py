@@ -2,7 +2,7 @@
 
 import pytest
 
-from stability.probe.waterfall import POINTS
+from stability.probe.microbenchmark import POINTS
 from stability.report.paper.style import paper_style
 
 

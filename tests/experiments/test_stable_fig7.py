@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from experiments.kit.pair_drift import at_step
+from experiments.kit.study import at_step
 from stability.report.paper.style import paper_style
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.kit.pair_drift import at_step, slopes
+from experiments.kit.study import at_step, slopes
 from stability.report.paper.style import paper_style
 
 

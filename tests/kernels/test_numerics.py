@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention_kernels.baseline_numerics import BaselineNumerics
 from attention_kernels.choices import input_format
 from attention_kernels.formats import ROUNDINGS
 from attention_kernels.numerics import (
@@ -15,6 +14,7 @@ from attention_kernels.numerics import (
     EXPS,
     KEY_ORDERS,
     BackwardNumerics,
+    BaselineNumerics,
     FlashNumerics,
     ForwardNumerics,
     Tiling,

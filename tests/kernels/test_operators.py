@@ -13,7 +13,7 @@ from attention_kernels import (
     flash_attention,
     golden_attention,
 )
-from attention_kernels.call import Call, plan_to_text
+from attention_kernels.operators import Call, plan_to_text
 from attention_kernels.testing import Shape, make_qkv, with_gradients
 
 SHAPE = Shape(2, 4, 2, 33, 65, 40)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels.checks import PeerRefusalError
 from attention_kernels.masks import Mask
-from attention_kernels.peers.refusal import PeerRefusalError
 
 __all__ = ["LIBRARIES", "Library", "attend_flash", "attend_flashinfer", "status"]
 

@@ -24,8 +24,7 @@ from attention_kernels.api import (
     flash_attention,
     golden_attention,
 )
-from attention_kernels.checks import check_tensors, require
-from attention_kernels.mask_checks import check_mask, check_mask_values
+from attention_kernels.checks import check_mask, check_mask_values, check_tensors, require
 from attention_kernels.masks import Mask
 from attention_kernels.peers import flex, libraries, sdpa
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attention_kernels.checks import PeerRefusalError
 from attention_kernels.masks import Mask
-from attention_kernels.peers.refusal import PeerRefusalError
 
 __all__ = ["BACKENDS", "attend", "status"]
 

@@ -23,15 +23,16 @@ from attention_kernels.numerics import FlashNumerics
 from attention_kernels.twin.arithmetic import (
     Flat,
     Rounder,
+    block_maximum,
     dot,
     exponential,
     finite_or_zero,
     flatten,
+    kept_maximum,
     key_blocks,
     masked_scores,
     refuse_fusion,
 )
-from attention_kernels.twin.softmax import block_maximum, kept_maximum
 
 __all__ = ["forward"]
 

@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from stability.analysis.ladder import EarlyLast, Ladder
-from stability.analysis.sampling import INDEPENDENT_AXES
+from stability.analysis.ladder import INDEPENDENT_AXES, EarlyLast, Ladder
 from stability.analysis.spread import EXACT_ZERO, MISSING, Spread, scientific, times
 from stability.config.schema import BASELINE
 from stability.report.view.palette import ArmStyle

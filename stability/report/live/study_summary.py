@@ -7,11 +7,11 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from typing import get_args
 
-from stability.analysis.answer import answer_of
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.probe_records import Probed
 from stability.analysis.sentences import candidate_sentences
 from stability.analysis.study_records import RecordedRun, RecordedStudy, RunState
+from stability.analysis.verdict import answer_of
 from stability.report.live.small_ladder import SmallLadder, small_ladder
 from stability.report.terminal.probe import located_lines
 from stability.report.view.palette import arm_styles

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stability.analysis.ladder import Ladder, Row
-from stability.analysis.sampling import INDEPENDENT_AXES
+from stability.analysis.ladder import INDEPENDENT_AXES, Ladder, Row
 from stability.analysis.spread import EXACT_ZERO, Spread, times
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE

@@ -13,12 +13,12 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from stability.analysis.answer import answer_of
 from stability.analysis.arm_growth import study_growth
 from stability.analysis.ladder import Ladder, ladder_of
-from stability.analysis.proofs import HASHES
+from stability.analysis.pair_contract import HASHES
 from stability.analysis.sentences import candidate_sentences, notes
 from stability.analysis.study_records import RecordedStudy, read_study
+from stability.analysis.verdict import answer_of
 from stability.config.schema import BASELINE
 from stability.records.atomic_files import write_text
 from stability.records.paths import StudyPaths

@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stability.analysis.ladder import Ladder, Row
-from stability.analysis.sampling import INDEPENDENT_AXES
+from stability.analysis.ladder import INDEPENDENT_AXES, Ladder, Row
 from stability.analysis.spread import EXACT_ZERO, Spread, scientific
 from stability.config.schema import BASELINE
 from stability.report.page.chart import Chart, label, make_figure

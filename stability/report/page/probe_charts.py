@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stability.analysis.layer_tables import LayerTable
-from stability.analysis.observed import Observed, observed_shadows
-from stability.analysis.probe_records import Probed, shadow_label
+from stability.analysis.probe_records import Observed, Probed, observed_shadows, shadow_label
 from stability.records.metric_names import watch_name
 from stability.report.page.chart import LOG_AXIS, Chart, Section, choices_of, label, make_figure
 from stability.report.page.colour_scale import log_colours

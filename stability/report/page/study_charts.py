@@ -4,7 +4,7 @@ The charts themselves are in files by subject.
 """
 
 from stability.analysis.ladder import Ladder
-from stability.analysis.observed import observed_arms
+from stability.analysis.probe_records import observed_arms
 from stability.analysis.study_records import RecordedStudy
 from stability.report.page.chart import Chart, Section
 from stability.report.page.deviation_charts import study_deviation

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stability.analysis.ladder import Ladder, Row
-from stability.analysis.proofs import HASHES, Proof, environment_of, hash_proofs
+from stability.analysis.pair_contract import HASHES, Proof, environment_of, hash_proofs
 from stability.analysis.spread import MISSING, Spread, plain, scientific, times
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE

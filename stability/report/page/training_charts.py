@@ -7,7 +7,7 @@ Leaves out what happens inside attention (`deviation_charts`) and the drift of s
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stability.analysis.sampling import INDEPENDENT_AXES
+from stability.analysis.ladder import INDEPENDENT_AXES
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.report.page.chart import (

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from stability.analysis.arm_view import find_arm
-from stability.analysis.sampling import INDEPENDENT_AXES
+from stability.analysis.ladder import INDEPENDENT_AXES
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.convert import nearest
 from stability.report.page.chart import mean_over_seeds

@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from stability.analysis.ladder import Ladder, Row
-from stability.analysis.sampling import INDEPENDENT_AXES
+from stability.analysis.ladder import INDEPENDENT_AXES, Ladder, Row
 from stability.analysis.spread import EXACT_ZERO, Spread, scientific
 from stability.config.schema import BASELINE
 from stability.report.paper.style import (

@@ -19,7 +19,7 @@ from stability.analysis.ladder import Ladder, Row
 from stability.analysis.sentences import candidate_sentences, messages, notes
 from stability.analysis.spread import MISSING, Spread, plain, scientific, times
 from stability.config.schema import BASELINE
-from stability.report.terminal.drift_sparks import DriftSparks
+from stability.report.terminal.sparkline import DriftSparks
 from stability.report.view.plain_text import as_text, shortened
 from stability.report.view.whiskers import bracketed
 

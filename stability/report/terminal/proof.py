@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stability.analysis.pair_proof import PairProof
+from stability.analysis.pair_contract import PairProof
 
 __all__ = ["print_proof", "print_proofs"]
 

@@ -1,6 +1,6 @@
 """Dots stand in the row of their category, the first on top, each series in a lane of its own."""
 
-from experiments.kit.dots import draw_dots
+from experiments.kit.plots import draw_dots
 from stability.report.paper.style import new_figure, paper_style
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from experiments.kit.first_notice import first_notice
+from experiments.kit.rows import first_notice
 
 
 def _ratios(*by_step):

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.kit.noticing import ARMS, explosion, first_bias, noticed, signal_rows
 from experiments.kit.replay import Course, Recipe, load_blocks
-from stability.config.groups import ModelConfig, OptimizerConfig
+from stability.config.schema import ModelConfig, OptimizerConfig
 
 RECIPE = Recipe(
     model=ModelConfig(depth=2, width=32, heads=2, context=32),

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from experiments.kit.pair_drift import at_step, log_scatter, over, pair_drift, slopes
+from experiments.kit.study import at_step, log_scatter, over, pair_drift, slopes
 from stability.analysis.study_records import read_study
 from stability.config.load import load_study
 from stability.records.paths import RunPaths

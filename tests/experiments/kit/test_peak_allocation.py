@@ -2,7 +2,7 @@
 
 import torch
 
-from experiments.kit.peak_allocation import peak_allocation
+from experiments.kit.cost import peak_allocation
 
 MIB = 2**20
 

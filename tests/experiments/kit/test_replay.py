@@ -6,7 +6,7 @@ import pytest
 
 from experiments.kit.injected_bias import injected_bias
 from experiments.kit.replay import Recipe, load_blocks, train
-from stability.config.groups import ModelConfig, OptimizerConfig
+from stability.config.schema import ModelConfig, OptimizerConfig
 
 RECIPE = Recipe(
     model=ModelConfig(depth=2, width=32, heads=2, context=32),

@@ -5,7 +5,7 @@ import math
 import pytest
 from matplotlib.colors import to_hex
 
-from experiments.kit.series import draw_series, rows_by
+from experiments.kit.plots import draw_series, rows_by
 from stability.report.paper.style import new_figure, paper_style
 
 ROWS = [

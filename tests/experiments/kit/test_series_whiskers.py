@@ -1,6 +1,6 @@
 """A whisker of seeds that all gave one value has no length, whatever the mean rounds to."""
 
-from experiments.kit.series import draw_series
+from experiments.kit.plots import draw_series
 from stability.report.paper.style import new_figure, paper_style
 
 

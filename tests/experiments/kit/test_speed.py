@@ -7,7 +7,7 @@ import torch
 
 from attention_kernels import baseline_attention
 from attention_kernels.testing import Shape
-from experiments.kit.speed import tflops
+from experiments.kit.cost import tflops
 from stability.probe.inputs import draw
 
 

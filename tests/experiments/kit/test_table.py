@@ -6,9 +6,8 @@ from dataclasses import asdict
 import pytest
 from rich.console import Console
 
-from experiments.kit.page import Described
+from experiments.kit.page import Described, print_experiment, print_experiments
 from experiments.kit.record import ExperimentRecord, StatedTest
-from experiments.kit.table import print_experiment, print_experiments
 
 TOY = Described(
     name="toy",

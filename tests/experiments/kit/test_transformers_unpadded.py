@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from experiments.kit.padded_llama import (
+    flash_attention_2,
     hidden_states,
     padding_mask,
     random_llama,
     register_opened,
+    register_unpadded,
 )
-from experiments.kit.transformers_unpadded import flash_attention_2, register_unpadded
 
 CANDIDATES = [("flash:fa2", True), ("sdpa", False)]
 TOKENS = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(0))

@@ -32,11 +32,9 @@ from attention_kernels.formats import FORMATS, format_named
 from attention_kernels.masks import Mask
 from attention_kernels.profiles import fast_path
 from attention_kernels.triton import launch as triton_launch
-from attention_kernels.triton.arguments import Factors, Masks
+from attention_kernels.triton.arguments import Factors, Masks, constants_of
 from attention_kernels.triton.backward import dkv_kernel, dq_kernel
-from attention_kernels.triton.constants import constants_of
-from attention_kernels.triton.forward import forward_kernel
-from attention_kernels.triton.merge import merge_kernel
+from attention_kernels.triton.forward import forward_kernel, merge_kernel
 
 KERNELS = {k.__name__: k for k in (forward_kernel, merge_kernel, dq_kernel, dkv_kernel)}
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}

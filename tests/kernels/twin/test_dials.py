@@ -15,8 +15,7 @@ from attention_kernels import (
     round_to,
 )
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv, with_gradients
-from attention_kernels.twin.arithmetic import Rounder, dot, exponential
-from attention_kernels.twin.softmax import block_maximum, kept_maximum
+from attention_kernels.twin.arithmetic import Rounder, block_maximum, dot, exponential, kept_maximum
 
 SHAPE = Shape(2, 4, 2, 65, 130, 40)
 EXACT_DIALS = {

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from stability.analysis.ladder import build_ladder
-from stability.analysis.sampling import w1_floor
+from stability.analysis.ladder import build_ladder, w1_floor
 from stability.analysis.study_records import read_study
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths

@@ -9,7 +9,7 @@ from stability.analysis.arm_growth import study_growth
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge, judge_study
 from stability.cli.main import main
-from stability.config.policy import PolicyConfig
+from stability.config.schema import PolicyConfig
 from stability.records.sealed_json import read_sealed, write_sealed
 from tests.stability.analysis.test_sentences import rewrite, scaled
 

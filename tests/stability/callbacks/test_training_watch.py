@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stability.callbacks.training_watch import TrainingWatch
-from stability.config.groups import ModelConfig, OptimizerConfig
+from stability.config.schema import ModelConfig, OptimizerConfig
 from stability.model.gpt import GPT
-from stability.model.init_schemes import initialise
+from stability.model.initial_weights import initialise
 from stability.model.lightning_module import LanguageModel
 
 OPTIMIZER = OptimizerConfig(lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, warmup_steps=0)

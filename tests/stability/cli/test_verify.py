@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stability.analysis.pair_proof import prove_pair
+from stability.analysis.pair_contract import prove_pair
 from stability.cli.main import main
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths

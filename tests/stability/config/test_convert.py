@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability.config.groups import (
+from stability.config.load import ConfigError, from_dict, override, to_dict
+from stability.config.schema import (
+    NATIVE,
+    ArmConfig,
     AttentionConfig,
     DataConfig,
     ModelConfig,
     NudgeConfig,
     OptimizerConfig,
+    ProbeConfig,
     SeedConfig,
     TrainConfig,
 )
-from stability.config.load import ConfigError, from_dict, override, to_dict
-from stability.config.observation import ProbeConfig
-from stability.config.precision import NATIVE
-from stability.config.schema import ArmConfig
 
 NAMES = st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), max_size=8)
 POSITIVE = st.integers(1, 10**9)

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stability.config.diff import changed_axes, diff
-from stability.config.groups import AttentionConfig, ModelConfig
 from stability.config.load import override
-from stability.config.schema import ArmConfig
+from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
 
 ARM = ArmConfig(
     model=ModelConfig(depth=1, width=8, heads=1, context=4),

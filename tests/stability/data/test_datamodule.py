@@ -9,13 +9,13 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch.nn import functional as F
 
-from stability.config.groups import DataConfig, ModelConfig, OptimizerConfig
+from stability.config.schema import DataConfig, ModelConfig, OptimizerConfig
 from stability.data.blocks import batch_indices, cut_blocks
 from stability.data.datamodule import TextDataModule
 from stability.data.fingerprint import hash_tokens
 from stability.data.tokenizers import load_tokenizer
 from stability.model.gpt import GPT
-from stability.model.init_schemes import initialise
+from stability.model.initial_weights import initialise
 from stability.model.lightning_module import LanguageModel
 
 CONTEXT = 16

@@ -10,7 +10,7 @@ import datasets
 import huggingface_hub.constants
 import pytest
 
-from stability.config.groups import DataConfig
+from stability.config.schema import DataConfig
 from stability.data.sources import load_texts
 
 ROWS = ["first\nrow", "zweite Zeile, größer", ""]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from attention_kernels import baseline_attention, flash_attention
 from stability import shadow
-from stability.config.observation import ProbeConfig
+from stability.config.schema import ProbeConfig
 from stability.probe.dual_attention import DualAttention, as_shadows
 from stability.probe.probe import AttentionProbe
 from stability.probe.registry import resolve_attention

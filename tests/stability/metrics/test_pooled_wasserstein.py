@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.stats import wasserstein_distance
 
-from stability.metrics.pooled_wasserstein import pooled_wasserstein
-from stability.metrics.wasserstein import wasserstein_1d
+from stability.metrics.wasserstein import pooled_wasserstein, wasserstein_1d
 
 FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40, 65504.0, 2.0**-24])
@@ -93,15 +92,15 @@ def test_a_model_with_massive_ties_is_measured_alike_at_any_bound(format, shift)
 @pytest.mark.parametrize("format", [torch.float32, torch.float64], ids=str)
 def test_no_more_values_are_held_than_allowed(format):
     a, b = _real(3003, 0, format), _real(3003, 1, format)
-    ranges = sys.modules["stability.metrics.value_ranges"]
-    pooled = sys.modules["stability.metrics.pooled_wasserstein"]
+    module = sys.modules["stability.metrics.wasserstein"]
+    really_gather = module.gather
     held = []
 
     def gather(parts, within, side):
         held.append(sum(within.counts))
-        return ranges.gather(parts, within, side)
+        return really_gather(parts, within, side)
 
-    with mock.patch.object(pooled, "gather", gather):
+    with mock.patch.object(module, "gather", gather):
         pooled_wasserstein(a, b, held=900)
     assert max(held) <= 900
     # 3 x 3003 x 2 values of no tie in ranges of at most 900, each seen from both sides
@@ -112,10 +111,7 @@ def test_values_are_walked_in_pieces_of_any_length():
     a, b = _real(210, 0, torch.float32), _real(210, 1, torch.float32)
     expected = wasserstein_1d(_pooled(a), _pooled(b))
     for piece in (1, 64, 211):
-        with (
-            mock.patch.object(sys.modules["stability.metrics.value_ranges"], "_PIECE", piece),
-            mock.patch.object(sys.modules["stability.metrics.pooled_wasserstein"], "_CHUNK", piece),
-        ):
+        with mock.patch.multiple("stability.metrics.wasserstein", _PIECE=piece, _CHUNK=piece):
             assert pooled_wasserstein(a, b, held=100) == pytest.approx(expected, rel=1e-13)
 
 

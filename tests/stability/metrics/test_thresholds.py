@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stability.metrics.thresholds import Threshold, crossings
+from stability.metrics.instability import Threshold, crossings
 
 LOGIT = "watch/layer_2/max_logit"
 HEAD = "watch/layer_0/head_3/max_logit"

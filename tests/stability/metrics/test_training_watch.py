@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from stability.metrics.training_watch import (
+from stability.metrics.instability import (
     LossSpikes,
     count_nonfinite,
     gradient_norm,

@@ -1,6 +1,7 @@
 """ULPs next to zero: what the floor mends, and what it must leave as it was."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels import PROFILES, flash_attention, golden_attention
-from stability.metrics import deviation_sums
 from stability.metrics.deviation import (
     DEVIATION_METRICS,
     PART_METRICS,
@@ -18,6 +18,8 @@ from stability.metrics.deviation import (
 )
 from stability.metrics.ulp import signed_ulp_error, ulp_size
 from tests.stability.metrics.floored_ulps import bias_and_error, floored_ulps
+
+MODULE = sys.modules["stability.metrics.deviation"]  # the package has a function of that name
 
 IN_ULPS = ("bias_ulp", "bias_ulp_se", "ulp_max")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -68,7 +70,7 @@ def test_biases_of_parts_add_up_to_the_layers(heads, length, positions, chunk, s
     x, r = _pair((2, heads, length, 16), seed=seed)
     ranges = [len(rows) for rows in position_ranges(length, positions)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deviation_sums, "_CHUNK", chunk)
+        patch.setattr(MODULE, "_CHUNK", chunk)
         found = compare(x, r, output_format="bf16", heads=True, positions=positions)
     whole = found.layer[DEVIATION_METRICS.index("bias_ulp")].item()
     column = PART_METRICS.index("bias_ulp")
@@ -155,7 +157,7 @@ def test_a_device_where_no_branch_may_look_finds_the_same(monkeypatch):
     valid = torch.ones(2, 1, 12, dtype=torch.bool)
     valid[0, 0, 3:5] = False
     here = compare(x, r, output_format="bf16", valid=valid, heads=True)
-    monkeypatch.setattr(deviation_sums, "_all_finite", lambda sums: False)
+    monkeypatch.setattr(MODULE, "_all_finite", lambda sums: False)
     there = compare(x, r, output_format="bf16", valid=valid, heads=True)
     assert there.layer[DEVIATION_METRICS.index("bias_ulp")].isfinite()
     for name in ("layer", "heads", "histogram"):

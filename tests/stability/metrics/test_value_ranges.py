@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from stability.metrics.value_ranges import cut_into_ranges, gather, walk
+from stability.metrics.wasserstein import cut_into_ranges, gather, walk
 
 WIDE = {np.float32: torch.float32, np.float64: torch.float64}
 

@@ -7,10 +7,10 @@ import torch
 import yaml
 from torch.nn import functional as F
 
-from stability.config.groups import ModelConfig
 from stability.config.load import from_dict
+from stability.config.schema import ModelConfig
 from stability.model.gpt import GPT
-from stability.model.init_schemes import initialise
+from stability.model.initial_weights import initialise
 
 PRESETS = Path(__file__).parents[3] / "configs" / "model"
 TINY = ModelConfig(depth=2, width=32, heads=4, kv_heads=2, context=12, vocab_size=17)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stability.config.groups import ModelConfig
+from stability.config.schema import ModelConfig
 from stability.model.gpt import GPT
-from stability.model.init_schemes import INIT_SCHEMES, initialise
+from stability.model.initial_weights import INIT_SCHEMES, initialise
 
 CONFIG = ModelConfig(depth=3, width=128, heads=4, context=64)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stability.config.groups import ModelConfig, OptimizerConfig
+from stability.config.schema import ModelConfig, OptimizerConfig
 from stability.model.gpt import GPT
-from stability.model.init_schemes import initialise
+from stability.model.initial_weights import initialise
 from stability.model.lightning_module import LanguageModel, learning_rate_factor
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attention_kernels import BASELINE_PROFILES, PROFILES, baseline_attention, flash_attention
-from stability.config.groups import ModelConfig
+from stability.config.schema import ModelConfig
 from stability.model.gpt import GPT
-from stability.model.init_schemes import initialise
+from stability.model.initial_weights import initialise
 
 
 def _plain(q, k, v, *, causal, scale=None):

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from attention_kernels import PROFILES, round_to
 from attention_kernels.testing import Shape
 from stability.probe.inputs import DISTRIBUTIONS, draw, read
-from stability.probe.microbenchmark import Problem, everywhere, measure
+from stability.probe.microbenchmark import POINTS, Problem, everywhere, measure, waterfall
 from stability.probe.published import (
     FA3_TABLE3,
     TIE_CASES,
@@ -16,7 +16,6 @@ from stability.probe.published import (
     tie_bias,
     tied_inputs,
 )
-from stability.probe.waterfall import POINTS, waterfall
 
 SMALL = {"length": 128, "heads": 2, "head_dim": 32}
 

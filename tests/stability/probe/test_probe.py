@@ -9,7 +9,7 @@ from attention_kernels import (
     flash_attention,
     golden_attention,
 )
-from stability.config.observation import ProbeConfig
+from stability.config.schema import ProbeConfig
 from stability.metrics.deviation import DEVIATION_METRICS, compare, deviation
 from stability.probe.dual_attention import DualAttention, as_shadows
 from stability.probe.probe import AttentionProbe

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
-from stability.config.groups import AttentionConfig
 from stability.config.load import PROFILES_OF
+from stability.config.schema import AttentionConfig
 from stability.probe.registry import IMPLEMENTATIONS, attention_from_text, resolve_attention
 
 CPU = torch.device("cpu")

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability.probe import budget
-from stability.probe.budget import Budget
-from stability.probe.schedule import Schedule
+from stability.probe import schedule
+from stability.probe.schedule import Budget, Schedule
 
 CPU = torch.device("cpu")
 
@@ -52,7 +51,7 @@ def test_a_negative_number_is_refused(options):
 class _Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(budget.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(schedule.time, "perf_counter", lambda: self.now)
 
 
 def _train(clock, budget, layers, steps, step_cost, look_cost):

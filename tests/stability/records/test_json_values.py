@@ -3,7 +3,7 @@
 import json
 import math
 
-from stability.records.json_values import jsonable
+from stability.records.sealed_json import jsonable
 
 
 def test_numbers_that_json_has_not_are_text_however_deep():

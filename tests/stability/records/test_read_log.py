@@ -8,9 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stability.records.metric_columns import Column, column_of
 from stability.records.metric_log import (
+    Column,
     Series,
+    column_of,
     read_counts,
     read_lines,
     read_log,

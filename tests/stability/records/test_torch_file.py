@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from stability.records import torch_file
-from stability.records.torch_file import TorchFile
+from stability.records import weight_files as torch_file
+from stability.records.weight_files import TorchFile
 
 
 def _state():

@@ -9,7 +9,7 @@ from stability.analysis.ladder import build_ladder
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_study
 from stability.config.load import load_study
-from stability.config.policy import PolicyConfig
+from stability.config.schema import PolicyConfig
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.paths import RunPaths

@@ -9,10 +9,10 @@ from attention_kernels import round_to
 from attention_kernels.formats import FORMATS, format_named
 from stability.analysis.intervals import paired_interval
 from stability.analysis.ladder import build_ladder
-from stability.config.groups import AttentionConfig
 from stability.config.load import load_study
-from stability.model.emulated_linear import EmulatedLinear
-from stability.probe.emulated import in_format
+from stability.config.schema import AttentionConfig
+from stability.model.precision import EmulatedLinear
+from stability.probe.registry import in_format
 from stability.records.run_files import RunFiles
 from stability.study.assemble import assemble, load_data, make_trainer
 

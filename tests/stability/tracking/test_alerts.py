@@ -3,7 +3,7 @@
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from stability.metrics.thresholds import crossings
+from stability.metrics.instability import crossings
 from stability.records.events import Event, read_events
 from stability.records.metric_log import MetricLog, read_counts
 from stability.tracking.alerts import alert_event, emit, log_counts

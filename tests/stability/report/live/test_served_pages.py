@@ -10,7 +10,7 @@ import pytest
 from stability.analysis.ladder import ladder_of
 from stability.analysis.spread import scientific
 from stability.analysis.study_records import read_study
-from stability.config.policy import PolicyConfig
+from stability.config.schema import PolicyConfig
 from stability.report.live import served_pages
 from stability.report.live.served_pages import ServedPages
 from stability.report.live.small_ladder import small_ladder

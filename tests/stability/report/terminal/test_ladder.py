@@ -8,9 +8,8 @@ from rich.console import Console
 from stability.analysis.ladder import build_ladder
 from stability.analysis.spread import MISSING, times
 from stability.analysis.study_records import read_study
-from stability.report.terminal.drift_sparks import DriftSparks
 from stability.report.terminal.ladder import print_ladder
-from stability.report.terminal.sparkline import Sparks
+from stability.report.terminal.sparkline import DriftSparks, Sparks
 
 
 def printed(study, width, *, with_sparks=True):

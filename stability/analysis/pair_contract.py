@@ -1,4 +1,8 @@
-"""The pair contract of two runs, proven from their records: what is the same, and the first break.
+"""The pair contract as the records prove it: which hashes of each run equal its baseline's.
+
+Leaves out refusing a run (`study.contract`): this only shows what the manifests hold.
+
+The pair contract of two runs, proven from their records: what is the same, and the first break.
 
 Nothing is believed: the files' checksums, both configs, both environments, the hashes and every
 line of both batch logs are compared. Leaves out a whole study's summary of hashes (`proofs`) and
@@ -7,19 +11,109 @@ refusing a run while it trains (`study.contract`), which compares the same parts
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from stability.analysis.proofs import WEIGHT_AXES, Sameness
+from stability.analysis.study_records import RecordedRun, RecordedStudy
 from stability.config.convert import Place, from_mapping
 from stability.config.diff import changed_axes, changes, diff, hash_without
-from stability.config.schema import AXES, ArmConfig
+from stability.config.schema import AXES, BASELINE, ArmConfig, Axis
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
 from stability.records.paths import RunPaths
 from stability.records.run_files import damage
 
-__all__ = ["PairProof", "ProofLine", "first_other_batch", "prove_pair", "start_parts"]
+__all__ = [
+    "HASHES",
+    "WEIGHT_AXES",
+    "PairProof",
+    "Proof",
+    "ProofLine",
+    "Sameness",
+    "environment_of",
+    "first_other_batch",
+    "hash_proofs",
+    "prove_pair",
+    "start_parts",
+]
+
+HASHES = ("init_weights", "text", "batches", "final_weights")
+"""The hashes of a manifest, in the order of a run."""
+
+Sameness = Literal["same", "different by design", "different", "unknown"]
+"""Two records of one thing; `different` breaks the contract, `unknown` is not on record yet."""
+
+WEIGHT_AXES: tuple[Axis, ...] = ("init", "seed")
+"""Axes that change the initial weights by design."""
+
+FREE: dict[str, tuple[Axis, ...]] = {
+    "init_weights": WEIGHT_AXES,
+    "text": (),
+    "batches": ("data_order",),
+}
+"""Axes that are meant to change a hash. Final weights may differ on every axis but `none`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """One hash of one run beside its baseline's; empty strings where a manifest has none yet."""
+
+    arm: str
+    seed: int
+    name: str
+    found: str
+    expected: str
+    sameness: Sameness
+
+
+def hash_proofs(study: RecordedStudy) -> list[Proof]:
+    """Return a proof for each run of each candidate and each hash, in the study's order."""
+    baseline = study.arm(BASELINE)
+    proofs = []
+    for arm in study.candidates:
+        for seed, run in arm.runs.items():
+            reference = baseline.runs.get(seed) if baseline else None
+            for name in HASHES:
+                found, expected = _hash(run, name), _hash(reference, name)
+                proofs.append(
+                    Proof(
+                        arm=arm.name,
+                        seed=seed,
+                        name=name,
+                        found=found,
+                        expected=expected,
+                        sameness=_sameness(name, arm.diff, found, expected),
+                    )
+                )
+    return proofs
+
+
+def environment_of(study: RecordedStudy) -> dict[str, list[Any]]:
+    """Return the values found for each entry of the environment; there should be one of each."""
+    found: dict[str, list[Any]] = {}
+    for run in _runs(study):
+        for key, value in (run.manifest.environment if run.manifest else {}).items():
+            if value not in found.setdefault(key, []):
+                found[key].append(value)
+    return found
+
+
+def _runs(study: RecordedStudy) -> Iterator[RecordedRun]:
+    for arm in study.arms:
+        yield from arm.runs.values()
+
+
+def _hash(run: RecordedRun | None, name: str) -> str:
+    return run.manifest.hashes.get(name, "") if run and run.manifest else ""
+
+
+def _sameness(name: str, diff: Mapping[str, Any], found: str, expected: str) -> Sameness:
+    if not found or not expected:
+        return "unknown"
+    if found == expected:
+        return "same"
+    free = bool(diff) if name == "final_weights" else changes(diff, FREE[name])
+    return "different by design" if free else "different"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,8 @@ in the matrices. Leaves out the 1-ULP nudge (`nudge`).
 Sources: GPT-2 scales the projections into the residual stream by 1/sqrt(2 * depth); Glorot and
 Bengio 2010 (`xavier`, uniform); He et al., arXiv 1502.01852 (`kaiming`, normal, fan-in);
 Saxe et al., arXiv 1312.6120 (`orthogonal`).
+
+The smallest change of weights that a format can hold: the ladder's lowest rung above zero.
 """
 
 import difflib
@@ -17,7 +19,7 @@ from torch import Generator, Tensor, nn
 
 from stability.model.gpt import GPT
 
-__all__ = ["INIT_SCHEMES", "initialise"]
+__all__ = ["INIT_SCHEMES", "initialise", "nudge_weights"]
 
 _STD = 0.02
 
@@ -82,3 +84,18 @@ def _fill(
         value.normal_(std=_STD, generator=generator)
     else:
         scheme(value, generator)
+
+
+def nudge_weights(model: nn.Module, ulps: int, seed: int) -> None:
+    """Move every weight of `model`, in place, by `ulps` units in the last place of its dtype.
+
+    Up or down is decided for each weight by a coin of a local generator seeded with `seed`. A zero
+    becomes the `ulps`-th subnormal. `ulps=0` changes nothing.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            coin = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            target = (coin * torch.inf).to(parameter)
+            for _ in range(ulps):
+                parameter.copy_(torch.nextafter(parameter, target))
