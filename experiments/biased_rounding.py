@@ -43,11 +43,11 @@ from experiments.kit.noticing import (
     when_noticed,
 )
 from experiments.kit.plots import draw_series, rows_by
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.replay import Recipe, load_blocks, train
 from experiments.kit.rows import by_seed
 from experiments.kit.tie_cases import ALL, ALONE, DOWN, UP, beta_case, tie_rows
-from stability.analysis.stated_tests import equal, mean_within, ratio_within
+from stability.analysis.stated_tests import StatedTest, equal, mean_within, ratio_within
 from stability.config.schema import AttentionConfig, DataConfig, ModelConfig, OptimizerConfig
 from stability.probe.registry import resolve_attention
 from stability.report.paper.style import GREY, log_axis, new_figure, print_styles

@@ -31,9 +31,9 @@ from attention_kernels import PROFILES, FlashNumerics, flash_attention, golden_a
 from attention_kernels.testing import Shape
 from attention_kernels.twin.arithmetic import exponential
 from experiments.kit.plots import draw_series
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
-from stability.analysis.stated_tests import mean_within, ratio_within
+from stability.analysis.stated_tests import StatedTest, mean_within, ratio_within
 from stability.metrics.deviation import deviation
 from stability.probe.inputs import Inputs, on_grid
 from stability.probe.inputs import draw as draw_inputs

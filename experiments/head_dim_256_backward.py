@@ -44,9 +44,9 @@ from attention_kernels.profiles import fast_path
 from attention_kernels.testing import Shape, with_gradients
 from experiments.kit.cost import tflops
 from experiments.kit.mismatches import mismatches, together
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
-from stability.analysis.stated_tests import equal, every, mean_within, ratio_within
+from stability.analysis.stated_tests import StatedTest, equal, every, mean_within, ratio_within
 from stability.probe.inputs import draw as draw_inputs
 from stability.report.paper.style import GREY, log_axis, new_figure
 from stability.report.view.palette import OKABE_ITO

@@ -37,9 +37,9 @@ from experiments.kit.padded_llama import (
     register_unpadded,
 )
 from experiments.kit.plots import draw_series
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.rows import Row, by_seed, chosen
-from stability.analysis.stated_tests import mean_within
+from stability.analysis.stated_tests import StatedTest, mean_within
 from stability.report.paper.style import GREY, log_axis, new_figure
 
 SHORT = 3000

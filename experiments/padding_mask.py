@@ -40,9 +40,9 @@ from experiments.kit.padded_llama import (
     register_unpadded,
 )
 from experiments.kit.plots import draw_dots
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.rows import Row, by_seed, chosen
-from stability.analysis.stated_tests import equal, every
+from stability.analysis.stated_tests import StatedTest, equal, every
 from stability.report.paper.style import GREY, log_axis, new_figure
 
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}

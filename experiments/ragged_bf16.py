@@ -40,9 +40,9 @@ from attention_kernels.testing import error_budget
 from experiments.kit.planted_faults import last_key_skipped, scale_off
 from experiments.kit.plots import draw_dots, draw_series
 from experiments.kit.ragged_inputs import draw_ragged
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.rows import Row, by_seed, chosen
-from stability.analysis.stated_tests import equal, every, mean_within
+from stability.analysis.stated_tests import StatedTest, equal, every, mean_within
 from stability.report.paper.style import GREY, log_axis, new_figure
 
 FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -26,9 +26,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
-from stability.analysis.stated_tests import mean_within, ratio_within
+from stability.analysis.stated_tests import StatedTest, mean_within, ratio_within
 from stability.probe.inputs import draw as draw_inputs
 from stability.probe.microbenchmark import POINTS, Problem, waterfall
 from stability.report.paper.style import GREY, new_figure

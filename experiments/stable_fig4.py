@@ -31,9 +31,9 @@ from attention_kernels import (
 )
 from attention_kernels.testing import Shape
 from experiments.kit.plots import draw_dots, draw_series, rows_by
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
-from stability.analysis.stated_tests import equal, monotone, ratio_within
+from stability.analysis.stated_tests import StatedTest, equal, monotone, ratio_within
 from stability.metrics.deviation import deviation
 from stability.probe.inputs import draw as draw_inputs
 from stability.probe.microbenchmark import everywhere

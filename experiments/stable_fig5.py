@@ -24,10 +24,10 @@ from matplotlib.ticker import NullLocator, ScalarFormatter
 from attention_kernels import baseline_attention, flash_attention
 from attention_kernels.testing import Shape
 from experiments.kit.plots import draw_series, rows_by
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.rescales import rescales
 from experiments.kit.rows import by_seed
-from stability.analysis.stated_tests import mean_within, monotone
+from stability.analysis.stated_tests import StatedTest, mean_within, monotone
 from stability.metrics.deviation import deviation
 from stability.probe.inputs import draw as draw_inputs
 from stability.probe.microbenchmark import everywhere

@@ -29,9 +29,9 @@ from torch import Tensor
 from attention_kernels import baseline_attention, flash_attention
 from attention_kernels.testing import Shape
 from experiments.kit.plots import draw_series, rows_by
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
-from stability.analysis.stated_tests import equal, monotone, ratio_within
+from stability.analysis.stated_tests import StatedTest, equal, monotone, ratio_within
 from stability.probe.inputs import draw as draw_inputs
 from stability.probe.microbenchmark import everywhere
 from stability.report.paper.style import new_figure, print_styles

@@ -24,9 +24,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.kit.plots import draw_series, rows_by
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.study import KEPT, STABLE, at_step, drift_of_pairs, shipped_study
-from stability.analysis.stated_tests import equal, monotone, ratio_within
+from stability.analysis.stated_tests import StatedTest, equal, monotone, ratio_within
 from stability.report.paper.style import log_axis, new_figure
 
 FLASH = {"flash, all BF16": "flash_all_bf16", "flash, fa2": "flash_fa2"}

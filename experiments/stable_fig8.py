@@ -29,7 +29,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.kit.plots import draw_series, rows_by
-from experiments.kit.record import Findings, StatedTest
+from experiments.kit.record import Findings
 from experiments.kit.study import (
     KEPT,
     STABLE,
@@ -40,7 +40,7 @@ from experiments.kit.study import (
     shipped_study,
     slopes,
 )
-from stability.analysis.stated_tests import mean_within, monotone, ratio_within
+from stability.analysis.stated_tests import StatedTest, mean_within, monotone, ratio_within
 from stability.report.paper.style import log_axis, new_figure
 
 Rows = Sequence[Mapping[str, Any]]

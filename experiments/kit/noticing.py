@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from experiments.kit.injected_bias import Move, injected_bias
-from experiments.kit.record import StatedTest
 from experiments.kit.replay import Course, Recipe, train
 from experiments.kit.rows import first_notice
-from stability.analysis.stated_tests import equal, every, mean_within
+from stability.analysis.stated_tests import StatedTest, equal, every, mean_within
 from stability.records.metric_names import deviation_name, head_part, watch_name
 
 __all__ = [

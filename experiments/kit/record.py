@@ -9,27 +9,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from stability.analysis.stated_tests import StatedTest
 from stability.records.sealed_json import NON_FINITE, jsonable, read_sealed, write_sealed
 
 __all__ = [
     "ExperimentRecord",
     "Findings",
-    "StatedTest",
     "read_experiment",
     "write_experiment",
 ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StatedTest:
-    """One qualitative statement, how it came out, and the figures that decided it."""
-
-    statement: str
-    found: str
-    """The deciding figures in words: an estimate, its interval, the number of seeds."""
-    holds: bool
-    control: bool = False
-    """Not published: checks the instrument, or shows where a disagreement comes from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

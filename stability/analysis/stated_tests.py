@@ -1,20 +1,34 @@
-"""Decides qualitative statements (larger, monotone, equal) over seeds, never by eye.
+"""Decides qualitative statements (larger, monotone, equal) by an interval over seeds, not by eye.
 
-Each function takes figures by seed, forms the interval of `intervals`, and returns a `StatedTest`
-whose statement holds only if the whole interval lies where the statement says. Leaves out how the
-figures were measured.
+Each function takes one figure per seed, forms the interval of `intervals`, and returns a
+`StatedTest`. Its statement holds only if the whole interval lies where the statement says, so a
+difference that another seed could reverse never counts. How the figures were measured is the
+caller's matter.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from experiments.kit.record import StatedTest
 from stability.analysis.intervals import Interval, mean_interval, paired_interval
 
-__all__ = ["BySeed", "equal", "every", "mean_within", "monotone", "ratio_within"]
+__all__ = ["BySeed", "StatedTest", "equal", "every", "mean_within", "monotone", "ratio_within"]
 
 BySeed = Mapping[int, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatedTest:
+    """One qualitative statement, whether it holds, and the figures that decided it."""
+
+    statement: str
+    found: str
+    """The deciding figures in words: an estimate, its interval, the number of seeds."""
+    holds: bool
+    control: bool = False
+    """True for a statement that nobody published: it checks the instrument, or shows where a
+    disagreement comes from."""
 
 
 def ratio_within(

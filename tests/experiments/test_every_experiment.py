@@ -26,12 +26,9 @@ def _described(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_experiment_is_described_sized_short_and_runs_by_itself(name):
+def test_experiment_is_described_sized_short_and_says_its_command(name):
     text = (FOLDER / f"{name}.py").read_text()
-    last = (
-        f'if __name__ == "__main__":\n    sys.exit(main(["experiment", "{name}", *sys.argv[1:]]))'
-    )
-    assert text.rstrip().endswith(last)
+    assert f"    stability experiment {name} [--size cpu|gpu]\n" in text
     assert len(text.splitlines()) <= MOST_LINES
     sections = _described(name).sections
     for section, most in MOST_LETTERS.items():

@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from experiments.kit.page import BEGIN, END, SECTIONS, described, filled_in
-from experiments.kit.record import ExperimentRecord, StatedTest
+from experiments.kit.record import ExperimentRecord
+from stability.analysis.stated_tests import StatedTest
 
 DOCSTRING = """Toy numbers fall.
 

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from experiments.kit.page import Described, print_experiment, print_experiments
-from experiments.kit.record import ExperimentRecord, StatedTest
+from experiments.kit.record import ExperimentRecord
+from stability.analysis.stated_tests import StatedTest
 
 TOY = Described(
     name="toy",
