@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from stability.analysis.study_records import read_study
-from stability.metrics.deviation import ULP_EDGES
 from stability.metrics.drift import DRIFT_METRICS
+from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import Event, log_event
 from stability.records.manifest import Manifest, environment, write_manifest
 from stability.records.metric_log import MetricLog

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from lightning.pytorch.loggers import Logger
 
-from stability.metrics.deviation import ULP_EDGES
 from stability.metrics.instability import crossings
+from stability.metrics.ulp import ULP_EDGES
 from stability.probe.measurements import Reading
 from stability.records.events import Event
 from stability.tracking.alerts import alert_event, emit, log_counts

@@ -34,9 +34,8 @@ from attention_kernels.numerics import BackwardNumerics, ForwardNumerics
 from attention_kernels.testing import Shape
 from stability.config.convert import nearest
 from stability.metrics.deviation import (
-    DEVIATION_METRICS,
     GOLDEN_METRICS,
-    deviation_tensor,
+    deviation,
     golden_tensor,
 )
 from stability.probe.inputs import Inputs, draw
@@ -184,8 +183,7 @@ def compare(attention: Any, inputs: Inputs, backward: bool, **options: Any) -> d
 
 def _figures(what: str, candidate: Tensor, plain: Tensor, exact: Tensor, format: str) -> Figures:
     def against(x: Tensor, reference: Tensor) -> dict[str, float]:
-        values = deviation_tensor(x.double(), reference.double(), output_format=format)
-        return dict(zip(DEVIATION_METRICS, values.tolist(), strict=True))
+        return deviation(x.double(), reference.double(), output_format=format)
 
     golden = golden_tensor(candidate, plain, exact).tolist()
     return Figures(

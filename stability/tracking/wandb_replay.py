@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stability.metrics.deviation import ULP_EDGES
+from stability.metrics.ulp import ULP_EDGES
 from stability.metrics.weight_counts import WEIGHT_EDGES
 from stability.records.events import read_events
 from stability.records.metric_log import read_lines

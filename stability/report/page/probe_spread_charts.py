@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from stability.analysis.layer_tables import LayerTable
 from stability.analysis.probe_records import Observed
-from stability.metrics.deviation import ULP_EDGES
+from stability.metrics.ulp import ULP_EDGES
 from stability.records.metric_names import ULP_HISTOGRAM, deviation_name
 from stability.report.page.chart import Chart, Section, choices_of, make_figure
 from stability.report.page.deviation_charts import DEVIATION_METRICS, layer_lines

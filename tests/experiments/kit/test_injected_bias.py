@@ -5,7 +5,7 @@ import torch
 
 from attention_kernels import golden_attention
 from experiments.kit.injected_bias import injected_bias
-from stability.metrics.ulp import signed_ulp_error
+from tests.stability.metrics.floored_ulps import signed_ulp_error
 
 
 def _qkv(dtype=torch.bfloat16):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from stability import ShadowCallback
-from stability.metrics.deviation import ULP_EDGES
+from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import read_events
 from stability.records.metric_log import MetricLog, read_counts, read_metrics
 from stability.tracking.records_logger import RecordsLogger

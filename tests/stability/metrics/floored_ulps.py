@@ -1,7 +1,9 @@
-"""Errors in ULPs at max(|reference|, RMS / 16), written plainly with numpy."""
+"""Errors in ULPs, written plainly: at the reference, and at max(|reference|, RMS / 16)."""
 
 import numpy as np
 from torch import Tensor
+
+from stability.metrics.ulp import ulp_size
 
 _MANTISSA_BITS_AND_LEAST_EXPONENT = {
     "bf16": (7, -126),
@@ -9,6 +11,11 @@ _MANTISSA_BITS_AND_LEAST_EXPONENT = {
     "fp32": (23, -126),
     "fp64": (52, -1022),
 }
+
+
+def signed_ulp_error(x: Tensor, reference: Tensor, format: str) -> Tensor:
+    """Return (x - reference) in ULPs of `format` at the reference, however small it is."""
+    return (x.detach().double() - reference.detach().double()) / ulp_size(reference, format)
 
 
 def floored_ulps(x: Tensor, reference: Tensor, format: str) -> np.ndarray:

@@ -13,12 +13,12 @@ from stability.metrics.deviation import (
     DEVIATION_METRICS,
     GOLDEN_METRICS,
     PART_METRICS,
-    ULP_EDGES,
     compare,
     deviation,
     golden_tensor,
     position_ranges,
 )
+from stability.metrics.ulp import ULP_EDGES
 from tests.stability.metrics.floored_ulps import bias_and_error, floored_ulps
 
 MODULE = sys.modules["stability.metrics.deviation"]  # the package has a function of that name

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from stability.metrics.deviation import (
     DEVIATION_METRICS,
     GOLDEN_METRICS,
+    compare,
     deviation,
-    deviation_tensor,
     golden_tensor,
 )
 
@@ -122,7 +122,7 @@ def test_error_ratio_is_flash_attns_measure():
 
 def test_other_shapes_are_refused():
     with pytest.raises(ValueError, match=r"one shape and hold values, got \(2, 3\), \(3, 2\)"):
-        deviation_tensor(torch.zeros(2, 3), torch.zeros(3, 2), output_format="fp32")
+        deviation(torch.zeros(2, 3), torch.zeros(3, 2), output_format="fp32")
 
 
 def test_ulps_are_of_the_dtype_of_x_unless_a_format_is_named():
@@ -166,7 +166,7 @@ def test_one_nan_does_not_blank_the_measures_against_the_golden():
 def test_nothing_waits_for_the_device_or_branches_on_a_value():
     x = torch.empty(2, 3, 4, device="meta")  # holds no values: reading one raises
     valid = torch.empty(2, 1, dtype=torch.bool, device="meta")
-    row = deviation_tensor(x, x, output_format="bf16", valid=valid)
+    row = compare(x, x, output_format="bf16", valid=valid).layer
     assert (row.device.type, row.dtype, row.shape) == ("meta", torch.float64, (12,))
     assert golden_tensor(x, x, x).shape == (3,)
 

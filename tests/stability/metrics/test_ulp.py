@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.formats import FORMATS
-from stability.metrics.ulp import signed_ulp_error, ulp_distance, ulp_size
+from stability.metrics.ulp import ulp_size
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
@@ -28,27 +28,6 @@ def test_ulp_size_of_fp32_is_nextafters(value):
     above = torch.nextafter(x, torch.tensor(torch.inf))
     if torch.isfinite(above):
         assert float(ulp_size(x, "fp32")) == float(above.double() - x.double())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_ulp_distance_counts_values_across_zero(dtype):
-    tiny = torch.nextafter(torch.zeros((), dtype=dtype), torch.ones((), dtype=dtype))
-    a = torch.stack([tiny, -tiny, 0 * tiny, tiny])
-    b = torch.stack([-tiny, -0.0 * tiny, -0.0 * tiny, tiny])
-    assert ulp_distance(a, b).tolist() == [2, 1, 0, 0]
-
-
-def test_signed_error_is_positive_when_x_is_larger():
-    reference = torch.tensor([1.0, -1.0])
-    x = reference + 0.25 * 2.0**-7
-    assert signed_ulp_error(x, reference, "bf16").tolist() == [0.25, 0.25]
-
-
-def test_mixed_dtypes_are_refused():
-    with pytest.raises(
-        ValueError, match=r"one floating dtype, got torch.float32 and torch.float64"
-    ):
-        ulp_distance(torch.zeros(1), torch.zeros(1, dtype=torch.float64))
 
 
 @settings(deadline=None, max_examples=200)
@@ -74,13 +53,3 @@ def test_what_is_no_number_has_no_spacing():
 def test_an_unknown_format_is_refused():
     with pytest.raises(ValueError, match=r"got 'bf61'; nearest: .*bf16"):
         ulp_size(torch.ones(1), "bf61")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_nan_and_what_int64_cannot_count_are_as_far_as_can_be(dtype):
-    nan, one = torch.full((2,), math.nan, dtype=dtype), torch.ones(2, dtype=dtype)
-    far = torch.iinfo(torch.int64).max
-    assert ulp_distance(nan, one).tolist() == ulp_distance(nan, nan).tolist() == [far] * 2
-    largest = torch.full((1,), torch.finfo(torch.float64).max, dtype=torch.float64)
-    assert ulp_distance(largest, -largest).tolist() == [far]
-    assert ulp_distance(largest, largest).tolist() == [0]

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from stability.analysis.study_records import read_study
-from stability.metrics.deviation import ULP_EDGES
+from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import Event, log_event
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import (

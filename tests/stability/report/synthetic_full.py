@@ -6,7 +6,7 @@ watched figures and events.
 
 from pathlib import Path
 
-from stability.metrics.deviation import ULP_EDGES
+from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import Event, log_event
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import ULP_HISTOGRAM, deviation_name, drift_name, watch_name

@@ -3,7 +3,8 @@
 import random
 from pathlib import Path
 
-from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS, ULP_EDGES
+from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS
+from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import Event, log_event
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import ULP_HISTOGRAM, deviation_name, head_part, watch_name
