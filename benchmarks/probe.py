@@ -29,7 +29,7 @@ from stability.metrics.deviation import compare
 from stability.probe.schedule import Schedule
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
-from stability.study.assemble import assemble, load_data, make_trainer
+from stability.study.assemble import assemble, fit, load_data, make_trainer
 from stability.tracking.records_logger import RecordsLogger
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +167,7 @@ def trained(config: ArmConfig, steps: int) -> float:
         log = MetricLog(files.paths.metrics)
         trainer = make_trainer(config, files, [RecordsLogger(log)], parts.callbacks)
         start = time.perf_counter()
-        trainer.fit(parts.module, datamodule=data)
+        fit(trainer, parts, data)
         seconds = time.perf_counter() - start
         log.close()
     return seconds

@@ -1,19 +1,20 @@
-"""Keeps Lightning's tips and device lines out of what a study shows.
+"""The composition root: builds the model, attention, probe, data and Trainer that a config names.
 
-The composition root: the one place that binds names in a config to objects.
-
-Leaves out running them (`arm`) and every decision about files.
+This is the one place that binds names in a config to objects. It leaves out the course of a run
+(`train_run`) and every decision about files.
 """
 
 import logging
 import warnings
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 from attention_kernels.arithmetic import settle_vector_math
@@ -34,7 +35,27 @@ from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.study.checkpoints import CheckpointFiles
 
-__all__ = ["Parts", "assemble", "load_data", "make_trainer", "quieten_lightning", "resolve_device"]
+__all__ = [
+    "Parts",
+    "assemble",
+    "fit",
+    "load_data",
+    "make_trainer",
+    "quieten_lightning",
+    "resolve_device",
+]
+
+HARMLESS_WARNINGS = (
+    # a resumed run finds its checkpoints there
+    r"Checkpoint directory .* is not empty",
+    # a resumed run may have been moved with its folder
+    r"The dirpath has changed",
+    # a loss scaler may skip the very first update
+    r"Detected call of `lr_scheduler.step",
+    # Lightning 2.6.6 looks for `srun` when a fit starts, whatever the environment that it was given
+    # (pytorch/trainer/connectors/checkpoint_connector.py)
+    r"The `srun` command is available",
+)
 
 
 def quieten_lightning() -> None:
@@ -211,11 +232,13 @@ def make_trainer(
     device = resolve_device(config)
     plugins = precision_plugins(config.precision, device)
     native: Any = None if plugins else config.precision
+    # a run has one device; left to itself, Lightning takes the tasks of a Slurm job for its ranks
+    environment = LightningEnvironment()
     return Trainer(
         accelerator=device.type,
         devices=1,
         precision=native,
-        plugins=[CheckpointFiles(files, config.train.keep_checkpoints), *plugins],
+        plugins=[environment, CheckpointFiles(files, config.train.keep_checkpoints), *plugins],
         max_steps=last_step or config.train.steps,
         gradient_clip_val=config.train.grad_clip,
         deterministic=True,
@@ -229,3 +252,13 @@ def make_trainer(
         use_distributed_sampler=False,
         **config.train.trainer,
     )
+
+
+def fit(
+    trainer: Trainer, parts: Parts, data: TextDataModule, checkpoint: Path | None = None
+) -> None:
+    """Train until the Trainer's last step, from `checkpoint` if there is one."""
+    with warnings.catch_warnings():
+        for message in HARMLESS_WARNINGS:
+            warnings.filterwarnings("ignore", message, UserWarning)
+        trainer.fit(parts.module, datamodule=data, ckpt_path=checkpoint, weights_only=True)

@@ -18,7 +18,7 @@ from stability.config.schema import ArmConfig, ProbeConfig, WatchConfig
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
-from stability.study.assemble import assemble, load_data, make_trainer
+from stability.study.assemble import assemble, fit, load_data, make_trainer
 from stability.tracking.records_logger import RecordsLogger
 
 __all__ = ["OBSERVER_STEPS", "ObserverCheck", "ObserverError", "check_observer"]
@@ -88,7 +88,7 @@ def _trained(config: ArmConfig, steps: int) -> str:
             callbacks += [TrainingLog(1), BatchHash(log), SnapshotWriter(parts.model, files, [1])]
         try:
             trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks)
-            trainer.fit(parts.module, datamodule=data)
+            fit(trainer, parts, data)
         finally:
             log.close()
     return hash_state(parts.model.state_dict())

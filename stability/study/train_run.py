@@ -3,7 +3,6 @@
 Leaves out the order of runs (`runner`) and how anything is displayed.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import RunFiles
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
-from stability.study.assemble import Parts, assemble, load_data, make_trainer
+from stability.study.assemble import Parts, assemble, fit, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
 from stability.study.contract import ContractError, check_batches, check_start
 from stability.study.observer_gate import ObserverError
@@ -176,16 +175,8 @@ def _fit(
     failed = True
     trainer = make_trainer(config, files, loggers, callbacks, run.last_step)
     try:
-        with warnings.catch_warnings():
-            # a run that goes on has checkpoints there already
-            warnings.filterwarnings("ignore", r"Checkpoint directory .* is not empty", UserWarning)
-            # or had, before its folder was moved
-            warnings.filterwarnings("ignore", r"The dirpath has changed", UserWarning)
-            # a loss scaler may leave out the very first update
-            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step", UserWarning)
-            checkpoint = run.paths.checkpoint(start) if start else None
-            trainer.fit(parts.module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-            failed = False
+        fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
+        failed = False
     finally:
         log.close()
         if wandb:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from stability.records.metric_log import MetricLog, read_metrics
 from stability.tracking.records_logger import RecordsLogger
@@ -24,6 +25,7 @@ def run_fit(folder, module, callbacks, steps, checkpoint=None, **keywords):
     log = MetricLog(folder / "metrics.jsonl")
     trainer = Trainer(
         accelerator="cpu",
+        plugins=[LightningEnvironment()],
         max_steps=steps,
         logger=[RecordsLogger(log)],
         callbacks=callbacks,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -57,6 +58,7 @@ def _fit(
     log = MetricLog(folder / "metrics.jsonl")
     trainer = Trainer(
         accelerator="cpu",
+        plugins=[LightningEnvironment()],
         max_steps=steps,
         precision=precision,
         accumulate_grad_batches=accumulate,
@@ -126,6 +128,7 @@ def test_a_threshold_that_is_crossed_is_one_alert(tmp_path):
     log = MetricLog(tmp_path / "metrics.jsonl")
     trainer = Trainer(
         accelerator="cpu",
+        plugins=[LightningEnvironment()],
         max_steps=3,
         callbacks=[ShadowCallback(inside=True, golden=False, backward=False)],
         logger=[RecordsLogger(log)],

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
 from stability.callbacks.training_log import TrainingLog
@@ -41,6 +42,7 @@ def test_loss_is_the_mean_of_the_micro_batches(tmp_path, accumulate, every, step
     log = MetricLog(tmp_path / "metrics.jsonl")
     trainer = Trainer(
         accelerator="cpu",
+        plugins=[LightningEnvironment()],
         max_steps=4,
         accumulate_grad_batches=accumulate,
         callbacks=[TrainingLog(every)],

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.nn import functional as F
 
 from stability.config.schema import DataConfig, ModelConfig, OptimizerConfig
@@ -70,6 +71,7 @@ def _fit(data, *, stop=None, save=None, resume=None, accumulate=1):
     watch = _Watch(save)
     trainer = Trainer(
         accelerator="cpu",
+        plugins=[LightningEnvironment()],
         devices=1,
         max_steps=stop or data.steps,
         accumulate_grad_batches=accumulate,
