@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from stability.records.metric_log import MetricLog, read_metrics
 from stability.tracking.records_logger import RecordsLogger

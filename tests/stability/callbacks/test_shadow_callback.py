@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 

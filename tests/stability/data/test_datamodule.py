@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.nn import functional as F
 
 from stability.config.schema import DataConfig, ModelConfig, OptimizerConfig
