@@ -107,8 +107,20 @@ def test_importing_the_packages_is_light():
         "import sys, stability\n"
         "heavy = {'torch', 'lightning', 'wandb', 'triton', 'datasets', 'plotly'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        "import attention_kernels\n"
+        "from attention_kernels import flash_attention\n"
         "assert not (heavy - {'torch'}) & set(sys.modules)\n"
+        "print('light')\n"
+    )
+    assert done.stdout.strip() == "light", done.stderr
+
+
+def test_names_in_a_study_are_checked_without_torch():
+    done = _fresh(
+        "import sys\n"
+        "import attention_kernels.formats, attention_kernels.numerics, attention_kernels.profiles\n"
+        "from attention_kernels import PROFILES, BaselineNumerics, FlashNumerics, Format\n"
+        "PROFILES['fa2'].with_(block_k=32, probabilities='e5m8').to_dict()\n"
+        "assert not {'torch', 'numpy', 'triton'} & set(sys.modules)\n"
         "print('light')\n"
     )
     assert done.stdout.strip() == "light", done.stderr
@@ -118,4 +130,4 @@ def test_importing_the_packages_is_light():
 def test_twin_casts_only_through_round_to(name):
     source = (ROOT / "kernels" / "attention_kernels" / "twin" / f"{name}.py").read_text()
     narrow = re.findall(r"float16|bfloat16|\.half\(|\.bfloat16\(", source)
-    assert not narrow, "a rounding point must go through formats.round_to"
+    assert not narrow, "a rounding point must go through rounding.round_to"

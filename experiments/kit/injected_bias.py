@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attention_kernels import flash_attention, round_to
-from attention_kernels.choices import input_format
+from attention_kernels.formats import input_format
 from stability.metrics.ulp import ulp_size
 from stability.probe.registry import ResolvedAttention
 

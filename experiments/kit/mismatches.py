@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import round_to
-from attention_kernels.choices import input_format
+from attention_kernels.formats import input_format
 from attention_kernels.testing import error_budget
 
 __all__ = ["Mismatches", "mismatches", "together"]

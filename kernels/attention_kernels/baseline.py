@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attention_kernels.arithmetic import ieee_arithmetic
-from attention_kernels.choices import input_format
-from attention_kernels.formats import format_named, round_into, round_to
+from attention_kernels.formats import format_named, input_format
 from attention_kernels.masks import Mask, Sequence
 from attention_kernels.numerics import BaselineNumerics
+from attention_kernels.rounding import round_into, round_to
 
 __all__ = ["attend"]
 

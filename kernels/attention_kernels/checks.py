@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_kernels.formats import INPUT_DTYPES
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
+from attention_kernels.rounding import INPUT_DTYPES
 
 __all__ = [
     "ENGINES",

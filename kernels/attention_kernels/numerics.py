@@ -1,39 +1,34 @@
-"""Everything that decides the bits of a flash attention call, as one frozen value.
+"""Everything that decides the bits of an attention call, as one frozen value.
 
-`FlashNumerics` names a format for each rounding point of the flash recurrence, forward and
+`FlashNumerics` says it for the flash recurrence: a format for each rounding point, forward and
 backward, how its softmax is stabilised, the tiles and their order, how narrow operands are scaled,
-and what the arithmetic between the points is; the twin and the Triton kernel execute the same
-object. A format is a name that `formats.format_named` knows, or "input": the dtype of q. Leaves out
-the arithmetic itself (`twin_*`, `triton_*`), attention without tiles (`baseline_numerics`) and the
-named values (`profiles`).
+and what the arithmetic between the points is. The twin and the Triton kernels execute the same
+object. `BaselineNumerics` says it for attention that holds the whole score matrix; its defaults are
+eager PyTorch in the dtype of q. A format is a name that `formats.format_named` knows, or "input":
+the format of q's dtype.
 
 Between rounding points values live in the work format: FP32 if it holds every named format, else
-FP64.
+FP64. Large libraries fix their intermediate formats in the code of each kernel (Triton's tutorial
+06 narrows P and dS to FP16 whatever the inputs are) or behind an environment variable. Then no
+record of a run says what was computed. Here every format is a field, so it is in the manifest and
+in the hash of a run.
 
-Everything that decides the bits of attention that holds the whole score matrix.
-
-One frozen `BaselineNumerics`; formats are named as in `numerics`. The defaults are eager PyTorch in
-the dtype of q. Leaves out the arithmetic (`baseline`) and the named values (`profiles`).
+Leaves out the arithmetic itself (`twin`, `triton`, `baseline`) and the named values (`profiles`).
+Imports no torch, as `formats` does not.
 """
 
+import difflib
+import functools
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
+from attention_kernels.formats import FORMATS, ROUNDINGS, format_named, input_format
 
-from attention_kernels.choices import (
-    Written,
-    check_choice,
-    check_flag,
-    check_formats,
-    check_integer,
-    check_number,
-    resolved,
-    unknown_field,
-    work_dtype,
-)
-from attention_kernels.formats import ROUNDINGS, format_named
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Arithmetic",
@@ -74,7 +69,7 @@ class ForwardNumerics:
     """max + log(sum), as stored; the backward's P is recomputed from it."""
 
     def __post_init__(self) -> None:
-        check_formats(self)
+        _check_formats(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +90,7 @@ class BackwardNumerics:
     """dQ, dK and dV as returned; the heads of a group are added before."""
 
     def __post_init__(self) -> None:
-        check_formats(self)
+        _check_formats(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +105,9 @@ class Softmax:
     """Above 1: the factor on a positive block maximum that occurs more than once; 1 is off."""
 
     def __post_init__(self) -> None:
-        check_choice(self, "exp", EXPS)
-        check_number(self, "rescale_threshold", low=0.0)
-        check_number(self, "repeated_max_beta", low=1.0)
+        _check_choice(self, "exp", EXPS)
+        _check_number(self, "rescale_threshold", low=0.0)
+        _check_number(self, "repeated_max_beta", low=1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,11 +124,11 @@ class Tiling:
     """Parts of the keys that are attended apart and merged by their lse."""
 
     def __post_init__(self) -> None:
-        check_choice(self, "block_q", BLOCK_SIZES)
-        check_choice(self, "block_k", BLOCK_SIZES)
-        check_choice(self, "loop_order", LOOP_ORDERS)
-        check_choice(self, "key_order", KEY_ORDERS)
-        check_integer(self, "splits", low=1, high=256)
+        _check_choice(self, "block_q", BLOCK_SIZES)
+        _check_choice(self, "block_k", BLOCK_SIZES)
+        _check_choice(self, "loop_order", LOOP_ORDERS)
+        _check_choice(self, "key_order", KEY_ORDERS)
+        _check_integer(self, "splits", low=1, high=256)
         if self.loop_order == "key_outer" and self.splits > 1:
             raise ValueError(
                 f"Tiling: splits must be 1 with loop_order 'key_outer', got {self.splits}; "
@@ -152,8 +147,8 @@ class Scaling:
     """Rotate q and k by the same random-sign Hadamard matrix, which spreads outliers."""
 
     def __post_init__(self) -> None:
-        check_choice(self, "scaling", SCALINGS)
-        check_flag(self, "incoherent")
+        _check_choice(self, "scaling", SCALINGS)
+        _check_flag(self, "incoherent")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,14 +165,44 @@ class Arithmetic:
     """Let the compiler contract a multiply and an add; the Triton engine alone can."""
 
     def __post_init__(self) -> None:
-        check_choice(self, "rounding", ROUNDINGS)
-        check_integer(self, "seed", low=0, high=2**32 - 1)
-        check_choice(self, "dot", DOTS)
-        check_flag(self, "fp_fusion")
+        _check_choice(self, "rounding", ROUNDINGS)
+        _check_integer(self, "seed", low=0, high=2**32 - 1)
+        _check_choice(self, "dot", DOTS)
+        _check_flag(self, "fp_fusion")
+
+
+class _Numerics:
+    """Base of both numerics: the text that carries them, and the format between rounding points.
+
+    Operators of torch take strings, and `torch.compile` compares strings by value. Frozen
+    dataclasses it does not compare at all (torch 2.11), or by an identity that the next object can
+    inherit from one that is gone.
+    """
+
+    text: str
+    """The fields by name, as JSON."""
+
+    def _write(self, values: dict[str, Any]) -> None:
+        object.__setattr__(self, "text", json.dumps(values))
+
+    def _formats(self) -> Iterable[str]:
+        raise NotImplementedError
+
+    @functools.cached_property
+    def work_format(self) -> str:
+        """FP32 if it holds every named format, else FP64; read it of resolved numerics."""
+        narrow = all(format_named(name).fits(FORMATS["fp32"]) for name in self._formats())
+        return "fp32" if narrow else "fp64"
+
+    def work_dtype(self) -> "torch.dtype":
+        """Return the dtype of `work_format`."""
+        import torch  # heavy, and nothing else here needs it
+
+        return torch.float64 if self.work_format == "fp64" else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlashNumerics(Written):
+class FlashNumerics(_Numerics):
     """The numerics of one flash attention, forward and backward."""
 
     forward: ForwardNumerics = field(default_factory=ForwardNumerics)
@@ -215,31 +240,30 @@ class FlashNumerics(Written):
         by_group: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             if name not in owner:
-                raise unknown_field("FlashNumerics.with_", name, owner)
+                raise _unknown_field("FlashNumerics.with_", name, owner)
             by_group.setdefault(owner[name], {})[name] = value
         return replace(self, **{g: replace(groups[g], **new) for g, new in by_group.items()})
 
-    def resolve(self, dtype: torch.dtype) -> Self:
+    def resolve(self, dtype: "torch.dtype") -> Self:
         """Return a copy in which "input" is replaced by the format of `dtype`.
 
         ValueError if what it then says contradicts itself.
         """
         numerics = replace(
             self,
-            forward=resolved(self.forward, dtype),
-            backward=resolved(self.backward, dtype),
+            forward=_resolved(self.forward, dtype),
+            backward=_resolved(self.backward, dtype),
         )
         dot = self.arithmetic.dot
-        if dot != "ieee" and numerics.work_dtype() == torch.float64:
+        if dot != "ieee" and numerics.work_format == "fp64":
             raise ValueError(
                 f"FlashNumerics: dot must be 'ieee' where the work format is FP64, got {dot!r}; "
                 "name no format wider than FP32"
             )
         return numerics
 
-    def work_dtype(self) -> torch.dtype:
-        """Dtype of the arithmetic between rounding points; call on resolved numerics."""
-        return work_dtype([*asdict(self.forward).values(), *asdict(self.backward).values()])
+    def _formats(self) -> Iterable[str]:
+        return (*asdict(self.forward).values(), *asdict(self.backward).values())
 
     def probability_scale(self) -> float:
         """Power of two that P is multiplied by before it is rounded; call on resolved numerics.
@@ -270,7 +294,7 @@ _CHOICES = ("scale_order", "softmax_rounding", "scaling")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaselineNumerics(Written):
+class BaselineNumerics(_Numerics):
     """Formats at the rounding points, in the order they occur, and how they are applied.
 
     Gradients are rounded to the same formats on the way back, but not at `operands` and
@@ -300,10 +324,10 @@ class BaselineNumerics(Written):
     5 exponent bits needs neither, and gets none."""
 
     def __post_init__(self) -> None:
-        check_formats(self, *_CHOICES)
-        check_choice(self, "scale_order", SCALE_ORDERS)
-        check_choice(self, "softmax_rounding", SOFTMAX_ROUNDINGS)
-        check_choice(self, "scaling", BASELINE_SCALINGS)
+        _check_formats(self, *_CHOICES)
+        _check_choice(self, "scale_order", SCALE_ORDERS)
+        _check_choice(self, "softmax_rounding", SOFTMAX_ROUNDINGS)
+        _check_choice(self, "scaling", BASELINE_SCALINGS)
         self._write(self.to_dict())
 
     def with_(self, **changes: Any) -> Self:
@@ -311,17 +335,82 @@ class BaselineNumerics(Written):
         allowed = [f.name for f in fields(self)]
         for name in changes:
             if name not in allowed:
-                raise unknown_field("BaselineNumerics.with_", name, allowed)
+                raise _unknown_field("BaselineNumerics.with_", name, allowed)
         return replace(self, **changes)
 
-    def resolve(self, dtype: torch.dtype) -> Self:
+    def resolve(self, dtype: "torch.dtype") -> Self:
         """Return a copy in which "input" is replaced by the format of `dtype`."""
-        return resolved(self, dtype)
+        return _resolved(self, dtype)
 
-    def work_dtype(self) -> torch.dtype:
-        """Dtype of the arithmetic between rounding points; call on resolved numerics."""
-        return work_dtype(v for name, v in self.to_dict().items() if name not in _CHOICES)
+    def _formats(self) -> Iterable[str]:
+        return (value for name, value in self.to_dict().items() if name not in _CHOICES)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name: what a manifest stores."""
         return asdict(self)
+
+
+def _check_formats(group: Any, *others: str) -> None:
+    """Raise ValueError unless every field of `group` but `others` names a format or is "input"."""
+    for point in fields(group):
+        name = getattr(group, point.name)
+        if point.name in others or name == "input":
+            continue
+        try:
+            format_named(name)
+        except (ValueError, TypeError) as error:
+            allowed = ["input", *FORMATS]
+            near = difflib.get_close_matches(str(name), allowed, n=3, cutoff=0.4) or allowed
+            raise ValueError(
+                f"{type(group).__name__}: {point.name} must be a format, got {name!r}; "
+                f"nearest: {', '.join(near)}"
+            ) from error
+
+
+def _check_choice(group: Any, name: str, allowed: tuple[Any, ...]) -> None:
+    """Raise ValueError unless the field is one of `allowed`."""
+    value = getattr(group, name)
+    if isinstance(value, bool) or value not in allowed:
+        listed = allowed if isinstance(allowed[0], int) else ", ".join(allowed)
+        raise ValueError(f"{type(group).__name__}: {name} must be one of {listed}, got {value!r}")
+
+
+def _check_flag(group: Any, name: str) -> None:
+    """Raise ValueError unless the field is true or false."""
+    value = getattr(group, name)
+    if not isinstance(value, bool):
+        raise ValueError(f"{type(group).__name__}: {name} must be true or false, got {value!r}")
+
+
+def _check_number(group: Any, name: str, *, low: float) -> None:
+    """Raise ValueError unless the field is a finite number of at least `low`."""
+    value = getattr(group, name)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and value >= low):
+        raise ValueError(
+            f"{type(group).__name__}: {name} must be a finite number of at least {low:g}, "
+            f"got {value!r}"
+        )
+
+
+def _check_integer(group: Any, name: str, *, low: int, high: int) -> None:
+    """Raise ValueError unless the field is an integer from `low` to `high`."""
+    value = getattr(group, name)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(
+            f"{type(group).__name__}: {name} must be an integer from {low} to {high}, got {value!r}"
+        )
+
+
+def _unknown_field(function: str, name: str, allowed: Iterable[str]) -> ValueError:
+    """Return the error that says there is no such field, with the nearest ones."""
+    allowed = list(allowed)
+    near = difflib.get_close_matches(name, allowed, n=3, cutoff=0.4) or allowed
+    return ValueError(f"{function}: no field {name!r}; nearest: {', '.join(near)}")
+
+
+def _resolved(group: Any, dtype: "torch.dtype") -> Any:
+    """Return a copy of `group` in which "input" is replaced by the format of `dtype`."""
+    name = input_format(dtype)
+    changes = {f.name: name for f in fields(group) if getattr(group, f.name) == "input"}
+    return replace(group, **changes)

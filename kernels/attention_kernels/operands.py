@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention_kernels.choices import input_format
-from attention_kernels.formats import FORMATS, Format, format_named, round_to
+from attention_kernels.formats import FORMATS, Format, format_named, input_format
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.random_bits import bits_at
+from attention_kernels.rounding import DTYPES, round_to
 
 __all__ = ["Operand", "prepare", "rotate_back"]
 
@@ -66,7 +66,7 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
             scales = scales.expand(*scales.shape[:2], math.ceil(x.shape[2] / block))
     bits = _bits(values, name, numerics.arithmetic.seed) if rounding == "stochastic" else None
     values = round_to(values, target, rounding, bits=bits)
-    return Operand(values.to(target.container), scales)
+    return Operand(values.to(DTYPES[target.container]), scales)
 
 
 def rotate_back(dx: Tensor, numerics: FlashNumerics) -> Tensor:

@@ -26,10 +26,10 @@ from torch import Tensor
 from attention_kernels import baseline, golden
 from attention_kernels.arithmetic import ieee_arithmetic, settle_vector_math
 from attention_kernels.checks import check_mask_values
-from attention_kernels.choices import input_format
-from attention_kernels.formats import FORMATS, format_named, round_into
+from attention_kernels.formats import FORMATS, format_named, input_format
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import BaselineNumerics, FlashNumerics
+from attention_kernels.rounding import round_into
 from attention_kernels.twin import backward as twin_backward
 from attention_kernels.twin import forward as twin_forward
 

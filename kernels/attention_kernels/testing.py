@@ -14,8 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from attention_kernels.choices import input_format
-from attention_kernels.formats import FORMATS
+from attention_kernels.formats import FORMATS, input_format
 
 __all__ = [
     "HARD_SHAPES",

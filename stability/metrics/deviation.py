@@ -27,9 +27,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from attention_kernels.choices import input_format
-from attention_kernels.formats import Format, format_named
-from stability.metrics.ulp import EXPONENT_BINS, count_by_exponent, merge_into_edges, to_ulps_
+from attention_kernels.formats import Format, format_named, input_format
+from stability.metrics.ulp import EXPONENT_BINS, count_by_exponent, merge_into_edges, to_ulps
 
 __all__ = [
     "DEVIATION_METRICS",

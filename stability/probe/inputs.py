@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attention_kernels import round_to
-from attention_kernels.formats import FORMATS, INPUT_DTYPES, format_named
+from attention_kernels.formats import FORMATS, format_named
+from attention_kernels.rounding import INPUT_DTYPES
 from attention_kernels.testing import Shape
 
 __all__ = ["DISTRIBUTIONS", "Inputs", "carrier_of", "draw", "on_grid", "read"]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attention_kernels.choices import input_format
+from attention_kernels.formats import input_format
 from stability.config.plugins import METRICS, plugins
 from stability.config.schema import ProbeConfig
 from stability.metrics.deviation import (

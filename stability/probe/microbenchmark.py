@@ -29,8 +29,8 @@ from attention_kernels import (
     flash_attention,
     golden_attention,
 )
-from attention_kernels.formats import INPUT_DTYPES
 from attention_kernels.numerics import BackwardNumerics, ForwardNumerics
+from attention_kernels.rounding import INPUT_DTYPES
 from attention_kernels.testing import Shape
 from stability.config.convert import nearest
 from stability.metrics.deviation import (

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention_kernels.choices import input_format
-from attention_kernels.formats import ROUNDINGS
+from attention_kernels.formats import ROUNDINGS, input_format
 from attention_kernels.numerics import (
     DOTS,
     EXPS,

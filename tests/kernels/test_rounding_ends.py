@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from attention_kernels.formats import FORMATS, ROUNDINGS, format_named, round_into, round_to
+from attention_kernels.formats import FORMATS, ROUNDINGS, format_named
 from attention_kernels.random_bits import bits_at
+from attention_kernels.rounding import round_into, round_to
 
 CARRIERS = [torch.float32, torch.float64]
 INF, NAN = math.inf, math.nan

@@ -30,11 +30,11 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, KernelInterface
 
-from attention_kernels.formats import round_to
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import Operand, prepare, rotate_back
 from attention_kernels.random_bits import bits_at
+from attention_kernels.rounding import round_to
 from attention_kernels.triton.arguments import (
     Constants,
     constants_of,

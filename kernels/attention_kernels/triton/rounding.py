@@ -19,6 +19,7 @@ narrowed.
 """
 
 import struct
+from dataclasses import replace
 
 import triton
 import triton.language as tl
@@ -64,15 +65,14 @@ def _bits(value: float, width: int) -> int:
 def _hardware_cast(target: Format, width: int) -> str:
     """Name the dtype whose cast, to nearest even, is the rounding to `target`; "" if none is."""
     casts = ("fp32",) if width == 64 else ("fp16", "bf16")
-    return next((name for name in casts if target.dtype == FORMATS[name].dtype), "")
+    return next((name for name in casts if target == replace(FORMATS[name], name=target.name)), "")
 
 
 class _Container:
     """The name of the dtype that holds a format as an operand of a dot."""
 
     def __init__(self, name: str) -> None:
-        dtype = format_named(name).container
-        self.name = next(name for name, format in FORMATS.items() if format.dtype == dtype)
+        self.name = format_named(name).container
 
 
 @triton.constexpr_function

@@ -29,11 +29,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention_kernels.formats import round_to
 from attention_kernels.masks import Sequence
 from attention_kernels.numerics import FlashNumerics, Softmax, Tiling
 from attention_kernels.operands import Operand, prepare
 from attention_kernels.random_bits import bits_at
+from attention_kernels.rounding import round_to
 
 __all__ = [
     "Flat",

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from attention_kernels.formats import ROUNDINGS
-from attention_kernels.formats import round_to as round_tensor
 from attention_kernels.random_bits import bits_at
+from attention_kernels.rounding import round_to as round_tensor
 from attention_kernels.triton import launch as triton_interpret
 from attention_kernels.triton.rounding import dot, exponential, random_bits, round_to, tanh
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_kernels.formats import INPUT_DTYPES
+from attention_kernels.rounding import INPUT_DTYPES
 from stability.metrics.deviation import (
     DEVIATION_METRICS,
     GOLDEN_METRICS,

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.formats import FORMATS
+from attention_kernels.rounding import DTYPES
 from stability.metrics.ulp import ulp_size
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_ulp_size_is_the_gap_to_the_next_value_for_every_pattern(name):
-    dtype = FORMATS[name].dtype
+    dtype = DTYPES[name]
     patterns = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     values = patterns[torch.isfinite(patterns)]
     gaps = values[1:].double() - values[:-1].double()

@@ -7,6 +7,7 @@ import torch
 
 from attention_kernels import round_to
 from attention_kernels.formats import FORMATS, format_named
+from attention_kernels.rounding import DTYPES
 from stability.analysis.intervals import paired_interval
 from stability.analysis.ladder import build_ladder
 from stability.config.load import load_study
@@ -135,9 +136,7 @@ def test_emulated_is_native_where_the_sums_are_exact(name):
     for emulated in (False, True):
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
         context = (
-            EmulatedLinear(FORMATS[name])
-            if emulated
-            else torch.autocast("cpu", dtype=FORMATS[name].dtype)
+            EmulatedLinear(FORMATS[name]) if emulated else torch.autocast("cpu", dtype=DTYPES[name])
         )
         with context:
             out = torch.nn.functional.linear(*leaves)
