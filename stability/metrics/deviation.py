@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.formats import Format, format_named, input_format
-from stability.metrics.ulp import EXPONENT_BINS, count_by_exponent, merge_into_edges
+from stability.metrics.ulp import EXPONENT_BINS, count_by_exponent, merge_into_edges, to_ulps_
 
 __all__ = [
     "DEVIATION_METRICS",
