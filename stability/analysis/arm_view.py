@@ -11,8 +11,8 @@ from typing import Any
 from stability.analysis.arm_growth import ArmGrowth, arm_growth
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.probe_records import natural
+from stability.analysis.seed_values import SeedValues
 from stability.analysis.sentences import sentence
-from stability.analysis.spread import Spread
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy, RunState
 from stability.config.convert import nearest
 from stability.config.schema import BASELINE
@@ -25,7 +25,7 @@ __all__ = ["LAYER_METRICS", "ArmView", "BySteps", "SeedView", "find_arm", "view_
 LAYER_METRICS = ("rel_fro", "error_ratio", "bias_ulp")
 """What is told of each layer's output."""
 
-BySteps = Mapping[int, Spread]
+BySteps = Mapping[int, SeedValues]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class ArmView:
     drifts: Mapping[str, BySteps]
     """Of all weights, by metric; empty for the baseline."""
     growth: ArmGrowth | None
-    parameters: tuple[tuple[str, Spread], ...]
+    parameters: tuple[tuple[str, SeedValues], ...]
     """Each parameter's relative L2 at the last step with a drift, the most drifted first."""
     layers: Mapping[str, Mapping[str, BySteps]]
     """Deviation of each layer's output, by LAYER_METRICS; empty without a probe."""
@@ -150,14 +150,14 @@ def _drifts(arm: RecordedArm) -> Mapping[str, BySteps]:
     }
     if "cosine" in drifts:  # what can be read is how far it is from 1
         drifts["1-cosine"] = {
-            step: Spread({seed: 1 - value for seed, value in spread.per_seed.items()})
+            step: SeedValues({seed: 1 - value for seed, value in spread.per_seed.items()})
             for step, spread in drifts.pop("cosine").items()
         }
     return drifts
 
 
-def _parameters(arm: RecordedArm, step: int) -> tuple[tuple[str, Spread], ...]:
-    found: dict[str, Spread] = {}
+def _parameters(arm: RecordedArm, step: int) -> tuple[tuple[str, SeedValues], ...]:
+    found: dict[str, SeedValues] = {}
     for name in _names(arm):
         parts = parse_drift(name)
         if not parts or parts.metric != "rel_l2" or parts.parameter == "all":
@@ -165,7 +165,7 @@ def _parameters(arm: RecordedArm, step: int) -> tuple[tuple[str, Spread], ...]:
         values = {seed: run.series(name) for seed, run in arm.runs.items()}
         at_step = {seed: series[step] for seed, series in values.items() if step in series}
         if at_step:
-            found[parts.parameter] = Spread(at_step)
+            found[parts.parameter] = SeedValues(at_step)
     # a drift that is no number comes first: it is what one looks for
     return tuple(
         sorted(found.items(), key=lambda item: (item[1].mean == item[1].mean, -item[1].mean))
@@ -194,11 +194,11 @@ def _layers(arm: RecordedArm) -> Mapping[str, Mapping[str, BySteps]]:
     }
 
 
-def _spreads(by_seed: Mapping[int, Mapping[int, float]]) -> dict[int, Spread]:
+def _spreads(by_seed: Mapping[int, Mapping[int, float]]) -> dict[int, SeedValues]:
     """Return the spread at each step that some seed has."""
     steps: Iterable[int] = {step for values in by_seed.values() for step in values}
     return {
-        step: Spread({seed: values[step] for seed, values in by_seed.items() if step in values})
+        step: SeedValues({seed: values[step] for seed, values in by_seed.items() if step in values})
         for step in sorted(steps)
     }
 

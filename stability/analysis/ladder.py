@@ -18,7 +18,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from stability.analysis.change import describe_change
-from stability.analysis.spread import Spread
+from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import (
     RecordedArm,
     RecordedRun,
@@ -84,8 +84,8 @@ WORST_FIRST: tuple[RunState, ...] = (
 class EarlyLast:
     """One quantity at the ladder's two steps."""
 
-    early: Spread
-    last: Spread
+    early: SeedValues
+    last: SeedValues
 
     def over(self, other: "EarlyLast") -> "EarlyLast":
         """Return this divided by `other`, seed by seed at each step."""
@@ -105,7 +105,7 @@ class Row:
     change: str
     state: RunState
     message: str
-    final_loss: Spread
+    final_loss: SeedValues
     rel_l2: EarlyLast
     w1: EarlyLast
     ratio: EarlyLast
@@ -211,7 +211,7 @@ def _state(arm: RecordedArm) -> tuple[RunState, str]:
     return worst.state, f"seed {worst.seed} {worst.state}{said}{done}"
 
 
-def _final_loss(arm: RecordedArm, steps: int) -> Spread:
+def _final_loss(arm: RecordedArm, steps: int) -> SeedValues:
     """Return each finished seed's mean loss over the last tenth of the steps."""
     first = steps - max(1, round(steps / LOSS_TAIL))
     found = {}
@@ -222,7 +222,7 @@ def _final_loss(arm: RecordedArm, steps: int) -> Spread:
         tail = tail or list(losses.values())[-1:]
         if tail:
             found[seed] = sum(tail) / len(tail)
-    return Spread(found)
+    return SeedValues(found)
 
 
 def _drift(arm: RecordedArm, metric: str, early: int, last: int) -> EarlyLast:
@@ -230,8 +230,10 @@ def _drift(arm: RecordedArm, metric: str, early: int, last: int) -> EarlyLast:
 
 
 def _read(by_seed: Mapping[int, Mapping[int, float]], early: int, last: int) -> EarlyLast:
-    def at(step: int) -> Spread:
-        return Spread({seed: values[step] for seed, values in by_seed.items() if step in values})
+    def at(step: int) -> SeedValues:
+        return SeedValues(
+            {seed: values[step] for seed, values in by_seed.items() if step in values}
+        )
 
     return EarlyLast(early=at(early), last=at(last))
 
@@ -246,14 +248,14 @@ def _floor(arm: RecordedArm, early: int, last: int) -> EarlyLast:
 
 def _collect(
     runs: Mapping[int, RecordedRun], measure: Callable[[RecordedRun], float | None]
-) -> Spread:
+) -> SeedValues:
     values = {seed: measure(run) for seed, run in runs.items()}
-    return Spread({seed: value for seed, value in values.items() if value is not None})
+    return SeedValues({seed: value for seed, value in values.items() if value is not None})
 
 
 def _row_dict(row: Row) -> dict[str, object]:
     values = {name: getattr(row, name) for name in row.__slots__}
     return {
-        name: value.to_dict() if isinstance(value, Spread | EarlyLast) else value
+        name: value.to_dict() if isinstance(value, SeedValues | EarlyLast) else value
         for name, value in values.items()
     }

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from stability.analysis.intervals import paired_interval
 from stability.analysis.ladder import Ladder, Row
-from stability.analysis.spread import MISSING, Spread, scientific, span, times
+from stability.analysis.number_text import MISSING, scientific, span, times
+from stability.analysis.seed_values import SeedValues
 from stability.config.schema import BASELINE
 
 __all__ = [
@@ -71,26 +72,26 @@ def messages(ladder: Ladder) -> list[str]:
     return [f"{row.arm}: {row.message}." for row in ladder.rows if row.message]
 
 
-def swamped_by_chaos(ladder: Ladder, row: Row, *, early: bool) -> Spread:
+def swamped_by_chaos(ladder: Ladder, row: Row, *, early: bool) -> SeedValues:
     """Return nudge drift / arm drift where that says the arm can't be told from chaos, else empty.
 
     Empty too for the nudge itself, and where there is no nudge arm to hold against.
     """
     nudges = ladder.rows_on("nudge")
     if not nudges or row.axis == "nudge":
-        return Spread()
+        return SeedValues()
     share = nudge_share(ladder, row, early=early)
     inverse = {seed: 1 / value for seed, value in share.per_seed.items() if value}
     surely = paired_interval(inverse).low  # NaN with too few seeds for an interval
     is_lost = share.mean >= CHAOS_SHARE if math.isnan(surely) else surely <= 1
-    return share if share.n and is_lost else Spread()
+    return share if share.n and is_lost else SeedValues()
 
 
-def nudge_share(ladder: Ladder, row: Row, *, early: bool) -> Spread:
+def nudge_share(ladder: Ladder, row: Row, *, early: bool) -> SeedValues:
     """Return nudge drift / arm drift, seed by seed; empty where there is no nudge arm."""
     nudges = ladder.rows_on("nudge")
     if not nudges:
-        return Spread()
+        return SeedValues()
     nudge = nudges[0].rel_l2
     return nudge.early.over(row.rel_l2.early) if early else nudge.last.over(row.rel_l2.last)
 
@@ -108,7 +109,7 @@ def _distances(ladder: Ladder, row: Row) -> str:
     )
 
 
-def _with_range(spread: Spread, write: Callable[[float], str]) -> str:
+def _with_range(spread: SeedValues, write: Callable[[float], str]) -> str:
     if not spread.n:
         return MISSING
     ends = span(spread, write, " to ")
@@ -141,11 +142,11 @@ def _chaos(ladder: Ladder, row: Row) -> str:
     return ""
 
 
-def _best(row: Row) -> Spread:
+def _best(row: Row) -> SeedValues:
     return max(row.rel_l2.early, row.rel_l2.last, key=lambda spread: spread.n)
 
 
-def _seeds(spread: Spread) -> str:
+def _seeds(spread: SeedValues) -> str:
     return "1 seed, so no spread" if spread.n == 1 else f"{spread.n} seeds"
 
 

@@ -24,7 +24,7 @@ from stability.analysis.intervals import (
     replicates_needed,
 )
 from stability.analysis.ladder import planned_early_step
-from stability.analysis.spread import times
+from stability.analysis.number_text import times
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.convert import nearest
 from stability.config.schema import BASELINE, PolicyConfig

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from stability.analysis.ladder import INDEPENDENT_AXES, EarlyLast, Ladder
-from stability.analysis.spread import EXACT_ZERO, MISSING, Spread, scientific, times
+from stability.analysis.number_text import EXACT_ZERO, MISSING, scientific, times
+from stability.analysis.seed_values import SeedValues
 from stability.config.schema import BASELINE
 from stability.report.view.palette import ArmStyle
 from stability.report.view.whiskers import ends, written_ends
@@ -84,7 +85,7 @@ def small_ladder(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> SmallLadder:
     )
 
 
-def _text(spread: Spread, write: Callable[[float], str]) -> str:
+def _text(spread: SeedValues, write: Callable[[float], str]) -> str:
     return write(spread.mean) if spread.n else MISSING
 
 
@@ -102,7 +103,7 @@ class _Scale:
         share = (math.log10(value) - self._low) / self._width
         return round(EDGE + (100 - 2 * EDGE) * share, 2)
 
-    def mark(self, spread: Spread) -> Mark | None:
+    def mark(self, spread: SeedValues) -> Mark | None:
         low, high = ends(spread)
         if not spread.n or not 0 < low <= high < math.inf:
             return None

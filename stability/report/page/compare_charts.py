@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stability.analysis.ladder import INDEPENDENT_AXES, Ladder, Row
-from stability.analysis.spread import EXACT_ZERO, Spread, times
+from stability.analysis.number_text import EXACT_ZERO, times
+from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.report.page.chart import (
@@ -182,7 +183,7 @@ def _marks(line: _Line, place: int, style: ArmStyle, limit: float) -> list[dict[
 
 
 def _mark(
-    spread: Spread, place: int, style: ArmStyle, suffix: str, of: tuple[str, str, int]
+    spread: SeedValues, place: int, style: ArmStyle, suffix: str, of: tuple[str, str, int]
 ) -> dict[str, Any]:
     study, arm, step = of
     low, high = ends(spread)
@@ -252,7 +253,7 @@ def _is_beyond(row: Row, limit: float) -> bool:
     return any(s.n and s.mean > limit for s in (row.ratio.early, row.ratio.last))
 
 
-def _can_show(spread: Spread) -> bool:
+def _can_show(spread: SeedValues) -> bool:
     return spread.n > 0 and spread.low > 0 and math.isfinite(spread.high)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stability.analysis.ladder import Ladder, Row, ladder_of
-from stability.analysis.spread import MISSING, scientific, times
+from stability.analysis.number_text import MISSING, scientific, times
 from stability.analysis.study_records import RecordedStudy
 from stability.config.diff import leaves
 from stability.report.live.study_summary import Summary, summary_of_study

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
 from stability.analysis.layer_tables import LayerTable, layer_table, thinned
-from stability.analysis.reach import robust_reach
 from stability.analysis.study_records import RecordedStudy
 from stability.records.metric_names import COMPARED
 from stability.report.page.chart import Chart, Section, label, make_figure
+from stability.report.view.robust_limit import robust_limit
 
 __all__ = [
     "DEVIATION_METRICS",
@@ -153,7 +153,7 @@ def _heat(table: LayerTable, metric: str, meta: Mapping[str, str]) -> dict[str, 
         **_hover(table, kind),
     }
     if kind.centre is not None:
-        reach = robust_reach(finite.tolist())
+        reach = robust_limit(finite.tolist())
         trace |= {"zmin": -reach, "zmax": reach}
     if kind.centre == 1.0:
         reach = max(1, math.ceil(finite.max(initial=1.0)))

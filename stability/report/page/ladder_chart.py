@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stability.analysis.ladder import INDEPENDENT_AXES, Ladder, Row
-from stability.analysis.spread import EXACT_ZERO, Spread, scientific
+from stability.analysis.number_text import EXACT_ZERO, scientific
+from stability.analysis.seed_values import SeedValues
 from stability.config.schema import BASELINE
 from stability.report.page.chart import Chart, label, make_figure
 from stability.report.view.palette import GREY, ArmStyle
@@ -144,7 +145,7 @@ def _arm(
     return [link, *marks]
 
 
-def _mark(spread: Spread, place: int, style: ArmStyle, suffix: str) -> dict[str, Any]:
+def _mark(spread: SeedValues, place: int, style: ArmStyle, suffix: str) -> dict[str, Any]:
     low, high = ends(spread)
     return {
         "type": "scatter",
@@ -250,5 +251,5 @@ def _tick(row: Row) -> str:
     return f"<b>{label(row.arm)}</b>" if row.axis == "attention" else label(row.arm)
 
 
-def _can_show(spread: Spread) -> bool:
+def _can_show(spread: SeedValues) -> bool:
     return spread.n > 0 and math.isfinite(spread.mean) and spread.mean > 0

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from stability.analysis.ladder import Ladder, Row
+from stability.analysis.number_text import MISSING, plain, scientific, times
 from stability.analysis.pair_contract import HASHES, Proof, environment_of, hash_proofs
-from stability.analysis.spread import MISSING, Spread, plain, scientific, times
+from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.report.view.whiskers import written_ends
@@ -148,11 +149,11 @@ def _numbers(row: Row) -> list[Cell]:
     return [loss, *_each(drifts, scientific), *_each(ratios, times)]
 
 
-def _each(spreads: Iterable[Spread], write: Callable[[float], str]) -> list[Cell]:
+def _each(spreads: Iterable[SeedValues], write: Callable[[float], str]) -> list[Cell]:
     return [number_cell(spread, write) for spread in spreads]
 
 
-def number_cell(spread: Spread, write: Callable[[float], str]) -> Cell:
+def number_cell(spread: SeedValues, write: Callable[[float], str]) -> Cell:
     """Return a mean over the seeds with its interval or range, each seed's value on hovering."""
     if not spread.n:
         return Cell(MISSING)

@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
 from stability.analysis.probe_records import natural
-from stability.analysis.reach import robust_reach
 from stability.analysis.study_records import RecordedArm
 from stability.records.metric_names import deviation_name, parse_deviation
 from stability.report.page.chart import mean_over_seeds
 from stability.report.paper.style import new_figure, shown
 from stability.report.paper.table import Cell, Table
+from stability.report.view.robust_limit import robust_limit
 
 __all__ = ["METRICS", "RESULTS", "draw_heatmap", "has_probe", "heatmap_table"]
 
@@ -121,7 +121,7 @@ def _scale(heights: list[float], metric: str) -> tuple[Normalize, str, str]:
     finite = [height for height in heights if not math.isnan(height)]
     if metric == "rel_fro":
         return Normalize(min(finite, default=0.0), max(finite, default=1.0)), "viridis", "neither"
-    reach = robust_reach(finite)
+    reach = robust_limit(finite)
     if metric == "error_ratio":
         reach = max(1, math.ceil(reach))  # whole octaves
     below, above = (any(sign * height > reach for height in finite) for sign in (-1, 1))

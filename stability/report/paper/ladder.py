@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from stability.analysis.ladder import INDEPENDENT_AXES, Ladder, Row
-from stability.analysis.spread import EXACT_ZERO, Spread, scientific
+from stability.analysis.number_text import EXACT_ZERO, scientific
+from stability.analysis.seed_values import SeedValues
 from stability.config.schema import BASELINE
 from stability.report.paper.style import (
     GREY,
@@ -79,18 +80,18 @@ def ladder_table(ladder: Ladder) -> Table:
     return Table((*columns, "bar_low", "bar_high", "bar"), found)
 
 
-def bar_of(spread: Spread) -> tuple[float, float, str]:
+def bar_of(spread: SeedValues) -> tuple[float, float, str]:
     """Return the ends of a mean's bar and what they are: an interval with 5 seeds, else a range."""
     if not math.isnan(spread.interval.low):
         return *ends(spread), f"{100 * LEVEL:.0f} % interval"
     return *ends(spread), "range of the seeds" if spread.n > 1 else "one seed"
 
 
-def _ends(row: Row) -> tuple[Spread, Spread]:
+def _ends(row: Row) -> tuple[SeedValues, SeedValues]:
     return row.rel_l2.early, row.rel_l2.last
 
 
-def _on_log(spread: Spread) -> bool:
+def _on_log(spread: SeedValues) -> bool:
     return spread.n > 0 and math.isfinite(spread.mean) and spread.mean > 0
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stability.analysis.arm_view import LAYER_METRICS, ArmView, BySteps
-from stability.analysis.spread import MISSING, plain, scientific, times
+from stability.analysis.number_text import MISSING, plain, scientific, times
 from stability.config.schema import BASELINE
 from stability.report.terminal.growth import print_growth
 from stability.report.terminal.ladder import spread_cell

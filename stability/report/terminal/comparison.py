@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stability.analysis.comparison import Comparison
-from stability.analysis.spread import scientific
+from stability.analysis.number_text import scientific
 from stability.metrics.drift import ALL
 
 __all__ = ["print_comparison"]

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stability.analysis.spread import scientific
+from stability.analysis.number_text import scientific
 
 __all__ = ["print_fork", "print_halvings"]
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from stability.analysis.arm_growth import ArmGrowth
 from stability.analysis.intervals import Interval
-from stability.analysis.spread import MISSING
+from stability.analysis.number_text import MISSING
 from stability.report.view.plain_text import as_text
 
 __all__ = ["growth_cells", "print_growth"]

@@ -16,8 +16,9 @@ from rich.text import Text
 
 from stability.analysis.intervals import replicates_needed
 from stability.analysis.ladder import Ladder, Row
+from stability.analysis.number_text import MISSING, plain, scientific, times
+from stability.analysis.seed_values import SeedValues
 from stability.analysis.sentences import candidate_sentences, messages, notes
-from stability.analysis.spread import MISSING, Spread, plain, scientific, times
 from stability.config.schema import BASELINE
 from stability.report.terminal.sparkline import DriftSparks
 from stability.report.view.plain_text import as_text, shortened
@@ -74,7 +75,7 @@ def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = 
         console.print(as_text(f"note: {text}", style="dim"), highlight=False)
 
 
-def spread_cell(spread: Spread, write: Callable[[float], str], *, relative: bool) -> str:
+def spread_cell(spread: SeedValues, write: Callable[[float], str], *, relative: bool) -> str:
     """Write a mean with its 90 % interval, else with half of the seeds' range.
 
     What both ends and the mean share stands once: `1.2 [1.1, 1.3]e-04`, `0.62x [0.58, 0.66]`.
@@ -149,7 +150,7 @@ def _cells(ladder: Ladder, row: Row, layout: _Layout, sparks: DriftSparks | None
 
 
 def _cell(
-    spread: Spread, write: Callable[[float], str], with_range: bool, *, relative: bool
+    spread: SeedValues, write: Callable[[float], str], with_range: bool, *, relative: bool
 ) -> Text:
     if not spread.n:
         return Text(MISSING)

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stability.analysis.locate import locate, sentences
+from stability.analysis.number_text import MISSING
 from stability.analysis.probe_records import Probed, read_probe
-from stability.analysis.spread import MISSING
 from stability.analysis.study_records import RecordedStudy
 from stability.records.events import Event
 from stability.records.metric_names import watch_name

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from stability.analysis.ladder import INDEPENDENT_AXES
-from stability.analysis.reach import robust_reach
-from stability.analysis.spread import Spread, scientific
+from stability.analysis.number_text import scientific
+from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
+from stability.report.view.robust_limit import robust_limit
 
 __all__ = ["DriftSparks", "Scale", "Sparks", "drift_sparks", "evenly", "linear_scale", "log_scale"]
 
@@ -55,7 +56,7 @@ def log_scale(values: Iterable[float]) -> Scale:
 
 def linear_scale(values: Iterable[float]) -> Scale:
     """Return a linear scale with 0 in its middle, for values of either sign; a few may be off."""
-    reach = robust_reach(values)
+    reach = robust_limit(values)
     return Scale(-reach, reach, is_log=False)
 
 
@@ -140,5 +141,5 @@ def _means(arm: RecordedArm, steps: list[int]) -> list[float | None]:
     drifts: Mapping[int, Mapping[int, float]] = {
         seed: run.drift("rel_l2") for seed, run in arm.runs.items()
     }
-    found = [Spread({s: v[step] for s, v in drifts.items() if step in v}) for step in steps]
+    found = [SeedValues({s: v[step] for s, v in drifts.items() if step in v}) for step in steps]
     return [spread.mean if spread.n else None for spread in found]

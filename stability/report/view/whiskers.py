@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 
 from stability.analysis.intervals import replicates_needed
-from stability.analysis.spread import Spread, span
+from stability.analysis.number_text import span
+from stability.analysis.seed_values import SeedValues
 
 __all__ = ["LEVEL", "bracketed", "ends", "what_ends_are", "written_ends"]
 
@@ -15,13 +16,13 @@ LEVEL = 0.9
 EN_DASH = "\N{EN DASH}"
 
 
-def ends(spread: Spread) -> tuple[float, float]:
+def ends(spread: SeedValues) -> tuple[float, float]:
     """Return the interval of the mean; the smallest and largest seed where there is none."""
     interval = spread.interval
     return (spread.low, spread.high) if math.isnan(interval.low) else (interval.low, interval.high)
 
 
-def written_ends(spread: Spread, write: Callable[[float], str]) -> str:
+def written_ends(spread: SeedValues, write: Callable[[float], str]) -> str:
     """Return `[low, high]` for an interval, `low-high` for a range; empty if both are alike."""
     if math.isnan(spread.interval.low):
         return span(spread, write, EN_DASH)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from stability.analysis.ladder import ladder_of
-from stability.analysis.spread import scientific
+from stability.analysis.number_text import scientific
 from stability.analysis.study_records import read_study
 from stability.config.schema import PolicyConfig
 from stability.report.live import served_pages

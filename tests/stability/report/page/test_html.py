@@ -10,7 +10,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from stability.analysis.ladder import build_ladder, ladder_of
-from stability.analysis.spread import scientific, times
+from stability.analysis.number_text import scientific, times
 from stability.analysis.study_records import read_study
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.page.html import render, write_report

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from stability.analysis.arm_view import view_arm
 from stability.analysis.ladder import ladder_of
-from stability.analysis.spread import MISSING
+from stability.analysis.number_text import MISSING
 from stability.analysis.study_records import read_study
 from stability.cli.main import main
 from stability.records.events import Event, log_event

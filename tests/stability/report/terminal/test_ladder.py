@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from stability.analysis.ladder import build_ladder
-from stability.analysis.spread import MISSING, times
+from stability.analysis.number_text import MISSING, times
 from stability.analysis.study_records import read_study
 from stability.report.terminal.ladder import print_ladder
 from stability.report.terminal.sparkline import DriftSparks, Sparks

@@ -1,25 +1,20 @@
-"""A quantity measured once per seed: its mean never travels without its smallest and largest value.
+"""A quantity that was measured once per seed, such as one arm's drift at one step.
 
-Leaves out where the values come from. Also holds how a single number is written in a table or a
-sentence, so that the terminal, the report and the verdict write it alike.
+Its mean is never shown without its smallest and largest value, so all three are read from here.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from stability.analysis.intervals import Interval, mean_interval
 from stability.records.sealed_json import jsonable
 
-__all__ = ["EXACT_ZERO", "MISSING", "Spread", "plain", "scientific", "span", "times"]
-
-EXACT_ZERO = "0 (exact)"
-MISSING = "\N{EN DASH}"
+__all__ = ["SeedValues"]
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class SeedValues:
     """The values of one quantity by seed; empty where nothing was measured."""
 
     per_seed: Mapping[int, float] = field(default_factory=dict)
@@ -54,12 +49,12 @@ class Spread:
         """The 90 % interval of the mean; its ends are NaN with fewer than 5 seeds."""
         return mean_interval(self.per_seed)
 
-    def over(self, other: "Spread") -> "Spread":
+    def over(self, other: "SeedValues") -> "SeedValues":
         """Return this quantity divided by `other`, seed by seed.
 
         Seeds that only one of them has, and seeds where `other` is 0, are left out.
         """
-        return Spread(
+        return SeedValues(
             {
                 seed: value / other.per_seed[seed]
                 for seed, value in self.per_seed.items()
@@ -68,7 +63,7 @@ class Spread:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Return the spread as JSON-able values; non-finite numbers as strings, missing as None."""
+        """Return JSON-able values; numbers that are not finite as strings, missing ones as None."""
         interval = self.interval
         has_interval = not math.isnan(interval.low)
         return jsonable(
@@ -87,33 +82,3 @@ class Spread:
         if not values or any(math.isnan(value) for value in values):
             return math.nan
         return choose(values)
-
-
-def scientific(value: float) -> str:
-    """Write a drift: `3.1e-04`, an exact zero as `0 (exact)`."""
-    return EXACT_ZERO if value == 0 else f"{value:.1e}"
-
-
-def times(value: float) -> str:
-    """Write a ratio with two figures: `0.031x`, `0.97x`, `12x`; an exact zero as `0x`."""
-    if value == 0 or not math.isfinite(value) or abs(value) >= 9.95:
-        return f"{value:.0f}x"
-    return f"{value:#.2g}x"
-
-
-def plain(value: float) -> str:
-    """Write a loss: `1.234`."""
-    return f"{value:.3f}"
-
-
-def span(spread: Spread, write: Callable[[float], str], between: str) -> str:
-    """Write the range over the seeds, a shared unit once: `5.5 to 5.9e-05`, `0.31 to 0.33x`.
-
-    Empty if there are no seeds, or if they can't be told apart as written.
-    """
-    low, high = write(spread.low), write(spread.high)
-    if low == high or not spread.n:
-        return ""
-    number = re.sub(r"[^\d.].*", "", low)
-    shared = high.endswith(low.removeprefix(number))
-    return f"{number if shared else low}{between}{high}"
