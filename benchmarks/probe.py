@@ -30,7 +30,7 @@ from stability.probe.schedule import Schedule
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
 from stability.study.assemble import assemble, fit, load_data, make_trainer
-from stability.tracking.records_logger import RecordsLogger
+from stability.tracking.loggers import RecordsLogger
 
 ROOT = Path(__file__).parents[1]
 OFF_LIMIT, PROBED_LIMIT, BUDGET, NOISE = 0.01, 0.15, 0.05, 0.02

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from lightning.pytorch.loggers import Logger
 
 from stability.metrics.instability import crossings
-from stability.metrics.ulp import ULP_EDGES
 from stability.probe.measurements import Reading
 from stability.records.events import Event
-from stability.tracking.alerts import alert_event, emit, log_counts
+from stability.tracking.loggers import alert_event, emit, log_counts
 
 __all__ = ["ProbeLog"]
 
@@ -28,7 +27,7 @@ class ProbeLog:
             for logger in loggers:
                 logger.log_metrics(reading.metrics, step=step)
         if reading.counts:
-            log_counts(loggers, reading.counts, ULP_EDGES, step)
+            log_counts(loggers, reading.counts, step)
         for layer, text in reading.findings:
             emit(loggers, Event(step, "finding", layer, text))
         watched = {

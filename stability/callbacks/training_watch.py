@@ -27,7 +27,7 @@ from stability.metrics.instability import (
     rms_ratio,
 )
 from stability.records.metric_names import watch_name
-from stability.tracking.alerts import alert_event, emit
+from stability.tracking.loggers import alert_event, emit
 
 __all__ = ["TrainingWatch"]
 

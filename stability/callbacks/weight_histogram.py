@@ -9,9 +9,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from stability.metrics.weight_counts import WEIGHT_EDGES, weight_counts
+from stability.metrics.weight_counts import weight_counts
 from stability.records.metric_names import WEIGHT_HISTOGRAM
-from stability.tracking.alerts import log_counts
+from stability.tracking.loggers import log_counts
 
 __all__ = ["WeightHistogram"]
 
@@ -46,4 +46,4 @@ class WeightHistogram(Callback):
         step = self._last = trainer.global_step
         if step in self._steps:
             counts = weight_counts(self._model.state_dict().values())
-            log_counts(trainer.loggers, {WEIGHT_HISTOGRAM: counts}, WEIGHT_EDGES, step)
+            log_counts(trainer.loggers, {WEIGHT_HISTOGRAM: counts}, step)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from stability.analysis.comparison import compare_weights
-from stability.cli.json_output import print_json
+from stability.cli.output import print_json
 from stability.records.paths import RunPaths, is_run, snapshot_steps
 from stability.records.weight_files import Weights, open_weights
 from stability.report.terminal.comparison import print_comparison

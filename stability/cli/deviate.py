@@ -16,7 +16,7 @@ from rich.console import Console
 
 from attention_kernels.api import Engine
 from attention_kernels.machine import versions
-from stability.cli.json_output import print_json
+from stability.cli.output import print_json
 from stability.cli.waterfall_keeping import keep_waterfall, own_numerics
 from stability.config.convert import nearest
 from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS

@@ -21,7 +21,7 @@ from attention_kernels.machine import (
 )
 from attention_kernels.peers.registry import peers
 from stability import __version__
-from stability.cli.json_output import print_json
+from stability.cli.output import print_json
 
 __all__ = ["doctor"]
 

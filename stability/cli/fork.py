@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from stability.cli.json_output import print_json
+from stability.cli.output import print_json
 from stability.config.convert import merge
 from stability.config.load import parse_value
 from stability.records.manifest import read_manifest
@@ -19,7 +19,7 @@ from stability.study.bisect import halve, plan_layers, plan_points, step_to_comp
 from stability.study.fork import fork_drifts, plan_fork, run_fork
 from stability.study.run import Run, has_ended
 from stability.study.train_run import TrainOptions
-from stability.tracking.wandb_logger import WandbMode
+from stability.tracking.environment import WandbMode
 
 __all__ = ["bisect", "fork", "split_changes"]
 

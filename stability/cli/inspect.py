@@ -9,7 +9,7 @@ from stability.analysis.arm_growth import study_growth
 from stability.analysis.arm_view import view_arm
 from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
-from stability.cli.json_output import print_json
+from stability.cli.output import print_json
 from stability.records.probe_record import PROBE_FILE
 from stability.report.terminal.arm import print_arm
 from stability.report.terminal.growth import print_growth

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stability.analysis.locate import locate, sentences
 from stability.analysis.probe_records import read_probe
-from stability.cli.json_output import print_json
+from stability.cli.output import print_json
 from stability.data.hub import offline_if_unreachable
 from stability.data.tokenizers import load_tokenizer
 from stability.intercept.session import shadow

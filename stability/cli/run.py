@@ -12,18 +12,18 @@ from rich.console import Console
 from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import answer_of
+from stability.cli.workspace import publish_study
 from stability.config.load import load_study
 from stability.config.schema import ArmConfig, StudyConfig
 from stability.report.page.html import write_page
 from stability.report.terminal.ladder import print_ladder
 from stability.report.terminal.progress import StudyDisplay
 from stability.report.terminal.sparkline import drift_sparks
-from stability.report.wandb_study import publish_study
 from stability.study.assemble import quieten_lightning
 from stability.study.run import has_ended
 from stability.study.run_study import plan, run_study
 from stability.study.train_run import TrainOptions
-from stability.tracking.wandb_environment import check_wandb
+from stability.tracking.environment import check_wandb
 
 __all__ = ["override_help", "run", "split_overrides"]
 
@@ -68,7 +68,7 @@ def run(
     folder = out / config.name
     recorded = read_study(folder)
     report = write_page(recorded, folder)
-    trouble = publish_study(folder, wandb)
+    trouble = publish_study(recorded, folder, wandb)
     print_ladder(ladder_of(recorded), console, drift_sparks(recorded, console))
     answer = answer_of(recorded)
     last = [f"\nreport: {report}", str(answer) if answer else "", trouble]

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_study
-from stability.cli.json_output import print_json
+from stability.cli.output import print_json
 
 __all__ = ["verdict"]
 

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from stability.analysis.pair_contract import PairProof, prove_pair
 from stability.analysis.study_records import read_study
-from stability.cli.json_output import print_json
+from stability.cli.output import print_json
 from stability.config.schema import BASELINE
 from stability.records.paths import RunPaths, run_at
 from stability.report.terminal.proof import print_proof, print_proofs

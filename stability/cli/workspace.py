@@ -1,17 +1,19 @@
-"""`stability workspace STUDY`: build a study's panels in the W&B app."""
+"""W&B's view of a study: `stability workspace`, and what `stability run` publishes at its end.
+
+This file turns a recorded study into the plain values that `stability.tracking` takes.
+"""
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import wandb
-from rich.console import Console
+from stability.cli.output import print_json, print_line
 
-from stability.analysis.study_records import read_study
-from stability.cli.json_output import print_json
-from stability.report.wandb_panels import as_json, save_workspace
-from stability.tracking.wandb_environment import check_account, project
+if TYPE_CHECKING:
+    from stability.analysis.study_records import RecordedStudy
+    from stability.tracking.environment import WandbMode
 
-__all__ = ["workspace"]
+__all__ = ["metric_names", "publish_study", "workspace"]
 
 
 def workspace(study: Path, json: bool = False) -> int:
@@ -23,15 +25,76 @@ def workspace(study: Path, json: bool = False) -> int:
         study: the folder of a study, e.g. runs/quickstart
         json: print which panels there would be, and send nothing
     """
+    from stability.analysis.study_records import read_study
+    from stability.tracking.panels import as_json
+
     recorded = read_study(study)
     if json:
-        print_json(as_json(recorded))
-        return 0
+        print_json(as_json(recorded.name, metric_names(recorded)))
+    else:
+        print_line(_save_workspace(recorded))
+    return 0
+
+
+def publish_study(study: "RecordedStudy", folder: Path, mode: "WandbMode") -> str:
+    """Publish to W&B what has ended of a study; return what went wrong, mostly nothing.
+
+    `report.html` must have been written into `folder`.
+    """
+    from stability.analysis.ladder import ladder_of
+    from stability.analysis.verdict import answer_of
+    from stability.records.manifest import ENDED
+    from stability.records.paths import StudyPaths
+    from stability.tracking.publish import StudyContent, publish  # heavy: torch
+
+    runs = [run for arm in study.arms for run in arm.runs.values()]
+    content = StudyContent(
+        paths=StudyPaths(folder),
+        config={
+            "study": study.name,
+            "question": study.question,
+            "seeds": list(study.seeds),
+            "yardstick": study.yardstick,
+            "base": dict(study.base),
+        },
+        verdict=str(answer_of(study) or "no policy: the study names no candidate"),
+        ladder=ladder_of(study).to_json(),
+        deviations=(
+            (arm.name, name, series.values)
+            for arm in study.arms
+            for run in arm.runs.values()
+            for name, series in run.metrics.items()
+        ),
+        ended=[(run.paths, run.manifest) for run in runs if run.manifest and run.state in ENDED],
+    )
+    return publish(content, mode)
+
+
+def _save_workspace(study: "RecordedStudy") -> str:
+    """Make the workspace in the user's account, and return its address."""
+    import wandb  # heavy
+
+    from stability.tracking.environment import check_account, project
+    from stability.tracking.panels import build_workspace
+
     check_account()
     try:
         entity = os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity or ""
-        address = save_workspace(recorded, entity, project())
+        built = build_workspace(
+            study.name,
+            metric_names(study),
+            runs=len(study.arms) * len(study.seeds) + 1,  # and the study's own
+            entity=entity,
+            project=project(),
+        )
+        return built.save().url
     except wandb.Error as error:
         raise ValueError(f"workspace: W&B refuses: {error}; try again later") from error
-    Console().print(address, soft_wrap=True, highlight=False)
-    return 0
+
+
+def metric_names(study: "RecordedStudy") -> list[str]:
+    """Return every metric that the study has logged, in natural order."""
+    from stability.analysis.probe_records import natural
+
+    names = {name for arm in study.arms for run in arm.runs.values() for name in run.metrics}
+    return sorted(names, key=natural)

@@ -5,13 +5,14 @@ An event is a line of the metric log, `{"step": 3, "event": "alert", "layer": "l
 Leaves out when something is worth an event: `attention` and `metrics.thresholds` say that.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from stability.records.metric_log import LogContent, MetricLog, read_log
 
-__all__ = ["Event", "EventKind", "log_event", "read_events", "read_log_and_events"]
+__all__ = ["Event", "EventKind", "event_of", "log_event", "read_events", "read_log_and_events"]
 
 EventKind = Literal["finding", "alert"]
 """A finding is a fact about an implementation, an alert a figure past a published threshold."""
@@ -60,10 +61,13 @@ def read_events(path: Path) -> list[Event]:
 def read_log_and_events(path: Path) -> tuple[LogContent, list[Event]]:
     """Return all that a metric log says, read in one pass; ValueError as above."""
     content = read_log(path, keep=_KEY)
-    return content, [_to_event(line, f"{path}: line {number}") for number, line in content.kept]
+    return content, [event_of(line, f"{path}: line {number}") for number, line in content.kept]
 
 
-def _to_event(line: dict[str, Any], where: str) -> Event:
+def event_of(line: Mapping[str, Any], where: str) -> Event:
+    """Return the event of a line of a metric log. ValueError, which opens with `where`, if it is
+    damaged.
+    """
     for key in ("layer", "text"):
         if not isinstance(line.get(key), str):
             raise ValueError(f"{where}: an event's {key} must be a text, got {line.get(key)!r}")

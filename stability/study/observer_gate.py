@@ -19,7 +19,7 @@ from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.study.assemble import assemble, fit, load_data, make_trainer
-from stability.tracking.records_logger import RecordsLogger
+from stability.tracking.loggers import RecordsLogger
 
 __all__ = ["OBSERVER_STEPS", "ObserverCheck", "ObserverError", "check_observer"]
 

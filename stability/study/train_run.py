@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import Logger
 
 from stability.callbacks.batch_hash import BatchHash
 from stability.callbacks.divergence import Divergence
@@ -16,7 +15,6 @@ from stability.callbacks.drift_probe import DriftProbe
 from stability.callbacks.progress import ProgressCallback, StudyObserver
 from stability.callbacks.snapshot_writer import SnapshotWriter
 from stability.callbacks.training_log import LogPosition, TrainingLog
-from stability.callbacks.wandb_history import WandbHistory
 from stability.callbacks.weight_histogram import WeightHistogram
 from stability.config.diff import changes, hash_without
 from stability.config.load import to_dict
@@ -36,9 +34,9 @@ from stability.study.contract import ContractError, check_batches, check_start
 from stability.study.observer_gate import ObserverError
 from stability.study.observer_gate import check_observer as run_gate
 from stability.study.run import Run, locked
-from stability.tracking.records_logger import RecordsLogger
-from stability.tracking.wandb_environment import WandbMode
-from stability.tracking.wandb_logger import RowLogger, WandbError, finish, make_wandb_logger
+from stability.tracking.environment import WandbMode
+from stability.tracking.live import MirroredLog, WandbRun, open_wandb_run
+from stability.tracking.loggers import RecordsLogger
 
 __all__ = ["TrainOptions", "train"]
 
@@ -163,40 +161,37 @@ def _fit(
 ) -> int | None:
     """Train from step `start`; return the step at which the run diverged, or None."""
     config = run.config
-    log = MetricLog(run.paths.metrics)
+    wandb = _open_wandb_run(run, wandb_mode, observer)
+    log = MirroredLog(run.paths.metrics, wandb) if wandb else MetricLog(run.paths.metrics)
     if start == 0:
         log.truncate_to(0)
-    wandb = _wandb_logger(run, wandb_mode, observer)
-    loggers: list[Logger] = [RecordsLogger(log), *([wandb] if wandb else [])]
     divergence = Divergence()
     callbacks = [*_callbacks(run, files, parts, log, observer), divergence]
-    if wandb:
-        callbacks.insert(0, WandbHistory(run.paths.metrics, wandb))
     failed = True
-    trainer = make_trainer(config, files, loggers, callbacks, run.last_step)
+    trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, run.last_step)
     try:
         fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
         failed = False
     finally:
         log.close()
         if wandb:
-            finish(wandb, failed=failed)
+            wandb.close(failed=failed)
     return divergence.step
 
 
-def _wandb_logger(run: Run, mode: WandbMode, observer: StudyObserver) -> RowLogger | None:
-    """Return the run's W&B logger; None without W&B, and where W&B can't be reached."""
+def _open_wandb_run(run: Run, mode: WandbMode, observer: StudyObserver) -> WandbRun | None:
+    """Return the W&B run that shows `run`; None without W&B, and where W&B can't be reached."""
     try:
-        return make_wandb_logger(
+        return open_wandb_run(
             mode,
             study=run.study,
             arm=run.arm.name,
             seed=run.seed,
             axis=run.axis,
             config=to_dict(run.config),
-            directory=run.paths.wandb_dir,
+            paths=run.paths,
         )
-    except (WandbError, ConnectionError, TimeoutError) as error:
+    except (ConnectionError, TimeoutError) as error:
         text = f"W&B can't be reached, and gets the run once the study has ended: {error}"
         observer.run_noted(run.arm.name, run.seed, text)
         return None

@@ -9,7 +9,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
 
 from stability.records.metric_log import MetricLog, read_metrics
-from stability.tracking.records_logger import RecordsLogger
+from stability.tracking.loggers import RecordsLogger
 
 
 class Blocks(Iterable[torch.Tensor]):

@@ -11,7 +11,7 @@ from stability import ShadowCallback
 from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import read_events
 from stability.records.metric_log import MetricLog, read_counts, read_metrics
-from stability.tracking.records_logger import RecordsLogger
+from stability.tracking.loggers import RecordsLogger
 from tests.stability.intercept.torch_models import VOCABULARY, Decoder
 
 pytestmark = pytest.mark.filterwarnings(

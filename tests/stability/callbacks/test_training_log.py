@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from stability.callbacks.training_log import TrainingLog
 from stability.records.metric_log import MetricLog, read_metrics
-from stability.tracking.records_logger import RecordsLogger
+from stability.tracking.loggers import RecordsLogger
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The 'train_dataloader' does not have many workers",

@@ -8,13 +8,13 @@ import pytest
 import wandb
 
 from stability.analysis.study_records import read_study
+from stability.cli.workspace import publish_study
 from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths, StudyPaths
-from stability.report import wandb_study
 from stability.report.page.html import write_report
-from stability.report.wandb_rows import deviation_rows
-from stability.report.wandb_study import publish_study
-from stability.tracking.wandb_replay import numbers_of
+from stability.tracking import publish
+from stability.tracking.live import numbers_of
+from stability.tracking.tables import deviation_rows
 
 PUBLISHED = [("baseline", 0), ("flash_fa2", 1), ("init_seed", 0)]
 
@@ -24,7 +24,7 @@ def published(synthetic, tmp_path_factory) -> Path:
     """The folder of a study of two seeds whose records have been published offline."""
     folder = synthetic.write_synthetic(tmp_path_factory.mktemp("studies") / "quickstart")
     write_report(folder)
-    assert publish_study(folder, "offline") == ""
+    assert publish_study(read_study(folder), folder, "offline") == ""
     return folder
 
 
@@ -93,7 +93,13 @@ def test_the_table_of_the_ladder_has_every_number_of_the_ladder(
 def test_the_table_of_layers_has_the_worst_of_each_layer(published, offline_log, read_rows):
     columns, data = _cells(*_study_row(published, offline_log, read_rows), "deviations")
     study = read_study(published)
-    assert (columns, data) == deviation_rows(study)
+    logged = [
+        (arm.name, name, series.values)
+        for arm in study.arms
+        for run in arm.runs.values()
+        for name, series in run.metrics.items()
+    ]
+    assert (columns, data) == deviation_rows(logged)
     found = {tuple(cells[:4]): dict(zip(columns, cells, strict=True)) for cells in data}
     runs = study.arm("flash_fa2").runs.values()
     bias = [v for run in runs for v in run.series("deviation/layer_0/out/bias_ulp").values()]
@@ -122,11 +128,11 @@ def copied(published, tmp_path) -> Path:
 
 def test_publishing_again_writes_nothing_until_something_has_changed(copied, synthetic):
     before = _logs(copied)
-    assert publish_study(copied, "offline") == ""
+    assert publish_study(read_study(copied), copied, "offline") == ""
     assert _logs(copied) == before
     synthetic.write_study_json(copied, early_step=50)
     write_report(copied)
-    assert publish_study(copied, "offline") == ""
+    assert publish_study(read_study(copied), copied, "offline") == ""
     after = _logs(copied)
     assert not set(after.values()) & set(before.values()), "every row of the ladder is another"
     assert len(after) == len(before), "what was superseded is gone"
@@ -136,8 +142,8 @@ def test_what_w_and_b_refuses_is_one_line_and_no_error(copied, monkeypatch):
     def refuse(*_: object) -> None:
         raise wandb.Error("the server\nis on fire")
 
-    monkeypatch.setattr(wandb_study, "publish_run", refuse)
-    said = publish_study(copied, "offline")
+    monkeypatch.setattr(publish, "_publish_run", refuse)
+    said = publish_study(read_study(copied), copied, "offline")
     assert said.startswith("W&B is not up to date: the server is on fire; the records are whole")
 
 
@@ -150,19 +156,19 @@ def test_a_failure_half_way_leaves_no_run_open_for_the_next_study(copied, monkey
         monkeypatch.setattr(run, "finish", lambda: (finished.append(True), finish()))
         return run, path
 
-    start_run = wandb_study.start_run
-    monkeypatch.setattr(wandb_study, "start_run", watched)
-    monkeypatch.setattr(wandb_study, "deviation_rows", lambda _: [][0])
+    start_run = publish.start_run
+    monkeypatch.setattr(publish, "start_run", watched)
+    monkeypatch.setattr(publish, "deviation_rows", lambda _: [][0])
     StudyPaths(copied).report.write_text("another page, so that it is published anew")
     with pytest.raises(IndexError):
-        publish_study(copied, "offline")
+        publish_study(read_study(copied), copied, "offline")
     assert finished == [True]
 
 
 def test_disabled_publishes_nothing(synthetic, tmp_path, monkeypatch):
     folder = synthetic.write_synthetic(tmp_path / "quickstart")
     write_report(folder)
-    assert publish_study(folder, "disabled") == ""
+    assert publish_study(read_study(folder), folder, "disabled") == ""
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert publish_study(folder, "offline") == ""
+    assert publish_study(read_study(folder), folder, "offline") == ""
     assert not list(folder.rglob("wandb"))

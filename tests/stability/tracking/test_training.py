@@ -11,7 +11,7 @@ from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
-from stability.tracking.wandb_replay import numbers_of
+from stability.tracking.live import numbers_of
 
 OFFLINE = TrainOptions(wandb_mode="offline")
 
@@ -96,7 +96,7 @@ def test_a_server_that_is_away_is_a_note_and_no_failure(study, tmp_path, monkeyp
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr("stability.study.train_run.make_wandb_logger", unreachable)
+    monkeypatch.setattr("stability.study.train_run.open_wandb_run", unreachable)
     noted = []
     observer = Interrupting("nobody")
     observer.run_noted = lambda arm, seed, text: noted.append((arm, text))

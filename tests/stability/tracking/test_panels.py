@@ -9,10 +9,10 @@ import pytest
 from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
 from stability.cli.main import main
+from stability.cli.workspace import metric_names
 from stability.records.metric_names import STEP_AXIS
-from stability.report import wandb_panels
-from stability.report.wandb_panels import plan_panels, save_workspace
-from stability.report.wandb_rows import row_summary
+from stability.tracking.panels import build_workspace, plan_panels
+from stability.tracking.tables import row_summary
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,11 @@ def study(folder):
 
 
 def test_every_line_is_a_metric_of_the_study_and_every_bar_is_in_its_summary(study):
-    sections = {section.name: section.panels for section in plan_panels(study)}
+    sections = {section.name: section.panels for section in plan_panels(metric_names(study))}
     logged = {name for arm in study.arms for run in arm.runs.values() for name in run.metrics}
     lines = [panel for panels in sections.values() for panel in panels if panel.kind == "line"]
     assert {name for panel in lines for name in panel.metrics} <= logged
-    summary = row_summary(ladder_of(study), "flash_fa2", 1)
+    summary = row_summary(json.loads(ladder_of(study).to_json()), "flash_fa2", 1)
     bars = [panel for panel in sections["Ladder"] if panel.kind == "bar"]
     assert len(bars) == 4
     assert all(panel.metrics[0] in summary for panel in bars)
@@ -38,7 +38,7 @@ def test_every_line_is_a_metric_of_the_study_and_every_bar_is_in_its_summary(stu
 
 
 def test_drift_is_drawn_on_a_log_axis_and_a_deviation_with_a_line_for_each_layer(study):
-    sections = {section.name: section.panels for section in plan_panels(study)}
+    sections = {section.name: section.panels for section in plan_panels(metric_names(study))}
     drift = {panel.metrics[0]: panel.log for panel in sections["Drift from the baseline"]}
     assert drift["drift/all/rel_l2"]
     assert not drift["drift/all/cosine"]
@@ -52,12 +52,14 @@ def test_drift_is_drawn_on_a_log_axis_and_a_deviation_with_a_line_for_each_layer
 # wandb-workspaces 0.4, reports/v2: its validators are in pydantic 1's style; a later one mends it
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
 def test_the_workspace_shows_the_runs_of_the_study_by_arm_over_the_step(study):
-    workspace = wandb_panels._workspace(study, "me", "mine")
+    workspace = build_workspace(
+        study.name, metric_names(study), runs=9, entity="me", project="mine"
+    )
     assert (workspace.entity, workspace.project, workspace.name) == ("me", "mine", "quickstart")
     assert [section.name for section in workspace.sections] == [
-        section.name for section in plan_panels(study)
+        section.name for section in plan_panels(metric_names(study))
     ]
-    planned = [panel for section in plan_panels(study) for panel in section.panels]
+    planned = [panel for section in plan_panels(metric_names(study)) for panel in section.panels]
     drawn = [panel for section in workspace.sections for panel in section.panels]
     for plan, panel in zip(planned, drawn, strict=True):
         if plan.kind == "line":
@@ -81,7 +83,7 @@ def test_the_panels_can_be_printed_without_a_network(folder, capsys):
 def test_without_the_package_it_is_named(study, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
     with pytest.raises(ValueError, match=r"pip install 'training-stability\[workspace\]'"):
-        save_workspace(study, "me", "mine")
+        build_workspace(study.name, [], runs=1, entity="me", project="mine")
 
 
 def test_offline_it_says_what_to_do(folder, monkeypatch, capsys):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from stability.records.events import Event
-from stability.tracking.alerts import emit
-from stability.tracking.wandb_logger import finish, make_wandb_logger
+from stability.metrics.ulp import ULP_EDGES
+from stability.records.paths import RunPaths
+from stability.tracking.live import check_counts, open_wandb_run
+from stability.tracking.run_folder import start_run
 
 ROOT = Path(__file__).parents[3]
 RUN = {
@@ -39,10 +40,10 @@ def _of(records: list[dict], kind: str) -> list[dict]:
 def records(tmp_path_factory, offline_log, read_records):
     directory = tmp_path_factory.mktemp("run") / "wandb"
     described = {**RUN, "config": {**RUN["config"], "seed": SEEDS}}
-    logger = make_wandb_logger("offline", directory=directory, **described)
+    shown = open_wandb_run("offline", paths=RunPaths(directory.parent), **described)
     for step, metrics in LOGGED:
-        logger.log_metrics(metrics, step=step)
-    finish(logger)
+        shown.send({"step": step, **metrics})
+    shown.close()
     assert "WANDB_MODE" not in os.environ, "one run's mode does not leak into the next"
     return read_records(offline_log(directory))
 
@@ -80,13 +81,13 @@ def test_every_metric_is_drawn_over_the_step_and_told_by_one_rule_alone(records)
 
 
 def test_the_summary_has_the_value_that_counts(read_summary, offline_log, tmp_path):
-    logger = make_wandb_logger("offline", directory=tmp_path / "wandb", **RUN)
+    shown = open_wandb_run("offline", paths=RunPaths(tmp_path), **RUN)
     for step, value in enumerate((2.0, 3.0, 1.0)):
         names = ("max_abs", "error_ratio", "cosine", "sqnr_db", "bias_ulp")
         metrics = {f"deviation/layer_0/dq/{name}": value for name in names}
         metrics |= {"train/loss": value, "drift/all/w1": value, "watch/grad_norm": value}
-        logger.log_metrics(metrics, step=step)
-    finish(logger)
+        shown.send({"step": step, **metrics})
+    shown.close()
     summary = read_summary(offline_log(tmp_path / "wandb"))
     largest, least = {"last": 1, "max": 3}, {"last": 1, "min": 1}
     assert summary["train/loss"] == least
@@ -101,15 +102,15 @@ def test_the_summary_has_the_value_that_counts(read_summary, offline_log, tmp_pa
 def test_a_run_that_goes_on_keeps_its_id_and_others_have_their_own(tmp_path):
     ids = []
     for folder in ("0", "0", "1"):
-        logger = make_wandb_logger("offline", directory=tmp_path / folder / "wandb", **RUN)
-        ids.append(logger.experiment.id)
-        finish(logger)
+        shown = open_wandb_run("offline", paths=RunPaths(tmp_path / folder), **RUN)
+        ids.append(shown.run.id)
+        shown.close()
     assert ids[0] == ids[1] != ids[2]
 
 
 def test_a_failed_run_is_shown_as_failed(tmp_path, offline_log, read_records):
-    logger = make_wandb_logger("offline", directory=tmp_path / "wandb", **RUN)
-    finish(logger, failed=True)
+    shown = open_wandb_run("offline", paths=RunPaths(tmp_path), **RUN)
+    shown.close(failed=True)
     (end,) = _of(read_records(offline_log(tmp_path / "wandb")), "exit")
     assert end["exit_code"] == 1
 
@@ -129,11 +130,11 @@ ODD = [
 def test_odd_names_are_text_and_stay_in_the_folder(tmp_path, offline_log, read_rows, read_records):
     logged = {f"drift/{name}/w1": float(n) for n, name in enumerate(ODD)}
     logged |= {f"deviation/{name}/out/max_abs": float(n) for n, name in enumerate(ODD)}
-    logger = make_wandb_logger("offline", directory=tmp_path / "run" / "wandb", **RUN)
-    logger.log_metrics(logged, step=3)
+    shown = open_wandb_run("offline", paths=RunPaths(tmp_path / "run"), **RUN)
+    shown.send({"step": 3, **logged})
     for name in ODD:
-        emit([logger], Event(3, "alert", name, name))
-    finish(logger)
+        shown.send({"step": 3, "event": "alert", "layer": name, "text": name})
+    shown.close()
     log = offline_log(tmp_path / "run" / "wandb")
     assert read_rows(log) == [{**logged, "trainer/global_step": 3}]
     texts = [record["alert"]["text"] for record in read_records(log) if record["type"] == "alert"]
@@ -144,29 +145,37 @@ def test_odd_names_are_text_and_stay_in_the_folder(tmp_path, offline_log, read_r
 def test_a_study_and_an_arm_may_have_the_longest_names_and_any_config(tmp_path):
     config = {"text": ODD, "nested": {name: name for name in ODD}}
     described = {"study": "s" * 64, "arm": "a" * 64, "seed": 10**9, "axis": "optimizer_eps"}
-    logger = make_wandb_logger("offline", directory=tmp_path / "wandb", config=config, **described)
-    assert logger.experiment.config["nested"] == config["nested"]
-    finish(logger)
+    shown = open_wandb_run("offline", paths=RunPaths(tmp_path), config=config, **described)
+    assert shown.run.config["nested"] == config["nested"]
+    shown.close()
 
 
 def test_disabled_makes_nothing(tmp_path):
-    assert make_wandb_logger("disabled", directory=tmp_path / "wandb", **RUN) is None
+    assert open_wandb_run("disabled", paths=RunPaths(tmp_path), **RUN) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_of_another_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"directory must be called wandb, got .*tracks"):
-        make_wandb_logger("offline", directory=tmp_path / "tracks", **RUN)
+        start_run("offline", tmp_path / "tracks", tags=[])
+
+
+def test_counts_that_do_not_fit_their_edges_are_refused():
+    bins = len(ULP_EDGES) + 1
+    check_counts({"a/ulp_histogram": [1] * bins})
+    with pytest.raises(ValueError, match=f"a/b must have {bins} bins, .* got 3; count between"):
+        check_counts({"a/b": [1, 2, 3]})
 
 
 def test_a_fresh_process_prints_nothing_warns_of_nothing_and_ends(tmp_path, offline_log, read_rows):
     code = (
         "from pathlib import Path\n"
-        "from stability.tracking.wandb_logger import finish, make_wandb_logger\n"
-        "logger = make_wandb_logger('offline', study='s', arm='a', seed=0, axis='none',\n"
-        f"    config={{}}, directory=Path({str(tmp_path / 'wandb')!r}))\n"
-        "logger.log_metrics({'train/loss': 1.0}, step=0)\n"
-        "finish(logger)\n"
+        "from stability.records.paths import RunPaths\n"
+        "from stability.tracking.live import open_wandb_run\n"
+        "shown = open_wandb_run('offline', study='s', arm='a', seed=0, axis='none',\n"
+        f"    config={{}}, paths=RunPaths(Path({str(tmp_path)!r})))\n"
+        "shown.send({'step': 0, 'train/loss': 1.0})\n"
+        "shown.close()\n"
     )
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": "", "HOME": str(tmp_path)}
     done = subprocess.run(

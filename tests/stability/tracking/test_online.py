@@ -12,23 +12,19 @@ LOSSES = [5.0, 4.0, 4.5, 3.0, 2.0, 2.5, 7.0]
 TRAIN = """
 import sys
 from pathlib import Path
-from stability.records.metric_log import MetricLog
-from stability.tracking.wandb_environment import check_wandb
-from stability.tracking.wandb_logger import finish, make_wandb_logger
-from stability.tracking.wandb_replay import replay
+from stability.records.paths import RunPaths
+from stability.tracking.environment import check_wandb
+from stability.tracking.live import MirroredLog, open_wandb_run
 check_wandb("online")
 folder, start, until = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-log = MetricLog(folder / "metrics.jsonl")
+shown = open_wandb_run("online", study="s", arm="fp32", seed=1, axis="precision",
+                       config={"depth": 2}, paths=RunPaths(folder))
+log = MirroredLog(folder / "metrics.jsonl", shown)
 lines = (folder / "metrics.jsonl").read_bytes().split(b"\\n") if start else []
 log.truncate_to(sum(len(line) + 1 for line in lines[:start]))
-logger = make_wandb_logger("online", study="s", arm="fp32", seed=1, axis="precision",
-                           config={"depth": 2}, directory=folder / "wandb")
-replay(folder / "metrics.jsonl", logger)
 for step in range(start, until):
-    loss = [5.0, 4.0, 4.5, 3.0, 2.0, 2.5, 7.0][step]
-    log.append(step, {"train/loss": loss})
-    logger.log_metrics({"train/loss": loss}, step=step)
-finish(logger)
+    log.append(step, {"train/loss": [5.0, 4.0, 4.5, 3.0, 2.0, 2.5, 7.0][step]})
+shown.close()
 """
 
 

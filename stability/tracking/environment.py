@@ -1,16 +1,15 @@
-"""What W&B's environment variables may decide: where runs go, never which run is which.
+"""Reads W&B's environment variables: they may say where runs go, never which run is which.
 
-Honoured: WANDB_MODE (the default mode), WANDB_PROJECT, WANDB_ENTITY, WANDB_BASE_URL, WANDB_API_KEY,
-WANDB_NOTES, and WANDB_TAGS (beside our own tags). Passed over, because a run's name, group, job
-type and folder are the study's: WANDB_RUN_ID, WANDB_NAME, WANDB_RUN_GROUP, WANDB_JOB_TYPE,
-WANDB_DIR, WANDB_SILENT. Refused, because W&B would join runs otherwise than by their ids:
-`REFUSED`. No variable reaches training. Leaves out the run itself (`wandb_logger`).
+Honoured are WANDB_MODE (replaces the default mode), WANDB_PROJECT, WANDB_ENTITY, WANDB_BASE_URL,
+WANDB_API_KEY, WANDB_NOTES, and WANDB_TAGS (added to our own tags). Ignored, because the study
+decides a run's name, group, job type and folder, are WANDB_RUN_ID, WANDB_NAME, WANDB_RUN_GROUP,
+WANDB_JOB_TYPE, WANDB_DIR and WANDB_SILENT. Refused are those in `REFUSED`, because they make W&B
+join runs in another way than by their ids. No variable reaches the training. This file does not
+start runs (`run_folder`).
 """
 
 import os
 from typing import Literal
-
-import wandb
 
 __all__ = [
     "PROJECT",
@@ -42,13 +41,13 @@ _MODES: dict[str, WandbMode] = {
     "run": "online",
     "disabled": "disabled",
 }
-"""What W&B accepts in WANDB_MODE, with its old names."""
+"""The words that W&B accepts in WANDB_MODE, old ones included."""
 
 
 def resolve_mode(mode: WandbMode) -> WandbMode:
-    """Return the mode to use: WANDB_MODE replaces the default, `offline`, and nothing else.
+    """Return the mode to use: WANDB_MODE replaces `offline`, which is the default, and no other.
 
-    ValueError if that variable holds an unknown word.
+    Raises ValueError if the variable holds an unknown word.
     """
     chosen = os.environ.get("WANDB_MODE", "")
     if mode != "offline" or not chosen:
@@ -66,7 +65,7 @@ def project() -> str:
 
 
 def destination() -> list[str]:
-    """Return what tells two places for runs apart: server, entity and project."""
+    """Return server, entity and project: two runs go to the same place if these are equal."""
     return [os.environ.get("WANDB_BASE_URL", ""), os.environ.get("WANDB_ENTITY", ""), project()]
 
 
@@ -77,9 +76,10 @@ def added_tags() -> list[str]:
 
 
 def check_wandb(mode: WandbMode) -> None:
-    """Check all that can be known before training; ask the server who we are if `mode` is online.
+    """Check before training everything that would make W&B fail later.
 
-    ValueError for a variable that W&B or we refuse, and online without an account or a server.
+    If `mode` is online this asks the server whose account we use. Raises ValueError for a variable
+    that W&B or we refuse, and, online, if there is no account or the server can't be reached.
     """
     mode = resolve_mode(mode)
     if mode == "disabled":
@@ -90,6 +90,8 @@ def check_wandb(mode: WandbMode) -> None:
             f"check_wandb: {found[0]} must be unset, got {os.environ[found[0]]!r}; a run that goes "
             "on is joined to its first part by its own id"
         )
+    import wandb  # heavy: 1 s of CPU, and `disabled` never needs it
+
     try:
         wandb.Settings(project=project(), run_tags=tuple(added_tags()))
         wandb.setup()
@@ -102,7 +104,12 @@ def check_wandb(mode: WandbMode) -> None:
 
 
 def check_account() -> None:
-    """Ask the server who we are. ValueError without an account or a server, and what to do."""
+    """Ask the server whose account we use.
+
+    Raises ValueError, which says what to do, if there is no account or no server.
+    """
+    import wandb  # heavy
+
     mode = os.environ.get("WANDB_MODE", "")
     if _MODES.get(mode, "online") != "online":
         raise ValueError(

@@ -1,15 +1,13 @@
-"""A study's panels in the W&B app: which metrics, over which axis, of which runs.
+"""Plans a study's panels in the W&B app: which metrics, over which axis, of which runs.
 
-A view of the records: a panel is there only if the study has logged its metrics. Leaves out the
-runs (`wandb_study`).
+A panel of lines is there only if the study has logged its metrics. This file sends no runs and no
+tables (`publish`); a panel refers to them by name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from stability.analysis.probe_records import natural
-from stability.analysis.study_records import RecordedStudy
 from stability.records.metric_names import (
     COMPARED,
     STEP_AXIS,
@@ -18,20 +16,25 @@ from stability.records.metric_names import (
     parse_deviation,
     parse_drift,
 )
-from stability.report.wandb_rows import SHOWN_DEVIATIONS
+from stability.tracking.tables import SHOWN_DEVIATIONS
 
-__all__ = ["Panel", "PanelSection", "as_json", "plan_panels", "save_workspace"]
+__all__ = ["Panel", "PanelSection", "as_json", "build_workspace", "plan_panels"]
 
 PanelKind = Literal["line", "bar", "media", "table"]
 
 _ON_LOG_AXIS = {"rel_fro", "max_abs", "error_ratio", "w1", "w1_over_std", "mean_abs", "rel_l2"}
-LADDER = ("ladder/rel_l2/early", "ladder/rel_l2/last", "ladder/ratio/early", "ladder/final_loss")
-"""The bars: of each run's summary, averaged over the seeds of an arm."""
+_LADDER_BARS = (
+    "ladder/rel_l2/early",
+    "ladder/rel_l2/last",
+    "ladder/ratio/early",
+    "ladder/final_loss",
+)
+"""Names in each run's summary; W&B draws their mean over the seeds of an arm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel; lines are drawn over the optimizer step."""
+    """One panel. Its lines are drawn over the optimizer step, on a log axis if `log` says so."""
 
     title: str
     kind: PanelKind
@@ -47,10 +50,12 @@ class PanelSection:
     panels: tuple[Panel, ...]
 
 
-def plan_panels(study: RecordedStudy) -> list[PanelSection]:
-    """Return the sections of a study's workspace, empty ones left out."""
-    names = {name for arm in study.arms for run in arm.runs.values() for name in run.metrics}
-    bars = tuple(Panel(name, "bar", (name,)) for name in LADDER)
+def plan_panels(metrics: Sequence[str]) -> list[PanelSection]:
+    """Return the sections of a study's workspace, empty ones left out.
+
+    `metrics` are the names of all that the study has logged; lines keep their order.
+    """
+    bars = tuple(Panel(name, "bar", (name,)) for name in _LADDER_BARS)
     sections = [
         PanelSection(
             "Ladder",
@@ -60,59 +65,57 @@ def plan_panels(study: RecordedStudy) -> list[PanelSection]:
                 Panel("the report", "media", ("report",)),
             ),
         ),
-        PanelSection("Loss", tuple(_lines([TRAIN_LOSS], names))),
-        PanelSection("Drift from the baseline", tuple(_drifts(names))),
+        PanelSection("Loss", tuple(_losses(metrics))),
+        PanelSection("Drift from the baseline", tuple(_drifts(metrics))),
         PanelSection(
             "Deviation within each layer",
-            (*_deviations(names), Panel("the worst of each layer", "table", ("deviations",))),
+            (*_deviations(metrics), Panel("the worst of each layer", "table", ("deviations",))),
         ),
-        PanelSection("Watch", tuple(_watched(names))),
+        PanelSection("Watch", tuple(_watched(metrics))),
         PanelSection("Weights", (Panel("sizes", "media", (WEIGHT_HISTOGRAM,)),)),
     ]
     return [section for section in sections if section.panels]
 
 
-def as_json(study: RecordedStudy) -> dict[str, Any]:
+def as_json(group: str, metrics: Sequence[str]) -> dict[str, Any]:
     """Return the workspace as JSON values: whose runs, over which axis, and the sections."""
     return {
-        "group": study.name,
+        "group": group,
         "grouped_by": "job_type",
         "x": STEP_AXIS,
-        "sections": [asdict(section) for section in plan_panels(study)],
+        "sections": [asdict(section) for section in plan_panels(metrics)],
     }
 
 
-def save_workspace(study: RecordedStudy, entity: str, project: str) -> str:
-    """Make the study's workspace in `project` of `entity`, and return its address.
+def build_workspace(
+    group: str, metrics: Sequence[str], *, runs: int, entity: str, project: str
+) -> Any:
+    """Return the workspace of the study `group`, not sent yet: its `save()` does that.
 
-    ValueError without the package `wandb-workspaces`; W&B's own errors.
+    `runs` is how many runs the study has in W&B. Raises ValueError without the package
+    `wandb-workspaces`.
     """
-    return _workspace(study, entity, project).save().url
-
-
-def _workspace(study: RecordedStudy, entity: str, project: str) -> Any:
     try:
         import wandb_workspaces.workspaces as ws  # optional: the extra `workspace`
         from wandb_workspaces.expr import And, Metric
     except ImportError as error:
         raise ValueError(
-            "save_workspace: the package wandb-workspaces must be installed, is not: "
+            "build_workspace: the package wandb-workspaces must be installed, is not: "
             "pip install 'training-stability[workspace]'"
         ) from error
     sections = [
         ws.Section(name=section.name, panels=[_drawn(p) for p in section.panels], is_open=True)
-        for section in plan_panels(study)
+        for section in plan_panels(metrics)
     ]
-    runs = len(study.arms) * len(study.seeds) + 1  # and the study's own
     return ws.Workspace(
         entity=entity,
         project=project,
-        name=study.name,
+        name=group,
         sections=sections,
         auto_generate_panels=False,
         settings=ws.WorkspaceSettings(x_axis=STEP_AXIS, max_runs=runs),
         runset_settings=ws.RunsetSettings(
-            filters=And(Metric("Group") == study.name), groupby=[Metric("JobType")]
+            filters=And(Metric("Group") == group), groupby=[Metric("JobType")]
         ),
     )
 
@@ -130,12 +133,13 @@ def _drawn(panel: Panel) -> Any:
     return wr.MediaBrowser(title=panel.title, media_keys=list(panel.metrics))
 
 
-def _lines(wanted: Iterable[str], names: set[str]) -> list[Panel]:
-    return [Panel(name, "line", (name,)) for name in wanted if name in names]
+def _losses(metrics: Sequence[str]) -> list[Panel]:
+    return [Panel(TRAIN_LOSS, "line", (TRAIN_LOSS,))] if TRAIN_LOSS in metrics else []
 
 
-def _drifts(names: set[str]) -> list[Panel]:
-    found = [(parts, name) for name in names if (parts := parse_drift(name))]
+def _drifts(metrics: Sequence[str]) -> list[Panel]:
+    """One panel for each drift of all weights; those of single parameters are not shown."""
+    found = [(parts, name) for name in metrics if (parts := parse_drift(name))]
     return [
         Panel(f"{parts.metric} of all weights", "line", (name,), log=parts.metric in _ON_LOG_AXIS)
         for parts, name in sorted(found)
@@ -143,10 +147,10 @@ def _drifts(names: set[str]) -> list[Panel]:
     ]
 
 
-def _deviations(names: set[str]) -> list[Panel]:
-    """One panel for each result and metric, a line for each layer and shadow."""
+def _deviations(metrics: Sequence[str]) -> list[Panel]:
+    """One panel for each result and metric, with a line for each layer and shadow."""
     lines: dict[tuple[str, str], list[str]] = {}
-    for name in sorted(names, key=natural):
+    for name in metrics:
         parts = parse_deviation(name)
         if parts is not None and not parts.part and parts.metric in SHOWN_DEVIATIONS:
             lines.setdefault((parts.what, parts.metric), []).append(name)
@@ -158,11 +162,11 @@ def _deviations(names: set[str]) -> list[Panel]:
     ]
 
 
-def _watched(names: set[str]) -> list[Panel]:
-    """One panel for each figure of the run, and one for each figure of layers."""
-    figures: dict[str, list[str]] = {}
-    for name in sorted(names, key=natural):
-        head, *layer, figure = name.split("/")
+def _watched(metrics: Sequence[str]) -> list[Panel]:
+    """One panel for each watched metric of the run, and one for each watched metric of layers."""
+    lines: dict[str, list[str]] = {}
+    for name in metrics:
+        head, *layer, watched = name.split("/")
         if head == "watch" and layer[:1] != ["rms"] and len(layer) <= 1:
-            figures.setdefault(figure, []).append(name)
-    return [Panel(figure, "line", tuple(lines)) for figure, lines in sorted(figures.items())]
+            lines.setdefault(watched, []).append(name)
+    return [Panel(watched, "line", tuple(names)) for watched, names in sorted(lines.items())]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stability.tracking.wandb_environment import check_wandb, resolve_mode
+from stability.tracking.environment import check_wandb, resolve_mode
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,14 +69,14 @@ def _run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_variable_that_is_no_setting_of_w_and_b_is_named(tmp_path):
-    code = "from stability.tracking.wandb_environment import check_wandb as c; c('offline')"
+    code = "from stability.tracking.environment import check_wandb as c; c('offline')"
     done = _run(code, WANDB_BASE_URL="nonsense", HOME=str(tmp_path))
     assert "check_wandb: a WANDB_* variable is no W&B setting" in done.stderr
     assert "base_url" in done.stderr
 
 
 def test_online_without_an_account_is_refused_and_says_what_to_do(tmp_path):
-    code = "from stability.tracking.wandb_environment import check_wandb as c; c('online')"
+    code = "from stability.tracking.environment import check_wandb as c; c('online')"
     done = _run(code, HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
     assert "no account is known at http://127.0.0.1:9; run `wandb login` or set" in done.stderr
     done = _run(code, HOME=str(tmp_path), WANDB_MODE="offline")
@@ -86,13 +86,14 @@ def test_online_without_an_account_is_refused_and_says_what_to_do(tmp_path):
 def test_variables_say_where_runs_go_and_not_which_they_are(tmp_path, offline_log, read_records):
     code = (
         "from pathlib import Path\n"
-        "from stability.tracking.wandb_environment import check_wandb\n"
-        "from stability.tracking.wandb_logger import finish, make_wandb_logger\n"
+        "from stability.tracking.environment import check_wandb\n"
+        "from stability.records.paths import RunPaths\n"
+        "from stability.tracking.live import open_wandb_run\n"
         "check_wandb('offline')\n"
-        "logger = make_wandb_logger('offline', study='s', arm='a', seed=0, axis='none',\n"
-        f"    config={{}}, directory=Path({str(tmp_path / 'run' / 'wandb')!r}))\n"
-        "logger.log_metrics({'train/loss': 1.0}, step=0)\n"
-        "finish(logger)\n"
+        "shown = open_wandb_run('offline', study='s', arm='a', seed=0, axis='none',\n"
+        f"    config={{}}, paths=RunPaths(Path({str(tmp_path / 'run')!r})))\n"
+        "shown.send({'step': 0, 'train/loss': 1.0})\n"
+        "shown.close()\n"
     )
     honoured = {
         "WANDB_PROJECT": "mine",

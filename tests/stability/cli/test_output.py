@@ -3,7 +3,7 @@
 import json
 import math
 
-from stability.cli.json_output import print_json
+from stability.cli.output import print_json
 
 
 def test_a_figure_that_is_no_number_is_printed_as_text(capsys):

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from stability.records.metric_log import MetricLog
-from stability.tracking.wandb_logger import finish, make_wandb_logger
-from stability.tracking.wandb_replay import replay
+from stability.records.paths import RunPaths
+from stability.tracking.live import MirroredLog, open_wandb_run
 
 RUN = {"study": "s", "arm": "fp32", "seed": 1, "axis": "precision", "config": {"depth": 2}}
 LOSSES = [5.0, 4.0, 4.5, 3.0, 2.0, 2.5, 7.0]
@@ -19,15 +18,13 @@ def train(tmp_path):
     """Return a function that logs the losses up to a step, going on from the one before."""
 
     def train(until: int, start: int = 0) -> None:
-        log = MetricLog(tmp_path / "metrics.jsonl")
-        logger = make_wandb_logger("offline", directory=tmp_path / "wandb", **RUN)
-        replay(tmp_path / "metrics.jsonl", logger)
+        shown = open_wandb_run("offline", paths=RunPaths(tmp_path), **RUN)
+        log = MirroredLog(tmp_path / "metrics.jsonl", shown)
         for step in range(start, until):
             log.append(step, {"train/loss": LOSSES[step]})
-            logger.log_metrics({"train/loss": LOSSES[step]}, step=step)
         log.close()
-        logger.complete_summary()
-        finish(logger)
+        shown.complete_summary()
+        shown.close()
 
     return train
 

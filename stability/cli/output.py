@@ -1,0 +1,40 @@
+"""How a verb answers: a line or JSON on standard output, and an exit code."""
+
+import json
+import sys
+from typing import Any
+
+from stability.records.sealed_json import jsonable
+
+__all__ = [
+    "EXIT_CODES",
+    "FAILS",
+    "HOLDS",
+    "INTERRUPTED",
+    "UNDECIDED",
+    "WRONG",
+    "print_json",
+    "print_line",
+]
+
+HOLDS, FAILS, WRONG, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
+
+EXIT_CODES = {
+    HOLDS: "done; what was checked holds",
+    FAILS: "a run failed, or what was checked does not hold",
+    WRONG: "wrong input, or it can't be judged; nothing was written",
+    UNDECIDED: "the check can't decide",
+    INTERRUPTED: "interrupted by Ctrl-C; the same command goes on from there",
+}
+"""What each exit code of `stability` says; `stability --help` prints it."""
+
+
+def print_json(content: Any) -> None:
+    """Print `content` as JSON; NaN and infinities, which JSON lacks, become text."""
+    text = json.dumps(jsonable(content), indent=2, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write(text + "\n")
+
+
+def print_line(text: object) -> None:
+    """Print `text` on one line, however long."""
+    sys.stdout.write(f"{text}\n")

@@ -1,0 +1,177 @@
+"""Publishes a study to W&B once its runs have ended: histories, summaries, tables and the report.
+
+Each run gets what W&B lacks of its history, then its row of the ladder as summary. The study has a
+run of its own, which holds the ladder and the deviations of each layer as tables, the HTML report
+and the verdict. What was published already is left alone: a stamp beside W&B's files says what that
+was. This file reads no study (the command line passes plain values) and shows no panels (`panels`).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stability.records.atomic_files import write_text
+from stability.records.manifest import Manifest
+from stability.records.paths import RunPaths, StudyPaths, snapshot_steps
+from stability.records.sealed_json import file_checksum
+from stability.tracking.environment import WandbMode, destination, resolve_mode
+from stability.tracking.live import open_wandb_run
+from stability.tracking.run_folder import start_run
+from stability.tracking.tables import MetricValues, deviation_rows, ladder_rows, row_summary
+
+if TYPE_CHECKING:
+    import wandb
+
+__all__ = ["StudyContent", "publish"]
+
+_NAME_LENGTH = 128
+"""The longest name of an artifact that W&B takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyContent:
+    """A study as W&B is to show it, in plain values."""
+
+    paths: StudyPaths
+    """The report must have been written."""
+    config: Mapping[str, Any]
+    """study, question, seeds, yardstick and base."""
+    verdict: str
+    ladder: str
+    """The text of ladder.json."""
+    deviations: Iterable[MetricValues]
+    ended: Sequence[tuple[RunPaths, Manifest]]
+    """The runs that will not go on."""
+
+
+def publish(content: StudyContent, mode: WandbMode) -> str:
+    """Publish every run that has ended, and the study; return what went wrong, mostly nothing.
+
+    Nothing that W&B does is an error of the study: the records are whole, and the next call
+    publishes what is missing.
+    """
+    mode = resolve_mode(mode)
+    if mode == "disabled":
+        return ""
+    import wandb  # heavy
+
+    ladder = json.loads(content.ladder)
+    try:
+        for paths, manifest in content.ended:
+            _publish_run(mode, paths, manifest, row_summary(ladder, manifest.arm, manifest.seed))
+        _publish_study(mode, content)
+    except (wandb.Error, OSError, ValueError) as error:
+        said = " ".join(str(error).split())
+        return f"W&B is not up to date: {said}; the records are whole, the same command tries again"
+    return ""
+
+
+def _publish_run(
+    mode: WandbMode, paths: RunPaths, manifest: Manifest, summary: Mapping[str, Any]
+) -> None:
+    """Send the history that W&B lacks, set the summary, and online send the snapshots."""
+
+    def send() -> None:
+        shown = open_wandb_run(
+            mode,
+            study=manifest.study,
+            arm=manifest.arm,
+            seed=manifest.seed,
+            axis=manifest.axis,
+            config=manifest.config,
+            paths=paths,
+        )
+        if shown is None:
+            return
+        try:
+            shown.send_history()
+            shown.complete_summary()
+            shown.run.summary.update(dict(summary))
+            if mode == "online":
+                _send_snapshots(shown.run, manifest.study, paths)
+        finally:
+            shown.close()
+
+    stamped = {"summary": dict(summary), "files": manifest.files}
+    _publish_once(mode, paths.wandb_dir, stamped, send)
+
+
+def _publish_study(mode: WandbMode, content: StudyContent) -> None:
+    """Send the study's own run: tables, report and verdict."""
+    paths, name = content.paths, content.config["study"]
+
+    def send() -> None:
+        run, _ = start_run(
+            mode,
+            paths.wandb_dir,
+            name=name,
+            group=name,
+            job_type="study",
+            tags=["study"],
+            config=dict(content.config),
+        )
+        try:
+            _send_tables(run, content)
+            question = content.config["question"]
+            run.summary.update({"verdict": content.verdict, "question": question})
+        finally:  # else the next study would be written into this run
+            run.finish()
+
+    stamped = {
+        "report": file_checksum(paths.report),
+        "ladder": content.ladder,
+        "verdict": content.verdict,
+    }
+    _publish_once(mode, paths.wandb_dir, stamped, send)
+
+
+def _publish_once(
+    mode: WandbMode, directory: Path, content: Mapping[str, Any], send: Callable[[], None]
+) -> None:
+    """Call `send`, unless it was called for the same content, mode and destination before.
+
+    `content` is JSON values; `directory` is W&B's own, and keeps the stamp.
+    """
+    stamp = directory / f"published-{mode}.sha256"
+    stamped = json.dumps([destination(), dict(content)], sort_keys=True)
+    digest = hashlib.sha256(stamped.encode()).hexdigest()
+    if stamp.exists() and stamp.read_text(encoding="utf-8").strip() == digest:
+        return
+    send()
+    write_text(stamp, digest + "\n")
+
+
+def _send_tables(run: "wandb.Run", content: StudyContent) -> None:
+    import wandb  # heavy
+
+    columns, rows = ladder_rows(json.loads(content.ladder))
+    layer_columns, layer_rows = deviation_rows(content.deviations)
+    run.log(
+        {
+            "ladder": wandb.Table(columns=columns, data=rows, allow_mixed_types=True),
+            "deviations": wandb.Table(
+                columns=layer_columns, data=layer_rows, allow_mixed_types=True
+            ),
+            "report": wandb.Html(str(content.paths.report), inject=False),
+        }
+    )
+
+
+def _send_snapshots(run: "wandb.Run", study: str, paths: RunPaths) -> None:
+    """Send every snapshot as a version of the artifact `<study>-<arm>-seed-<n>`, alias `step-<n>`.
+
+    W&B stores equal files once, so to send them again costs a checksum.
+    """
+    import wandb  # heavy
+
+    # Names of studies and arms hold only characters that W&B allows, but two may be too long.
+    suffix = f"-{paths.arm}-seed-{paths.seed}"
+    name = study[: _NAME_LENGTH - len(suffix)] + suffix
+    for step in snapshot_steps(paths):
+        artifact = wandb.Artifact(name, type="model", metadata={"step": step})
+        # The file itself, without a copy in W&B's cache: a snapshot is never written again.
+        artifact.add_file(str(paths.snapshot(step)), policy="immutable", skip_cache=True)
+        run.log_artifact(artifact, aliases=[f"step-{step}"])

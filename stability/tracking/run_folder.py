@@ -1,0 +1,113 @@
+"""Starts the W&B run that belongs to a folder, or goes on with it.
+
+The folder `wandb` of a run keeps the id that W&B knows the run by, so a run that is resumed is the
+same run to W&B. Offline it needs no account and no network; `wandb sync` uploads the folder later,
+and `wandb leet` shows it in the terminal. This file does not say what is logged (`live`).
+"""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stability.records.atomic_files import write_text
+from stability.tracking.environment import WandbMode, added_tags, project
+
+if TYPE_CHECKING:
+    import wandb
+
+__all__ = ["start_run"]
+
+_ID_FILE = "id.txt"
+
+
+def start_run(
+    mode: WandbMode, directory: Path, *, tags: list[str], **described: Any
+) -> tuple["wandb.Run", int]:
+    """Start the W&B run that belongs to `directory`, or go on with it.
+
+    `described` are further arguments of `wandb.init`: name, group, job_type, config. Returns the
+    run and the number of rows that W&B has of it, or will have from folders that stay. W&B can't
+    append to an offline folder: one that was never uploaded is deleted, and the new run replaces
+    it. Raises ValueError unless `directory` is called wandb, which W&B itself insists on.
+    """
+    import wandb  # heavy
+
+    if directory.name != "wandb":
+        raise ValueError(f"start_run: directory must be called wandb, got {directory}")
+    directory.mkdir(parents=True, exist_ok=True)
+    run_id = _run_id(directory)
+    uploaded = _delete_unsent(directory, run_id) if mode == "offline" else 0
+    run = wandb.init(
+        project=project(),
+        dir=directory.parent,
+        id=run_id,
+        tags=[*tags, *added_tags()],
+        mode=mode,
+        resume="allow",  # offline too: `wandb sync` then adds to a run that the server has
+        reinit="create_new",
+        settings=wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=mode == "offline",
+            # the manifest lists the packages; W&B's own list takes ten times as long as the rest
+            x_save_requirements=False,
+        ),
+        **described,
+    )
+    return run, max(run.starting_step, uploaded)
+
+
+def _run_id(directory: Path) -> str:
+    """Return the id of the run in `directory`; draw one if it has none.
+
+    It is drawn and not computed, because a run that is trained anew, perhaps by other code, must be
+    another run to W&B.
+    """
+    path = directory / _ID_FILE
+    if path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    run_id = secrets.token_hex(8)
+    write_text(path, run_id + "\n")
+    return run_id
+
+
+def _delete_unsent(directory: Path, run_id: str) -> int:
+    """Delete the run's offline folders that were never uploaded; return the rows in the others."""
+    rows = 0
+    for folder in directory.glob(f"offline-run-*-{run_id}"):
+        if _was_uploaded(folder):
+            rows = max(rows, _count_rows(folder / f"run-{run_id}.wandb"))
+        else:
+            shutil.rmtree(folder)
+    return rows
+
+
+def _was_uploaded(folder: Path) -> bool:
+    """Whether `wandb sync` has uploaded this folder, or has begun to."""
+    if any(folder.glob("*.synced")):
+        return True
+    return any("starting_step" in path.read_text() for path in folder.glob("*.syncstate"))
+
+
+def _count_rows(file: Path) -> int:
+    """Return how many rows a file of W&B's holds, as W&B's own reader counts them.
+
+    Raises OSError if the reader can't read it.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(file)],
+        env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise OSError(f"{file}: W&B can't read it: {done.stderr.strip()[-200:]}")
+    last_row = json.loads(done.stdout)["step"]
+    return 0 if last_row is None else last_row + 1

@@ -1,0 +1,84 @@
+"""Builds the rows of W&B's summaries and tables from a study's ladder and deviations.
+
+The input is plain: `ladder` is the content of ladder.json, and the numbers here are its numbers,
+every digit. This file does not send anything (`publish`).
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from stability.records.metric_names import parse_deviation
+from stability.records.sealed_json import NON_FINITE
+
+__all__ = ["SHOWN_DEVIATIONS", "MetricValues", "deviation_rows", "ladder_rows", "row_summary"]
+
+MetricValues = tuple[str, str, Iterable[float]]
+"""An arm, one of its metrics, and the values that one run logged."""
+
+SHOWN_DEVIATIONS = ("rel_fro", "max_abs", "bias_ulp", "error_ratio")
+"""The deviation metrics that have a column in the table of layers, and panels."""
+
+
+def row_summary(ladder: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
+    """Return an arm's row of the ladder for the summary of one of its runs.
+
+    `ladder/rel_l2/early` is this seed's value, `ladder/rel_l2/early/mean` the mean over all seeds,
+    and so on for the smallest and the largest; what was not measured is left out.
+    """
+    row = next(row for row in ladder["rows"] if row["arm"] == arm)
+    summary: dict[str, Any] = {
+        "ladder/early_step": ladder["early_step"],
+        "ladder/last_step": ladder["last_step"],
+    }
+    for name, value in _flattened(row).items():
+        *path, last = name.split("/")
+        if path[-1:] == ["per_seed"]:
+            if last == str(seed):
+                summary["/".join(["ladder", *path[:-1]])] = value
+        elif value is not None and last != "arm":
+            summary[f"ladder/{name}"] = value
+    return summary
+
+
+def ladder_rows(ladder: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the columns and rows of the ladder, the parts of a nested name joined by "/"."""
+    rows = [_flattened(row) for row in ladder["rows"]]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return columns, [[row.get(name) for name in columns] for row in rows]
+
+
+def deviation_rows(logged: Iterable[MetricValues]) -> tuple[list[Any], list[Any]]:
+    """Return columns, and a row for each arm, layer, shadow and result, over all seeds and steps.
+
+    Each number is the finite value that is farthest from 0, or None if there is none.
+    """
+    worst: dict[tuple[str, ...], dict[str, float]] = {}
+    for arm, name, values in logged:
+        parts = parse_deviation(name)
+        if parts is None or parts.part or parts.metric not in SHOWN_DEVIATIONS:
+            continue
+        row = worst.setdefault((arm, parts.layer, parts.shadow, parts.what), {})
+        for value in values:
+            if math.isfinite(value) and abs(value) >= abs(row.get(parts.metric, 0.0)):
+                row[parts.metric] = value
+    columns: list[Any] = ["arm", "layer", "shadow", "what", *SHOWN_DEVIATIONS]
+    rows: list[Any] = [
+        [*key, *(row.get(metric) for metric in SHOWN_DEVIATIONS)] for key, row in worst.items()
+    ]
+    return columns, rows
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by joined names; an interval becomes its two ends."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "interval":
+            low, high = value or (None, None)
+            value = {"low": low, "high": high}
+        if isinstance(value, Mapping):
+            flat |= _flattened(value, f"{prefix}{name}/")
+        else:
+            is_number = prefix and isinstance(value, str) and value in NON_FINITE
+            flat[prefix + name] = float(value) if is_number else value
+    return flat
