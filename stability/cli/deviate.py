@@ -23,7 +23,7 @@ from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS
 from stability.probe import published
 from stability.probe.inputs import Inputs, on_grid, read
 from stability.probe.microbenchmark import Problem, measure, waterfall
-from stability.report.page.deviation_plot import write_plot, write_waterfall_plot
+from stability.report.page.operator_charts import write_sweep_page, write_waterfall_page
 from stability.report.terminal.deviation import (
     COLUMNS,
     print_points,
@@ -148,7 +148,7 @@ def deviate(
         return 0
     rows = list(_rows(problems, given, backward))
     if plot:
-        write_plot(Path(plot), rows, varied, shown[0])
+        write_sweep_page(Path(plot), rows, varied, shown[0])
     if json:
         print_json({"versions": versions(), "rows": rows})
     else:
@@ -179,7 +179,7 @@ def _waterfall(
     inputs = None if given is None else on_grid((x.double() for x in given), problem.format)
     steps = [dataclasses.asdict(step) for step in waterfall(problem, inputs)]
     if plot:
-        write_waterfall_plot(Path(plot), steps)
+        write_waterfall_page(Path(plot), steps)
     if as_json:
         point = dataclasses.asdict(problem)
         numerics = problem.numerics().to_dict()

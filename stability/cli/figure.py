@@ -12,10 +12,10 @@ from rich.console import Console
 
 from stability.analysis.study_records import read_study
 from stability.config.convert import nearest
-from stability.report.page.training_charts import DRIFT_METRICS
 from stability.report.paper.figure import KINDS, write_figure
 from stability.report.paper.heatmap import METRICS, RESULTS
 from stability.report.paper.style import FORMATS, WIDTHS
+from stability.report.view.drift import DRIFT_TITLES
 
 __all__ = ["figure"]
 
@@ -47,7 +47,7 @@ def figure(
     _check("format", format, FORMATS)
     _check("width", width, WIDTHS)
     _check("compared", compared, RESULTS)
-    metrics = METRICS if what == "heatmap" else DRIFT_METRICS
+    metrics = METRICS if what == "heatmap" else DRIFT_TITLES
     metric = metric or next(iter(metrics))
     _check("metric", metric, metrics)
     if what == "ladder" and arm:

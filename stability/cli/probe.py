@@ -22,7 +22,7 @@ from stability.intercept.session import shadow
 from stability.model.pretrained import Weights, language_loss, load_pretrained
 from stability.probe.recording import RecordSink
 from stability.probe.registry import resolve_attention
-from stability.report.page.probe_page import write_probe_page
+from stability.report.page.html import write_probe_page
 from stability.report.terminal.probe import print_probe
 
 __all__ = ["probe"]

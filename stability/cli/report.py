@@ -9,8 +9,7 @@ from rich.console import Console
 from stability.analysis.study_records import RecordedStudy, read_study
 from stability.cli.inspect import holds_probe
 from stability.report.live.study_index import find_studies
-from stability.report.page.html import write_page
-from stability.report.page.probe_page import write_probe_page
+from stability.report.page.html import write_page, write_probe_page
 
 __all__ = ["report"]
 

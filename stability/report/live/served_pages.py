@@ -24,8 +24,7 @@ from stability.report.live.study_summary import (
     summary_of_study,
 )
 from stability.report.page.compare_page import render_comparison
-from stability.report.page.html import fill, render
-from stability.report.page.probe_page import render_probe
+from stability.report.page.html import fill, render, render_probe
 
 __all__ = ["ServedPages", "address_of", "unreadable_page"]
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from stability.report.live.local_only import LocalOnly
 from stability.report.live.served_pages import ServedPages, unreadable_page
 from stability.report.live.study_index import Found, stamp_of_all
-from stability.report.page.html import PAGE
+from stability.report.page.html import ASSETS as PAGE
 
 __all__ = ["make_server"]
 

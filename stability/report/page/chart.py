@@ -1,56 +1,62 @@
-"""What a chart is to the report, and what all charts share: names as text, seeds thin, mean thick.
+"""What a chart of the report is, and what all charts share: builders, names as text, thinned lines.
 
-A chart's colours for text and grid are left to the page, which knows whether it is light or dark.
+A line an arm is drawn with its seeds thin and their mean thick. The colours of text and grid are
+left to the page's script, which knows whether the page is light or dark.
 """
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import plotly.graph_objects as go
 
+from stability.report.view.drift import mean_over_seeds
 from stability.report.view.palette import ArmStyle
 
 __all__ = [
     "ALL_AT_ONCE",
     "LOG_AXIS",
+    "STEP_AXIS",
     "Chart",
     "Section",
     "arm_lines",
-    "choices_of",
     "label",
+    "make_chart",
     "make_figure",
-    "mean_over_seeds",
+    "section_of",
     "thinning_remarks",
 ]
 
 POINTS, SEED_POINTS = 600, 150
-"""A mean, and the thin line of one seed, with more points than this is thinned; each stretch keeps
-its lowest and highest point."""
-
-
+"""The most points of a mean's line and of a seed's. A longer line is thinned: each stretch of steps
+keeps its lowest and its highest point."""
+STEP_AXIS = {"title": {"text": "step"}}
 LOG_AXIS = {"type": "log", "tickformat": ".2~e", "nticks": 6}
-"""By itself plotly writes the digits between powers of ten too small to be read."""
+"""A log axis of numbers in scientific notation. By default plotly writes the digits between the
+powers of ten in letters too small to read."""
 ALL_AT_ONCE = {"hovermode": "x unified"}
 """Layout of a chart whose lines lie on one another: hovering tells the value of each of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A figure with the words that belong under it.
+    """A plotly figure with the words that belong under it.
 
-    A trace whose `meta` holds choices, e.g. {"metric": "w1"}, shows while its section has these
-    chosen, and one with {"arm": ...} while that arm is switched on; so do a shape and an annotation
-    whose `name` is an arm's. `figure.layout.meta` may hold a layout patch for a choice:
+    The `meta` of a trace says when it shows: {"metric": "w1"} while its section has that chosen,
+    {"arm": ...} while that arm is switched on. A shape or an annotation whose `name` is an arm's
+    shows while that arm does. `figure.layout.meta` may hold changes of the layout for a choice:
     {"metric": {"w1": {"yaxis.type": "log"}}}.
     """
 
     key: str
+    """The id of its place in the page."""
     title: str
     caption: str
     good: str
+    """What the chart looks like if all is well; `bad`, if it is not."""
     bad: str
     figure: go.Figure
     remarks: tuple[str, ...] = ()
@@ -72,8 +78,27 @@ def label(name: str) -> str:
     return html.escape(name, quote=False)
 
 
+def make_chart(
+    key: str,
+    title: str,
+    traces: Iterable[Mapping[str, Any]],
+    *,
+    caption: str,
+    good: str,
+    bad: str,
+    height: int,
+    remarks: tuple[str, ...] = (),
+    **layout: Any,
+) -> Chart:
+    """Return a chart of `traces`; `height` and `layout` are as in `make_figure`."""
+    figure = make_figure(traces, height=height, **layout)
+    return Chart(
+        key=key, title=title, caption=caption, good=good, bad=bad, figure=figure, remarks=remarks
+    )
+
+
 def make_figure(traces: Iterable[Mapping[str, Any]], *, height: int, **layout: Any) -> go.Figure:
-    """Return a figure of `traces` with the report's layout; `layout` adds to it."""
+    """Return a plotly figure of `traces` with the report's layout; `layout` adds to it."""
     base = {
         "height": height,
         "margin": {"l": 8, "r": 12, "t": 12, "b": 8},
@@ -96,27 +121,22 @@ def make_figure(traces: Iterable[Mapping[str, Any]], *, height: int, **layout: A
     return go.Figure({"data": list(traces), "layout": {**base, **layout}})
 
 
-def choices_of(traces: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return what a section of `traces` lets choose: each name in a `meta`, its options.
+def section_of(
+    chart: Chart, title: str, *, intro: str = "", key: str = "", fixed: Collection[str] = ()
+) -> Section:
+    """Return the section of one chart; its key is the chart's own unless `key` is given.
 
-    That includes "arm", which is no choice of a section that shows all arms at once.
+    A reader chooses among the options of each name in the traces' `meta`, in the order in which
+    they come. Names in `fixed` are no choice: a chart that shows all arms at once has "arm" there.
     """
-    found: dict[str, dict[str, None]] = {}
-    for trace in traces:
-        for name, option in trace["meta"].items():
-            found.setdefault(name, {})[option] = None
-    return {name: tuple(options) for name, options in found.items()}
-
-
-def mean_over_seeds(by_seed: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
-    """Return the mean at each step that every seed has."""
-    if not by_seed:
-        return {}
-    shared = set.intersection(*(set(values) for values in by_seed.values()))
-    return {
-        step: sum(values[step] for values in by_seed.values()) / len(by_seed)
-        for step in sorted(shared)
-    }
+    options: dict[str, dict[str, None]] = {}
+    for trace in chart.figure.data:
+        for name, option in trace.meta.items():
+            if name not in fixed:
+                options.setdefault(name, {})[option] = None
+    choices = {name: tuple(found) for name, found in options.items()}
+    key = key or chart.key
+    return Section(key=key, title=title, intro=intro, charts=(chart,), choices=choices)
 
 
 def arm_lines(
@@ -130,11 +150,11 @@ def arm_lines(
     hidden: bool = False,
     meta: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return an arm's traces: its seeds thin, their mean on top with the arm's name.
+    """Return an arm's traces: a thin line for each seed, and their mean on top, named as the arm.
 
     `hidden` shows the arm only once its name in the legend is clicked; `positive` leaves out values
-    that a log axis can't show. An arm that has nothing left, because all of it is exactly zero,
-    keeps its place in the legend and says so there. `meta` adds choices to the arm's own.
+    that a log axis can't show. An arm with nothing left to draw, because all its values are exactly
+    0, stays in the legend and says so there. `meta` adds choices to the arm's own.
     """
     by_seed = {seed: values for seed, values in by_seed.items() if values}
     all_zero = positive and all(v == 0 for values in by_seed.values() for v in values.values())
@@ -161,7 +181,7 @@ def arm_lines(
 
 
 def thinning_remarks(longest: int, seeds: int) -> tuple[str, ...]:
-    """Return what a chart says whose longest line has so many points; empty if none is thinned.
+    """Return what a chart says if its longest line, of `longest` points, is thinned; else ().
 
     With one seed there are no thin lines.
     """
@@ -203,38 +223,30 @@ def _seed_line(
 def _points(
     values: Mapping[int, float], positive: bool, most: int
 ) -> tuple[list[int], list[float | None]]:
-    kept = [
+    drawn = [
         (step, value)
         for step, value in sorted(values.items())
         if not positive or value > 0 or math.isnan(value)
     ]
-    kept = _thinned(kept, most)
-    return [step for step, _ in kept], [_rounded(value) for _, value in kept]
+    drawn = _thinned(drawn, most)
+    return [step for step, _ in drawn], [_rounded(value) for _, value in drawn]
 
 
 def _thinned(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
     if len(points) <= most:
         return points
     width = _stretch(len(points), most)
-    kept = set()
+    drawn = set()
     for start in range(0, len(points), width):
         stretch = points[start : start + width]
         finite = [point for point in stretch if math.isfinite(point[1])]
         if finite:
-            kept |= {min(finite, key=_value), max(finite, key=_value)}
-        if len(finite) < len(stretch):  # a gap stays a gap
-            kept.add(next(point for point in stretch if not math.isfinite(point[1])))
-    return sorted(kept, key=_step)
-
-
-def _step(point: tuple[int, float]) -> int:
-    return point[0]
-
-
-def _value(point: tuple[int, float]) -> float:
-    return point[1]
+            drawn |= {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))}
+        if len(finite) < len(stretch):  # a gap in the line stays a gap
+            drawn.add(next(point for point in stretch if not math.isfinite(point[1])))
+    return sorted(drawn, key=itemgetter(0))
 
 
 def _rounded(value: float) -> float | None:
-    """Round to what a hover shows, and a digit more; a gap where the number is not finite."""
+    """Round to one digit more than a hover shows; None, a gap, where the number is not finite."""
     return float(f"{value:.7g}") if math.isfinite(value) else None

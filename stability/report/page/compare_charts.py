@@ -15,16 +15,16 @@ from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.report.page.chart import (
-    ALL_AT_ONCE,
-    LOG_AXIS,
     Chart,
     Section,
     arm_lines,
-    choices_of,
     label,
+    make_chart,
     make_figure,
+    section_of,
 )
-from stability.report.page.training_charts import DRIFT_METRICS, shown_drift
+from stability.report.page.training_charts import drift_by_seed, drift_layout
+from stability.report.view.drift import DRIFT_TITLES
 from stability.report.view.palette import DASHES, GREY, ArmStyle, arm_styles
 from stability.report.view.whiskers import ends, what_ends_are
 
@@ -107,24 +107,16 @@ def drift_of_arm_section(
     studies: Mapping[str, RecordedStudy], styles: Mapping[str, ArmStyle]
 ) -> Section:
     """Return the drift of one arm at a time over the steps, a line a study."""
-    traces = [
-        line
-        for metric in DRIFT_METRICS
-        for arm in _arms(studies)
-        for name, study in studies.items()
-        for line in _drift_lines(name, study.arm(arm), metric, styles[name])
-    ]
-    figure = make_figure(
-        traces,
-        height=480,
-        xaxis={"title": {"text": "step"}, "type": "log", "dtick": 1},
-        yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, **LOG_AXIS},
-        **ALL_AT_ONCE,
-        meta={"metric": {key: {"yaxis.title.text": text} for key, text in DRIFT_METRICS.items()}},
-    )
-    chart = Chart(
-        key="drift-of-arm",
-        title="Distance from the weights of each study's own baseline",
+    chart = make_chart(
+        "drift-of-arm",
+        "Distance from the weights of each study's own baseline",
+        [
+            line
+            for metric in DRIFT_TITLES
+            for arm in _arms(studies)
+            for name, study in studies.items()
+            for line in _drift_lines(name, study.arm(arm), metric, styles[name])
+        ],
         caption=(
             "One arm at a time, a colour and dash for each study. Thick: mean over the seeds; "
             "thin: each seed. A study without the arm has no line."
@@ -134,15 +126,10 @@ def drift_of_arm_section(
             "in one study the curve starts higher or rises sooner. Look for the reason among what "
             "differs between the studies before blaming the arm."
         ),
-        figure=figure,
+        height=480,
+        **drift_layout(),
     )
-    return Section(
-        key="drift-of-arm",
-        title="Drift of one arm",
-        intro="",
-        charts=(chart,),
-        choices={key: options for key, options in choices_of(traces).items() if key != "arm"},
-    )
+    return section_of(chart, "Drift of one arm", fixed=["arm"])
 
 
 def _arms(studies: Mapping[str, RecordedStudy]) -> list[str]:
@@ -160,10 +147,7 @@ def _drift_lines(
 ) -> list[dict[str, Any]]:
     if arm is None:
         return []
-    by_seed = {
-        seed: {step: value for step, value in shown_drift(run, metric).items() if step > 0}
-        for seed, run in arm.runs.items()
-    }
+    by_seed = drift_by_seed(arm, metric)
     meta = {SHOWN: arm.name, "metric": metric}
     return arm_lines(study, by_seed, style, bold=True, positive=True, hover="%{y:.5e}", meta=meta)
 

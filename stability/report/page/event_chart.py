@@ -1,13 +1,14 @@
-"""Findings, alerts and ends of runs on the time line, a row an arm.
+"""The chart of what happened in the runs: findings, alerts and bad ends over steps, a row an arm.
 
 Leaves out the list of them with their words (`html`).
 """
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from stability.analysis.study_records import RecordedStudy
-from stability.report.page.chart import Chart, Section, label, make_figure
+from stability.report.page.chart import STEP_AXIS, Section, label, make_chart, section_of
 from stability.report.view.palette import ArmStyle
 
 __all__ = ["Mark", "event_section", "marks_of"]
@@ -15,7 +16,7 @@ __all__ = ["Mark", "event_section", "marks_of"]
 SYMBOLS = {"finding": "x", "alert": "triangle-up", "diverged": "star", "failed": "star-square"}
 """What is marked, with its symbol: events by kind, and the last step of a run that ended badly."""
 SHOWN = 2000
-"""A chart with more marks is no chart; each kind of an arm keeps its first ones."""
+"""The most marks that are drawn; beyond, each kind of mark of an arm keeps its first ones."""
 
 
 class Mark(NamedTuple):
@@ -35,73 +36,59 @@ def event_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
     if not marks:
         return None
     arms = [arm.name for arm in study.arms if any(mark.arm == arm.name for mark in marks)]
-    shown = _thinned(marks)
+    shown = _first_of_each(marks)
     remarks = ()
     if len(shown) < len(marks):
         remarks = (f"{len(marks):,} marks; the first {len(shown):,}, arm by arm, are drawn.",)
-    chart = Chart(
-        key="timeline",
-        title="On the time line",
+    chart = make_chart(
+        "timeline",
+        "On the time line",
+        _traces(shown, arms, styles),
         caption=(
             "Triangle: an alert. Cross: a finding. Star: the step at which a run diverged (six "
             "points) or failed (square). Hover for the words."
         ),
         good="the same marks in the baseline and in the candidates, or none.",
         bad="marks that only a candidate has, or has earlier.",
-        figure=make_figure(
-            _traces(shown, arms, styles),
-            height=150 + 34 * len(arms),
-            xaxis={"title": {"text": "step"}, "range": [0, study.steps]},
-            yaxis={
-                "tickvals": list(range(len(arms))),
-                "ticktext": [label(arm) for arm in arms],
-                "range": [len(arms) - 0.5, -0.5],
-            },
-            meta={"rows": arms},
-            showlegend=False,
-        ),
+        height=150 + 34 * len(arms),
+        xaxis={**STEP_AXIS, "range": [0, study.steps]},
+        yaxis={
+            "tickvals": list(range(len(arms))),
+            "ticktext": [label(arm) for arm in arms],
+            "range": [len(arms) - 0.5, -0.5],
+        },
+        meta={"rows": arms},
+        showlegend=False,
         remarks=remarks,
     )
-    return Section(
-        key="events",
-        title="Findings and alerts",
-        intro=(
-            "A finding is a fact about an implementation: a wrong shape or dtype, an error, a "
-            "value that is no number. An alert is a figure past a threshold that somebody has "
-            "published; a sound run may cross one."
-        ),
-        charts=(chart,),
-        choices={},
+    intro = (
+        "A finding is a fact about an implementation: a wrong shape or dtype, an error, a "
+        "value that is no number. An alert is a figure past a threshold that somebody has "
+        "published; a sound run may cross one."
     )
+    return section_of(chart, "Findings and alerts", key="events", intro=intro, fixed=["arm"])
 
 
 def marks_of(study: RecordedStudy) -> list[Mark]:
     """Return the events of all runs, and the last step of each that diverged or failed."""
-    return list(_marks(study))
-
-
-def _marks(study: RecordedStudy) -> Iterator[Mark]:
+    marks = []
     for arm in study.arms:
         for seed, run in arm.runs.items():
-            for event in run.events:
-                yield Mark(arm.name, seed, event.step, event.kind, event.layer, event.text)
+            marks += [Mark(arm.name, seed, e.step, e.kind, e.layer, e.text) for e in run.events]
             if run.state in SYMBOLS:
                 step = run.manifest.step if run.manifest else 0
-                yield Mark(arm.name, seed, step, run.state, "", run.message)
+                marks.append(Mark(arm.name, seed, step, run.state, "", run.message))
+    return marks
 
 
-def _thinned(marks: list[Mark]) -> list[Mark]:
+def _first_of_each(marks: list[Mark]) -> list[Mark]:
     if len(marks) <= SHOWN:
         return marks
     groups: dict[tuple[str, str], list[Mark]] = {}
     for mark in marks:
         groups.setdefault((mark.arm, mark.kind), []).append(mark)
     each = SHOWN // len(groups)
-    return [mark for group in groups.values() for mark in sorted(group, key=_step)[:each]]
-
-
-def _step(mark: Mark) -> int:
-    return mark.step
+    return [m for group in groups.values() for m in sorted(group, key=attrgetter("step"))[:each]]
 
 
 def _traces(
@@ -119,22 +106,18 @@ def _traces(
                 "meta": {"arm": arm},
                 "x": [mark.step for mark in mine],
                 "y": [place] * len(mine),
-                "text": [_folded(_said(mark)) for mark in mine],
+                "text": [_folded(f"seed {m.seed}, {m.layer or 'run'}: {m.text}") for m in mine],
                 "hovertemplate": "step %{x}<br>%{text}<extra></extra>",
                 "marker": {"symbol": symbol, "size": 11, "color": styles[arm].colour},
             }
 
 
-def _said(mark: Mark) -> str:
-    return f"seed {mark.seed}, {mark.layer or 'run'}: {mark.text}"
-
-
 def _folded(text: str, width: int = 60, most: int = 6) -> str:
-    """Return a text in lines that a hover has room for; the whole of it is in the list below."""
-    words, lines = text.split(), [""]
-    for word in words:
+    """Return a text in lines that a hover has room for; the page's list of events has all of it."""
+    lines = [""]
+    for word in text.split():
         if lines[-1] and len(lines[-1]) + len(word) >= width:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()[:width]
-    kept = lines[:most] + (["..."] if len(lines) > most else [])
-    return "<br>".join(label(line) for line in kept)
+    shown = lines[:most] + (["..."] if len(lines) > most else [])
+    return "<br>".join(label(line) for line in shown)

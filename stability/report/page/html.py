@@ -1,7 +1,7 @@
-"""The study as one HTML file that works from disk: no network, no server, nothing beside it.
+"""The page of a study, and of a probe: one HTML file that works from disk, without any network.
 
-The page is a view of the records: the same records give the same bytes. Leaves out the numbers
-(`analysis`), the charts (`figures`) and the tables' cells (`page_tables`).
+A page is a view of the records: the same records give the same bytes. Leaves out the measurements
+(`analysis`), the charts (a file each subject) and the tables' cells (`tables`).
 """
 
 import json
@@ -16,15 +16,18 @@ from plotly.offline import get_plotlyjs
 from stability.analysis.arm_growth import study_growth
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.pair_contract import HASHES
+from stability.analysis.probe_records import Probed, observed_arms, read_probe
 from stability.analysis.sentences import candidate_sentences, notes
 from stability.analysis.study_records import RecordedStudy, read_study
 from stability.analysis.verdict import answer_of
 from stability.config.schema import BASELINE
 from stability.records.atomic_files import write_text
 from stability.records.paths import StudyPaths
+from stability.report.page.attention_charts import inside_sections, probe_sections, study_deviation
 from stability.report.page.chart import Chart, Section
-from stability.report.page.event_chart import marks_of
-from stability.report.page.study_charts import study_charts
+from stability.report.page.event_chart import event_section, marks_of
+from stability.report.page.ladder_chart import ladder_chart
+from stability.report.page.operator_charts import waterfall_section
 from stability.report.page.tables import (
     changes,
     environment_lines,
@@ -32,14 +35,18 @@ from stability.report.page.tables import (
     numerics_text,
     proof_lines,
 )
+from stability.report.page.training_charts import drift_section, loss_section, watch_section
+from stability.report.page.weight_charts import parameter_section, weight_section
 from stability.report.terminal.growth import growth_cells
+from stability.report.terminal.probe import located_lines
 from stability.report.view.palette import arm_styles
 from stability.report.view.whiskers import what_ends_are
 
-__all__ = ["fill", "render", "write_page", "write_report"]
+__all__ = ["fill", "render", "render_probe", "write_page", "write_probe_page", "write_report"]
 
-PAGE = Path(__file__).parent / "assets"
-"""Holds the templates, report.css and report.js."""
+ASSETS = Path(__file__).parent / "assets"
+"""Holds the templates, styles and scripts."""
+PROBE_PAGE = "probe.html"
 
 
 def write_report(study_dir: Path) -> Path:
@@ -51,7 +58,7 @@ def write_report(study_dir: Path) -> Path:
 
 
 def write_page(study: RecordedStudy, study_dir: Path, *, reload_s: int = 0) -> Path:
-    """Write the report and the ladder of a study that has been read, and return the report's path.
+    """Write the report and the ladder of a study that has been read; return the report's path.
 
     With `reload_s` the page loads itself anew every so many seconds.
     """
@@ -62,17 +69,38 @@ def write_page(study: RecordedStudy, study_dir: Path, *, reload_s: int = 0) -> P
     return paths.report
 
 
+def write_probe_page(folder: Path) -> Path:
+    """Write `probe.html` from the records of the probe in `folder`, and return its path.
+
+    ValueError as `read_probe`. Also works while the probe runs.
+    """
+    path = folder / PROBE_PAGE
+    write_text(path, render_probe(read_probe(folder)))
+    return path
+
+
 def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: int = 0) -> str:
-    """Return the whole page; every name and message in it is shown as text, whatever it holds.
+    """Return a study's whole page; every name and message in it is shown as text.
 
     `stamp` is as in `fill`; with `reload_s` the page loads itself anew so often.
     """
-    chart, sections = study_charts(study, ladder)
     styles = arm_styles([arm.name for arm in study.arms])
+    chart = ladder_chart(ladder, styles)
+    sections = [
+        loss_section(study, styles),
+        event_section(study, styles),
+        drift_section(study, styles),
+        parameter_section(study),
+        study_deviation(study),
+        waterfall_section(study),
+        *inside_sections(observed_arms(study)),
+        watch_section(study, styles),
+        weight_section(study, styles),
+    ]
     return fill(
         "report.html.j2",
         charts=[chart],
-        sections=sections,
+        sections=[section for section in sections if section],
         stamp=stamp,
         study=study,
         ladder=ladder,
@@ -95,16 +123,35 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
     )
 
 
+def render_probe(probed: Probed, stamp: str = "") -> str:
+    """Return a probe's whole page; every name and message in it is shown as text.
+
+    `stamp` is as in `fill`.
+    """
+    steps = [str(step) for step in probed.steps()]
+    described = {"the model's": probed.record.primary, **probed.record.shadows}
+    return fill(
+        "probe.html.j2",
+        charts=[],
+        sections=probe_sections(probed),
+        stamp=stamp,
+        probed=probed,
+        steps=", ".join(steps if len(steps) <= 8 else [*steps[:4], "...", *steps[-3:]]),
+        located=located_lines(probed),
+        descriptions=[(name, json.dumps(text, indent=1)) for name, text in described.items()],
+    )
+
+
 def fill(
     template: str, *, charts: list[Chart], sections: list[Section], stamp: str = "", **values: Any
 ) -> str:
     """Return a page with the figures of `charts` and `sections`, and all it needs to draw them.
 
-    With a `stamp`, that of the records shown, the page is one of `server`: it gets its scripts from
-    there, and asks for a newer stamp.
+    A page with a `stamp`, that of the records it shows, is one of the live server: it gets its
+    scripts from there, and asks whether the stamp has changed. `values` are the template's.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PAGE),
+        loader=jinja2.FileSystemLoader(ASSETS),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -123,15 +170,15 @@ def fill(
         plotly=Markup("" if stamp else get_plotlyjs()),
         **values,
     )
-    # a file system may hold names that are no text: half a surrogate pair, which no page can hold
+    # a name of a file may hold half a surrogate pair, which is no text that a page can hold
     return page.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _script_json(content: Any) -> Any:
-    """Return JSON that can't end or open a tag, whatever strings it holds, safe in a script."""
+    """Return JSON that is safe inside a script: no string in it can open or close a tag."""
     text = json.dumps(content, allow_nan=False, sort_keys=True, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))
 
 
 def _verbatim(name: str) -> Any:
-    return Markup((PAGE / name).read_text(encoding="utf-8"))
+    return Markup((ASSETS / name).read_text(encoding="utf-8"))

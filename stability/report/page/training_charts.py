@@ -1,45 +1,50 @@
-"""Loss and drift over the steps of training, one line an arm.
+"""Charts of training over its steps, a line an arm: loss, drift of all weights, what was watched.
 
-Leaves out what happens inside attention (`deviation_charts`) and the drift of single parameters
-(`parameter_chart`).
+Leaves out what happens inside attention (`attention_charts`) and single parameters
+(`weight_charts`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from stability.analysis.ladder import INDEPENDENT_AXES
-from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
+from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
+from stability.records.metric_names import watch_name
 from stability.report.page.chart import (
     ALL_AT_ONCE,
     LOG_AXIS,
+    STEP_AXIS,
     Chart,
     Section,
     arm_lines,
-    make_figure,
+    make_chart,
+    section_of,
     thinning_remarks,
 )
+from stability.report.view.drift import DRIFT_TITLES, shown_drift
 from stability.report.view.palette import ArmStyle
 
-__all__ = ["DRIFT_METRICS", "drift_section", "loss_section", "shown_drift"]
+__all__ = ["drift_by_seed", "drift_layout", "drift_section", "loss_section", "watch_section"]
 
-DRIFT_METRICS = {
-    "rel_l2": "drift of all weights: relative L2",
-    "w1": "W1 of all weights (units of the weights)",
-    "w1_over_std": "W1 of all weights / their standard deviation",
-    "mean_abs": "mean |difference| of all weights",
-    "max_abs": "largest |difference| of all weights",
-    "1-cosine": "1 - cosine of the angle between all weights",
-    "sign_flips": "share of weights with another sign",
-}
-"""What the drift chart may show. A cosine is so near to 1 that only its distance says anything."""
 STEPS = {
     "log steps": {"xaxis.type": "log", "xaxis.tickmode": "linear"},
     "linear steps": {"xaxis.type": "linear", "xaxis.tickmode": "auto"},
 }
-"""How the step axis may be laid out. A log axis ticks at each power of ten."""
-STEP_TITLE = {"title": {"text": "step"}}
+"""How the drift's step axis may be laid out. A log axis ticks at each power of ten."""
+WATCHED = {
+    "grad_norm": ("norm of the gradient, before clipping", "log"),
+    "log_z": ("log Z, mean over the tokens (nats)", "linear"),
+    "rms_max": ("largest RMS of Adam's update, RMS_t, over the parameters", "linear"),
+    "nonfinite_gradients": ("gradients that are no finite number", "linear"),
+    "loss_spike": ("1 where the loss spiked", "linear"),
+}
+"""What is watched of a run as a whole -> title and scale of its axis."""
 HEIGHT = 430
+
+BySeed = Mapping[int, Mapping[int, float]]
+"""Seed -> step -> value."""
 
 
 def loss_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section:
@@ -48,88 +53,72 @@ def loss_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Sectio
     return Section(key="loss", title="Loss", intro="", charts=charts, choices={})
 
 
-def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section:
-    """Return the drift of each arm over the steps, for each drift metric."""
-    return Section(
-        key="drift",
-        title="Drift",
-        intro="",
-        charts=(_drift_chart(study, styles),),
-        choices={"metric": tuple(DRIFT_METRICS), "steps": tuple(STEPS)},
-    )
-
-
 def _loss_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
-    lines = [
-        line
-        for arm in study.arms
-        for line in arm_lines(arm.name, _losses(arm), styles[arm.name], bold=_is_candidate(arm))
-    ]
-    return Chart(
-        key="loss",
-        title="Training loss",
+    return make_chart(
+        "loss",
+        "Training loss",
+        _lines(study.arms, _losses, styles),
         caption="Thick: mean over the seeds; thin: each seed. All arms see the same batches.",
         good="all arms lie on top of one another.",
         bad="an arm leaves the bundle, or spikes where the others do not.",
-        figure=make_figure(
-            lines,
-            height=HEIGHT,
-            xaxis=STEP_TITLE,
-            yaxis={"title": {"text": "loss (nats)"}},
-            **ALL_AT_ONCE,
-        ),
-        remarks=thinning_remarks(_longest(_losses(arm) for arm in study.arms), len(study.seeds)),
+        height=HEIGHT,
+        xaxis=STEP_AXIS,
+        yaxis={"title": {"text": "loss (nats)"}},
+        **ALL_AT_ONCE,
+        remarks=thinning_remarks(_longest(map(_losses, study.arms)), len(study.seeds)),
     )
 
 
 def _loss_difference_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
-    lines = [
-        line
-        for arm in study.candidates
-        for line in arm_lines(
-            arm.name,
-            _loss_differences(study, arm),
-            styles[arm.name],
-            bold=_is_candidate(arm),
-            hover="%{y:+.6g}",
-            hidden=arm.axis in INDEPENDENT_AXES,
-        )
-    ]
-    return Chart(
-        key="loss-difference",
-        title="Loss minus the baseline's, on the same batch",
+    baseline = study.arm(BASELINE)
+    reference = _losses(baseline) if baseline else {}
+
+    def differences(arm: RecordedArm) -> BySeed:
+        return {
+            seed: {
+                step: loss - reference[seed][step]
+                for step, loss in losses.items()
+                if step in reference.get(seed, {})
+            }
+            for seed, losses in _losses(arm).items()
+        }
+
+    return make_chart(
+        "loss-difference",
+        "Loss minus the baseline's, on the same batch",
+        _lines(study.candidates, differences, styles, hide_far=True, hover="%{y:+.6g}"),
         caption="Paired by seed and step, so the noise of the batches cancels.",
         good="it wanders around 0 with no trend.",
         bad="it stays on one side of 0 and grows: the change costs (or wins) loss.",
-        figure=make_figure(
-            lines,
-            height=HEIGHT,
-            xaxis=STEP_TITLE,
-            yaxis={"title": {"text": "loss - baseline loss (nats)"}, "zeroline": True},
-            **ALL_AT_ONCE,
-        ),
+        height=HEIGHT,
+        xaxis=STEP_AXIS,
+        yaxis={"title": {"text": "loss - baseline loss (nats)"}, "zeroline": True},
+        **ALL_AT_ONCE,
         remarks=(
             *_hidden_remarks(study),
-            *thinning_remarks(_longest(_losses(arm) for arm in study.candidates), len(study.seeds)),
+            *thinning_remarks(_longest(map(_losses, study.candidates)), len(study.seeds)),
         ),
     )
 
 
-def _drift_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
-    figure = make_figure(
-        _drift_lines(study, styles),
-        height=520,
-        xaxis={**STEP_TITLE, "type": "log", "dtick": 1},
-        yaxis={"title": {"text": DRIFT_METRICS["rel_l2"]}, **LOG_AXIS},
-        **ALL_AT_ONCE,
-        meta={
-            "metric": {key: {"yaxis.title.text": text} for key, text in DRIFT_METRICS.items()},
-            "steps": STEPS,
-        },
-    )
-    return Chart(
-        key="drift",
-        title="Distance from the baseline's weights",
+def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section:
+    """Return the drift of each arm over the steps, for each drift metric."""
+    chart = make_chart(
+        "drift",
+        "Distance from the baseline's weights",
+        [
+            line
+            for metric in DRIFT_TITLES
+            for line in _lines(
+                study.candidates,
+                partial(drift_by_seed, metric=metric),
+                styles,
+                hide_far=True,
+                positive=True,
+                hover="%{y:.5e}",
+                meta={"metric": metric},
+            )
+        ],
         caption=(
             "Against the baseline's snapshot of the same seed and step, from the first update on. "
             "A straight rise on linear steps is exponential growth. W1 is blind to position, so "
@@ -140,68 +129,108 @@ def _drift_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Chart:
             "a candidate starts above the yardstick. That all arms meet at the end is no sign of "
             "either: chaos brings even the 1-ULP nudge there."
         ),
-        figure=figure,
+        height=520,
+        **drift_layout(steps=STEPS),
         remarks=(
             *_hidden_remarks(study),
             *_zero_remarks(study),
             *thinning_remarks(len(study.drift_steps), len(study.seeds)),
         ),
     )
+    choices = {"metric": tuple(DRIFT_TITLES), "steps": tuple(STEPS)}
+    return Section(key="drift", title="Drift", intro="", charts=(chart,), choices=choices)
 
 
-def _drift_lines(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> list[dict[str, Any]]:
+def drift_by_seed(arm: RecordedArm, metric: str) -> BySeed:
+    """Return one of DRIFT_TITLES; without step 0, which an axis of log steps can't show."""
+    return {
+        seed: {step: value for step, value in shown_drift(run, metric).items() if step > 0}
+        for seed, run in arm.runs.items()
+    }
+
+
+def drift_layout(**choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layout of a chart of drift over the steps, with a choice of the metric.
+
+    Each of `choices` adds one more: option -> what it changes in the layout.
+    """
+    titles = {metric: {"yaxis.title.text": title} for metric, title in DRIFT_TITLES.items()}
+    return {
+        "xaxis": {**STEP_AXIS, "type": "log", "dtick": 1},
+        "yaxis": {"title": {"text": DRIFT_TITLES["rel_l2"]}, **LOG_AXIS},
+        **ALL_AT_ONCE,
+        "meta": {"metric": titles, **choices},
+    }
+
+
+def watch_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section | None:
+    """Return what was watched of each arm over the steps; None if nothing was."""
+    lines, longest = [], 0
+    for name in WATCHED:
+        arms = [arm for arm in study.arms if any(_watched(arm, name).values())]
+        values = partial(_watched, name=name)
+        lines += _lines(arms, values, styles, meta={"figure": name})
+        longest = max(longest, _longest(map(values, arms)))
+    if not lines:
+        return None
+    layouts = {
+        name: {"yaxis.title.text": title, "yaxis.type": scale}
+        for name, (title, scale) in WATCHED.items()
+    }
+    title, scale = WATCHED[lines[0]["meta"]["figure"]]
+    chart = make_chart(
+        "watch",
+        "Over the steps",
+        lines,
+        caption="Thick: mean over the seeds; thin: each seed.",
+        good="the arms lie on top of one another.",
+        bad="an arm whose gradients or updates grow before its loss does.",
+        height=HEIGHT,
+        xaxis=STEP_AXIS,
+        yaxis={"title": {"text": title}, "type": scale, "tickformat": ".3~g", "nticks": 6},
+        **ALL_AT_ONCE,
+        meta={"figure": layouts},
+        remarks=thinning_remarks(longest, len(study.seeds)),
+    )
+    return section_of(chart, "What was watched in training", fixed=["arm"])
+
+
+def _lines(
+    arms: Iterable[RecordedArm],
+    values: Callable[[RecordedArm], BySeed],
+    styles: Mapping[str, ArmStyle],
+    *,
+    hide_far: bool = False,
+    **look: Any,
+) -> list[dict[str, Any]]:
+    """Return the lines of `arms`, candidates in bold; `look` as in `arm_lines`.
+
+    `hide_far` hides arms of other initial weights until they are clicked.
+    """
     return [
         line
-        for metric in DRIFT_METRICS
-        for arm in study.candidates
+        for arm in arms
         for line in arm_lines(
             arm.name,
-            {seed: _after_start(shown_drift(run, metric)) for seed, run in arm.runs.items()},
+            values(arm),
             styles[arm.name],
-            bold=_is_candidate(arm),
-            positive=True,
-            hover="%{y:.5e}",
-            hidden=arm.axis in INDEPENDENT_AXES,
-            meta={"metric": metric},
+            bold=arm.axis == "attention",
+            hidden=hide_far and arm.axis in INDEPENDENT_AXES,
+            **look,
         )
     ]
 
 
-def shown_drift(run: RecordedRun, metric: str) -> Mapping[int, float]:
-    """Return one of DRIFT_METRICS by step."""
-    if metric == "1-cosine":
-        return {step: 1 - cosine for step, cosine in run.drift("cosine").items()}
-    return run.drift(metric)
-
-
-def _is_candidate(arm: RecordedArm) -> bool:
-    return arm.axis == "attention"
-
-
-def _losses(arm: RecordedArm) -> dict[int, dict[int, float]]:
+def _losses(arm: RecordedArm) -> BySeed:
     return {seed: run.loss() for seed, run in arm.runs.items()}
 
 
-def _loss_differences(study: RecordedStudy, arm: RecordedArm) -> dict[int, dict[int, float]]:
-    baseline = study.arm(BASELINE)
-    reference = _losses(baseline) if baseline else {}
-    return {
-        seed: {
-            step: loss - reference[seed][step]
-            for step, loss in losses.items()
-            if step in reference.get(seed, {})
-        }
-        for seed, losses in _losses(arm).items()
-    }
+def _watched(arm: RecordedArm, name: str) -> BySeed:
+    return {seed: run.series(watch_name(name)) for seed, run in arm.runs.items()}
 
 
-def _longest(arms: Iterable[Mapping[int, Mapping[int, float]]]) -> int:
+def _longest(arms: Iterable[BySeed]) -> int:
     return max((len(values) for by_seed in arms for values in by_seed.values()), default=0)
-
-
-def _after_start(values: Mapping[int, float]) -> dict[int, float]:
-    """Leave out step 0, which an axis of log steps can't show."""
-    return {step: value for step, value in values.items() if step > 0}
 
 
 def _hidden_remarks(study: RecordedStudy) -> tuple[str, ...]:

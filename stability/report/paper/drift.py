@@ -15,8 +15,6 @@ from stability.analysis.arm_view import find_arm
 from stability.analysis.ladder import INDEPENDENT_AXES
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.convert import nearest
-from stability.report.page.chart import mean_over_seeds
-from stability.report.page.training_charts import DRIFT_METRICS, shown_drift
 from stability.report.paper.style import (
     PrintStyle,
     log_axis,
@@ -25,6 +23,7 @@ from stability.report.paper.style import (
     shown,
 )
 from stability.report.paper.table import Cell, Table
+from stability.report.view.drift import DRIFT_TITLES, mean_over_seeds, shown_drift
 
 __all__ = ["draw_drift", "drift_table"]
 
@@ -63,7 +62,7 @@ def draw_drift(study: RecordedStudy, arm: str, metric: str, width: str) -> Figur
     log_axis(axes, "x")
     log_axis(axes, "y")
     axes.set_xlabel(f"step{_seeds(found)}")
-    axes.set_ylabel(DRIFT_METRICS[metric].replace(": ", "\n"))
+    axes.set_ylabel(DRIFT_TITLES[metric].replace(": ", "\n"))
     handles = [_handle(lines, styles[lines.arm], width) for lines in found]
     columns = 2 if width == "column" else 4
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=3)
@@ -85,10 +84,10 @@ def drift_table(study: RecordedStudy, arm: str, metric: str) -> Table:
 
 
 def _lines(study: RecordedStudy, arm: str, metric: str) -> list[_Lines]:
-    if metric not in DRIFT_METRICS:
+    if metric not in DRIFT_TITLES:
         raise ValueError(
             f"draw_drift: metric must be a drift metric, got {metric!r}; nearest: "
-            f"{nearest(metric, DRIFT_METRICS)}"
+            f"{nearest(metric, DRIFT_TITLES)}"
         )
     arms = [find_arm(study, arm)] if arm else study.candidates
     paired = any(each.axis not in INDEPENDENT_AXES for each in arms)

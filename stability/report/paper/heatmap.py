@@ -14,9 +14,9 @@ from matplotlib.ticker import FixedLocator
 from stability.analysis.probe_records import natural
 from stability.analysis.study_records import RecordedArm
 from stability.records.metric_names import deviation_name, parse_deviation
-from stability.report.page.chart import mean_over_seeds
 from stability.report.paper.style import new_figure, shown
 from stability.report.paper.table import Cell, Table
+from stability.report.view.drift import mean_over_seeds
 from stability.report.view.robust_limit import robust_limit
 
 __all__ = ["METRICS", "RESULTS", "draw_heatmap", "has_probe", "heatmap_table"]

@@ -1,7 +1,7 @@
 """What `stability deviate` prints: a row a point, a waterfall, published beside measured.
 
 Fits 80 columns: what does not vary stands above the table, not in it. Leaves out the measuring
-(`attention.microbenchmark`, `attention.waterfall`) and the picture (`deviation_plot`).
+(`attention.microbenchmark`, `attention.waterfall`) and the picture (`page.operator_charts`).
 """
 
 import math

@@ -13,8 +13,7 @@ from html.parser import HTMLParser
 import pytest
 from plotly.offline import get_plotlyjs
 
-from stability.report.page.html import write_report
-from stability.report.page.probe_page import write_probe_page
+from stability.report.page.html import write_probe_page, write_report
 from tests.stability.report.hostile_records import write_hostile_probe, write_hostile_study
 
 RUN = "window.pwned=1"

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stability.analysis.ladder import build_ladder
-from stability.report.page.chart import POINTS, SEED_POINTS, arm_lines, mean_over_seeds
+from stability.report.page.chart import POINTS, SEED_POINTS, arm_lines
 from stability.report.page.ladder_chart import ladder_chart
+from stability.report.view.drift import mean_over_seeds
 from stability.report.view.palette import ArmStyle, arm_styles
 
 STYLE = ArmStyle("#000000", "solid", "circle")

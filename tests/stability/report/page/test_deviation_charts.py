@@ -8,7 +8,7 @@ import pytest
 
 from stability.analysis.layer_tables import LayerTable
 from stability.records.metric_log import Column
-from stability.report.page.deviation_charts import CELLS, deviation_section
+from stability.report.page.attention_charts import CELLS, deviation_section
 from tests.stability.report.typed_arrays import decode
 
 

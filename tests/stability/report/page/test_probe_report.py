@@ -8,7 +8,7 @@ from rich.console import Console
 
 from stability.cli.main import main
 from stability.records.events import Event
-from stability.report.page.probe_page import write_probe_page
+from stability.report.page.html import write_probe_page
 from stability.report.terminal.probe import print_probe
 from tests.stability.report.synthetic_probe import write_probe
 

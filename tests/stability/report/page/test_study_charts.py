@@ -23,7 +23,7 @@ from stability.records.paths import RunPaths
 from stability.records.waterfall_record import WaterfallRecord, write_waterfall
 from stability.report.page.chart import POINTS, SEED_POINTS, thinning_remarks
 from stability.report.page.html import render
-from stability.report.page.parameter_chart import SHOWN
+from stability.report.page.weight_charts import SHOWN
 from tests.stability.report.synthetic import STEPS, write_run, write_synthetic
 from tests.stability.report.synthetic_full import ALERT, FINDING, PARAMETERS, write_full
 
