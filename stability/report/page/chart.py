@@ -130,7 +130,8 @@ def section_of(
     they come. Names in `fixed` are no choice: a chart that shows all arms at once has "arm" there.
     """
     options: dict[str, dict[str, None]] = {}
-    for trace in chart.figure.data:
+    traces: Any = chart.figure.data  # of a type that plotly makes at run time
+    for trace in traces:
         for name, option in trace.meta.items():
             if name not in fixed:
                 options.setdefault(name, {})[option] = None
