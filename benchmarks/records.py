@@ -11,8 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from stability.callbacks.drift_probe import DriftProbe
-from stability.callbacks.snapshot_writer import SnapshotWriter
+from stability.callbacks.weight_callbacks import DriftProbe, SnapshotWriter
 from stability.config.load import load_study
 from stability.study.assemble import quieten_lightning
 from stability.study.checkpoints import CheckpointFiles
@@ -21,8 +20,8 @@ from stability.study.train_run import TrainOptions, train
 
 ROOT = Path(__file__).parent.parent
 WORK = {
-    "snapshots": (SnapshotWriter, "_write"),
-    "drifts": (DriftProbe, "_compare"),
+    "snapshots": (SnapshotWriter, "at_step"),
+    "drifts": (DriftProbe, "at_step"),
     "checkpoints": (CheckpointFiles, "save_checkpoint"),
 }
 

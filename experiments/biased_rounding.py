@@ -49,7 +49,7 @@ from experiments.kit.rows import by_seed
 from experiments.kit.tie_cases import ALL, ALONE, DOWN, UP, beta_case, tie_rows
 from stability.analysis.stated_tests import StatedTest, equal, mean_within, ratio_within
 from stability.config.schema import AttentionConfig, DataConfig, ModelConfig, OptimizerConfig
-from stability.probe.registry import resolve_attention
+from stability.probe.attention_registry import resolve_attention
 from stability.report.paper.style import GREY, log_axis, new_figure, print_styles
 
 Rows = Sequence[Mapping[str, Any]]

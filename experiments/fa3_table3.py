@@ -36,8 +36,8 @@ from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
 from stability.analysis.intervals import paired_interval
 from stability.analysis.stated_tests import StatedTest, ratio_within
-from stability.probe.inputs import draw as draw_inputs
-from stability.probe.published import FA3_TABLE3, fa3_table3
+from stability.probe.attention_inputs import draw_inputs
+from stability.probe.published_presets import FA3_TABLE3, fa3_table3
 from stability.report.paper.style import log_axis, new_figure
 from stability.report.view.palette import OKABE_ITO
 

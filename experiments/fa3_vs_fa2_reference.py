@@ -31,7 +31,7 @@ from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
 from stability.analysis.intervals import paired_interval
 from stability.analysis.stated_tests import equal, ratio_within
-from stability.probe.inputs import draw as draw_inputs
+from stability.probe.attention_inputs import draw_inputs
 from stability.report.paper.style import log_axis, new_figure
 from stability.report.view.palette import OKABE_ITO
 

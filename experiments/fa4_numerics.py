@@ -35,8 +35,7 @@ from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
 from stability.analysis.stated_tests import StatedTest, mean_within, ratio_within
 from stability.metrics.deviation import deviation
-from stability.probe.inputs import Inputs, on_grid
-from stability.probe.inputs import draw as draw_inputs
+from stability.probe.attention_inputs import AttentionInputs, draw_inputs, round_inputs
 from stability.probe.microbenchmark import at_format
 from stability.report.paper.style import log_axis, new_figure
 
@@ -150,7 +149,7 @@ def _cubic(width: int) -> tuple[Case, Case]:
     return Case(width=width, exp="exp2_polynomial"), Case(width=width)
 
 
-def _drawn(settings: Settings, name: str, format: str, seed: int) -> Inputs:
+def _drawn(settings: Settings, name: str, format: str, seed: int) -> AttentionInputs:
     """Return inputs of a law, or climbing: the second block that is read has every row's maximum.
 
     The last 128 keys are read first. There v is of one sign: the errors of all rows add up.
@@ -163,7 +162,7 @@ def _drawn(settings: Settings, name: str, format: str, seed: int) -> Inputs:
     for block, score in ((1, 0.0), (2, CLIMB)):
         k[..., -128 * block, :] = 0.0
         k[..., -128 * block, 0] = score
-    return on_grid((x.to(settings.device) for x in (q, k, v.abs(), dout)), format)
+    return round_inputs((x.to(settings.device) for x in (q, k, v.abs(), dout)), format)
 
 
 def _stated(alone: Rows, rows: Rows) -> list[StatedTest]:

@@ -47,7 +47,7 @@ from experiments.kit.mismatches import mismatches, together
 from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
 from stability.analysis.stated_tests import StatedTest, equal, every, mean_within, ratio_within
-from stability.probe.inputs import draw as draw_inputs
+from stability.probe.attention_inputs import draw_inputs
 from stability.report.paper.style import GREY, log_axis, new_figure
 from stability.report.view.palette import OKABE_ITO
 

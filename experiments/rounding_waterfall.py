@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
 from stability.analysis.stated_tests import StatedTest, mean_within, ratio_within
-from stability.probe.inputs import draw as draw_inputs
+from stability.probe.attention_inputs import draw_inputs
 from stability.probe.microbenchmark import POINTS, Problem, waterfall
 from stability.report.paper.style import GREY, new_figure
 

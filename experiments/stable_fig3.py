@@ -26,8 +26,8 @@ from experiments.kit.plots import draw_series, rows_by
 from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
 from stability.analysis.stated_tests import BySeed, equal, monotone
-from stability.probe.inputs import draw as draw_inputs
-from stability.probe.microbenchmark import everywhere
+from stability.probe.attention_inputs import draw_inputs
+from stability.probe.microbenchmark import round_everywhere
 from stability.report.paper.style import log_axis, new_figure
 
 
@@ -112,7 +112,7 @@ def _differences(settings: Settings, format: str, between: str, seed: int) -> di
     """
     shape = Shape(1, settings.heads, settings.heads, settings.length, settings.length, 64)
     q, k, v, _ = draw_inputs("normal", shape, format, seed, settings.device)
-    flash, baseline = everywhere(format)
+    flash, baseline = round_everywhere(format)
     if between == "fp64":
         flash, baseline = flash.with_(operands="fp64"), baseline.with_(operands="fp64")
     out = flash_attention(q, k, v, numerics=flash, engine="twin")

@@ -35,8 +35,8 @@ from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
 from stability.analysis.stated_tests import StatedTest, equal, monotone, ratio_within
 from stability.metrics.deviation import deviation
-from stability.probe.inputs import draw as draw_inputs
-from stability.probe.microbenchmark import everywhere
+from stability.probe.attention_inputs import draw_inputs
+from stability.probe.microbenchmark import round_everywhere
 from stability.report.paper.style import GREY, log_axis, new_figure
 
 Rows = Sequence[Mapping[str, Any]]
@@ -91,7 +91,7 @@ TABLE = {
 
 def flash_numerics(name: str, block_k: int) -> FlashNumerics:
     """Return the numerics of a name of `TABLE`, in key blocks of `block_k`."""
-    numerics, _ = everywhere("bf16")
+    numerics, _ = round_everywhere("bf16")
     if name in PROFILES:
         numerics = PROFILES[name]
     elif name.startswith("FP32 "):
@@ -147,7 +147,7 @@ def _errors(
     heads, keys = settings.heads, blocks * tile
     shape = Shape(1, heads, heads, settings.queries, keys, 64)
     q, k, v, _ = draw_inputs("normal", shape, "bf16", seed, settings.device)
-    _, every = everywhere("bf16")
+    _, every = round_everywhere("bf16")
     wide = BASELINE_PROFILES["plain"].with_(products="fp32", scores="fp32", softmax="fp32")
     out = {
         BASELINE: baseline_attention(q, k, v, numerics=every),

@@ -29,8 +29,8 @@ from experiments.kit.rescales import rescales
 from experiments.kit.rows import by_seed
 from stability.analysis.stated_tests import StatedTest, mean_within, monotone
 from stability.metrics.deviation import deviation
-from stability.probe.inputs import draw as draw_inputs
-from stability.probe.microbenchmark import everywhere
+from stability.probe.attention_inputs import draw_inputs
+from stability.probe.microbenchmark import round_everywhere
 from stability.report.paper.style import log_axis, new_figure
 
 Rows = Sequence[Mapping[str, Any]]
@@ -107,7 +107,7 @@ def _difference(settings: Settings, law: str, keys: int, seed: int) -> dict[str,
     """Return the figures of one set of inputs."""
     shape = Shape(1, settings.heads, settings.heads, settings.queries, keys, 64)
     q, k, v, _ = draw_inputs(law, shape, "bf16", seed, settings.device)
-    flash, baseline = everywhere("bf16")
+    flash, baseline = round_everywhere("bf16")
     plain = baseline_attention(q, k, v, numerics=baseline)
     out = flash_attention(q, k, v, numerics=flash.with_(block_q=BLOCK, block_k=BLOCK))
     found = deviation(out, plain)

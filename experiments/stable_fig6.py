@@ -32,8 +32,8 @@ from experiments.kit.plots import draw_series, rows_by
 from experiments.kit.record import Findings
 from experiments.kit.rows import by_seed
 from stability.analysis.stated_tests import StatedTest, equal, monotone, ratio_within
-from stability.probe.inputs import draw as draw_inputs
-from stability.probe.microbenchmark import everywhere
+from stability.probe.attention_inputs import draw_inputs
+from stability.probe.microbenchmark import round_everywhere
 from stability.report.paper.style import new_figure, print_styles
 
 Rows = Sequence[Mapping[str, Any]]
@@ -95,7 +95,7 @@ def _of_tiles(settings: Settings, format: str, between: str, seed: int) -> list[
     """Return the difference of each tile, as FlashAttention-1 has it and swapped."""
     shape = Shape(1, settings.heads, settings.heads, settings.length, settings.length, HEAD_DIM)
     q, k, v, _ = draw_inputs("normal", shape, format, seed, settings.device)
-    flash, baseline = everywhere(format)
+    flash, baseline = round_everywhere(format)
     if between == "fp64":  # the inputs are on the format's grid, so that this rounds nothing
         flash, baseline = flash.with_(operands="fp64"), baseline.with_(operands="fp64")
     plain = baseline_attention(q, k, v, numerics=baseline).double()

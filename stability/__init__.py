@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stability.callbacks.shadow_callback import ShadowCallback
+    from stability.callbacks.probe_callbacks import ShadowCallback
     from stability.intercept.session import shadow
     from stability.intercept.transformers import register_transformers
 
@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 __all__ = ["ShadowCallback", "__version__", "register_transformers", "shadow"]
 
 _HOMES = {
-    "ShadowCallback": "stability.callbacks.shadow_callback",
+    "ShadowCallback": "stability.callbacks.probe_callbacks",
     "register_transformers": "stability.intercept.transformers",
     "shadow": "stability.intercept.session",
 }

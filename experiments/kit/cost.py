@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
-from stability.probe.inputs import Inputs
+from stability.probe.attention_inputs import AttentionInputs
 
 __all__ = ["peak_allocation", "tflops"]
 
@@ -29,7 +29,7 @@ TURNS, WARM_UP = 20, 3
 
 
 def tflops(
-    attention: Callable[..., Tensor], inputs: Inputs, *, causal: bool
+    attention: Callable[..., Tensor], inputs: AttentionInputs, *, causal: bool
 ) -> dict[str, dict[str, float]]:
     """Return milliseconds and TFLOPS of `forward` and `backward`."""
     batch, heads, query_len, head_dim = inputs.q.shape

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from attention_kernels import flash_attention, round_to
 from attention_kernels.formats import input_format
 from stability.metrics.ulp import ulp_size
-from stability.probe.registry import ResolvedAttention
+from stability.probe.attention_registry import ResolvedAttention
 
 __all__ = ["Move", "injected_bias"]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stability.probe.registry import ResolvedAttention, resolve_attention
+from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 
 __all__ = [
     "VOCABULARY",

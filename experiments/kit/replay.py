@@ -16,14 +16,13 @@ from torch.optim import AdamW
 
 from attention_kernels.arithmetic import settle_vector_math
 from stability.config.schema import DataConfig, ModelConfig, OptimizerConfig, ProbeConfig
-from stability.data.blocks import batch_indices, cut_blocks
+from stability.data.datamodule import batch_indices, cut_blocks
 from stability.data.sources import load_texts
 from stability.data.tokenizers import load_tokenizer
 from stability.model.gpt import GPT
 from stability.model.initial_weights import initialise, nudge_weights
-from stability.probe.dual_attention import DualAttention, as_shadows
-from stability.probe.probe import AttentionProbe
-from stability.probe.registry import ResolvedAttention, resolve_attention
+from stability.probe.attention_probe import AttentionProbe, DualAttention, as_shadows
+from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 
 __all__ = ["Course", "Recipe", "load_blocks", "train"]
 

@@ -7,7 +7,7 @@ else. Statistics are FP32 in both. Leaves out the rows and the measurement (`pre
 from collections.abc import Sequence
 from typing import Any
 
-from stability.probe.published import TiedRows, tie_bias
+from stability.probe.published_presets import TiedRows, tie_bias
 
 __all__ = ["ALL", "ALONE", "DOWN", "UP", "beta_case", "tie_rows"]
 

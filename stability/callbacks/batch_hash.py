@@ -1,7 +1,7 @@
-"""Keeps a running hash of the token ids of every batch: the proof that two arms saw the same data.
+"""Records a running hash of every batch's token ids: the proof that two runs saw the same data.
 
 The hash at step s covers the batches of the first s updates. Leaves out the hashing itself
-(`data.fingerprint`) and the comparison (`study.contract`).
+(`data.fingerprint`) and the comparison of two runs.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class BatchHash(UpdateCallback):
         self._log = log
 
     def after_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
-        """Take in this batch."""
+        """Add this batch to the hash."""
         self.fingerprint.update(batch)
 
     def after_update(self, trainer: Trainer, step: int) -> None:
@@ -37,5 +37,5 @@ class BatchHash(UpdateCallback):
         return {"digest": self.fingerprint.hexdigest()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the hash of a checkpoint."""
+        """Continue from the hash of a checkpoint."""
         self.fingerprint = BatchFingerprint(state_dict["digest"])

@@ -1,6 +1,6 @@
-"""What a callback needs to work by updates, where gradients may be accumulated over micro-batches.
+"""Base of callbacks that act once an update, also where gradients are accumulated.
 
-Leaves out everything that is done with them.
+Lightning calls its hooks once a micro-batch; an update may take several of them.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ class UpdateCallback(Callback):
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget a fit that was broken off within an update."""
+        """Forget a fit that was interrupted within an update."""
         self._step = -1
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         """Prepare for the first forward pass of an update."""
 
     def after_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
-        """Take in a micro-batch, and what the training step returned for it."""
+        """Receive a micro-batch, and what the training step returned for it."""
 
     def after_update(self, trainer: Trainer, step: int) -> None:
         """Act on the update: `trainer.global_step` counts it, the next checkpoint holds it."""
@@ -32,7 +32,7 @@ class UpdateCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Find out whether this micro-batch is the first of an update."""
+        """Call `before_update` if this micro-batch is the first of an update."""
         begins, self._step = trainer.global_step != self._step, trainer.global_step
         if begins:
             self.before_update(trainer, self._step)
@@ -45,7 +45,7 @@ class UpdateCallback(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Find out whether this micro-batch was the last of its update."""
+        """Call `after_batch`, and `after_update` if this micro-batch was the last of its update."""
         self.after_batch(trainer, outputs, batch)
         if trainer.global_step != self._step:
             self.after_update(trainer, self._step)

@@ -1,4 +1,4 @@
-"""Tells an observer how far the study is; the observer decides how it looks."""
+"""Tells an observer how far the runs of a study have come; the observer decides how to show it."""
 
 from typing import Protocol
 
@@ -10,10 +10,10 @@ __all__ = ["ProgressCallback", "StudyObserver"]
 
 
 class StudyObserver(Protocol):
-    """What a display of a study is told."""
+    """What a display of a study must handle."""
 
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
-        """Run `index` of `total` (from 1) starts, or goes on, towards `steps`."""
+        """Run `index` of `total` (from 1) starts, or resumes, towards `steps`."""
         ...
 
     def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:

@@ -20,8 +20,8 @@ from stability.cli.output import print_json
 from stability.cli.waterfall_keeping import keep_waterfall, own_numerics
 from stability.config.convert import nearest
 from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS
-from stability.probe import published
-from stability.probe.inputs import Inputs, on_grid, read
+from stability.probe import published_presets
+from stability.probe.attention_inputs import AttentionInputs, read_inputs, round_inputs
 from stability.probe.microbenchmark import Problem, measure, waterfall
 from stability.report.page.operator_charts import write_sweep_page, write_waterfall_page
 from stability.report.terminal.deviation import (
@@ -157,10 +157,12 @@ def deviate(
 
 
 def _rows(
-    problems: list[Problem], given: Inputs | None, backward: bool
+    problems: list[Problem], given: AttentionInputs | None, backward: bool
 ) -> Iterator[dict[str, Any]]:
     for problem in problems:
-        inputs = None if given is None else on_grid((x.double() for x in given), problem.format)
+        inputs = (
+            None if given is None else round_inputs((x.double() for x in given), problem.format)
+        )
         for figures in measure(problem, backward=backward, inputs=inputs):
             yield {
                 "point": dataclasses.asdict(problem),
@@ -171,12 +173,16 @@ def _rows(
 
 
 def _waterfall(
-    problems: list[Problem], given: Inputs | None, plot: str, as_json: bool, console: Console
+    problems: list[Problem],
+    given: AttentionInputs | None,
+    plot: str,
+    as_json: bool,
+    console: Console,
 ) -> list[dict[str, Any]]:
     if len(problems) > 1:
         raise ValueError(f"deviate: waterfall takes one point, got {len(problems)} combinations")
     (problem,) = problems
-    inputs = None if given is None else on_grid((x.double() for x in given), problem.format)
+    inputs = None if given is None else round_inputs((x.double() for x in given), problem.format)
     steps = [dataclasses.asdict(step) for step in waterfall(problem, inputs)]
     if plot:
         write_waterfall_page(Path(plot), steps)
@@ -199,16 +205,18 @@ def _preset(name: str, engine: Engine, as_json: bool, console: Console) -> int:
         engine = "twin" if engine == "auto" else engine
         heads = 512 if engine == "twin" or torch.cuda.is_available() else 256
         rows = [
-            dataclasses.asdict(published.tie_bias(profile, changes, engine, sign, heads=heads))
-            for profile, changes in published.TIE_CASES
+            dataclasses.asdict(
+                published_presets.tie_bias(profile, changes, engine, sign, heads=heads)
+            )
+            for profile, changes in published_presets.TIE_CASES
             for sign in (-1, 1)
         ]
         print_json({"rows": rows}) if as_json else print_ties(rows, console)
         return 0
     rows = []
-    for cell in published.FA3_TABLE3:
-        (figures,) = measure(published.fa3_table3(cell), backward=False)
-        printed, measured = published.published_and_measured(cell, figures)
+    for cell in published_presets.FA3_TABLE3:
+        (figures,) = measure(published_presets.fa3_table3(cell), backward=False)
+        printed, measured = published_presets.published_and_measured(cell, figures)
         at = {"row": cell.row, "column": cell.column, "profile": cell.profile}
         rows.append({**at, "published": printed, "measured": measured})
     title = "FlashAttention-3 (arXiv 2407.08608), table 3: RMSE against FP64"
@@ -268,7 +276,7 @@ def _columns(text: str) -> list[str]:
     return names or list(COLUMNS)
 
 
-def _shape_of(given: Inputs) -> dict[str, Any]:
+def _shape_of(given: AttentionInputs) -> dict[str, Any]:
     batch, heads, length, head_dim = given.q.shape
     return {
         "batch": batch,
@@ -281,9 +289,9 @@ def _shape_of(given: Inputs) -> dict[str, Any]:
     }
 
 
-def _given(qkv: str, checkpoint: str, layer: int, step: int | None) -> Inputs | None:
+def _given(qkv: str, checkpoint: str, layer: int, step: int | None) -> AttentionInputs | None:
     if qkv and checkpoint:
         raise ValueError("deviate: qkv and checkpoint must not both be given")
     if qkv:
-        return read(Path(qkv), "fp64")
+        return read_inputs(Path(qkv), "fp64")
     return capture(Path(checkpoint), layer, step) if checkpoint else None

@@ -20,8 +20,8 @@ from stability.data.hub import offline_if_unreachable
 from stability.data.tokenizers import load_tokenizer
 from stability.intercept.session import shadow
 from stability.model.pretrained import Weights, language_loss, load_pretrained
-from stability.probe.recording import RecordSink
-from stability.probe.registry import resolve_attention
+from stability.probe.attention_registry import resolve_attention
+from stability.probe.probe_recorder import ProbeRecorder
 from stability.report.page.html import write_probe_page
 from stability.report.terminal.probe import print_probe
 
@@ -104,7 +104,7 @@ def probe(
     own = {"implementation": f"{type(loaded).__name__}'s own {attention}"}
     described = {one.name: one.description for one in named.values()}
     replaced = {**next(iter(described.values())), "layers": replace, "direction": direction}
-    sink = RecordSink(
+    sink = ProbeRecorder(
         folder,
         model=model,
         primary=replaced if replace else own,

@@ -3,7 +3,7 @@
 Frozen dataclasses, each checking its own values. Leaves out what only looks (`observation`) and
 the arm and the study they make (`schema`).
 
-The groups of an arm's config that only look: the probe and the training watch.
+The groups of an arm's config that only look: the probe and the instability watch.
 
 They change no bit of a run, so two arms may differ in them. Leaves out what decides the bits
 (`groups`).

@@ -1,4 +1,8 @@
-"""The loader that Lightning iterates over: blocks, batch after batch, from a step that it asks for.
+"""A stream of tokens as blocks of fixed length, and which of them make up each batch.
+
+Leaves out where tokens come from and how batches reach the trainer (`datamodule`).
+
+The loader that Lightning iterates over: blocks, batch after batch, from a step that it asks for.
 
 It counts as stateful in Lightning's sense, with an empty state: the trainer's step says where to go
 on. Leaves out which blocks make a batch (`blocks`).
@@ -8,6 +12,7 @@ The text of an arm as Lightning reads it: batch t is a function of text, order s
 A resumed run goes on at the trainer's own step; nothing about the data needs to be stored.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +24,48 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from stability.config.schema import DataConfig
-from stability.data.blocks import batch_indices, cut_blocks
 from stability.data.fingerprint import hash_tokens
 from stability.data.sources import load_texts
 from stability.data.tokenizers import load_tokenizer
 
-__all__ = ["BatchLoader", "TextDataModule"]
+__all__ = ["BatchLoader", "TextDataModule", "batch_indices", "cut_blocks"]
+
+
+def cut_blocks(tokens: Tensor, context: int) -> Tensor:
+    """Return 1-D `tokens` as non-overlapping blocks `(n_blocks, context + 1)`, a view.
+
+    A block holds `context` inputs and, one further, their targets. The rest that fills no block is
+    left out.
+    """
+    length = context + 1
+    n_blocks = tokens.numel() // length
+    return tokens[: n_blocks * length].view(n_blocks, length)
+
+
+def batch_indices(order_seed: int, step: int, batch_size: int, n_blocks: int) -> Tensor:
+    """Return the block numbers `(batch_size,)`, int64, of batch `step`, counted from 0.
+
+    Blocks are visited epoch after epoch, each epoch in an order of its own; a batch may begin in
+    one epoch and end in the next, so none is left out. A pure function of its arguments. ValueError
+    if there is no block.
+    """
+    if n_blocks < 1:
+        raise ValueError(f"batch_indices: n_blocks must be >= 1, got {n_blocks}; use more text")
+    positions = torch.arange(step * batch_size, (step + 1) * batch_size)
+    epochs = positions // n_blocks
+    return torch.cat(
+        [
+            _permutation(order_seed, epoch, n_blocks)[positions[epochs == epoch] % n_blocks]
+            for epoch in epochs.unique().tolist()
+        ]
+    )
+
+
+@lru_cache(maxsize=4)
+def _permutation(order_seed: int, epoch: int, n_blocks: int) -> Tensor:
+    digest = hashlib.sha256(f"{order_seed}/{epoch}".encode()).digest()
+    seed = int.from_bytes(digest[:8], "little", signed=True)
+    return torch.randperm(n_blocks, generator=torch.Generator().manual_seed(seed))
 
 
 class _Blocks(Dataset[Tensor]):

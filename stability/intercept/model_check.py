@@ -1,6 +1,6 @@
-"""What of a model can be seen before it runs: whether its attention can be caught at all.
+"""Checks whether the attention calls of a model can be caught, before it runs.
 
-Leaves out catching it (`intercept_sdpa`, `intercept_transformers`).
+Leaves out catching them (`sdpa`, `transformers`).
 """
 
 from torch import nn
@@ -10,7 +10,7 @@ from stability.intercept.transformers import check_transformers, is_transformers
 __all__ = ["check_model", "nothing_caught"]
 
 _SHOWN = 12
-"""Module classes named in a message."""
+"""The most module classes that a message names."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -78,7 +78,7 @@ def nothing_caught(model: nn.Module) -> str:
     elif named:
         way = (
             f"let {named[0]} call torch.nn.functional.scaled_dot_product_attention, or give it a "
-            "stability.probe.dual_attention.DualAttention to call; a Hugging Face model needs no "
+            "stability.probe.attention_probe.DualAttention to call; a Hugging Face model needs no "
             "change"
         )
     else:

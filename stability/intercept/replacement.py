@@ -1,12 +1,13 @@
-"""Makes another attention compute in the place of the model's own: all of it, or one direction.
+"""Makes another attention compute in place of the model's own: all of it, or one direction.
 
-To bisect a failure: the candidate's forward with the model's own gradients, or the other way round.
-Leaves out which calls are caught (`intercept_*`) and looking at them (`probe`).
+It serves to bisect a failure: the candidate's forward with the model's own gradients, or the other
+way round. Leaves out which calls are caught (`sdpa`, `transformers`) and comparing them (`probe`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, Unpack, get_args
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attention_kernels import MaskArguments
-from stability.probe.captured_call import AttentionCall, Primary
-from stability.probe.registry import MaskedAttention, ResolvedAttention
+from stability.probe.attention_registry import ResolvedAttention
+from stability.probe.captured_call import AttentionCall, BoundAttention
 
 __all__ = ["Direction", "Replacement"]
 
@@ -45,22 +46,23 @@ class Replacement:
         """Whether the attention of `layer` is replaced."""
         return any(fnmatchcase(layer, pattern) for pattern in self.layers)
 
-    def of(self, call: AttentionCall, primary: Primary) -> Primary:
-        """Return what computes `call` instead of `primary`.
+    def of(self, call: AttentionCall, primary: BoundAttention) -> BoundAttention:
+        """Return what computes `call` in place of `primary`.
 
-        ValueError for a call that the candidate cannot take the place in, e.g. with dropout.
+        ValueError for a call that the candidate cannot compute, e.g. with dropout.
         """
         if call.unsupported:
             raise ValueError(
                 f"Replacement: {call.layer} must be a call that {self.candidate.name} can take, "
                 f"got {call.unsupported}"
             )
-        candidate = _Cast(MaskedAttention(self.candidate, call.mask), call.dtype)
+        candidate = partial(_cast_and_attend, self.candidate, call)
         if self.direction == "both":
             return candidate
-        own = _Autocast(primary, call)
+        own = partial(_attend_under_autocast, primary, call.dtype)
         pair = (candidate, own) if self.direction == "forward" else (own, candidate)
-        return _Split(*pair)
+        forward, backward = (_without_lse(attention) for attention in pair)
+        return lambda q, k, v: (_Split.apply(q, k, v, forward, backward), None)
 
     def mixed(self, own: ResolvedAttention) -> ResolvedAttention:
         """Return the attention of a covered layer: the candidate, or one direction of it."""
@@ -69,60 +71,51 @@ class Replacement:
         pair = (self.candidate, own) if self.direction == "forward" else (own, self.candidate)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
-            forward, backward = (MaskedAttention(attention, mask) for attention in pair)
-            return _Split(forward, backward)(q, k, v)
+            return _Split.apply(q, k, v, *(partial(one, **mask) for one in pair))
 
         description = {**self.candidate.description, **self.to_dict(), "elsewhere": own.description}
         name = f"{self.candidate.name} {self.direction}"
         return ResolvedAttention(name=name, function=attend, description=description)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cast:
-    """An attention in the dtype that the model's own would compute in."""
-
-    attention: MaskedAttention
-    dtype: torch.dtype | None
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.with_lse(q, k, v)[0]
-
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.dtype is not None:
-            q, k, v = (x.to(self.dtype) for x in (q, k, v))
-        return self.attention.with_lse(q, k, v)
+def _cast_and_attend(
+    candidate: ResolvedAttention, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Attend in the dtype in which the model's own attention would compute."""
+    if call.dtype is not None:
+        q, k, v = (x.to(call.dtype) for x in (q, k, v))
+    return candidate.with_lse(q, k, v, **call.mask)
 
 
-class _Autocast:
-    """The model's own attention under the autocast it was called in, also in the backward pass."""
+def _attend_under_autocast(
+    primary: BoundAttention, dtype: torch.dtype | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Attend by the model's own attention, under the autocast of its call.
 
-    def __init__(self, primary: Primary, call: AttentionCall) -> None:
-        self._primary = primary
-        self._dtype = call.dtype
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        enabled = self._dtype is not None
-        with torch.autocast(q.device.type, dtype=self._dtype, enabled=enabled):
-            return self._primary(q, k, v)
+    Autograd runs the backward pass outside of any autocast.
+    """
+    with torch.autocast(q.device.type, dtype=dtype, enabled=dtype is not None):
+        return primary(q, k, v)
 
 
-class _Split:
+def _without_lse(attention: BoundAttention) -> Callable[..., Tensor]:
+    return lambda q, k, v: attention(q, k, v)[0]
+
+
+class _Split(torch.autograd.Function):
     """An attention whose output comes from one function and its gradients from another."""
 
-    def __init__(self, forward: Primary, backward: Primary) -> None:
-        self._forward, self._backward = forward, backward
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _SplitFunction.apply(q, k, v, self._forward, self._backward)
-
-
-class _SplitFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, forward: Primary, backward: Primary
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forward: Callable[..., Tensor],
+        backward: Callable[..., Tensor],
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.attend = backward
+        ctx.attention = backward
         return forward(q, k, v)
 
     @staticmethod
@@ -130,5 +123,5 @@ class _SplitFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            out = ctx.attend(*leaves)
+            out = ctx.attention(*leaves)
         return (*torch.autograd.grad(out, leaves, grads[0]), None, None)

@@ -1,15 +1,14 @@
 """Catches every `scaled_dot_product_attention` of a torch model, in the model's own forward passes.
 
-A `TorchFunctionMode` sees the calls; forward hooks name the module that makes them, and keep the
-mode to the model's forward, so that nothing is left of it outside. `nn.MultiheadAttention` calls
-SDPA from inside of a function that the mode sees as one, so there the name itself is replaced for
-the time of that call. Leaves out what is done with a call (`probe`, `replacing`). A compiled graph
-has no calls to catch: such a model is refused by `session`.
+A `TorchFunctionMode` sees the calls. Forward hooks name the module that makes a call, and switch
+the mode on only while the model's forward runs, so that calls elsewhere are never seen.
+`nn.MultiheadAttention` calls SDPA inside a function that the mode sees as one, so there the name
+itself is replaced for the time of that call. Leaves out what is done with a call (`probe`,
+`replacement`). A compiled graph has no calls to catch: `session` refuses such a model.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attention_kernels import MaskArguments
-from stability.probe.captured_call import Attend, AttentionCall, autocast_dtype, valid_rows
+from stability.probe.captured_call import AttentionCall, CallHandler, autocast_dtype, valid_rows
 
 __all__ = ["catch_sdpa"]
 
@@ -27,14 +26,14 @@ _SDPA = F.scaled_dot_product_attention
 
 
 @contextmanager
-def catch_sdpa(model: nn.Module, attend: Attend) -> Iterator[None]:
-    """Hand each call that happens inside a module of `model` to `attend`.
+def catch_sdpa(model: nn.Module, handler: CallHandler) -> Iterator[None]:
+    """Hand each call that a module of `model` makes to `handler`.
 
     The layer is the dotted path of the innermost module; a second call of one module in the same
     forward pass gets `#1` behind it, and so on. The model itself is called `model`.
     """
     names = {module: name or "model" for name, module in model.named_modules()}
-    tracker = _Tracker(names, attend)
+    tracker = _Tracker(names, handler)
     handles = []
     for module in names:
         handles.append(module.register_forward_pre_hook(tracker.enter))
@@ -48,11 +47,11 @@ def catch_sdpa(model: nn.Module, attend: Attend) -> Iterator[None]:
 
 
 class _Tracker:
-    """Knows which module is running, and has the mode on while one is."""
+    """Knows which module is running, and keeps the mode on while one is."""
 
-    def __init__(self, names: dict[nn.Module, str], attend: Attend) -> None:
+    def __init__(self, names: dict[nn.Module, str], handler: CallHandler) -> None:
         self._names = names
-        self._attend = attend
+        self._handler = handler
         self._running: list[nn.Module] = []
         self._calls: dict[str, int] = {}
         self._mode: _SdpaMode | None = None
@@ -79,7 +78,7 @@ class _Tracker:
     def caught(self, *args: Any, **kwargs: Any) -> Tensor:
         name = self._names[self._running[-1]]
         count = self._calls[name] = self._calls.get(name, -1) + 1
-        return _hand_over(f"{name}#{count}" if count else name, self._attend, *args, **kwargs)
+        return _hand_over(f"{name}#{count}" if count else name, self._handler, *args, **kwargs)
 
 
 class _SdpaMode(TorchFunctionMode):
@@ -102,7 +101,7 @@ class _SdpaMode(TorchFunctionMode):
 
 def _hand_over(
     layer: str,
-    attend: Attend,
+    handler: CallHandler,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -112,18 +111,15 @@ def _hand_over(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    own = partial(
-        _SDPA,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+
+    def primary(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        return _SDPA(q, k, v, attn_mask, enable_gqa=enable_gqa, **options), None
+
     if query.dim() not in (3, 4):
         unsupported = f"q of {query.dim()} dimensions"
         call = AttentionCall(layer=layer, q=query, k=key, v=value, unsupported=unsupported)
-        return attend(call, own)
+        return handler(call, primary)
     no_heads = query.dim() == 3
     if no_heads and attn_mask is not None and attn_mask.dim() == 3:
         seen = attn_mask.detach().unsqueeze(1)
@@ -141,14 +137,18 @@ def _hand_over(
         unsupported=_unsupported(q, v, dropout_p),
     )
     if not no_heads:
-        return attend(call, own)
-    return attend(call, lambda *qkv: own(*(x.squeeze(1) for x in qkv)).unsqueeze(1)).squeeze(1)
+        return handler(call, primary)
+
+    def primary_with_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        return primary(*(x.squeeze(1) for x in (q, k, v)))[0].unsqueeze(1), None
+
+    return handler(call, primary_with_heads).squeeze(1)
 
 
 def _mask(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> MaskArguments:
-    """Return SDPA's mask as ours; its `is_causal` stands at the top left."""
+    """Return SDPA's mask as ours: its `is_causal` is aligned top-left, ours bottom-right."""
     same_place = q.shape[2] == k.shape[2]
     mask = MaskArguments(causal=is_causal and same_place)
     if scale is not None:

@@ -1,9 +1,9 @@
 """`shadow`: the instrument on any torch model, in one line.
 
-Catches the model's attention calls in the way that fits (`intercept_sdpa`,
-`intercept_transformers`), at the steps that are due, and hands them to a probe; or makes the
-candidate compute in the model's place (`replacing`). At a step that is not due nothing is installed
-in the model at all. Leaves out where the figures go besides memory (`sink`).
+At due steps it catches the model's attention calls in the way that fits the model (`sdpa`,
+`transformers`) and hands them to a probe, or makes the candidate compute in their place
+(`replacement`). At any other step nothing at all is installed in the model. Leaves out the
+comparison (`probe.attention_probe`) and the record on disk (`probe.probe_recorder`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +19,13 @@ from stability.intercept.model_check import check_model, nothing_caught
 from stability.intercept.replacement import Direction, Replacement
 from stability.intercept.sdpa import catch_sdpa
 from stability.intercept.transformers import catch_transformers, is_transformers_model
-from stability.probe.captured_call import AttentionCall, Catch, Primary
-from stability.probe.dual_attention import as_shadows
-from stability.probe.measurements import Reading, Transfer
-from stability.probe.probe import AttentionProbe, BindMask, WithLse
-from stability.probe.recording import RecordSink
-from stability.probe.registry import ResolvedAttention, resolve_attention
+from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shadows
+from stability.probe.attention_registry import ResolvedAttention, resolve_attention
+from stability.probe.captured_call import AttentionCall, BoundAttention, Interceptor
+from stability.probe.measurements import HostTransfer, StepMeasurements
+from stability.probe.probe_recorder import ProbeRecorder
 from stability.probe.schedule import Schedule
-from stability.probe.second_pass import repeating_forward
+from stability.probe.second_forward import repeating_forward
 
 __all__ = ["OWN", "Candidate", "Shadow", "shadow"]
 
@@ -36,8 +35,8 @@ Candidate = str | Callable[..., Tensor]
 OWN = "own"
 """The name of the model's own attention where it is the shadow of a replaced one."""
 
-Sink = Callable[[int, Reading], None]
-"""Is given each probed step's number and figures, in order, once they have arrived."""
+Sink = Callable[[int, StepMeasurements], None]
+"""Is given each probed step's number and measurements, in order, once they have arrived."""
 
 
 @contextmanager
@@ -71,14 +70,13 @@ def shadow(
 
     `every`, `steps` and `per_decade` say which steps are looked at, counted from 0. `golden` also
     measures both against FP64, `backward` also dq, dk and dv; `heads` and `positions` (a number of
-    ranges) also give each head's and range's figures, `inside` logits, entropy and the like,
+    ranges) also measure each head and range, `inside` logits, entropy and the like,
     `inherited` runs the forward a second time in the candidate's stream. `overhead`, e.g. "5%",
-    bounds the probe's share of the time. `records` is a folder that gets the figures, for
-    `stability show` and `stability report`; `sinks` are given each step's, e.g.
-    `lambda step, reading: wandb.log(reading.metrics)`. `first_step` is the number of updates made
-    before. ValueError, before anything runs, for a candidate that
-    can't be had, attention dropout, a compiled model; and after the first step looked at, if the
-    model has made no attention call that can be caught.
+    bounds the probe's share of the time. `records` is a folder for the measurements, which
+    `stability show` and `stability report` read; `sinks` are given each step's, e.g.
+    `lambda step, measured: wandb.log(measured.metrics)`. `first_step` is the number of updates made
+    before. ValueError, before anything runs, for an unknown candidate, attention dropout or a
+    compiled model; and after the first due step, if no attention call could be caught in it.
     """
     config = ProbeConfig(
         every=every,
@@ -124,11 +122,11 @@ def _recorder(
     candidates: Sequence[ResolvedAttention],
     replacement: Replacement | None,
     golden: bool,
-) -> RecordSink:
+) -> ProbeRecorder:
     own = {"implementation": "the model's own"}
     described = {one.name: one.description for one in candidates}
     replaced = {} if replacement is None else {**candidates[0].description, **replacement.to_dict()}
-    return RecordSink(
+    return ProbeRecorder(
         folder,
         model=type(model).__name__,
         primary=replaced or own,
@@ -159,7 +157,7 @@ class Shadow:
         self._schedule = Schedule(
             every=config.every, steps=config.steps, per_decade=config.per_decade
         )
-        shadows: dict[str, BindMask] = {OWN: _own}
+        shadows: dict[str, BindShadow] = {OWN: _bind_own}
         if replacement is None:
             shadows = as_shadows(candidates)
         self.probe = AttentionProbe(
@@ -170,12 +168,12 @@ class Shadow:
         )
         self._step = first_step
         self._layers: dict[str, None] = {}
-        self._latest: Reading = Reading({}, {}, ())
-        self._underway: tuple[int, Transfer] | None = None
-        self._looking: ExitStack | None = None
-        self._whole = ExitStack()
+        self._latest: StepMeasurements = StepMeasurements({}, {}, ())
+        self._transfer: tuple[int, HostTransfer] | None = None
+        self._installed: ExitStack | None = None
+        self._replacing = ExitStack()
         if replacement is not None:
-            self._whole.enter_context(self._catch(model, self._attend))
+            self._replacing.enter_context(self._catch(model, self._attend))
         self._begin()
 
     @property
@@ -190,24 +188,24 @@ class Shadow:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The figures of the last step looked at, by name; waits for them on CUDA."""
+        """The values measured at the last due step, by name; waits for them on CUDA."""
         self.deliver()
         return self._latest.metrics
 
     @property
     def counts(self) -> dict[str, list[int]]:
-        """The histograms of the last step looked at, by name."""
+        """The histograms of the last due step, by name."""
         self.deliver()
         return self._latest.counts
 
     def step(self) -> None:
         """End a step: to be called after each update of the weights.
 
-        ValueError after the first step looked at if no attention was caught in it.
+        ValueError after the first due step if no attention was caught in it.
         """
-        looked = self._looking is not None
+        was_due = self._installed is not None
         self._end()
-        if looked and not self._layers:
+        if was_due and not self._layers:
             raise ValueError(nothing_caught(self._model))
         self._step += 1
         self._begin()
@@ -216,65 +214,66 @@ class Shadow:
         """End the last step, and leave the model as it was."""
         self._end()
         self.deliver()
-        self._whole.close()
+        self._replacing.close()
 
     def _begin(self) -> None:
         if not self._schedule.is_due(self._step):
             return
         self.probe.arm()
-        self._looking = ExitStack()
+        self._installed = ExitStack()
         if self._replacement is None:
-            self._looking.enter_context(self._catch(self._model, self._attend))
+            self._installed.enter_context(self._catch(self._model, self._attend))
         if self._config.inherited:
             roots = [self._model, *self._model.children()]
-            self._looking.enter_context(repeating_forward(roots, self.probe))
+            self._installed.enter_context(repeating_forward(roots, self.probe))
 
     def _end(self) -> None:
-        if self._looking is None:
+        if self._installed is None:
             return
-        self._looking.close()
-        self._looking = None
+        self._installed.close()
+        self._installed = None
         self.probe.disarm()
         self.deliver()
         transfer = self.probe.start_transfer()
         if transfer is not None:
-            self._underway = (self._step, transfer)
+            self._transfer = (self._step, transfer)
 
     def deliver(self) -> None:
-        """Hand the last step's figures to the sinks; waits for them on CUDA."""
-        if self._underway is None:
+        """Hand the last due step's measurements to the sinks; waits for them on CUDA."""
+        if self._transfer is None:
             return
-        step, transfer = self._underway
-        self._underway = None
+        step, transfer = self._transfer
+        self._transfer = None
         self._latest = transfer.result()
         self.findings += [(step, layer, text) for layer, text in self._latest.findings]
         for sink in self._sinks:
             sink(step, self._latest)
 
-    def _attend(self, call: AttentionCall, primary: Primary) -> Tensor:
+    def _attend(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
         self._layers.setdefault(call.layer)
         if self._replacement is None:
             return self.probe.attend(call, primary)
         if not self._replacement.covers(call.layer):
-            return primary(call.q, call.k, call.v)
-        return self.probe.attend(call, _Replaced(self._replacement.of(call, primary), primary))
+            return primary(call.q, call.k, call.v)[0]
+        replaced = _ReplacedAttention(self._replacement.of(call, primary), primary)
+        return self.probe.attend(call, replaced)
 
     @property
-    def _catch(self) -> Catch:
+    def _catch(self) -> Interceptor:
         return catch_transformers if is_transformers_model(self._model) else catch_sdpa
 
 
 @dataclass(frozen=True, slots=True)
-class _Replaced:
-    """What computes in a replaced layer, and the model's own attention beside it."""
+class _ReplacedAttention:
+    """What computes in a replaced layer, with the model's own attention, which is its shadow."""
 
-    computes: Primary
-    own: Primary
+    computes: BoundAttention
+    own: BoundAttention
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.computes(q, k, v)
 
 
-def _own(call: AttentionCall, primary: Primary) -> WithLse:
-    assert isinstance(primary, _Replaced)
-    return lambda q, k, v: (primary.own(q, k, v), None)
+def _bind_own(call: AttentionCall, primary: BoundAttention) -> BoundAttention:
+    assert isinstance(primary, _ReplacedAttention)
+    return primary.own

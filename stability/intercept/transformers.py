@@ -1,11 +1,11 @@
-"""Catching every attention call of a Hugging Face transformers model.
+"""Catches every attention call of a Hugging Face transformers model.
 
-Each of them asks `AttentionInterface.get_interface` in every forward for the function that its
-config names: calls are caught in that one method. Configs and masks stay as they are, so the
-model's own eager or sdpa function gets exactly what it would have got. Leaves out attention that a
-model computes without the interface (`intercept_sdpa` catches it where it ends in
-`scaled_dot_product_attention`), what a mask means (`transformers_masks`), and replacing a model's
-attention for good (`transformers_candidate`).
+In every forward, a model asks `AttentionInterface.get_interface` for the function that its config
+names; calls are caught in that one method. Configs and masks stay as they are, so the model's own
+eager or sdpa function gets exactly what it would get otherwise. Leaves out attention that a model
+computes without the interface (`sdpa` catches it where it ends in `scaled_dot_product_attention`),
+what a call means (`transformers_call`), and replacing a model's attention for good
+(`transformers_candidate`).
 """
 
 from collections.abc import Callable, Iterator
@@ -17,15 +17,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
-from stability.intercept.transformers_candidate import is_registered, register_transformers
-from stability.intercept.transformers_masks import (
-    CANDIDATE_LOOKS_AT,
+from stability.intercept.transformers_call import (
+    CANDIDATE_ARGUMENTS,
     MaskReader,
-    Received,
-    looked_at,
+    TransformersCall,
+    argument_names,
     unsupported,
 )
-from stability.probe.captured_call import Attend, AttentionCall, autocast_dtype
+from stability.intercept.transformers_candidate import is_registered, register_transformers
+from stability.probe.captured_call import AttentionCall, CallHandler, autocast_dtype
 
 __all__ = [
     "catch_transformers",
@@ -41,11 +41,11 @@ Function = Callable[..., tuple[Tensor, Tensor | None]]
 @dataclass(kw_only=True, slots=True)
 class _Catching:
     layers: dict[nn.Module, str]
-    attend: Attend
+    handler: CallHandler
     reader: MaskReader = field(default_factory=MaskReader)
     calls: dict[nn.Module, int] = field(default_factory=dict)
     depth: int = 0
-    """How many modules of the model are running, one inside the other."""
+    """How many modules of the model are running, nested in one another."""
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if not self.depth:
@@ -62,13 +62,13 @@ class _Catching:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Kind:
-    """Which attention function a model asked for."""
+class _AskedFunction:
+    """The attention function that a model asked for."""
 
     name: str
     eager: bool
     known: bool
-    looks_at: frozenset[str]
+    argument_names: frozenset[str]
 
 
 _CATCHING: list[_Catching] = []
@@ -85,7 +85,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def check_transformers(model: nn.Module) -> None:
-    """Raise ValueError for what can be seen, before it runs, not to be caught or repeated.
+    """Raise ValueError for what cannot be caught or repeated, as far as it shows before a run.
 
     That is an attention implementation that is neither eager nor sdpa nor of
     `register_transformers`, attention with learned sinks, which no candidate knows, and attention
@@ -122,19 +122,19 @@ def _refuse_dropout(layer: str, config: Any) -> None:
 
 
 @contextmanager
-def catch_transformers(model: nn.Module, attend: Attend) -> Iterator[None]:
+def catch_transformers(model: nn.Module, handler: CallHandler) -> Iterator[None]:
     """Catch each attention call of `model`, all or part of which is a `PreTrainedModel`.
 
-    `attend(call, primary)` decides what the layer returns; left alone, the model computes the same
-    bits as outside. The layer is the dotted path of the attention module; its second call in a
-    forward pass gets `#1` behind it, and so on. Contexts may be nested and may end in any order.
-    ValueError as `check_transformers`.
+    `handler(call, primary)` decides what the layer returns; where that is the primary's out, the
+    model computes the same bits as outside. The layer is the dotted path of the attention module;
+    its second call in a forward pass gets `#1` behind it, and so on. Contexts may be nested and may
+    end in any order. ValueError as `check_transformers`.
     """
     from transformers import AttentionInterface  # optional dependency
 
     check_transformers(model)
     layers = {module: name for name, module in model.named_modules()}
-    catching = _Catching(layers=layers, attend=attend)
+    catching = _Catching(layers=layers, handler=handler)
     handles = []
     for module in layers:
         handles.append(module.register_forward_pre_hook(catching.enter))
@@ -157,14 +157,14 @@ def _catching_interface(get_interface: Callable[..., Function]) -> Callable[...,
     def catching(self: Any, attn_implementation: str, default: Function) -> Function:
         function = get_interface(self, attn_implementation, default)
         registered = is_registered(attn_implementation)
-        kind = _Kind(
+        asked = _AskedFunction(
             name=attn_implementation,
             eager=function is default,
             known=function is default or registered or attn_implementation == "sdpa",
-            looks_at=CANDIDATE_LOOKS_AT if registered else looked_at(function),
+            argument_names=CANDIDATE_ARGUMENTS if registered else argument_names(function),
         )
         for context in _CATCHING:
-            function = partial(_attend, context, kind, function)
+            function = partial(_attend, context, asked, function)
         return function
 
     return catching
@@ -172,7 +172,7 @@ def _catching_interface(get_interface: Callable[..., Function]) -> Callable[...,
 
 def _attend(
     catching: _Catching,
-    kind: _Kind,
+    asked: _AskedFunction,
     function: Function,
     module: nn.Module,
     query: Tensor,
@@ -181,21 +181,21 @@ def _attend(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Be the attention function that `module` calls."""
+    """Stand in for the attention function that `module` calls."""
     if module not in catching.layers:
         return function(module, query, key, value, attention_mask, **options)
     layer = catching.layer(module)
-    received = Received(
+    received = TransformersCall(
         module=module,
         attention_mask=attention_mask,
         options=options,
-        looks_at=kind.looks_at,
-        eager=kind.eager,
+        argument_names=asked.argument_names,
+        eager=asked.eager,
         self_attention=not _is_cross(layer, module),
     )
     reason = unsupported(received, query, key, value)
-    if not kind.known:
-        reason = f"attention implementation {kind.name!r}"
+    if not asked.known:
+        reason = f"attention implementation {asked.name!r}"
     mask, valid = MaskArguments(), None
     if not reason:
         mask, valid = catching.reader.read(received, query, key)
@@ -209,36 +209,37 @@ def _attend(
         dtype=autocast_dtype(query, key, value),
         unsupported=reason,
     )
-    primary = _Primary(function, received)
-    return primary.returned(catching.attend(call, primary))
+    primary = _ModelAttention(function, received)
+    return primary.returned(catching.handler(call, primary))
 
 
 def _is_cross(layer: str, module: nn.Module) -> bool:
-    """Tell cross-attention by its names: nothing else does when lengths agree."""
+    """Tell cross-attention by its names: nothing else shows it when the lengths agree."""
     names = f"{layer} {type(module).__name__}".lower()
     return any(part in names for part in ("cross", "encoder_attn", "encdec"))
 
 
-class _Primary:
-    """The model's own attention function as a `Primary`; it lives as long as one call."""
+class _ModelAttention:
+    """The model's own attention function as a `BoundAttention`; it lives as long as one call."""
 
-    def __init__(self, function: Function, received: Received) -> None:
+    def __init__(self, function: Function, received: TransformersCall) -> None:
         self._function = function
         self._received = received
         self._results: list[tuple[Tensor, Tensor | None]] = []
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         module, mask, options = self._received[:3]
         out, weights = self._function(module, q, k, v, mask, **options)
         turned = out.transpose(1, 2)
         self._results.append((turned, weights))
-        return turned
+        return turned, None
 
     def returned(self, out: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what the layer expects, and its own weights.
+        """Return `out` as the layer expects it, and the function's own attention weights.
 
-        The function's own tensor comes back turned twice, with its memory as it was: the gradient
-        must pass through what `attend` was given, where a probe listens for it.
+        If `out` is the function's own result, it goes back as a view, transposed twice, so its
+        memory layout is the original one and the gradient still passes through the tensor that the
+        handler has seen, where a probe's hook listens for it.
         """
         for turned, weights in self._results:
             if turned is out:

@@ -1,8 +1,8 @@
-"""A candidate as an attention implementation of transformers, for `set_attn_implementation`.
+"""Registers a candidate with transformers, as a name for `set_attn_implementation`.
 
-Its attention function and its mask function are registered together: without the second the padding
-mask would become None without a word. Leaves out catching calls (`intercept_transformers`) and what
-a mask means (`transformers_masks`).
+The attention function and a mask function are registered together: without the second, transformers
+would silently replace the padding mask by None. Leaves out catching calls (`transformers`) and what
+a call means (`transformers_call`).
 """
 
 import re
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels import AttentionFn
-from stability.intercept.transformers_masks import (
-    CANDIDATE_LOOKS_AT,
+from stability.intercept.transformers_call import (
+    CANDIDATE_ARGUMENTS,
     MaskReader,
-    Received,
+    TransformersCall,
     unsupported,
 )
+from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 from stability.probe.captured_call import autocast_dtype
-from stability.probe.registry import ResolvedAttention, resolve_attention
 
 __all__ = ["is_registered", "register_transformers"]
 
-# transformers takes any name with these words for its own implementation of that kind.
+# transformers takes a name that contains one of these words for its own implementation of the kind
 _RESERVED = {"flash": "tiled", "flex": "block", "sdpa": "torch", "paged": "pages"}
 
 _REGISTERED: dict[str, str | AttentionFn] = {}
@@ -83,11 +83,11 @@ class _Registered:
         **options: Any,
     ) -> tuple[Tensor, None]:
         """Return (batch, query_len, heads, head_dim), and no weights."""
-        received = Received(
+        received = TransformersCall(
             module=module,
             attention_mask=attention_mask,
             options=options,
-            looks_at=CANDIDATE_LOOKS_AT,
+            argument_names=CANDIDATE_ARGUMENTS,
             eager=False,
             self_attention=False,
         )

@@ -47,7 +47,7 @@ class LanguageModel(LightningModule):
         # half-precision logits would put their own rounding, 2**-8 at most, into the loss
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(wide.flatten(0, 1), batch[:, 1:].flatten())
-        # the loggers get it from callbacks.training_log, in time for the step's checkpoint
+        # the loggers get it from callbacks.training_loss, in time for the step's checkpoint
         self.log("train/loss", loss, prog_bar=True, logger=False)
         return loss
 

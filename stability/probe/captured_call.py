@@ -1,36 +1,40 @@
-"""One attention call as it was made: what the probe hands to every other implementation.
+"""An attention call of a model: as it was made, and as the probe holds it until it is compared.
 
-Leaves out how calls are caught (`intercept_sdpa`, `intercept_transformers`, `dual`).
-
-A call that the probe has caught and not yet compared: its tensors, and what others made of it.
-
-Leaves out who fills it and what is compared (`probe`).
+Leaves out how calls are caught (`intercept`) and what is compared (`attention_probe`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
 
-__all__ = ["Attend", "AttentionCall", "Catch", "Pending", "Primary", "autocast_dtype", "valid_rows"]
+__all__ = [
+    "AttentionCall",
+    "BoundAttention",
+    "CallHandler",
+    "CapturedCall",
+    "Interceptor",
+    "autocast_dtype",
+    "valid_rows",
+]
 
 _LOWEST = -1e4
-"""Scores below cannot be attended beside any other: models hide keys by the lowest of a dtype."""
+"""An additive mask below this hides a key: models add the lowest number of some dtype there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionCall:
     """The inputs of one call; q `(batch, heads, query_len, head_dim)`, k and v with kv_heads.
 
-    `mask` is what `flash_attention` takes beside q, k and v, `valid`, bool `(batch, query_len)`,
-    says which query rows are no padding (None: all). `dtype` is the one that the model's attention
-    computes in where autocast makes it another than q's. `unsupported` names what the golden and
-    the shadows cannot do, e.g. "dropout_p 0.1"; such a call is left alone and becomes a finding.
+    `mask` is what `flash_attention` takes besides q, k and v. `valid`, bool `(batch, query_len)`,
+    is false for query rows that are padding; None means that none are. `dtype` is the one in which
+    the model's attention computes, where autocast makes it differ from q's. `unsupported` names
+    what the golden and the shadows cannot do, e.g. "dropout_p 0.1"; such a call is not compared,
+    and becomes a finding.
     """
 
     layer: str
@@ -43,51 +47,36 @@ class AttentionCall:
     unsupported: str = ""
 
 
-class Primary(Protocol):
-    """The model's own attention, with the call's mask and options."""
+BoundAttention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""An attention with one call's mask and options bound. It takes q, k and v, and returns out, shaped
+as q, and the LSE, or None where the implementation does not give one."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
-        """Attend on q, k and v, shaped as the call's, and return out shaped as q."""
-        ...
+CallHandler = Callable[[AttentionCall, BoundAttention], Tensor]
+"""Is given each call with the attention that the model would use, the primary, and returns out.
+To leave the call alone it returns `primary(call.q, call.k, call.v)[0]`."""
 
-
-class Attend(Protocol):
-    """What a caught call is handed to."""
-
-    def __call__(self, call: AttentionCall, primary: Primary) -> Tensor:
-        """Return the result of `call`, `(batch, heads, query_len, head_dim)`.
-
-        Left alone, that is `primary(call.q, call.k, call.v)`.
-        """
-        ...
-
-
-class Catch(Protocol):
-    """A way to catch the attention calls of a model."""
-
-    def __call__(self, model: nn.Module, attend: Attend) -> AbstractContextManager[None]:
-        """Return a context in which each attention call of `model` goes through `attend`."""
-        ...
+Interceptor = Callable[[nn.Module, CallHandler], AbstractContextManager[None]]
+"""Gives a context in which each attention call of the model goes through the handler."""
 
 
 def autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
-    """Return the dtype that the caller's autocast makes attention compute in, None for their own.
+    """Return the dtype to which the caller's autocast converts q, k and v, None if it does not.
 
     Autocast leaves FP64 alone.
     """
-    kind, own = q.device.type, {q.dtype, k.dtype, v.dtype}
-    if not torch.is_autocast_enabled(kind) or torch.float64 in own:
+    device, dtypes = q.device.type, {q.dtype, k.dtype, v.dtype}
+    if not torch.is_autocast_enabled(device) or torch.float64 in dtypes:
         return None
-    dtype = torch.get_autocast_dtype(kind)
-    return None if own == {dtype} else dtype
+    dtype = torch.get_autocast_dtype(device)
+    return None if dtypes == {dtype} else dtype
 
 
 def valid_rows(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return which query rows are no padding, bool `(batch, query_len)`; None if all may be.
+    """Return which query rows are not padding, bool `(batch, query_len)`; None if any row may be.
 
-    Padding is told from the mask of a self-attention: a key that no query of its sequence may
-    attend. `attn_mask` is bool, true where a key may be attended, or added to the scores, and
-    broadcasts to `(batch, heads, query_len, key_len)`. Waits for nothing.
+    In self-attention a padded token is a key that no query of its sequence may attend. `attn_mask`
+    is bool, true where a key may be attended, or is added to the scores, and broadcasts to
+    `(batch, heads, query_len, key_len)`. Nothing here synchronises with the device.
     """
     if attn_mask is None or q.shape[2] != k.shape[2] or attn_mask.dim() < 2:
         return None
@@ -98,42 +87,44 @@ def valid_rows(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 @dataclass(kw_only=True, slots=True)
-class Pending:
-    """One layer's call between its forward and its backward.
+class CapturedCall:
+    """One captured attention call: its tensors, plus the shadow and golden results to compare.
 
-    The tensors of `call` are detached, in the dtype that the primary computes in. They share memory
-    with the run's own, which the run's backward keeps as well; `was_overwritten` tells if that
-    changed.
+    It lives from the layer's forward to its backward. The tensors of `call` are detached, in the
+    dtype in which the primary computes. They share memory with the run's own, which autograd keeps
+    for the backward anyway, so capturing costs no memory; `was_overwritten` tells if that memory
+    has changed since.
     """
 
     call: AttentionCall
-    primary: Primary
+    primary: BoundAttention
     out: Tensor
     lse: Tensor | None
     seen: bool = False
+    """Whether shadows and golden have been run."""
     shadows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Results by name of the shadow, then by what they are."""
+    """Results still to be compared, by shadow and then by name: out, lse, dq, dk, dv."""
     golden: dict[str, Tensor] = field(default_factory=dict)
-    _watched: list[tuple[Tensor, int]] = field(default_factory=list)
+    _versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     @classmethod
     def of(
         cls,
         call: AttentionCall,
-        primary: Primary,
+        primary: BoundAttention,
         qkv: Sequence[Tensor],
         out: Tensor,
         lse: Tensor | None,
-    ) -> "Pending":
-        """Return `call`, made on `qkv`, with its own result, to be compared later."""
-        own = [x.detach() for x in (*qkv, out)]
-        q, k, v = (x.to(call.dtype or x.dtype) for x in own[:3])
+    ) -> "CapturedCall":
+        """Capture `call`, made on `qkv`, with the primary's result."""
+        tensors = [x.detach() for x in (*qkv, out)]
+        q, k, v = (x.to(call.dtype or x.dtype) for x in tensors[:3])
         return cls(
             call=replace(call, q=q, k=k, v=v),
             primary=primary,
-            out=own[3],
+            out=tensors[3],
             lse=None if lse is None else lse.detach(),
-            _watched=[(x, x._version) for x in own],
+            _versions=[(x, x._version) for x in tensors],
         )
 
     @property
@@ -148,23 +139,26 @@ class Pending:
 
     @property
     def valid(self) -> Tensor | None:
-        """Which rows of one head are no padding, `(batch, 1, length)`; None if all are."""
+        """Which rows of a head are not padding, `(batch, 1, query_len)`; None if all."""
         return None if self.call.valid is None else self.call.valid[:, None, :]
 
     def was_overwritten(self) -> bool:
-        """Whether the run has written into one of the tensors since."""
-        return any(x._version != version for x, version in self._watched)
+        """Whether the run has written into one of the tensors since the call.
+
+        Detached tensors share torch's version counter with the run's own.
+        """
+        return any(x._version != version for x, version in self._versions)
 
     def forget_forward(self) -> None:
-        """Drop all but the gradients of the others, which wait for the run's own."""
+        """Free everything but the gradients of shadows and golden, which wait for the run's own."""
         nothing = self.out.new_empty(0)
         self.call = replace(self.call, q=nothing, k=nothing, v=nothing)
         self.out, self.lse = nothing, None
-        self._watched.clear()
+        self._versions.clear()
         self.forget("out")
         self.forget("lse")
 
     def forget(self, what: str) -> None:
-        """Drop a result that has been compared."""
+        """Free a result that has been compared."""
         for results in (*self.shadows.values(), self.golden):
             results.pop(what, None)

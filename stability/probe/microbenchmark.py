@@ -1,16 +1,12 @@
-"""One attention call at chosen numerics beside a baseline, both against the golden.
+"""Errors of one attention call at chosen numerics, and which rounding point makes them.
 
-A `Problem` says everything that decides the figures; `measure` runs it and returns one `Figures`
-for out and, if asked, each gradient. The dtypes and formats that a numerics leaves to its input are
-those of the problem's format. Leaves out the sweep over problems (`cli.deviate`), inputs (`inputs`)
-and tables.
-
-Which rounding point makes the error: each lowered alone, then each raised alone.
-
-Lowered: every point at FP64 but one, which rounds to the profile's format; what it costs alone.
-Raised: the profile but for one point, which is FP64; what is left without it. Inputs lie on the
-format's grid in both, carried in FP64, and the error is relative (Frobenius) to the golden. Leaves
-out how it is shown.
+A `Problem` says everything that decides the numbers. `measure` compares candidate, baseline and
+golden on it. `waterfall` attributes the candidate's error to its rounding points in two ways: each
+point lowered alone (every other point at FP64) costs what that point errs by itself, and each point
+raised alone (the profile with that one point at FP64) shows what is left without it. There the
+inputs lie on the format's grid but are carried in FP64, and errors are Frobenius norms relative to
+the golden. Leaves out the sweep over problems and its tables (`cli.deviate`), and the inputs
+(`attention_inputs`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,24 +34,24 @@ from stability.metrics.deviation import (
     deviation,
     golden_tensor,
 )
-from stability.probe.inputs import Inputs, draw
+from stability.probe.attention_inputs import AttentionInputs, draw_inputs
 
 __all__ = [
     "POINTS",
-    "Figures",
     "Problem",
-    "Step",
+    "ResultDeviations",
+    "WaterfallRow",
     "at_format",
-    "compare",
-    "everywhere",
+    "attend_with_gradients",
     "measure",
+    "round_everywhere",
     "waterfall",
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """A point of the microbenchmark."""
+    """One attention problem, with the numerics of candidate and baseline."""
 
     profile: str = "fa2"
     baseline: str = "plain"
@@ -109,7 +105,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
+class ResultDeviations:
     """Deviations of one result: `what` is out, dq, dk or dv; metrics by name."""
 
     what: str
@@ -123,7 +119,7 @@ class Figures:
     """`GOLDEN_METRICS`: error_ratio and both relative errors."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain dicts."""
+        """Return the deviations as plain dicts."""
         return asdict(self)
 
 
@@ -138,7 +134,7 @@ def at_format(numerics: Any, format: str, *, stored: bool = True) -> Any:
     return numerics.with_(**points)
 
 
-def everywhere(format: str) -> tuple[FlashNumerics, BaselineNumerics]:
+def round_everywhere(format: str) -> tuple[FlashNumerics, BaselineNumerics]:
     """Return flash and baseline numerics that round to `format` at every rounding point.
 
     The harshest reading of "at BF16" in arXiv 2405.02803; `all_bf16` is its flash at BF16. The
@@ -152,25 +148,31 @@ def everywhere(format: str) -> tuple[FlashNumerics, BaselineNumerics]:
     return flash.with_(**points), baseline.with_(**baseline_points)
 
 
-def measure(problem: Problem, *, backward: bool, inputs: Inputs | None = None) -> list[Figures]:
+def measure(
+    problem: Problem, *, backward: bool, inputs: AttentionInputs | None = None
+) -> list[ResultDeviations]:
     """Run candidate, baseline and golden on one set of inputs, drawn if not given.
 
     Gradients are those under one dO for all three. ValueError for what the numerics refuse.
     """
     numerics, baseline = problem.numerics(), problem.baseline_numerics()
     if inputs is None:
-        inputs = draw(problem.distribution, problem.shape(), problem.format, problem.seed)
+        inputs = draw_inputs(problem.distribution, problem.shape(), problem.format, problem.seed)
     mask = problem.mask()
-    candidate = compare(
+    candidate = attend_with_gradients(
         flash_attention, inputs, backward, numerics=numerics, engine=problem.engine, **mask
     )
-    plain = compare(baseline_attention, inputs, backward, numerics=baseline, **mask)
-    exact = compare(golden_attention, Inputs(*(x.double() for x in inputs)), backward, **mask)
+    plain = attend_with_gradients(baseline_attention, inputs, backward, numerics=baseline, **mask)
+    exact = attend_with_gradients(
+        golden_attention, AttentionInputs(*(x.double() for x in inputs)), backward, **mask
+    )
     format = problem.format
-    return [_figures(what, candidate[what], plain[what], exact[what], format) for what in exact]
+    return [_deviations(what, candidate[what], plain[what], exact[what], format) for what in exact]
 
 
-def compare(attention: Any, inputs: Inputs, backward: bool, **options: Any) -> dict[str, Tensor]:
+def attend_with_gradients(
+    attention: Any, inputs: AttentionInputs, backward: bool, **options: Any
+) -> dict[str, Tensor]:
     """Return out and, if asked, dq, dk and dv of an attention, by name."""
     leaves = [x.detach().requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v)]
     out = attention(*leaves, **options)
@@ -181,12 +183,14 @@ def compare(attention: Any, inputs: Inputs, backward: bool, **options: Any) -> d
     return results
 
 
-def _figures(what: str, candidate: Tensor, plain: Tensor, exact: Tensor, format: str) -> Figures:
+def _deviations(
+    what: str, candidate: Tensor, plain: Tensor, exact: Tensor, format: str
+) -> ResultDeviations:
     def against(x: Tensor, reference: Tensor) -> dict[str, float]:
         return deviation(x.double(), reference.double(), output_format=format)
 
     golden = golden_tensor(candidate, plain, exact).tolist()
-    return Figures(
+    return ResultDeviations(
         what=what,
         candidate=against(candidate, exact),
         baseline=against(plain, exact),
@@ -209,10 +213,11 @@ POINTS = [field.name for group in (ForwardNumerics, BackwardNumerics) for field 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """Relative errors of out, dq, dk and dv by name, with one point `lowered` or `raised`.
+class WaterfallRow:
+    """The relative errors of out, dq, dk and dv by name, after one change of the profile.
 
-    `point` is empty for the profile as it is, `change` then "none"; `format` is the point's.
+    `change` is "lowered", "raised", or "none" for the profile as it is, which has no `point`;
+    `format` is what the point was set to.
     """
 
     change: str
@@ -221,24 +226,24 @@ class Step:
     errors: dict[str, float]
 
 
-def waterfall(problem: Problem, inputs: Inputs | None = None) -> Iterator[Step]:
+def waterfall(problem: Problem, inputs: AttentionInputs | None = None) -> Iterator[WaterfallRow]:
     """Yield the profile as it is, each point alone lowered, and each alone raised.
 
-    ValueError as `microbenchmark.measure`.
+    ValueError as `measure`.
     """
     if inputs is None:
-        inputs = draw(problem.distribution, problem.shape(), problem.format, problem.seed)
-    wide = Inputs(*(x.double() for x in inputs))
-    # The points that a numerics leaves to its input round to the format under test.
+        inputs = draw_inputs(problem.distribution, problem.shape(), problem.format, problem.seed)
+    wide = AttentionInputs(*(x.double() for x in inputs))
+    # inputs are carried in FP64 here, so points that follow the input must be told the format
     low = problem.numerics()
     points = {p: low.to_dict()[p] for p in POINTS}
     points = {p: problem.format if name == "input" else name for p, name in points.items()}
     low = low.with_(**points)
     exact = low.with_(**dict.fromkeys(POINTS, "fp64"))
-    golden = compare(golden_attention, wide, True, **problem.mask())
+    golden = attend_with_gradients(golden_attention, wide, True, **problem.mask())
 
     def errors(numerics: FlashNumerics) -> dict[str, float]:
-        found = compare(
+        found = attend_with_gradients(
             flash_attention, wide, True, numerics=numerics, engine=problem.engine, **problem.mask()
         )
         return {
@@ -246,10 +251,10 @@ def waterfall(problem: Problem, inputs: Inputs | None = None) -> Iterator[Step]:
             for what, x in found.items()
         }
 
-    yield Step(change="none", point="", format="", errors=errors(low))
+    yield WaterfallRow(change="none", point="", format="", errors=errors(low))
     for point, name in points.items():
         lowered = exact.with_(**{point: name})
-        yield Step(change="lowered", point=point, format=name, errors=errors(lowered))
+        yield WaterfallRow(change="lowered", point=point, format=name, errors=errors(lowered))
     for point in points:
         raised = low.with_(**{point: "fp64"})
-        yield Step(change="raised", point=point, format="fp64", errors=errors(raised))
+        yield WaterfallRow(change="raised", point=point, format="fp64", errors=errors(raised))

@@ -1,9 +1,7 @@
-"""Which steps the probe looks at.
+"""When the probe looks: at which steps, and with a bound on its time at how many layers of a step.
 
-Holds the probe to a share of the run's time: layers take turns, as many a step as it allows.
-
-Which layers are looked at then depends on how fast the machine is; what the run computes does not.
-Leaves out which steps are due (`schedule`).
+Under a bound the layers take turns. Which ones are looked at then depends on the speed of the
+machine; what the run computes does not.
 """
 
 import time
@@ -18,11 +16,11 @@ __all__ = ["Budget", "Schedule"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The multiples of `every`, the steps in `steps`, and `per_decade` log-spaced ones.
+    """The due steps: multiples of `every`, those in `steps`, and `per_decade` log-spaced ones.
 
-    Log-spaced are 0, and 10^(i / per_decade) rounded, for i = 0, 1, 2, ...: with 3, the steps 0, 1,
-    2, 5, 10, 22, 46, 100, ... Each of the three is off at 0 or empty. ValueError for a negative
-    number.
+    The log-spaced steps are 0 and 10^(i / per_decade), rounded, for i = 0, 1, 2, ...: with 3 they
+    are 0, 1, 2, 5, 10, 22, 46, 100, ... Each of the three is off at 0 or empty. ValueError for a
+    negative number.
     """
 
     every: int = 0
@@ -53,10 +51,10 @@ class Schedule:
 
 
 class Budget:
-    """Grants layers while the probe's time is below `share` of all time since the first step.
+    """Grants layers while the probe's time is below `share` of the time since the first step.
 
-    Time on CUDA is that between two events, read once both have happened, so nothing waits for it.
-    `share=0` grants everything.
+    `share=0` grants every layer. On CUDA the probe's time is that between two events of the stream,
+    read once both have happened: reading a clock instead would need a synchronisation.
     """
 
     def __init__(self, share: float) -> None:
@@ -65,11 +63,11 @@ class Budget:
         self._turn = 0
         self._granted: frozenset[str] = frozenset()
         self._began: float | None = None
-        self._spent, self._looks = 0.0, 0
+        self._spent, self._n_looks = 0.0, 0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin_step(self) -> None:
-        """Choose this step's layers from those known; the first step learns what one costs."""
+        """Choose this step's layers. The first step has one, to learn what a layer costs."""
         if not self._share:
             return
         now = time.perf_counter()
@@ -77,9 +75,9 @@ class Budget:
             self._began = now
         self._read_events()
         count = 1
-        if self._looks:
+        if self._n_looks:
             left = self._share * (now - self._began) - self._spent
-            count = int(left / (self._spent / self._looks))
+            count = int(left / (self._spent / self._n_looks))
         count = max(0, min(count, len(self._layers)))
         order = self._layers[self._turn :] + self._layers[: self._turn]
         self._granted = frozenset(order[:count])
@@ -87,15 +85,15 @@ class Budget:
             self._turn = (self._turn + count) % len(self._layers)
 
     def grants(self, layer: str) -> bool:
-        """Whether to look at `layer` in this step; every layer that asks gets its turn."""
+        """Whether to look at `layer` in this step; each layer that asks joins the turn."""
         if not self._share:
             return True
         if layer not in self._layers:
             self._layers.append(layer)
-            if not self._looks and not self._granted:
+            if not self._n_looks and not self._granted:
                 self._granted = frozenset({layer})
         granted = layer in self._granted
-        self._looks += granted
+        self._n_looks += granted
         return granted
 
     @contextmanager
@@ -116,6 +114,6 @@ class Budget:
         self._events.append((first, last))
 
     def _read_events(self) -> None:
-        over = [pair for pair in self._events if pair[1].query()]
-        self._spent += sum(first.elapsed_time(last) / 1000 for first, last in over)
-        self._events = [pair for pair in self._events if pair not in over]
+        finished = [pair for pair in self._events if pair[1].query()]
+        self._spent += sum(first.elapsed_time(last) / 1000 for first, last in finished)
+        self._events = [pair for pair in self._events if pair not in finished]

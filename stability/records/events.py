@@ -1,4 +1,4 @@
-"""What happened in a run, in words: findings of the probe, and alerts of the training watch.
+"""What happened in a run, in words: findings of the probe, and alerts of the instability watch.
 
 An event is a line of the metric log, `{"step": 3, "event": "alert", "layer": "layer_2", "text":
 "..."}`, so that a resume cuts events and metrics at the same place. Any number may share a step.

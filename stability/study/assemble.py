@@ -18,8 +18,8 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from attention_kernels.arithmetic import settle_vector_math
-from stability.callbacks.deviation_probe import DeviationProbe
-from stability.callbacks.training_watch import TrainingWatch
+from stability.callbacks.instability_watch import InstabilityWatch
+from stability.callbacks.probe_callbacks import DeviationProbe
 from stability.config.schema import ArmConfig, emulated_format
 from stability.data.datamodule import TextDataModule
 from stability.intercept.replacement import Replacement
@@ -27,9 +27,12 @@ from stability.model.gpt import GPT
 from stability.model.initial_weights import initialise, nudge_weights
 from stability.model.lightning_module import LanguageModel
 from stability.model.precision import precision_plugins
-from stability.probe.dual_attention import DualAttention, as_shadows
-from stability.probe.probe import AttentionProbe
-from stability.probe.registry import ResolvedAttention, in_format, resolve_attention
+from stability.probe.attention_probe import AttentionProbe, DualAttention, as_shadows
+from stability.probe.attention_registry import (
+    ResolvedAttention,
+    resolve_attention,
+    with_input_format,
+)
 from stability.probe.schedule import Schedule
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
@@ -135,7 +138,7 @@ def assemble(config: ArmConfig) -> Parts:
         modules.update(model.blocks.named_children())
         callbacks.append(_probing(config, probe, model))
     if config.watch.every:
-        callbacks.append(TrainingWatch(config.watch.every))
+        callbacks.append(InstabilityWatch(config.watch.every))
     if config.train.compile:
         # not the module itself: hooks on it stay outside of the graph
         model.forward = torch.compile(model.forward, backend=config.train.compile)
@@ -158,10 +161,10 @@ def _with_emulated_attention(config: ArmConfig) -> ArmConfig:
             f"train.compile must be empty with an emulated precision, got "
             f"{config.train.compile!r}; the compiled graph would not be rounded"
         )
-    shadows = tuple(in_format(shadow, format) for shadow in config.probe.shadows)
+    shadows = tuple(with_input_format(shadow, format) for shadow in config.probe.shadows)
     return replace(
         config,
-        attention=in_format(config.attention, format),
+        attention=with_input_format(config.attention, format),
         probe=replace(config.probe, shadows=shadows),
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from stability.config.load import from_dict
 from stability.config.schema import ArmConfig
 from stability.model.gpt import GPT
-from stability.probe.inputs import Inputs
+from stability.probe.attention_inputs import AttentionInputs
 from stability.records.manifest import read_manifest
 from stability.records.paths import run_at, snapshot_steps
 from stability.records.run_files import read_run_snapshot
@@ -36,7 +36,7 @@ class _Recorder:
         )
 
 
-def capture(run: Path, layer: int, step: int | None = None) -> Inputs:
+def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
     """Return q, k, v in FP32 at `layer` and a drawn dout, from the snapshot of `step` or the last.
 
     ValueError if the folder holds no run, the run no such snapshot, or the model no such layer.
@@ -58,4 +58,4 @@ def capture(run: Path, layer: int, step: int | None = None) -> Inputs:
     assert seen is not None
     q, k, v = (x.float() for x in seen)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(0))
-    return Inputs(q, k, v, dout)
+    return AttentionInputs(q, k, v, dout)

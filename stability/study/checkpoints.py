@@ -125,7 +125,7 @@ def _step_of(name: str) -> int:
 
 _DRIFT = b'"drift/'
 _LOG_POSITION = "LogPosition"
-"""Lightning's key for the state of `callbacks.training_log.LogPosition`."""
+"""Lightning's key for the state of `callbacks.log_position.LogPosition`."""
 
 
 def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str, str]:

@@ -12,8 +12,8 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from stability.callbacks.batch_hash import BatchHash
-from stability.callbacks.snapshot_writer import SnapshotWriter
-from stability.callbacks.training_log import TrainingLog
+from stability.callbacks.training_loss import TrainingLog
+from stability.callbacks.weight_callbacks import SnapshotWriter
 from stability.config.schema import ArmConfig, ProbeConfig, WatchConfig
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
@@ -53,7 +53,7 @@ def check_observer(config: ArmConfig, steps: int = OBSERVER_STEPS) -> ObserverCh
     """Train `config` for `steps` updates with everything on and everything off.
 
     "On" is the arm's own shadows with the golden, gradients, heads, positions, logits and a second
-    forward pass, at every step and layer, and the training watch; ValueError as `assemble`.
+    forward pass, at every step and layer, and the instability watch; ValueError as `assemble`.
     """
     on = replace(
         config.probe,

@@ -10,12 +10,10 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from stability.callbacks.batch_hash import BatchHash
-from stability.callbacks.divergence import Divergence
-from stability.callbacks.drift_probe import DriftProbe
+from stability.callbacks.log_position import LogPosition
 from stability.callbacks.progress import ProgressCallback, StudyObserver
-from stability.callbacks.snapshot_writer import SnapshotWriter
-from stability.callbacks.training_log import LogPosition, TrainingLog
-from stability.callbacks.weight_histogram import WeightHistogram
+from stability.callbacks.training_loss import Divergence, TrainingLog
+from stability.callbacks.weight_callbacks import DriftProbe, SnapshotWriter, WeightHistogram
 from stability.config.diff import changes, hash_without
 from stability.config.load import to_dict
 from stability.config.schema import ArmConfig

@@ -4,7 +4,7 @@ import pytest
 
 from attention_kernels.testing import Shape, with_gradients
 from experiments.kit.runner import load
-from stability.probe.inputs import draw
+from stability.probe.attention_inputs import draw_inputs
 from stability.report.paper.style import paper_style
 
 
@@ -33,7 +33,7 @@ def test_right_kernels_keep_the_budget_and_the_wrong_port_does_not(found):
 
 
 def test_a_wrong_port_is_wrong_in_dk_and_dv_alone(experiment):
-    q, k, v, dout = draw("normal", Shape(1, 1, 1, 72, 72, 256), "bf16", 0)
+    q, k, v, dout = draw_inputs("normal", Shape(1, 1, 1, 72, 72, 256), "bf16", 0)
     wrong = experiment._wrong_port(q, k, v, dout, causal=True)
     right = with_gradients(experiment.OWN["fa2"], q, k, v, dout, causal=True)
     assert wrong["dq"].equal(right["dq"])

@@ -8,7 +8,7 @@ import torch
 from attention_kernels import baseline_attention
 from attention_kernels.testing import Shape
 from experiments.kit.cost import tflops
-from stability.probe.inputs import draw
+from stability.probe.attention_inputs import draw_inputs
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_flops_are_counted_as_flash_attn_does_and_the_warm_up_does_not_count(clock, causal):
-    inputs = draw("normal", Shape(2, 3, 3, 8, 16, 16), "bf16", 0)
+    inputs = draw_inputs("normal", Shape(2, 3, 3, 8, 16, 16), "bf16", 0)
     found = tflops(baseline_attention, inputs, causal=causal)
     flops = 4 * 2 * 3 * 8 * 16 * 16 / (2 if causal else 1)
     assert found["forward"] == {"milliseconds": 2.0, "tflops": pytest.approx(flops / 2e9)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from stability.callbacks.divergence import PATIENCE, Divergence
+from stability.callbacks.training_loss import PATIENCE, Divergence
 
 
 def _told(callback, losses, start=0):

@@ -6,7 +6,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from stability.callbacks.training_log import TrainingLog
+from stability.callbacks.training_loss import TrainingLog
 from stability.records.metric_log import MetricLog, read_metrics
 from stability.tracking.loggers import RecordsLogger
 

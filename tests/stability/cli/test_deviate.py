@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import save_file
 
 from stability.cli.main import main
-from stability.probe import published
+from stability.probe import published_presets
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
 from stability.records.waterfall_record import read_waterfalls
@@ -141,8 +141,8 @@ def test_a_recorded_waterfall_is_that_of_the_run(capsys, trained_run, tmp_path):
 
 
 def test_presets_hold_published_figures_beside_ours(capsys, monkeypatch):
-    short = functools.partial(published.fa3_table3, length=128)
-    monkeypatch.setattr(published, "fa3_table3", short)
+    short = functools.partial(published_presets.fa3_table3, length=128)
+    monkeypatch.setattr(published_presets, "fa3_table3", short)
     rows = json.loads(shown(capsys, "--preset", "fa3_table3", "--json"))["rows"]
     assert [row["published"] for row in rows][:3] == [3.2e-4, 1.9e-4, 1.9e-4]
     assert all(row["measured"] > 0 for row in rows)

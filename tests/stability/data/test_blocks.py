@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability.data.blocks import batch_indices, cut_blocks
+from stability.data.datamodule import batch_indices, cut_blocks
 
 SEEDS = st.integers(-(2**40), 2**40)
 SIZES = st.integers(1, 9)

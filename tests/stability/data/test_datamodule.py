@@ -11,8 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.nn import functional as F
 
 from stability.config.schema import DataConfig, ModelConfig, OptimizerConfig
-from stability.data.blocks import batch_indices, cut_blocks
-from stability.data.datamodule import TextDataModule
+from stability.data.datamodule import TextDataModule, batch_indices, cut_blocks
 from stability.data.fingerprint import hash_tokens
 from stability.data.tokenizers import load_tokenizer
 from stability.model.gpt import GPT

@@ -9,9 +9,8 @@ from torch.nn import functional as F
 from attention_kernels import baseline_attention, flash_attention
 from stability import shadow
 from stability.config.schema import ProbeConfig
-from stability.probe.dual_attention import DualAttention, as_shadows
-from stability.probe.probe import AttentionProbe
-from stability.probe.registry import resolve_attention
+from stability.probe.attention_probe import AttentionProbe, DualAttention, as_shadows
+from stability.probe.attention_registry import resolve_attention
 from tests.stability.intercept.torch_models import Decoder, tokens, train_step
 
 CPU = torch.device("cpu")
@@ -122,11 +121,11 @@ def test_after_its_backward_a_layer_holds_no_tensor_of_the_run():
     q, k, v = _inputs()
     hook = _hook()
     out = hook(q, k, v, causal=True)
-    pending = hook.probe._pending["x"]
-    assert pending.call.q.data_ptr() == q.data_ptr()
+    captured = hook.probe._captured["x"]
+    assert captured.call.q.data_ptr() == q.data_ptr()
     out.sum().backward()
-    held = [*pending.qkv, pending.out, *(x for x, _ in pending._watched)]
-    held += [x for results in pending.shadows.values() for x in results.values()]
+    held = [*captured.qkv, captured.out, *(x for x, _ in captured._versions)]
+    held += [x for results in captured.shadows.values() for x in results.values()]
     assert sum(x.numel() for x in held) == 0
 
 

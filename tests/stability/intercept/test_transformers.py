@@ -31,7 +31,7 @@ NAN = [(name, "eager", "left", torch.float64) for name in ("llama", "qwen3", "ge
 
 
 def leave_alone(call, primary):
-    return primary(call.q, call.k, call.v)
+    return primary(call.q, call.k, call.v)[0]
 
 
 def copied(call, primary):
@@ -45,7 +45,7 @@ class Recorder:
         self.calls = []
 
     def __call__(self, call, primary):
-        out = primary(call.q, call.k, call.v)
+        out = primary(call.q, call.k, call.v)[0]
         self.calls.append((call, out.detach()))
         return out
 
@@ -161,7 +161,7 @@ def test_one_dropped_key_changes_one_call(name, implementation):
     target, changed = tiny.TINY[name].layers[2], {}
 
     def planted(call, primary):
-        out = primary(call.q, call.k, call.v)
+        out = primary(call.q, call.k, call.v)[0]
         shown = out.detach().clone()
         if call.layer == target:
             visible = torch.ones(1, call.q.shape[1], call.q.shape[2], call.k.shape[2]).bool()

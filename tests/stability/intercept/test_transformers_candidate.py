@@ -96,7 +96,7 @@ def test_registered_candidate_can_be_caught():
 
     def attend(call, primary):
         calls.append(call)
-        return primary(call.q, call.k, call.v)
+        return primary(call.q, call.k, call.v)[0]
 
     with catch_transformers(model, attend):
         assert torch.equal(logits(model, inputs("llama", "left")), expected)

@@ -6,9 +6,9 @@ from safetensors.torch import save_file
 
 from attention_kernels import PROFILES, round_to
 from attention_kernels.testing import Shape
-from stability.probe.inputs import DISTRIBUTIONS, draw, read
-from stability.probe.microbenchmark import POINTS, Problem, everywhere, measure, waterfall
-from stability.probe.published import (
+from stability.probe.attention_inputs import DISTRIBUTIONS, draw_inputs, read_inputs
+from stability.probe.microbenchmark import POINTS, Problem, measure, round_everywhere, waterfall
+from stability.probe.published_presets import (
     FA3_TABLE3,
     TIE_CASES,
     fa3_table3,
@@ -65,13 +65,13 @@ def test_tied_inputs_hold_two_ones_and_residuals_of_less_than_a_thousandth():
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_inputs_lie_on_the_grid_and_repeat_with_their_seed(distribution, format):
     shape = Shape(1, 4, 2, 64, 96, 32)
-    first, second = (draw(distribution, shape, format, 5) for _ in range(2))
+    first, second = (draw_inputs(distribution, shape, format, 5) for _ in range(2))
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
         assert torch.equal(x.double(), round_to(x.double(), format))
     assert first.q.shape == (1, 4, 64, 32)
     assert first.k.shape == (1, 2, 96, 32)
-    assert not torch.equal(first.q, draw(distribution, shape, format, 6).q)
+    assert not torch.equal(first.q, draw_inputs(distribution, shape, format, 6).q)
 
 
 def test_more_mantissa_bits_err_less_and_rows_say_what_they_compare():
@@ -117,13 +117,13 @@ def test_tensors_of_a_file_are_read_rounded_and_asked_for_by_name(tmp_path):
     q = torch.randn(1, 2, 8, 16)
     path = tmp_path / "qkv.safetensors"
     save_file({"q": q, "k": q + 1, "v": q + 2}, path)
-    found = read(path, "bf16")
+    found = read_inputs(path, "bf16")
     assert torch.equal(found.v, (q + 2).bfloat16())
     save_file({"q": q, "key": q + 1}, path)
     with pytest.raises(ValueError, match="must hold q, k and v, got key, q; missing: k, v"):
-        read(path, "bf16")
+        read_inputs(path, "bf16")
     with pytest.raises(ValueError, match="qkv must be a safetensors file, got 'nowhere'"):
-        read(tmp_path.__class__("nowhere"), "bf16")
+        read_inputs(tmp_path.__class__("nowhere"), "bf16")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_profile_in_the_table_is_one_of_the_library():
 
 
 def test_everywhere_rounds_at_every_point_of_both():
-    flash, baseline = everywhere("bf16")
+    flash, baseline = round_everywhere("bf16")
     assert flash == PROFILES["all_bf16"]
     points = ("operands", "products", "scores", "softmax", "probabilities", "output")
     assert [getattr(baseline, point) for point in points] == ["bf16"] * 6

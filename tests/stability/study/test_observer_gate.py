@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stability.config.load import load_study
-from stability.probe.probe import AttentionProbe
+from stability.probe.attention_probe import AttentionProbe
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
 from stability.study.expand import expand
@@ -49,19 +49,19 @@ def test_every_instrument_changes_no_bit(write_study, arm, train):
 
 @pytest.mark.parametrize("how", ["draws", "writes"])
 def test_a_probe_that_disturbs_is_caught(write_study, monkeypatch, how):
-    look = AttentionProbe._look
+    look = AttentionProbe._evaluate
 
-    def disturbing(self, pending, dout):
-        first = not pending.seen
-        look(self, pending, dout)
+    def disturbing(self, captured, dout):
+        first = not captured.seen
+        look(self, captured, dout)
         if first and how == "writes" and dout is not None:
             dout.mul_(1.01)
 
     def drawing(self, call, primary):
-        return primary(call.q + torch.rand(()).to(call.q.dtype) * 1e-2, call.k, call.v)
+        return primary(call.q + torch.rand(()).to(call.q.dtype) * 1e-2, call.k, call.v)[0]
 
     if how == "writes":
-        monkeypatch.setattr(AttentionProbe, "_look", disturbing)
+        monkeypatch.setattr(AttentionProbe, "_evaluate", disturbing)
     else:
         monkeypatch.setattr(AttentionProbe, "attend", drawing)
     assert not check_observer(_config(write_study), steps=2).equal
@@ -84,7 +84,7 @@ def test_the_manifest_holds_the_result_and_a_broken_gate_stops_the_run(
     assert manifest.observer["watched"] == manifest.observer["unwatched"]
 
     def disturbing(self, call, primary):
-        return primary(call.q * 1.01, call.k, call.v)
+        return primary(call.q * 1.01, call.k, call.v)[0]
 
     monkeypatch.setattr(AttentionProbe, "attend", disturbing)
     run_study(study, tmp_path / "b", options=CHECKED, observer=observer)

@@ -13,7 +13,7 @@ from stability.analysis.ladder import build_ladder
 from stability.config.load import load_study
 from stability.config.schema import AttentionConfig
 from stability.model.precision import EmulatedLinear
-from stability.probe.registry import in_format
+from stability.probe.attention_registry import with_input_format
 from stability.records.run_files import RunFiles
 from stability.study.assemble import assemble, load_data, make_trainer
 
@@ -102,7 +102,7 @@ def test_a_gradient_beyond_a_saturating_format_shows_so_that_the_scaler_backs_of
     out.backward(torch.full_like(out, 1e5))
     assert not torch.isfinite(x.grad).any()
     assert not torch.isfinite(weight.grad).any()
-    told = in_format(AttentionConfig(implementation="flash"), format_named("e4m3-saturate"))
+    told = with_input_format(AttentionConfig(implementation="flash"), format_named("e4m3-saturate"))
     assert told.numerics["output"] == "e4m3-saturate"
     assert told.numerics["gradients"] == told.numerics["ds"] == "e4m3"
 

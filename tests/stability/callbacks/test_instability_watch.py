@@ -1,4 +1,4 @@
-"""The training watch: its figures are those of a training by hand, and it changes nothing."""
+"""The instability watch: its figures are those of a training by hand, and it changes nothing."""
 
 import math
 from contextlib import nullcontext
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stability.callbacks.training_watch import TrainingWatch
+from stability.callbacks.instability_watch import InstabilityWatch
 from stability.config.schema import ModelConfig, OptimizerConfig
 from stability.model.gpt import GPT
 from stability.model.initial_weights import initialise
@@ -70,7 +70,7 @@ def test_figures_are_those_of_a_training_by_hand(tmp_path, fit, read, blocks, ac
     fit(
         tmp_path,
         module,
-        [TrainingWatch(2)],
+        [InstabilityWatch(2)],
         steps=5,
         gradient_clip_val=CLIP,
         accumulate_grad_batches=accumulate,
@@ -93,7 +93,7 @@ def test_watching_changes_no_bit_of_weights_gradients_or_random_state(
     tmp_path, fit, read, precision, accumulate
 ):
     ends = []
-    for folder, callbacks in (("off", []), ("on", [TrainingWatch(1)])):
+    for folder, callbacks in (("off", []), ("on", [InstabilityWatch(1)])):
         torch.manual_seed(3)
         module = _language_model()
         module.model.final_norm = nn.Sequential(module.model.final_norm, nn.Dropout(0.2))
@@ -112,7 +112,7 @@ def test_watching_changes_no_bit_of_weights_gradients_or_random_state(
     assert all(torch.equal(off, on) for off, on in zip(*ends, strict=True))
 
 
-class Spy(TrainingWatch):
+class Spy(InstabilityWatch):
     """Counts what the watch fetches to the host."""
 
     def __init__(self, every):
@@ -153,7 +153,7 @@ def test_a_due_step_is_fetched_at_once_and_others_fetch_nothing(tmp_path, fit, m
 
 def test_the_hook_is_gone_when_training_ends_at_a_due_step(tmp_path, fit):
     module = _language_model()
-    fit(tmp_path, module, [TrainingWatch(2)], steps=1)
+    fit(tmp_path, module, [InstabilityWatch(2)], steps=1)
     assert len(module.model._forward_hooks) == 0
 
 
@@ -168,7 +168,7 @@ def test_the_hook_is_there_in_due_steps_alone_and_gone_after_an_error(tmp_path, 
 
     module = _language_model()
     with pytest.raises(KeyError, match="stop"):
-        fit(tmp_path, module, [TrainingWatch(2), Look()], steps=9, accumulate_grad_batches=2)
+        fit(tmp_path, module, [InstabilityWatch(2), Look()], steps=9, accumulate_grad_batches=2)
     assert hooks == [1, 1, 0, 0, 1, 1, 0, 0, 1]
     assert len(module.model._forward_hooks) == 0
 
@@ -183,11 +183,11 @@ def test_a_fit_broken_off_within_a_due_step_leaves_no_hook_and_the_next_is_watch
                 raise KeyError("stop")
             trainer.should_stop = True
 
-    module, watch = _language_model(), TrainingWatch(2)
+    module, watch = _language_model(), InstabilityWatch(2)
     with pytest.raises(KeyError) if how == "error" else nullcontext():
         fit(tmp_path / "broken", module, [watch, Break()], steps=3, accumulate_grad_batches=2)
     assert len(module.model._forward_hooks) == 0
-    for folder, each in (("next", watch), ("first", TrainingWatch(2))):
+    for folder, each in (("next", watch), ("first", InstabilityWatch(2))):
         fit(tmp_path / folder, _language_model(), [each], steps=1, accumulate_grad_batches=2)
     assert read(tmp_path / "next") == read(tmp_path / "first")
 
@@ -198,7 +198,7 @@ def test_a_compiled_model_is_watched_under_the_names_of_the_model_itself(tmp_pat
         module = _language_model()
         if compiled:
             module.model = torch.compile(module.model, backend="eager")
-        fit(tmp_path / str(compiled), module, [TrainingWatch(1)], steps=2)
+        fit(tmp_path / str(compiled), module, [InstabilityWatch(1)], steps=2)
         found.append(read(tmp_path / str(compiled)))
     assert found[0].keys() == found[1].keys()
     assert found[1]["watch/log_z"] == found[0]["watch/log_z"]
@@ -230,7 +230,7 @@ def test_the_logits_of_any_module_are_found(tmp_path, fit, read, blocks, convert
     module = Wrapped(None, nn.Linear(9, 5), convert)
     logits = module.head(next(iter(blocks)).float()).detach()
     expected = logits.exp().sum(-1).log().mean().item()
-    fit(tmp_path, module, [TrainingWatch(1)], steps=1)
+    fit(tmp_path, module, [InstabilityWatch(1)], steps=1)
     assert read(tmp_path)["watch/log_z"][0] == pytest.approx(expected, rel=1e-5)
 
 
@@ -243,7 +243,7 @@ def test_a_module_with_more_than_its_model_keeps_its_names_and_can_be_told_the_l
     hidden = module.model(x)
     logits = module.head(hidden) if named else hidden
     expected = logits.detach().exp().sum(-1).log().mean().item()
-    fit(tmp_path, module, [TrainingWatch(1, module.head if named else None)], steps=1)
+    fit(tmp_path, module, [InstabilityWatch(1, module.head if named else None)], steps=1)
     found = read(tmp_path)
     assert found["watch/log_z"][0] == pytest.approx(expected, rel=1e-5)
     assert {"watch/rms/model.weight", "watch/rms/head.weight"} <= set(found)

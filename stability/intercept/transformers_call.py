@@ -1,8 +1,8 @@
-"""What an attention call of transformers means, as `flash_attention` takes it.
+"""Translates an attention call of transformers into the arguments of `flash_attention`.
 
-transformers hands its attention functions a rank-4 mask (bool for sdpa, additive for eager, or None
-where `is_causal` is enough) and options; which of them count differs between the two. Windows, and
-the padding, are already in the mask. Leaves out how a call is caught (`intercept_transformers`).
+transformers gives its attention functions a rank-4 mask (bool for sdpa, additive for eager, or None
+where `is_causal` is enough) and options; which options count differs between sdpa and eager.
+Windows and padding are already in the mask. Leaves out how a call is caught (`transformers`).
 Source: transformers 5.23, `integrations/sdpa_attention.py`, `masking_utils.py`, and the
 `eager_attention_forward` of its models.
 
@@ -24,15 +24,15 @@ from attention_kernels.checks import MAX_HEAD_DIM, MIN_HEAD_DIM
 from stability.probe.captured_call import valid_rows
 
 __all__ = [
-    "CANDIDATE_LOOKS_AT",
+    "CANDIDATE_ARGUMENTS",
     "MaskReader",
-    "Received",
-    "looked_at",
+    "TransformersCall",
+    "argument_names",
     "unsupported",
 ]
 
-CANDIDATE_LOOKS_AT = frozenset(("softcap", "position_bias"))
-"""What a registered candidate is given beyond what every attention function looks at."""
+CANDIDATE_ARGUMENTS = frozenset(("softcap", "position_bias"))
+"""Options that a registered candidate takes beyond those that every attention function takes."""
 
 _TENSORS = {"query", "key", "value", "query_states", "key_states", "value_states"}
 _UNDERSTOOD = _TENSORS | {
@@ -46,39 +46,39 @@ _UNDERSTOOD = _TENSORS | {
     "output_attentions",
     "kwargs",
 }
-"""Arguments of an eager function that are translated, or make no difference to what it returns."""
+"""Arguments of an eager function that are translated, or do not change what it returns."""
 
 
-class Received(NamedTuple):
-    """What an attention function of transformers was called with, beside q, k and v."""
+class TransformersCall(NamedTuple):
+    """The arguments of one call of a transformers attention function, besides q, k and v."""
 
     module: nn.Module
     attention_mask: Tensor | None
     options: Mapping[str, Any]
-    looks_at: frozenset[str]
-    """The arguments that the function looks at, of all that models pass."""
+    argument_names: frozenset[str]
+    """The arguments that the function takes by name; it ignores others that models pass."""
     eager: bool
     """Whether it is the model's own `eager_attention_forward`, which knows no `is_causal`."""
     self_attention: bool
     """Whether query i and key i are the same token where there are as many of both."""
 
     def option(self, name: str) -> Any:
-        """Return an option, None where it was not given or the function does not look at it."""
-        return self.options.get(name) if name in self.looks_at else None
+        """Return an option; None if it was not given or the function ignores it."""
+        return self.options.get(name) if name in self.argument_names else None
 
 
 @lru_cache(maxsize=256)
-def looked_at(function: Callable[..., Any]) -> frozenset[str]:
+def argument_names(function: Callable[..., Any]) -> frozenset[str]:
     """Return the arguments of an attention function of transformers that it takes by name."""
     return frozenset(inspect.signature(function).parameters)
 
 
-def unsupported(received: Received, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Name what an `AttentionFn` cannot do of this call; "" if it can do all of it."""
+def unsupported(received: TransformersCall, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Name what an `AttentionFn` cannot compute of this call; "" if it can compute all of it."""
     return _unsupported_option(received) or _unsupported_shape(received, q, k, v)
 
 
-def _unsupported_option(received: Received) -> str:
+def _unsupported_option(received: TransformersCall) -> str:
     module, options = received.module, received.options
     dropout = options.get("dropout") or 0.0
     if dropout > 0 and (module.training or not received.eager):
@@ -92,13 +92,13 @@ def _unsupported_option(received: Received) -> str:
     if isinstance(options.get("scaling"), Tensor):
         return "scaling that is a tensor"
     if received.eager:
-        for name in sorted(received.looks_at - _UNDERSTOOD):
+        for name in sorted(received.argument_names - _UNDERSTOOD):
             if options.get(name) is not None:
                 return f"the option {name} of its eager attention"
     return ""
 
 
-def _unsupported_shape(received: Received, q: Tensor, k: Tensor, v: Tensor) -> str:
+def _unsupported_shape(received: TransformersCall, q: Tensor, k: Tensor, v: Tensor) -> str:
     if v.shape[-1] != q.shape[-1]:
         return f"head_dim {v.shape[-1]} of v beside q's {q.shape[-1]}"
     if not MIN_HEAD_DIM <= q.shape[-1] <= MAX_HEAD_DIM:
@@ -116,11 +116,13 @@ def _unsupported_shape(received: Received, q: Tensor, k: Tensor, v: Tensor) -> s
 
 @dataclass(frozen=True, slots=True)
 class MaskReader:
-    """Translates masks; a model's layers share theirs, so each is read once as long as it lives."""
+    """Translates masks. The layers of a model share theirs, so each mask is read only once."""
 
     _read: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
-    def read(self, received: Received, q: Tensor, k: Tensor) -> tuple[MaskArguments, Tensor | None]:
+    def read(
+        self, received: TransformersCall, q: Tensor, k: Tensor
+    ) -> tuple[MaskArguments, Tensor | None]:
         """Return what `flash_attention` takes beside q, k and v, and which query rows count.
 
         Those are bool `(batch, query_len)`, None if all do. A row counts if it attends some key
@@ -162,7 +164,7 @@ class MaskReader:
         return found[1], found[2]
 
 
-def _is_causal(received: Received, query_len: int) -> bool:
+def _is_causal(received: TransformersCall, query_len: int) -> bool:
     if received.eager or query_len == 1:
         return False
     given = received.options.get("is_causal")

@@ -9,7 +9,11 @@ from torch.nn import functional as F
 from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
 from stability.config.load import PROFILES_OF
 from stability.config.schema import AttentionConfig
-from stability.probe.registry import IMPLEMENTATIONS, attention_from_text, resolve_attention
+from stability.probe.attention_registry import (
+    IMPLEMENTATIONS,
+    attention_from_text,
+    resolve_attention,
+)
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stability.probe.published import tie_bias, tied_inputs
+from stability.probe.published_presets import tie_bias, tied_inputs
 
 PV_ALONE = (("repeated_max_beta", 1), ("probabilities", "fp32"), ("output", "fp32"))
 """The product P v is rounded to BF16 and nothing else."""

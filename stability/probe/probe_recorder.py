@@ -1,7 +1,8 @@
-"""A probe's readings as records on disk, for models that no study trains.
+"""Records a probe's measurements in a folder, for models that no study trains.
 
-A folder with `probe.json` and `metrics.jsonl`, as `stability show` and `stability report` read
-them. Leaves out measuring (`session`) and Lightning's loggers (`callbacks.probe_log`).
+The folder gets a `probe.json` and a `metrics.jsonl`, as `stability show` and `stability report`
+read them. Leaves out measuring (`attention_probe`) and Lightning's loggers
+(`callbacks.probe_callbacks`).
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stability.metrics.instability import crossings
-from stability.probe.measurements import Reading
+from stability.probe.measurements import StepMeasurements
 from stability.records.events import Event, log_event
 from stability.records.manifest import environment
 from stability.records.metric_log import MetricLog
@@ -20,11 +21,11 @@ from stability.records.probe_record import (
     write_probe_record,
 )
 
-__all__ = ["RecordSink"]
+__all__ = ["ProbeRecorder"]
 
 
-class RecordSink:
-    """Writes what a probe sees into `folder`, which must hold no probe yet; ValueError if it does.
+class ProbeRecorder:
+    """Writes measurements into `folder`, which must hold no probe yet; ValueError if it does.
 
     `primary` says what computes in the model, `shadows` what each shadow is, both as JSON values.
     """
@@ -41,7 +42,7 @@ class RecordSink:
         taken = [name for name in (PROBE_FILE, METRICS_FILE) if (folder / name).exists()]
         if taken:
             raise ValueError(
-                f"RecordSink: folder must hold no probe yet, got {str(folder)!r}, which has "
+                f"ProbeRecorder: folder must hold no probe yet, got {str(folder)!r}, which has "
                 f"{taken[0]}; name another one"
             )
         self._folder = folder
@@ -55,13 +56,13 @@ class RecordSink:
             "environment": environment(),
         }
 
-    def write(self, step: int, reading: Reading) -> None:
-        """Append one step's figures, histograms, findings and alerts."""
-        if reading.metrics or reading.counts:
-            self._log.append(step, reading.metrics, reading.counts)
-        for layer, text in reading.findings:
+    def write(self, step: int, measured: StepMeasurements) -> None:
+        """Append one step's values, histograms, findings and alerts."""
+        if measured.metrics or measured.counts:
+            self._log.append(step, measured.metrics, measured.counts)
+        for layer, text in measured.findings:
             log_event(self._log, Event(step, "finding", layer, text))
-        watched = {name: x for name, x in reading.metrics.items() if name.startswith("watch/")}
+        watched = measured.watched()
         for crossing in crossings(watched, self._watched):
             log_event(self._log, Event(step, "alert", crossing.layer, crossing.text))
         self._watched |= watched

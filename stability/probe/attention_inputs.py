@@ -1,7 +1,8 @@
-"""q, k, v and dO for the microbenchmark: drawn by a law, or read from a file.
+"""Attention inputs for the microbenchmark: drawn from a distribution, or read from a file.
 
-Drawn once in FP64 and rounded to the format under test, so that every implementation sees inputs
-that lie on that format's grid. Leaves out capturing them from a trained model (`study.capture`).
+They are drawn once in FP64 and rounded to the format under test, so that every implementation gets
+inputs on that format's grid, and none is charged with the rounding of its inputs. Leaves out
+capturing them from a trained model (`study.capture`).
 """
 
 import difflib
@@ -18,7 +19,14 @@ from attention_kernels.formats import FORMATS, format_named
 from attention_kernels.rounding import INPUT_DTYPES
 from attention_kernels.testing import Shape
 
-__all__ = ["DISTRIBUTIONS", "Inputs", "carrier_of", "draw", "on_grid", "read"]
+__all__ = [
+    "DISTRIBUTIONS",
+    "AttentionInputs",
+    "carrier_dtype",
+    "draw_inputs",
+    "read_inputs",
+    "round_inputs",
+]
 
 DISTRIBUTIONS = {
     "normal": "N(0, 1)",
@@ -28,8 +36,8 @@ DISTRIBUTIONS = {
 }
 
 
-class Inputs(NamedTuple):
-    """One attention problem; tensors as in `scaled_dot_product_attention`, dout like out."""
+class AttentionInputs(NamedTuple):
+    """q, k, v as in `scaled_dot_product_attention`, and the gradient of out."""
 
     q: Tensor
     k: Tensor
@@ -37,8 +45,8 @@ class Inputs(NamedTuple):
     dout: Tensor
 
 
-def carrier_of(format: str) -> torch.dtype:
-    """Return the dtype that q, k and v have at `format`: its own, or the wider FP32 or FP64."""
+def carrier_dtype(format: str) -> torch.dtype:
+    """Return the dtype that holds `format`: its own if torch has one, else FP32 or FP64."""
     target = format_named(format)
     for dtype, name in INPUT_DTYPES.items():
         if name == format:
@@ -46,13 +54,15 @@ def carrier_of(format: str) -> torch.dtype:
     return torch.float32 if target.fits(FORMATS["fp32"]) else torch.float64
 
 
-def draw(distribution: str, shape: Shape, format: str, seed: int, device: str = "cpu") -> Inputs:
+def draw_inputs(
+    distribution: str, shape: Shape, format: str, seed: int, device: str = "cpu"
+) -> AttentionInputs:
     """Draw inputs on the grid of `format`; ValueError names the nearest known distribution."""
     if distribution not in DISTRIBUTIONS:
         near = difflib.get_close_matches(distribution, DISTRIBUTIONS, n=3, cutoff=0.4)
         raise ValueError(
-            f"draw: distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}; "
-            f"nearest: {', '.join(near or DISTRIBUTIONS)}"
+            f"draw_inputs: distribution must be one of {', '.join(DISTRIBUTIONS)}, got "
+            f"{distribution!r}; nearest: {', '.join(near or DISTRIBUTIONS)}"
         )
     generator = torch.Generator().manual_seed(seed)
     lengths = {
@@ -66,31 +76,33 @@ def draw(distribution: str, shape: Shape, format: str, seed: int, device: str = 
         heads = shape.heads if name in ("q", "dout") else shape.kv_heads
         size = (shape.batch, heads, length, shape.head_dim)
         law = "normal" if name == "dout" else distribution
-        tensors.append(_law(law, size, generator).to(device))
-    return on_grid(tensors, format)
+        tensors.append(_draw(law, size, generator).to(device))
+    return round_inputs(tensors, format)
 
 
-def read(path: Path, format: str, device: str = "cpu") -> Inputs:
+def read_inputs(path: Path, format: str, device: str = "cpu") -> AttentionInputs:
     """Read q, k, v (and dout, else N(0, 1)) from a safetensors file and round them to `format`.
 
     ValueError if the file is missing or holds no q, k or v.
     """
     if not path.is_file():
-        raise ValueError(f"read: qkv must be a safetensors file, got {str(path)!r}; no such file")
+        raise ValueError(
+            f"read_inputs: qkv must be a safetensors file, got {str(path)!r}; no such file"
+        )
     tensors = load_file(path)
     missing = [name for name in ("q", "k", "v") if name not in tensors]
     if missing:
         raise ValueError(
-            f"read: {path} must hold q, k and v, got {', '.join(sorted(tensors)) or 'nothing'}; "
-            f"missing: {', '.join(missing)}"
+            f"read_inputs: {path} must hold q, k and v, got "
+            f"{', '.join(sorted(tensors)) or 'nothing'}; missing: {', '.join(missing)}"
         )
     q = tensors["q"]
     noise = torch.randn(q.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = [q, tensors["k"], tensors["v"], tensors.get("dout", noise)]
-    return on_grid([x.double().to(device) for x in found], format)
+    return round_inputs([x.double().to(device) for x in found], format)
 
 
-def _law(distribution: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _draw(distribution: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if distribution == "uniform":
         return torch.rand(size, generator=generator, dtype=torch.float64)
     x = torch.randn(size, generator=generator, dtype=torch.float64)
@@ -100,7 +112,7 @@ def _law(distribution: str, size: tuple[int, ...], generator: torch.Generator) -
     return 4 * x if distribution == "large" else x
 
 
-def on_grid(tensors: Iterable[Tensor], format: str) -> Inputs:
+def round_inputs(tensors: Iterable[Tensor], format: str) -> AttentionInputs:
     """Return q, k, v and dout, FP64, rounded to `format` in the dtype that carries it."""
-    carrier = carrier_of(format)
-    return Inputs(*(round_to(x, format).to(carrier) for x in tensors))
+    carrier = carrier_dtype(format)
+    return AttentionInputs(*(round_to(x, format).to(carrier) for x in tensors))

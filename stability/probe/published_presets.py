@@ -1,11 +1,11 @@
-"""Published figures that the microbenchmark is held against: which problems, and what was printed.
+"""Published numbers that the microbenchmark is held against: the problems, and what was printed.
 
 `fa3_table3` is table 3 of FlashAttention-3 (arXiv 2407.08608): RMSE against FP64 on inputs with
-outliers. The paper does not say at which scale or length. At head_dim 128 and length 4096 the FP16
-column comes out at softmax scale 1 and the FP8 column at 1/sqrt(head_dim), and neither at the
-other's scale, where it is off by 4 to 20 times. `tie_bias` builds the failure of arXiv 2510.04212:
-rows in which P is exactly 1 twice, with small residuals, over values of one sign. Leaves out
-tables and the command (`cli.deviate`).
+outliers. The paper names neither the softmax scale nor the length. At head_dim 128 and length 4096
+our FP16 column agrees with the printed one at softmax scale 1, and our FP8 column at
+1/sqrt(head_dim); at the other's scale each is off by a factor of 4 to 20. `tie_bias` builds the
+failure of arXiv 2510.04212: rows in which P is exactly 1 twice, with small residuals, over values
+of one sign. Leaves out tables and the command (`cli.deviate`).
 """
 
 import math
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from attention_kernels import PROFILES, flash_attention, golden_attention
 from attention_kernels.api import Engine
-from stability.probe.inputs import Inputs
-from stability.probe.microbenchmark import Figures, Problem, at_format
+from stability.probe.attention_inputs import AttentionInputs
+from stability.probe.microbenchmark import Problem, ResultDeviations, at_format
 
 __all__ = [
     "FA3_TABLE3",
     "TIE_CASES",
-    "Published",
+    "PublishedRmse",
     "TieBias",
     "TiedRows",
     "fa3_table3",
@@ -46,8 +46,8 @@ tied values keep it), the tie (the second P lies in 0.5 to 0.95)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
-    """One printed figure, and what gives it here: a profile's RMSE, or a baseline's."""
+class PublishedRmse:
+    """One printed RMSE, and the profile or baseline whose RMSE it is compared with."""
 
     row: str
     column: str
@@ -59,7 +59,7 @@ class Published:
 
 
 FA3_TABLE3 = (
-    Published(
+    PublishedRmse(
         row="FP16",
         column="baseline",
         baseline="fp16_softmax",
@@ -67,20 +67,20 @@ FA3_TABLE3 = (
         scale=1.0,
         rmse=3.2e-4,
     ),
-    Published(row="FP16", column="FA2", profile="fa2", scale=1.0, rmse=1.9e-4),
-    Published(row="FP16", column="FA3", profile="fa3", scale=1.0, rmse=1.9e-4),
-    Published(
+    PublishedRmse(row="FP16", column="FA2", profile="fa2", scale=1.0, rmse=1.9e-4),
+    PublishedRmse(row="FP16", column="FA3", profile="fa3", scale=1.0, rmse=1.9e-4),
+    PublishedRmse(
         row="FP8", column="baseline", baseline="fp8", of_baseline=True, scale=None, rmse=2.4e-2
     ),
-    Published(row="FP8", column="FA3", profile="fa3_fp8", scale=None, rmse=9.1e-3),
-    Published(
+    PublishedRmse(row="FP8", column="FA3", profile="fa3_fp8", scale=None, rmse=9.1e-3),
+    PublishedRmse(
         row="FP8",
         column="no block quantisation",
         profile="fa3_fp8_per_tensor",
         scale=None,
         rmse=9.3e-3,
     ),
-    Published(
+    PublishedRmse(
         row="FP8",
         column="no incoherent processing",
         profile="fa3_fp8_coherent",
@@ -90,7 +90,9 @@ FA3_TABLE3 = (
 )
 
 
-def fa3_table3(cell: Published, *, length: int = 4096, heads: int = 4, seed: int = 0) -> Problem:
+def fa3_table3(
+    cell: PublishedRmse, *, length: int = 4096, heads: int = 4, seed: int = 0
+) -> Problem:
     """Return the problem of one cell of the table."""
     return Problem(
         profile=cell.profile,
@@ -122,7 +124,7 @@ class TieBias:
     samples: int
 
 
-def tied_inputs(heads: int, sign: int, seed: int, rows: TiedRows = "tied") -> Inputs:
+def tied_inputs(heads: int, sign: int, seed: int, rows: TiedRows = "tied") -> AttentionInputs:
     """Return 64 queries a head, `(1, heads, 64, 64)`, and 32 keys of which two tie in every row.
 
     v is in [2, 4), times `sign`, dO is positive; all are on the BF16 grid, in FP32. `rows` takes
@@ -148,7 +150,7 @@ def tied_inputs(heads: int, sign: int, seed: int, rows: TiedRows = "tied") -> In
     elif rows == "mixed_residuals":
         coin = torch.randint(0, 2, v[..., 2:, :].shape, generator=generator)
         v[..., 2:, :] *= 2 * coin - 1
-    return Inputs(*(x.bfloat16().float() for x in (q, k, v, dout)))
+    return AttentionInputs(*(x.bfloat16().float() for x in (q, k, v, dout)))
 
 
 TIE_CASES = (
@@ -178,7 +180,7 @@ def tie_bias(
     head share v, so the standard error is that of the means of the heads.
     """
     numerics = at_format(PROFILES[profile].with_(**dict(changes)), "bf16", stored=False)
-    inputs = Inputs(*(x.to(device) for x in tied_inputs(heads, sign, seed, rows)))
+    inputs = AttentionInputs(*(x.to(device) for x in tied_inputs(heads, sign, seed, rows)))
     qkv = (inputs.q, inputs.k, inputs.v)
     options: dict[str, Any] = {"scale": 1.0, "numerics": numerics, "engine": engine}
     out, lse = flash_attention(*qkv, **options, return_lse=True)
@@ -198,7 +200,7 @@ def tie_bias(
     )
 
 
-def _delta_from_p(inputs: Inputs, lse: Tensor) -> Tensor:
+def _delta_from_p(inputs: AttentionInputs, lse: Tensor) -> Tensor:
     """Return rowsum(dP * P) in FP32, P = exp(S - LSE) as the backward forms it."""
     p_BHQK = torch.exp(inputs.q @ inputs.k.mT - lse.unsqueeze(-1))
     return (inputs.dout @ inputs.v.mT * p_BHQK).sum(-1)
@@ -210,7 +212,7 @@ def _delta_ulp(dout: Tensor, delta: Tensor, golden: Tensor) -> float:
     return (error.sum() / (ULP * dout.double().sum())).item()
 
 
-def published_and_measured(cell: Published, figures: Figures) -> tuple[float, float]:
+def published_and_measured(cell: PublishedRmse, measured: ResultDeviations) -> tuple[float, float]:
     """Return the printed RMSE and the one measured."""
-    found = figures.baseline if cell.of_baseline else figures.candidate
+    found = measured.baseline if cell.of_baseline else measured.candidate
     return cell.rmse, found["rmse"]

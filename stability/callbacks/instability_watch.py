@@ -1,10 +1,10 @@
-"""Watches a run for signs of failure: gradients, second moments, output logits, loss spikes.
+"""Watches a run for signs of instability: gradients, second moments, output logits, loss spikes.
 
-Logs `watch/...` at due steps, on weights after as many updates as the step says, like the loss; a
-figure that gets past a published threshold becomes an event of kind alert, once for each time. It
-reads gradients, optimizer state and logits and writes to none of them, hooks no backward pass, and
-fetches all of a step's figures from the device at once. Leaves out the arithmetic
-(`metrics.training_watch`, `metrics.thresholds`) and what happens inside attention.
+Logs `watch/...` at due steps, on weights after as many updates as the step says, like the loss. A
+value that crosses a published threshold also becomes an event of kind alert, once for each
+crossing. The watch reads gradients, optimizer state and logits, writes to none of them, hooks no
+backward pass, and fetches all of a step's values from the device at once. Leaves out the arithmetic
+and the thresholds (`metrics.instability`) and what happens inside attention (`probe`).
 """
 
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ from stability.metrics.instability import (
 from stability.records.metric_names import watch_name
 from stability.tracking.loggers import alert_event, emit
 
-__all__ = ["TrainingWatch"]
+__all__ = ["InstabilityWatch"]
 
 
-class TrainingWatch(UpdateCallback):
-    """Log the figures below at every `every`-th step, and alerts as they arise.
+class InstabilityWatch(UpdateCallback):
+    """Log the values below at every `every`-th step, and alerts as they arise.
 
     `watch/grad_norm` and `watch/nonfinite_gradients`: of the whole step's gradients, before
     clipping. `watch/rms/<parameter>` and `watch/rms_max`: RMS_t after the update, with the
@@ -49,30 +49,32 @@ class TrainingWatch(UpdateCallback):
 
     def __init__(self, every: int, model: nn.Module | None = None) -> None:
         if every < 1:
-            raise ValueError(f"TrainingWatch: every must be >= 1, got {every}; leave the watch out")
+            raise ValueError(
+                f"InstabilityWatch: every must be >= 1, got {every}; leave the watch out"
+            )
         self._every = every
         self._model = model
         self._spikes = LossSpikes(LOSS_SPIKE_DEVIATIONS)
         self._previous: dict[str, float] = {}
         self._losses: list[Tensor] = []  # one a step, 0-d, until the next due step
         self._loss: Tensor | None = None
-        self._seen: dict[str, Tensor] = {}
+        self._measured: dict[str, Tensor] = {}
         self._hook: RemovableHandle | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a run that the figures would be ambiguous for."""
+        """Refuse a run with several optimizers: one set of names could not tell them apart."""
         if len(trainer.optimizers) != 1:
             raise ValueError(
-                "TrainingWatch: the module must have one optimizer, got "
+                "InstabilityWatch: the module must have one optimizer, got "
                 f"{len(trainer.optimizers)}; leave the watch out"
             )
 
     def before_update(self, trainer: Trainer, step: int) -> None:
-        """Begin the step's loss, and look at its logits if the step is due."""
+        """Reset the step's loss; hook the model's output if the step is due."""
         self._loss = None
         if self._is_due(step):
-            watched = self._watched(trainer.lightning_module)
-            self._hook = watched.register_forward_hook(self._see_output)
+            watched = self._watched_module(trainer.lightning_module)
+            self._hook = watched.register_forward_hook(self._measure_logits)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -83,8 +85,8 @@ class TrainingWatch(UpdateCallback):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         dense = [g for g in gradients if g is not None and g.layout == torch.strided]
         if dense:
-            self._seen[watch_name("grad_norm")] = gradient_norm(dense)
-            self._seen[watch_name("nonfinite_gradients")] = count_nonfinite(dense)
+            self._measured[watch_name("grad_norm")] = gradient_norm(dense)
+            self._measured[watch_name("nonfinite_gradients")] = count_nonfinite(dense)
 
     def after_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
         """Add a micro-batch's loss, which Lightning has divided by their number."""
@@ -94,23 +96,23 @@ class TrainingWatch(UpdateCallback):
             self._loss = loss64 if self._loss is None else self._loss + loss64
 
     def after_update(self, trainer: Trainer, step: int) -> None:
-        """Take in the step's loss; at a due step, log everything."""
-        self._release()
+        """Remember the step's loss; at a due step, log everything."""
+        self._remove_hook()
         if self._loss is not None:
             self._losses.append(self._loss)
         if self._is_due(step):
-            self._see_second_moments(trainer.lightning_module, trainer.optimizers[0])
+            self._measure_second_moments(trainer.lightning_module, trainer.optimizers[0])
             self._log(trainer, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave no hook behind where training stops among micro-batches."""
-        self._release()
+        """Remove the hook where training stops between micro-batches."""
+        self._remove_hook()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave no hook behind."""
-        self._release()
+        """Remove the hook."""
+        self._remove_hook()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered from step to step."""
@@ -122,7 +124,7 @@ class TrainingWatch(UpdateCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on as the run that wrote the checkpoint would have."""
+        """Continue as the run that wrote the checkpoint would have."""
         self._losses = [torch.tensor(loss, dtype=torch.float64) for loss in state_dict["losses"]]
         self._previous = dict(state_dict["previous"])
         self._spikes.load_state_dict(state_dict["spikes"])
@@ -130,23 +132,23 @@ class TrainingWatch(UpdateCallback):
     def _is_due(self, step: int) -> bool:
         return step % self._every == 0
 
-    def _watched(self, pl_module: LightningModule) -> nn.Module:
+    def _watched_module(self, pl_module: LightningModule) -> nn.Module:
         inner = getattr(pl_module, "model", None) if self._model is None else self._model
         return inner if isinstance(inner, nn.Module) else pl_module
 
-    def _release(self) -> None:
+    def _remove_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     @torch.no_grad()
-    def _see_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _measure_logits(self, module: nn.Module, inputs: Any, output: Any) -> None:
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.dim() >= 2 and logits.is_floating_point():
-            self._seen[watch_name("log_z")] = log_z(logits)
+            self._measured[watch_name("log_z")] = log_z(logits)
 
-    def _see_second_moments(self, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        names = _parameter_names(pl_module, self._watched(pl_module))
+    def _measure_second_moments(self, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        names = _parameter_names(pl_module, self._watched_module(pl_module))
         ratios = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -154,13 +156,13 @@ class TrainingWatch(UpdateCallback):
                 if ratio is not None:
                     ratios[watch_name(names[parameter], layer="rms")] = ratio
         if ratios:
-            self._seen.update(ratios)
-            self._seen[watch_name("rms_max")] = torch.stack(list(ratios.values())).amax()
+            self._measured.update(ratios)
+            self._measured[watch_name("rms_max")] = torch.stack(list(ratios.values())).amax()
 
     def _log(self, trainer: Trainer, step: int) -> None:
-        names, gathered = list(self._seen), [*self._seen.values(), *self._losses]
+        names, gathered = list(self._measured), [*self._measured.values(), *self._losses]
         watched_losses = len(self._losses)
-        self._seen, self._losses = {}, []
+        self._measured, self._losses = {}, []
         if not gathered:
             return
         device = gathered[0].device

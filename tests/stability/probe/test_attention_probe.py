@@ -11,9 +11,8 @@ from attention_kernels import (
 )
 from stability.config.schema import ProbeConfig
 from stability.metrics.deviation import DEVIATION_METRICS, compare, deviation
-from stability.probe.dual_attention import DualAttention, as_shadows
-from stability.probe.probe import AttentionProbe
-from stability.probe.registry import resolve_attention
+from stability.probe.attention_probe import AttentionProbe, DualAttention, as_shadows
+from stability.probe.attention_registry import resolve_attention
 from stability.records.metric_names import deviation_name
 from tests.stability.metrics.floored_ulps import floored_ulps
 

@@ -8,10 +8,10 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from attention_kernels import golden_attention
-from stability.intercept.transformers_masks import (
+from stability.intercept.transformers_call import (
     MaskReader,
-    Received,
-    looked_at,
+    TransformersCall,
+    argument_names,
     unsupported,
 )
 
@@ -34,11 +34,11 @@ def tensors(query_len=6, key_len=6, head_dim=16):
 
 
 def received(mask=None, eager=True, self_attention=True, **options):
-    return Received(
+    return TransformersCall(
         module=nn.Identity().eval(),
         attention_mask=mask,
         options={"scaling": 0.25, **options},
-        looks_at=looked_at(eager_attention_forward if eager else sdpa_attention_forward),
+        argument_names=argument_names(eager_attention_forward if eager else sdpa_attention_forward),
         eager=eager,
         self_attention=self_attention,
     )

@@ -1,8 +1,9 @@
 """Runs a model's forward pass a second time, in the stream of the shadow, and leaves no trace.
 
-The second pass gets the same arguments, the same random state and copies of the buffers, and no
-gradients; random state is put back after it. So the report can tell error made in a layer from
-error that earlier layers carried in. Leaves out the comparison (`probe`).
+In the second pass the first shadow computes every layer, so that an error made in a layer can be
+told from one that earlier layers carried in. It gets the same arguments, the same random state and
+copies of the buffers, and records no gradients; random state is put back afterwards. Leaves out the
+comparison (`attention_probe`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from stability.probe.probe import AttentionProbe
+from stability.probe.attention_probe import AttentionProbe
 
 __all__ = ["repeating_forward"]
 
@@ -39,6 +40,8 @@ def repeating_forward(roots: Sequence[nn.Module], probe: AttentionProbe) -> Iter
 
 
 class _Repeater:
+    """The forward hooks of the roots."""
+
     def __init__(self, probe: AttentionProbe) -> None:
         self._probe = probe
         self._depth = 0
@@ -57,16 +60,16 @@ class _Repeater:
             return
         self._depth -= 1
         # output is None when the forward pass has raised
-        if self._depth or output is None or not self._probe.wants_second_pass:
+        if self._depth or output is None or not self._probe.wants_second_forward:
             return
         now, self._repeating = _RandomState(), True
         assert self._state is not None
-        # copies in the place of the buffers: what a pass writes into them, e.g. running means, is
-        # lost with them, and what the backward pass needs of the originals is not touched
+        # The pass writes into copies of the buffers, e.g. running means, and they are dropped: the
+        # backward pass may still need the originals as they are.
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         try:
             self._state.restore()
-            with torch.no_grad(), self._probe.second_pass():
+            with torch.no_grad(), self._probe.second_forward():
                 functional_call(module, buffers, args, kwargs)
         finally:
             self._repeating = False

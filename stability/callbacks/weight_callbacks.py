@@ -1,0 +1,108 @@
+"""What is done with the weights after chosen numbers of updates: save, count, compare.
+
+All three read the weights and write none. Optimizer state and whatever else a resume needs are in
+Lightning's checkpoint.
+"""
+
+from collections.abc import Callable, Collection
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from stability.callbacks.each_update import UpdateCallback
+from stability.metrics.drift import drift
+from stability.metrics.weight_counts import weight_counts
+from stability.records.metric_names import WEIGHT_HISTOGRAM, drift_name
+from stability.records.paths import RunPaths
+from stability.records.run_files import RunFiles, read_run_snapshot
+from stability.records.snapshots import write_snapshot
+from stability.tracking.loggers import log_counts
+
+__all__ = ["DriftProbe", "SnapshotWriter", "WeightHistogram"]
+
+
+class _WeightCallback(UpdateCallback):
+    """Calls `at_step` with the weights of `model` after each number of updates in `steps`."""
+
+    def __init__(self, model: nn.Module, steps: Collection[int]) -> None:
+        self._model = model
+        self._steps = frozenset(steps)
+
+    def at_step(self, trainer: Trainer, step: int) -> None:
+        """Act on the weights after `step` updates."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Act on the initial weights; a resumed run has done so."""
+        if trainer.global_step == 0:
+            self._act_if_due(trainer)
+
+    def after_update(self, trainer: Trainer, step: int) -> None:
+        """Act if this update completes a chosen step."""
+        self._act_if_due(trainer)
+
+    def _act_if_due(self, trainer: Trainer) -> None:
+        if trainer.global_step in self._steps:
+            self.at_step(trainer, trainer.global_step)
+
+
+class SnapshotWriter(_WeightCallback):
+    """Write a snapshot of `model` as safetensors, and list it in `files`.
+
+    A snapshot that is already listed stays: a resumed run has the same bits at that step.
+    """
+
+    def __init__(self, model: nn.Module, files: RunFiles, steps: Collection[int]) -> None:
+        super().__init__(model, steps)
+        self._files = files
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the weights it starts from: a kill may have hit between checkpoint and snapshot."""
+        self._act_if_due(trainer)
+
+    def at_step(self, trainer: Trainer, step: int) -> None:
+        """Write the weights."""
+        path = self._files.paths.snapshot(step)
+        if path not in self._files:
+            write_snapshot(path, self._model.state_dict())
+            self._files.add(path)
+
+
+class WeightHistogram(_WeightCallback):
+    """Count all weights of `model` by size, for the records and for W&B."""
+
+    def at_step(self, trainer: Trainer, step: int) -> None:
+        """Log the counts."""
+        counts = weight_counts(self._model.state_dict().values())
+        log_counts(trainer.loggers, {WEIGHT_HISTOGRAM: counts}, step)
+
+
+class DriftProbe(_WeightCallback):
+    """Log `drift/<parameter or all>/<metric>` of `model` from the run `baseline`.
+
+    The baseline must have been trained first: its snapshots are read from disk. `check` is called
+    with the step before and raises if the two runs are not a pair up to there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        baseline: RunPaths,
+        steps: Collection[int],
+        check: Callable[[int], None],
+    ) -> None:
+        super().__init__(model, steps)
+        self._baseline = baseline
+        self._check = check
+
+    def at_step(self, trainer: Trainer, step: int) -> None:
+        """Log the drift."""
+        self._check(step)
+        weights = {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
+        distances = drift(weights, read_run_snapshot(self._baseline, step))
+        metrics = {
+            drift_name(parameter, metric): value
+            for parameter, values in distances.items()
+            for metric, value in values.items()
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)

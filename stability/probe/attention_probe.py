@@ -1,0 +1,359 @@
+"""The dual-attention probe: the primary decides the run, shadows and the golden only watch.
+
+At a probed step each attention call is repeated on the very same q, k and v by every shadow and by
+the FP64 golden, and compared forward (out, LSE) and backward (dq, dk, dv under the run's own dout).
+The primary's gradients exist only while autograd runs, so tensor hooks take them: the hook on out
+is given dout and runs shadows and golden there, which lets one layer's results live at a time
+instead of all layers' until the backward ends; hooks on aliases of q, k and v are given dq, dk and
+dv. No hook returns anything, so autograd goes on with the tensors it had.
+
+Repeating a call leaves no trace in the run: inputs are detached copies, autograd records into a
+graph of its own, the caller's autocast is off inside, and random state is put back. Values stay on
+the device until the step's one transfer. A deviation is always candidate minus baseline, so its
+sign means the same whichever of the two is the primary. With gradient accumulation the first
+micro-batch of a step is looked at. Leaves out when to look (`schedule`) and how the calls of other
+models than our GPT are caught (`intercept`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from attention_kernels import MaskArguments, golden_attention
+from stability.config.schema import ProbeConfig
+from stability.probe.attention_registry import ResolvedAttention
+from stability.probe.captured_call import AttentionCall, BoundAttention, CapturedCall
+from stability.probe.measurements import (
+    DeviationMeter,
+    HostTransfer,
+    ProbeFinding,
+    StepMeasurements,
+)
+from stability.probe.schedule import Budget
+
+__all__ = ["AttentionProbe", "BindShadow", "DualAttention", "as_shadows"]
+
+GRADIENTS = ("dq", "dk", "dv")
+
+BindShadow = Callable[[AttentionCall, BoundAttention], BoundAttention]
+"""Gives the shadow with the mask of a call bound. It is also given the call's primary: where the
+model's own attention is replaced, that is what holds the shadow."""
+
+
+def as_shadows(attentions: Sequence[ResolvedAttention]) -> dict[str, BindShadow]:
+    """Return attentions as a probe takes them, by name."""
+    return {attention.name: partial(_bind, attention) for attention in attentions}
+
+
+def _bind(
+    attention: ResolvedAttention, call: AttentionCall, primary: BoundAttention
+) -> BoundAttention:
+    return partial(attention.with_lse, **call.mask)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DualAttention:
+    """The attention of one layer of our GPT: computes with the primary and lets the probe watch."""
+
+    layer: str
+    primary: ResolvedAttention
+    probe: "AttentionProbe"
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
+        """Return the primary's result, untouched."""
+        if not self.probe.is_armed:
+            return self.primary.function(q, k, v, **mask)
+        call = AttentionCall(layer=self.layer, q=q, k=k, v=v, mask=mask)
+        return self.probe.attend(call, partial(self.primary.with_lse, **mask))
+
+
+class AttentionProbe:
+    """What the layers of one model share: shadows, golden, and the measurements of this step.
+
+    `shadows` are by name; a second forward pass follows the first of them. `modules` are the
+    model's modules by layer name, for the norms of W_Q.
+    """
+
+    def __init__(
+        self,
+        config: ProbeConfig,
+        shadows: Mapping[str, BindShadow],
+        *,
+        shadow_is_candidate: bool,
+        modules: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        self.is_armed = False
+        """Whether a due step is running."""
+        self._config = config
+        self._shadows = dict(shadows)
+        self._shadow_is_candidate = shadow_is_candidate
+        self._budget = Budget(config.overhead_share or 0.0)
+        # not copied: the caller fills it once the model exists, which is built on the probe
+        known = {} if modules is None else modules
+        self._meter = DeviationMeter(config, list(shadows), known)
+        self._captured: dict[str, CapturedCall] = {}
+        self._in_second_forward = self._had_second_forward = False
+        self._findings: list[ProbeFinding] = []
+        self._reported: set[ProbeFinding] = set()
+
+    @property
+    def wants_second_forward(self) -> bool:
+        """Whether the forward pass now running is to be repeated in the shadow's stream."""
+        return self.is_armed and not self._had_second_forward and bool(self._captured)
+
+    def arm(self) -> None:
+        """Look at the calls from now on: a due step begins."""
+        self.is_armed, self._had_second_forward = True, False
+        self._budget.begin_step()
+
+    def disarm(self) -> None:
+        """Look at no more calls; `start_transfer` finishes those that were captured."""
+        self.is_armed = False
+
+    def attend(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
+        """Return the primary's result, untouched, and capture the call if it is due."""
+        if self._in_second_forward:
+            return self._attend_in_second_forward(call, primary)
+        if not self.is_armed or not self._is_due(call):
+            return primary(call.q, call.k, call.v)[0]
+        qkv = [self._alias(x) for x in (call.q, call.k, call.v)]
+        out, lse = primary(*qkv)
+        captured = CapturedCall.of(call, primary, qkv, out, lse)
+        self._captured[call.layer] = captured
+        if self._config.backward and out.requires_grad:
+            for name, x in zip(GRADIENTS, qkv, strict=True):
+                if x.requires_grad:
+                    x.register_hook(partial(self._compare_gradient, captured, name))
+            out.register_hook(partial(self._evaluate, captured))
+        elif not self._config.inherited:
+            self._evaluate(captured, None)
+        return out
+
+    @contextmanager
+    def second_forward(self) -> Iterator[None]:
+        """Inside, each call follows the first shadow and is compared with the pass before."""
+        self._in_second_forward = self._had_second_forward = True
+        try:
+            yield
+        finally:
+            self._in_second_forward = False
+
+    def start_transfer(self) -> HostTransfer | None:
+        """End the step: evaluate what no backward has reached, and send the values to the host."""
+        for captured in self._captured.values():
+            self._evaluate(captured, None)
+        self._captured.clear()
+        new = [
+            finding
+            for finding in (*self._findings, *self._meter.findings)
+            if finding not in self._reported
+        ]
+        self._reported.update(new)
+        self._findings.clear()
+        self._meter.findings.clear()
+        return self._meter.buffer.transfer(list(dict.fromkeys(new)))
+
+    def collect(self) -> StepMeasurements:
+        """End the step and wait for its measurements."""
+        transfer = self.start_transfer()
+        return transfer.result() if transfer else StepMeasurements({}, {}, ())
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a resume needs: the running sums, and the findings that were reported."""
+        reported = sorted(tuple(finding) for finding in self._reported)
+        return {"sums": self._meter.state_dict(), "reported": [list(pair) for pair in reported]}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from a checkpoint."""
+        reported = state["reported"]
+        assert isinstance(reported, list)
+        self._reported = {ProbeFinding(*pair) for pair in reported}
+        self._meter.load_state_dict(state["sums"])  # pyright: ignore[reportArgumentType]
+
+    def _is_due(self, call: AttentionCall) -> bool:
+        if call.layer in self._captured:
+            return False
+        if not any(fnmatchcase(call.layer, pattern) for pattern in self._config.layers):
+            return False
+        if call.unsupported:
+            self._add_finding(call.layer, f"not looked at: {call.unsupported}")
+            return False
+        return self._budget.grants(call.layer)
+
+    def _alias(self, x: Tensor) -> Tensor:
+        """Return a view of x with a gradient of its own.
+
+        A hook on x itself would see the sum over all uses of x, e.g. one x as both k and v.
+        """
+        records = self._config.backward and torch.is_grad_enabled() and x.requires_grad
+        return x.view_as(x) if records else x
+
+    def _evaluate(self, captured: CapturedCall, dout: Tensor | None) -> None:
+        """Run shadows and golden, and compare all that the forward gave."""
+        if captured.seen:
+            return
+        captured.seen = True
+        with torch.no_grad(), self._budget.spending(captured.out.device):
+            if captured.was_overwritten():
+                self._add_finding(captured.layer, "inputs or out overwritten in place")
+                return
+            dout = None if dout is None else dout.detach().to(captured.out.dtype)
+            for name, bind in self._shadows.items():
+                repeat = partial(repeat_call, bind(captured.call, captured.primary))
+                captured.shadows[name] = self._try(name, repeat, captured, dout)
+            if self._config.golden:
+                repeat = partial(repeat_golden, captured.call.mask)
+                captured.golden = self._try("golden", repeat, captured, dout)
+            self._compare(captured, "out", captured.out)
+            self._compare_lse(captured)
+            if self._config.inside:
+                with isolated(captured.out.device):
+                    self._meter.measure_inside(captured, dout, self._candidate_out(captured))
+            captured.forget_forward()
+
+    def _compare_gradient(self, captured: CapturedCall, name: str, gradient: Tensor) -> None:
+        with torch.no_grad(), self._budget.spending(gradient.device):
+            self._compare(captured, name, gradient.detach())
+            captured.forget(name)
+
+    def _try(
+        self,
+        name: str,
+        repeat: Callable[..., dict[str, Tensor]],
+        captured: CapturedCall,
+        dout: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Return what `repeat` gives; if it fails, nothing and a finding: the run must go on."""
+        try:
+            return repeat(*captured.qkv, dout)
+        except torch.AcceleratorError:
+            raise  # the device is lost, and the run with it
+        except Exception as error:
+            text = str(error).strip().splitlines() or [""]
+            self._add_finding(captured.layer, f"{name}: {type(error).__name__}: {text[0]}")
+            return {}
+
+    def _add_finding(self, layer: str, text: str) -> None:
+        self._findings.append(ProbeFinding(layer, text))
+
+    def _compare(self, captured: CapturedCall, what: str, primary: Tensor) -> None:
+        for name, results in captured.shadows.items():
+            shadow = results.get(what)
+            if shadow is None:
+                continue
+            pair = (shadow, primary) if self._shadow_is_candidate else (primary, shadow)
+            self._meter.compare(captured, what, *pair, captured.golden.get(what), name)
+
+    def _compare_lse(self, captured: CapturedCall) -> None:
+        """Compare LSEs; where the primary gives none, the candidate's with the golden's."""
+        if captured.lse is not None:
+            self._compare(captured, "lse", captured.lse)
+            return
+        golden = captured.golden.get("lse")
+        for name, results in captured.shadows.items() if self._shadow_is_candidate else ():
+            shadow = results.get("lse")
+            if shadow is not None and golden is not None:
+                self._meter.compare_lse_to_golden(captured, shadow, golden, name)
+
+    def _candidate_out(self, captured: CapturedCall) -> Tensor | None:
+        if not self._shadow_is_candidate:
+            return captured.out
+        return captured.shadows[next(iter(self._shadows))].get("out")
+
+    def _attend_in_second_forward(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
+        """Attend as the first shadow on its own stream; compare with the first pass.
+
+        "total" is the deviation of out on the two streams, "carried" the part of it that the
+        inputs brought along: the same attention on the inputs of either pass.
+        """
+        name, bind = next(iter(self._shadows.items()))
+        repeat = partial(repeat_call, bind(call, primary))
+        second = CapturedCall.of(call, primary, [call.q, call.k, call.v], call.q, None)
+        own = None
+        if not call.unsupported:
+            own = self._try(name, repeat, second, None).get("out")
+        if own is None:
+            return primary(call.q, call.k, call.v)[0]
+        first = self._captured.get(call.layer)
+        if first is not None and not first.was_overwritten():
+            if self._shadow_is_candidate:
+                on_first = self._try(name, repeat, first, None).get("out")
+                pairs = {"total": (own, first.out), "carried": (own, on_first)}
+            else:
+                on_second, _ = primary(call.q, call.k, call.v)
+                pairs = {"total": (first.out, own), "carried": (first.out, on_second)}
+            for what, (x, reference) in pairs.items():
+                if reference is not None:
+                    self._meter.compare(first, what, x, reference, None, name)
+        return own
+
+
+class BadResultError(ValueError):
+    """An attention returned something that is no result."""
+
+
+@contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Leave the caller's random state and autocast as they were, and switch autocast off inside."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def repeat_call(
+    attention: BoundAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return `out`, `lse` if the attention gives one, and with `dout` also `dq`, `dk` and `dv`.
+
+    The gradients are autograd's under `dout`, in the inputs' dtype. BadResultError if what the
+    attention returns differs from q in shape or dtype, or carries no gradient.
+    """
+    leaves = [x.detach().clone().requires_grad_(dout is not None) for x in (q, k, v)]
+    with isolated(q.device), torch.set_grad_enabled(dout is not None):
+        out, lse = attention(*leaves)
+        _check_result(out, q)
+        results = {"out": out.detach()}
+        if lse is not None:
+            results["lse"] = lse.detach()
+        if dout is not None:
+            results |= _gradients(out, leaves, dout)
+    return results
+
+
+def repeat_golden(
+    mask: MaskArguments, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return what `repeat_call` does for the golden, everything in FP64.
+
+    The leaves are FP64 too: autograd rounds a gradient to the dtype of its leaf.
+    """
+
+    def golden(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        return golden_attention(q, k, v, return_lse=True, **mask)
+
+    dout = None if dout is None else dout.double()
+    return repeat_call(golden, q.double(), k.double(), v.double(), dout)
+
+
+def _gradients(out: Tensor, leaves: list[Tensor], dout: Tensor) -> dict[str, Tensor]:
+    if not out.requires_grad:
+        raise BadResultError("out carries no gradient")
+    found = torch.autograd.grad(out, leaves, dout.detach().clone(), allow_unused=True)
+    missing = [name for name, x in zip(GRADIENTS, found, strict=True) if x is None]
+    if missing:
+        raise BadResultError(f"no gradient reaches {missing[0].removeprefix('d')}")
+    return dict(zip(GRADIENTS, found, strict=True))
+
+
+def _check_result(out: object, q: Tensor) -> None:
+    expected = f"{tuple(q.shape)} {q.dtype}"
+    if not isinstance(out, Tensor):
+        raise BadResultError(f"returned {type(out).__name__}, expected a tensor {expected}")
+    if out.shape != q.shape or out.dtype != q.dtype:
+        raise BadResultError(f"returned {tuple(out.shape)} {out.dtype}, expected {expected}")

@@ -1,0 +1,361 @@
+"""The attention that a name stands for: here a new implementation is added.
+
+A name in a config is one of `IMPLEMENTATIONS`, an entry point of another package, or the
+`module:function` of a user's own attention. It becomes a `ResolvedAttention`, a plain callable that
+says what it is: "auto" is resolved here, once, so that the manifest can hold what ran. A user's
+attention is a function of (q, k, v, *, causal, scale=None) and may take more of `MaskArguments` by
+name; a call with a mask that it does not take is refused, so that no mask is dropped in silence.
+Leaves out the arithmetic (`attention_kernels`) and checking what a user's function returns
+(`attention_probe`).
+"""
+
+import hashlib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention_kernels import (
+    BASELINE_PROFILES,
+    PROFILES,
+    AttentionOutput,
+    Format,
+    MaskArguments,
+    attention,
+    baseline_attention,
+    flash_attention,
+    golden_attention,
+    resolve_engine,
+)
+from attention_kernels.numerics import BackwardNumerics
+from attention_kernels.peers.registry import PEERS
+from stability.config.convert import nearest
+from stability.config.plugins import ATTENTIONS, plugins
+from stability.config.schema import AttentionConfig
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "ResolvedAttention",
+    "attention_from_text",
+    "resolve_attention",
+    "with_input_format",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedAttention:
+    """An attention function with its name, e.g. `flash:fa2`, and its description for a manifest."""
+
+    name: str
+    function: Callable[..., Any]
+    description: dict[str, Any]
+    gives_lse: bool = False
+    """Whether `function` takes `return_lse=True`."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
+        """Attend as `AttentionFn` says, with the masks of `MaskArguments`."""
+        return self.function(q, k, v, **mask)
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend and return out and, where the implementation gives one, the LSE."""
+        if not self.gives_lse:
+            return self.function(q, k, v, **mask), None
+        output: AttentionOutput = self.function(q, k, v, return_lse=True, **mask)
+        return output.out, output.lse
+
+
+class _Profiled(NamedTuple):
+    """An implementation whose rounding points are chosen by a profile and single fields."""
+
+    function: Callable[..., Any]
+    profiles: Mapping[str, Any]
+    default: str
+
+
+_PROFILED = {
+    "baseline": _Profiled(baseline_attention, BASELINE_PROFILES, "plain"),
+    "flash": _Profiled(flash_attention, PROFILES, "fa2"),
+}
+
+
+def _resolve_profiled(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
+    function, profiles, default = _PROFILED[config.implementation]
+    engine, options = "torch", {}
+    if config.implementation == "flash":
+        engine = resolve_engine(config.engine, device)
+        options = {"engine": engine}
+    else:
+        _refuse_engine(config)
+    profile = config.profile or default
+    if profile not in profiles:
+        raise ValueError(
+            f"resolve_attention: profile of {config.implementation} must be one of its profiles, "
+            f"got {profile!r}; nearest: {nearest(profile, profiles)}"
+        )
+    numerics = profiles[profile].with_(**config.numerics)
+    return ResolvedAttention(
+        name=f"{config.implementation}:{profile}",
+        function=partial(function, numerics=numerics, **options),
+        description={
+            "implementation": config.implementation,
+            "profile": profile,
+            "engine": engine,
+            "numerics": numerics.to_dict(),
+        },
+        gives_lse=True,
+    )
+
+
+def _resolve_golden(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
+    _refuse_engine(config)
+    _refuse_settings(config, "it is FP64 throughout")
+    return ResolvedAttention(
+        name="golden",
+        function=_golden,
+        description={"implementation": "golden", "engine": "torch"},
+    )
+
+
+def _golden(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
+    return golden_attention(q, k, v, **mask).to(q.dtype)
+
+
+def _resolve_sdpa(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
+    """Resolve PyTorch's own choice of kernel, or the one backend that the profile names."""
+    _refuse_engine(config)
+    if config.numerics:
+        _refuse_settings(config, "PyTorch chooses its own kernel")
+    backends = [name.partition(":")[2] for name in PEERS if name.startswith("sdpa:")]
+    if config.profile and config.profile not in backends:
+        raise ValueError(
+            "resolve_attention: profile of sdpa must be one of PyTorch's backends, got "
+            f"{config.profile!r}; nearest: {nearest(config.profile, backends)}"
+        )
+    name = f"sdpa:{config.profile}" if config.profile else "sdpa"
+    return ResolvedAttention(
+        name=name,
+        function=partial(attention, implementation=name) if config.profile else _sdpa,
+        description={"implementation": name, "engine": f"torch {torch.__version__}"},
+    )
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
+    """Attend by `scaled_dot_product_attention`; ValueError for what it has no argument for.
+
+    SDPA aligns a causal mask top-left and `MaskArguments` bottom-right, so causal with other
+    lengths is refused; a causal flag beside a mask SDPA itself refuses.
+    """
+    causal, attn_mask = mask.get("causal", False), mask.get("attn_mask")
+    padding = mask.get("key_padding")
+    if padding is not None and attn_mask is None:
+        attn_mask = padding[:, None, None, :]
+    others = [
+        name
+        for name, value in mask.items()
+        if name not in ("causal", "scale", "attn_mask", "key_padding") and value
+    ]
+    if others or (causal and (attn_mask is not None or q.shape[2] != k.shape[2])):
+        what = others[0] if others else "causal with another mask, or with other lengths"
+        raise ValueError(f"sdpa: the mask must be one that it takes, got {what}; use 'sdpa:math'")
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask,
+        is_causal=causal,
+        scale=mask.get("scale"),
+        enable_gqa=k.shape[1] != q.shape[1],
+    )
+
+
+def _refuse_engine(config: AttentionConfig) -> None:
+    if config.engine != "auto":
+        raise ValueError(
+            f"resolve_attention: engine of {config.implementation} must be 'auto', got "
+            f"{config.engine!r}; only flash has engines"
+        )
+
+
+def _refuse_settings(config: AttentionConfig, reason: str) -> None:
+    if config.profile or config.numerics:
+        raise ValueError(
+            f"resolve_attention: {config.implementation} takes no profile and no numerics, got "
+            f"{config.profile or config.numerics!r}; {reason}"
+        )
+
+
+IMPLEMENTATIONS: dict[str, Callable[[AttentionConfig, torch.device], ResolvedAttention]] = {
+    "baseline": _resolve_profiled,
+    "flash": _resolve_profiled,
+    "golden": _resolve_golden,
+    "sdpa": _resolve_sdpa,
+}
+"""How each implementation that a config may name is resolved."""
+
+
+def attention_from_text(text: str) -> AttentionConfig:
+    """Return the config that `text` means: "flash", "flash:fa2", "sdpa:math", "mypkg:function".
+
+    Before the colon stands one of `IMPLEMENTATIONS` and after it its profile; any other text is an
+    entry point's name or module:function. What it names is checked by `resolve_attention`.
+    """
+    family, _, profile = text.partition(":")
+    if family in IMPLEMENTATIONS and text not in plugins(ATTENTIONS):
+        return AttentionConfig(implementation=family, profile=profile)
+    return AttentionConfig(implementation=text)
+
+
+def resolve_attention(
+    config: AttentionConfig | str | Callable[..., Tensor], device: torch.device
+) -> ResolvedAttention:
+    """Return the attention that `config` names, for tensors on `device`.
+
+    `config` may be text as in `attention_from_text`, or a function like `AttentionFn`. ValueError
+    names an unknown implementation, profile or numerics field and the nearest ones, a function
+    that can't be imported or called, or an engine that this device cannot run.
+    """
+    if isinstance(config, ResolvedAttention):
+        return config
+    if isinstance(config, str):
+        config = attention_from_text(config)
+    if not isinstance(config, AttentionConfig):
+        return _user_attention(getattr(config, "__name__", type(config).__name__), config)
+    name = config.implementation
+    if name in IMPLEMENTATIONS:
+        return IMPLEMENTATIONS[name](config, device)
+    if not _may_be_users(name):
+        known = [*IMPLEMENTATIONS, *plugins(ATTENTIONS)]
+        raise ValueError(
+            "resolve_attention: implementation must be registered or MODULE:FUNCTION, got "
+            f"{name!r}; nearest: {nearest(name, known)}"
+        )
+    _refuse_engine(config)
+    _refuse_settings(config, "a function of your own knows its own numerics")
+    return _user_attention(name, _import_user_function(name))
+
+
+def with_input_format(config: AttentionConfig, format: Format | None) -> AttentionConfig:
+    """Return `config` with each rounding point that follows the input set to `format`.
+
+    Where a run's precision is emulated, q, k and v are FP32 tensors whose values lie on the grid of
+    the format: their dtype no longer says what such points should round to. None leaves the config
+    as it is. ValueError for an implementation without rounding points.
+    """
+    if format is None:
+        return config
+    if config.implementation not in _PROFILED:
+        raise ValueError(
+            "attention.implementation must be flash or baseline where the precision is emulated, "
+            f"got {config.implementation!r}; it can't be told to round to {format.name}"
+        )
+    _, profiles, default = _PROFILED[config.implementation]
+    numerics = profiles[config.profile or default].with_(**config.numerics)
+    following = [name for name, value in numerics.to_dict().items() if value == "input"]
+    backward = {field.name for field in fields(BackwardNumerics)}
+    # a gradient beyond the format's range must become inf, or the loss scaler would not back off
+    overflowing = format.name.removesuffix("-saturate")
+    points = {name: overflowing if name in backward else format.name for name in following}
+    return replace(config, numerics={**config.numerics, **points})
+
+
+def _may_be_users(name: str) -> bool:
+    """Whether `name` is an entry point or reads as module:function; imports nothing."""
+    module, colon, function = name.partition(":")
+    readable = all(part.isidentifier() for part in (*module.split("."), function))
+    return name in plugins(ATTENTIONS) or bool(colon and readable)
+
+
+def _import_user_function(name: str) -> Callable[..., Any]:
+    """Import what `name` stands for; ValueError if that fails or it can't be called."""
+    entry = plugins(ATTENTIONS).get(name)
+    where = entry.value if entry else name
+    module_name, _, attribute = where.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"resolve_attention: attention must be MODULE:FUNCTION of a module that imports, got "
+            f"{where!r}; {error}"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ValueError(
+            f"resolve_attention: attention must be a function that {module_name} has, got "
+            f"{attribute!r}; nearest: "
+            f"{nearest(attribute, [key for key in dir(module) if key[0] != '_'])}"
+        )
+    return function
+
+
+def _user_attention(name: str, function: Callable[..., Any]) -> ResolvedAttention:
+    """Return a user's `function` as an attention called `name`.
+
+    Its description has the module and the SHA-256 of its file, so that two runs with different
+    sources are told apart. ValueError if it can't be called as (q, k, v, causal=, scale=).
+    """
+    takes = _arguments(name, function)
+    source = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else ""
+    digest = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
+    return ResolvedAttention(
+        name=name,
+        function=partial(_call_user_function, function, name, takes),
+        description={
+            "implementation": name,
+            "engine": getattr(function, "__module__", ""),
+            "source": digest,
+        },
+    )
+
+
+def _arguments(name: str, function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of the arguments that a user's function takes."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin does not tell
+        return frozenset(("causal", "scale"))
+    try:
+        signature.bind(None, None, None, causal=True, scale=1.0)
+    except TypeError as error:
+        raise ValueError(
+            "resolve_attention: attention must be a function of (q, k, v, *, causal, scale), got "
+            f"{name!r} of {signature}; {error}"
+        ) from error
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return frozenset(MaskArguments.__annotations__)
+    return frozenset(signature.parameters)
+
+
+def _call_user_function(
+    function: Callable[..., Tensor],
+    name: str,
+    takes: frozenset[str],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    **mask: Unpack[MaskArguments],
+) -> Tensor:
+    asked = {key: value for key, value in mask.items() if _changes_the_call(key, value)}
+    refused = [key for key in asked if key not in takes]
+    if refused:
+        raise ValueError(
+            f"{name}: the mask must be one that it takes, got {refused[0]}; "
+            f"it takes {', '.join(sorted(takes & set(MaskArguments.__annotations__)))}"
+        )
+    return function(q, k, v, **{"causal": False, **asked})
+
+
+def _changes_the_call(key: str, value: Any) -> bool:
+    """Whether a mask argument differs from having been left out."""
+    if value is None or (isinstance(value, tuple) and value == (None, None)):
+        return False
+    return key == "scale" or isinstance(value, Tensor) or bool(value)
