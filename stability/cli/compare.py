@@ -1,17 +1,9 @@
-"""`stability compare`: how far apart two sets of weights on disk are, whatever holds them.
-
-Leaves out how they are opened (`records.weights`), matched (`analysis.comparison`) and shown.
-"""
+"""`stability compare`: how far apart two sets of weights on disk are, whatever holds them."""
 
 from pathlib import Path
 
-from rich.console import Console
-
-from stability.analysis.comparison import compare_weights
-from stability.cli.output import print_json
+from stability.cli.output import HOLDS, print_json
 from stability.records.paths import RunPaths, is_run, snapshot_steps
-from stability.records.weight_files import Weights, open_weights
-from stability.report.terminal.comparison import print_comparison
 
 __all__ = ["compare"]
 
@@ -32,26 +24,28 @@ def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool
     """
     if top < 0:
         raise ValueError(f"compare: top must be >= 0, got {top}; 0 shows the pooled weights alone")
-    found = compare_weights(*_open(a, b, step))
-    if json:
-        print_json(found.to_dict())
-    else:
-        print_comparison(found, top, Console())
-    return 0
-
-
-def _open(a: Path, b: Path, step: int | None) -> tuple[Weights, Weights]:
     runs = [path for path in (a, b) if is_run(path)]
     if step is not None and not runs:
         raise ValueError(f"compare: step must be left out, got {step}; neither is a run: {a}, {b}")
     if step is None and len(runs) == 2:
         step = _last_common_step(a, b)
-    first, second = (open_weights(path, step if path in runs else None) for path in (a, b))
-    return first, second
+    from rich.console import Console  # heavy, and the rest needs torch
+
+    from stability.analysis.comparison import compare_weights
+    from stability.records.weight_files import open_weights
+    from stability.report.terminal.comparison import print_comparison
+
+    opened = (open_weights(path, step if path in runs else None) for path in (a, b))
+    compared = compare_weights(*opened)
+    if json:
+        print_json(compared.to_dict())
+    else:
+        print_comparison(compared, top, Console())
+    return HOLDS
 
 
 def _last_common_step(a: Path, b: Path) -> int | None:
-    """Return it, or None where `open_weights` says what is wrong."""
+    """Return the last step of which both runs have a snapshot; None if a run has none at all."""
     steps_a, steps_b = (snapshot_steps(RunPaths(path)) for path in (a, b))
     common = set(steps_a) & set(steps_b)
     if common or not (steps_a and steps_b):

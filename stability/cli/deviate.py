@@ -1,37 +1,27 @@
-"""`stability deviate`: the microbenchmark of arXiv 2405.02803 as a command.
+"""`stability deviate`: measures attention numerics against FP64, as arXiv 2405.02803 does.
 
-Reads lists from the command line, runs every combination, prints one row a result. Leaves out the
-measuring (`attention.microbenchmark`), presets' figures (`attention.presets`) and the table.
+It reads lists from the command line, measures every combination on one attention call
+(`probe.microbenchmark`) and prints a row for each result. With --waterfall it lowers and raises the
+rounding points of one combination one by one, and --record keeps that in the run whose q, k and v
+it was measured on. With --preset it puts published numbers beside measured ones.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import yaml
-from rich.console import Console
 
-from attention_kernels.api import Engine
-from attention_kernels.machine import versions
-from stability.cli.output import print_json
-from stability.cli.waterfall_keeping import keep_waterfall, own_numerics
+from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
+from stability.cli.output import HOLDS, print_json
 from stability.config.convert import nearest
-from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS
-from stability.probe import published_presets
-from stability.probe.attention_inputs import AttentionInputs, read_inputs, round_inputs
-from stability.probe.microbenchmark import Problem, measure, waterfall
-from stability.report.page.operator_charts import write_sweep_page, write_waterfall_page
-from stability.report.terminal.deviation import (
-    COLUMNS,
-    print_points,
-    print_published,
-    print_ties,
-    print_waterfall,
-)
-from stability.study.capture import capture
+
+if TYPE_CHECKING:
+    from attention_kernels.api import Engine
+    from stability.probe.attention_inputs import AttentionInputs
+    from stability.probe.microbenchmark import Problem
 
 __all__ = ["deviate"]
 
@@ -56,7 +46,7 @@ def deviate(
     softcap: float = 0.0,
     scale: float | None = None,
     set: str = "",
-    engine: Engine = "auto",
+    engine: Literal["auto", "twin", "triton"] = "auto",
     qkv: str = "",
     checkpoint: str = "",
     layer: int = 0,
@@ -65,7 +55,7 @@ def deviate(
     waterfall: bool = False,
     record: bool = False,
     preset: str = "",
-    columns: str = ",".join(COLUMNS),
+    columns: str = "",
     plot: str = "",
     json: bool = False,
 ) -> int:
@@ -100,20 +90,20 @@ def deviate(
         waterfall: lower each rounding point alone, then raise each alone
         record: keep the waterfall, under a causal mask, in --checkpoint, for report and figure
         preset: fa3_table3 or tie_bias, a published figure beside the measured one
-        columns: metrics to show; baseline/rmse and pair/max_abs are of the other two pairs
+        columns: metrics to show, e.g. rmse,bias_ulp; baseline/rmse and pair/max_abs are of the
+            other two pairs
         plot: an HTML file for a picture of the first column
         json: print everything as JSON
     """
-    console = Console()
     if preset:
-        return _preset(preset, engine, json, console)
+        return _preset(preset, engine, json)
     if record and not (waterfall and checkpoint):
         raise ValueError("deviate: record must be given with waterfall and checkpoint; add both")
-    shown = _columns(columns)
-    own_profile, own_changes = own_numerics("" if profile else checkpoint)
+    if qkv and checkpoint:
+        raise ValueError("deviate: qkv and checkpoint must not both be given")
     lists = {
-        "profile": _words(profile) or [own_profile],
-        "baseline": _words(baseline),
+        "profile": _profiles("profile", profile, PROFILES),
+        "baseline": _profiles("baseline", baseline, BASELINE_PROFILES),
         "format": _words(format),
         "length": _integers("length", length),
         "head_dim": _integers("head_dim", head_dim),
@@ -131,101 +121,174 @@ def deviate(
         "softcap": softcap,
         "scale": scale,
         "engine": engine,
-        "changes": _changes(set) or own_changes,
+        "changes": _changes(set),
     }
-    problems = [Problem(**dict(zip(lists, x, strict=True)), **fixed) for x in _product(lists)]
-    for problem in problems:  # every combination is looked at before the first is run
-        problem.numerics().resolve(torch.bfloat16)
-        problem.baseline_numerics()
+    shown = _columns(columns)
+    own_profile, own_changes = _own_numerics("" if profile else checkpoint)
+    lists["profile"] = lists["profile"] or [own_profile]
+    fixed["changes"] = fixed["changes"] or own_changes
+    problems = _problems(lists, fixed)
     given = _given(qkv, checkpoint, layer, step)
     if given is not None:
         problems = [dataclasses.replace(problem, **_shape_of(given)) for problem in problems]
-    varied = [name for name, values in lists.items() if len(values) > 1]
     if waterfall:
-        steps = _waterfall(problems, given, plot, json, console)
+        steps = _waterfall(problems, given, plot, json)
         if record:
-            keep_waterfall(checkpoint, layer, step, problems[0], steps)
-        return 0
-    rows = list(_rows(problems, given, backward))
-    if plot:
-        write_sweep_page(Path(plot), rows, varied, shown[0])
-    if json:
-        print_json({"versions": versions(), "rows": rows})
-    else:
-        print_points(rows, varied, shown, console)
-    return 0
+            _record_waterfall(checkpoint, layer, step, problems[0], steps)
+        return HOLDS
+    varied = [name for name, values in lists.items() if len(values) > 1]
+    _show(list(_rows(problems, given, backward)), varied, shown, plot, json)
+    return HOLDS
+
+
+def _problems(lists: dict[str, list[Any]], fixed: dict[str, Any]) -> list["Problem"]:
+    """Return every combination of `lists`; all are checked before the first is measured."""
+    import torch  # heavy
+
+    from stability.probe.microbenchmark import Problem
+
+    problems = [
+        Problem(**dict(zip(lists, values, strict=True)), **fixed)
+        for values in itertools.product(*lists.values())
+    ]
+    for problem in problems:
+        problem.numerics().resolve(torch.bfloat16)
+        problem.baseline_numerics()
+    return problems
 
 
 def _rows(
-    problems: list[Problem], given: AttentionInputs | None, backward: bool
+    problems: list["Problem"], given: "AttentionInputs | None", backward: bool
 ) -> Iterator[dict[str, Any]]:
+    from stability.probe.microbenchmark import measure  # heavy: torch
+
     for problem in problems:
-        inputs = (
-            None if given is None else round_inputs((x.double() for x in given), problem.format)
-        )
-        for figures in measure(problem, backward=backward, inputs=inputs):
+        for measured in measure(problem, backward=backward, inputs=_inputs_of(problem, given)):
             yield {
                 "point": dataclasses.asdict(problem),
                 "numerics": problem.numerics().to_dict(),
                 "baseline_numerics": problem.baseline_numerics().to_dict(),
-                **figures.to_dict(),
+                **measured.to_dict(),
             }
 
 
+def _show(
+    rows: list[dict[str, Any]], varied: list[str], shown: list[str], plot: str, as_json: bool
+) -> None:
+    from rich.console import Console  # heavy
+
+    from attention_kernels.machine import versions
+    from stability.report.terminal.deviation import print_points
+
+    if plot:
+        from stability.report.page.operator_charts import write_sweep_page  # heavy: plotly
+
+        write_sweep_page(Path(plot), rows, varied, shown[0])
+    if as_json:
+        print_json({"versions": versions(), "rows": rows})
+    else:
+        print_points(rows, varied, shown, Console())
+
+
 def _waterfall(
-    problems: list[Problem],
-    given: AttentionInputs | None,
-    plot: str,
-    as_json: bool,
-    console: Console,
+    problems: list["Problem"], given: "AttentionInputs | None", plot: str, as_json: bool
 ) -> list[dict[str, Any]]:
+    """Measure, draw and print the waterfall of the only problem; return its steps."""
     if len(problems) > 1:
         raise ValueError(f"deviate: waterfall takes one point, got {len(problems)} combinations")
+    from rich.console import Console  # heavy, and the rest needs torch
+
+    from attention_kernels.machine import versions
+    from stability.probe.microbenchmark import waterfall
+    from stability.report.terminal.deviation import print_waterfall
+
     (problem,) = problems
-    inputs = None if given is None else round_inputs((x.double() for x in given), problem.format)
-    steps = [dataclasses.asdict(step) for step in waterfall(problem, inputs)]
+    steps = [dataclasses.asdict(step) for step in waterfall(problem, _inputs_of(problem, given))]
     if plot:
+        from stability.report.page.operator_charts import write_waterfall_page  # heavy: plotly
+
         write_waterfall_page(Path(plot), steps)
     if as_json:
         point = dataclasses.asdict(problem)
         numerics = problem.numerics().to_dict()
         print_json({"versions": versions(), "point": point, "numerics": numerics, "steps": steps})
     else:
-        print_waterfall(steps, console)
+        print_waterfall(steps, Console())
     return steps
 
 
-def _preset(name: str, engine: Engine, as_json: bool, console: Console) -> int:
+def _record_waterfall(
+    checkpoint: str, layer: int, step: int | None, problem: "Problem", steps: list[dict[str, Any]]
+) -> None:
+    """Write the waterfall of `problem` into the run `checkpoint`, and say where."""
+    from rich.console import Console  # heavy
+
+    from attention_kernels.machine import versions
+    from stability.records.paths import RunPaths, snapshot_steps
+    from stability.records.waterfall_record import WaterfallRecord, write_waterfall
+
+    run = RunPaths(Path(checkpoint))
+    record = WaterfallRecord(
+        profile=problem.profile,
+        format=problem.format,
+        layer=layer,
+        step=snapshot_steps(run)[-1] if step is None else step,
+        point=dataclasses.asdict(problem),
+        numerics=problem.numerics().to_dict(),
+        steps=steps,
+        versions=versions(),
+    )
+    kept = write_waterfall(run, record)
+    # on standard error: --json keeps standard output for itself
+    Console(stderr=True).print(f"kept in {kept}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _preset(name: str, engine: "Engine", as_json: bool) -> int:
+    """Print a published result beside ours."""
     if name not in PRESETS:
         raise ValueError(
             f"deviate: preset must be one of {', '.join(PRESETS)}, got {name!r}; "
             f"nearest: {nearest(name, PRESETS)}"
         )
+    from rich.console import Console  # heavy, and the rest needs torch
+
+    from stability.report.terminal.deviation import print_published, print_ties
+
     if name == "tie_bias":
-        engine = "twin" if engine == "auto" else engine
-        heads = 512 if engine == "twin" or torch.cuda.is_available() else 256
-        rows = [
-            dataclasses.asdict(
-                published_presets.tie_bias(profile, changes, engine, sign, heads=heads)
-            )
-            for profile, changes in published_presets.TIE_CASES
-            for sign in (-1, 1)
-        ]
-        print_json({"rows": rows}) if as_json else print_ties(rows, console)
-        return 0
+        rows = _tie_rows(engine)
+        print_json({"rows": rows}) if as_json else print_ties(rows, Console())
+        return HOLDS
+    rows = _fa3_table3_rows()
+    title = "FlashAttention-3 (arXiv 2407.08608), table 3: RMSE against FP64"
+    print_json({"rows": rows}) if as_json else print_published(rows, title, Console())
+    return HOLDS
+
+
+def _tie_rows(engine: "Engine") -> list[dict[str, Any]]:
+    import torch  # heavy
+
+    from stability.probe import published_presets
+
+    engine = "twin" if engine == "auto" else engine
+    heads = 512 if engine == "twin" or torch.cuda.is_available() else 256
+    return [
+        dataclasses.asdict(published_presets.tie_bias(profile, changes, engine, sign, heads=heads))
+        for profile, changes in published_presets.TIE_CASES
+        for sign in (-1, 1)
+    ]
+
+
+def _fa3_table3_rows() -> list[dict[str, Any]]:
+    from stability.probe import published_presets  # heavy: torch
+    from stability.probe.microbenchmark import measure
+
     rows = []
     for cell in published_presets.FA3_TABLE3:
-        (figures,) = measure(published_presets.fa3_table3(cell), backward=False)
-        printed, measured = published_presets.published_and_measured(cell, figures)
+        (measured,) = measure(published_presets.fa3_table3(cell), backward=False)
+        theirs, ours = published_presets.published_and_measured(cell, measured)
         at = {"row": cell.row, "column": cell.column, "profile": cell.profile}
-        rows.append({**at, "published": printed, "measured": measured})
-    title = "FlashAttention-3 (arXiv 2407.08608), table 3: RMSE against FP64"
-    print_json({"rows": rows}) if as_json else print_published(rows, title, console)
-    return 0
-
-
-def _product(lists: dict[str, list[Any]]) -> Iterator[tuple[Any, ...]]:
-    return itertools.product(*lists.values())
+        rows.append({**at, "published": theirs, "measured": ours})
+    return rows
 
 
 def _words(text: str) -> list[str]:
@@ -264,7 +327,38 @@ def _changes(text: str) -> tuple[tuple[str, Any], ...]:
     return tuple(changes)
 
 
+def _profiles(option: str, text: str, known: Mapping[str, Any]) -> list[str]:
+    names = _words(text)
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"deviate: {option} must be a known profile, got {name!r}; "
+                f"nearest: {nearest(name, known)}"
+            )
+    return names
+
+
+def _own_numerics(checkpoint: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """Return the flash profile that a run trains with, and what its config changes in it.
+
+    That is `fa2` without changes for a run with another attention, and without a run.
+    """
+    from stability.records.manifest import read_manifest  # heavy: torch
+    from stability.records.paths import RunPaths
+
+    manifest = RunPaths(Path(checkpoint)).manifest
+    if not checkpoint or not manifest.is_file():  # `capture` reports a folder that holds no run
+        return "fa2", ()
+    attention = read_manifest(manifest).config["attention"]
+    if attention["implementation"] != "flash":
+        return "fa2", ()
+    return attention["profile"] or "fa2", tuple(attention["numerics"].items())
+
+
 def _columns(text: str) -> list[str]:
+    from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS  # heavy: torch
+    from stability.report.terminal.deviation import COLUMNS
+
     names = _words(text)
     known = [*DEVIATION_METRICS, *GOLDEN_METRICS]
     for name in names:
@@ -276,7 +370,27 @@ def _columns(text: str) -> list[str]:
     return names or list(COLUMNS)
 
 
-def _shape_of(given: AttentionInputs) -> dict[str, Any]:
+def _given(qkv: str, checkpoint: str, layer: int, step: int | None) -> "AttentionInputs | None":
+    """Return q, k and v of a file or of a run; None if they are to be drawn."""
+    if qkv:
+        from stability.probe.attention_inputs import read_inputs  # heavy: torch
+
+        return read_inputs(Path(qkv), "fp64")
+    if checkpoint:
+        from stability.study.capture import capture  # heavy: torch, Lightning
+
+        return capture(Path(checkpoint), layer, step)
+    return None
+
+
+def _inputs_of(problem: "Problem", given: "AttentionInputs | None") -> "AttentionInputs | None":
+    """Return the given inputs on the grid of the problem's format."""
+    from stability.probe.attention_inputs import round_inputs  # heavy: torch
+
+    return None if given is None else round_inputs((x.double() for x in given), problem.format)
+
+
+def _shape_of(given: "AttentionInputs") -> dict[str, Any]:
     batch, heads, length, head_dim = given.q.shape
     return {
         "batch": batch,
@@ -287,11 +401,3 @@ def _shape_of(given: AttentionInputs) -> dict[str, Any]:
         "head_dim": head_dim,
         "distribution": "given",
     }
-
-
-def _given(qkv: str, checkpoint: str, layer: int, step: int | None) -> AttentionInputs | None:
-    if qkv and checkpoint:
-        raise ValueError("deviate: qkv and checkpoint must not both be given")
-    if qkv:
-        return read_inputs(Path(qkv), "fp64")
-    return capture(Path(checkpoint), layer, step) if checkpoint else None

@@ -1,27 +1,16 @@
 """`stability doctor`: what this machine has, and which attentions run on it, or why not.
 
-Looks, and changes nothing. Leaves out speed (`make bench`, `make gpu`).
+It looks and changes nothing, and measures no speed (`make bench` and `make gpu` do that).
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from attention_kernels import BASELINE_PROFILES, PROFILES
-from attention_kernels.formats import FORMATS
-from attention_kernels.machine import (
-    engines,
-    hardware,
-    native_formats,
-    precision_switches,
-    versions,
-)
-from attention_kernels.peers.registry import peers
 from stability import __version__
-from stability.cli.output import print_json
+from stability.cli.output import HOLDS, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 __all__ = ["doctor"]
 
@@ -36,11 +25,23 @@ def doctor(json: bool = False) -> int:
     if json:
         print_json(found)
     else:
-        _print(found, Console())
-    return 0
+        _print(found)
+    return HOLDS
 
 
 def _examine() -> dict[str, Any]:
+    import torch  # heavy
+
+    from attention_kernels.formats import FORMATS
+    from attention_kernels.machine import (
+        engines,
+        hardware,
+        native_formats,
+        precision_switches,
+        versions,
+    )
+    from attention_kernels.peers.registry import peers
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chips = ["cpu", "cuda"] if device == "cuda" else ["cpu"]
     native = native_formats(device)
@@ -56,13 +57,19 @@ def _examine() -> dict[str, Any]:
 
 
 def _our_own() -> list[dict[str, Any]]:
+    from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
+
     names = [*(f"flash:{name}" for name in PROFILES)]
     names += [*(f"baseline:{name}" for name in BASELINE_PROFILES), "golden"]
     own = {"version": __version__, "available": True, "reason": ""}
     return [{"name": name} | own for name in names]
 
 
-def _print(found: dict[str, Any], console: Console) -> None:
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console  # heavy
+    from rich.text import Text
+
+    console = Console()
     console.print()
     _facts(console, "versions", {n: v or "not there" for n, v in found["versions"].items()})
     for chip, facts in found["hardware"].items():
@@ -78,7 +85,9 @@ def _print(found: dict[str, Any], console: Console) -> None:
     console.print()
 
 
-def _facts(console: Console, title: str, facts: dict[str, Any]) -> None:
+def _facts(console: "Console", title: str, facts: dict[str, Any]) -> None:
+    from rich.text import Text  # heavy
+
     grid = _grid()
     for name, value in facts.items():
         grid.add_row(Text(f"  {name}", style="dim"), Text(str(value)))
@@ -87,7 +96,9 @@ def _facts(console: Console, title: str, facts: dict[str, Any]) -> None:
     console.print()
 
 
-def _attentions(rows: list[dict[str, Any]]) -> Table:
+def _attentions(rows: list[dict[str, Any]]) -> "Table":
+    from rich.text import Text  # heavy
+
     grid = _grid(columns=4)
     own = {"flash": [], "baseline": []}
     for row in rows:
@@ -103,7 +114,9 @@ def _attentions(rows: list[dict[str, Any]]) -> Table:
     return grid
 
 
-def _grid(columns: int = 2) -> Table:
+def _grid(columns: int = 2) -> "Table":
+    from rich.table import Table  # heavy
+
     grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for _ in range(columns - 1):
         grid.add_column(no_wrap=True)

@@ -1,21 +1,12 @@
-"""`stability figure`: one picture of a study for a paper, with its numbers beside it.
-
-Leaves out the drawing (`report.paper_figure`).
-"""
+"""`stability figure`: one picture of a study for a paper, with its numbers beside it."""
 
 import hashlib
 import re
 from collections.abc import Collection
 from pathlib import Path
 
-from rich.console import Console
-
-from stability.analysis.study_records import read_study
+from stability.cli.output import HOLDS, print_line
 from stability.config.convert import nearest
-from stability.report.paper.figure import KINDS, write_figure
-from stability.report.paper.heatmap import METRICS, RESULTS
-from stability.report.paper.style import FORMATS, WIDTHS
-from stability.report.view.drift import DRIFT_TITLES
 
 __all__ = ["figure"]
 
@@ -42,6 +33,12 @@ def figure(
         width: column (3.35 in) or page (6.9 in)
         out: the picture's file; figures/<what>-<arm>.<format> in the study's folder if not given
     """
+    from stability.analysis.study_records import read_study  # heavy: numpy
+    from stability.report.paper.figure import KINDS, write_figure  # heavy: matplotlib
+    from stability.report.paper.heatmap import METRICS, RESULTS
+    from stability.report.paper.style import FORMATS, WIDTHS
+    from stability.report.view.drift import DRIFT_TITLES
+
     _check("what", what, KINDS)
     format = format or Path(out).suffix[1:] or "pdf"
     _check("format", format, FORMATS)
@@ -59,8 +56,8 @@ def figure(
         read_study(folder), what, path, width=width, arm=arm, compared=compared, metric=metric
     )
     for written in (path, numbers):
-        Console().print(written, soft_wrap=True, highlight=False, markup=False)
-    return 0
+        print_line(written)
+    return HOLDS
 
 
 def _check(name: str, value: str, known: Collection[str]) -> None:

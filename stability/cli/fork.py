@@ -3,25 +3,18 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
-
-from stability.cli.output import print_json
+from stability.cli.output import FAILS, HOLDS, print_json
 from stability.config.convert import merge
 from stability.config.load import parse_value
-from stability.records.manifest import read_manifest
 from stability.records.paths import run_at
-from stability.report.terminal.fork import print_fork, print_halvings
-from stability.report.terminal.progress import StudyDisplay
-from stability.study.assemble import quieten_lightning
-from stability.study.bisect import halve, plan_layers, plan_points, step_to_compare
-from stability.study.fork import fork_drifts, plan_fork, run_fork
-from stability.study.run import Run, has_ended
-from stability.study.train_run import TrainOptions
 from stability.tracking.environment import WandbMode
 
-__all__ = ["bisect", "fork", "split_changes"]
+if TYPE_CHECKING:
+    from stability.study.run import Run
+
+__all__ = ["bisect", "fork", "option_help", "split_options"]
 
 
 def fork(
@@ -45,14 +38,21 @@ def fork(
         json: print the drifts as JSON
         changes: what is changed, by dotted key
     """
-    planned = plan_fork(run_at(run, "fork: run"), at, changes or {}, name=name, until=until)
+    parent = run_at(run, "fork: run")
+    from rich.console import Console  # heavy, and the rest needs torch and Lightning
+
+    from stability.report.terminal.fork import print_fork
+    from stability.study.fork import fork_drifts, plan_fork
+    from stability.study.run import has_ended
+
+    planned = plan_fork(parent, at, changes or {}, name=name, until=until)
     _train(planned, wandb)
     drifts = fork_drifts(planned)
     if json:
         print_json({"run": str(planned.paths.root), "rel_l2": drifts})
     else:
         print_fork(planned.arm.name, at, drifts, Console())
-    return 0 if has_ended(planned.paths) else 1
+    return HOLDS if has_ended(planned.paths) else FAILS
 
 
 def bisect(
@@ -74,6 +74,13 @@ def bisect(
         changes: what is changed, by dotted key
     """
     parent = run_at(run, "bisect: run")
+    from rich.console import Console  # heavy, and the rest needs torch and Lightning
+
+    from stability.records.manifest import read_manifest
+    from stability.report.terminal.fork import print_halvings
+    from stability.study.bisect import halve, plan_layers, plan_points, step_to_compare
+    from stability.study.fork import fork_drifts, plan_fork
+
     until = step_to_compare(parent, at, until)
     plan = plan_layers if over == "layers" else plan_points
     parts, change = plan(parent, changes or {})
@@ -92,13 +99,19 @@ def bisect(
         print_json([{"parts": each.parts, "rel_l2": each.drift} for each in found])
     else:
         print_halvings(found, at, until, Console())
-    return 0
+    return HOLDS
 
 
-def split_changes(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split `--set attention.profile=fa2` from the verb's own arguments.
+def option_help() -> str:
+    """Return the line of the verbs' help on the options that `split_options` takes."""
+    return "--set KEY=VALUE  what is changed, e.g. attention.profile=fa2; repeatable"
 
-    Returns the rest, and the changes nested as in an arm. ValueError for one without a value.
+
+def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split `--set attention.profile=fa2` from the verb's other arguments.
+
+    Returns the others, and as `changes` what is set, nested as in an arm. Raises ValueError for an
+    option without a value.
     """
     rest: list[str] = []
     changes: dict[str, Any] = {}
@@ -116,10 +129,17 @@ def split_changes(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         for part in reversed(key.split(".")):
             nested = {part: nested}
         changes = merge(changes, nested)
-    return rest, changes
+    return rest, {"changes": changes}
 
 
-def _train(planned: Run, wandb: WandbMode) -> None:
+def _train(planned: "Run", wandb: WandbMode) -> None:
+    from rich.console import Console  # heavy, and the rest needs torch and Lightning
+
+    from stability.report.terminal.progress import StudyDisplay
+    from stability.study.assemble import quieten_lightning
+    from stability.study.fork import run_fork
+    from stability.study.train_run import TrainOptions
+
     quieten_lightning()
     with StudyDisplay(Console(stderr=True), 1) as display:
         run_fork(planned, TrainOptions(wandb_mode=wandb), display)

@@ -1,8 +1,8 @@
-"""`stability VERB ...`: finds the verb's module, parses its arguments, turns errors into one line.
+"""The entry point: finds a verb's function, parses its arguments, turns errors into one line.
 
-Exit codes: 0 done, 1 a run failed or a check says no, 2 bad input (nothing was written), 3 a check
-can't decide, 130 interrupted. A verb's
-module is imported only when the verb is used, so `--help` is quick.
+It is built to start quickly: a verb's module is imported only when the verb is used, and a verb
+imports torch, Lightning, plotly and their like only once it needs them. So `--help` and a mistake
+in the command or the YAML take a fraction of a second. What the exit codes say stands in `output`.
 """
 
 import argparse
@@ -14,11 +14,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jsonargparse
 
 from stability import __version__
+from stability.cli.output import EXIT_CODES, FAILS, HOLDS, INTERRUPTED, WRONG
 from stability.records.atomic_files import DiskFullError
 
 __all__ = ["main"]
@@ -26,10 +27,10 @@ __all__ = ["main"]
 VERBS = {
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
     "verdict": ("stability.cli.verdict", "say PASS, FAIL or INCONCLUSIVE of a candidate"),
-    "verify": ("stability.cli.verify", "prove that runs keep the pair contract"),
-    "show": ("stability.cli.inspect", "print the ladder of a study, or all about one arm"),
+    "verify": ("stability.cli.verdict", "prove that runs keep the pair contract"),
+    "show": ("stability.cli.show", "print the ladder of a study, or all about one arm"),
     "report": ("stability.cli.report", "write the HTML report of a study"),
-    "dashboard": ("stability.cli.dashboard", "show all studies of a folder in the browser, live"),
+    "dashboard": ("stability.cli.report", "show all studies of a folder in the browser, live"),
     "figure": ("stability.cli.figure", "draw a picture of a study for a paper"),
     "workspace": ("stability.cli.workspace", "build a study's panels in the W&B app"),
     "fork": ("stability.cli.fork", "train on from a run's state with one thing changed"),
@@ -60,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_overview())
-        return 0
+        return HOLDS
     if words[0] == "--version":
         sys.stdout.write(f"stability {__version__}\n")
-        return 0
+        return HOLDS
     verb, *rest = words
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=3, cutoff=0.4) or list(VERBS)
@@ -74,12 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _fail(str(error))
     except DiskFullError as error:
         sys.stderr.write(f"stability: {error}; free some, and the same command goes on from here\n")
-        return 1
+        return FAILS
     except OSError as error:
         _fail(f"{error.filename or verb}: {error.strerror or error}")
     except KeyboardInterrupt:
         sys.stderr.write("stability: interrupted; the same command goes on from here\n")
-        return 130
+        return INTERRUPTED
 
 
 def _run_verb(verb: str, words: list[str]) -> int:
@@ -91,24 +92,20 @@ def _run_verb(verb: str, words: list[str]) -> int:
     command = getattr(module, verb)
     parser = _Parser(prog=f"stability {verb}", formatter_class=_HelpFormatter)
     parser.add_function_arguments(command, as_positional=True, skip={"overrides", "changes"})
-    if verb in ("fork", "bisect"):
-        parser.epilog = "--set KEY=VALUE  what is changed, e.g. attention.profile=fa2; repeatable"
-        words, changes = module.split_changes(words)
-        arguments = parser.parse_args(_with_values(command, words)).as_dict()
-        return command(**arguments, changes=changes)
-    words = _with_values(command, words)
-    if verb != "run":
-        return command(**parser.parse_args(words).as_dict())
-    parser.epilog = module.override_help()
-    rest, overrides = module.split_overrides(words)
-    return command(**parser.parse_args(rest).as_dict(), overrides=overrides)
+    further: dict[str, Any] = {}
+    if "split_options" in vars(module):  # options whose names no signature can list
+        parser.epilog = module.option_help()
+        words, further = module.split_options(words)
+    arguments = parser.parse_args(_with_values(command, words)).as_dict()
+    return command(**arguments, **further)
 
 
 def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:
-    """Return `words` with "=true" after each bare bool option: jsonargparse wants a value.
+    """Return `words` as jsonargparse wants them.
 
-    A name may be written with dashes. Further arguments without a name go to the parameters that
-    may be left out, in order, as far as those are paths or names.
+    A bare bool option gets "=true", and a name written with dashes gets underscores. An argument
+    without a name that comes after the required ones goes to the next optional parameter that is a
+    path or a name.
     """
     every = inspect.signature(command).parameters
     parameters = {f"--{name}": parameter for name, parameter in every.items()}
@@ -133,13 +130,17 @@ def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:
 
 
 def _overview() -> str:
-    rows = "".join(f"  stability {verb:9} {text}\n" for verb, (_, text) in VERBS.items())
-    return f"usage: stability VERB ...\n\n{rows}\n`stability VERB --help` says what a verb takes.\n"
+    verbs = "".join(f"  stability {verb:9} {text}\n" for verb, (_, text) in VERBS.items())
+    codes = "".join(f"  {code:<3} {text}\n" for code, text in EXIT_CODES.items())
+    return (
+        f"usage: stability VERB ...\n\n{verbs}\n`stability VERB --help` says what a verb takes.\n\n"
+        f"exit codes:\n{codes}"
+    )
 
 
 def _fail(message: str) -> NoReturn:
     sys.stderr.write(f"stability: {' '.join(message.split())}\n")
-    sys.exit(2)
+    sys.exit(WRONG)
 
 
 if __name__ == "__main__":

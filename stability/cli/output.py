@@ -38,3 +38,4 @@ def print_json(content: Any) -> None:
 def print_line(text: object) -> None:
     """Print `text` on one line, however long."""
     sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

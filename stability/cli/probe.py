@@ -1,40 +1,31 @@
-"""`stability probe`: the instrument on a Hugging Face model, from the shell.
+"""`stability probe`: compares a candidate attention with a Hugging Face model's own.
 
-Loads a model with random or given weights, runs text through it forward and backward, and shows
-where a candidate attention deviates. Leaves out the instrument (`attention.session`).
+It loads a model with random or given weights, runs text through it forward and backward, and shows
+where the candidate deviates. The comparison itself is `stability.shadow` (`intercept.session`).
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
-from rich.console import Console
-from torch import Tensor, nn
+from stability.cli.output import HOLDS, print_json
 
-from stability.analysis.locate import locate, sentences
-from stability.analysis.probe_records import read_probe
-from stability.cli.output import print_json
-from stability.data.hub import offline_if_unreachable
-from stability.data.tokenizers import load_tokenizer
-from stability.intercept.session import shadow
-from stability.model.pretrained import Weights, language_loss, load_pretrained
-from stability.probe.attention_registry import resolve_attention
-from stability.probe.probe_recorder import ProbeRecorder
-from stability.report.page.html import write_probe_page
-from stability.report.terminal.probe import print_probe
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor, nn
 
 __all__ = ["probe"]
 
-_DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "bf16-mixed": torch.float32}
+_DTYPES = {"32": "float32", "bf16": "bfloat16", "bf16-mixed": "float32"}
+"""The torch dtype of the weights, by precision."""
 
 
 def probe(
     model: str = "",
     text: str = "",
     candidate: str = "flash:fa2",
-    weights: Weights = "random",
+    weights: Literal["random", "given"] = "random",
     attention: Literal["sdpa", "eager"] = "sdpa",
     steps: int = 1,
     every: int = 1,
@@ -84,25 +75,31 @@ def probe(
         name: of the records' folder; the model's and the candidate's names if empty
         json: print what stands out as JSON
     """
-    for option, given in {"model": model, "text": text}.items():
-        if not given:
-            raise ValueError(f"probe: {option} must be given, as --{option} ...")
-    for option, value in {"steps": steps, "every": every, "batch": batch, "length": length}.items():
-        if value < 1:
-            raise ValueError(f"probe: {option} must be at least 1, got {value}")
-    candidates = [word.strip() for word in candidate.split(",") if word.strip()]
-    cpu = torch.device("cpu")
-    named = {one: resolve_attention(one, cpu) for one in candidates}
-    if not named:
+    _check_given(model=model, text=text)
+    _check_positive(steps=steps, every=every, batch=batch, length=length)
+    candidates = _words(candidate)
+    if not candidates:
         raise ValueError(f"probe: candidate must name an attention, got {candidate!r}")
+    _check_file(Path(text))
+    import torch  # heavy, and so is the rest: transformers, plotly
+    from rich.console import Console
+
+    from stability.data.hub import offline_if_unreachable
+    from stability.intercept.session import shadow
+    from stability.model.pretrained import load_pretrained
+    from stability.probe.attention_registry import resolve_attention
+    from stability.probe.probe_recorder import ProbeRecorder
+
+    cpu = torch.device("cpu")
+    named = [resolve_attention(one, cpu) for one in candidates]
     with offline_if_unreachable():
         loaded, dropped = load_pretrained(model, weights, seed=seed, attention=attention)
     blocks, tokens_of = _blocks(Path(text), tokenizer, model, loaded, batch * steps, length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = loaded.to(device, _DTYPES[precision])
+    loaded = loaded.to(device, getattr(torch, _DTYPES[precision]))
     folder = out / (name or _plain(f"probe-{Path(model).name}-{candidate}"))
     own = {"implementation": f"{type(loaded).__name__}'s own {attention}"}
-    described = {one.name: one.description for one in named.values()}
+    described = {one.name: one.description for one in named}
     replaced = {**next(iter(described.values())), "layers": replace, "direction": direction}
     sink = ProbeRecorder(
         folder,
@@ -115,35 +112,56 @@ def probe(
     _say(console, dropped, tokens_of, weights, precision)
     with shadow(
         loaded,
-        list(candidates),
+        [*candidates],
         every=every,
-        layers=[word.strip() for word in layers.split(",")],
+        layers=_words(layers),
         golden=golden,
         heads=heads,
         positions=positions,
         inside=inside,
         inherited=inherited,
-        replace=[word.strip() for word in replace.split(",") if word.strip()],
+        replace=_words(replace),
         direction=direction,
         sinks=[sink.write],
     ) as session:
         _run(loaded, blocks.to(device), batch, lr, precision == "bf16-mixed", session.step)
     sink.describe(session.layers, session.steps)
     sink.close()
+    _show(folder, console, as_json=json)
+    return HOLDS
+
+
+def _show(folder: Path, console: "Console", *, as_json: bool) -> None:
+    """Write the page, and print the table, or as JSON what stands out."""
+    from stability.report.page.html import write_probe_page  # heavy: plotly
+
     page = write_probe_page(folder)
-    if json:
+    if as_json:
+        from stability.analysis.locate import locate, sentences
+        from stability.analysis.probe_records import read_probe
+
         found = [str(line) for line in sentences(locate(read_probe(folder).metrics))]
         print_json({"records": str(folder), "stands_out": found})
-        return 0
-    print_probe(folder, console)
-    console.print(f"\nreport: {page}", soft_wrap=True, highlight=False)
-    return 0
+    else:
+        from stability.report.terminal.probe import print_probe
+
+        print_probe(folder, console)
+        console.print(f"\nreport: {page}", soft_wrap=True, highlight=False)
 
 
 def _run(
-    model: nn.Module, blocks: Tensor, batch: int, lr: float, mixed: bool, step: Callable[[], None]
+    model: "nn.Module",
+    blocks: "Tensor",
+    batch: int,
+    lr: float,
+    mixed: bool,
+    step: Callable[[], None],
 ) -> None:
     """Run each batch forward and backward, update the weights if there is a rate, end the step."""
+    import torch  # heavy
+
+    from stability.model.pretrained import language_loss
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr) if lr else None
     autocast = torch.autocast(blocks.device.type, torch.bfloat16) if mixed else nullcontext()
     for tokens in blocks.split(batch):
@@ -156,14 +174,19 @@ def _run(
         step()
 
 
-def _blocks(
-    text: Path, tokenizer: str, name: str, model: nn.Module, count: int, length: int
-) -> tuple[Tensor, str]:
-    """Return `count` blocks of token ids `(count, length)`, and what made them."""
-    own = Path(name) / "tokenizer.json"
-    chosen = tokenizer or (str(own) if own.is_file() else "bytes" if Path(name).is_dir() else name)
+def _check_file(text: Path) -> None:
     if not text.is_file():
         raise ValueError(f"probe: text must be a file, got {str(text)!r}")
+
+
+def _blocks(
+    text: Path, tokenizer: str, name: str, model: "nn.Module", count: int, length: int
+) -> tuple["Tensor", str]:
+    """Return `count` blocks of token ids `(count, length)`, and the tokenizer that made them."""
+    from stability.data.tokenizers import load_tokenizer  # heavy: torch
+
+    own = Path(name) / "tokenizer.json"
+    chosen = tokenizer or (str(own) if own.is_file() else "bytes" if Path(name).is_dir() else name)
     content = text.read_text(encoding="utf-8", errors="replace")
     ids = load_tokenizer(chosen).encode([content]).long()
     if len(ids) < count * length:
@@ -176,7 +199,7 @@ def _blocks(
 
 
 def _say(
-    console: Console, dropped: list[str], tokens_of: str, weights: str, precision: str
+    console: "Console", dropped: list[str], tokens_of: str, weights: str, precision: str
 ) -> None:
     console.print(f"{weights} weights, {precision}; tokens: {tokens_of}", style="dim")
     if dropped:
@@ -185,3 +208,19 @@ def _say(
 
 def _plain(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "-" for c in name)[:80]
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _check_given(**options: str) -> None:
+    for option, value in options.items():
+        if not value:
+            raise ValueError(f"probe: {option} must be given, as --{option} ...")
+
+
+def _check_positive(**options: int) -> None:
+    for option, value in options.items():
+        if value < 1:
+            raise ValueError(f"probe: {option} must be at least 1, got {value}")

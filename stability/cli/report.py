@@ -1,22 +1,35 @@
-"""`stability report`: the HTML page of a study or a probe, once or for as long as it runs."""
+"""`stability report` and `stability dashboard`: the HTML pages of studies and probes.
 
+`report` writes one page, once or for as long as the study runs; `dashboard` serves the pages of all
+studies in a folder to a browser.
+"""
+
+import contextlib
+import errno
+import socket
+import threading
 import time
 import webbrowser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+from stability.cli.output import HOLDS, print_line
+from stability.cli.show import holds_probe
 
-from stability.analysis.study_records import RecordedStudy, read_study
-from stability.cli.inspect import holds_probe
-from stability.report.live.study_index import find_studies
-from stability.report.page.html import write_page, write_probe_page
+if TYPE_CHECKING:
+    from stability.analysis.study_records import RecordedStudy
 
-__all__ = ["report"]
+__all__ = ["dashboard", "report"]
 
 RELOAD_S = 5
-"""How often a page that is watched loads itself anew."""
+"""How often a page that is watched reloads itself."""
 SHARE = 10
-"""Looking and writing may take one part in so many of the time: training needs the cores."""
+"""Reading and writing may take one part in so many of the time: training needs the cores."""
+
+LOOPBACK = "127.0.0.1"
+PORT = 8765
+ATTEMPTS = 50
+"""How many ports from PORT on are tried."""
 
 
 def report(folder: Path, open: bool = False, watch: bool = False) -> int:
@@ -27,24 +40,62 @@ def report(folder: Path, open: bool = False, watch: bool = False) -> int:
         open: open the page in the browser
         watch: write it whenever the records have grown, until the study has ended or Ctrl-C
     """
-    if watch and holds_probe(folder):
+    is_probe = holds_probe(folder)
+    if watch and is_probe:
         raise ValueError(
             f"report: watch is for a study, got the probe {str(folder)!r}; "
             "`stability dashboard` follows a probe"
         )
-    study = None if holds_probe(folder) else read_study(folder)
+    from stability.analysis.study_records import read_study  # heavy: numpy
+    from stability.report.page.html import write_page, write_probe_page  # heavy: plotly
+
+    study = None if is_probe else read_study(folder)
     reload_s = RELOAD_S if watch and study and _goes_on(study) else 0
     written = write_page(study, folder, reload_s=reload_s) if study else write_probe_page(folder)
-    Console().print(written, soft_wrap=True, highlight=False, markup=False)
+    print_line(written)
     if open:
         webbrowser.open(written.resolve().as_uri())
     if study and reload_s:
         _follow(folder, study)
-    return 0
+    return HOLDS
 
 
-def _follow(folder: Path, study: RecordedStudy) -> None:
-    """Write the page whenever the records have changed, and at last one that stays as it is."""
+def dashboard(runs: Path | None = None, port: int | None = None, open: bool = False) -> int:
+    """Serve the reports of all studies in a folder to this machine's browsers, until Ctrl-C.
+
+    The pages follow the records, also of studies that are being trained.
+
+    Args:
+        runs: the folder of the studies, runs if left out; or of one study
+        port: where to listen on the loopback address; 8765 or the next free one if left out, any
+            free one if 0
+        open: open the list of studies in the browser
+    """
+    folder = Path("runs") if runs is None else runs
+    if not folder.is_dir():
+        raise ValueError(
+            f"dashboard: runs must be a folder, got {str(folder)!r}; `stability run` makes one"
+        )
+    with _listen(port) as listening:
+        from stability.report.live.server import make_server  # heavy: uvicorn, plotly
+
+        bound: int = listening.getsockname()[1]
+        address = f"http://{LOOPBACK}:{bound}/"
+        print_line(f"{address} shows the studies in {folder}; Ctrl-C ends it")
+        if open:
+            # beside the server: a browser in the terminal returns only when it is closed
+            threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
+        with contextlib.suppress(KeyboardInterrupt):
+            make_server(folder, bound).run(sockets=[listening])
+    return HOLDS
+
+
+def _follow(folder: Path, study: "RecordedStudy") -> None:
+    """Write the page whenever the records have changed, and at last one that does not reload."""
+    from stability.analysis.study_records import read_study  # heavy: numpy
+    from stability.report.live.study_index import find_studies
+    from stability.report.page.html import write_page  # heavy: plotly
+
     stamp, seconds = "", 0.0
     try:
         while _goes_on(study):
@@ -61,6 +112,21 @@ def _follow(folder: Path, study: RecordedStudy) -> None:
         write_page(read_study(folder, study), folder)
 
 
-def _goes_on(study: RecordedStudy) -> bool:
+def _goes_on(study: "RecordedStudy") -> bool:
     states = {run.state for arm in study.arms for run in arm.runs.values()}
     return bool(states & {"running", "missing"})
+
+
+def _listen(port: int | None) -> socket.socket:
+    """Return a socket that listens; ValueError if the port that is asked for is taken."""
+    if port is not None and not 0 <= port < 2**16:
+        raise ValueError(f"dashboard: port must be 0 to 65535, got {port}; leave it out")
+    wanted = range(PORT, PORT + ATTEMPTS) if port is None else [port]
+    for each in wanted:
+        try:
+            return socket.create_server((LOOPBACK, each))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    asked = f"{PORT} to {PORT + ATTEMPTS - 1}" if port is None else str(port)
+    raise ValueError(f"dashboard: port must be free, got {asked}; `--port 0` takes any free one")

@@ -4,28 +4,17 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
-from rich.console import Console
-
-from stability.analysis.ladder import ladder_of
-from stability.analysis.study_records import read_study
-from stability.analysis.verdict import answer_of
-from stability.cli.workspace import publish_study
+from stability.cli.output import FAILS, HOLDS, print_line
 from stability.config.load import load_study
 from stability.config.schema import ArmConfig, StudyConfig
-from stability.report.page.html import write_page
-from stability.report.terminal.ladder import print_ladder
-from stability.report.terminal.progress import StudyDisplay
-from stability.report.terminal.sparkline import drift_sparks
-from stability.study.assemble import quieten_lightning
-from stability.study.run import has_ended
-from stability.study.run_study import plan, run_study
-from stability.study.train_run import TrainOptions
-from stability.tracking.environment import check_wandb
+from stability.tracking.environment import WandbMode, check_wandb
 
-__all__ = ["override_help", "run", "split_overrides"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["option_help", "run", "split_options"]
 
 _TOP_LEVEL = {field.name for field in dataclasses.fields(ArmConfig)}
 
@@ -33,7 +22,7 @@ _TOP_LEVEL = {field.name for field in dataclasses.fields(ArmConfig)}
 def run(
     study: Path,
     out: Path = Path("runs"),
-    wandb: Literal["offline", "online", "disabled"] = "offline",
+    wandb: WandbMode = "offline",
     check_observer: bool = False,
     jobs: int = 0,
     seeds: int = 0,
@@ -53,6 +42,16 @@ def run(
         overrides: values in the study's base, by dotted key
     """
     config = _with_seeds(load_study(study, overrides), seeds)
+    # Heavy from here on, torch and Lightning first: mistakes in the YAML were told before.
+    import torch
+    from rich.console import Console
+
+    from stability.report.terminal.progress import StudyDisplay
+    from stability.study.assemble import quieten_lightning
+    from stability.study.run import has_ended
+    from stability.study.run_study import plan, run_study
+    from stability.study.train_run import TrainOptions
+
     runs = plan(config, out)
     check_wandb(wandb)
     quieten_lightning()
@@ -65,34 +64,48 @@ def run(
             observer=display,
             jobs=jobs or max(1, torch.cuda.device_count()),
         )
-    folder = out / config.name
+    _show_study(out / config.name, wandb, console)
+    return HOLDS if all(has_ended(run.paths) for run in runs) else FAILS
+
+
+def _show_study(folder: Path, wandb: WandbMode, console: "Console") -> None:
+    """Write the report, publish to W&B, and print the ladder and the study's answer."""
+    from stability.analysis.ladder import ladder_of  # heavy: numpy, and plotly for the page
+    from stability.analysis.study_records import read_study
+    from stability.analysis.verdict import answer_of
+    from stability.cli.workspace import publish_study
+    from stability.report.page.html import write_page
+    from stability.report.terminal.ladder import print_ladder
+    from stability.report.terminal.sparkline import drift_sparks
+
     recorded = read_study(folder)
     report = write_page(recorded, folder)
     trouble = publish_study(recorded, folder, wandb)
     print_ladder(ladder_of(recorded), console, drift_sparks(recorded, console))
-    answer = answer_of(recorded)
-    last = [f"\nreport: {report}", str(answer) if answer else "", trouble]
-    for line in filter(None, last):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
-    return 0 if all(has_ended(run.paths) for run in runs) else 1
+    print_line(f"\nreport: {report}")
+    for line in (answer_of(recorded), trouble):
+        if line:
+            print_line(line)
 
 
-def _with_seeds(study: StudyConfig, count: int) -> StudyConfig:
-    """Return `study` with `count` seeds: its own first, then the next whole numbers."""
-    if count == 0:
-        return study
-    if count < len(study.seeds):
-        raise ValueError(f"--seeds must be at least the study's {len(study.seeds)}, got {count}")
-    first = max(study.seeds) + 1
-    further = range(first, first + count - len(study.seeds))
-    return dataclasses.replace(study, seeds=(*study.seeds, *further))
+def option_help() -> str:
+    """Return a line for each key of the base that `--group.key VALUE` may override."""
+    lines = ["values of the study's base, overridden by `--group.key VALUE`:"]
+    for field in dataclasses.fields(ArmConfig):
+        group = field.type
+        if dataclasses.is_dataclass(group):
+            names = ", ".join(f.name for f in dataclasses.fields(group))
+            lines.append(f"  {field.name}: {names}")
+        else:
+            lines.append(f"  {field.name}")
+    return "\n".join(lines)
 
 
-def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split `--train.steps 50` and the like from the verb's own arguments.
+def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split `--train.steps 50` and the like from the verb's other arguments.
 
-    An override is an option with a dot in its name, or named like a key of the base. ValueError if
-    one has no value.
+    Returns the others, and the values as `overrides`. An override is an option with a dot in its
+    name, or named like a key of the base. Raises ValueError if one has no value.
     """
     rest: list[str] = []
     overrides: dict[str, str] = {}
@@ -107,17 +120,15 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         if match.group(2) is None and not remaining:
             raise ValueError(f"--{name} needs a value")
         overrides[name] = match.group(2) if match.group(2) is not None else remaining.pop(0)
-    return rest, overrides
+    return rest, {"overrides": overrides}
 
 
-def override_help() -> str:
-    """Return a line for each key of the base that `--group.key VALUE` may override."""
-    lines = ["values of the study's base, overridden by `--group.key VALUE`:"]
-    for field in dataclasses.fields(ArmConfig):
-        kind = field.type
-        if dataclasses.is_dataclass(kind):
-            names = ", ".join(f.name for f in dataclasses.fields(kind))
-            lines.append(f"  {field.name}: {names}")
-        else:
-            lines.append(f"  {field.name}")
-    return "\n".join(lines)
+def _with_seeds(study: StudyConfig, count: int) -> StudyConfig:
+    """Return `study` with `count` seeds: its own first, then the next whole numbers."""
+    if count == 0:
+        return study
+    if count < len(study.seeds):
+        raise ValueError(f"--seeds must be at least the study's {len(study.seeds)}, got {count}")
+    first = max(study.seeds) + 1
+    further = range(first, first + count - len(study.seeds))
+    return dataclasses.replace(study, seeds=(*study.seeds, *further))

@@ -3,7 +3,7 @@
 import pytest
 
 from stability.cli.main import main
-from stability.cli.run import split_overrides
+from stability.cli.run import split_options
 
 
 @pytest.fixture
@@ -97,11 +97,12 @@ def test_showing_a_folder_without_a_study_is_refused(refuse, tmp_path):
 
 
 def test_overrides_are_told_from_options():
-    rest, overrides = split_overrides(
+    rest, further = split_options(
         ["s.yaml", "--train.steps", "5", "--out", "x", "--precision=32-true", "--model.depth=-1"]
     )
     assert rest == ["s.yaml", "--out", "x"]
-    assert overrides == {"train.steps": "5", "precision": "32-true", "model.depth": "-1"}
+    overrides = {"train.steps": "5", "precision": "32-true", "model.depth": "-1"}
+    assert further == {"overrides": overrides}
 
 
 def test_run_trains_shows_the_ladder_and_writes_the_report(write_study, tmp_path, capsys):

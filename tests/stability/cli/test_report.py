@@ -1,12 +1,20 @@
-"""`stability report`: once, opened, or for as long as a study runs."""
+"""`stability report` writes a page once or again and again; `dashboard` serves all pages."""
 
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
 import webbrowser
+from pathlib import Path
 
 import pytest
 
 from stability.cli import report as module
+from stability.cli.main import main
 from stability.cli.report import report
 from stability.records.manifest import read_manifest
+from stability.report.live import server
 from tests.stability.report.synthetic import (
     ARMS,
     STEPS,
@@ -15,6 +23,8 @@ from tests.stability.report.synthetic import (
     write_synthetic,
 )
 from tests.stability.report.synthetic_probe import write_probe
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_report_is_opened_from_disk(tmp_path, monkeypatch):
@@ -61,3 +71,97 @@ def test_interrupted_watch_leaves_a_page_that_does_not_reload(tmp_path, monkeypa
 def test_watching_a_probe_is_refused(tmp_path):
     with pytest.raises(ValueError, match="watch is for a study, got the probe"):
         report(write_probe(tmp_path), watch=True)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The addresses of the sockets that a server would have been run on."""
+    ran = []
+
+    class Server:
+        def run(self, sockets):
+            ran.extend(each.getsockname() for each in sockets)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "make_server", lambda folder, port: Server())
+    return ran
+
+
+@pytest.fixture
+def taken():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def test_ctrl_c_ends_it_with_exit_code_0_and_no_word(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stability.cli.main", "dashboard", str(tmp_path), "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": "", "HOME": str(tmp_path)},
+    )
+    try:
+        line = process.stdout.readline()
+        address = line.split()[0]
+        assert line == f"{address} shows the studies in {tmp_path}; Ctrl-C ends it\n"
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            assert b"There is no study here yet" in answer.read()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_listens_on_the_loopback_address_alone(served, tmp_path, capsys):
+    assert main(["dashboard", str(tmp_path), "--port", "0"]) == 0
+    ((host, port),) = served
+    assert host == "127.0.0.1"
+    assert capsys.readouterr().out.startswith(f"http://127.0.0.1:{port}/ shows")
+
+
+def test_port_that_nobody_asked_for_gives_way(served, taken, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PORT", taken)
+    assert main(["dashboard", str(tmp_path)]) == 0
+    assert taken < served[0][1] < taken + module.ATTEMPTS
+
+
+def test_port_that_was_asked_for_does_not(served, taken, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["dashboard", str(tmp_path), "--port", str(taken)])
+    assert stop.value.code == 2
+    assert f"port must be free, got {taken}; `--port 0`" in capsys.readouterr().err
+    assert served == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nowhere"], "runs must be a folder, got 'nowhere'; `stability run` makes one"),
+        ([], "runs must be a folder, got 'runs'"),
+        ([".", "--port", "70000"], "port must be 0 to 65535, got 70000"),
+        ([".", "--port", "-1"], "port must be 0 to 65535, got -1"),
+        ([".", "--port", "many"], "port"),
+    ],
+)
+def test_bad_input_is_one_line(served, tmp_path, monkeypatch, capsys, words, expected):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["dashboard", *words])
+    assert stop.value.code == 2
+    line = capsys.readouterr().err
+    assert expected in line
+    assert line.count("\n") == 1
+    assert served == []
+
+
+def test_open_shows_the_address_in_a_browser(served, tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(module.webbrowser, "open", opened.append)
+    monkeypatch.setattr(module.threading.Thread, "start", lambda thread: thread.run())
+    assert main(["dashboard", str(tmp_path), "--port", "0", "--open"]) == 0
+    assert opened == [f"http://127.0.0.1:{served[0][1]}/"]
+    assert main(["dashboard", str(tmp_path), "--port", "0"]) == 0
+    assert len(opened) == 1

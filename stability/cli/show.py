@@ -1,0 +1,76 @@
+"""`stability show`: a study, one of its arms, or a probe, in the terminal."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stability.cli.output import HOLDS, print_json
+from stability.records.probe_record import PROBE_FILE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stability.analysis.ladder import Ladder
+    from stability.analysis.study_records import RecordedStudy
+
+__all__ = ["holds_probe", "show"]
+
+
+def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
+    """Print the ladder of a study, all about one of its arms, or the table of a probe.
+
+    Args:
+        folder: the folder of a study, e.g. runs/quickstart, or of a probe
+        arm: the arm to look at, e.g. flash_fa2; the ladder of all if not given
+        json: print the ladder, or the arm, as JSON, every seed's value included
+    """
+    is_probe = holds_probe(folder)
+    if is_probe and (arm is not None or json):
+        raise ValueError(f"show: arm and json are for a study, got the probe {str(folder)!r}")
+    from rich.console import Console  # heavy, and so is numpy behind the rest
+
+    from stability.analysis.arm_view import view_arm
+    from stability.analysis.ladder import ladder_of
+    from stability.analysis.study_records import read_study
+    from stability.report.terminal.arm import print_arm
+    from stability.report.terminal.probe import print_probe
+
+    console = Console()
+    if is_probe:
+        print_probe(folder, console)
+        return HOLDS
+    study = read_study(folder)
+    ladder = ladder_of(study)
+    if arm is not None:
+        view = view_arm(study, ladder, arm)
+        print_json(view.to_dict()) if json else print_arm(view, console)
+    elif json:
+        sys.stdout.write(ladder.to_json())
+    else:
+        _print_study(study, ladder, console)
+    return HOLDS
+
+
+def holds_probe(folder: Path) -> bool:
+    """Whether the folder is a probe's; False for a study's, ValueError for any other."""
+    if (folder / PROBE_FILE).is_file():
+        return True
+    if (folder / "study.json").is_file():
+        return False
+    raise ValueError(
+        f"folder must hold study.json or {PROBE_FILE}, got {str(folder)!r}; `stability run` and "
+        "`stability probe` make one"
+    )
+
+
+def _print_study(study: "RecordedStudy", ladder: "Ladder", console: "Console") -> None:
+    from stability.analysis.arm_growth import study_growth  # heavy: numpy
+    from stability.report.terminal.growth import print_growth
+    from stability.report.terminal.ladder import print_ladder
+    from stability.report.terminal.probe import print_found
+    from stability.report.terminal.sparkline import drift_sparks
+
+    print_ladder(ladder, console, drift_sparks(study, console))
+    console.print()
+    print_growth(study_growth(study), console)
+    print_found(study, console)
