@@ -1,6 +1,6 @@
-"""What is made of a study's records, kept until the records change, and made by one thread alone.
+"""A cache of what is made from the records of studies: each value made once, by one thread.
 
-Leaves out what is made: reading (`analysis.recorded`), pages and summaries.
+Leaves out what is made: records read (`analysis.study_records`), pages and summaries.
 """
 
 import threading
@@ -9,78 +9,79 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from stability.report.live.study_index import Found
+from stability.report.live.study_index import StudyFolder
 
-__all__ = ["Kept"]
+__all__ = ["StudyCache"]
 
 T = TypeVar("T")
 
 PAUSE = 10
-"""What took a second to make is due again after so many, so that a server that shows a study while
-it trains takes at most a tenth of a core from it."""
+"""What took one second to make is not due again for so many seconds: a server that shows a study
+while it trains then takes at most a tenth of a core from it."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Made(Generic[T]):
+class _Entry(Generic[T]):
     value: T
     stamp: str
-    took: float
-    """Seconds."""
+    seconds: float
+    """How long it took to make."""
     at: float
     """When it was done, by the monotonic clock."""
 
 
-class Kept(Generic[T]):
-    """Makes a value of a study, and keeps it for the `most` studies asked for last.
+class StudyCache(Generic[T]):
+    """Makes a value of a study's records, and keeps it for the `most` studies asked for last.
 
-    `make` is given the study and the value that it made of the study's earlier records, if that is
-    still kept; an error of it is passed on, and nothing is kept.
+    `make` is given the study's folder and the value made of its earlier records, if that is still
+    in the cache. An error that it raises is passed on and leaves the cache as it was.
     """
 
-    def __init__(self, make: Callable[[Found, T | None], T], most: int) -> None:
+    def __init__(self, make: Callable[[StudyFolder, T | None], T], most: int) -> None:
         self._make = make
         self._most = most
-        self._made: dict[str, _Made[T]] = {}
+        self._entries: dict[str, _Entry[T]] = {}
         self._making: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def get(self, found: Found) -> T:
-        """Return the value for the records as `found` saw them; waits where it is being made."""
+    def get(self, folder: StudyFolder) -> T:
+        """Return the value for the records of that stamp; waits where another thread makes it."""
         with self._lock:
-            making = self._making.setdefault(found.name, threading.Lock())
+            making = self._making.setdefault(folder.name, threading.Lock())
         with making:
-            made = self._made.get(found.name)
-            if made is None or made.stamp != found.stamp:
-                made = self._timed(found, made.value if made else None)
-            self._keep(found.name, made)
-            return made.value
+            entry = self._entries.get(folder.name)
+            if entry is None or entry.stamp != folder.stamp:
+                entry = self._timed(folder, entry.value if entry else None)
+            self._store(folder.name, entry)
+            return entry.value
 
     def last(self, name: str) -> T | None:
-        """Return what is kept of a study, of whichever records; None if nothing is."""
-        made = self._made.get(name)
-        return made.value if made else None
-
-    def is_due(self, found: Found) -> bool:
-        """Whether the records have changed, and the last making lies long enough back."""
-        made = self._made.get(found.name)
-        if made is None:
-            return True
-        return made.stamp != found.stamp and time.monotonic() - made.at >= PAUSE * made.took
+        """Return the value in the cache, be it of older records; None if there is none."""
+        entry = self._entries.get(name)
+        return entry.value if entry else None
 
     def stamp(self, name: str) -> str:
-        """Return the stamp of the records whose value is kept; empty if none is."""
-        made = self._made.get(name)
-        return made.stamp if made else ""
+        """Return the stamp of the records whose value is in the cache; empty if none is."""
+        entry = self._entries.get(name)
+        return entry.stamp if entry else ""
 
-    def _timed(self, found: Found, earlier: T | None) -> _Made[T]:
+    def is_due(self, folder: StudyFolder) -> bool:
+        """Return whether the records have changed and the last making lies long enough back."""
+        entry = self._entries.get(folder.name)
+        if entry is None:
+            return True
+        waited = time.monotonic() - entry.at
+        return entry.stamp != folder.stamp and waited >= PAUSE * entry.seconds
+
+    def _timed(self, folder: StudyFolder, earlier: T | None) -> _Entry[T]:
         start = time.monotonic()
-        value = self._make(found, earlier)
+        value = self._make(folder, earlier)
         end = time.monotonic()
-        return _Made(value, found.stamp, end - start, end)
+        return _Entry(value, folder.stamp, end - start, end)
 
-    def _keep(self, name: str, made: _Made[T]) -> None:
+    def _store(self, name: str, entry: _Entry[T]) -> None:
         with self._lock:
-            self._made.pop(name, None)
-            self._made[name] = made  # last is newest
-            while len(self._made) > self._most:
-                del self._made[next(iter(self._made))]
+            self._entries.pop(name, None)
+            self._entries[name] = entry  # the newest is last
+            while len(self._entries) > self._most:
+                del self._entries[next(iter(self._entries))]

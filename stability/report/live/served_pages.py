@@ -1,7 +1,7 @@
-"""The pages of all studies below one folder, made when asked for and kept until records change.
+"""The pages of all studies below one folder, made when asked for and cached until records change.
 
-Safe to call from several threads. Leaves out HTTP (`server`) and the pages themselves (`html`,
-`probe_page`, `compare_page`).
+Safe to call from several threads. Leaves out HTTP (`server`) and what the pages hold (`page.html`,
+`comparison`).
 """
 
 import logging
@@ -15,8 +15,8 @@ from urllib.parse import quote
 from stability.analysis.ladder import ladder_of
 from stability.analysis.probe_records import read_probe
 from stability.analysis.study_records import RecordedStudy, read_study
-from stability.report.live.cache import Kept
-from stability.report.live.study_index import Found, find_studies, stamp_of_all
+from stability.report.live.cache import StudyCache
+from stability.report.live.study_index import StudyFolder, find_studies, hash_stamps
 from stability.report.live.study_summary import (
     Summary,
     summary_of_error,
@@ -29,15 +29,14 @@ from stability.report.page.html import fill, render, render_probe
 __all__ = ["ServedPages", "address_of", "unreadable_page"]
 
 PATIENCE = 1.0
-"""Seconds that the list of studies waits for those that have not been read yet."""
-PAGES = 6
-"""Studies whose records and pages are kept in memory."""
-SUMMARIES = 1000
+"""Seconds that the list of studies waits for summaries that are still to be made."""
+PAGES, SUMMARIES = 6, 1000
+"""How many studies' records and pages, and how many summaries, are kept in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Listed:
-    """A study in the list; `summary` is None until it has been read."""
+    """One line of the list of studies; `summary` is None until the records have been read."""
 
     name: str
     address: str
@@ -47,22 +46,25 @@ class _Listed:
 
 
 class ServedPages:
-    """Finds the studies below `root` anew at each call; a page of one is made by one thread."""
+    """The pages of the studies below `root`, which is searched anew at each call."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
-        self._studies = Kept(_read, PAGES)
-        self._pages = Kept(self._render, PAGES)
-        self._summaries = Kept(self._summarise, SUMMARIES)
+        self._studies = StudyCache(_read, PAGES)
+        self._pages = StudyCache(self._render, PAGES)
+        self._summaries = StudyCache(self._summarise, SUMMARIES)
         self._reader = threading.Thread()
         self._starting = threading.Lock()
 
-    def find(self) -> dict[str, Found]:
+    def find(self) -> dict[str, StudyFolder]:
         """Return the studies and probes by name, the newest first."""
         return find_studies(self._root)
 
     def index(self) -> str:
-        """Return the list of all studies; those not read within PATIENCE follow by themselves."""
+        """Return the page that lists all studies.
+
+        Those that are not read within PATIENCE are named only; the page asks for them later.
+        """
         found = self.find()
         self._refresh(found).join(PATIENCE)
         stamp = self._index_stamp(found)
@@ -82,34 +84,34 @@ class ServedPages:
         )
 
     def index_stamp(self) -> str:
-        """Return a stamp of the list as it would be shown now; has what has changed read."""
+        """Return a stamp of the list as it would be shown now, and start to read what is new."""
         found = self.find()
         self._refresh(found)
         return self._index_stamp(found)
 
-    def study(self, found: Found) -> str:
-        """Return the page of one study or probe, or what keeps it from being read."""
+    def study(self, folder: StudyFolder) -> str:
+        """Return the page of one study or probe, or one that says why it can't be read."""
         try:
-            return self._pages.get(found)
+            return self._pages.get(folder)
         except Exception as error:
-            return unreadable_page(found.name, _said(found.name, error), found.stamp)
+            return unreadable_page(folder.name, _message(folder.name, error), folder.stamp)
 
-    def comparison(self, chosen: Sequence[Found], stamp: str) -> str:
-        """Return the page on several studies, or what keeps one of them from being read."""
-        addresses = {found.name: address_of(found.name) for found in chosen}
+    def comparison(self, chosen: Sequence[StudyFolder], stamp: str) -> str:
+        """Return the page on several studies, or one that says why one of them can't be read."""
+        addresses = {folder.name: address_of(folder.name) for folder in chosen}
         try:
-            studies = {found.name: self._studies.get(found) for found in chosen}
+            studies = {folder.name: self._studies.get(folder) for folder in chosen}
             return render_comparison(studies, addresses, stamp)
         except Exception as error:
             names = ", ".join(addresses)
-            return unreadable_page(names, _said(names, error), stamp)
+            return unreadable_page(names, _message(names, error), stamp)
 
-    def _index_stamp(self, found: Mapping[str, Found]) -> str:
-        """Return a stamp of the summaries: a list is new only once they have been made anew."""
-        return stamp_of_all(f"{name} {self._summaries.stamp(name)}" for name in found)
+    def _index_stamp(self, found: Mapping[str, StudyFolder]) -> str:
+        """Return a stamp of the summaries: the list changes only once they have been made anew."""
+        return hash_stamps(f"{name} {self._summaries.stamp(name)}" for name in found)
 
-    def _refresh(self, found: Mapping[str, Found]) -> threading.Thread:
-        """Have the summaries that are due made by one thread, and return it."""
+    def _refresh(self, found: Mapping[str, StudyFolder]) -> threading.Thread:
+        """Return the one thread that makes the summaries that are due, started if need be."""
         with self._starting:
             due = [each for each in found.values() if self._summaries.is_due(each)]
             if due and not self._reader.is_alive():
@@ -120,25 +122,25 @@ class ServedPages:
                 self._reader.start()  # nothing to do, and over at once
             return self._reader
 
-    def _read_all(self, due: Sequence[Found]) -> None:
-        for found in due:
-            self._summaries.get(found)
+    def _read_all(self, due: Sequence[StudyFolder]) -> None:
+        for folder in due:
+            self._summaries.get(folder)
 
-    def _summarise(self, found: Found, _: Summary | None) -> Summary:
+    def _summarise(self, folder: StudyFolder, _: Summary | None) -> Summary:
         try:
-            if found.kind == "study":
-                return summary_of_study(self._studies.get(found))
-            _check(found)
-            return summary_of_probe(read_probe(found.folder))
+            if folder.kind == "study":
+                return summary_of_study(self._studies.get(folder))
+            _check(folder)
+            return summary_of_probe(read_probe(folder.path))
         except Exception as error:
-            return summary_of_error(found.name, _said(found.name, error))
+            return summary_of_error(folder.name, _message(folder.name, error))
 
-    def _render(self, found: Found, _: str | None) -> str:
-        if found.kind == "study":
-            study = self._studies.get(found)
-            return render(study, ladder_of(study), stamp=found.stamp)
-        _check(found)
-        return render_probe(read_probe(found.folder), found.stamp)
+    def _render(self, folder: StudyFolder, _: str | None) -> str:
+        if folder.kind == "study":
+            study = self._studies.get(folder)
+            return render(study, ladder_of(study), stamp=folder.stamp)
+        _check(folder)
+        return render_probe(read_probe(folder.path), folder.stamp)
 
 
 def address_of(name: str) -> str:
@@ -147,25 +149,25 @@ def address_of(name: str) -> str:
 
 
 def unreadable_page(title: str, error: str, stamp: str) -> str:
-    """Return a page that says `error` and looks out for newer records; `stamp` as in `fill`."""
+    """Return a page that says `error` until the records change; `stamp` is as in `fill`."""
     return fill("unreadable.html.j2", charts=[], sections=[], stamp=stamp, title=title, error=error)
 
 
-def _read(found: Found, earlier: RecordedStudy | None) -> RecordedStudy:
-    _check(found)
-    return read_study(found.folder, known=earlier)
+def _read(folder: StudyFolder, earlier: RecordedStudy | None) -> RecordedStudy:
+    _check(folder)
+    return read_study(folder.path, known=earlier)
 
 
-def _check(found: Found) -> None:
-    if found.error:
-        raise ValueError(found.error)
+def _check(folder: StudyFolder) -> None:
+    if folder.error:
+        raise ValueError(folder.error)
 
 
-def _said(name: str, error: Exception) -> str:
-    """Return what is wrong with a study's records.
+def _message(name: str, error: Exception) -> str:
+    """Return what is wrong with a study's records, for its page.
 
-    One study must not take away the others' pages, so an error that nobody foresaw is caught too;
-    it goes to the log.
+    One study must not take away the others' pages, so an error that nobody foresaw is shown too,
+    and goes to the log.
     """
     if isinstance(error, ValueError | OSError):
         return str(error)

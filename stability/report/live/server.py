@@ -1,8 +1,10 @@
-"""The live view: serves the pages of all studies below a folder on the loopback address.
+"""The live view: an HTTP server of the pages of all studies below a folder, for this machine alone.
 
 It shows and takes nothing: no file is served but the pages' own scripts and styles, and a study is
-looked up by name among those found, never by a path. Leaves out what a page holds (`served_pages`)
-and who may ask (`local_only`).
+looked up by name among those found, never by a path. A server on the loopback address is open to
+every page that a browser shows: another site may point a name of its own at 127.0.0.1 (DNS
+rebinding), or place requests to it in its pages. So the host that a request names must be this
+server, and a request from another site is refused. Leaves out what a page holds (`served_pages`).
 """
 
 import hashlib
@@ -11,22 +13,39 @@ from pathlib import Path
 import uvicorn
 from plotly.offline import get_plotlyjs
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stability.report.live.local_only import LocalOnly
 from stability.report.live.served_pages import ServedPages, unreadable_page
-from stability.report.live.study_index import Found, stamp_of_all
-from stability.report.page.html import ASSETS as PAGE
+from stability.report.live.study_index import StudyFolder, hash_stamps
+from stability.report.page.html import ASSETS
 
-__all__ = ["make_server"]
+__all__ = ["LocalOnly", "make_server"]
 
-ASSETS = ("report.js", "live.js", "index.js", "served.css")
+SERVED = ("report.js", "live.js", "index.js", "served.css")
+"""Files that the pages ask for, beside plotly's script."""
 MOST_COMPARED = 6
 UNSTORED = {"Cache-Control": "no-store"}
+# an answer forbids the browser to run or fetch anything that this server did not serve as a file
+HEADERS = {
+    # plotly sets style attributes, and draws heat maps as data: images
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data: blob:; connect-src 'self'; form-action 'self'; "
+        "base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+METHODS = ("GET", "HEAD")
 
 
 def make_server(runs: Path, port: int) -> uvicorn.Server:
@@ -44,10 +63,7 @@ def make_server(runs: Path, port: int) -> uvicorn.Server:
 
 
 def _make_app(runs: Path, port: int) -> Starlette:
-    """Return the application for the studies below `runs`, to be reached at `port`.
-
-    Its functions are plain ones, which starlette runs in worker threads.
-    """
+    # the views are plain functions, which starlette runs in worker threads
     views = _Views(ServedPages(runs))
     routes = [
         Route("/", views.index),
@@ -94,13 +110,13 @@ class _Views:
     def compare_stamp(self, request: Request) -> Response:
         return PlainTextResponse(_stamp(self._chosen(request)), headers=UNSTORED)
 
-    def _asked_for(self, request: Request) -> Found:
+    def _asked_for(self, request: Request) -> StudyFolder:
         found = self._pages.find().get(request.path_params["name"])
         if found is None:
             raise HTTPException(404, "no study of that name\n")
         return found
 
-    def _chosen(self, request: Request) -> list[Found]:
+    def _chosen(self, request: Request) -> list[StudyFolder]:
         found = self._pages.find()
         names = dict.fromkeys(request.query_params.getlist("study"))
         if any(name not in found or found[name].kind != "study" for name in names):
@@ -112,7 +128,7 @@ class _Assets:
     """The scripts and styles, read once; a browser that has one is told so."""
 
     def __init__(self) -> None:
-        texts = {name: (PAGE / name).read_text(encoding="utf-8") for name in ASSETS}
+        texts = {name: (ASSETS / name).read_text(encoding="utf-8") for name in SERVED}
         texts["plotly.js"] = get_plotlyjs()
         self._bytes = {name: text.encode() for name, text in texts.items()}
         self._tags = {
@@ -131,5 +147,46 @@ class _Assets:
         return Response(self._bytes[name], headers=headers, media_type=kind)
 
 
-def _stamp(chosen: list[Found]) -> str:
-    return stamp_of_all(f"{found.name} {found.stamp}" for found in chosen)
+def _stamp(chosen: list[StudyFolder]) -> str:
+    return hash_stamps(f"{folder.name} {folder.stamp}" for folder in chosen)
+
+
+class LocalOnly:
+    """Wraps an application that listens on the loopback address at `port`."""
+
+    def __init__(self, app: ASGIApp, port: int) -> None:
+        self._app = app
+        names = ("127.0.0.1", "localhost", "[::1]")
+        self._hosts = {f"{name}:{port}" for name in names}
+        if port == 80:  # which a browser leaves out
+            self._hosts |= set(names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        if scope["type"] != "http":
+            raise ValueError(f"LocalOnly: scope must be http, got {scope['type']}; ask over http")
+        app = self._refusal(scope["method"], Headers(scope=scope)) or self._app
+        await app(scope, receive, send_guarded)
+
+    def _refusal(self, method: str, headers: Headers) -> Response | None:
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
+            return PlainTextResponse("this server answers for the loopback address only\n", 421)
+        origins = {f"http://{host}" for host in self._hosts}
+        sites = ("same-origin", "none")
+        if headers.get("origin", "") not in {"", *origins} or (
+            headers.get("sec-fetch-site", "none") not in sites
+        ):
+            return PlainTextResponse(
+                "this server refuses requests from other sites; enter its address by hand\n", 403
+            )
+        if method not in METHODS:
+            allowed = {"Allow": ", ".join(METHODS)}
+            return PlainTextResponse("this server only shows; it takes no input\n", 405, allowed)
+        return None

@@ -15,29 +15,31 @@ from stability.records.paths import StudyPaths, list_runs
 from stability.records.probe_record import METRICS_FILE, PROBE_FILE
 from stability.records.waterfall_record import waterfall_files
 
-__all__ = ["Found", "find_studies", "stamp_of_all"]
+__all__ = ["StudyFolder", "find_studies", "hash_stamps"]
 
 DEPTH = 3
-"""A study lies at most so many folders below the one that is searched."""
+"""How many folders below the searched one a study may lie."""
+
+Kind = Literal["study", "probe"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """A study or probe on disk, as it is at one moment."""
+class StudyFolder:
+    """A study or a probe on disk, as it is at one moment."""
 
     name: str
     """Its path below the folder that was searched; that folder's own name if it is the study."""
-    folder: Path
-    kind: Literal["study", "probe"]
+    path: Path
+    kind: Kind
     stamp: str
-    """Another one whenever a record has come, grown or been replaced."""
+    """A hash of the sizes and times of the records: it changes whenever one of them does."""
     newest: float
     """When the newest record was written, in seconds since 1970."""
     error: str
-    """Why it must not be read; mostly empty."""
+    """Why its records must not be read; mostly empty."""
 
 
-def find_studies(root: Path) -> dict[str, Found]:
+def find_studies(root: Path) -> dict[str, StudyFolder]:
     """Return what lies in `root` or at most DEPTH folders below it by name, the newest first.
 
     Hidden folders, and links that lead out of `root`, are not searched.
@@ -48,14 +50,12 @@ def find_studies(root: Path) -> dict[str, Found]:
     return {each.name: each for each in newest_first}
 
 
-def stamp_of_all(stamps: Iterable[str]) -> str:
-    """Return one stamp, another one whenever one of `stamps` or their order is."""
+def hash_stamps(stamps: Iterable[str]) -> str:
+    """Return a hash of an ordered list of stamps."""
     return hashlib.sha256("\n".join(stamps).encode()).hexdigest()[:20]
 
 
-def _search(
-    folder: Path, root: Path, depth: int
-) -> Iterator[tuple[Path, Literal["study", "probe"]]]:
+def _search(folder: Path, root: Path, depth: int) -> Iterator[tuple[Path, Kind]]:
     if os.path.lexists(StudyPaths(folder).study):
         yield folder, "study"
     elif os.path.lexists(folder / PROBE_FILE):
@@ -75,7 +75,7 @@ def _folders_in(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names) if not name.startswith(".")]
 
 
-def _look_at(folder: Path, kind: Literal["study", "probe"], root: Path) -> Found:
+def _look_at(folder: Path, kind: Kind, root: Path) -> StudyFolder:
     lines, newest, error = [], 0.0, ""
     for path in _records(folder, kind):
         try:
@@ -87,18 +87,22 @@ def _look_at(folder: Path, kind: Literal["study", "probe"], root: Path) -> Found
         lines.append(f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns}")
         newest = max(newest, status.st_mtime)
     name = folder.relative_to(root).as_posix() if folder != root else root.name
-    return Found(
-        # a file system may hold names that are no text, which a page can't show
-        name=name.encode("utf-8", "backslashreplace").decode("utf-8"),
-        folder=folder,
+    return StudyFolder(
+        name=_as_utf8(name),
+        path=folder,
         kind=kind,
-        stamp=stamp_of_all(line.encode("utf-8", "backslashreplace").decode() for line in lines),
+        stamp=hash_stamps(map(_as_utf8, lines)),
         newest=newest,
         error=error,
     )
 
 
-def _records(folder: Path, kind: Literal["study", "probe"]) -> Iterator[Path]:
+def _as_utf8(name: str) -> str:
+    # a file system may hold names that are no text, which a page can't show
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _records(folder: Path, kind: Kind) -> Iterator[Path]:
     if kind == "probe":
         yield folder / PROBE_FILE
         yield folder / METRICS_FILE

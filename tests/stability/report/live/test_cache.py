@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from stability.report.live import cache
-from stability.report.live.cache import Kept
-from stability.report.live.study_index import Found
+from stability.report.live.cache import StudyCache
+from stability.report.live.study_index import StudyFolder
 
 
 def found(name, stamp):
-    return Found(name=name, folder=Path(name), kind="study", stamp=stamp, newest=0.0, error="")
+    return StudyFolder(name=name, path=Path(name), kind="study", stamp=stamp, newest=0.0, error="")
 
 
 def test_value_is_made_anew_only_for_another_stamp_and_from_the_earlier_one():
@@ -23,7 +23,7 @@ def test_value_is_made_anew_only_for_another_stamp_and_from_the_earlier_one():
         calls.append((study.stamp, earlier))
         return f"made of {study.stamp}"
 
-    values = Kept(make, 2)
+    values = StudyCache(make, 2)
     assert values.last("a") is None
     for stamp in ("1", "1", "2", "2"):
         assert values.get(found("a", stamp)) == f"made of {stamp}"
@@ -33,7 +33,7 @@ def test_value_is_made_anew_only_for_another_stamp_and_from_the_earlier_one():
 
 def test_those_asked_for_last_are_kept():
     made = []
-    values = Kept(lambda study, _: made.append(study.name), 2)
+    values = StudyCache(lambda study, _: made.append(study.name), 2)
     for name in ("a", "b", "a", "c", "a", "b"):
         values.get(found(name, "1"))
     assert made == ["a", "b", "c", "b"]
@@ -48,7 +48,7 @@ def test_error_is_passed_on_and_not_kept():
             raise ValueError("torn")
         return "whole"
 
-    values = Kept(make, 2)
+    values = StudyCache(make, 2)
     values.get(found("a", "1"))
     with pytest.raises(ValueError, match="torn"):
         values.get(found("a", "2"))
@@ -67,7 +67,7 @@ def test_two_who_ask_at_once_share_one_making_and_others_do_not_wait():
             assert go_on.wait(60)
         return study.name
 
-    values = Kept(make, 3)
+    values = StudyCache(make, 3)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(values.get, found("slow", "1"))
         assert begun.wait(60)
@@ -85,7 +85,7 @@ def test_what_takes_long_is_due_less_often(monkeypatch):
     def make(study, _):
         now[0] += 3
 
-    values = Kept(make, 2)
+    values = StudyCache(make, 2)
     assert values.is_due(found("a", "1"))
     values.get(found("a", "1"))
     now[0] += 3 * cache.PAUSE

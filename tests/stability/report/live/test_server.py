@@ -16,8 +16,7 @@ from starlette.responses import PlainTextResponse
 
 from stability.records.events import Event
 from stability.records.metric_log import MetricLog
-from stability.report.live.local_only import LocalOnly
-from stability.report.live.server import ASSETS, make_server
+from stability.report.live.server import SERVED, LocalOnly, make_server
 from tests.stability.report.synthetic_probe import write_probe
 
 HOSTILE = "<script>alert(1)</script>\"'&🦊../../etc/passwd"
@@ -300,7 +299,7 @@ def test_every_answer_forbids_what_others_serve(client, target):
     )
 
 
-@pytest.mark.parametrize("name", ["plotly.js", *ASSETS])
+@pytest.mark.parametrize("name", ["plotly.js", *SERVED])
 def test_assets_are_sent_once(client, name):
     answer, text = client.ask(f"/assets/{name}")
     assert answer.status == 200

@@ -72,7 +72,7 @@ def test_links_that_lead_out_are_not_followed(runs, write, tmp_path):
     found = find_studies(runs)
     assert "link" not in found
     assert {"inside", "same"} <= set(found)
-    assert not any(each.folder.resolve() == outside for each in found.values())
+    assert not any(each.path.resolve() == outside for each in found.values())
 
 
 @pytest.mark.parametrize("what", ["baseline", "baseline/seed-0", "baseline/seed-0/metrics.jsonl"])
@@ -96,7 +96,7 @@ def test_name_that_is_no_text_can_be_written(runs, write):
     os.rename(folder, os.fsencode(runs) + b"/bad\xff")
     (name,) = find_studies(runs)
     assert name.encode("utf-8").startswith(b"bad")
-    assert find_studies(runs)[name].folder.is_dir()
+    assert find_studies(runs)[name].path.is_dir()
 
 
 def test_probe_is_found_and_an_empty_folder_is_empty(runs):
