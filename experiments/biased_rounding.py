@@ -6,13 +6,15 @@ Source: arXiv 2510.04212
 Published: each alone cures: O in FP32; P v in FP32; delta = rowsum(dP * P); beta * r for a repeated
     maximum r > 0, beta in 2 to 8. The size of the bias is not published; derived in this project,
     not published: 0.202 ULP, mean absolute error 0.25 with and without it
-Varies: ties, residuals, sign of v, beta, what is rounded to BF16 (P v alone, or P, P v and O);
-    O in FP32 is read as computed so, since stored so over a rounded P v it keeps the bias (P v in
-    BF16); then out of one layer of a GPT, 0.2 ULP too large on average, beside a coin (as far, no
-    bias) and a nudge (each weight by 1 ULP of FP32), all on the batches of a clean arm
-Measured: mean signed and absolute error of out in ULPs of BF16 against FP64, all 32 keys in one
-    tile, statistics in FP32; of delta, in ULPs of out; in training bias_ulp of each layer, gaps of
-    the spectral norms of W_Q and of the loss, noticed when three looks in a row exceed the nudge's
+Varies: first, at the operator: ties, residuals, the sign of v, beta, and what is rounded to BF16 (P
+    v alone, or P, P v and O). The cure "O in FP32" is taken to mean that O is computed in FP32: an
+    O that is only stored in FP32, after a P v in BF16, keeps the bias. Then, in training: out of
+    one layer of a GPT is made 0.2 ULP too large on average. Beside it run a coin (errors as large,
+    without bias) and a nudge (each weight moved by 1 ULP of FP32), all on the clean arm's batches
+Measured: mean signed and mean absolute error of out against FP64, in ULPs of BF16, with all 32 keys
+    in one tile and statistics in FP32; the error of delta, in ULPs of out. In training: bias_ulp of
+    each layer, and the gaps to the clean arm of W_Q's spectral norms and of the loss; a signal has
+    noticed when its gap exceeds the nudge's at three looks in a row
 Refuted if: the bias has not the sign of v, or is beyond 0.02 ULP without ties or with a cure
 Sizes: cpu: 96 heads of 64 rows, 12 seeds; a GPT of 4 layers, width 64, context 64, 100 steps, not
     trained to where a loss explodes; gpu: 512 heads, 5 seeds; GPT-2 small, context 1024, AdamW
@@ -22,7 +24,7 @@ Sizes: cpu: 96 heads of 64 rows, 12 seeds; a GPT of 4 layers, width 64, context 
     stability experiment biased_rounding [--size cpu|gpu]
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,27 +34,27 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments.kit.noticing import (
+from experiments.kit.biased_training import (
     SIGNALS,
+    Recipe,
     explosion,
     first_bias,
+    load_blocks,
     noticed,
     signal_rows,
+    train,
+    training_controls,
     training_in_words,
-    training_tests,
     when_noticed,
 )
-from experiments.kit.plots import draw_series, rows_by
+from experiments.kit.plots import draw_series
 from experiments.kit.record import Findings
-from experiments.kit.replay import Recipe, load_blocks, train
-from experiments.kit.rows import by_seed
+from experiments.kit.rows import BySeed, Rows, by_seed, mean, values_by
 from experiments.kit.tie_cases import ALL, ALONE, DOWN, UP, beta_case, tie_rows
 from stability.analysis.stated_tests import StatedTest, equal, mean_within, ratio_within
 from stability.config.schema import AttentionConfig, DataConfig, ModelConfig, OptimizerConfig
 from stability.probe.attention_registry import resolve_attention
 from stability.report.paper.style import GREY, log_axis, new_figure, print_styles
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +99,11 @@ def measure(settings: Settings) -> Findings:
     blocks = load_blocks(recipe)
     trained = [row for seed in seeds for row in signal_rows(recipe, blocks, seed)]
     failing = list(_failing(settings, blocks)) if settings.failing_steps else []
-    worst = max(map(beta_case, settings.betas), key=lambda case: abs(_mean(ties, case, ALL)))
+    worst = max(map(beta_case, settings.betas), key=lambda case: abs(_bias(ties, case, ALL)))
     return Findings(
         measured=f"{_ties_in_words(ties, worst)}. {training_in_words(trained)}",
-        tests=[*_on_ties(ties, worst), *training_tests(trained), *_on_failing(failing)],
+        published=[*_published(ties, worst), *_on_failing(failing)],
+        controls=[*_controls(ties, worst), *training_controls(trained)],
         rows=[
             {"part": part, **row}
             for part, rows in (("ties", ties), ("training", trained), ("failing", failing))
@@ -123,27 +126,20 @@ def _failing(settings: Settings, blocks: Tensor) -> Iterator[dict[str, Any]]:
             yield {"beta": beta, "seed": seed, "bias_told": told, **end}
 
 
-def _by_seed(rows: Rows, case: str, points: str, figure: str = "bias_ulp") -> dict[int, float]:
+def _bias(rows: Rows, case: str, points: str) -> float:
+    return mean(rows, "bias_ulp", case=case, points=points)
+
+
+def _of(rows: Rows, case: str, points: str, figure: str = "bias_ulp") -> BySeed:
     return by_seed(rows, figure, case=case, points=points)
 
 
-def _mean(rows: Rows, case: str, points: str, figure: str = "bias_ulp") -> float:
-    values = _by_seed(rows, case, points, figure).values()
-    return sum(values) / len(values)
-
-
-def _on_ties(rows: Rows, worst: str) -> list[StatedTest]:
-    """State what is published, then what is derived and what absolute errors say."""
-    of = partial(_by_seed, rows)
+def _published(rows: Rows, worst: str) -> list[StatedTest]:
+    """State where out and delta are biased, and that each cure removes it."""
+    of = partial(_of, rows)
     ulp = partial(mean_within, unit="ULP")
     none = partial(ulp, above=-0.02, below=0.02)
-    ratio = partial(ratio_within, control=True)
     single, mixed = "a single one", "mixed residuals"
-    derived = of(UP, ALONE)
-    all_three, alone = (
-        (of(worst, points, "mean_abs_ulp"), of(UP, points, "mean_abs_ulp"))
-        for points in (ALL, ALONE)
-    )
     return [
         ulp(f"{UP}; {ALL} in BF16: out is too large", of(UP, ALL), above=0),
         ulp(f"{DOWN}; {ALL} in BF16: out is too small", of(DOWN, ALL), below=0),
@@ -154,13 +150,26 @@ def _on_ties(rows: Rows, worst: str) -> list[StatedTest]:
         none("O, and P v, in FP32: no bias of delta", of("P v, O in FP32", ALL, "delta_ulp")),
         none("delta = rowsum(dP * P): no bias of delta", of(UP, ALL, "delta_from_p_ulp")),
         none(f"each beta: no bias of out; the worst, {worst}", of(worst, ALL)),
-        ulp(f"{UP}; {ALONE}: 0.202", derived, above=0.182, below=0.222, control=True),
-        none(f"no residuals; {ALONE}: no bias", of("no residuals", ALONE), control=True),
-        none(f"both signs; P and {ALONE}: no bias", of(f"{mixed}, O FP32", ALL), control=True),
-        ratio(
+    ]
+
+
+def _controls(rows: Rows, worst: str) -> list[StatedTest]:
+    """State the size of the bias as derived, and that absolute errors do not show it."""
+    of = partial(_of, rows)
+    ulp = partial(mean_within, unit="ULP")
+    none = partial(ulp, above=-0.02, below=0.02)
+    all_three, alone = (
+        (of(worst, points, "mean_abs_ulp"), of(UP, points, "mean_abs_ulp"))
+        for points in (ALL, ALONE)
+    )
+    return [
+        ulp(f"{UP}; {ALONE}: 0.202", of(UP, ALONE), above=0.182, below=0.222),
+        none(f"no residuals; {ALONE}: no bias", of("no residuals", ALONE)),
+        none(f"both signs; P and {ALONE}: no bias", of("mixed residuals, O FP32", ALL)),
+        ratio_within(
             f"{ALONE}: mean |error|, {worst} over biased, is about 1", *alone, above=0.8, below=1.2
         ),
-        ratio(f"{ALL}: it is above 1, the biased is the better", *all_three, above=1),
+        ratio_within(f"{ALL}: it is above 1, the biased is the better", *all_three, above=1),
     ]
 
 
@@ -178,8 +187,8 @@ def _on_failing(rows: Rows) -> list[StatedTest]:
 def _ties_in_words(rows: Rows, worst: str) -> str:
     said = []
     for points in (ALONE, ALL):
-        up, down, beta = (_mean(rows, case, points) for case in (UP, DOWN, worst))
-        size, cured = (_mean(rows, case, points, "mean_abs_ulp") for case in (UP, worst))
+        up, down, beta = (_bias(rows, case, points) for case in (UP, DOWN, worst))
+        size, cured = (mean(rows, "mean_abs_ulp", case=case, points=points) for case in (UP, worst))
         said.append(
             f"{points} in BF16: bias {up:+.3f} ULP for v > 0, {down:+.3f} for v < 0, mean absolute "
             f"error {size:.2f}; at {worst}, the worst, {beta:+.4f} and {cured:.2f}"
@@ -206,7 +215,7 @@ def _draw_ties(axes: Axes, rows: Rows) -> None:
             ("mean |error|", "mean_abs_ulp", "white"),
         ):
             axes.plot(
-                [_mean(rows, case, points, figure) for case in cases],
+                [mean(rows, figure, case=case, points=points) for case in cases],
                 [place + shift for place in range(len(cases))],
                 linestyle="none",
                 marker=style.marker,
@@ -225,11 +234,11 @@ def _draw_ties(axes: Axes, rows: Rows) -> None:
 def _draw_training(axes: Axes, rows: Rows) -> None:
     signals = {f"{name}: {when_noticed(rows, 'biased', at)}": at for at, name in SIGNALS.items()}
     series = {
-        label: rows_by([row for row in rows if row[at]], "step", at, arm="biased")
+        label: values_by([row for row in rows if row[at]], "step", at, arm="biased")
         for label, at in signals.items()
     }
     others = [f"style {index}" for index in range(3)]
-    draw_series(axes, series, first_style=len(others))
+    draw_series(axes, series, y="signal / noise; mean, range", first_style=len(others))
     styles = print_styles([*others, *series])
     for label, at in signals.items():
         step = noticed(rows, "biased", at)
@@ -241,5 +250,4 @@ def _draw_training(axes: Axes, rows: Rows) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.axhline(1.0, color=GREY, linewidth=0.8)
     axes.set_xlabel("step; \N{BLACK DOWN-POINTING TRIANGLE} first told")
-    axes.set_ylabel("signal / noise; mean, range")
     axes.legend(loc="lower center", bbox_to_anchor=(0.42, 1.02))

@@ -3,11 +3,12 @@
 Claim: (a) swapping the two dimensions of a tile makes the difference larger; (b) a square tile
     changes nothing; (c) larger tiles have the smaller difference
 Source: arXiv 2405.02803, figure 6
-Published: (a) larger, (b) nothing, (c) smaller; the values exist as an image only. (b) is read as:
-    the tile made square, queries as many as keys, leaves out as it is
+Published: (a) larger, (b) nothing, (c) smaller; the values exist as an image only. (b), as we read
+    it: making the tile square, with as many queries as keys, leaves the output unchanged
 Varies: the tile, ceil(M / 4d) keys by min(keys, d) queries for an SRAM of M elements at head_dim d
-    (arXiv 2205.14135, algorithm 1), and each swapped; BF16, FP16, e8m12, FP32 at every rounding
-    point of both; the format of the arithmetic between the points, at least FP32 or FP64; the seed
+    (arXiv 2205.14135, algorithm 1), and each tile swapped; the format at every rounding point of
+    both (BF16, FP16, e8m12, FP32); the format of the arithmetic between the points, which is FP32,
+    and for FP32 points also FP64; the seed
 Measured: max |flash - baseline| of out on q, k, v of N(0, 1), rounded to the format; flash goes
     over keys outside and rounds O in memory at each key block, as FlashAttention-1
 Refuted if: at a format (a) or (c) does not hold, or (b) not to the bit
@@ -18,8 +19,9 @@ Sizes: cpu: length 1024, 2 heads, head_dim 64, M from 4096 to 65536, 8 seeds; gp
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -28,15 +30,14 @@ from torch import Tensor
 
 from attention_kernels import baseline_attention, flash_attention
 from attention_kernels.testing import Shape
-from experiments.kit.plots import draw_series, rows_by
+from experiments.kit.plots import draw_series
 from experiments.kit.record import Findings
-from experiments.kit.rows import by_seed
+from experiments.kit.rows import Rows, by_seed, mean, values_by
 from stability.analysis.stated_tests import StatedTest, equal, monotone, ratio_within
 from stability.probe.attention_inputs import draw_inputs
 from stability.probe.microbenchmark import round_everywhere
 from stability.report.paper.style import new_figure, print_styles
 
-Rows = Sequence[Mapping[str, Any]]
 Tile = tuple[int, int]
 """block_q, block_k."""
 
@@ -80,14 +81,25 @@ def measure(settings: Settings) -> Findings:
         for seed in range(settings.seeds)
         for row in _of_tiles(settings, format, between, seed)
     ]
-    tests = [test for format in settings.formats for test in _on(rows, settings, format, "work")]
-    tests += _squares(rows)
+    published = [t for format in settings.formats for t in _on(rows, settings, format, "work")]
+    published.append(
+        equal(
+            "(b) an oblong tile made square, as many queries as keys, changes no bit of out",
+            (row["made_square"] for row in rows if row["block_q"] != row["block_k"]),
+        )
+    )
     wide = _on(rows, settings, "fp32", "fp64") if "fp32" in settings.formats else []
+    # a negative control: a square tile swapped is the same tile
+    same = equal(
+        "a square tile and its swap differ by nothing",
+        (row["swapped_from_it"] for row in rows if row["block_q"] == row["block_k"]),
+    )
     return Findings(
         measured=_sentence(rows, settings),
-        tests=[*tests, *wide],
+        published=published,
+        controls=[same, *wide],
         rows=rows,
-        explanation="" if all(test.holds for test in tests) else _explanation(rows, settings, wide),
+        explain=partial(_explanation, rows, settings, wide),
     )
 
 
@@ -126,8 +138,7 @@ def _of_tiles(settings: Settings, format: str, between: str, seed: int) -> list[
 
 def _on(rows: Rows, settings: Settings, format: str, between: str) -> list[StatedTest]:
     """State (a) and (c) of one format."""
-    control = between == "fp64"
-    name = NAMES[format] + (", FP64 between the points" if control else "")
+    name = NAMES[format] + (", FP64 between the points" if between == "fp64" else "")
     only = {"format": format, "between": between}
     longest = max(settings.sram)
     swapped, plain = (
@@ -144,36 +155,9 @@ def _on(rows: Rows, settings: Settings, format: str, between: str) -> list[State
             swapped,
             plain,
             above=1,
-            control=control,
         ),
-        monotone(
-            f"(c) {name}: each larger tile's max is below", by_tile, rising=False, control=control
-        ),
+        monotone(f"(c) {name}: each larger tile's max is below", by_tile, rising=False),
     ]
-
-
-def _squares(rows: Rows) -> list[StatedTest]:
-    """State (b), and the negative control: a square tile swapped is the same tile."""
-    square, oblong = (
-        [row for row in rows if (row["block_q"] == row["block_k"]) == wanted]
-        for wanted in (True, False)
-    )
-    return [
-        equal(
-            "(b) an oblong tile made square, as many queries as keys, changes no bit of out",
-            (row["made_square"] for row in oblong),
-        ),
-        equal(
-            "a square tile and its swap differ by nothing",
-            (row["swapped_from_it"] for row in square),
-            control=True,
-        ),
-    ]
-
-
-def _mean(rows: Rows, column: str, **only: object) -> float:
-    values = by_seed(rows, column, **only).values()
-    return sum(values) / len(values)
 
 
 def _sentence(rows: Rows, settings: Settings) -> str:
@@ -185,7 +169,7 @@ def _sentence(rows: Rows, settings: Settings) -> str:
     for format in settings.formats:
         only = {"format": format, "between": "work"}
         of_small, of_large, of_swap = (
-            _mean(rows, column, sram=sram, **only)
+            mean(rows, column, sram=sram, **only)
             for sram, column in (
                 (small, "max_abs"),
                 (large, "max_abs"),
@@ -203,8 +187,8 @@ def _explanation(rows: Rows, settings: Settings, wide_tests: Sequence[StatedTest
     """Say what is left in FP32, where the points round nothing that the arithmetic has not."""
     small, large = (min(settings.sram), max(settings.sram))
     usual, wide = (
-        _mean(rows, "max_abs", format="fp32", between=between, sram=large)
-        / _mean(rows, "max_abs", format="fp32", between=between, sram=small)
+        mean(rows, "max_abs", format="fp32", between=between, sram=large)
+        / mean(rows, "max_abs", format="fp32", between=between, sram=small)
         for between in ("work", "fp64")
     )
     held = sum(test.holds for test in wide_tests)
@@ -222,7 +206,12 @@ def draw(rows: Rows) -> Figure:
     figure = new_figure("column", 3.4)
     axes = figure.add_subplot()
     plain, swapped = (_lines(rows, column) for column in ("max_abs", "swapped_max_abs"))
-    draw_series(axes, plain)
+    draw_series(
+        axes,
+        plain,
+        x="keys in a tile (block_k); hollow: swapped",
+        y="max |flash \N{MINUS SIGN} baseline|,\nover that of the smallest tile",
+    )
     styles = print_styles(list(plain))
     for name, line in swapped.items():
         style = styles[name]
@@ -234,8 +223,6 @@ def draw(rows: Rows) -> Figure:
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_ylim(0, None)
-    axes.set_xlabel("keys in a tile (block_k); hollow: swapped")
-    axes.set_ylabel("max |flash \N{MINUS SIGN} baseline|,\nover that of the smallest tile")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
@@ -245,8 +232,8 @@ def _lines(rows: Rows, column: str) -> dict[str, dict[float, list[float]]]:
     found = {}
     for format, between in dict.fromkeys((row["format"], row["between"]) for row in rows):
         only = {"format": format, "between": between}
-        unit = _mean(rows, "max_abs", sram=min(row["sram"] for row in rows), **only)
-        by_keys = rows_by(rows, "block_k", column, **only)
+        unit = mean(rows, "max_abs", sram=min(row["sram"] for row in rows), **only)
+        by_keys = values_by(rows, "block_k", column, **only)
         name = NAMES[format] + (", FP64 between" if between == "fp64" else "")
         found[name] = {keys: [value / unit for value in values] for keys, values in by_keys.items()}
     return found

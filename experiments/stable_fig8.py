@@ -21,29 +21,27 @@ Sizes: cpu: configs/stable.yaml, 0.37 M weights, 200 steps, 5 seeds; gpu: 33.5 M
 Runs are kept in runs/experiments and shared with stable_fig7; one that was cut short goes on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.kit.plots import draw_series, rows_by
+from experiments.kit.plots import draw_series
 from experiments.kit.record import Findings
+from experiments.kit.rows import Rows, values_by
 from experiments.kit.study import (
     KEPT,
     STABLE,
     at_step,
     drift_of_pairs,
     log_scatter,
-    over,
+    ratio_at,
     shipped_study,
     slopes,
 )
 from stability.analysis.stated_tests import StatedTest, mean_within, monotone, ratio_within
-from stability.report.paper.style import log_axis, new_figure
-
-Rows = Sequence[Mapping[str, Any]]
+from stability.report.paper.style import new_figure
 
 FLASH, FA2, INITS, NUDGE = "flash, all BF16", "flash, fa2", "two inits", "1-ULP nudge"
 FP16, BF16, E8M10 = "FP16 vs FP32", "BF16 vs FP32", "e8m10 vs FP32"
@@ -60,7 +58,7 @@ PAIRS = {
     FLASH32: ("flash_all_fp32", "fp32"),
 }
 """The two arms of each pair, the second as reference."""
-PUBLISHED = (2.0, 5.0)
+TWO_TO_FIVE = (2.0, 5.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +87,8 @@ def measure(settings: Settings) -> Findings:
     return Findings(
         measured=_measured(rows, settings),
         explanation=_explanation(rows, settings),
-        tests=[*_published(rows, settings), *_controls(rows, settings)],
+        published=_published(rows, settings),
+        controls=_controls(rows, settings),
         rows=rows,
     )
 
@@ -122,8 +121,8 @@ def _published(rows: Rows, settings: Settings) -> list[StatedTest]:
                 f"{low} over {FLASH}: W1 at step {step} is 2 to 5 times as large",
                 at_step(rows, low, "w1", step),
                 at_step(rows, FLASH, "w1", step),
-                above=PUBLISHED[0],
-                below=PUBLISHED[1],
+                above=TWO_TO_FIVE[0],
+                below=TWO_TO_FIVE[1],
             )
             for low in (FP16, BF16)
             for step in (settings.early, settings.last)
@@ -140,7 +139,6 @@ def _controls(rows: Rows, settings: Settings) -> list[StatedTest]:
             "of more mantissa bits",
             {format: at_step(rows, pair, "w1", last) for format, pair in flashes.items()},
             rising=False,
-            control=True,
         ),
         ratio_within(
             f"{E8M10}, FP16's mantissa without its range and loss scaler, over {FLASH}: W1 at step "
@@ -148,21 +146,18 @@ def _controls(rows: Rows, settings: Settings) -> list[StatedTest]:
             at_step(rows, E8M10, "w1", last),
             at_step(rows, FLASH, "w1", last),
             below=1.0,
-            control=True,
         ),
         ratio_within(
             f"{FP16} over {FLASH32}: W1 at step {last} is more than 5 times as large",
             at_step(rows, FP16, "w1", last),
             at_step(rows, FLASH32, "w1", last),
-            above=PUBLISHED[1],
-            control=True,
+            above=TWO_TO_FIVE[1],
         ),
         ratio_within(
             f"chaos: {NUDGE} over {FA2} is larger at step {last} than at step {early}",
-            over(rows, NUDGE, FA2, "w1", last),
-            over(rows, NUDGE, FA2, "w1", early),
+            ratio_at(rows, NUDGE, FA2, "w1", last),
+            ratio_at(rows, NUDGE, FA2, "w1", early),
             above=1.0,
-            control=True,
         ),
     ]
 
@@ -184,7 +179,7 @@ def _measured(rows: Rows, settings: Settings) -> str:
 def _explanation(rows: Rows, settings: Settings) -> str:
     others = [(BF16, FLASH), (E8M10, FLASH16), (E8M10, FLASH), (BF16, FLASH16), (E8M10, FLASH32)]
     said = "; ".join(_ratio(rows, *pairs, settings) for pairs in others)
-    reached = 100 * median(over(rows, NUDGE, FA2, "w1", settings.last).values())
+    reached = 100 * median(ratio_at(rows, NUDGE, FA2, "w1", settings.last).values())
     scatter, plain = (
         median(log_scatter(slopes(rows, low, "w1")).values()) for low in (FP16, E8M10)
     )
@@ -204,7 +199,10 @@ def _less(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, float]:
 
 def _left_out(rows: Rows, step: int) -> str:
     """Say in how many seeds it left updates out, and what FP16 over flash is with and without."""
-    left_out, ratios = at_step(rows, FP16, "left_out", step), over(rows, FP16, FLASH, "w1", step)
+    left_out, ratios = (
+        at_step(rows, FP16, "left_out", step),
+        ratio_at(rows, FP16, FLASH, "w1", step),
+    )
     said = f"it left updates out in {sum(x > 0 for x in left_out.values())} of {len(ratios)} seeds"
     what = f"{FP16} over {FLASH} at step {step} is "
     for where, skipped in (("there", True), ("elsewhere", False)):
@@ -218,7 +216,7 @@ def _left_out(rows: Rows, step: int) -> str:
 def _ratio(rows: Rows, low: str, flash: str, settings: Settings) -> str:
     """Return W1 of `low` over that of `flash` at the two steps, in words."""
     early, last = (
-        median(over(rows, low, flash, "w1", step).values())
+        median(ratio_at(rows, low, flash, "w1", step).values())
         for step in (settings.early, settings.last)
     )
     return f"{low} over {flash} {early:.2g}x and {last:.2g}x"
@@ -231,21 +229,22 @@ def draw(rows: Rows) -> Figure:
     figure = new_figure("column", 4.6)
     top, bottom = figure.subplots(2, sharex=True)
     pairs = (FLASH, FA2, NUDGE, INITS, FP16, BF16, E8M10)
-    draw_series(top, {pair: rows_by(trained, "step", "w1", pair=pair) for pair in pairs})
+    drifts = {pair: values_by(trained, "step", "w1", pair=pair) for pair in pairs}
+    draw_series(top, drifts, y="W1, weight units", log="y")
     ratios = {
         f"{low} / {flash}": {
-            step: list(over(rows, low, flash, "w1", step).values()) for step in steps
+            step: list(ratio_at(rows, low, flash, "w1", step).values()) for step in steps
         }
         for low, flash in ((BF16, FLASH16), (BF16, FLASH), (FP16, FLASH), (E8M10, FLASH))
     }
-    bottom.axhspan(*PUBLISHED, color="#dddddd", linewidth=0)
-    draw_series(bottom, ratios)
-    log_axis(top, "y")
-    log_axis(bottom, "y")
-    log_axis(bottom, "x")
-    top.set_ylabel("W1, weight units")
-    bottom.set_ylabel("ratio of W1; grey: published")
-    bottom.set_xlabel("updates made; mean and range of seeds")
+    bottom.axhspan(*TWO_TO_FIVE, color="#dddddd", linewidth=0)
+    draw_series(
+        bottom,
+        ratios,
+        x="updates made; mean and range of seeds",
+        y="ratio of W1; grey: published",
+        log="xy",
+    )
     for axes in (top, bottom):
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=6)
     return figure

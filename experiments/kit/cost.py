@@ -1,14 +1,13 @@
-"""How fast an attention is on a CUDA device, in TFLOPS as flash-attn counts them.
+"""What one attention call costs: TFLOPS on a CUDA device, and bytes at its peak on any.
 
-4 B H T^2 D FLOPs forward, halved if causal, 2.5 times as many backward; the time is the median
-between two events. Leaves out the benchmarks of our kernels (`kernels/benchmarks`), where
-attentions take turns.
+TFLOPS are counted as flash-attn counts them: 4 B H T^2 D FLOPs forward, half of that if causal, and
+2.5 times as many backward. The time is the median between two CUDA events. The benchmarks of our
+own kernels, in which attentions take turns, are in `kernels/benchmarks`.
 
-How much memory a call takes at its highest, counted by the allocator, not by the machine.
-
-The resident size of a process would say less: what was freed may stay, and what stays may be used
-again. On the CPU torch's profiler reports every allocation; on CUDA the caching allocator keeps its
-own peak. Leaves out memory that libraries take from elsewhere.
+Memory is counted by the allocator. The resident size of a process would say less: freed memory may
+stay with the process, and memory that stayed may be used again. On the CPU torch's profiler reports
+every allocation; on CUDA the caching allocator keeps its own peak. Memory that libraries take from
+elsewhere is not counted.
 """
 
 import os
@@ -64,7 +63,7 @@ def peak_allocation(call: Callable[[], object], device: str) -> int:
         before = torch.cuda.memory_allocated(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
-    # else the profiler writes two lines to stderr each time; it reads this when it is first used
+    # Without this the profiler writes two lines to stderr each time; it reads it at its first use.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     run = profile(profile_memory=True)
     with run:

@@ -1,8 +1,8 @@
-"""How many elements of a result are off by more than a rule allows, as kernel suites count them.
+"""Counts the elements of a result that are off by more than a rule allows, as kernel suites count.
 
-Two rules: flash-attn's budget, which scales with what plain attention errs on the same inputs
-(`attention_kernels.testing`), and the defaults of torch.testing.assert_close, which know nothing of
-the inputs. Leaves out figures of how far elements are off (`deviation`).
+There are two rules. flash-attn's budget scales with what plain attention errs on the same inputs
+(`attention_kernels.testing.error_budget`). The defaults of torch.testing.assert_close know nothing
+of the inputs. How far elements are off on average is the subject of `stability.metrics.deviation`.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,13 @@
-"""A small random Llama of transformers on padded batches: what each of its implementations returns.
+"""A small random Llama of transformers on padded batches, and an attention for it that un-pads.
 
-Leaves out which of them agree. transformers is an optional dependency.
+`register_unpadded` makes any candidate an attention implementation of transformers that un-pads, as
+its FlashAttention-2 does: the valid tokens are packed, sequence after sequence, attended, and
+scattered back into zeros. So no work is spent on padding, and the padded rows of the output are 0.
+Two functions are registered together: the attention, and a mask function that hands the padding on
+as it is, `(batch, length)`. There is no decoding with a cache, no dropout and no mask but a causal
+one here; `stability.intercept.transformers` takes those. transformers is an optional dependency.
 
-A candidate as an attention implementation of transformers that un-pads, as FlashAttention-2's.
-
-Valid tokens are packed, sequence after sequence, attended, and scattered back into zeros: no work
-is spent on padding, and its rows of the output are 0. Attention function and mask function are
-registered together: the second hands the padding on as it is, `(batch, length)`. Leaves out
-decoding with a cache, dropout, and masks that are not causal (`transformers_candidate` takes them).
 Source: transformers 5.23, `modeling_flash_attention_utils._flash_attention_forward`.
-
 Shape suffixes: B batch, H heads, L length, D head_dim, T valid tokens of the batch.
 """
 
@@ -126,12 +124,12 @@ def register_opened() -> str:
 
 
 class _Unpadded:
-    """An attention function of transformers that un-pads."""
+    """An attention function for transformers that un-pads."""
 
     def __init__(self, candidate: str, packed: bool) -> None:
         self._candidate = candidate
         self._packed = packed
-        # naming a candidate looks through all that is installed: milliseconds, once a device
+        # Resolving a name looks through all installed packages, which takes milliseconds.
         self._resolved: dict[torch.device, ResolvedAttention] = {}
 
     def __call__(

@@ -1,11 +1,7 @@
-"""experiments/README.md: the table claim | published | measured here, made of the records.
+"""Shows experiments to a reader: the table in experiments/README.md, and the terminal's tables.
 
-The text between two marks is generated; what stands around it is written by hand. Leaves out how an
-experiment is run (`cli.experiment`).
-
-What `stability experiment` prints: the stated tests of one experiment, or all experiments.
-
-Leaves out the page that is kept (`experiment_page`).
+Both are made of the experiments' docstrings and of their records alone. In the README the text
+between two marks is generated, and what stands around it is written by hand.
 """
 
 import re

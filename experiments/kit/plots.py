@@ -1,21 +1,18 @@
-"""Dots of an experiment's figure: a row a category, a dot a seed, series told apart in grey too.
+"""Draws the figures of experiments: dots by category, and lines over a quantity, with all seeds.
 
-Leaves out lines over a quantity (`paper_series`), and the style (`paper_style`).
-
-Lines of an experiment's figure: a mean over seeds with the seeds' range, told apart in grey too.
-
-Leaves out axes, labels and the style they are drawn in (`paper_style`).
+Series differ in marker and dash as well as in colour, so that a print in grey is read too. Labels
+and the size of the figure are the experiment's; the style is `stability.report.paper.style`.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 from matplotlib.axes import Axes
 
-from stability.report.paper.style import print_styles
+from stability.report.paper.style import log_axis, print_styles
 
-__all__ = ["draw_dots", "draw_series", "rows_by"]
+__all__ = ["draw_dots", "draw_series"]
 
 
 def draw_dots(axes: Axes, series: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
@@ -45,11 +42,20 @@ def draw_dots(axes: Axes, series: Mapping[str, Mapping[str, Sequence[float]]]) -
 ByPlace = Mapping[float, Sequence[float]]
 
 
-def draw_series(axes: Axes, series: Mapping[str, ByPlace], *, first_style: int = 0) -> None:
+def draw_series(
+    axes: Axes,
+    series: Mapping[str, ByPlace],
+    *,
+    x: str = "",
+    y: str = "",
+    log: Literal["", "x", "y", "xy"] = "",
+    first_style: int = 0,
+) -> None:
     """Draw each of `series`, values of the seeds by place on x, as a line with a label.
 
-    A whisker spans the smallest to the largest seed. What is not finite leaves a gap. Styles are
-    the report's, from `first_style` on.
+    The line is the mean, and a whisker spans the smallest to the largest seed. What is not finite
+    leaves a gap. `x` and `y` label the axes; `log` names those that are logarithmic.
+    Styles are the report's, from `first_style` on.
     """
     names = [f"style {index}" for index in range(first_style)] + list(series)
     styles = print_styles(names)
@@ -77,17 +83,11 @@ def draw_series(axes: Axes, series: Mapping[str, ByPlace], *, first_style: int =
             label=name,
         )
     axes.grid(True, axis="both")
-
-
-def rows_by(
-    rows: Sequence[Mapping[str, Any]], place: str, value: str, **only: object
-) -> dict[float, list[float]]:
-    """Return `value` of an experiment's rows by `place`, as `draw_series` wants a line.
-
-    `only` names the values that other columns must have.
-    """
-    found: dict[float, list[float]] = {}
-    for row in rows:
-        if all(row[name] == wanted for name, wanted in only.items()):
-            found.setdefault(float(row[place]), []).append(float(row[value]))
-    return found
+    if "x" in log:
+        log_axis(axes, "x")
+    if "y" in log:
+        log_axis(axes, "y")
+    if x:
+        axes.set_xlabel(x)
+    if y:
+        axes.set_ylabel(y)

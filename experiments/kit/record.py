@@ -1,11 +1,11 @@
 """What an experiment found: its numbers, its stated tests, and the machine and commit it ran on.
 
-A JSON file with a checksum; the figure and the table of experiments are drawn from it. Leaves out
-how a test decides (`analysis.stated_tests`) and the table (`report.experiment_page`).
+The record is a JSON file with a checksum. The figure and the table of experiments are drawn from it
+alone, so that neither can show a number that is not on disk.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,26 @@ class Findings:
 
     measured: str
     """A sentence or two with the measured figures that stand beside the published ones."""
-    tests: Sequence[StatedTest]
+    published: Sequence[StatedTest]
+    """What the source states, in the order of the source."""
+    controls: Sequence[StatedTest]
+    """What nobody published: these check the instrument, or show where a disagreement comes from.
+    `tests` marks them."""
     rows: Sequence[Mapping[str, Any]]
     """Every measured number, as JSON values; the figure is drawn from these alone."""
     explanation: str = ""
-    """If a published statement does not hold: which control shows why, and its figures."""
+    """Why published and measured figures differ: which control shows it, and its figures."""
+    explain: InitVar[Callable[[], str] | None] = None
+    """Makes the explanation, and is called only if a published statement does not hold."""
+
+    def __post_init__(self, explain: Callable[[], str] | None) -> None:
+        if explain and not all(test.holds for test in self.published):
+            object.__setattr__(self, "explanation", explain())
+
+    @property
+    def tests(self) -> list[StatedTest]:
+        """The published statements and then the controls, each marked as one."""
+        return [*self.published, *(replace(test, control=True) for test in self.controls)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

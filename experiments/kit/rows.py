@@ -1,21 +1,15 @@
-"""Choosing among an experiment's rows, and one figure a seed out of them, for `stated_tests`.
+"""Chooses among the rows that an experiment measured, and takes one figure per seed out of them.
 
-Leaves out what is decided (`stated_tests`) and what is drawn (`report.paper_series`).
-
-From which step on a signal tells two runs apart, decided over seeds.
-
-A signal's gap, how far it lies from that of the paired run, is held against the gap of another
-pair whose difference is known to mean nothing: a nudge. Leaves out how signals are measured.
+A row is a flat mapping: what was varied, the `seed`, and the measured figures.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stability.analysis.intervals import paired_interval
+__all__ = ["BySeed", "Row", "Rows", "by_seed", "chosen", "mean", "over", "values_by"]
 
-__all__ = ["LOOKS", "Row", "by_seed", "chosen", "first_notice"]
-
+Rows = Sequence[Mapping[str, Any]]
+BySeed = Mapping[int, float]
 Row = Mapping[str, Any]
 
 
@@ -50,22 +44,26 @@ def by_seed(
     return {seed: pick(values) if pick else values[0] for seed, values in found.items()}
 
 
-LOOKS = 3
-"""Looks in a row that must tell: a single one does by chance once in twenty at a level of 0.9.
-Looks of one run are not independent, so this is a rule and no level of its own."""
+def mean(rows: Sequence[Row], value: str, **only: object) -> float:
+    """Return the mean of `value` over the rows that `only` chooses; ValueError if there is none."""
+    found = [float(row[value]) for row in chosen(rows, **only)]
+    return sum(found) / len(found)
 
 
-def first_notice(ratios: Mapping[int, Mapping[int, float]], level: float = 0.9) -> int | None:
-    """Return the first step from which `LOOKS` looks in a row tell, None if there is none.
+def over(numerator: BySeed, denominator: BySeed) -> dict[int, float]:
+    """Return numerator over denominator, seed by seed."""
+    return {seed: value / denominator[seed] for seed, value in numerator.items()}
 
-    `ratios`, by step and seed, are gap over meaningless gap, NaN where that is 0. A look tells if
-    the interval over its seeds lies above 1. ValueError for a negative ratio.
+
+def values_by(
+    rows: Sequence[Row], place: str, value: str, **only: object
+) -> dict[float, list[float]]:
+    """Return the values of every seed by `place`, as `plots.draw_series` wants a line.
+
+    `only` names the values that other columns must have; no row need have them.
     """
-    told: list[int] = []
-    for step in sorted(ratios):
-        known = not any(math.isnan(ratio) for ratio in ratios[step].values())
-        tells = known and paired_interval(ratios[step], level).low > 1
-        told = [*told, step] if tells else []
-        if len(told) == LOOKS:
-            return told[0]
-    return None
+    found: dict[float, list[float]] = {}
+    for row in rows:
+        if all(row[name] == wanted for name, wanted in only.items()):
+            found.setdefault(float(row[place]), []).append(float(row[value]))
+    return found

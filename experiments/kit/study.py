@@ -1,19 +1,17 @@
-"""Drift between any two arms of a study, by seed and step, from their snapshots.
+"""Trains the arms of a study once for several experiments, and measures the drift of any two arms.
 
-A study logs each arm's drift from its baseline alone; two other arms may be a pair as well: FP16
-and FP32 of one attention, or two attentions in FP16. Nothing is believed: each pair is proven
-before it is measured. Leaves out what a drift means (`ladder`, `growth_law`).
+A study logs the drift of each arm from its own baseline. Here any two arms may be a pair: FP16 and
+FP32 of one attention, or two attentions in FP16. Each pair is proven by the pair contract before it
+is measured.
 
-A study that experiments share: its arms trained once, and the drift of any pair of them.
-
-What has ended is kept for the next experiment and what was cut short goes on, in a folder named
-after all that a run's bits may depend on besides its config, the code included: nothing that other
-code trained is ever read. Leaves out what the drifts mean.
+Runs that ended are kept for the next experiment, and those that were cut short go on. They lie in a
+folder named after everything besides the config that a run's bits may depend on, the code included,
+so that nothing which other code trained is ever read.
 """
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from experiments.kit.rows import by_seed
+from experiments.kit.rows import Rows, by_seed, over
 from stability.analysis.pair_contract import prove_pair
 from stability.config.load import load_study
 from stability.config.schema import BASELINE, StudyConfig
@@ -45,14 +43,35 @@ __all__ = [
     "at_step",
     "drift_of_pairs",
     "log_scatter",
-    "over",
     "pair_drift",
+    "ratio_at",
     "shipped_study",
     "slopes",
 ]
 
-Rows = Sequence[Mapping[str, Any]]
-"""Of `pair_drift`, with the name of the pair as `pair`."""
+REPOSITORY = Path(__file__).parents[2]
+KEPT = "runs/experiments"
+"""Where the runs of a size that is kept lie, from the folder that the command is given in."""
+METRICS = ("w1", "max_abs", "rel_l2")
+
+STABLE: dict[str, dict[str, str]] = {
+    "quick": {
+        "model": "{depth: 1, width: 16, heads: 1, context: 32}",
+        "optimizer.warmup_steps": "5",
+        "train.steps": "20",
+        "train.batch_size": "4",
+        "train.checkpoint_every": "20",
+    },
+    "cpu": {},
+    "gpu": {
+        "model": "medium",
+        "train.steps": "2000",
+        "train.checkpoint_every": "500",
+        "train.accelerator": "gpu",
+        "train.snapshot_steps": "[1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]",
+    },
+}
+"""What each size of the experiments on `configs/stable.yaml` changes in its base."""
 
 
 def pair_drift(
@@ -84,17 +103,16 @@ def at_step(rows: Rows, pair: str, metric: str, step: int) -> dict[int, float]:
 
 def slopes(rows: Rows, pair: str, metric: str) -> dict[int, float]:
     """Return the robust slope of a metric of `pair` over all steps, per step, by seed."""
-    by_seed: dict[int, dict[int, float]] = {}
+    course: dict[int, dict[int, float]] = {}
     for row in rows:
         if row["pair"] == pair:
-            by_seed.setdefault(row["seed"], {})[row["step"]] = row[metric]
-    return {seed: drift_slope(list(found), list(found.values())) for seed, found in by_seed.items()}
+            course.setdefault(row["seed"], {})[row["step"]] = row[metric]
+    return {seed: drift_slope(list(found), list(found.values())) for seed, found in course.items()}
 
 
-def over(rows: Rows, pair: str, other: str, metric: str, step: int) -> dict[int, float]:
+def ratio_at(rows: Rows, pair: str, other: str, metric: str, step: int) -> dict[int, float]:
     """Return a metric of `pair` at `step` divided by that of `other`, by seed."""
-    below = at_step(rows, other, metric, step)
-    return {seed: value / below[seed] for seed, value in at_step(rows, pair, metric, step).items()}
+    return over(at_step(rows, pair, metric, step), at_step(rows, other, metric, step))
 
 
 def log_scatter(values: Mapping[int, float]) -> dict[int, float]:
@@ -106,31 +124,6 @@ def log_scatter(values: Mapping[int, float]) -> dict[int, float]:
     logs = {seed: math.log(value) for seed, value in values.items()}
     total, others = sum(logs.values()), len(logs) - 1
     return {seed: abs(log - (total - log) / others) for seed, log in logs.items()}
-
-
-REPOSITORY = Path(__file__).parents[2]
-KEPT = "runs/experiments"
-"""Where the runs of a size that is kept lie, from the folder that the command is given in."""
-METRICS = ("w1", "max_abs", "rel_l2")
-
-STABLE: dict[str, dict[str, str]] = {
-    "quick": {
-        "model": "{depth: 1, width: 16, heads: 1, context: 32}",
-        "optimizer.warmup_steps": "5",
-        "train.steps": "20",
-        "train.batch_size": "4",
-        "train.checkpoint_every": "20",
-    },
-    "cpu": {},
-    "gpu": {
-        "model": "medium",
-        "train.steps": "2000",
-        "train.checkpoint_every": "500",
-        "train.accelerator": "gpu",
-        "train.snapshot_steps": "[1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]",
-    },
-}
-"""What each size of the experiments on `configs/stable.yaml` changes in its base."""
 
 
 def shipped_study(name: str, overrides: Mapping[str, str]) -> StudyConfig:

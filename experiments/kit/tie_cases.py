@@ -1,7 +1,8 @@
-"""The cases of arXiv 2510.04212 on tied rows: what is biased, what is not without it, what cures.
+"""The cases of arXiv 2510.04212 on rows whose maximum repeats: biased ones, unbiased ones, and cures.
 
-`ALL` rounds P, P v and O to BF16, as BF16 training does; `ALONE` rounds the product P v and nothing
-else. Statistics are FP32 in both. Leaves out the rows and the measurement (`presets`).
+Each case is measured with two sets of rounding points. `ALL` rounds P, P v and O to BF16, as BF16
+training does. `ALONE` rounds the product P v and nothing else, which shows that this is where the
+bias arises. Statistics are FP32 in both. The rows and the measurement are `stability.probe`'s.
 """
 
 from collections.abc import Sequence
@@ -30,10 +31,10 @@ CASES: dict[str, tuple[TiedRows, int, dict[str, Any]]] = {
     "P v in FP32": ("tied", 1, {**_FAILING, "accumulator": "fp32"}),
     "P v, O in FP32": ("tied", 1, {**_FAILING, "accumulator": "fp32", "output": "fp32"}),
 }
-"""Rows of `tied_inputs`, sign of v, changes of the numerics.
+"""By case: the kind of rows, the sign of v, and the changes of the numerics.
 
-With mixed residuals, of both signs, O has a bias of 0.05 ULP that is not that of P v: l holds the
-residuals, and O, rounded again, drops what they take away.
+With residuals of both signs ("mixed") O has a bias of 0.05 ULP of its own: the row sum l holds the
+residuals, but O, which is rounded again, drops what they take away.
 """
 
 

@@ -39,7 +39,6 @@ def ratio_within(
     above: float = 0.0,
     below: float = math.inf,
     level: float = 0.9,
-    control: bool = False,
 ) -> StatedTest:
     """Hold `statement` if the ratio's interval, paired by seed, lies inside (above, below).
 
@@ -48,7 +47,7 @@ def ratio_within(
     """
     ratios = _paired_ratios("ratio_within", numerator, denominator)
     found = paired_interval(ratios, level)
-    return _decided(statement, found, "x", above, below, control)
+    return _decided(statement, found, "x", above, below)
 
 
 def mean_within(
@@ -59,15 +58,13 @@ def mean_within(
     above: float = -math.inf,
     below: float = math.inf,
     level: float = 0.9,
-    control: bool = False,
 ) -> StatedTest:
     """Hold `statement` if the interval of the mean, in `unit`, lies inside (above, below).
 
     ValueError if there are too few seeds for an interval.
     """
-    return _decided(
-        statement, mean_interval(values, level), f" {unit}".rstrip(), above, below, control
-    )
+    found = mean_interval(values, level)
+    return _decided(statement, found, f" {unit}".rstrip(), above, below)
 
 
 def monotone(
@@ -76,7 +73,6 @@ def monotone(
     *,
     rising: bool,
     level: float = 0.9,
-    control: bool = False,
 ) -> StatedTest:
     """Hold `statement` if from each point to the next the paired ratio's interval is past 1.
 
@@ -99,11 +95,10 @@ def monotone(
         statement=statement,
         found=f"{held} of {len(steps)} steps; weakest, {weakest}: {_words(steps[weakest], 'x')}",
         holds=held == len(steps),
-        control=control,
     )
 
 
-def equal(statement: str, differences: Iterable[float], *, control: bool = False) -> StatedTest:
+def equal(statement: str, differences: Iterable[float]) -> StatedTest:
     """Hold `statement` if every one of `differences` is exactly 0.
 
     ValueError if there is none.
@@ -114,7 +109,7 @@ def equal(statement: str, differences: Iterable[float], *, control: bool = False
     apart = [value for value in values if value != 0]
     worst = "a NaN" if any(map(math.isnan, apart)) else f"up to {max(apart, default=0.0):.2g}"
     found = f"0 in all {len(values)}" if not apart else f"{len(apart)} of {len(values)}: {worst}"
-    return StatedTest(statement=statement, found=found, holds=not apart, control=control)
+    return StatedTest(statement=statement, found=found, holds=not apart)
 
 
 def every(
@@ -124,7 +119,6 @@ def every(
     unit: str = "",
     above: float = -math.inf,
     below: float = math.inf,
-    control: bool = False,
 ) -> StatedTest:
     """Hold `statement` if every one of `values`, in `unit`, lies inside (above, below).
 
@@ -139,7 +133,6 @@ def every(
         statement=statement,
         found=f"{ends} in all {len(found)}",
         holds=all(above < value < below for value in found),
-        control=control,
     )
 
 
@@ -170,15 +163,12 @@ def _past_one(found: Interval, rising: bool) -> float:
     return math.log(max(found.low, 1e-300)) if rising else -math.log(max(found.high, 1e-300))
 
 
-def _decided(
-    statement: str, found: Interval, unit: str, above: float, below: float, control: bool
-) -> StatedTest:
+def _decided(statement: str, found: Interval, unit: str, above: float, below: float) -> StatedTest:
     _check_seeds("stated test", found)
     return StatedTest(
         statement=statement,
         found=_words(found, unit),
         holds=above < found.low and found.high < below,
-        control=control,
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.kit.replay import load_blocks, train
+from experiments.kit.biased_training import load_blocks, train
 from experiments.kit.runner import load
 from stability.config.convert import to_dict
 from stability.config.load import read_mapping

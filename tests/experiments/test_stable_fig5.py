@@ -1,6 +1,7 @@
 """Flash against baseline attention by length: the directions, at a size of seconds."""
 
 import pytest
+import torch
 
 from experiments.kit.runner import load
 from stability.report.paper.style import paper_style
@@ -37,3 +38,41 @@ def test_figure_names_its_axes(experiment, found):
     assert "baseline" in upper.get_ylabel()
     assert lower.get_xlabel().startswith("keys")
     assert len(upper.get_lines()) >= 6
+
+
+def _draw(*size, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _one_row(q_row, keys, block_k):
+    moves, largest = 0, None
+    for start in range(0, len(keys), block_k):
+        before = largest
+        for key in keys[start : start + block_k]:
+            score = float(q_row @ key)
+            largest = score if largest is None else max(largest, score)
+        moves += before is not None and largest > before
+    return moves
+
+
+@pytest.mark.parametrize("block_k", [1, 5, 16, 100])
+def test_rescales_are_the_count_of_a_loop_over_keys(experiment, block_k):
+    q, k = _draw(2, 2, 7, 16), _draw(2, 2, 41, 16, seed=1)
+    expected = [
+        [[_one_row(row, k[b, h], block_k) for row in q[b, h]] for h in range(2)] for b in range(2)
+    ]
+    assert experiment.rescales(q, k, block_k=block_k).tolist() == expected
+
+
+def test_keys_in_no_order_rescale_a_harmonic_number_of_times(experiment):
+    q, k = _draw(1, 8, 512, 16, dtype=torch.bfloat16), _draw(1, 8, 256, 16, seed=1)
+    found = experiment.rescales(q, k.bfloat16(), block_k=16).double().mean()
+    assert found == pytest.approx(sum(1 / j for j in range(2, 17)), rel=0.05)
+
+
+def test_equal_scores_do_not_rescale_and_negative_ones_do(experiment):
+    q = torch.ones(1, 1, 1, 1)
+    equal, rising = torch.tensor([3.0, 3.0, 3.0, 3.0]), torch.tensor([-4.0, -3.0, -2.0, -1.0])
+    assert experiment.rescales(q, equal.reshape(1, 1, 4, 1), block_k=1).item() == 0
+    assert experiment.rescales(q, rising.reshape(1, 1, 4, 1), block_k=1).item() == 3

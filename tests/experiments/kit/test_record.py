@@ -8,6 +8,7 @@ import pytest
 
 from experiments.kit.record import (
     ExperimentRecord,
+    Findings,
     StatedTest,
     read_experiment,
     write_experiment,
@@ -108,3 +109,18 @@ def test_a_damaged_record_is_named(tmp_path, spoil, said):
     with pytest.raises(ValueError, match=said) as caught:
         read_experiment(path)
     assert str(path) in str(caught.value)
+
+
+def test_controls_are_marked_and_an_explanation_is_made_only_where_one_is_due():
+    holds = StatedTest(statement="falls", found="0.5x", holds=True)
+    fails = replace(holds, holds=False)
+    for published, explanation in ((holds, ""), (fails, "because")):
+        found = Findings(
+            measured="0.5x",
+            published=[published],
+            controls=[fails],
+            rows=[],
+            explain=lambda: "because",
+        )
+        assert [test.control for test in found.tests] == [False, True]
+        assert found.explanation == explanation

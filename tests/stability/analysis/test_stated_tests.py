@@ -135,17 +135,17 @@ def test_a_fall_to_exactly_zero_is_a_fall():
     ],
 )
 def test_equal_is_exactly_equal(differences, holds, found):
-    test = equal("same", iter(differences), control=True)
-    assert (test.holds, test.found, test.control) == (holds, found, True)
+    test = equal("same", iter(differences))
+    assert (test.holds, test.found) == (holds, found)
 
 
-def test_statement_and_control_are_handed_on():
+def test_the_statement_is_handed_on_and_nothing_is_a_control_by_itself():
     for test in (
-        ratio_within("said", ONES, ONES, control=True),
-        mean_within("said", ONES, unit="", control=True),
-        monotone("said", {"a": ONES, "b": ONES}, rising=True, control=True),
+        ratio_within("said", ONES, ONES),
+        mean_within("said", ONES, unit=""),
+        monotone("said", {"a": ONES, "b": ONES}, rising=True),
     ):
-        assert (test.statement, test.control) == ("said", True)
+        assert (test.statement, test.control) == ("said", False)
     assert not equal("said", [0.0]).control
 
 

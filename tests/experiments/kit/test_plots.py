@@ -1,11 +1,12 @@
-"""The lines of an experiment's figure show every seed, and nothing that is no number."""
+"""The figures of experiments show every seed, and nothing that is no number."""
 
 import math
 
 import pytest
 from matplotlib.colors import to_hex
 
-from experiments.kit.plots import draw_series, rows_by
+from experiments.kit.plots import draw_dots, draw_series
+from experiments.kit.rows import values_by
 from stability.report.paper.style import new_figure, paper_style
 
 ROWS = [
@@ -33,12 +34,12 @@ def _line(axes, line=0):
     return drawn.get_xdata().tolist(), drawn.get_ydata().tolist()
 
 
-def test_rows_by_keeps_every_seed_and_only_the_rows_asked_for():
-    assert rows_by(ROWS, "length", "error", arm="flash") == {64.0: [1.0, 4.0], 32.0: [2.0]}
-    assert rows_by(ROWS, "length", "error")[32.0] == [2.0, 9.0]
-    assert rows_by(ROWS, "length", "error", arm="none") == {}
+def test_values_by_keeps_every_seed_and_only_the_rows_asked_for():
+    assert values_by(ROWS, "length", "error", arm="flash") == {64.0: [1.0, 4.0], 32.0: [2.0]}
+    assert values_by(ROWS, "length", "error")[32.0] == [2.0, 9.0]
+    assert values_by(ROWS, "length", "error", arm="none") == {}
     with pytest.raises(KeyError, match="colour"):
-        rows_by(ROWS, "length", "error", colour="red")
+        values_by(ROWS, "length", "error", colour="red")
 
 
 def test_line_is_the_mean_in_order_of_x_and_whiskers_span_the_seeds():
@@ -74,3 +75,28 @@ def test_a_second_panel_goes_on_with_the_styles():
     ]
     assert styles[0] == styles[1]
     assert styles[0][0] != both.containers[0].lines[0].get_color()
+
+
+def test_equal_values_have_a_whisker_of_no_length():
+    value = 0.1
+    assert sum([value] * 3) / 3 > value  # else this would show nothing
+    with paper_style():
+        axes = new_figure("column", 2.0).add_subplot()
+        draw_series(axes, {"equal": {1.0: [value] * 3}})
+        (bars,) = axes.containers
+    assert bars.lines[2][0].get_segments()[0][:, 1].max() < value + 1e-9
+
+
+def test_dots_stand_at_their_category():
+    with paper_style():
+        axes = new_figure("column", 2.0).add_subplot()
+        draw_dots(axes, {"one": {"a": [1.0, 2.0], "b": [3.0]}, "other": {"b": [4.0]}})
+        one, other = axes.lines
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["a", "b"]
+    assert axes.yaxis_inverted()
+    assert list(one.get_xdata()) == [1.0, 2.0, 3.0]
+    assert [round(float(y)) for y in one.get_ydata()] == [0, 0, 1]
+    assert [round(float(y)) for y in other.get_ydata()] == [1]
+    assert one.get_ydata()[2] < other.get_ydata()[0]
+    assert one.get_marker() != other.get_marker()

@@ -1,12 +1,23 @@
-"""The arms of a seed differ where they should, and their gaps are what they say."""
+"""Reruns repeat to the bit, arms differ by their bias alone, a signal is noticed if it lasts."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from experiments.kit.noticing import ARMS, explosion, first_bias, noticed, signal_rows
-from experiments.kit.replay import Course, Recipe, load_blocks
+from experiments.kit.biased_training import (
+    ARMS,
+    Course,
+    Recipe,
+    explosion,
+    first_bias,
+    first_notice,
+    load_blocks,
+    noticed,
+    signal_rows,
+    train,
+    with_bias,
+)
 from stability.config.schema import ModelConfig, OptimizerConfig
 
 RECIPE = Recipe(
@@ -16,6 +27,49 @@ RECIPE = Recipe(
     steps=5,
     probe_every=2,
 )
+CLEAN = [with_bias(0.0), with_bias(0.0)]
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    return load_blocks(RECIPE)
+
+
+def test_a_rerun_ends_in_the_same_figures_and_learns(blocks):
+    first, second = (train(RECIPE, CLEAN, blocks, seed=3) for _ in range(2))
+    assert first == second
+    assert list(first.probed) == [0, 2, 4]
+    assert len(first.losses) == 5
+    assert first.losses[-1] < first.losses[0]
+    assert "watch/layer_1/head_0/query_norm" in first.probed[2]
+
+
+def test_looking_changes_nothing(blocks):
+    looked, once = (
+        train(replace(RECIPE, probe_every=every), CLEAN, blocks, seed=3) for every in (1, 100)
+    )
+    assert looked.losses == once.losses
+
+
+def test_arms_of_a_seed_start_alike_and_other_seeds_do_not(blocks):
+    clean = train(RECIPE, CLEAN, blocks, seed=3)
+    biased = train(RECIPE, [CLEAN[0], with_bias(0.2)], blocks, seed=3)
+    nudged = train(RECIPE, CLEAN, blocks, seed=3, nudge_ulps=1)
+    other = train(RECIPE, CLEAN, blocks, seed=4)
+    norm = "watch/layer_1/head_0/query_norm"
+    assert biased.probed[0][norm] == clean.probed[0][norm]
+    assert biased.probed[4][norm] != clean.probed[4][norm]
+    assert nudged.probed[0][norm] == pytest.approx(clean.probed[0][norm], rel=1e-6)
+    assert nudged.probed[0][norm] != clean.probed[0][norm]
+    assert abs(other.losses[0] - clean.losses[0]) > 10 * abs(biased.losses[0] - clean.losses[0])
+    assert clean.probed[0]["deviation/layer_1/out/bias_ulp"] == pytest.approx(0.0, abs=0.02)
+    assert biased.probed[0]["deviation/layer_1/out/bias_ulp"] == pytest.approx(0.19, abs=0.03)
+    assert biased.probed[0]["deviation/layer_0/out/bias_ulp"] == pytest.approx(0.0, abs=0.02)
+
+
+def test_a_tokenizer_too_large_for_the_model_is_refused():
+    with pytest.raises(ValueError, match="vocab_size must be at least the 256"):
+        load_blocks(replace(RECIPE, model=replace(RECIPE.model, vocab_size=100)))
 
 
 GAPS = ("norm_gap", "loss_gap")
@@ -99,3 +153,32 @@ def test_the_first_step_is_named_at_which_any_layer_is_biased():
 )
 def test_a_loss_explodes_where_it_is_a_nat_above_its_least_or_no_number(losses, step):
     assert explosion(losses) == step
+
+
+def _ratios(*by_step):
+    """Ratios of five seeds, about the value given for each step."""
+    return {
+        10 * index: {seed: value * (1 + 0.05 * seed) for seed in range(5)}
+        for index, value in enumerate(by_step)
+    }
+
+
+def test_first_of_three_looks_in_a_row_is_named():
+    assert first_notice(_ratios(0.9, 8, 8, 8, 0.9, 0.9)) == 10
+
+
+def test_a_chance_look_does_not_count():
+    assert first_notice(_ratios(8, 8, 0.9, 8, 8, 0.9)) is None
+    assert first_notice(_ratios(8, 0.9, 8, 8, 8, 8)) == 20
+
+
+def test_a_ratio_about_one_is_never_noticed_whatever_a_single_seed_says():
+    assert first_notice(_ratios(*[0.92] * 6)) is None
+    scattered = {step: {**by_seed, 0: 0.1} for step, by_seed in _ratios(*[1.5] * 6).items()}
+    assert first_notice(scattered) is None
+
+
+def test_without_a_ratio_a_look_does_not_tell():
+    ratios = _ratios(*[8] * 6)
+    ratios[20][3] = math.nan
+    assert first_notice(ratios) == 30
