@@ -1,4 +1,4 @@
-"""The cases of arXiv 2510.04212 on rows whose maximum repeats: biased ones, unbiased ones, and cures.
+"""The cases of arXiv 2510.04212 on rows whose maximum repeats: with a bias, without one, cured.
 
 Each case is measured with two sets of rounding points. `ALL` rounds P, P v and O to BF16, as BF16
 training does. `ALONE` rounds the product P v and nothing else, which shows that this is where the
