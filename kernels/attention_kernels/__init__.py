@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from attention_kernels.api import (
         AttentionFn,
         AttentionOutput,
-        MaskArguments,
         baseline_attention,
         flash_attention,
         golden_attention,
         resolve_engine,
     )
     from attention_kernels.formats import Format
+    from attention_kernels.masks import MaskArguments
     from attention_kernels.numerics import BaselineNumerics, FlashNumerics
     from attention_kernels.peers.registry import attention
     from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
@@ -48,7 +48,7 @@ _HOMES = {
     "BaselineNumerics": "numerics",
     "FlashNumerics": "numerics",
     "Format": "formats",
-    "MaskArguments": "api",
+    "MaskArguments": "masks",
     "attention": "peers.registry",
     "baseline_attention": "api",
     "flash_attention": "api",

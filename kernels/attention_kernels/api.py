@@ -1,15 +1,13 @@
-"""What every attention implementation is: a callable on q, k, v.
+"""The attention calls that users make: check the arguments, resolve names, call an operator.
 
-Leaves out how any of them computes. Shapes follow `scaled_dot_product_attention`.
-
-The attention calls that users make: check the arguments, resolve names, call.
-
-Leaves out every computation (`golden`, `baseline`, `operators`) and what a mask means (`masks`).
+Every call takes q, k and v shaped as in `scaled_dot_product_attention` and the same mask arguments
+(`masks.MaskArguments`), whoever computes. Nothing is computed here: `operators` runs the engines
+and makes them differentiable, `golden` and `baseline` define what is right.
 """
 
 import importlib.util
 import math
-from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, Protocol, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from attention_kernels.checks import (
     check_packable,
     check_tensors,
 )
-from attention_kernels.masks import Mask
+from attention_kernels.masks import Mask, MaskArguments, mask_fields
 from attention_kernels.numerics import BaselineNumerics, FlashNumerics
 from attention_kernels.operators import (
     Call,
@@ -34,7 +32,9 @@ from attention_kernels.operators import (
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
 
 __all__ = [
-    "MaskArguments",
+    "AttentionFn",
+    "AttentionOutput",
+    "Engine",
     "baseline_attention",
     "flash_attention",
     "golden_attention",
@@ -69,34 +69,7 @@ class AttentionFn(Protocol):
 Engine = Literal["auto", "twin", "triton"]
 
 
-class MaskArguments(TypedDict, total=False):
-    """What every attention takes beside q, k and v; all of it is optional.
-
-    A query stands at the key that is as far from the last key as it is from the last query
-    (bottom-right). `causal`: it attends keys up to there. `scale`: of q k^T, None is
-    1/sqrt(head_dim). `window` (left, right): so many keys before and after, None is no bound.
-    `softcap`: scores become softcap * tanh(score / softcap). `key_padding`, bool
-    `(batch, key_len)`: true where a key may be attended. `attn_mask`, broadcastable to
-    `(batch, heads, query_len, key_len)`: bool, true where it may be attended, or floating, added to
-    the scores; it gets no gradient. `alibi_slopes`, `(heads,)` or `(batch, heads)`: subtract
-    slope * distance. `cu_seqlens_q`, `cu_seqlens_k`, int32: where each packed sequence starts and,
-    last, how many tokens there are; then q is `(total_tokens, heads, head_dim)`, k and v likewise.
-    `dropout_p` must be 0.
-    """
-
-    causal: bool
-    scale: float | None
-    window: tuple[int | None, int | None] | None
-    softcap: float
-    key_padding: Tensor | None
-    attn_mask: Tensor | None
-    alibi_slopes: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    dropout_p: float
-
-
-# A constant to torch.compile, which would otherwise trace the search for Triton.
+# torch.compile takes the result as a constant; else it would trace the search for Triton.
 @constant_to_the_compiler
 def resolve_engine(engine: Engine, device: torch.device | str) -> Literal["twin", "triton"]:
     """Return the engine that `engine` means on `device`: auto is Triton on CUDA, else the twin.
@@ -266,9 +239,8 @@ def _by_definition(
 ) -> Tensor | AttentionOutput:
     check_tensors(function, q, k, v)
     check_mask(function, q, k, mask)
-    call = _call(
-        q, mask, plan_to_text(engine, None if numerics is None else numerics.text, q.dtype)
-    )
+    text = None if numerics is None else numerics.text
+    call = _call(q, mask, plan_to_text(engine, text, q.dtype))
     lse = None
     if torch.compiler.is_compiling():
         if return_lse:
@@ -293,37 +265,25 @@ def _unpacked(out: Tensor) -> Tensor:
     return out.squeeze(0).transpose(0, 1)
 
 
-def read_mask(q: Tensor, k: Tensor, arguments: MaskArguments) -> tuple[Mask, float]:
+def read_mask(
+    q: Tensor, k: Tensor, arguments: MaskArguments, function: str = "read_mask"
+) -> tuple[Mask, float]:
     """Return the mask and the scale that `arguments` mean for q and k, `(batch, heads, ...)`.
 
-    For measures that form the scores by themselves. ValueError as `flash_attention`.
+    It is for code that forms the scores itself. ValueError as `flash_attention`, in the name of
+    `function`.
     """
-    check_mask("read_mask", q, k, arguments)
-    call = _call(q, arguments, "")
-    return call.mask(), call.scale
+    check_mask(function, q, k, arguments)
+    return Mask(**mask_fields(arguments)), _scale(q, arguments)
 
 
-def _call(q: Tensor, mask: MaskArguments, plan: str) -> Call:
+def _scale(q: Tensor, arguments: MaskArguments) -> float:
+    scale = arguments.get("scale")
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+
+
+def _call(q: Tensor, arguments: MaskArguments, plan: str) -> Call:
     """Return what an operator takes beside q, k and v, given arguments that are checked."""
-    scale = mask.get("scale")
-    attn_mask, slopes = mask.get("attn_mask"), mask.get("alibi_slopes")
-    if attn_mask is not None:
-        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
-    is_bias = attn_mask is not None and attn_mask.is_floating_point()
-    if slopes is not None:
-        slopes = slopes.detach().float().reshape(-1, slopes.shape[-1])
-    left, right = mask.get("window") or (None, None)
-    return Call(
-        key_padding=mask.get("key_padding"),
-        visible=None if is_bias else attn_mask,
-        bias=attn_mask if is_bias else None,
-        alibi_slopes=slopes,
-        cu_seqlens_q=mask.get("cu_seqlens_q"),
-        cu_seqlens_k=mask.get("cu_seqlens_k"),
-        causal=bool(mask.get("causal", False)),
-        left=left,
-        right=right,
-        softcap=float(mask.get("softcap", 0.0)),
-        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        plan=plan,
-    )
+    fields = mask_fields(arguments)
+    left, right = fields.pop("window")
+    return Call(**fields, left=left, right=right, scale=_scale(q, arguments), plan=plan)

@@ -1,17 +1,9 @@
-"""Checks of what users pass to an attention call, before any work; one form of message.
+"""Checks of what users pass to an attention call, before any work is done.
 
-Every message reads "<function>: <argument> must be <rule>, got <value>; <what to do>". Leaves out
-the fields of the numerics, which check themselves.
-
-Checks of the masks that users pass, before any work; the messages of `validation`.
-
-What shapes and types tell is checked at once; what only values tell (offsets that fall, a slope
-that is NaN) inside the operator, where a compiled model runs it too. Leaves out q, k, v and the
-numerics (`validation`, `numerics`).
-
-What a peer says where it can't compute a call: not installed, not built for it, not of its kind.
-
-`peers` turns it into the error that a user sees, `status` into a reason. Leaves out when.
+Every message reads "<function>: <argument> must be <rule>, got <value>; <what to do>". What shapes
+and types tell is checked at once. What only values tell (offsets that fall, a slope that is NaN) is
+checked by `check_mask_values` inside the operator, where a compiled model runs it too. The numerics
+check their own fields.
 """
 
 import difflib

@@ -1,6 +1,8 @@
 """What this machine is: processor, versions, engines, formats it multiplies itself, switches.
 
-Reads, and changes nothing. Leaves out which attentions run here (`peers`) and how fast.
+These functions read and change nothing. A benchmark, an experiment and a run write down what they
+say, because each of it can change a number or a speed. Which other libraries' attentions run here
+is `peers.registry`'s to say.
 """
 
 import importlib.metadata

@@ -1,22 +1,51 @@
 """Which query may attend which key, and what is added to its score: shared by every implementation.
 
 Positions are aligned bottom-right, as in flash-attn 2.1 and later: query i stands at key
-i + key_len - query_len, so the last query stands at the last key. `causal` lets a query attend keys
+i + key_len - query_len, so the last query stands at the last key. PyTorch's SDPA aligns `is_causal`
+to the top left instead, so the two agree only where lengths do. `causal` lets a query attend keys
 up to where it stands, a window (left, right) those at most `left` before and `right` after, and
-ALiBi (arXiv 2108.12409) subtracts slope * distance. A row that attends nothing is no error.
-Leaves out how a masked score is represented, the softcap's arithmetic, and checks of what users
-pass (`validation`).
+ALiBi (arXiv 2108.12409) subtracts slope * distance. A row that attends nothing is no error: it
+gives 0. How a masked score is represented and how the softcap is computed is left to each
+implementation, so that golden, baseline and twin share no arithmetic.
 
 Shape suffixes: B batch, H query heads, I some query rows, J some keys, Q query_len, K key_len.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-__all__ = ["Mask", "Sequence"]
+__all__ = ["Mask", "MaskArguments", "Sequence", "mask_fields"]
+
+
+class MaskArguments(TypedDict, total=False):
+    """What every attention takes beside q, k and v; all of it is optional.
+
+    A query stands at the key that is as far from the last key as it is from the last query
+    (bottom-right). `causal`: it attends keys up to there. `scale`: of q k^T, None is
+    1/sqrt(head_dim). `window` (left, right): so many keys before and after, None is no bound.
+    `softcap`: scores become softcap * tanh(score / softcap). `key_padding`, bool
+    `(batch, key_len)`: true where a key may be attended. `attn_mask`, broadcastable to
+    `(batch, heads, query_len, key_len)`: bool, true where it may be attended, or floating, added to
+    the scores; it gets no gradient. `alibi_slopes`, `(heads,)` or `(batch, heads)`: subtract
+    slope * distance. `cu_seqlens_q`, `cu_seqlens_k`, int32: where each packed sequence starts and,
+    last, how many tokens there are; then q is `(total_tokens, heads, head_dim)`, k and v likewise.
+    `dropout_p` must be 0.
+    """
+
+    causal: bool
+    scale: float | None
+    window: tuple[int | None, int | None] | None
+    softcap: float
+    key_padding: Tensor | None
+    attn_mask: Tensor | None
+    alibi_slopes: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    dropout_p: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +58,7 @@ class Mask:
 
     causal: bool = False
     window: tuple[int | None, int | None] = (None, None)
-    """Keys to the left and right of where a query stands; None is no bound."""
+    """How many keys to the left and right of where a query stands; None is no bound."""
     softcap: float = 0.0
     """Scores become softcap * tanh(score / softcap) before anything is added; 0 is off."""
     key_padding: Tensor | None = None
@@ -135,6 +164,28 @@ class Mask:
             alibi_BHIJ = -self.alibi_slopes.to(dtype)[:, :, None, None] * distance_IJ
             added = alibi_BHIJ if added is None else added + alibi_BHIJ
         return added
+
+
+def mask_fields(arguments: MaskArguments) -> dict[str, Any]:
+    """Return the fields of `Mask` that checked arguments mean, by name."""
+    attn_mask, slopes = arguments.get("attn_mask"), arguments.get("alibi_slopes")
+    if attn_mask is not None:
+        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+    is_bias = attn_mask is not None and attn_mask.is_floating_point()
+    if slopes is not None:
+        slopes = slopes.detach().float().reshape(-1, slopes.shape[-1])
+    left, right = arguments.get("window") or (None, None)
+    return {
+        "causal": bool(arguments.get("causal", False)),
+        "window": (left, right),
+        "softcap": float(arguments.get("softcap", 0.0)),
+        "key_padding": arguments.get("key_padding"),
+        "visible": None if is_bias else attn_mask,
+        "bias": attn_mask if is_bias else None,
+        "alibi_slopes": slopes,
+        "cu_seqlens_q": arguments.get("cu_seqlens_q"),
+        "cu_seqlens_k": arguments.get("cu_seqlens_k"),
+    }
 
 
 @dataclass(frozen=True, slots=True)

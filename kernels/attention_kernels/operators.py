@@ -1,17 +1,16 @@
-"""All of an attention call beside q, k and v, in the order in which an operator takes it.
+"""The attentions as custom operators of torch, which makes them differentiable and compilable.
 
-A custom operator of torch takes tensors, numbers and strings, so numerics reach it as text. Leaves
-out what a mask means (`masks`) and what is done with any of it (`operators`).
+`flash_forward` and `flash_backward` run an engine, the twin or Triton. torch knows their shapes
+(fake implementations) and their gradients without looking inside, so a compiled model contains them
+as they are, with no graph break. The forward saves q, k and v as they came, out, and lse in the
+work format. Where out is rounded to a format that q's dtype does not hold, it saves that wider out
+instead, because the backward's delta = rowsum(dO * O) reads it. `reference_forward` and
+`reference_backward` do the same for golden and baseline inside of `torch.compile`; outside of it
+autograd differentiates those two as they stand.
 
-The attentions as custom operators of torch: what makes them differentiable and compilable.
-
-`flash_forward` and `flash_backward` run an engine. A compiled model contains them as they are, with
-no graph break, because torch knows their shapes (fake implementations) and gradients without
-looking inside. They save q, k, v as they came, out, and lse in the work format; where out is
-rounded to a format that q's dtype does not hold, also that wider out, which the backward's delta
-reads. `reference_forward` and `reference_backward` do the same for golden and baseline inside of
-`torch.compile`; outside, autograd differentiates those as they stand. Leaves out the arithmetic
-(`twin_*`, `triton_*`, `golden`, `baseline`) and the checks of arguments (`api`, `validation`).
+A custom operator takes tensors, numbers and strings only. So the frozen numerics, which decide the
+bits, travel as text (`plan_to_text`) and are read again inside, once for each text. The arithmetic
+is in `twin`, `triton`, `golden` and `baseline`, the checks of arguments in `checks`.
 """
 
 import functools
@@ -48,12 +47,8 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-TENSORS = 6
-"""How many of a call's values are tensors; they come first."""
-
-
 class Call(NamedTuple):
-    """The values of an operator after q, k and v; tensors as in `Mask`."""
+    """What an operator takes after q, k and v, in its order; the tensors, as in `Mask`, first."""
 
     key_padding: Tensor | None
     visible: Tensor | None
@@ -70,41 +65,41 @@ class Call(NamedTuple):
 
     def mask(self) -> Mask:
         """Return the mask of the call."""
-        return Mask(
-            causal=self.causal,
-            window=(self.left, self.right),
-            softcap=self.softcap,
-            key_padding=self.key_padding,
-            visible=self.visible,
-            bias=self.bias,
-            alibi_slopes=self.alibi_slopes,
-            cu_seqlens_q=self.cu_seqlens_q,
-            cu_seqlens_k=self.cu_seqlens_k,
-        )
+        fields = self._asdict()
+        del fields["scale"], fields["plan"]
+        return Mask(window=(fields.pop("left"), fields.pop("right")), **fields)
+
+
+TENSORS = 6
+"""How many fields of a call are tensors; the backward gets them saved, the rest as constants."""
+_QKV = "Tensor q, Tensor k, Tensor v, "
+_CALL = (
+    "Tensor? key_padding, Tensor? visible, Tensor? bias, Tensor? alibi_slopes, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, SymInt? left, SymInt? right, "
+    "float softcap, float scale, str plan"
+)
+"""The fields of `Call`, as a schema of torch."""
 
 
 def constant_to_the_compiler(function: F) -> F:
-    """Mark a function of constants, whose result torch.compile takes without tracing it.
-
-    What `torch.compiler.assume_constant_result` does, which imports Dynamo, and Triton with it, and
-    takes 1.5 s when this package is imported.
-    """
+    """Mark a function of constants, whose result torch.compile takes without tracing it."""
+    # torch.compiler.assume_constant_result does just this, but it imports Dynamo, and Triton with
+    # it, which would add 1.5 s to the import of this package.
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
 
 class Plan(NamedTuple):
-    """Who computes ("twin", "triton", "baseline", "golden") and at what resolved numerics.
-
-    The golden has none.
-    """
+    """Who computes, and at what resolved numerics."""
 
     engine: str
+    """The name of one: "twin", "triton", "baseline" or "golden"."""
     numerics: FlashNumerics | BaselineNumerics | None
+    """None for the golden."""
 
 
-# A constant to torch.compile, which would otherwise trace the reading and writing of JSON. It takes
-# nothing but constants, which are what torch.compile guards.
+# torch.compile takes the result as a constant; else it would trace the reading and writing of JSON.
+# That is safe because the arguments are constants, too, and torch.compile guards those.
 @constant_to_the_compiler
 def plan_to_text(engine: str, numerics: str | None, dtype: torch.dtype) -> str:
     """Return the plan for inputs of `dtype` as text, given the text of unresolved numerics.
@@ -136,17 +131,8 @@ def _numerics(engine: str, values: dict[str, object]) -> FlashNumerics | Baselin
     return FlashNumerics.from_dict(values)
 
 
-_QKV = "Tensor q, Tensor k, Tensor v, "
-_CALL = (
-    "Tensor? key_padding, Tensor? visible, Tensor? bias, Tensor? alibi_slopes, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, SymInt? left, SymInt? right, "
-    "float softcap, float scale, str plan"
-)
-"""The fields of `Call`."""
-
-
 def _stored_apart(numerics: FlashNumerics, dtype: torch.dtype) -> bool:
-    """Say whether out, as rounded, does not fit the dtype that is returned."""
+    """Say whether out is rounded to a format that `dtype`, in which it is returned, cannot hold."""
     return not format_named(numerics.forward.output).fits(FORMATS[input_format(dtype)])
 
 
@@ -299,7 +285,7 @@ def reference_backward(
             out, _ = attend_by_definition(*leaves, call=Call(*rest))
             return torch.autograd.grad(out, leaves, dout)
 
-    # torch switches autograd off for the thread that runs an operator; another thread has it.
+    # torch switches autograd off in the thread that runs an operator, so another differentiates.
     with ThreadPoolExecutor(max_workers=1) as thread:
         dq, dk, dv = (x.contiguous() for x in thread.submit(differentiate).result())
     return dq, dk, dv

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attention_kernels import PROFILES, flash_attention, golden_attention
-from attention_kernels.api import MaskArguments
+from attention_kernels.masks import MaskArguments
 from attention_kernels.peers.registry import PeerStatus, peers
 from attention_kernels.testing import assert_within_budget
 

@@ -1,9 +1,9 @@
 """PyTorch's FlexAttention: compiled on CUDA; on the CPU its eager form, which has no backward.
 
-The eager form holds the whole score matrix. Compiled on the CPU it has no backward either and would
-need a C++ compiler. `fullgraph` makes a compilation that fails, or that is the ninth of its kind,
-an error: without it torch runs the eager form instead. A row that attends nothing gives 0. Leaves
-out which arguments may be asked for (`peers`).
+The eager form holds the whole score matrix. Compiled on the CPU it would have no backward either,
+and would need a C++ compiler. With `fullgraph` a compilation that fails, or that is the ninth of
+its kind, is an error; without it torch would silently run the eager form. A row that attends
+nothing gives 0. Which arguments may be asked for is `registry`'s.
 
 API: https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html
 """
@@ -37,9 +37,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float) -> Tens
     # optional dependency: flex_attention loads Triton where there is one
     from torch.nn.attention.flex_attention import flex_attention
 
-    if (
-        not torch.is_grad_enabled()
-    ):  # on the CPU it refuses tensors that merely could have gradients
+    if not torch.is_grad_enabled():
+        # on the CPU it refuses tensors that merely could have gradients
         q, k, v = q.detach(), k.detach(), v.detach()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")

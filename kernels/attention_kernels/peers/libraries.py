@@ -1,9 +1,9 @@
 """The attention libraries outside of PyTorch: FlashAttention 2, 3 and 4, and FlashInfer.
 
-All of them are optional and take `(batch, length, heads, head_dim)`, packed `(tokens, heads,
-head_dim)`; causal masks and windows are aligned bottom-right, as here. FlashAttention gives 0 where
+All of them are optional. They take `(batch, length, heads, head_dim)`, packed `(tokens, heads,
+head_dim)`, and align causal masks and windows bottom-right, as we do. FlashAttention gives 0 where
 a row attends nothing; FlashInfer's backends differ, so such rows are set to 0 here. FlashInfer has
-no backward. Leaves out which arguments may be asked for (`peers`).
+no backward. Which arguments may be asked for is `registry`'s.
 
 APIs: flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py and
 flash_attn/cute/interface.py of github.com/Dao-AILab/flash-attention;
@@ -167,7 +167,7 @@ def _starts(x: Tensor, offsets: Tensor | None) -> tuple[int, ...]:
     return tuple(range(0, (x.shape[0] + 1) * x.shape[2], x.shape[2]))
 
 
-# One plan is kept: a plan costs more than a small attention, and a loop repeats its shapes.
+# One plan is cached: making it costs more than a small attention, and a loop repeats its shapes.
 @functools.lru_cache(maxsize=1)
 def _planned(
     starts_q: tuple[int, ...],

@@ -1,15 +1,15 @@
 """One interface over every attention there is: our own, PyTorch's, the libraries', the user's.
 
 The name says who computes, and nobody else ever does: what is not installed, or does not take an
-argument, a dtype or a device, is refused with the reason. Arguments mean what they mean in `api`,
-whoever computes: masks are aligned bottom-right, a row that attends nothing gives 0. Leaves out how
-each one is called (`sdpa`, `flex`, `libraries`).
+argument, a dtype or a device, is refused with the reason. A silent fallback would be the very
+confound that a comparison of numerics looks for. Arguments mean the same whoever computes: masks
+are aligned bottom-right, and a row that attends nothing gives 0. How each library is called is in
+`sdpa`, `flex` and `libraries`.
 """
 
 import difflib
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from attention_kernels.api import (
-    MaskArguments,
     baseline_attention,
     flash_attention,
     golden_attention,
+    read_mask,
 )
-from attention_kernels.checks import check_mask, check_mask_values, check_tensors, require
-from attention_kernels.masks import Mask
+from attention_kernels.checks import check_mask_values, check_tensors, require
+from attention_kernels.masks import Mask, MaskArguments
 from attention_kernels.peers import flex, libraries, sdpa
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
 
@@ -126,12 +126,12 @@ def attention(
     if not own:
         peer = _named(implementation, PEERS, "implementation", ("flash", "baseline", "golden"))
     check_tensors("attention", q, k, v)
-    check_mask("attention", q, k, mask)
-    scale = mask.get("scale")
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    read, scale = read_mask(q, k, mask, "attention")
     if own:
-        return _call_own(implementation, q, k, v, mask, float(scale))
-    return _call_peer(implementation, peer, q, k, v, mask, float(scale))
+        _refuse_others(implementation, mask, ("causal",))
+        return _call_own(implementation, q, k, v, causal=read.causal, scale=scale)
+    _refuse_others(implementation, mask, peer.takes)
+    return _call_peer(implementation, peer, q, k, v, read, scale)
 
 
 def _named(name: str, table: dict[str, Any], what: str, others: tuple[str, ...] = ()) -> Any:
@@ -146,13 +146,11 @@ def _named(name: str, table: dict[str, Any], what: str, others: tuple[str, ...] 
 
 
 def _call_peer(
-    name: str, peer: Peer, q: Tensor, k: Tensor, v: Tensor, arguments: MaskArguments, scale: float
+    name: str, peer: Peer, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
 ) -> Tensor:
-    _refuse_others(name, arguments, peer.takes)
     packed = q.dim() == 3
     if packed:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    mask = _mask(arguments)
     check_mask_values("attention", mask, q.shape[2], k.shape[2])
     try:
         out = peer.attend(q, k, v, mask=mask, scale=scale)
@@ -185,30 +183,8 @@ def _refuse_others(name: str, arguments: MaskArguments, takes: Iterable[str]) ->
         )
 
 
-def _mask(arguments: MaskArguments) -> Mask:
-    attn_mask, slopes = arguments.get("attn_mask"), arguments.get("alibi_slopes")
-    if attn_mask is not None:
-        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
-    is_bias = attn_mask is not None and attn_mask.is_floating_point()
-    left, right = arguments.get("window") or (None, None)
-    return Mask(
-        causal=bool(arguments.get("causal", False)),
-        window=(left, right),
-        softcap=float(arguments.get("softcap", 0.0)),
-        key_padding=arguments.get("key_padding"),
-        visible=None if is_bias else attn_mask,
-        bias=attn_mask if is_bias else None,
-        alibi_slopes=None if slopes is None else slopes.float().reshape(-1, slopes.shape[-1]),
-        cu_seqlens_q=arguments.get("cu_seqlens_q"),
-        cu_seqlens_k=arguments.get("cu_seqlens_k"),
-    )
-
-
-def _call_own(
-    name: str, q: Tensor, k: Tensor, v: Tensor, arguments: MaskArguments, scale: float
-) -> Tensor:
+def _call_own(name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     function = _imported(name)
-    _refuse_others(name, arguments, ("causal",))
     require(
         q.dim() == 4,
         "attention: q",
@@ -216,7 +192,6 @@ def _call_own(
         tuple(q.shape),
         "it takes no cu_seqlens",
     )
-    options = {"causal": bool(arguments.get("causal", False)), "scale": scale}
     _check_signature(name, function, options)
     out = function(q, k, v, **options)
     got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__

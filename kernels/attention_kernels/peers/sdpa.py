@@ -1,11 +1,11 @@
 """PyTorch's scaled_dot_product_attention with one backend and no other.
 
-Its `is_causal` is aligned to the top left, so it is used only where lengths agree; every other mask
-becomes an explicit one, which the backend takes or refuses. A row that attends nothing would be NaN
-in one backend and the mean of v in another: its mask is opened and its output set to 0, and so are
-its gradients. Bias and ALiBi are added in FP32 (FP64 for FP64 inputs); the efficient and cuDNN
-backends want them in q's dtype, so there they are rounded to it. Leaves out softcap and packed
-sequences, which SDPA has not, and which arguments may be asked for (`peers`).
+Its `is_causal` is aligned to the top left, so it is used only where both lengths agree; every other
+mask becomes an explicit one, which the backend takes or refuses. A row that attends nothing would
+be NaN in one backend and the mean of v in another. So the mask of such a row is opened, and its
+output, and with it its gradient, is set to 0. Bias and ALiBi are added in FP32 (FP64 for FP64
+inputs), but the efficient and cuDNN backends want them in q's dtype, and there they are rounded to
+it. SDPA has no softcap and no packed sequences. Which arguments may be asked for is `registry`'s.
 
 API: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 """

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention_kernels.formats import FORMATS, Format, input_format, round_to
+from attention_kernels.formats import FORMATS, Format, input_format
+from attention_kernels.rounding import round_to
 
 __all__ = ["Move", "injected_bias", "scale_off", "skip_last_key"]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention_kernels.api import MaskArguments
+from attention_kernels.masks import MaskArguments
 
 __all__ = ["HARD_SHAPES", "Shape", "make_packed", "make_qkv"]
 
