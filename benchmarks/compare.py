@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stability.analysis.comparison import compare_weights
+from stability.analysis.weight_comparison import compare_weights
 from stability.records.weight_files import open_weights
 
 VOCABULARY, CONTEXT, WIDTH, BLOCKS = 50257, 1024, 768, 12

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from stability.analysis.pair_contract import axis_of
+from stability.config.arms import expand
 from stability.config.load import from_dict, load_study
 from stability.config.schema import ModelConfig
-from stability.study.contract import axis_of
-from stability.study.expand import expand
 
 ROOT = Path(__file__).parent.parent
 MODELS = sorted((ROOT / "configs" / "model").glob("*.yaml"))

@@ -85,7 +85,7 @@ def pair_drift(
     for seed in seeds:
         first, second = (RunPaths.for_run(study_dir, arm, seed) for arm in (reference, candidate))
         proof = prove_pair(first, second)
-        if proof.break_ is not None or len(proof.axes) > 1:
+        if proof.breach is not None or len(proof.axes) > 1:
             raise ValueError(
                 f"pair_drift: {candidate} and {reference} must differ in one axis alone, seed "
                 f"{seed}: {proof.sentence}"

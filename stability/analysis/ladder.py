@@ -17,7 +17,6 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from stability.analysis.change import describe_change
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import (
     RecordedArm,
@@ -26,6 +25,7 @@ from stability.analysis.study_records import (
     RunState,
     read_study,
 )
+from stability.config.arms import INDEPENDENT_AXES, describe_change
 from stability.config.schema import BASELINE, Axis
 from stability.records.paths import snapshot_steps
 
@@ -39,9 +39,6 @@ __all__ = [
     "planned_early_step",
     "w1_floor",
 ]
-
-INDEPENDENT_AXES = ("seed", "init")
-"""Axes whose arms start from weights that were drawn independently of the baseline's."""
 
 
 def w1_floor(run: RecordedRun, step: int) -> float | None:
@@ -190,7 +187,7 @@ def _row(study: RecordedStudy, arm: RecordedArm, early: int, last: int, scale: E
     return Row(
         arm=arm.name,
         axis=arm.axis,
-        change=describe_change(study, arm),
+        change=describe_change(arm.name, arm.axis, arm.diff, study.base),
         state=state,
         message=message,
         final_loss=_final_loss(arm, study.steps),

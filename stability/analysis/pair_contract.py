@@ -1,19 +1,23 @@
-"""The pair contract as the records prove it: which hashes of each run equal its baseline's.
+"""The pair contract: two runs are compared only if they differ in one declared change.
 
-Leaves out refusing a run (`study.contract`): this only shows what the manifests hold.
+Both start from the same bits and see the same text, the same batches and the same environment, and
+their configs are equal but for one axis. The contract serves twice, from the same parts:
 
-The pair contract of two runs, proven from their records: what is the same, and the first break.
+- a study refuses a run that breaks it (`axis_of`, `check_start`, `check_batches`), by a
+  `ContractError` with the two values that differ;
+- a reader is shown it (`prove_pair` for two runs, `compare_hashes` for the runs of a study).
+  Nothing is believed there: the files' checksums, both configs, both environments, the hashes and
+  every line of both batch logs are compared.
 
-Nothing is believed: the files' checksums, both configs, both environments, the hashes and every
-line of both batch logs are compared. Leaves out a whole study's summary of hashes (`proofs`) and
-refusing a run while it trains (`study.contract`), which compares the same parts.
+Everything here only reads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from stability.analysis.study_records import RecordedRun, RecordedStudy
+from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
+from stability.config.arms import INDEPENDENT_AXES, Arm
 from stability.config.convert import Place, from_mapping
 from stability.config.diff import changed_axes, changes, diff, hash_without
 from stability.config.schema import AXES, BASELINE, ArmConfig, Axis
@@ -25,100 +29,40 @@ from stability.records.run_files import damage
 
 __all__ = [
     "HASHES",
-    "WEIGHT_AXES",
+    "ContractError",
     "PairProof",
-    "Proof",
     "ProofLine",
     "Sameness",
-    "environment_of",
-    "first_other_batch",
-    "hash_proofs",
+    "axis_of",
+    "check_batches",
+    "check_start",
+    "compare_hashes",
+    "environments_of",
+    "may_differ",
     "prove_pair",
-    "start_parts",
 ]
 
 HASHES = ("init_weights", "text", "batches", "final_weights")
 """The hashes of a manifest, in the order of a run."""
 
-Sameness = Literal["same", "different by design", "different", "unknown"]
-"""Two records of one thing; `different` breaks the contract, `unknown` is not on record yet."""
-
-WEIGHT_AXES: tuple[Axis, ...] = ("init", "seed")
-"""Axes that change the initial weights by design."""
-
-FREE: dict[str, tuple[Axis, ...]] = {
-    "init_weights": WEIGHT_AXES,
+CHANGED_BY: dict[str, tuple[Axis, ...]] = {
+    "init_weights": INDEPENDENT_AXES,
     "text": (),
     "batches": ("data_order",),
 }
 """Axes that are meant to change a hash. Final weights may differ on every axis but `none`."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Proof:
-    """One hash of one run beside its baseline's; empty strings where a manifest has none yet."""
-
-    arm: str
-    seed: int
-    name: str
-    found: str
-    expected: str
-    sameness: Sameness
+Sameness = Literal["same", "different by design", "different", "unknown"]
+"""Two records of one thing; `different` breaks the contract, `unknown` is not on record yet."""
 
 
-def hash_proofs(study: RecordedStudy) -> list[Proof]:
-    """Return a proof for each run of each candidate and each hash, in the study's order."""
-    baseline = study.arm(BASELINE)
-    proofs = []
-    for arm in study.candidates:
-        for seed, run in arm.runs.items():
-            reference = baseline.runs.get(seed) if baseline else None
-            for name in HASHES:
-                found, expected = _hash(run, name), _hash(reference, name)
-                proofs.append(
-                    Proof(
-                        arm=arm.name,
-                        seed=seed,
-                        name=name,
-                        found=found,
-                        expected=expected,
-                        sameness=_sameness(name, arm.diff, found, expected),
-                    )
-                )
-    return proofs
-
-
-def environment_of(study: RecordedStudy) -> dict[str, list[Any]]:
-    """Return the values found for each entry of the environment; there should be one of each."""
-    found: dict[str, list[Any]] = {}
-    for run in _runs(study):
-        for key, value in (run.manifest.environment if run.manifest else {}).items():
-            if value not in found.setdefault(key, []):
-                found[key].append(value)
-    return found
-
-
-def _runs(study: RecordedStudy) -> Iterator[RecordedRun]:
-    for arm in study.arms:
-        yield from arm.runs.values()
-
-
-def _hash(run: RecordedRun | None, name: str) -> str:
-    return run.manifest.hashes.get(name, "") if run and run.manifest else ""
-
-
-def _sameness(name: str, diff: Mapping[str, Any], found: str, expected: str) -> Sameness:
-    if not found or not expected:
-        return "unknown"
-    if found == expected:
-        return "same"
-    free = bool(diff) if name == "final_weights" else changes(diff, FREE[name])
-    return "different by design" if free else "different"
+class ContractError(ValueError):
+    """Two runs are not a pair."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofLine:
-    """One thing compared, in the order in which it is laid down: `found` is what it says."""
+    """One thing that was compared, and what each of the two runs says of it."""
 
     field: str
     first: str
@@ -128,7 +72,7 @@ class ProofLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairProof:
-    """Two runs, the axes in which they differ, and every comparison."""
+    """Two runs, the axes in which they differ, and every comparison in the order of a run."""
 
     first: str
     second: str
@@ -136,16 +80,16 @@ class PairProof:
     lines: tuple[ProofLine, ...]
 
     @property
-    def break_(self) -> ProofLine | None:
+    def breach(self) -> ProofLine | None:
         """The first comparison that breaks the contract."""
         return next((line for line in self.lines if line.sameness == "different"), None)
 
     @property
     def sentence(self) -> str:
         """What the proof comes to, in one sentence."""
-        broken = self.break_
-        if broken is not None:
-            return f"no pair: {broken.field} is {broken.first} in one, {broken.second} in the other"
+        if self.breach is not None:
+            field, first, second = self.breach.field, self.breach.first, self.breach.second
+            return f"no pair: {field} is {first} in one, {second} in the other"
         unknown = [line.field for line in self.lines if line.sameness == "unknown"]
         said = f"a pair: they differ in {self.axes[0]} alone" if self.axes else "an A/A pair"
         if len(self.axes) > 1:
@@ -154,18 +98,114 @@ class PairProof:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        lines = [
-            {"field": x.field, "first": x.first, "second": x.second, "sameness": x.sameness}
-            for x in self.lines
-        ]
         return {
             "first": self.first,
             "second": self.second,
             "axes": list(self.axes),
-            "is_pair": self.break_ is None,
+            "is_pair": self.breach is None,
             "sentence": self.sentence,
-            "lines": lines,
+            "lines": [asdict(line) for line in self.lines],
         }
+
+
+def axis_of(arm: Arm, allow_many: bool = False) -> Axis:
+    """Return the one axis that `arm` changes, `none` if nothing differs.
+
+    `many` if it changes several and the study allows it. Else that is a ContractError, and so is a
+    change that lies on no axis.
+    """
+    changed = changed_axes(arm.diff)
+    strangers = [name for name in changed if name not in AXES]
+    if strangers:
+        values = " / ".join(map(repr, arm.diff[strangers[0]]))
+        raise ContractError(
+            f"arms.{arm.name}: {strangers[0]} differs from the {BASELINE} ({values}) and is no "
+            f"axis; allowed: {', '.join(AXES)}"
+        )
+    if len(changed) > 1 and allow_many:
+        return "many"
+    if len(changed) > 1:
+        raise ContractError(
+            f"arms.{arm.name}: must differ in one axis, differs in {', '.join(changed)}; "
+            "make an arm of each, or say allow_many: true"
+        )
+    axes: list[Axis] = [axis for axis in AXES if axis in changed]
+    return axes[0] if axes else "none"
+
+
+def may_differ(name: str, differences: Mapping[str, Any]) -> bool:
+    """Whether configs with these `differences` are meant to differ in the hash `name`."""
+    if name == "final_weights":
+        return bool(differences)
+    return changes(differences, CHANGED_BY[name])
+
+
+def check_start(baseline: Manifest, candidate: Manifest) -> None:
+    """Check all that is known before the first step: environment, text, initial weights, config.
+
+    ContractError names the field and both values.
+    """
+    config = from_mapping(ArmConfig, baseline.config, Place(source="manifest.json"))
+    less_axis = hash_without(config, candidate.diff)
+    parts = [
+        *_start_parts(baseline, candidate, candidate.diff),
+        ("hashes.config_less_axis", less_axis, candidate.hashes.get("config_less_axis"), False),
+    ]
+    for field, expected, found, is_free in parts:
+        if expected != found and not is_free:
+            raise ContractError(
+                f"{candidate.arm}, seed {candidate.seed}: {field} must be the {BASELINE}'s "
+                f"{_quoted(expected)}, is {_quoted(found)}"
+            )
+
+
+def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
+    """Check that both runs saw the same batches in the first `step` updates.
+
+    Not for arms whose batches `may_differ`. ContractError names the first step that differs.
+    """
+    if step == 0:
+        return
+    first, second = (read_text(paths.metrics, BATCH_HASH) for paths in (baseline, candidate))
+    at = _first_other_batch(first, second, range(1, step + 1))
+    if at is not None:
+        raise ContractError(
+            f"{candidate.arm}: batch {at} differs from the {BASELINE}'s: running hash "
+            f"{_quoted(second.get(at))}, {BASELINE} {_quoted(first.get(at))}"
+        )
+
+
+def compare_hashes(
+    arm: RecordedArm, baseline: RecordedArm | None
+) -> dict[str, dict[int, ProofLine]]:
+    """Return each hash of `arm` beside its baseline's, by name and seed; "" is not on record yet.
+
+    `first` is the baseline's.
+    """
+
+    def hash_of(run: RecordedRun | None, name: str) -> str:
+        return run.manifest.hashes.get(name, "") if run and run.manifest else ""
+
+    lines: dict[str, dict[int, ProofLine]] = {name: {} for name in HASHES}
+    for name in HASHES:
+        is_free = may_differ(name, arm.diff)
+        for seed, run in arm.runs.items():
+            first = hash_of(baseline.runs.get(seed) if baseline else None, name)
+            second = hash_of(run, name)
+            sameness = _sameness(first, second, is_free) if first and second else "unknown"
+            lines[name][seed] = ProofLine(field=name, first=first, second=second, sameness=sameness)
+    return lines
+
+
+def environments_of(study: RecordedStudy) -> dict[str, list[Any]]:
+    """Return the values found for each entry of the environment; there should be one of each."""
+    found: dict[str, list[Any]] = {}
+    for arm in study.arms:
+        for run in arm.runs.values():
+            for key, value in (run.manifest.environment if run.manifest else {}).items():
+                if value not in found.setdefault(key, []):
+                    found[key].append(value)
+    return found
 
 
 def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
@@ -179,15 +219,18 @@ def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
         for paths, manifest in zip((first, second), manifests, strict=True)
     ]
     differences = diff(*configs)
-    parts = start_parts(*manifests, differences)
-    records = list(_records(first, second))
-    whole = all(line.sameness == "same" for line in records)
+    records = [_records(first), _records(second)]
+    are_whole = all(line.sameness == "same" for line in records)
+    final = [manifest.hashes.get("final_weights") for manifest in manifests]
     lines = [
         *records,
-        *_config(configs, differences, confounded=manifests[1].axis == "many"),
-        *(_line(field, *values, free=free) for field, *values, free in parts),
-        _batches(first, second, differences) if whole else _line("batches", None, None),
-        _end(manifests, differences),
+        *_configs(configs, differences, may_be_confounded=manifests[1].axis == "many"),
+        *(
+            _line(field, a, b, is_free=is_free)
+            for field, a, b, is_free in _start_parts(*manifests, differences)
+        ),
+        _batches(first, second, differences) if are_whole else _line("batches", None, None),
+        _line("hashes.final_weights", *final, is_free=may_differ("final_weights", differences)),
     ]
     return PairProof(
         first=str(first.root),
@@ -197,29 +240,29 @@ def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
     )
 
 
-def _records(first: RunPaths, second: RunPaths) -> Iterator[ProofLine]:
-    for paths in (first, second):
-        found = damage(paths)
-        yield ProofLine(
-            field=f"records of {paths.arm}, seed {paths.seed}",
-            first="whole" if not found else found[0],
-            second="whole",
-            sameness="different" if found else "same",
-        )
+def _records(paths: RunPaths) -> ProofLine:
+    """Compare the run's files with the checksums that its manifest lists."""
+    found = damage(paths)
+    return ProofLine(
+        field=f"records of {paths.arm}, seed {paths.seed}",
+        first=found[0] if found else "whole",
+        second="whole",
+        sameness="different" if found else "same",
+    )
 
 
-def _config(
-    configs: list[ArmConfig], differences: dict[str, Any], *, confounded: bool
+def _configs(
+    configs: list[ArmConfig], differences: dict[str, Any], *, may_be_confounded: bool
 ) -> Iterator[ProofLine]:
     declared = [axis for axis in changed_axes(differences) if axis in AXES]
-    allowed = confounded or len(declared) <= 1
+    allowed = may_be_confounded or len(declared) <= 1
     on_axis = {path: values for path, values in differences.items() if changes({path: 0}, AXES)}
     for path, (a, b) in differences.items():
-        yield _line(f"config.{path}", a, b, free=allowed and path in on_axis)
+        yield _line(f"config.{path}", a, b, is_free=allowed and path in on_axis)
     yield _line("config less the axis", *(hash_without(config, on_axis) for config in configs))
 
 
-def start_parts(
+def _start_parts(
     first: Manifest, second: Manifest, differences: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any, bool]]:
     """Give what is known before the first step: its name, both values, whether they may differ.
@@ -229,15 +272,9 @@ def start_parts(
     for key in sorted({*first.environment, *second.environment}):
         name = f"environment.{key}"
         yield name, first.environment.get(key), second.environment.get(key), False
-    for key, free in (("text", False), ("init_weights", changes(differences, WEIGHT_AXES))):
-        yield f"hashes.{key}", first.hashes.get(key), second.hashes.get(key), free
-
-
-def first_other_batch(
-    first: Mapping[int, str], second: Mapping[int, str], steps: Iterable[int]
-) -> int | None:
-    """Return the first of `steps` at which two runs' hashes of batches differ, or one has none."""
-    return next((step for step in steps if first.get(step) != second.get(step)), None)
+    for key in ("text", "init_weights"):
+        is_free = may_differ(key, differences)
+        yield f"hashes.{key}", first.hashes.get(key), second.hashes.get(key), is_free
 
 
 def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> ProofLine:
@@ -246,32 +283,40 @@ def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> 
         return _line("batches", None, None)
     a, b = (read_text(paths.metrics, BATCH_HASH) for paths in (first, second))
     shared = sorted(a.keys() & b.keys())
-    free = changes(differences, ["data_order"])
-    other = first_other_batch(a, b, shared)
+    other = _first_other_batch(a, b, shared)
     if other is not None:
-        return _line(f"batch {other}", a[other], b[other], free=free)
+        is_free = may_differ("batches", differences)
+        return _line(f"batch {other}", a[other], b[other], is_free=is_free)
     last = shared[-1] if shared else None
     return _line(f"batches up to step {last}", a.get(last or 0), b.get(last or 0))
 
 
-def _end(manifests: tuple[Manifest, Manifest], differences: dict[str, Any]) -> ProofLine:
-    hashes = [manifest.hashes.get("final_weights") for manifest in manifests]
-    return _line("hashes.final_weights", *hashes, free=bool(differences))
+def _first_other_batch(
+    first: Mapping[int, str], second: Mapping[int, str], steps: Iterable[int]
+) -> int | None:
+    """Return the first of `steps` at which two runs' hashes of batches differ, or one has none."""
+    return next((step for step in steps if first.get(step) != second.get(step)), None)
 
 
-def _line(field: str, a: Any, b: Any, *, free: bool = False) -> ProofLine:
-    sameness: Sameness = "different"
-    if a is None and b is None:
-        sameness = "unknown"
-    elif a == b:
-        sameness = "same"
-    elif free:
-        sameness = "different by design"
-    elif a is None or b is None:
-        sameness = "unknown" if field.startswith("hashes.") else "different"
+def _line(field: str, a: Any, b: Any, *, is_free: bool = False) -> ProofLine:
+    # a hash that only one run has is not on record yet; of anything else that is a difference
+    is_unknown = a is None and b is None
+    is_unknown |= field.startswith("hashes.") and not is_free and (a is None or b is None)
+    sameness = "unknown" if is_unknown else _sameness(a, b, is_free)
     return ProofLine(field=field, first=_short(a), second=_short(b), sameness=sameness)
+
+
+def _sameness(a: Any, b: Any, is_free: bool) -> Sameness:
+    if a == b:
+        return "same"
+    return "different by design" if is_free else "different"
 
 
 def _short(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 32 else f"{text[:16]}..."
+
+
+def _quoted(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 72 else f"{text[:32]}...{text[-32:]}"

@@ -1,40 +1,47 @@
-"""A probe's records, read once and put in order: figures by layer, head, range and step.
+"""What was measured inside the attention: by a probe, or in the arms of a study.
 
-Leaves out every judgement (`locate`) and how it is shown (`report`).
-
-What was measured inside the attention of one arm, or by one shadow of a probe, by name.
-
-The probe's page and a study's report draw the same charts of it. Leaves out deviation by layer and
-step, the largest part, which has its own way (`report.deviation_charts`).
+Three forms of the same records: a whole probe as it was written (`RecordedProbe`), the metrics of
+one shadow whichever of the two it is from (`ShadowMetrics`), from which a probe's page and a
+study's report draw the same charts, and a deviation by layer and step (`LayerTable`), which is the
+largest part and is thinned until it can be shown. Every judgement is left to `locate`.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.records.events import Event, read_log_and_events
-from stability.records.metric_log import Series
+from stability.records.metric_log import Column, Series
 from stability.records.metric_names import COMPARED, DeviationName, deviation_name, parse_deviation
 from stability.records.probe_record import METRICS_FILE, ProbeRecord, read_probe_record
 
 __all__ = [
-    "Observed",
-    "Probed",
-    "natural",
-    "observed_arms",
-    "observed_shadows",
+    "LayerTable",
+    "RecordedProbe",
+    "ShadowMetrics",
+    "layer_table",
+    "mean_column",
+    "metrics_of_probe",
+    "metrics_of_study",
+    "natural_order",
     "read_probe",
     "shadow_label",
+    "thinned",
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Probed:
-    """What a probe has recorded."""
+class RecordedProbe:
+    """All that a probe has recorded."""
 
     record: ProbeRecord
     metrics: Mapping[str, Series]
@@ -44,10 +51,10 @@ class Probed:
 
     @property
     def layers(self) -> list[str]:
-        """The layers that have figures, in the order of the model's calls."""
+        """The layers that have metrics, in the order of the model's calls."""
         found = {parts.layer for name in self.metrics if (parts := parse_deviation(name))}
         known = [layer for layer in self.record.layers if layer in found]
-        return known + sorted(found - set(known), key=natural)
+        return known + sorted(found - set(known), key=natural_order)
 
     @property
     def shadows(self) -> list[str]:
@@ -78,27 +85,10 @@ class Probed:
         """Return a deviation by step; empty if it was never measured."""
         return self.by_step(deviation_name(layer, what, metric, shadow=shadow, part=part))
 
-    def worst(
-        self, layer: str, what: str, metric: str, *, shadow: str = "", part: str = ""
-    ) -> float | None:
-        """Return a deviation's largest finite value, None if it has none."""
-        values = self.series(layer, what, metric, shadow=shadow, part=part).values()
-        finite = [value for value in values if math.isfinite(value)]
-        return max(finite, key=abs) if finite else None
-
     def by_step(self, name: str) -> dict[int, float]:
         """Return any metric by step; empty if it was never logged."""
         found = self.metrics.get(name)
         return dict(zip(found.steps, found.values, strict=True)) if found else {}
-
-    def parts(self, prefix: str) -> list[str]:
-        """Return the parts of names that begin with `prefix` (`head`, `positions`), in order."""
-        found = {
-            parts.part
-            for name in self.metrics
-            if (parts := parse_deviation(name)) and parts.part.startswith(prefix)
-        }
-        return sorted(found, key=natural)
 
 
 def shadow_label(shadow: str) -> str:
@@ -106,36 +96,36 @@ def shadow_label(shadow: str) -> str:
     return shadow or "the candidate"
 
 
-def natural(name: str) -> list[tuple[bool, int, str]]:
+def natural_order(name: str) -> list[tuple[bool, int, str]]:
     """Return a sort key that puts layer_10 after layer_2."""
     parts = re.findall(r"\d+|\D+", name)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
-def read_probe(folder: Path) -> Probed:
+def read_probe(folder: Path) -> RecordedProbe:
     """Read the probe in `folder`; ValueError names the file that is missing or damaged."""
     log = folder / METRICS_FILE
     record = read_probe_record(folder)
     if not log.is_file():
         raise ValueError(f"{log}: there are no figures here; the probe has looked at no step yet")
     content, events = read_log_and_events(log)
-    return Probed(
+    return RecordedProbe(
         record=record, metrics=content.metrics, counts=content.counts, events=tuple(events)
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observed:
-    """The figures of one arm and shadow; those of an arm are means over its seeds."""
+class ShadowMetrics:
+    """The metrics of one shadow, of a probe or of one arm; those of an arm are means over seeds."""
 
     choice: Mapping[str, str]
-    """What a reader chooses to see these, e.g. {"arm": "fp32"}."""
+    """What tells it from the others of one page, e.g. {"arm": "fp32"}."""
     shadow: str
-    """As it stands in metric names; "" if there is one alone."""
+    """Its part of the metric names; "" if there is one alone."""
     layers: tuple[str, ...]
     names: tuple[DeviationName, ...]
     watched: tuple[str, ...]
-    """The figures that are watched in every layer."""
+    """Names of what is watched in every layer."""
     series: Callable[[str], dict[int, float]]
     """Full metric name -> value by step; empty if it was never logged."""
     counts: Callable[[str], list[int]]
@@ -149,7 +139,7 @@ class Observed:
 
     def parts(self, prefix: str) -> list[str]:
         """Return the parts of names that begin with `prefix` (`head`, `positions`), in order."""
-        return sorted({n.part for n in self.names if n.part.startswith(prefix)}, key=natural)
+        return sorted({n.part for n in self.names if n.part.startswith(prefix)}, key=natural_order)
 
     def worst(self, layer: str, what: str, metric: str, part: str = "") -> float | None:
         """Return a deviation's largest finite value over the steps, None if it has none."""
@@ -158,10 +148,10 @@ class Observed:
         return max(finite, key=abs) if finite else None
 
 
-def observed_shadows(probed: Probed) -> list[Observed]:
-    """Return what each shadow of a probe found."""
+def metrics_of_probe(probed: RecordedProbe) -> list[ShadowMetrics]:
+    """Return the metrics of each shadow of a probe."""
     return [
-        Observed(
+        ShadowMetrics(
             choice={"shadow": shadow_label(shadow)},
             shadow=shadow,
             layers=tuple(probed.layers),
@@ -174,21 +164,21 @@ def observed_shadows(probed: Probed) -> list[Observed]:
     ]
 
 
-def observed_arms(study: RecordedStudy) -> list[Observed]:
-    """Return what was found in each arm that was looked into; attention's arms come first."""
+def metrics_of_study(study: RecordedStudy) -> list[ShadowMetrics]:
+    """Return the metrics of each arm that was probed; arms that change the attention come first."""
     arms = sorted(study.arms, key=lambda arm: arm.axis != "attention")
-    return [observed for arm in arms for observed in _observed_arm(arm)]
+    return [metrics for arm in arms for metrics in _metrics_of_arm(arm)]
 
 
-def _observed_arm(arm: RecordedArm) -> list[Observed]:
+def _metrics_of_arm(arm: RecordedArm) -> list[ShadowMetrics]:
     names = dict.fromkeys(name for run in arm.runs.values() for name in run.metrics)
     deviations = [parts for name in names if (parts := parse_deviation(name))]
     shadows = list(dict.fromkeys(parts.shadow for parts in deviations))
     return [
-        Observed(
+        ShadowMetrics(
             choice={"arm": arm.name, **({"shadow": shadow} if len(shadows) > 1 else {})},
             shadow=shadow,
-            layers=tuple(sorted({parts.layer for parts in deviations}, key=natural)),
+            layers=tuple(sorted({parts.layer for parts in deviations}, key=natural_order)),
             names=_deviations(names, shadow),
             watched=_watched(names),
             series=lambda name: _mean(arm, name),
@@ -220,8 +210,108 @@ def _pooled(arm: RecordedArm, name: str) -> list[int]:
 
 
 def _added(counts: Mapping[int, list[int]]) -> list[int]:
-    """Return the bins of all histograms added up; those of an unusual length are left out."""
+    """Return the sum of all histograms, bin by bin; those of an unusual length are left out."""
     lists = [bins for bins in counts.values() if bins]
     usual = Counter(map(len, lists)).most_common(1)
     alike = [bins for bins in lists if len(bins) == usual[0][0]]
     return [sum(bins) for bins in zip(*alike, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTable:
+    """One metric by layer (row) and step (column), NaN where a layer has none."""
+
+    layers: tuple[str, ...]
+    steps: NDArray[np.int64]
+    """The step of each column; in a thinned table the first step of its stretch."""
+    values: NDArray[np.float64]
+    at: NDArray[np.int64]
+    """The step at which each value was measured."""
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, Column]) -> "LayerTable":
+        """Return the table of one column per layer, each with sorted and unique steps."""
+        own = [column.steps for column in columns.values()]
+        steps = own[0] if _are_equal(own) else reduce(np.union1d, own)
+        values = np.full((len(columns), len(steps)), np.nan)
+        for row, column in zip(values, columns.values(), strict=True):
+            row[np.searchsorted(steps, column.steps)] = column.values
+        return cls(tuple(columns), steps, values, np.broadcast_to(steps, values.shape))
+
+    @classmethod
+    def of_steps(cls, by_layer: Mapping[str, Mapping[int, float]]) -> "LayerTable":
+        """Return the table of layer -> step -> value."""
+        columns = {
+            layer: Column(
+                np.array(list(values), np.int64), np.array(list(values.values()), np.float64)
+            ).last_of_each_step()
+            for layer, values in by_layer.items()
+        }
+        return cls.of_columns(columns)
+
+
+def layer_table(arm: RecordedArm, what: str, metric: str) -> LayerTable | None:
+    """Return a deviation of whole layers: the mean over the seeds, at the steps that all have.
+
+    None if there is no such step. Of several shadows the first by name is taken.
+    """
+    ending = f"/{what}/{metric}"
+    names = {name for run in arm.runs.values() for name in run.metrics if name.endswith(ending)}
+    found = {name: parts for name in names if (parts := parse_deviation(name)) and not parts.part}
+    first = min((parts.shadow for parts in found.values()), default="")
+    layers = {parts.layer: name for name, parts in found.items() if parts.shadow == first}
+    if not layers:
+        return None
+    table = LayerTable.of_columns(
+        {
+            layer: mean_column(run.column(layers[layer]) for run in arm.runs.values())
+            for layer in sorted(layers, key=natural_order)
+        }
+    )
+    return table if table.steps.size else None
+
+
+def mean_column(seeds: Iterable[Column]) -> Column:
+    """Return the mean at each step that all of `seeds` have; a seed without any step is left out.
+
+    Of several values at one step the last is taken. Empty if no step is shared.
+    """
+    columns = [column.last_of_each_step() for column in seeds if column.steps.size]
+    if not columns:
+        return Column(np.array([], np.int64), np.array([], np.float64))
+    steps = _shared([column.steps for column in columns])
+    total = np.zeros(len(steps))
+    with np.errstate(over="ignore", invalid="ignore"):  # a diverged run may overflow
+        for column in columns:
+            total += column.values[np.searchsorted(column.steps, steps)]
+    return Column(steps, total / len(columns))
+
+
+def thinned(table: LayerTable, columns: int, *, ratio: bool = False) -> LayerTable:
+    """Return `table` in at most `columns` columns, each the extreme of a stretch of steps.
+
+    The extreme is the finite value of largest magnitude, or for a `ratio` the one whose log is
+    furthest from 0. Each value keeps its own step in `at`, so no spike is lost or moved.
+    """
+    count = len(table.steps)
+    if count <= columns:
+        return table
+    with np.errstate(divide="ignore", invalid="ignore"):
+        size = np.abs(np.log(table.values)) if ratio else np.abs(table.values)
+    size[~np.isfinite(size)] = -1
+    edges = np.linspace(0, count, columns + 1).astype(int)
+    rows = np.arange(len(table.layers))
+    best = np.stack(
+        [start + size[:, start:end].argmax(axis=1) for start, end in pairwise(edges)],
+        axis=1,
+    )
+    at = rows[:, None], best
+    return LayerTable(table.layers, table.steps[edges[:-1]], table.values[at], table.at[at])
+
+
+def _shared(steps: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return steps[0] if _are_equal(steps) else reduce(np.intersect1d, steps)
+
+
+def _are_equal(steps: Sequence[NDArray[np.int64]]) -> bool:
+    return all(each is steps[0] or np.array_equal(each, steps[0]) for each in steps)

@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from stability.config.convert import Place, from_mapping
+from stability.config.convert import Place, from_mapping, nearest
 from stability.config.schema import BASELINE, Axis, PolicyConfig
 from stability.records.events import Event, read_log_and_events
 from stability.records.log_process import LogProcess
@@ -24,7 +24,7 @@ from stability.records.paths import RunPaths, StudyPaths, list_runs
 from stability.records.run_files import file_damage
 from stability.records.sealed_json import read_sealed
 
-__all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "read_study"]
+__all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "find_arm", "read_study"]
 
 WORTH_A_PROCESS = 50_000_000
 """Bytes of logs that take as long to read as another process takes to start: half a second."""
@@ -156,6 +156,18 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
         raise ValueError(
             f"read_study: {path} must hold a study's config and arms, got {error!r}"
         ) from error
+
+
+def find_arm(study: RecordedStudy, name: str) -> RecordedArm:
+    """Return the arm called `name`; ValueError names the nearest ones if there is none."""
+    arm = study.arm(name)
+    if arm is None:
+        known = [arm.name for arm in study.arms]
+        raise ValueError(
+            f"find_arm: arm must be one of the study's {len(known)}, got {name!r}; nearest: "
+            f"{nearest(name, known)}"
+        )
+    return arm
 
 
 def _changed_since(paths: RunPaths, manifest: Manifest) -> str:

@@ -31,7 +31,7 @@ def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool
         step = _last_common_step(a, b)
     from rich.console import Console  # heavy, and the rest needs torch
 
-    from stability.analysis.comparison import compare_weights
+    from stability.analysis.weight_comparison import compare_weights
     from stability.records.weight_files import open_weights
     from stability.report.terminal.comparison import print_comparison
 

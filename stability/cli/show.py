@@ -29,7 +29,7 @@ def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
         raise ValueError(f"show: arm and json are for a study, got the probe {str(folder)!r}")
     from rich.console import Console  # heavy, and so is numpy behind the rest
 
-    from stability.analysis.arm_view import view_arm
+    from stability.analysis.arm_summary import summarise_arm
     from stability.analysis.ladder import ladder_of
     from stability.analysis.study_records import read_study
     from stability.report.terminal.arm import print_arm
@@ -42,7 +42,7 @@ def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
     study = read_study(folder)
     ladder = ladder_of(study)
     if arm is not None:
-        view = view_arm(study, ladder, arm)
+        view = summarise_arm(study, ladder, arm)
         print_json(view.to_dict()) if json else print_arm(view, console)
     elif json:
         sys.stdout.write(ladder.to_json())

@@ -88,7 +88,7 @@ def verify(first: Path, second: Path | None = None, json: bool = False) -> int:
         print_proof(proofs[0], Console())
     else:
         print_proofs(proofs, Console())
-    return FAILS if any(proof.break_ for proof in proofs) else HOLDS
+    return FAILS if any(proof.breach for proof in proofs) else HOLDS
 
 
 def _proofs_of_study(folder: Path) -> list["PairProof"]:

@@ -94,7 +94,7 @@ def _save_workspace(study: "RecordedStudy") -> str:
 
 def metric_names(study: "RecordedStudy") -> list[str]:
     """Return every metric that the study has logged, in natural order."""
-    from stability.analysis.probe_records import natural
+    from stability.analysis.probe_records import natural_order
 
     names = {name for arm in study.arms for run in arm.runs.values() for name in run.metrics}
-    return sorted(names, key=natural)
+    return sorted(names, key=natural_order)

@@ -1,6 +1,6 @@
 """How two arms differ, path by path, and which declared axes that touches.
 
-Leaves out whether a difference is allowed: that is the pair contract (`study.contract`).
+Leaves out whether a difference is allowed: that is the pair contract (`analysis.pair_contract`).
 """
 
 import hashlib

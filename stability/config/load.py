@@ -6,7 +6,8 @@ Leaves out what the keys mean (`convert`, `load`).
 A study's YAML file to a `StudyConfig`, every name in it checked before anything runs.
 
 Reads the file, puts model presets in their place, lays command-line overrides over the base, and
-checks each arm and its attention. Leaves out which differences make a pair (`study.contract`).
+checks each arm and its attention. Leaves out which differences make a pair
+(`analysis.pair_contract`).
 """
 
 import re

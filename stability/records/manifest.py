@@ -1,7 +1,7 @@
 """A run's manifest: what it is, what it ran on, and how it went.
 
 Leaves out the numbers of the run (`metric_log`) and whether two manifests make a pair
-(`study.contract`).
+(`analysis.pair_contract`).
 """
 
 import difflib

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from stability.analysis.pair_contract import axis_of
 from stability.callbacks.progress import StudyObserver
+from stability.config.arms import Arm
 from stability.config.diff import diff
 from stability.config.load import from_dict, override
 from stability.config.schema import ArmConfig
@@ -23,8 +25,6 @@ from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import file_damage
 from stability.study.assemble import assemble
-from stability.study.contract import axis_of
-from stability.study.expand import Arm
 from stability.study.run import Fork, Run, check_existing, has_ended
 from stability.study.train_run import TrainOptions, train
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stability.config.arms import Arm, with_seed
 from stability.config.load import to_dict
 from stability.config.schema import ArmConfig, Axis
 from stability.records.manifest import ENDED, environment, read_manifest
 from stability.records.paths import RunPaths
 from stability.records.run_files import damage
-from stability.study.expand import Arm, with_seed
 
 __all__ = ["Fork", "Run", "RunConflictError", "check_existing", "has_ended", "locked"]
 

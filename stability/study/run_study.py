@@ -6,15 +6,15 @@ pairs. Leaves out the single run (`arm`) and the display.
 
 from pathlib import Path
 
+from stability.analysis.pair_contract import axis_of
 from stability.callbacks.progress import StudyObserver
+from stability.config.arms import Arm, expand
 from stability.config.load import to_dict
 from stability.config.schema import BASELINE, Axis, StudyConfig
 from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import write_sealed
 from stability.study.assemble import assemble, load_data
-from stability.study.contract import axis_of
-from stability.study.expand import Arm, expand
 from stability.study.processes import is_settled, launch
 from stability.study.run import Run, check_existing
 from stability.study.train_run import TrainOptions, train

@@ -9,12 +9,13 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from stability.analysis.pair_contract import ContractError, check_batches, check_start, may_differ
 from stability.callbacks.batch_hash import BatchHash
 from stability.callbacks.log_position import LogPosition
 from stability.callbacks.progress import ProgressCallback, StudyObserver
 from stability.callbacks.training_loss import Divergence, TrainingLog
 from stability.callbacks.weight_callbacks import DriftProbe, SnapshotWriter, WeightHistogram
-from stability.config.diff import changes, hash_without
+from stability.config.diff import hash_without
 from stability.config.load import to_dict
 from stability.config.schema import ArmConfig
 from stability.data.datamodule import TextDataModule
@@ -28,7 +29,6 @@ from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
 from stability.study.assemble import Parts, assemble, fit, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
-from stability.study.contract import ContractError, check_batches, check_start
 from stability.study.observer_gate import ObserverError
 from stability.study.observer_gate import check_observer as run_gate
 from stability.study.run import Run, locked
@@ -221,7 +221,7 @@ def _callbacks(
 
 def _batch_check(run: Run, baseline: RunPaths) -> Callable[[int], None]:
     """Return what checks the batches up to a step, where they are to be the same."""
-    if changes(run.arm.diff, ["data_order"]):
+    if may_differ("batches", run.arm.diff):
         return lambda step: None
     return lambda step: check_batches(baseline, run.paths, step)
 

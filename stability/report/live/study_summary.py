@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from stability.analysis.ladder import Ladder, ladder_of
-from stability.analysis.probe_records import Probed
-from stability.analysis.sentences import candidate_sentences
+from stability.analysis.ladder_sentences import candidate_sentences
+from stability.analysis.probe_records import RecordedProbe
 from stability.analysis.study_records import RecordedRun, RecordedStudy, RunState
 from stability.analysis.verdict import answer_of
 from stability.report.live.small_ladder import SmallLadder, small_ladder
@@ -43,7 +43,7 @@ def summary_of_error(name: str, error: str) -> Summary:
     return Summary(title=name, size="", state=f"can't be read: {error}", is_bad=True)
 
 
-def summary_of_probe(probed: Probed) -> Summary:
+def summary_of_probe(probed: RecordedProbe) -> Summary:
     """Return what is to be said of a probe."""
     return Summary(
         title=f"{probed.record.model}: {', '.join(probed.record.shadows)}",

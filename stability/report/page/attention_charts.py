@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 from plotly.colors import sample_colorscale
 
-from stability.analysis.layer_tables import LayerTable, layer_table, thinned
 from stability.analysis.probe_records import (
-    Observed,
-    Probed,
-    observed_shadows,
+    LayerTable,
+    RecordedProbe,
+    ShadowMetrics,
+    layer_table,
+    metrics_of_probe,
     shadow_label,
+    thinned,
 )
 from stability.analysis.study_records import RecordedStudy
 from stability.metrics.ulp import ULP_EDGES
@@ -86,7 +88,7 @@ def study_deviation(study: RecordedStudy) -> Section | None:
     return deviation_section(tables, "arm", intro)
 
 
-def probe_sections(probed: Probed) -> list[Section]:
+def probe_sections(probed: RecordedProbe) -> list[Section]:
     """Return a section for each kind of measurement that the probe has recorded."""
     tables = {}
     for shadow in probed.shadows:
@@ -104,11 +106,11 @@ def probe_sections(probed: Probed) -> list[Section]:
         "under the gradient that the run itself sent back, backward."
     )
     deviation = deviation_section(tables, "shadow", intro)
-    inside = inside_sections(observed_shadows(probed))
+    inside = inside_sections(metrics_of_probe(probed))
     return [deviation, *inside] if deviation else inside
 
 
-def inside_sections(observed: Sequence[Observed]) -> list[Section]:
+def inside_sections(observed: Sequence[ShadowMetrics]) -> list[Section]:
     """Return a section for each kind of measurement on record but deviation by layer and step."""
     makers = (_heads, _streams, _histogram, _positions, _watched)
     return [section for make in makers if (section := make(observed))]
@@ -242,7 +244,7 @@ def _lines_of(
     return _layer_lines(LayerTable.of_steps(table), meta) if table else []
 
 
-def _heads(observed: Sequence[Observed]) -> Section | None:
+def _heads(observed: Sequence[ShadowMetrics]) -> Section | None:
     """Return a map of layer by head: a planted error in one head is one bright cell."""
     traces = []
     for one in observed:
@@ -273,7 +275,7 @@ def _heads(observed: Sequence[Observed]) -> Section | None:
     return section_of(chart, "Which head")
 
 
-def _streams(observed: Sequence[Observed]) -> Section | None:
+def _streams(observed: Sequence[ShadowMetrics]) -> Section | None:
     """Return bars of error made in each layer, and of error that earlier layers brought in."""
     looks = {
         "out": ("made here", "#d55e00"),
@@ -317,13 +319,13 @@ def _streams(observed: Sequence[Observed]) -> Section | None:
     return section_of(chart, "Local or inherited", intro=intro)
 
 
-def _histogram(observed: Sequence[Observed]) -> Section | None:
+def _histogram(observed: Sequence[ShadowMetrics]) -> Section | None:
     """Return the shares of errors by size in ULPs, a line for each layer."""
     edges = [f"{edge:g}" for edge in ULP_EDGES]
     inner = [f"{low} to {high}" for low, high in pairwise(edges)]
     bins = [f"below {edges[0]}", *inner, f"above {edges[-1]}"]
 
-    def shares(one: Observed, what: str, layer: str) -> dict[int, float]:
+    def shares(one: ShadowMetrics, what: str, layer: str) -> dict[int, float]:
         counts = one.counts(deviation_name(layer, what, ULP_HISTOGRAM, shadow=one.shadow))
         total = sum(counts)
         usual = total and len(counts) == len(bins)
@@ -361,10 +363,10 @@ def _histogram(observed: Sequence[Observed]) -> Section | None:
     return section_of(chart, "How large, in which direction")
 
 
-def _positions(observed: Sequence[Observed]) -> Section | None:
+def _positions(observed: Sequence[ShadowMetrics]) -> Section | None:
     """Return the error along the sequence, a line for each layer."""
 
-    def largest(one: Observed, what: str, metric: str, layer: str) -> dict[int, float]:
+    def largest(one: ShadowMetrics, what: str, metric: str, layer: str) -> dict[int, float]:
         values = [one.worst(layer, what, metric, part) for part in one.parts("positions")]
         is_measured = any(value is not None for value in values)
         return {place: v or math.nan for place, v in enumerate(values)} if is_measured else {}
@@ -395,7 +397,7 @@ def _positions(observed: Sequence[Observed]) -> Section | None:
     return section_of(chart, "Which positions")
 
 
-def _watched(observed: Sequence[Observed]) -> Section | None:
+def _watched(observed: Sequence[ShadowMetrics]) -> Section | None:
     """Return what was watched inside of attention, a line for each layer."""
     traces = [
         trace

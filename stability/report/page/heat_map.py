@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stability.analysis.layer_tables import LayerTable
+from stability.analysis.probe_records import LayerTable
 from stability.report.page.chart import label
 from stability.report.view.robust_limit import robust_limit
 

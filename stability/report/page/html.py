@@ -15,9 +15,9 @@ from plotly.offline import get_plotlyjs
 
 from stability.analysis.arm_growth import study_growth
 from stability.analysis.ladder import Ladder, ladder_of
+from stability.analysis.ladder_sentences import candidate_sentences, notes
 from stability.analysis.pair_contract import HASHES
-from stability.analysis.probe_records import Probed, observed_arms, read_probe
-from stability.analysis.sentences import candidate_sentences, notes
+from stability.analysis.probe_records import RecordedProbe, metrics_of_study, read_probe
 from stability.analysis.study_records import RecordedStudy, read_study
 from stability.analysis.verdict import answer_of
 from stability.config.schema import BASELINE
@@ -31,9 +31,9 @@ from stability.report.page.operator_charts import waterfall_section
 from stability.report.page.tables import (
     changes,
     environment_lines,
+    hash_lines,
     ladder_lines,
     numerics_text,
-    proof_lines,
 )
 from stability.report.page.training_charts import drift_section, loss_section, watch_section
 from stability.report.page.weight_charts import parameter_section, weight_section
@@ -93,7 +93,7 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         parameter_section(study),
         study_deviation(study),
         waterfall_section(study),
-        *inside_sections(observed_arms(study)),
+        *inside_sections(metrics_of_study(study)),
         watch_section(study, styles),
         weight_section(study, styles),
     ]
@@ -117,13 +117,13 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         changes=changes(study),
         numerics=[(arm.name, numerics_text(arm)) for arm in study.arms],
         hash_names=HASHES,
-        proofs=proof_lines(study),
+        proofs=hash_lines(study),
         environment=environment_lines(study),
         events=marks_of(study),
     )
 
 
-def render_probe(probed: Probed, stamp: str = "") -> str:
+def render_probe(probed: RecordedProbe, stamp: str = "") -> str:
     """Return a probe's whole page; every name and message in it is shown as text.
 
     `stamp` is as in `fill`.

@@ -4,13 +4,13 @@ Leaves out markup and escaping, which are the template's.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.number_text import MISSING, plain, scientific, times
-from stability.analysis.pair_contract import HASHES, Proof, environment_of, hash_proofs
+from stability.analysis.pair_contract import HASHES, ProofLine, compare_hashes, environments_of
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
@@ -19,14 +19,14 @@ from stability.report.view.whiskers import written_ends
 __all__ = [
     "Cell",
     "Change",
+    "HashLine",
     "LadderLine",
-    "ProofLine",
     "changes",
     "environment_lines",
+    "hash_lines",
     "ladder_lines",
     "number_cell",
     "numerics_text",
-    "proof_lines",
 ]
 
 SHORT_HASH = 10
@@ -66,7 +66,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProofLine:
+class HashLine:
     """One arm's hashes: the cells, one a verdict or seed, for each name in HASHES."""
 
     arm: str
@@ -114,15 +114,13 @@ def changes(study: RecordedStudy) -> list[Change]:
     return found
 
 
-def proof_lines(study: RecordedStudy) -> list[ProofLine]:
+def hash_lines(study: RecordedStudy) -> list[HashLine]:
     """Return the hashes of the baseline, then how each other run's compare."""
     baseline = study.arm(BASELINE)
-    lines = [ProofLine(arm=BASELINE, cells=_own_hashes(baseline))] if baseline else []
-    proofs = hash_proofs(study)
+    lines = [HashLine(arm=BASELINE, cells=_own_hashes(baseline))] if baseline else []
     for arm in study.candidates:
-        mine = [proof for proof in proofs if proof.arm == arm.name]
-        cells = [_proof_cells([proof for proof in mine if proof.name == name]) for name in HASHES]
-        lines.append(ProofLine(arm=arm.name, cells=cells))
+        compared = compare_hashes(arm, baseline)
+        lines.append(HashLine(arm=arm.name, cells=[_hash_cells(compared[k]) for k in HASHES]))
     return lines
 
 
@@ -130,7 +128,7 @@ def environment_lines(study: RecordedStudy) -> list[tuple[str, Cell]]:
     """Return each entry of the environment; one that differs between runs is marked as bad."""
     return [
         (key, Cell(" / ".join(map(_value, values)), kind="bad" if len(values) > 1 else ""))
-        for key, values in sorted(environment_of(study).items())
+        for key, values in sorted(environments_of(study).items())
     ]
 
 
@@ -174,23 +172,22 @@ def _own_hashes(arm: RecordedArm) -> list[list[Cell]]:
     return [[cell(seed, name) for seed in arm.runs] for name in HASHES]
 
 
-def _proof_cells(proofs: list[Proof]) -> list[Cell]:
-    """Return a cell for each verdict, with the seeds that it holds for."""
-    by_verdict: dict[str, list[Proof]] = {}
-    for proof in proofs:
-        by_verdict.setdefault(proof.sameness, []).append(proof)
+def _hash_cells(by_seed: Mapping[int, ProofLine]) -> list[Cell]:
+    """Return a cell for each way in which a hash compares, with the seeds that it holds for."""
+    by_sameness: dict[str, dict[int, ProofLine]] = {}
+    for seed, line in by_seed.items():
+        by_sameness.setdefault(line.sameness, {})[seed] = line
     return [
         Cell(
-            text=f"{MARKS[verdict]} {verdict}",
-            small=f"seed {', '.join(str(proof.seed) for proof in held)}",
+            text=f"{MARKS[sameness]} {sameness}",
+            small=f"seed {', '.join(map(str, lines))}",
             title="; ".join(
-                f"seed {proof.seed}: {proof.found or 'none yet'}, "
-                f"baseline {proof.expected or 'none yet'}"
-                for proof in held
+                f"seed {seed}: {line.second or 'none yet'}, baseline {line.first or 'none yet'}"
+                for seed, line in lines.items()
             ),
-            kind={"same": "good", "different": "bad"}.get(verdict, ""),
+            kind={"same": "good", "different": "bad"}.get(sameness, ""),
         )
-        for verdict, held in by_verdict.items()
+        for sameness, lines in by_sameness.items()
     ]
 
 

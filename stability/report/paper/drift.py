@@ -11,9 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from stability.analysis.arm_view import find_arm
 from stability.analysis.ladder import INDEPENDENT_AXES
-from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.analysis.study_records import RecordedArm, RecordedStudy, find_arm
 from stability.config.convert import nearest
 from stability.report.paper.style import (
     PrintStyle,

@@ -6,9 +6,8 @@ The same records give the same bytes. Leaves out what each kind shows (`paper_la
 
 from pathlib import Path
 
-from stability.analysis.arm_view import find_arm
 from stability.analysis.ladder import ladder_of
-from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.analysis.study_records import RecordedArm, RecordedStudy, find_arm
 from stability.records.atomic_files import atomic_path, write_text
 from stability.records.paths import RunPaths
 from stability.records.waterfall_record import WaterfallRecord, read_waterfalls

@@ -11,7 +11,7 @@ from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
-from stability.analysis.probe_records import natural
+from stability.analysis.probe_records import natural_order
 from stability.analysis.study_records import RecordedArm
 from stability.records.metric_names import deviation_name, parse_deviation
 from stability.report.paper.style import new_figure, shown
@@ -100,7 +100,7 @@ def _cells(arm: RecordedArm, compared: str, metric: str) -> _Cells:
     }
     first = min((shadow for _, shadow in probed), default="")  # as the report: one shadow is shown
     by_seed = {}
-    for layer in sorted((layer for layer, shadow in probed if shadow == first), key=natural):
+    for layer in sorted((layer for layer, shadow in probed if shadow == first), key=natural_order):
         name = deviation_name(layer, compared, metric, shadow=first)
         seeds = {seed: run.series(name) for seed, run in arm.runs.items()}
         by_seed[layer] = {seed: values for seed, values in seeds.items() if values}

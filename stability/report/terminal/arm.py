@@ -5,7 +5,7 @@ Leaves out heads and positions (`probe_table`), and gradients (the report).
 One arm in the terminal: what changed, how each seed went, drift, growth, parameters, layers.
 
 Fits 80 columns; nothing is drawn that is not on record. Leaves out where the figures come from
-(`analysis.arm_view`).
+(`analysis.arm_summary`).
 """
 
 import json
@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from stability.analysis.arm_view import LAYER_METRICS, ArmView, BySteps
+from stability.analysis.arm_summary import LAYER_METRICS, ArmSummary, BySteps
 from stability.analysis.number_text import MISSING, plain, scientific, times
 from stability.config.schema import BASELINE
 from stability.report.terminal.growth import print_growth
@@ -30,7 +30,7 @@ MOST = 10
 WRITE = {"rel_fro": scientific, "error_ratio": times, "bias_ulp": "{:+.2g}".format}
 
 
-def print_layers(view: ArmView, console: Console) -> None:
+def print_layers(view: ArmSummary, console: Console) -> None:
     """Print a line for each layer; nothing if no probe looked at the arm."""
     recorded = sorted({s for found in view.layers.values() for v in found.values() for s in v})
     if not recorded:
@@ -61,7 +61,7 @@ def print_layers(view: ArmView, console: Console) -> None:
     console.print(as_text(caption, style="dim"), highlight=False)
 
 
-def _scale(view: ArmView, metric: str) -> Scale:
+def _scale(view: ArmSummary, metric: str) -> Scale:
     values = [spread.mean for found in view.layers.values() for spread in found[metric].values()]
     return linear_scale(values) if metric == "bias_ulp" else log_scale(values)
 
@@ -83,7 +83,7 @@ WIDE = 110
 """From this width on the relative L2 shows its interval."""
 
 
-def print_arm(view: ArmView, console: Console) -> None:
+def print_arm(view: ArmSummary, console: Console) -> None:
     """Print all that is on record about an arm."""
     _line(console, f"\n{view.row.arm}: {view.row.change}", "bold")
     _line(console, view.sentence)
@@ -110,7 +110,7 @@ def _table(names: Iterable[str], figures: Iterable[str]) -> Table:
     return table
 
 
-def _print_diff(view: ArmView, console: Console) -> None:
+def _print_diff(view: ArmSummary, console: Console) -> None:
     if not view.diff:
         return
     table = _table(["config", "baseline", "this arm"], [])
@@ -121,7 +121,7 @@ def _print_diff(view: ArmView, console: Console) -> None:
     console.print(table, highlight=False)
 
 
-def _print_seeds(view: ArmView, console: Console) -> None:
+def _print_seeds(view: ArmSummary, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("seed", "step", "final loss"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -140,7 +140,7 @@ def _print_seeds(view: ArmView, console: Console) -> None:
     console.print(table, highlight=False)
 
 
-def _print_drifts(view: ArmView, console: Console) -> None:
+def _print_drifts(view: ArmSummary, console: Console) -> None:
     recorded = sorted({step for values in view.drifts.values() for step in values})
     if not recorded:
         if view.row.arm != BASELINE:
@@ -167,7 +167,7 @@ def _print_drifts(view: ArmView, console: Console) -> None:
     )
 
 
-def _drift(view: ArmView, metric: str, step: int, wide: bool) -> str:
+def _drift(view: ArmSummary, metric: str, step: int, wide: bool) -> str:
     spread = view.drifts[metric].get(step)
     if spread is None:
         return MISSING
@@ -181,7 +181,7 @@ def _drift_line(values: BySteps, steps: list[int], sparks: Sparks) -> str:
     return sparks.line(means, log_scale(mean for mean in means if mean is not None))
 
 
-def _print_growth(view: ArmView, console: Console) -> None:
+def _print_growth(view: ArmSummary, console: Console) -> None:
     growth = view.growth
     assert growth is not None
     console.print()
@@ -191,7 +191,7 @@ def _print_growth(view: ArmView, console: Console) -> None:
         _line(console, "no growth law: the drift has no early phase in which it grows", "dim")
 
 
-def _print_parameters(view: ArmView, console: Console) -> None:
+def _print_parameters(view: ArmSummary, console: Console) -> None:
     moved = [(name, spread) for name, spread in view.parameters if not spread.is_zero]
     if not view.parameters:
         return
@@ -207,7 +207,7 @@ def _print_parameters(view: ArmView, console: Console) -> None:
         _line(console, f"{min(TOP, len(moved))} of {len(view.parameters)}", "dim")
 
 
-def _print_events(view: ArmView, console: Console) -> None:
+def _print_events(view: ArmSummary, console: Console) -> None:
     events = [(run.seed, event) for run in view.seeds for event in run.events]
     if not events:
         return

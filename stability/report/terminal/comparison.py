@@ -1,7 +1,7 @@
 """What `stability compare` prints: a row for all weights, the parameters that moved most, the rest.
 
 A narrow terminal gets fewer columns. Leaves out what was compared with what
-(`analysis.comparison`).
+(`analysis.weight_comparison`).
 """
 
 import math
@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stability.analysis.comparison import Comparison
 from stability.analysis.number_text import scientific
+from stability.analysis.weight_comparison import WeightComparison
 from stability.metrics.drift import ALL
 
 __all__ = ["print_comparison"]
@@ -37,7 +37,7 @@ rel_l2: |a - b| / |b|. w1: 1-D Wasserstein distance, blind to position;
 over_std: over b's spread. sign flips: share of values that change sign."""
 
 
-def print_comparison(found: Comparison, top: int, console: Console) -> None:
+def print_comparison(found: WeightComparison, top: int, console: Console) -> None:
     """Print "all", the `top` parameters of the largest `rel_l2`, and what was not compared."""
     moved = sorted((name for name in found.drifts if name != ALL), key=_by_rel_l2(found))
     console.print()
@@ -55,7 +55,7 @@ def print_comparison(found: Comparison, top: int, console: Console) -> None:
     console.print(Text(CAPTION, style="dim"), highlight=False)
 
 
-def _by_rel_l2(found: Comparison) -> Callable[[str], tuple[bool, float]]:
+def _by_rel_l2(found: WeightComparison) -> Callable[[str], tuple[bool, float]]:
     """Return the key that sorts by falling `rel_l2`, NaN before all."""
 
     def key(name: str) -> tuple[bool, float]:
@@ -65,7 +65,7 @@ def _by_rel_l2(found: Comparison) -> Callable[[str], tuple[bool, float]]:
     return key
 
 
-def _fitting_table(found: Comparison, names: Sequence[str], console: Console) -> Table:
+def _fitting_table(found: WeightComparison, names: Sequence[str], console: Console) -> Table:
     """Return the table with as many columns as the terminal has room for."""
     metrics = list(COLUMNS)
     longest = min(NAME_WIDTH, max(len(name) for name in names))
@@ -77,7 +77,9 @@ def _fitting_table(found: Comparison, names: Sequence[str], console: Console) ->
     return table
 
 
-def _table(found: Comparison, names: Sequence[str], metrics: Sequence[str], width: int) -> Table:
+def _table(
+    found: WeightComparison, names: Sequence[str], metrics: Sequence[str], width: int
+) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), expand=False
     )
@@ -96,7 +98,7 @@ def _cell(metric: str, value: float) -> str:
     return scientific(value)
 
 
-def _differences(found: Comparison) -> Iterator[str]:
+def _differences(found: WeightComparison) -> Iterator[str]:
     """Yield a line for each kind of difference, with the first names of it."""
     shapes = [f"{name} {a} and {b}" for name, (a, b) in found.shapes_differ.items()]
     reasons = [f"{name} ({reason})" for name, reason in found.not_compared.items()]

@@ -2,7 +2,7 @@
 
 A narrow terminal gets fewer columns rather than broken ones: the sparkline leaves first, then W1,
 then the seeds' ranges. Leaves out every number's origin (`analysis.ladder`) and every judgement
-(`analysis.sentences`).
+(`analysis.ladder_sentences`).
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from rich.text import Text
 
 from stability.analysis.intervals import replicates_needed
 from stability.analysis.ladder import Ladder, Row
+from stability.analysis.ladder_sentences import candidate_sentences, messages, notes
 from stability.analysis.number_text import MISSING, plain, scientific, times
 from stability.analysis.seed_values import SeedValues
-from stability.analysis.sentences import candidate_sentences, messages, notes
 from stability.config.schema import BASELINE
 from stability.report.terminal.sparkline import DriftSparks
 from stability.report.view.plain_text import as_text, shortened

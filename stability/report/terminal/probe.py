@@ -16,7 +16,7 @@ from rich.text import Text
 
 from stability.analysis.locate import locate, sentences
 from stability.analysis.number_text import MISSING
-from stability.analysis.probe_records import Probed, read_probe
+from stability.analysis.probe_records import RecordedProbe, read_probe
 from stability.analysis.study_records import RecordedStudy
 from stability.records.events import Event
 from stability.records.metric_names import watch_name
@@ -88,7 +88,7 @@ def print_found(study: RecordedStudy, console: Console) -> None:
                 console.print(Text.assemble(f"{where}  ", line) if line.plain else line)
 
 
-def located_lines(probed: Probed) -> list[str]:
+def located_lines(probed: RecordedProbe) -> list[str]:
     """Return what stands out as sentences; one that says so if nothing does."""
     found = sentences(locate(probed.metrics))
     lines = found[:SHOWN]
@@ -112,7 +112,7 @@ def event_lines(events: Iterable[Event]) -> list[Text]:
     return lines
 
 
-def _fitting_table(probed: Probed, shadow: str, console: Console) -> Table:
+def _fitting_table(probed: RecordedProbe, shadow: str, console: Console) -> Table:
     """Return the table with as many columns as the terminal has room for."""
     shown = [column for column in COLUMNS if _wanted(probed, shadow, column)]
     table = _table(probed, shadow, shown)
@@ -123,7 +123,7 @@ def _fitting_table(probed: Probed, shadow: str, console: Console) -> Table:
     return table
 
 
-def _table(probed: Probed, shadow: str, shown: list[_Column]) -> Table:
+def _table(probed: RecordedProbe, shadow: str, shown: list[_Column]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), expand=False
     )
@@ -142,7 +142,7 @@ def _table(probed: Probed, shadow: str, shown: list[_Column]) -> Table:
     return table
 
 
-def _wanted(probed: Probed, shadow: str, column: _Column) -> bool:
+def _wanted(probed: RecordedProbe, shadow: str, column: _Column) -> bool:
     if probed.record.golden and column.what in ("dq", "dv") and column.metric == "rel_fro":
         return False
     return any(
@@ -150,7 +150,7 @@ def _wanted(probed: Probed, shadow: str, column: _Column) -> bool:
     )
 
 
-def _cell(probed: Probed, shadow: str, layer: str, column: _Column) -> str:
+def _cell(probed: RecordedProbe, shadow: str, layer: str, column: _Column) -> str:
     values = probed.series(layer, column.what, column.metric, shadow=shadow)
     if column.metric != "bias_ulp" or not values:
         return _largest(values.values(), column.form)
@@ -167,7 +167,7 @@ def _largest(values: Iterable[float], form: str) -> str:
     return format(max(finite, key=abs), form) if finite else MISSING
 
 
-def _caption(probed: Probed) -> str:
+def _caption(probed: RecordedProbe) -> str:
     lines = ["error: |candidate - baseline| / |baseline|, at the step where it was largest."]
     if probed.record.golden:
         lines.append("ratio: |candidate - FP64| / |baseline - FP64|; flash-attn's tests allow 2.")

@@ -1,6 +1,6 @@
 """A proof of the pair contract in the terminal.
 
-Leaves out what is proven (`analysis.pair_proof`).
+Leaves out what is proven (`analysis.pair_contract`).
 """
 
 from pathlib import Path
@@ -39,10 +39,10 @@ def print_proofs(proofs: list[PairProof], console: Console) -> None:
     for name in ("run", "contract"):
         table.add_column(name, no_wrap=name == "run")
     for proof in proofs:
-        style = _STYLE["different" if proof.break_ else "same"]
+        style = _STYLE["different" if proof.breach else "same"]
         table.add_row(Text(_name(proof.second)), Text(proof.sentence, style=style))
     console.print(table)
-    broken = sum(proof.break_ is not None for proof in proofs)
+    broken = sum(proof.breach is not None for proof in proofs)
     console.print(
         f"\n{len(proofs) - broken} of {len(proofs)} pairs keep the contract", highlight=False
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from stability.analysis.locate import Place, locate, sentences
-from stability.analysis.probe_records import read_probe
+from stability.analysis.probe_records import metrics_of_probe, read_probe
 from tests.stability.report.synthetic_probe import write_probe
 
 
@@ -45,7 +45,8 @@ def test_a_fifth_of_an_ulp_is_found_by_its_sign_where_max_abs_shows_nothing(tmp_
         ("bias", Place(_layer(3)), "out")
     }
     assert found[0].value == pytest.approx(0.2, abs=0.05)
-    largest = [probed.worst(layer, "out", "max_abs") for layer in probed.layers]
+    (shadow,) = metrics_of_probe(probed)
+    largest = [shadow.worst(layer, "out", "max_abs") for layer in probed.layers]
     assert len(set(largest)) == 1
     assert sentences(found)[0].startswith(
         f"{_layer(3)}: signed error is biased since step 0: out +0"

@@ -11,7 +11,7 @@ from stability.analysis.verdict import judge, judge_study
 from stability.cli.main import main
 from stability.config.schema import PolicyConfig
 from stability.records.sealed_json import read_sealed, write_sealed
-from tests.stability.analysis.test_sentences import rewrite, scaled
+from tests.stability.analysis.test_ladder_sentences import rewrite, scaled
 
 POLICY = PolicyConfig(candidate="flash", yardstick="fp32", max_ratio=0.5, step=20)
 FIVE = range(5)

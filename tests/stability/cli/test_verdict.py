@@ -37,7 +37,7 @@ def test_honest_pairs_are_proven_and_named(runs):
 
 def test_another_seed_is_no_pair(runs, trained):
     proof = prove_pair(runs["baseline"], RunPaths.for_run(trained, "fp32", 1))
-    assert proof.break_.field == "config.seed.base"
+    assert proof.breach.field == "config.seed.base"
     fields = {line.field: line.sameness for line in proof.lines}
     assert fields["config less the axis"] == fields["hashes.init_weights"] == "different"
     assert fields["config.precision"] == "different by design"
@@ -53,7 +53,7 @@ def test_another_batch_is_named_by_its_step(runs):
     path.write_text("".join(seal(line) for line in lines))
     manifest = read_manifest(runs["fp32"].manifest)
     _change(runs["fp32"], files={n: s for n, s in manifest.files.items() if "metrics" not in n})
-    assert prove_pair(runs["baseline"], runs["fp32"]).break_.field == "batch 4"
+    assert prove_pair(runs["baseline"], runs["fp32"]).breach.field == "batch 4"
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_each_part_is_broken_once(runs, name, change, field):
     if "hashes" in change:
         change = {"hashes": {**manifest.hashes, **change["hashes"]}}
     _change(runs[name], **change)
-    assert prove_pair(runs["baseline"], runs[name]).break_.field == field
+    assert prove_pair(runs["baseline"], runs[name]).breach.field == field
 
 
 def test_damaged_records_prove_nothing(runs):
     path = runs["fp32"].snapshot(2)
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    broken = prove_pair(runs["baseline"], runs["fp32"]).break_
+    broken = prove_pair(runs["baseline"], runs["fp32"]).breach
     assert broken.field == "records of fp32, seed 0"
     assert "is damaged" in broken.first
 
@@ -84,7 +84,7 @@ def test_a_damaged_log_is_a_broken_line_and_no_crash(runs):
     path = runs["fp32"].metrics
     path.write_bytes(path.read_bytes().replace(b"train/loss", b"train/lost", 1))
     proof = prove_pair(runs["baseline"], runs["fp32"])
-    assert proof.break_.field == "records of fp32, seed 0"
+    assert proof.breach.field == "records of fp32, seed 0"
     assert {line.field: line.sameness for line in proof.lines}["batches"] == "unknown"
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from stability.config.arms import expand
 from stability.config.load import load_study
 from stability.probe.attention_probe import AttentionProbe
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
-from stability.study.expand import expand
 from stability.study.observer_gate import check_observer
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from stability.config.arms import expand
 from stability.config.convert import ConfigError
 from stability.config.load import load_study
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.paths import RunPaths
 from stability.study.assemble import assemble
-from stability.study.expand import expand
 
 HARSH = {"implementation": "flash", "profile": "all_bf16"}
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from stability.analysis.layer_tables import LayerTable
+from stability.analysis.probe_records import LayerTable
 from stability.records.metric_log import Column
 from stability.report.page.attention_charts import CELLS, deviation_section
 from tests.stability.report.typed_arrays import decode

@@ -7,7 +7,7 @@ import math
 import pytest
 from rich.console import Console
 
-from stability.analysis.arm_view import view_arm
+from stability.analysis.arm_summary import summarise_arm
 from stability.analysis.ladder import ladder_of
 from stability.analysis.number_text import MISSING
 from stability.analysis.study_records import read_study
@@ -23,7 +23,7 @@ LONG = "blocks." + "x" * 290 + ".weight"
 
 def viewed(folder, arm):
     study = read_study(folder)
-    return view_arm(study, ladder_of(study), arm)
+    return summarise_arm(study, ladder_of(study), arm)
 
 
 def printed(folder, arm, width=80):

@@ -12,6 +12,7 @@ from stability.analysis.intervals import paired_interval
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.number_text import MISSING, scientific, span, times
 from stability.analysis.seed_values import SeedValues
+from stability.config.arms import INDEPENDENT_AXES
 from stability.config.schema import BASELINE
 
 __all__ = [
@@ -168,7 +169,7 @@ def _aa_note(row: Row) -> str:
 
 def _floor_note(row: Row, step: int) -> str:
     floor, w1 = row.w1_floor.last, row.w1.last
-    if row.axis not in ("seed", "init") or not w1.n:
+    if row.axis not in INDEPENDENT_AXES or not w1.n:
         return ""
     note = (
         f"{row.arm} starts from independently drawn weights: two such samples of n values differ "

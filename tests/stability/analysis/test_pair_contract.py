@@ -7,12 +7,12 @@ import pytest
 import yaml
 
 from stability.analysis.ladder import build_ladder
+from stability.analysis.pair_contract import ContractError, axis_of, check_batches, check_start
+from stability.config.arms import expand
 from stability.config.load import load_study
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
 from stability.study import train_run
-from stability.study.contract import ContractError, axis_of, check_batches, check_start
-from stability.study.expand import expand
 from tests.stability.sealing import seal
 
 

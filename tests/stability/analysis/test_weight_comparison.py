@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stability.analysis.comparison import compare_weights
+from stability.analysis.weight_comparison import compare_weights
 from stability.metrics.drift import drift
 from stability.records.weight_files import open_weights
 

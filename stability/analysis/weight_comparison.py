@@ -1,26 +1,28 @@
-"""Two sets of weights as a comparison: the drift of what they share, and a list of what they don't.
+"""Two sets of weights compared: the drift of the parameters they share, and a list of all others.
 
 Parameters are matched by name alone. One that is missing on a side, has another shape, is empty or
-is not floating-point is listed with that reason, never matched by guess. Leaves out where weights
-are from (`records.weights`) and the arithmetic (`metrics.drift`).
+is not floating-point is listed with that reason, and never matched by guess. Where weights are read
+from is left to `records.weight_files`, the arithmetic to `metrics.drift`.
 """
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from stability.metrics.drift import ALL, drift
 from stability.records.sealed_json import jsonable
-from stability.records.weight_files import Weights
 
-__all__ = ["Comparison", "compare_weights"]
+if TYPE_CHECKING:  # heavy: both import torch
+    import torch
+
+    from stability.records.weight_files import Weights
+
+__all__ = ["WeightComparison", "compare_weights"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """What was found; a is the candidate and b the reference."""
+class WeightComparison:
+    """The drift of the candidate a from the reference b, and all that was not compared."""
 
     a: str
     b: str
@@ -30,10 +32,10 @@ class Comparison:
     only_in_b: tuple[str, ...]
     shapes_differ: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     not_compared: Mapping[str, str]
-    """The reasons by name."""
+    """Parameter -> the reason."""
 
     def to_dict(self) -> dict[str, object]:
-        """Return the comparison as what JSON can hold; numbers that are not finite as strings."""
+        """Return JSON-able values; numbers that are not finite as strings."""
         return jsonable(
             {
                 "a": self.a,
@@ -47,11 +49,13 @@ class Comparison:
         )
 
 
-def compare_weights(a: Weights, b: Weights) -> Comparison:
+def compare_weights(a: "Weights", b: "Weights") -> WeightComparison:
     """Return the drift of a from b over the parameters that both hold, and list all others.
 
     ValueError, with the nearest names, if there is no such parameter.
     """
+    from stability.metrics.drift import drift  # heavy: torch
+
     names_a, names_b = (dict.fromkeys((*x, *x.others)) for x in (a, b))
     shapes, reasons, shared = {}, {}, []
     for name in (name for name in names_b if name in names_a):
@@ -64,7 +68,7 @@ def compare_weights(a: Weights, b: Weights) -> Comparison:
             shared.append(name)
     if not shared:
         raise ValueError(_nothing_shared(a, b, shapes, reasons))
-    return Comparison(
+    return WeightComparison(
         a=a.label,
         b=b.label,
         drifts=drift(a.only(shared), b.only(shared)),
@@ -75,8 +79,10 @@ def compare_weights(a: Weights, b: Weights) -> Comparison:
     )
 
 
-def _misfit(name: str, a: Weights, b: Weights) -> str:
-    """Return why a name that both sides know can't be compared whatever its shapes are, or ""."""
+def _misfit(name: str, a: "Weights", b: "Weights") -> str:
+    """Return why a name on both sides can't be compared, whatever its shapes are; "" if it can."""
+    from stability.metrics.drift import ALL  # heavy: torch
+
     for side in (a, b):
         if name in side.others:
             return f"no tensor with values: {side.others[name]}"
@@ -87,14 +93,14 @@ def _misfit(name: str, a: Weights, b: Weights) -> str:
     return "empty" if 0 in a.shapes[name] and a.shapes[name] == b.shapes[name] else ""
 
 
-def _is_number(format: torch.dtype) -> bool:
-    """Whether each element of the format is one floating-point number."""
-    return format.is_floating_point and format is not getattr(torch, "float4_e2m1fn_x2", None)
+def _is_number(dtype: "torch.dtype") -> bool:
+    """Whether each element is one floating-point number; of the type excluded here it is two."""
+    return dtype.is_floating_point and str(dtype) != "torch.float4_e2m1fn_x2"
 
 
 def _nothing_shared(
-    a: Weights,
-    b: Weights,
+    a: "Weights",
+    b: "Weights",
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
     reasons: Mapping[str, str],
 ) -> str:

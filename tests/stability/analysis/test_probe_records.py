@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability.analysis.layer_tables import LayerTable, layer_table, mean_column, thinned
+from stability.analysis.probe_records import LayerTable, layer_table, mean_column, thinned
 from stability.analysis.study_records import read_study
 from stability.records.metric_log import Column, Series
 

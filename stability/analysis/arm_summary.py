@@ -1,7 +1,6 @@
 """One arm of a study as its records tell it: what changed, how each seed went, what was measured.
 
-Every figure keeps its value for each seed. Leaves out the other arms (`ladder`) and how it is shown
-(`report`).
+Every number keeps its value for each seed. The other arms are left to `ladder`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,26 +9,31 @@ from typing import Any
 
 from stability.analysis.arm_growth import ArmGrowth, arm_growth
 from stability.analysis.ladder import Ladder, Row
-from stability.analysis.probe_records import natural
+from stability.analysis.ladder_sentences import sentence
+from stability.analysis.probe_records import natural_order
 from stability.analysis.seed_values import SeedValues
-from stability.analysis.sentences import sentence
-from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy, RunState
-from stability.config.convert import nearest
+from stability.analysis.study_records import (
+    RecordedArm,
+    RecordedRun,
+    RecordedStudy,
+    RunState,
+    find_arm,
+)
 from stability.config.schema import BASELINE
 from stability.records.events import Event
 from stability.records.metric_names import deviation_name, parse_deviation, parse_drift
 from stability.records.sealed_json import jsonable
 
-__all__ = ["LAYER_METRICS", "ArmView", "BySteps", "SeedView", "find_arm", "view_arm"]
+__all__ = ["LAYER_METRICS", "ArmSummary", "BySteps", "SeedSummary", "summarise_arm"]
 
 LAYER_METRICS = ("rel_fro", "error_ratio", "bias_ulp")
-"""What is told of each layer's output."""
+"""The deviations of each layer's output that a summary holds."""
 
 BySteps = Mapping[int, SeedValues]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeedView:
+class SeedSummary:
     """How the run of one seed went."""
 
     seed: int
@@ -41,7 +45,7 @@ class SeedView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ArmView:
+class ArmSummary:
     """One arm, in the order in which one asks about it."""
 
     row: Row
@@ -51,7 +55,7 @@ class ArmView:
     """How many the study planned."""
     diff: Mapping[str, list[Any]]
     """Dotted config path -> [baseline's value, this arm's value]."""
-    seeds: tuple[SeedView, ...]
+    seeds: tuple[SeedSummary, ...]
     drifts: Mapping[str, BySteps]
     """Of all weights, by metric; empty for the baseline."""
     growth: ArmGrowth | None
@@ -93,26 +97,14 @@ def _growth(growth: ArmGrowth) -> dict[str, Any]:
     return jsonable({**asdict(growth), "doubling_time": growth.doubling_time})
 
 
-def find_arm(study: RecordedStudy, name: str) -> RecordedArm:
-    """Return the arm called `name`; ValueError names the nearest ones if there is none."""
-    arm = study.arm(name)
-    if arm is None:
-        known = [arm.name for arm in study.arms]
-        raise ValueError(
-            f"find_arm: arm must be one of the study's {len(known)}, got {name!r}; nearest: "
-            f"{nearest(name, known)}"
-        )
-    return arm
-
-
-def view_arm(study: RecordedStudy, ladder: Ladder, name: str) -> ArmView:
+def summarise_arm(study: RecordedStudy, ladder: Ladder, name: str) -> ArmSummary:
     """Return what is on record about the arm `name`. ValueError as `find_arm`."""
     arm = find_arm(study, name)
     row = ladder.row(name)
     assert row is not None, "a ladder has a row for each arm"
     drifts = _drifts(arm)
     last = max((step for values in drifts.values() for step in values), default=0)
-    return ArmView(
+    return ArmSummary(
         row=row,
         sentence=sentence(ladder, name),
         steps=study.steps,
@@ -125,9 +117,9 @@ def view_arm(study: RecordedStudy, ladder: Ladder, name: str) -> ArmView:
     )
 
 
-def _seed(run: RecordedRun) -> SeedView:
+def _seed(run: RecordedRun) -> SeedSummary:
     reached = [run.manifest.step if run.manifest else 0, *run.loss()]
-    return SeedView(
+    return SeedSummary(
         seed=run.seed,
         state=run.state,
         step=max(reached),
@@ -144,11 +136,11 @@ def _names(arm: RecordedArm) -> list[str]:
 def _drifts(arm: RecordedArm) -> Mapping[str, BySteps]:
     found = [parts for name in _names(arm) if (parts := parse_drift(name))]
     drifts = {
-        parts.metric: _spreads({s: run.drift(parts.metric) for s, run in arm.runs.items()})
+        parts.metric: _values_by_step({s: run.drift(parts.metric) for s, run in arm.runs.items()})
         for parts in found
         if parts.parameter == "all"
     }
-    if "cosine" in drifts:  # what can be read is how far it is from 1
+    if "cosine" in drifts:  # near 1, only the distance from 1 can be read
         drifts["1-cosine"] = {
             step: SeedValues({seed: 1 - value for seed, value in spread.per_seed.items()})
             for step, spread in drifts.pop("cosine").items()
@@ -166,7 +158,7 @@ def _parameters(arm: RecordedArm, step: int) -> tuple[tuple[str, SeedValues], ..
         at_step = {seed: series[step] for seed, series in values.items() if step in series}
         if at_step:
             found[parts.parameter] = SeedValues(at_step)
-    # a drift that is no number comes first: it is what one looks for
+    # NaN first: a parameter that is no longer a number is what a reader looks for
     return tuple(
         sorted(found.items(), key=lambda item: (item[1].mean == item[1].mean, -item[1].mean))
     )
@@ -178,11 +170,11 @@ def _layers(arm: RecordedArm) -> Mapping[str, Mapping[str, BySteps]]:
         for name in _names(arm)
         if (parts := parse_deviation(name)) and parts.what == "out" and not parts.part
     }
-    first = min((shadow for _, shadow in probed), default="")  # as the report: one shadow is shown
-    layers = sorted((layer for layer, shadow in probed if shadow == first), key=natural)
+    first = min((shadow for _, shadow in probed), default="")  # the report, too, shows one shadow
+    layers = sorted((layer for layer, shadow in probed if shadow == first), key=natural_order)
     return {
         layer: {
-            metric: _spreads(
+            metric: _values_by_step(
                 {
                     seed: run.series(deviation_name(layer, "out", metric, shadow=first))
                     for seed, run in arm.runs.items()
@@ -194,8 +186,8 @@ def _layers(arm: RecordedArm) -> Mapping[str, Mapping[str, BySteps]]:
     }
 
 
-def _spreads(by_seed: Mapping[int, Mapping[int, float]]) -> dict[int, SeedValues]:
-    """Return the spread at each step that some seed has."""
+def _values_by_step(by_seed: Mapping[int, Mapping[int, float]]) -> dict[int, SeedValues]:
+    """Return the seeds' values at each step that some seed has."""
     steps: Iterable[int] = {step for values in by_seed.values() for step in values}
     return {
         step: SeedValues({seed: values[step] for seed, values in by_seed.items() if step in values})
@@ -204,4 +196,4 @@ def _spreads(by_seed: Mapping[int, Mapping[int, float]]) -> dict[int, SeedValues
 
 
 def _by_step(values: BySteps) -> dict[str, Any]:
-    return {str(step): spread.to_dict() for step, spread in values.items()}
+    return {str(step): at_step.to_dict() for step, at_step in values.items()}

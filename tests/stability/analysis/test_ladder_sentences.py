@@ -6,8 +6,8 @@ import re
 import pytest
 
 from stability.analysis.ladder import build_ladder
+from stability.analysis.ladder_sentences import candidate_sentences, notes, sentence
 from stability.analysis.number_text import times
-from stability.analysis.sentences import candidate_sentences, notes, sentence
 from stability.records.sealed_json import read_sealed, write_sealed
 from tests.stability.sealing import seal
 

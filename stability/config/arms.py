@@ -1,0 +1,112 @@
+"""The arms of a study: the whole config of each, and its difference from the baseline.
+
+Everything here is a function of the config. Whether a difference is allowed is the pair contract's
+matter (`analysis.pair_contract`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stability.config.diff import diff
+from stability.config.load import override
+from stability.config.schema import BASELINE, ArmConfig, Axis, SeedConfig, StudyConfig
+
+__all__ = ["INDEPENDENT_AXES", "Arm", "describe_change", "expand", "with_seed"]
+
+INDEPENDENT_AXES: tuple[Axis, ...] = ("seed", "init")
+"""Axes whose arms start from weights that were drawn independently of the baseline's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """One arm of a study: a run's description without its seed."""
+
+    name: str
+    config: ArmConfig
+    diff: dict[str, tuple[Any, Any]]
+    """Dotted config path -> (baseline's value, this arm's value)."""
+
+
+def expand(study: StudyConfig) -> list[Arm]:
+    """Return the arms of `study`, the baseline first.
+
+    An arm that changes the attention is shadowed by the baseline's attention, every other arm by
+    the study's `probe.shadows`.
+    """
+    arms = []
+    for name, changes in study.arms.items():
+        config = override(study.base, changes, where=f"arms.{name}")
+        if config.attention != study.base.attention:
+            probe = replace(config.probe, shadows=(study.base.attention,), shadows_are="baseline")
+            config = replace(config, probe=probe)
+        arms.append(Arm(name=name, config=config, diff=diff(study.base, config)))
+    return sorted(arms, key=lambda arm: arm.name != BASELINE)
+
+
+def with_seed(config: ArmConfig, seed: int) -> ArmConfig:
+    """Return `config` with the study's seed; the arm's own offsets stay."""
+    offsets = config.seed
+    return replace(
+        config,
+        seed=SeedConfig(
+            base=seed, init_offset=offsets.init_offset, order_offset=offsets.order_offset
+        ),
+    )
+
+
+def describe_change(
+    arm: str, axis: Axis, differences: Mapping[str, list[Any]], base: Mapping[str, Any]
+) -> str:
+    """Return what `arm` changes in the config `base`, e.g. `attention: baseline -> flash:fa2`.
+
+    `differences` are those of the arm's config, as JSON holds them; so is `base`.
+    """
+    before = base.get("attention", {})
+    if arm == BASELINE:
+        return f"the reference: {_attention_label(before)}, {base.get('precision', '?')}"
+    if not differences:
+        return "nothing (A/A)"
+    attention = {k: values for k, values in differences.items() if k.startswith("attention.")}
+    parts = [_describe_attention(before, attention)] if attention else []
+    parts += [_describe(k, *values) for k, values in differences.items() if k not in attention]
+    return f"confounded: {'; '.join(parts)}" if axis == "many" else "; ".join(parts)
+
+
+def _attention_label(attention: Mapping[str, Any]) -> str:
+    """Return an attention's name: `flash:fa2`, `flash:fa2 (block_k=32)`, `baseline`."""
+    label = str(attention.get("implementation", "baseline"))
+    if attention.get("profile"):
+        label += f":{attention['profile']}"
+    numerics = attention.get("numerics", {})
+    extras = [f"{key}={value}" for key, value in numerics.items() if value is not None]
+    if attention.get("engine", "auto") != "auto":
+        extras.append(f"engine={attention['engine']}")
+    return f"{label} ({', '.join(extras)})" if extras else label
+
+
+def _describe_attention(before: Mapping[str, Any], differences: Mapping[str, list[Any]]) -> str:
+    after = {**before, "numerics": dict(before.get("numerics", {}))}
+    for path, (_, value) in differences.items():
+        _, key, *field = path.split(".")
+        if field:
+            after[key][field[0]] = value
+        else:
+            after[key] = value
+    return f"attention: {_attention_label(before)} -> {_attention_label(after)}"
+
+
+def _describe(path: str, before: Any, after: Any) -> str:
+    if path == "nudge.ulps":
+        return f"initial weights moved by {after} ULP"
+    if path == "precision":
+        return f"{before} -> {after}"
+    if path == "seed.init_offset":
+        return f"other initial weights (seed {after - before:+d})"
+    if path == "seed.order_offset":
+        return f"other batch order (seed {after - before:+d})"
+    if path == "optimizer.eps":
+        return f"epsilon of Adam: {before:g} -> {after:g}"
+    if path == "model.init":
+        return f"initialisation: {before} -> {after}"
+    return f"{path}: {before} -> {after}"
