@@ -1,9 +1,16 @@
 """Attention that holds the whole score matrix, rounded as eager PyTorch would in chosen formats.
 
-One autograd path: products and softmax in the work format (FP32; FP64 where a format or q's dtype
-is beyond it), a rounding of the value at each named point on the way forward and of its gradient on
-the way back. Products are never done in the narrow format itself, so the bits do not depend on how
-a machine multiplies BF16 or FP16. Leaves out blocks and running statistics (`twin_*`).
+This is what a deviation is measured against: the attention that a user would write in a few lines
+of PyTorch. Products and softmax are computed in the work format (FP32; FP64 where a format or q's
+dtype is beyond it). At each named point the value is rounded on the way forward, and its gradient
+is rounded to the same format on the way back.
+
+Products are never done in the narrow format itself. How a machine sums BF16 or FP16 products, and
+torch's switches for reduced-precision reductions, would then decide bits that no field names.
+Rounding the result of an FP32 product names the format and leaves nothing else open.
+
+Leaves out blocks and running statistics (`twin`, `triton`) and shares no code with them but masks
+and roundings. Shared errors would cancel in the comparison.
 
 Shape suffixes: B batch, H query heads, G kv heads, R query heads of one kv head (H = G R), L
 either length, Q query_len, K key_len, D head_dim.
@@ -100,7 +107,7 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (weights_BGRQK,) = ctx.saved_tensors
         dweights_BGRQK = round_to(grads[0], ctx.format)
-        # What torch.softmax runs backward: its sum, spelled out, would add in another order.
+        # This is what torch.softmax runs backward. Spelled out, its sum would add in another order.
         run = torch.ops.aten._softmax_backward_data
         return run(dweights_BGRQK, weights_BGRQK, -1, weights_BGRQK.dtype), None
 

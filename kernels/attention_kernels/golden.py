@@ -1,9 +1,14 @@
 """The oracle: softmax attention in FP64, over chunks of queries, differentiated by autograd.
 
-Written as softmax(scale q k^T) v and nothing more, so that it shares no derivation with the flash
-recurrence it judges. Each chunk of queries is a checkpoint: its scores are recomputed in the
-backward, and forward and backward never hold a query_len x key_len matrix. Leaves out speed,
-formats and rounding: FP64 is all it knows.
+It is written as softmax(scale q k^T) v and nothing more. It has no running maximum, no delta and no
+hand-written backward, so that it shares no derivation with the flash recurrence that it judges.
+
+One rounding errs by at most 1.1e-16 in FP64, 6.0e-8 in FP32 and 3.9e-3 in BF16, relative: beside
+any candidate the oracle counts as exact. Each chunk of queries is a checkpoint: its scores are
+computed again in the backward, and neither direction ever holds a query_len x key_len matrix, which
+in FP64 would take 8 GiB a head at length 32768.
+
+Leaves out speed, formats and rounding: FP64 is all it knows.
 
 Shape suffixes: B batch, H query heads, G kv heads, R query heads of one kv head (H = G R),
 C query rows of a chunk, K keys that the chunk may see, D head_dim.

@@ -25,17 +25,16 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from attention_kernels.formats import FORMATS, ROUNDINGS, format_named, input_format
+from attention_kernels.formats import FORMATS, ROUNDINGS, Format, format_named, input_format
+from attention_kernels.points import POINTS, BackwardNumerics, ForwardNumerics, check_formats
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "Arithmetic",
-    "BackwardNumerics",
     "BaselineNumerics",
     "FlashNumerics",
-    "ForwardNumerics",
     "Scaling",
     "Softmax",
     "Tiling",
@@ -47,50 +46,6 @@ LOOP_ORDERS = ("query_outer", "key_outer")
 KEY_ORDERS = ("forward", "reversed")
 SCALINGS = ("none", "per_tensor", "per_block")
 DOTS = ("ieee", "tf32", "tf32x3")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardNumerics:
-    """Formats at the rounding points of the forward recurrence, in the order they occur."""
-
-    operands: str = "input"
-    """q, k, v (and dO in the backward) as they enter the dot products."""
-    scores: str = "fp32"
-    """scale * q k^T with softcap and bias, once per element, before the mask."""
-    statistics: str = "fp32"
-    """Running max, exp(score - max), rescale factor and running sum."""
-    probabilities: str = "input"
-    """exp(score - max) as operand of the product with v (P in the backward, of dV)."""
-    accumulator: str = "fp32"
-    """Unnormalised output after each key block; the output of each split."""
-    output: str = "input"
-    """accumulator / sum, as stored; the backward's delta reads it."""
-    lse: str = "fp32"
-    """max + log(sum), as stored; the backward's P is recomputed from it."""
-
-    def __post_init__(self) -> None:
-        _check_formats(self)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackwardNumerics:
-    """Formats at the rounding points of the backward recurrence, in the order they occur."""
-
-    delta: str = "fp32"
-    """rowsum(dO * O)."""
-    dp: str = "fp32"
-    """dO v^T."""
-    ds: str = "input"
-    """P * (dP - delta), as operand of the products for dQ and dK."""
-    dq_accumulator: str = "fp32"
-    """dQ after each key block."""
-    dkv_accumulator: str = "fp32"
-    """dK and dV of one query head after each query block."""
-    gradients: str = "input"
-    """dQ, dK and dV as returned; the heads of a group are added before."""
-
-    def __post_init__(self) -> None:
-        _check_formats(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,6 +217,22 @@ class FlashNumerics(_Numerics):
             )
         return numerics
 
+    def format_at(self, point: str) -> str:
+        """Return the name of the format that the point of this name in `POINTS` rounds to."""
+        field = POINTS[point].field
+        return getattr(self.forward if hasattr(self.forward, field) else self.backward, field)
+
+    @functools.cached_property
+    def targets(self) -> dict[str, Format | None]:
+        """What each point rounds values of the work format to; None where that changes nothing.
+
+        Read it of resolved numerics. With FP32 statistics and sums, most points change nothing, and
+        an engine that asks here first spends no time on them.
+        """
+        work = FORMATS[self.work_format]
+        formats = {point: format_named(self.format_at(point)) for point in POINTS}
+        return {p: None if f.changes_nothing(work) else f for p, f in formats.items()}
+
     def _formats(self) -> Iterable[str]:
         return (*asdict(self.forward).values(), *asdict(self.backward).values())
 
@@ -280,11 +251,6 @@ class FlashNumerics(_Numerics):
         """Return the fields, flat, by their own names: what a manifest stores."""
         groups = (getattr(self, f.name) for f in fields(self))
         return {name: value for group in groups for name, value in asdict(group).items()}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Return the numerics that `to_dict` gave; ValueError for an unknown field."""
-        return cls().with_(**values)
 
 
 SCALE_ORDERS = ("after", "before")
@@ -324,7 +290,7 @@ class BaselineNumerics(_Numerics):
     5 exponent bits needs neither, and gets none."""
 
     def __post_init__(self) -> None:
-        _check_formats(self, *_CHOICES)
+        check_formats(self, *_CHOICES)
         _check_choice(self, "scale_order", SCALE_ORDERS)
         _check_choice(self, "softmax_rounding", SOFTMAX_ROUNDINGS)
         _check_choice(self, "scaling", BASELINE_SCALINGS)
@@ -348,23 +314,6 @@ class BaselineNumerics(_Numerics):
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name: what a manifest stores."""
         return asdict(self)
-
-
-def _check_formats(group: Any, *others: str) -> None:
-    """Raise ValueError unless every field of `group` but `others` names a format or is "input"."""
-    for point in fields(group):
-        name = getattr(group, point.name)
-        if point.name in others or name == "input":
-            continue
-        try:
-            format_named(name)
-        except (ValueError, TypeError) as error:
-            allowed = ["input", *FORMATS]
-            near = difflib.get_close_matches(str(name), allowed, n=3, cutoff=0.4) or allowed
-            raise ValueError(
-                f"{type(group).__name__}: {point.name} must be a format, got {name!r}; "
-                f"nearest: {', '.join(near)}"
-            ) from error
 
 
 def _check_choice(group: Any, name: str, allowed: tuple[Any, ...]) -> None:

@@ -3,9 +3,13 @@
 What FlashAttention-3 (arXiv 2407.08608, section 3.3) does to q, k and v before its FP8 products:
 incoherent processing multiplies q and k by the same orthogonal matrix M, signs times Hadamard, so
 that q k^T stays and outliers spread over the head_dim; scaling divides a head, or a block of its
-rows, by a factor that brings its largest magnitude onto the largest value of the format. Rounding
-happens here and nowhere else in an engine, so a kernel reads values that are on the grid already.
-Leaves out the products, and P (`FlashNumerics.probability_scale`).
+rows, by a factor that brings its largest magnitude onto the largest value of the format.
+
+An operand is rounded here, before an engine runs, and the kernels read values that are on the grid
+already. Published FP8 kernels read FP8 tensors; here the values are held in the narrowest of BF16,
+FP16, FP32 and FP64 that has them all (`Format.container`), so that any `eXmY` runs on any chip.
+
+Leaves out the products, and how P is scaled (`FlashNumerics.probability_scale`).
 
 Shape suffixes: B batch, H heads, L rows, T blocks of rows, D head_dim, E head_dim up to the next
 power of two.
@@ -20,13 +24,11 @@ from torch import Tensor
 
 from attention_kernels.formats import FORMATS, Format, format_named, input_format
 from attention_kernels.numerics import FlashNumerics
+from attention_kernels.points import POINTS, SIGNS_STREAM
 from attention_kernels.random_bits import bits_at
 from attention_kernels.rounding import DTYPES, round_to
 
 __all__ = ["Operand", "prepare", "rotate_back"]
-
-_POINTS = {"q": 1, "k": 2, "v": 3, "dout": 4}
-_SIGNS = 5
 
 
 class Operand(NamedTuple):
@@ -106,7 +108,7 @@ def _bits(values: Tensor, name: str, seed: int) -> Tensor:
         torch.arange(size, device=values.device) for size in values.shape
     )
     head = batch[:, None] * len(heads) + heads
-    return bits_at(seed, _POINTS[name], head[:, :, None, None], rows[:, None], columns)
+    return bits_at(seed, POINTS[name].stream, head[:, :, None, None], rows[:, None], columns)
 
 
 @functools.lru_cache(maxsize=16)
@@ -115,7 +117,7 @@ def _rotation(head_dim: int, seed: int, dtype: torch.dtype, device: torch.device
 
     A head_dim that is no power of two is cut into powers of two, each rotated in itself.
     """
-    signs = 1 - 2 * (bits_at(seed, _SIGNS, torch.arange(head_dim)) >> 31)
+    signs = 1 - 2 * (bits_at(seed, SIGNS_STREAM, torch.arange(head_dim)) >> 31)
     blocks, left = [], head_dim
     while left:
         size = 1 << (left.bit_length() - 1)

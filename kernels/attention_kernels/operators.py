@@ -126,9 +126,7 @@ def plan_from_text(text: str) -> Plan:
 
 
 def _numerics(engine: str, values: dict[str, object]) -> FlashNumerics | BaselineNumerics:
-    if engine == "baseline":
-        return BaselineNumerics().with_(**values)
-    return FlashNumerics.from_dict(values)
+    return (BaselineNumerics() if engine == "baseline" else FlashNumerics()).with_(**values)
 
 
 def _stored_apart(numerics: FlashNumerics, dtype: torch.dtype) -> bool:

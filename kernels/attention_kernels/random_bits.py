@@ -1,9 +1,15 @@
 """Random bits as a pure function of a seed and coordinates: what stochastic rounding draws from.
 
-A counter-based generator: no state, so any tile of any engine can draw the bits of an element from
-where the element is, and a rerun draws the same. `mix` is the 32-bit finaliser "lowbias32" found
-by C. Wellons' search (nullprogram.com, "Prospecting for Hash Functions", 2018). Leaves out what the
-bits are used for; `triton_rounding` holds the same two functions on blocks.
+This is a counter-based generator. It has no state, so any tile of any engine can draw the bits of
+an element from where the element lies, and a rerun draws the same. torch's generators would give
+other bits whenever a tile's size or the order of tiles changed, and the two engines could never
+agree.
+
+`_mix` is the 32-bit finaliser "lowbias32", found by a search (nullprogram.com, "Prospecting for
+Hash Functions", 2018). `triton.rounding.random_bits` is the same function on blocks of uint32. Here
+words are held in int64, since few operations of torch take unsigned integers, and cut to 32 bits
+after each product. Leaves out what the bits are used for (`rounding`) and the number of each
+rounding's stream (`points`).
 """
 
 import torch
@@ -19,11 +25,12 @@ def bits_at(seed: int, *coordinates: int | Tensor) -> Tensor:
     """Return 32 random bits for each place, int64, in the shape that the coordinates broadcast to.
 
     Coordinates are integers below 2**32 or int64 tensors of them; at least one is a tensor. Their
-    order matters: each is folded into the hash of those before it. It is hashed itself first, else
-    two rows whose hashes differ in their last bits alone would draw the same bits in other columns.
+    order matters: each is folded into the hash of those before it.
     """
     mixed: int | Tensor = _mix((seed & _WORD) ^ _NOT_ZERO)
     for coordinate in coordinates:
+        # A coordinate is hashed before it is folded in. Else two rows whose hashes differ in their
+        # last bits alone would draw the same bits in other columns.
         mixed = _mix(mixed ^ _mix(coordinate))
     assert isinstance(mixed, Tensor)
     return mixed

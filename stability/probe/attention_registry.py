@@ -34,8 +34,8 @@ from attention_kernels import (
     golden_attention,
     resolve_engine,
 )
-from attention_kernels.numerics import BackwardNumerics
 from attention_kernels.peers.registry import PEERS
+from attention_kernels.points import BackwardNumerics
 from stability.config.convert import nearest
 from stability.config.plugins import ATTENTIONS, plugins
 from stability.config.schema import AttentionConfig

@@ -25,7 +25,7 @@ from attention_kernels import (
     flash_attention,
     golden_attention,
 )
-from attention_kernels.numerics import BackwardNumerics, ForwardNumerics
+from attention_kernels.points import BackwardNumerics, ForwardNumerics
 from attention_kernels.rounding import INPUT_DTYPES
 from attention_kernels.testing import Shape
 from stability.config.convert import nearest

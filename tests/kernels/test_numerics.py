@@ -128,7 +128,7 @@ def test_what_does_not_exist_is_named_with_its_neighbours(make, message):
 def test_any_fields_survive_the_way_to_a_record_and_back(values):
     numerics = FlashNumerics().with_(**values)
     assert {name: numerics.to_dict()[name] for name in values} == values
-    assert FlashNumerics.from_dict(numerics.to_dict()) == numerics
+    assert FlashNumerics().with_(**numerics.to_dict()) == numerics
 
 
 def test_p_is_scaled_to_the_top_of_a_narrow_format_and_only_with_scaled_operands():

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from attention_kernels import BASELINE_PROFILES, PROFILES
-from attention_kernels.numerics import BackwardNumerics, ForwardNumerics
+from attention_kernels.points import POINTS, BackwardNumerics, ForwardNumerics
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 README = (KERNELS / "README.md").read_text(encoding="utf-8")
-POINTS = [f.name for g in (ForwardNumerics, BackwardNumerics) for f in fields(g)]
+FIELDS = [f.name for g in (ForwardNumerics, BackwardNumerics) for f in fields(g)]
 
 
 def tables():
@@ -45,7 +45,7 @@ def source_of(place):
 
 def test_each_rounding_point_is_listed_in_the_order_it_occurs():
     rows = tables()["forward point"] + tables()["backward point"]
-    assert [named(row[0])[0] for row in rows] == POINTS
+    assert [named(row[0])[0] for row in rows] == FIELDS
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,12 @@ def test_each_rounding_point_is_listed_in_the_order_it_occurs():
     ids=lambda row: named(row[0])[0],
 )
 def test_each_rounding_point_is_where_the_table_says(row):
-    (point,) = named(row[0])
+    (field,) = named(row[0])
+    names = [name for name, point in POINTS.items() if point.field == field]
+    rounds = rf"\.{field}\b" if field == "operands" else rf'"({"|".join(names)})"'
     for cell in row[2:]:
         (place,) = named(cell)
-        assert re.search(rf"\.{point}\b", source_of(place)), f"{place} does not round {point}"
+        assert re.search(rounds, source_of(place)), f"{place} does not round {field}"
 
 
 def test_each_baseline_point_is_listed_with_its_formats():
@@ -76,7 +78,7 @@ def test_each_baseline_point_is_listed_with_its_formats():
 def test_each_dial_is_listed_and_where_the_table_says():
     rows = tables()["dial"]
     listed = [name for row in rows for name in named(row[0])]
-    assert sorted(listed) == sorted(set(PROFILES["fa2"].to_dict()) - set(POINTS))
+    assert sorted(listed) == sorted(set(PROFILES["fa2"].to_dict()) - set(FIELDS))
     for row in rows:
         for place in named(row[2]):
             assert source_of(place)
@@ -87,7 +89,7 @@ def test_each_profile_differs_from_fa2_in_what_the_table_says(row):
     (name,) = named(row[0])
     changes = dict(pair.split("=") for pair in row[1].split() if "=" in pair)
     if row[1].startswith("every point"):
-        changes = dict.fromkeys(POINTS, row[1].split()[-1])
+        changes = dict.fromkeys(FIELDS, row[1].split()[-1])
     expected = {k: str(v) for k, v in (PROFILES["fa2"].to_dict() | changes).items()}
     assert {k: str(v) for k, v in PROFILES[name].to_dict().items()} == expected
 

@@ -1,18 +1,16 @@
-"""What a Triton kernel is compiled for: one value that holds every compile-time constant.
+"""What a Triton kernel is handed beside q, k, v and its results.
 
-The numerics, the mask's scalars, which of its tensors there are, and the tile. A kernel reads it as
-`N.scores`, `N.causal`; each distinct value is a kernel of its own. Strings are wrapped, since
-Triton 3.6 hands no bare string from a kernel to a function it calls. Leaves out pointers, strides
-and lengths, which a kernel gets when it is launched (`triton_launch`).
+`Constants` is what it is compiled for: numerics, the scalars of the mask, which of its tensors
+there are, the tile. A kernel reads it as `N.exp` or `N.has_left`, and each distinct value is a
+kernel of its own. `Factors`, `Masks` and `Lengths` come at each launch, as named tuples, which
+Triton takes apart; an absent tensor is None and compiles to nothing.
 
-What the kernels are handed at a launch beside q, k, v and results: factors, masks, lengths.
-
-Named tuples, which Triton takes apart; an absent tensor is None and compiles to nothing. Leaves out
-what is known when a kernel is compiled (`triton_constants`) and the launch (`triton_launch`).
+Strings are wrapped in `tl.constexpr`, since Triton 3.6 hands no bare string from a kernel to a
+function that it calls. Leaves out the launch itself (`launch`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attention_kernels.masks import Mask
-from attention_kernels.numerics import BackwardNumerics, FlashNumerics, ForwardNumerics
+from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import Operand
+from attention_kernels.points import POINTS
 
 __all__ = [
     "Constants",
@@ -38,20 +37,14 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Compile-time constants; formats, `rounding`, `exp` and `dot` are wrapped strings."""
+    """Compile-time constants; `rounding`, `exp` and `dot` are wrapped strings.
 
-    scores: Any
-    statistics: Any
-    probabilities: Any
-    accumulator: Any
-    output: Any
-    lse: Any
-    delta: Any
-    dp: Any
-    ds: Any
-    dq_accumulator: Any
-    dkv_accumulator: Any
-    gradients: Any
+    `points` holds name, format and stream of each rounding. They are part of this value, and not
+    looked up in the table while a kernel compiles, because it is this value that tells Triton's
+    cache of compiled kernels apart.
+    """
+
+    points: tuple[tuple[str, str, int], ...]
     rounding: Any
     exp: Any
     dot: Any
@@ -91,11 +84,10 @@ def constants_of(
     With incoherent processing the gradients are rounded after they are rotated back, outside.
     """
     left, right = mask.offsets()
-    points = [*fields(ForwardNumerics), *fields(BackwardNumerics)]
-    flat = numerics.to_dict()
-    formats = {p.name: tl.constexpr(flat[p.name]) for p in points if p.name != "operands"}
-    if numerics.scaling.incoherent:
-        formats["gradients"] = tl.constexpr("fp64")
+    points = []
+    for name, point in POINTS.items():
+        later = numerics.scaling.incoherent and point.field == "gradients"
+        points.append((name, "fp64" if later else numerics.format_at(name), point.stream))
     tensors = {
         "has_padding": mask.key_padding is not None,
         "has_visible": mask.visible is not None,
@@ -103,7 +95,7 @@ def constants_of(
     }
     head_dim = q.shape[3]
     return Constants(
-        **formats,
+        points=tuple(points),
         **tensors,
         rounding=tl.constexpr(numerics.arithmetic.rounding),
         exp=tl.constexpr(numerics.softmax.exp),

@@ -1,12 +1,14 @@
-"""Gradients of the flash recurrence as two Triton kernels; no atomics, so sums have one order.
+"""Gradients of the flash recurrence as two Triton kernels.
 
-`dq_kernel` runs first, a program a query block of one query head, and leaves delta behind;
-`dkv_kernel` reads it, a program a key block of one kv head. P is recomputed from lse as in
+`dq_kernel` runs first, a program a query block of one query head, and leaves delta behind.
+`dkv_kernel` reads it, a program a key block of one kv head. P is computed again from lse, as in
 FlashAttention-2 (arXiv 2307.08691, algorithm 2), which does both in one kernel and adds dQ by
-atomics. Executes `FlashNumerics.backward` and the forward's points that recur. Leaves out the
-launch (`triton_launch`) and what a rounding is (`triton_rounding`). Strides are tuples
-(batch, head, row, dim); the other arguments are those of `forward_kernel`. Numbers at `rounded` are
-the streams of its random bits.
+atomics. An atomic adds in the order in which programs happen to finish, and the bits of dQ would
+change from run to run; two kernels compute the scores twice instead, and every sum has one order.
+
+They execute `FlashNumerics.backward` and those points of the forward that recur; `twin.backward`
+has the formulas. Strides are tuples (batch, head, row, dim); the other arguments are those of
+`forward_kernel`. Leaves out the launch (`launch`) and what a rounding is (`rounding`).
 """
 
 # `N` is annotated as Triton wants it, which hides its fields from pyright.
@@ -21,6 +23,7 @@ from attention_kernels.triton.tiles import (
     at_row,
     bounds,
     finite_or_zero,
+    format_at,
     key_span,
     load_factor,
     load_rows,
@@ -36,7 +39,7 @@ from attention_kernels.triton.tiles import (
 @triton.jit
 def _probabilities(b_scores, b_lse, n, o_q, o_k, N: tl.constexpr):
     b_p = exponential(b_scores - finite_or_zero(b_lse), N.exp)
-    return rounded(b_p, N.statistics, N, 36, 0, n, o_q, o_k)
+    return rounded(b_p, "backward_p", N, 0, n, o_q, o_k)
 
 
 @triton.jit
@@ -44,10 +47,11 @@ def _score_gradient(b_p, b_dp, b_delta, b_tanh, factor, n, o_q, o_k, N: tl.const
     """Return R_ds(P (dP - delta)), times the slope of the softcap, as an operand."""
     if N.scaled:
         b_dp = b_dp * factor
-    b_ds = (rounded(b_dp, N.dp, N, 28, 0, n, o_q, o_k) - b_delta) * b_p
+    b_ds = (rounded(b_dp, "dp", N, 0, n, o_q, o_k) - b_delta) * b_p
     if N.softcap > 0.0:
         b_ds = b_ds * (1.0 - b_tanh * b_tanh)
-    return contain(rounded(b_ds, N.ds, N, 29, 0, n, o_q, o_k), N.ds, N.work)
+    FORMAT: tl.constexpr = format_at(N, "ds")
+    return contain(rounded(b_ds, "ds", N, 0, n, o_q, o_k), FORMAT, N.work)
 
 
 @triton.jit
@@ -100,7 +104,7 @@ def dq_kernel(
     q_factor = load_factor(factors.q, o_batch, o_head, heads, q_blocks, block, N)
     do_factor = load_factor(factors.dout, o_batch, o_head, heads, q_blocks, block, N)
     b_delta = row_sum(_times(to_work(b_do, N.work), do_factor, N) * to_work(b_out, N.work), 1)
-    b_delta = rounded(b_delta, N.delta, N, 27, 0, n, o_q, 0)  # [BLOCK_Q]
+    b_delta = rounded(b_delta, "delta", N, 0, n, o_q, 0)  # [BLOCK_Q]
     p_delta = at_row(p_delta, o_batch, o_head, heads, query_rows, q_first, N)
     tl.store(p_delta + o_q, b_delta, mask=m_q)
     p_lse = at_row(p_lse, o_batch, o_head, heads, query_rows, q_first, N)
@@ -128,10 +132,10 @@ def dq_kernel(
             b_p, b_dp, b_delta[:, None], b_tanh, do_factor * v_factor, n, o_row, o_col, N
         )
         b_dq += _times(dot(b_ds, b_k, N.work, N.dot), k_factor, N)
-        b_dq = rounded(b_dq, N.dq_accumulator, N, 30, k_start, n, o_row, o_dim[None, :])
+        b_dq = rounded(b_dq, "dq_accumulator", N, k_start, n, o_row, o_dim[None, :])
 
     p_dq = at_head(p_dq, dq_strides, o_batch, o_head, q_first, N)
-    b_dq = rounded(b_dq * N.scale, N.gradients, N, 33, 0, n, o_q[:, None], o_dim[None, :])
+    b_dq = rounded(b_dq * N.scale, "dq", N, 0, n, o_q[:, None], o_dim[None, :])
     store_rows(p_dq, dq_strides, o_q, query_len, b_dq, N)
 
 
@@ -183,12 +187,13 @@ def _add_query_block(
     )
     if N.p_scale > 1.0:
         b_p = b_p * N.p_scale
-    b_p = rounded(b_p, N.probabilities, N, 37, 0, n, o_row, o_col)
-    b_pdo = dot(contain(b_p, N.probabilities, N.work), b_do, N.work, N.dot)
+    FORMAT: tl.constexpr = format_at(N, "backward_probabilities")
+    b_p = rounded(b_p, "backward_probabilities", N, 0, n, o_row, o_col)
+    b_pdo = dot(contain(b_p, FORMAT, N.work), b_do, N.work, N.dot)
     b_dv += _times(b_pdo, do_factor / N.p_scale, N)
-    b_dv = rounded(b_dv, N.dkv_accumulator, N, 32, q_start, n, o_col, o_dim[None, :])
+    b_dv = rounded(b_dv, "dv_accumulator", N, q_start, n, o_col, o_dim[None, :])
     b_dk += _times(dot(b_ds, b_q, N.work, N.dot), q_factor, N)
-    b_dk = rounded(b_dk, N.dkv_accumulator, N, 31, q_start, n, o_col, o_dim[None, :])
+    b_dk = rounded(b_dk, "dk_accumulator", N, q_start, n, o_col, o_dim[None, :])
     return b_dk, b_dv
 
 
@@ -254,7 +259,7 @@ def dkv_kernel(
     o_row = o_k[:, None]
     p_dk = at_head(p_dk, dkv_strides, o_batch, o_kv_head, k_first, N)
     p_dv = at_head(p_dv, dkv_strides, o_batch, o_kv_head, k_first, N)
-    b_dk_group = rounded(b_dk_group * N.scale, N.gradients, N, 34, 0, n, o_row, o_dim[None, :])
+    b_dk_group = rounded(b_dk_group * N.scale, "dk", N, 0, n, o_row, o_dim[None, :])
     store_rows(p_dk, dkv_strides, o_k, key_len, b_dk_group, N)
-    b_dv_group = rounded(b_dv_group, N.gradients, N, 35, 0, n, o_row, o_dim[None, :])
+    b_dv_group = rounded(b_dv_group, "dv", N, 0, n, o_row, o_dim[None, :])
     store_rows(p_dv, dkv_strides, o_k, key_len, b_dv_group, N)

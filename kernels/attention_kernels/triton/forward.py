@@ -1,18 +1,23 @@
-"""The flash recurrence as a Triton kernel: one program a query block of one head and one split.
+"""The flash recurrence as Triton kernels: `forward_kernel`, and the merger of its splits.
 
-Executes the rounding points of `FlashNumerics.forward` under the dials of its softmax and tiling;
+One program of `forward_kernel` attends a query block of one head over one split of the keys. It
+executes the rounding points of `FlashNumerics.forward` under the dials of its softmax and tiling;
 the recurrence is FlashAttention-2's (arXiv 2307.08691, algorithm 1), with `key_outer`
-FlashAttention-1's update (arXiv 2205.14135, algorithm 1). Operands come rounded (`operands`).
-Leaves out the launch (`triton_launch`), the merger of splits (`triton_merge`), gradients
-(`triton_backward`) and what a rounding is (`triton_rounding`). Values between rounding points are
-FP32 or FP64 (`N.work`). Strides are tuples (batch, head, row, dim). Numbers at `rounded` are the
-streams of its random bits.
+FlashAttention-1's update (arXiv 2205.14135, algorithm 1). `twin.forward` has it in formulas, in the
+same order. `merge_kernel` adds the splits of a query block in their order, weighted by exp(lse of a
+split - the largest lse).
 
-The merger of splits as a Triton kernel: weights exp(lse of a split - the largest lse).
+A query block walks its keys in up to three stretches: blocks that some row sees in part on the
+left, blocks that every row sees whole, and those cut on the right. The middle one, where most of
+the work is, tests no mask and loads no tail (`tiles.whole_span`).
 
-One program a query block of one head; splits are added in their order. Leaves out what a split is
-(`triton_forward`). Strides are tuples (split and batch, head, row, dim).
+Operands come rounded (`operands`). Values between rounding points are FP32 or FP64 (`N.work`).
+Strides are tuples (batch, head, row, dim). Leaves out the launch (`launch`), gradients (`backward`)
+and what a rounding is (`rounding`).
 """
+
+# `N` is annotated as Triton wants it, which hides its fields from pyright.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -22,6 +27,7 @@ from attention_kernels.triton.tiles import (
     at_head,
     bounds,
     finite_or_zero,
+    format_at,
     key_span,
     load_factor,
     load_rows,
@@ -35,10 +41,6 @@ from attention_kernels.triton.tiles import (
     whole_span,
 )
 
-# `N` is annotated as Triton wants it, which hides its fields from pyright.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-
-
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOG_2 = tl.constexpr(0.6931471805599453)
 _MAX_SHIFT = tl.constexpr(6.0)
@@ -46,7 +48,7 @@ _MAX_SHIFT = tl.constexpr(6.0)
 
 @triton.jit
 def _block_maximum(b_scores, N: tl.constexpr):
-    """Return each row's maximum, moved by beta where it is repeated (`twin_softmax`)."""
+    """Return each row's maximum, moved by beta where it is repeated; see `twin.forward`."""
     b_max = row_max(b_scores, 1)  # [BLOCK_Q]
     if N.beta > 1.0:
         b_count = row_sum(tl.where(b_scores == b_max[:, None], 1, 0), 1)
@@ -61,17 +63,17 @@ def _block_maximum(b_scores, N: tl.constexpr):
 def _statistics(b_scores, b_max, b_sum, n, o_q, o_k, step, N: tl.constexpr):
     """Return P, the rescale factor, the new maximum, and the old sum rescaled and the new."""
     b_new_max = tl.maximum(b_max, _block_maximum(b_scores, N))
-    b_new_max = rounded(b_new_max, N.statistics, N, 17, step, n, o_q, 0)
+    b_new_max = rounded(b_new_max, "max", N, step, n, o_q, 0)
     if N.threshold > 0.0:
         m_keep = (b_new_max - b_max) * _LOG2_E <= N.threshold
         b_new_max = tl.where(m_keep, b_max, b_new_max)
     b_shift = finite_or_zero(b_new_max)
     b_p = exponential(b_scores - b_shift[:, None], N.exp)  # [BLOCK_Q, BLOCK_K]
-    b_p = rounded(b_p, N.statistics, N, 18, 0, n, o_q[:, None], o_k[None, :])
+    b_p = rounded(b_p, "p", N, 0, n, o_q[:, None], o_k[None, :])
     b_alpha = exponential(b_max - b_shift, N.exp)
-    b_alpha = rounded(b_alpha, N.statistics, N, 19, step, n, o_q, 0)
+    b_alpha = rounded(b_alpha, "alpha", N, step, n, o_q, 0)
     b_old_sum = b_alpha * b_sum
-    b_sum = rounded(b_old_sum + row_sum(b_p, 1), N.statistics, N, 20, step, n, o_q, 0)
+    b_sum = rounded(b_old_sum + row_sum(b_p, 1), "sum", N, step, n, o_q, 0)
     return b_p, b_alpha, b_new_max, b_old_sum, b_sum
 
 
@@ -83,16 +85,17 @@ def _accumulate(
     o_dim = tl.arange(0, N.block_d)
     if N.p_scale > 1.0:
         b_p = b_p * N.p_scale
-    b_p = rounded(b_p, N.probabilities, N, 21, 0, n, o_q[:, None], o_k[None, :])
-    b_pv = dot(contain(b_p, N.probabilities, N.work), b_v, N.work, N.dot)  # [BLOCK_Q, BLOCK_D]
+    FORMAT: tl.constexpr = format_at(N, "probabilities")
+    b_p = rounded(b_p, "probabilities", N, 0, n, o_q[:, None], o_k[None, :])
+    b_pv = dot(contain(b_p, FORMAT, N.work), b_v, N.work, N.dot)  # [BLOCK_Q, BLOCK_D]
     if N.scaled:
         b_pv = b_pv * (v_factor / N.p_scale)
     b_carried = b_old_sum if N.key_outer else b_alpha
     b_acc = b_carried[:, None] * b_acc + b_pv
-    b_acc = rounded(b_acc, N.accumulator, N, 22, step, n, o_q[:, None], o_dim[None, :])
+    b_acc = rounded(b_acc, "accumulator", N, step, n, o_q[:, None], o_dim[None, :])
     if N.key_outer:
         b_acc = divide(b_acc, one_for_zero(b_sum)[:, None])
-        b_acc = rounded(b_acc, N.output, N, 23, step, n, o_q[:, None], o_dim[None, :])
+        b_acc = rounded(b_acc, "output", N, step, n, o_q[:, None], o_dim[None, :])
     return b_acc
 
 
@@ -236,22 +239,18 @@ def forward_kernel(
     b_lse = b_max + tl.log(b_sum)
     if N.splits > 1:
         b_acc = divide(b_acc, one_for_zero(b_sum)[:, None])
-        b_acc = rounded(b_acc, N.accumulator, N, 38, o_split, n, o_q[:, None], o_dim[None, :])
-        b_lse = rounded(b_lse, N.lse, N, 39, o_split, n, o_q, 0)
+        b_acc = rounded(b_acc, "split_output", N, o_split, n, o_q[:, None], o_dim[None, :])
+        b_lse = rounded(b_lse, "split_lse", N, o_split, n, o_q, 0)
     else:
         if not N.key_outer:
             b_acc = divide(b_acc, one_for_zero(b_sum)[:, None])
-            b_acc = rounded(b_acc, N.output, N, 23, 0, n, o_q[:, None], o_dim[None, :])
-        b_lse = rounded(b_lse, N.lse, N, 24, 0, n, o_q, 0)
+            b_acc = rounded(b_acc, "output", N, 0, n, o_q[:, None], o_dim[None, :])
+        b_lse = rounded(b_lse, "lse", N, 0, n, o_q, 0)
     o_outer = o_split if N.packed else o_split * batches + o_batch
     p_out = p_out + o_outer * out_strides[0] + o_head * out_strides[1] + q_first * out_strides[2]
     store_rows(p_out, out_strides, o_q, query_len, b_acc, N)
     p_lse = p_lse + (o_outer * heads + o_head) * query_rows + q_first
     tl.store(p_lse + o_q, b_lse, mask=o_q < query_len)
-
-
-# `N` is annotated as Triton wants it, which hides its fields from pyright.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 
 @triton.jit
@@ -291,16 +290,16 @@ def merge_kernel(
         p_split = p_row + split * outer * heads * query_rows + o_q
         b_lse = tl.load(p_split, mask=m_q, other=float("-inf"))
         b_weight = exponential(b_lse - b_shift, N.exp)
-        b_weight = rounded(b_weight, N.statistics, N, 25, split, n, o_q, 0)
+        b_weight = rounded(b_weight, "split_weights", N, split, n, o_q, 0)
         p_block = p_part + split * outer * part_strides[0]
         b_part = load_rows(p_block, part_strides, o_q, query_len, N, True)
         b_total += b_weight
         b_acc += b_weight[:, None] * b_part
-    b_total = rounded(b_total, N.statistics, N, 26, 0, n, o_q, 0)
+    b_total = rounded(b_total, "split_total", N, 0, n, o_q, 0)
     b_out = divide(b_acc, one_for_zero(b_total)[:, None])
-    b_out = rounded(b_out, N.output, N, 23, 0, n, o_q[:, None], o_dim[None, :])
+    b_out = rounded(b_out, "output", N, 0, n, o_q[:, None], o_dim[None, :])
     p_out = p_out + inner * out_strides[0] + o_head * out_strides[1] + q_first * out_strides[2]
     store_rows(p_out, out_strides, o_q, query_len, b_out, N)
-    b_lse = rounded(b_shift + tl.log(b_total), N.lse, N, 24, 0, n, o_q, 0)
+    b_lse = rounded(b_shift + tl.log(b_total), "lse", N, 0, n, o_q, 0)
     p_lse = p_lse + (inner * heads + o_head) * query_rows + q_first
     tl.store(p_lse + o_q, b_lse, mask=m_q)

@@ -1,19 +1,21 @@
-"""Runs a kernel in Triton's own interpreter, for tensors on a CPU, whatever the environment says.
+"""Runs the Triton kernels: compiled for CUDA tensors, interpreted for CPU tensors.
 
-Used without TRITON_INTERPRET: that variable acts on the whole process when it imports Triton, and
-torch or a user may have done so long before. Four traps: a jitted function refuses to be called
-from Python, so each kernel runs in a copy of its module's namespace in which the functions it calls
-are interpreted too; BF16 is uint16 to NumPy (casts truncate, subnormals widen wrongly, `tl.dot`
-multiplies the raw integers), so 16-bit tensors are widened before; while it runs, `triton.language`
-is patched, so only one thread may; and NumPy warns about -inf - -inf and casts to infinity, which
-are ordinary here. Leaves out which kernels there are and their arguments (`triton_launch`).
+The device of q decides; no environment variable does. Two things here could decide bits and do not.
+Pipeline stages change only how many tiles wait in shared memory. Tiles are never autotuned: a block
+size that timing chose would change the numbers from machine to machine, so `block_q` and `block_k`
+come from the numerics, and blocks that do not fit are refused.
 
-Launches the Triton kernels: compiled for CUDA tensors, interpreted for CPU tensors.
+The interpreter is Triton's own, used without TRITON_INTERPRET: that variable acts on the whole
+process when it imports Triton, and torch or a user may have done so long before. Four traps:
 
-The device of q decides, no environment variable does. Owns launch geometry that does not decide
-bits (pipeline stages); block_q and block_k do decide them and come from the numerics. Leaves out
-autograd (`operators`), checks of the arguments (`validation`), the interpreter (`triton_interpret`)
-and autotuning: a block size that timing chose would change the numbers from machine to machine.
+- A jitted function refuses to be called from Python. So each kernel runs in a copy of its module's
+  namespace in which the functions that it calls are interpreted too.
+- BF16 is uint16 to NumPy: casts truncate, subnormals widen wrongly, `tl.dot` multiplies the raw
+  integers. So 16-bit tensors are widened before (`arguments.kernel_inputs`).
+- While it runs, `triton.language` is patched, so only one thread may run it.
+- NumPy warns about -inf - -inf and about casts to infinity, which are ordinary here.
+
+Leaves out autograd (`operators`) and checks of the arguments (`checks`).
 """
 
 import functools
@@ -33,6 +35,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import Operand, prepare, rotate_back
+from attention_kernels.points import POINTS
 from attention_kernels.random_bits import bits_at
 from attention_kernels.rounding import round_to
 from attention_kernels.triton.arguments import (
@@ -207,14 +210,15 @@ def _round_gradient(
     format, arithmetic = numerics.backward.gradients, numerics.arithmetic
     if arithmetic.rounding != "stochastic":
         return round_to(x, format, arithmetic.rounding)
-    streams = {"dq": 33, "dk": 34, "dv": 35}
     head, dim = (torch.arange(x.shape[axis], device=x.device) for axis in (1, 3))
     for sequence in mask.sequences(of[0].shape[2], of[1].shape[2]):
         lines = sequence.queries if name == "dq" else sequence.keys
         batch = sequence.index + torch.arange(x.shape[0], device=x.device)
         n = batch[:, None] * x.shape[1] + head
         row = torch.arange(len(lines), device=x.device)
-        bits = bits_at(arithmetic.seed, streams[name], 0, n[:, :, None, None], row[:, None], dim)
+        bits = bits_at(
+            arithmetic.seed, POINTS[name].stream, 0, n[:, :, None, None], row[:, None], dim
+        )
         part = x[:, :, lines.start : lines.stop]
         part.copy_(round_to(part, format, "stochastic", bits=bits))
     return x
@@ -249,7 +253,7 @@ def _launch(
     if device.type == "cpu":
         if fp_fusion:
             raise ValueError(
-                "triton_launch: fp_fusion must be false where kernels are interpreted, got True; "
+                "triton: fp_fusion must be false where kernels are interpreted, got True; "
                 "only a compiler can contract a multiply and an add"
             )
         interpret(kernel, programs, arguments, constants)
@@ -257,7 +261,7 @@ def _launch(
         _run_compiled(kernel, programs, arguments, constants, fp_fusion)
     else:
         raise ValueError(
-            f"triton_launch: q must be on a cpu or cuda device, got {device}; use engine='twin'"
+            f"triton: q must be on a cpu or cuda device, got {device}; use engine='twin'"
         )
 
 
@@ -270,7 +274,7 @@ def _run_compiled(
 ) -> None:
     if not isinstance(kernel, JITFunction):
         raise ValueError(
-            "triton_launch: CUDA tensors must be run by compiled kernels, got a process that "
+            "triton: CUDA tensors must be run by compiled kernels, got a process that "
             "imported Triton with TRITON_INTERPRET set; unset it or use engine='twin'"
         )
     options = compile_options(kernel, constants, fp_fusion)
@@ -283,7 +287,7 @@ def _run_compiled(
         except OutOfResources as error:
             too_large = error
     raise ValueError(
-        f"triton_launch: block_q and block_k must fit the GPU at head_dim {constants.head_dim}, "
+        f"triton: block_q and block_k must fit the GPU at head_dim {constants.head_dim}, "
         f"got block_q={constants.block_q}, block_k={constants.block_k} "
         f"({too_large.name}: {too_large.required} needed, {too_large.limit} there); "
         "use smaller blocks or engine='twin'"

@@ -1,22 +1,29 @@
-"""What a Triton kernel knows about a format while it compiles: integers, from the format's name.
+"""Rounding inside Triton kernels, and the arithmetic of the work format between two roundings.
 
-Each class is one look-up, called through a `constexpr_function`: Triton lets such a function call
-classes but no other function of ours. Interpreted, the same look-ups run at each call. Leaves out
-the rounding itself (`triton_rounding`).
+`round_to` rounds a block to any format, in any rounding mode, bit for bit as `rounding.round_to`
+rounds a tensor. A kernel is compiled for a format's name, which is part of its constants; while it
+compiles, `layout_of` turns the name into the integers that the rounding needs.
 
-Rounding inside Triton kernels, and the arithmetic of a work format between two roundings.
+All rounding is integer arithmetic on the bits of a value. Floating-point tricks, such as adding and
+subtracting a large constant, would depend on whether the hardware flushes subnormals. The
+exceptions are the casts that the hardware does itself as one correct rounding to nearest even: FP32
+to BF16 and FP16, FP64 to FP32.
 
-`round_to` rounds a block to any format of `formats`, in any rounding mode, bit for bit as
-`formats.round_to` rounds a tensor. The name of the constexpr at the call is the name of the
-rounding point, a field of `FlashNumerics` in upper case; its value is the format's name, which
-`triton_layout` turns into integers while the kernel compiles. All rounding is integer arithmetic on
-the bits, so that no flushing of subnormals can change it, but for the casts that the hardware does
-itself, to nearest even: FP32 to BF16 and FP16, FP64 to FP32. Leaves out where a kernel rounds.
+Between two roundings a kernel must do what its dtype says, so three operations are pinned down
+here: `exponential` and `tanh` name the library function or instruction and its error, `dot` says
+what becomes of FP32 operands on tensor cores, and `divide` rounds correctly, which Triton's `/`
+does not.
 
-Interpreted, 16-bit operands arrive as FP32 (`triton_arguments`): there the cast to BF16 truncates
-and BF16 is an integer type to NumPy, so the sum is rounded on its bits, and no block is ever
-narrowed.
+The interpreter differs in one way. NumPy has no BF16: there it is an integer type, casts to it
+truncate, and `tl.dot` multiplies the raw integers. So 16-bit operands arrive as FP32
+(`arguments.kernel_inputs`), BF16 is rounded on its bits, and no block is ever narrowed.
+Interpreted, `COMPILED` is False.
+
+Leaves out where a kernel rounds (`forward`, `backward`) and which format it rounds to (`points`).
 """
+
+# Constants are annotated as Triton wants them, which pyright takes for their type.
+# pyright: reportAssignmentType=false, reportArgumentType=false
 
 import struct
 from dataclasses import replace
@@ -30,6 +37,8 @@ from attention_kernels.formats import FORMATS, Format, format_named
 __all__ = ["container_of", "layout_of"]
 
 
+# Triton 3.6 lets a `constexpr_function` call classes, but no other function of ours: each look-up
+# in the table of formats is therefore the making of an object.
 class _Layout:
     """A format as integers, for rounding the bits of a carrier of `width` 32 or 64 bits."""
 
@@ -69,7 +78,7 @@ def _hardware_cast(target: Format, width: int) -> str:
 
 
 class _Container:
-    """The name of the dtype that holds a format as an operand of a dot."""
+    """The dtype that holds a format as an operand of a dot, by the name of its own format."""
 
     def __init__(self, name: str) -> None:
         self.name = format_named(name).container
@@ -87,12 +96,8 @@ def container_of(FORMAT):
     return _Container(FORMAT).name
 
 
-# Constants are annotated as Triton wants them, which pyright takes for their type.
-# pyright: reportAssignmentType=false, reportArgumentType=false
-
-
 COMPILED = tl.constexpr(True)
-"""False in the namespace that the interpreter runs in (`triton_interpret.interpreted`)."""
+"""False in the namespace that the interpreter runs in (`launch.interpreted`)."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

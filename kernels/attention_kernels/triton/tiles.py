@@ -1,9 +1,8 @@
-"""What the kernels do alike to a tile: place it, load, score, mask, round, store.
+"""What the kernels do alike to a tile: round, place, load, score, mask, store.
 
 Index blocks `o_q` and `o_k` come shaped to broadcast, `[:, None]` or `[None, :]`, so that the same
-steps serve score blocks [BLOCK_Q, BLOCK_K] and transposed ones. `N` is a
-`triton_constants.Constants`. Leaves out what a rounding is (`triton_rounding`) and the recurrences
-themselves.
+steps serve score blocks [BLOCK_Q, BLOCK_K] and transposed ones. `N` is an `arguments.Constants`.
+Leaves out how a block is rounded (`rounding`) and the recurrences (`forward`, `backward`).
 """
 
 # `N` is annotated as Triton wants it, which hides its fields from pyright.
@@ -22,11 +21,26 @@ from attention_kernels.triton.rounding import (
 )
 
 
+@triton.constexpr_function
+def format_at(N, POINT):
+    """Return the name of the format that a point rounds to."""
+    return next(format for point, format, _ in N.points if point == POINT)
+
+
+@triton.constexpr_function
+def stream_at(N, POINT):
+    """Return the stream of a point's random bits."""
+    return next(stream for point, _, stream in N.points if point == POINT)
+
+
 @triton.jit
-def rounded(b, FORMAT: tl.constexpr, N: tl.constexpr, point, step, n, o_row, o_col):
-    """Round a block once to FORMAT; the rest says where it is, for stochastic rounding."""
+def rounded(b, POINT: tl.constexpr, N: tl.constexpr, step, n, o_row, o_col):
+    """Round a block once, at a point of `POINTS`; step, head and indices say where it lies."""
+    FORMAT: tl.constexpr = format_at(N, POINT)
     if N.rounding == "stochastic":
-        b_round = round_to(b, FORMAT, N.rounding, random_bits(N.seed, point, step, n, o_row, o_col))
+        STREAM: tl.constexpr = stream_at(N, POINT)
+        b_bits = random_bits(N.seed, STREAM, step, n, o_row, o_col)
+        b_round = round_to(b, FORMAT, N.rounding, b_bits)
     else:
         b_round = round_to(b, FORMAT, N.rounding, 0)
     return b_round
@@ -178,7 +192,7 @@ def tile_scores(
         b_tanh = tanh(b_scores / N.softcap)
         b_scores = b_tanh * N.softcap
     b_scores = _add_bias(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N)
-    b_scores = rounded(b_scores, N.scores, N, 16, 0, n, o_q, o_k)
+    b_scores = rounded(b_scores, "scores", N, 0, n, o_q, o_k)
     if MASKED:
         b_scores = _hide(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N)
     return b_scores, b_tanh

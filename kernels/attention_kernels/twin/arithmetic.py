@@ -1,28 +1,25 @@
-"""What the twin's forward and backward do alike to a tile: products, scores, exp, rounding.
+"""What the twin's forward and backward do alike to a tile: round, multiply, score, exponentiate.
 
-Every rounding point of the twin goes through one `Rounder`, which knows where the tile is, so that
-stochastic rounding draws bits that depend on an element's place and on nothing else. Leaves out the
-recurrences (`twin_forward`, `twin_backward`) and the rounding of operands (`operands`).
+Each rounding of the twin is a call of a `Rounder`, which names the point and says where the tile
+lies in the problem. The bits of stochastic rounding are a hash of that place and of nothing else,
+so they depend neither on the order in which tiles are computed nor on how many go at once.
+
+Everything else computes in the work format. That is why products are `torch.bmm` of FP32 or FP64
+tensors even where the operands are 16-bit or FP8 values: the product of two such values is exact in
+FP32, so only the order of additions is left to differ from a kernel, which sums in FP32 too. A
+product of BF16 tensors would leave the format of the sum to the library.
 
 The cubic of `exp2_polynomial` is FlashAttention-4's: Cody-Waite range reduction and a degree-3
-polynomial on [0, 1), maximal relative error 8.8e-5.
+polynomial on [0, 1), maximal relative error 8.8e-5. In P rounded to BF16 (3.9e-3) it disappears, in
+FP32 it does not.
+
+Leaves out the recurrences (`forward`, `backward`) and the rounding of operands (`operands`).
 
 Shape suffixes: B batch, H query heads, N batch x query heads, I rows of a query block, J keys of a
 key block, L length, C columns of any tile, T blocks, D head_dim.
-
-The running maximum of the twin: what is subtracted before the exponential, and when it moves.
-
-Three rules decide it. The plain one takes the largest score so far. `repeated_max_beta` (arXiv
-2510.04212, section 4) moves a block's maximum where it occurs more than once, so that no
-probability is exactly 1 and ties of P v have no one direction. `rescale_threshold`
-(FlashAttention-4) keeps an old maximum that is only a little too small, and spares the rescaling.
-None of them matters in exact arithmetic. Leaves out the exponential (`twin_arithmetic`).
-
-Shape suffixes: N batch x query heads, I rows of a query block, J keys of a key block.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,53 +27,24 @@ import torch
 from torch import Tensor
 
 from attention_kernels.masks import Sequence
-from attention_kernels.numerics import FlashNumerics, Softmax, Tiling
-from attention_kernels.operands import Operand, prepare
+from attention_kernels.numerics import FlashNumerics
+from attention_kernels.operands import prepare
+from attention_kernels.points import POINTS
 from attention_kernels.random_bits import bits_at
 from attention_kernels.rounding import round_to
 
 __all__ = [
     "Flat",
     "Rounder",
-    "block_maximum",
     "dot",
     "exponential",
     "finite_or_zero",
     "flatten",
-    "kept_maximum",
-    "key_blocks",
     "masked_scores",
     "refuse_fusion",
 ]
 
-POINTS = {
-    "scores": 16,
-    "max": 17,
-    "p": 18,
-    "alpha": 19,
-    "sum": 20,
-    "probabilities": 21,
-    "accumulator": 22,
-    "output": 23,
-    "lse": 24,
-    "split_weights": 25,
-    "split_total": 26,
-    "delta": 27,
-    "dp": 28,
-    "ds": 29,
-    "dq_accumulator": 30,
-    "dk_accumulator": 31,
-    "dv_accumulator": 32,
-    "dq": 33,
-    "dk": 34,
-    "dv": 35,
-    "backward_p": 36,
-    "backward_probabilities": 37,
-    "split_output": 38,
-    "split_lse": 39,
-}
-"""The name of each rounding and the stream of its random bits; 1 to 5 are those of operands."""
-
+# Of 2**x on [0, 1), highest power first.
 _CUBIC = (0.077119090, 0.227564394, 0.695146143, 1.0)
 
 
@@ -88,20 +56,20 @@ class Rounder:
     heads: int
     first_head: int = 0
 
-    def __call__(
-        self, x: Tensor, format: str, point: str, rows: range, columns: range, step: int = 0
-    ) -> Tensor:
-        """Round `x` once to `format`; rows, columns and step say where in the problem it is."""
+    def __call__(self, x: Tensor, point: str, rows: range, columns: range, step: int = 0) -> Tensor:
+        """Round `x` once, at a point of `POINTS`; rows, columns and step say where it lies."""
+        target = self.numerics.targets[point]
+        if target is None:
+            return x
         arithmetic = self.numerics.arithmetic
         if arithmetic.rounding != "stochastic":
-            return round_to(x, format, arithmetic.rounding)
+            return round_to(x, target, arithmetic.rounding)
         heads = torch.arange(self.first_head, self.first_head + len(x), device=x.device)
         row = torch.arange(rows.start, rows.stop, device=x.device)
         column = torch.arange(columns.start, columns.stop, device=x.device)
-        bits = bits_at(
-            arithmetic.seed, POINTS[point], step, heads[:, None, None], row[:, None], column
-        )
-        return round_to(x, format, "stochastic", bits=bits)
+        stream = POINTS[point].stream
+        bits = bits_at(arithmetic.seed, stream, step, heads[:, None, None], row[:, None], column)
+        return round_to(x, target, "stochastic", bits=bits)
 
 
 class Flat(NamedTuple):
@@ -134,9 +102,8 @@ class Flat(NamedTuple):
 
 def flatten(x: Tensor, name: str, heads: int, numerics: FlashNumerics, block: int) -> Flat:
     """Prepare an operand, repeat it to the number of query heads, make batch x heads one axis."""
-    operand: Operand = prepare(x, name, numerics, block)
-    values = _repeated(operand.values.to(numerics.work_dtype()), heads)
-    scales = operand.scales
+    operand, scales = prepare(x, name, numerics, block)
+    values = _repeated(operand.to(numerics.work_dtype()), heads)
     if scales is not None:
         scales = _repeated(scales, heads).flatten(0, 1)
     return Flat(values.reshape(-1, *values.shape[2:]), scales, block)
@@ -155,19 +122,6 @@ def refuse_fusion(numerics: FlashNumerics) -> None:
             "twin: fp_fusion must be false, got True; only compiled Triton kernels can contract a "
             "multiply and an add, pass engine='triton' on a GPU"
         )
-
-
-def key_blocks(rows: range, sequence: Sequence, tiling: Tiling) -> Iterator[list[range]]:
-    """Yield for each split the key blocks that `rows` may attend, in the order they are read."""
-    query_len, key_len = len(sequence.queries), len(sequence.keys)
-    seen = sequence.mask.key_range(rows, query_len, key_len)
-    size = tiling.block_k
-    share = math.ceil(math.ceil(key_len / size) / tiling.splits) * size
-    for split in range(tiling.splits):
-        first = max(seen.start // size * size, split * share)
-        last = min(seen.stop, (split + 1) * share)
-        blocks = [range(key, min(key + size, key_len)) for key in range(first, last, size)]
-        yield blocks[::-1] if tiling.key_order == "reversed" else blocks
 
 
 def dot(left: Tensor, right: Tensor, mode: str) -> Tensor:
@@ -235,7 +189,7 @@ def masked_scores(
     added = mask.added(rows, keys, *lengths, scores_NIJ.dtype, scores_NIJ.device)
     if added is not None:
         scores_NIJ.add_(_flat_tile(added, scores_NIJ, rounded.heads))
-    scores_NIJ = rounded(scores_NIJ, numerics.forward.scores, "scores", rows, keys)
+    scores_NIJ = rounded(scores_NIJ, "scores", rows, keys)
     hidden = mask.hidden(rows, keys, *lengths, scores_NIJ.device)
     if hidden is not None:
         scores_NIJ = scores_NIJ.masked_fill_(
@@ -250,30 +204,3 @@ def _flat_tile(x: Tensor, like_NIJ: Tensor, heads: int) -> Tensor:
         return x
     count, rows, keys = like_NIJ.shape
     return x.expand(count // heads, heads, rows, keys).reshape(count, rows, keys)
-
-
-MAX_SHIFT = 6.0
-"""How far beta may move a maximum. Without a bound a score of 20 at beta 7 would leave exp(-120),
-nothing. Beyond it whole factors of two are taken back, so that every P keeps the mantissa, and so
-the roundings, that the published rule gives it."""
-_LOG_2 = math.log(2)
-
-
-def block_maximum(scores_NIJ: Tensor, softmax: Softmax) -> Tensor:
-    """Return the maximum of each row of a block, `(N, I, 1)`, moved where it is repeated."""
-    max_NI1 = scores_NIJ.amax(dim=-1, keepdim=True)
-    if softmax.repeated_max_beta == 1.0:
-        return max_NI1
-    repeated_NI1 = (scores_NIJ == max_NI1).sum(dim=-1, keepdim=True) > 1
-    shift_NI1 = max_NI1.clamp(min=0.0) * softmax.repeated_max_beta - max_NI1
-    doublings_NI1 = torch.ceil((shift_NI1 - MAX_SHIFT) / _LOG_2).clamp(min=0.0)
-    moved_NI1 = max_NI1 + (shift_NI1 - doublings_NI1 * _LOG_2)
-    return torch.where(repeated_NI1 & (max_NI1 > -torch.inf), moved_NI1, max_NI1)
-
-
-def kept_maximum(old_NI1: Tensor, new_NI1: Tensor, softmax: Softmax) -> Tensor:
-    """Return the old maximum where the new one exceeds it by no more than the threshold."""
-    if softmax.rescale_threshold == 0.0:
-        return new_NI1
-    growth_NI1 = (new_NI1 - old_NI1) * math.log2(math.e)
-    return torch.where(growth_NI1 <= softmax.rescale_threshold, old_NI1, new_NI1)

@@ -1,9 +1,19 @@
 """Gradients of the flash recurrence in plain PyTorch, with every point of `BackwardNumerics`.
 
-FlashAttention-2 (arXiv 2307.08691, algorithm 2): P is recomputed from the stored lse, delta =
-rowsum(dO * O) stands for rowsum(dP * P), key blocks are the outer loop and query blocks the inner.
+FlashAttention-2 (arXiv 2307.08691, algorithm 2), key blocks outermost:
+
+    P = exp(S - lse),  dP = dO v^T,  dS = P (dP - delta)
+    dV += P^T dO,  dK += dS^T q,  dQ += dS k
+
+P is computed again from the stored lse instead of being kept. delta = rowsum(dO * O) stands for
+rowsum(dP * P), which it equals in exact arithmetic only, since O is rounded on its own. In arXiv
+2510.04212 a biased O in BF16 reaches the weights through this delta, and the loss explodes. The
+numerics decide which O it reads: the one rounded to `output`, also where the dtype that is returned
+is narrower.
+
 Each query head has its own dK and dV; the heads of a group are added at the end, and scale
-multiplies dQ and dK there. Leaves out what the forward computes and the same things as it does.
+multiplies dQ and dK there, in the work format. Leaves out the forward (`forward`) and what it has
+in common with this (`arithmetic`).
 
 Shape suffixes: N batch x query heads, B batch, H query heads, G kv heads, I rows of a query block,
 J keys of a key block, Q query_len, K key_len, L either length, D head_dim; 1 is an axis of one.
@@ -72,7 +82,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV, shaped as q, k and v, in the work format.
 
-    `out` and `lse` are what `twin_forward.forward` returned; dout, q, k and v come unrounded. A row
+    `out` and `lse` are what `forward.forward` returned; dout, q, k and v come unrounded. A row
     that attends nothing has gradient 0 and adds nothing to dK and dV.
     """
     refuse_fusion(numerics)
@@ -92,7 +102,7 @@ def backward(
         part = flat_dout.at(sequence.queries)
         delta_NQ1 = (part.restored() * out_NQD[at_q]).sum(dim=-1, keepdim=True)
         every = range(len(sequence.queries))
-        delta_NQ1 = rounded(delta_NQ1, numerics.backward.delta, "delta", every, range(1))
+        delta_NQ1 = rounded(delta_NQ1, "delta", every, range(1))
         rows = _Rows(flat_q.at(sequence.queries), part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q])
         keys = _Keys(flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k])
         _attend(rows, keys, sequence, scale, rounded)
@@ -146,23 +156,22 @@ def _add_tile(
     scale: float,
     rounded: Rounder,
 ) -> None:
-    numerics, point = rounded.numerics, rounded.numerics.backward
-    forward, at_q, at_k = numerics.forward, _slice(row), _slice(key)
+    numerics, at_q, at_k = rounded.numerics, _slice(row), _slice(key)
     scores_NIJ, slope_NIJ = masked_scores(rows.q, keys.k, row, key, sequence, scale, rounded)
     p_NIJ = exponential(scores_NIJ.sub_(rows.lse[at_q]), numerics.softmax.exp)
-    p_NIJ = rounded(p_NIJ, forward.statistics, "backward_p", row, key)
+    p_NIJ = rounded(p_NIJ, "backward_p", row, key)
     dout_factor, v_factor = rows.dout.factor(row), keys.v.factor(key)
     dp_NIJ = dot(rows.dout.values[at_q], keys.v.values[at_k].mT, numerics.arithmetic.dot)
     if dout_factor is not None and v_factor is not None:
         dp_NIJ = dp_NIJ.mul_(dout_factor * v_factor)
-    dp_NIJ = rounded(dp_NIJ, point.dp, "dp", row, key)
+    dp_NIJ = rounded(dp_NIJ, "dp", row, key)
     ds_NIJ = dp_NIJ.sub_(rows.delta[at_q]).mul_(p_NIJ)
     if slope_NIJ is not None:
         ds_NIJ = ds_NIJ.mul_(slope_NIJ)
-    ds_NIJ = rounded(ds_NIJ, point.ds, "ds", row, key)
+    ds_NIJ = rounded(ds_NIJ, "ds", row, key)
     p_scale = numerics.probability_scale()
     p_NIJ = p_NIJ if p_scale == 1.0 else p_NIJ.mul_(p_scale)
-    p_NIJ = rounded(p_NIJ, forward.probabilities, "backward_probabilities", row, key)
+    p_NIJ = rounded(p_NIJ, "backward_probabilities", row, key)
 
     if dout_factor is not None:
         dout_factor = dout_factor / p_scale
@@ -171,9 +180,9 @@ def _add_tile(
     _add_product(dv, p_NIJ.mT, rows.dout.values[at_q], dout_factor, mode)
     _add_product(dk, ds_NIJ.mT, rows.q.values[at_q], rows.q.factor(row), mode)
     _add_product(dq, ds_NIJ, keys.k.values[at_k], keys.k.factor(key), mode)
-    _store(dv, rounded(dv, point.dkv_accumulator, "dv_accumulator", key, dims, row.start))
-    _store(dk, rounded(dk, point.dkv_accumulator, "dk_accumulator", key, dims, row.start))
-    _store(dq, rounded(dq, point.dq_accumulator, "dq_accumulator", row, dims, key.start))
+    _store(dv, rounded(dv, "dv_accumulator", key, dims, row.start))
+    _store(dk, rounded(dk, "dk_accumulator", key, dims, row.start))
+    _store(dq, rounded(dq, "dq_accumulator", row, dims, key.start))
 
 
 def _add_product(
@@ -213,5 +222,5 @@ def _finished(
         lines = sequence.queries if name == "dq" else sequence.keys
         rounded = Rounder(numerics, heads, sequence.index * heads)
         part = x_NLD[_slice(lines)]
-        _store(part, rounded(part, numerics.backward.gradients, name, range(len(lines)), dims))
+        _store(part, rounded(part, name, range(len(lines)), dims))
     return x_NLD.unflatten(0, (-1, heads))

@@ -1,40 +1,60 @@
 """The flash recurrence in plain PyTorch, with every rounding point of `ForwardNumerics`.
 
-Online softmax over key blocks (FlashAttention-2, arXiv 2307.08691, algorithm 1): running max m,
-running sum l and unnormalised output acc; out = acc / l and lse = m + log l. `key_outer` is
-FlashAttention-1 (arXiv 2205.14135, algorithm 1), where the normalised output goes through memory at
-each key block; since rows are independent it is the same loop with another update. Splits are
-attended apart and merged by their lse. Each `rounded` is one rounding point; between them
-everything is in the work format. Adding to acc inside the product instead of after it only moves
-the order of additions. Leaves out gradients (`twin_backward`), checks (`validation`) and the
-caller's autocast (`autograd` shuts it out).
+Online softmax over key blocks (FlashAttention-2, arXiv 2307.08691, algorithm 1): running maximum m,
+running sum l and unnormalised output acc. For each key block
+
+    m' = max(m, rowmax S),  P = exp(S - m'),  alpha = exp(m - m')
+    l' = alpha l + rowsum P,  acc' = alpha acc + P v
+
+and at the end out = acc / l, lse = m + log l. With `key_outer` it is FlashAttention-1 (arXiv
+2205.14135, algorithm 1), where the normalised output goes through memory at each key block. Rows
+are independent, so that is the same loop with another update. Splits are attended apart and merged
+by their lse.
+
+The sum l adds P before it is rounded to `probabilities`, the product P v takes it after: the two
+sums are of different numbers, and the weights that v really gets do not add up to exactly 1.
+
+Three rules choose m, and none of them matters in exact arithmetic, where m cancels. The plain one
+takes the largest score so far. `repeated_max_beta` (arXiv 2510.04212, section 4) moves a block's
+maximum where it occurs more than once, so that no P is exactly 1 and the ties of P v in BF16 have
+no common direction. `rescale_threshold` (FlashAttention-4) keeps an old maximum that is only a
+little too small, and spares the rescaling of acc.
+
+Each call of `rounded` is one rounding point; between them everything is in the work format. Leaves
+out gradients (`backward`), the checks of arguments (`checks`) and the caller's autocast, which
+`operators` shuts out.
 
 Shape suffixes: N batch x query heads, H query heads, I rows of a query block, J keys of a key
 block, Q query_len, K key_len, D head_dim; 1 is an axis of one.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attention_kernels.masks import Mask, Sequence
-from attention_kernels.numerics import FlashNumerics
+from attention_kernels.numerics import FlashNumerics, Softmax, Tiling
 from attention_kernels.twin.arithmetic import (
     Flat,
     Rounder,
-    block_maximum,
     dot,
     exponential,
     finite_or_zero,
     flatten,
-    kept_maximum,
-    key_blocks,
     masked_scores,
     refuse_fusion,
 )
 
-__all__ = ["forward"]
+__all__ = ["block_maximum", "forward", "kept_maximum"]
+
+MAX_SHIFT = 6.0
+"""How far beta may move a maximum. Without a bound a score of 20 at beta 7 would leave exp(-120),
+nothing. Beyond it whole factors of two are taken back, so that every P keeps the mantissa, and so
+the roundings, that the published rule gives it."""
+_LOG_2 = math.log(2)
 
 
 @dataclass(slots=True)
@@ -91,7 +111,7 @@ def _attend_rows(
     """Attend some rows: every split of the keys, and their merger if there are several."""
     splits = rounded.numerics.tiling.splits
     states = []
-    for blocks in key_blocks(rows, sequence, rounded.numerics.tiling):
+    for blocks in _key_blocks(rows, sequence, rounded.numerics.tiling):
         state = _start(q, rows)
         for keys in blocks:
             scores_NIJ, _ = masked_scores(q, k, rows, keys, sequence, scale, rounded)
@@ -100,6 +120,19 @@ def _attend_rows(
     if splits == 1:
         return _finish(states[0], rows, rounded)
     return _merge(states, rows, rounded)
+
+
+def _key_blocks(rows: range, sequence: Sequence, tiling: Tiling) -> Iterator[list[range]]:
+    """Yield for each split the key blocks that `rows` may attend, in the order they are read."""
+    query_len, key_len = len(sequence.queries), len(sequence.keys)
+    seen = sequence.mask.key_range(rows, query_len, key_len)
+    size = tiling.block_k
+    share = math.ceil(math.ceil(key_len / size) / tiling.splits) * size
+    for split in range(tiling.splits):
+        first = max(seen.start // size * size, split * share)
+        last = min(seen.stop, (split + 1) * share)
+        blocks = [range(key, min(key + size, key_len)) for key in range(first, last, size)]
+        yield blocks[::-1] if tiling.key_order == "reversed" else blocks
 
 
 def _start(q: Flat, rows: range) -> _State:
@@ -113,72 +146,95 @@ def _update(
     state: _State, scores_NIJ: Tensor, v: Flat, rows: range, keys: range, rounded: Rounder
 ) -> None:
     """Fold one block of scores, which is overwritten, into the state."""
-    numerics, point, step = rounded.numerics, rounded.numerics.forward, keys.start
-    row_value, dims = range(1), range(state.acc.shape[-1])
-    statistics, exp = point.statistics, numerics.softmax.exp
+    numerics, step = rounded.numerics, keys.start
+    row_value, dims, exp = range(1), range(state.acc.shape[-1]), numerics.softmax.exp
     new_max = torch.maximum(state.max, block_maximum(scores_NIJ, numerics.softmax))
-    new_max = rounded(new_max, statistics, "max", rows, row_value, step)
+    new_max = rounded(new_max, "max", rows, row_value, step)
     new_max = kept_maximum(state.max, new_max, numerics.softmax)
+    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN; with 0 subtracted
+    # instead its P and alpha are exp(-inf) = 0.
     shift = finite_or_zero(new_max)
     p_NIJ = exponential(scores_NIJ.sub_(shift), exp)
-    p_NIJ = rounded(p_NIJ, statistics, "p", rows, keys)
+    p_NIJ = rounded(p_NIJ, "p", rows, keys)
     alpha = exponential(state.max.sub_(shift), exp)
-    alpha = rounded(alpha, statistics, "alpha", rows, row_value, step)
+    alpha = rounded(alpha, "alpha", rows, row_value, step)
     old_sum = state.sum.mul_(alpha)
     new_sum = old_sum + p_NIJ.sum(dim=-1, keepdim=True)
-    new_sum = rounded(new_sum, statistics, "sum", rows, row_value, step)
+    new_sum = rounded(new_sum, "sum", rows, row_value, step)
 
     p_scale, v_factor = numerics.probability_scale(), v.factor(keys)
     p_NIJ = p_NIJ if p_scale == 1.0 else p_NIJ.mul_(p_scale)
-    p_NIJ = rounded(p_NIJ, point.probabilities, "probabilities", rows, keys)
+    p_NIJ = rounded(p_NIJ, "probabilities", rows, keys)
     v_NJD = v.values[:, keys.start : keys.stop]
+    # With key_outer acc is out already, so that l * out is what alpha * acc would be.
     carried = old_sum if numerics.tiling.loop_order == "key_outer" else alpha
     acc_NID = state.acc.mul_(carried)
+    # Added inside the product or after it: only the order of additions differs.
     if v_factor is None and numerics.arithmetic.dot == "ieee":
         acc_NID = acc_NID.baddbmm_(p_NIJ, v_NJD)
     else:
         pv_NID = dot(p_NIJ, v_NJD, numerics.arithmetic.dot)
         acc_NID = acc_NID.add_(pv_NID if v_factor is None else pv_NID.mul_(v_factor / p_scale))
-    acc_NID = rounded(acc_NID, point.accumulator, "accumulator", rows, dims, step)
+    acc_NID = rounded(acc_NID, "accumulator", rows, dims, step)
     if numerics.tiling.loop_order == "key_outer":
         acc_NID = acc_NID.div_(_or_one(new_sum))
-        acc_NID = rounded(acc_NID, point.output, "output", rows, dims, step)
+        acc_NID = rounded(acc_NID, "output", rows, dims, step)
     state.acc, state.max, state.sum = acc_NID, new_max, new_sum
 
 
 def _finish(state: _State, rows: range, rounded: Rounder) -> tuple[Tensor, Tensor]:
-    point, dims = rounded.numerics.forward, range(state.acc.shape[-1])
-    lse_NI1 = rounded(state.max + state.sum.log(), point.lse, "lse", rows, range(1))
+    dims = range(state.acc.shape[-1])
+    lse_NI1 = rounded(state.max + state.sum.log(), "lse", rows, range(1))
     if rounded.numerics.tiling.loop_order == "key_outer":
         return state.acc, lse_NI1
     out_NID = state.acc.div_(_or_one(state.sum))
-    return rounded(out_NID, point.output, "output", rows, dims), lse_NI1
+    return rounded(out_NID, "output", rows, dims), lse_NI1
 
 
 def _merge(states: list[_State], rows: range, rounded: Rounder) -> tuple[Tensor, Tensor]:
     """Merge what the splits attended, weighted by exp(lse of a split - the largest lse)."""
-    numerics, point = rounded.numerics, rounded.numerics.forward
+    exp = rounded.numerics.softmax.exp
     dims, one = range(states[0].acc.shape[-1]), range(1)
     outs, lses = [], []
     for index, state in enumerate(states):
         out_NID = state.acc.div_(_or_one(state.sum))
-        outs.append(rounded(out_NID, point.accumulator, "split_output", rows, dims, index))
+        outs.append(rounded(out_NID, "split_output", rows, dims, index))
         lse_NI1 = state.max + state.sum.log()
-        lses.append(rounded(lse_NI1, point.lse, "split_lse", rows, one, index))
+        lses.append(rounded(lse_NI1, "split_lse", rows, one, index))
     largest_NI1 = torch.stack(lses).amax(dim=0)
     shift_NI1 = finite_or_zero(largest_NI1)
     total_NI1, acc_NID = torch.zeros_like(shift_NI1), torch.zeros_like(outs[0])
     for index, (out_NID, lse_NI1) in enumerate(zip(outs, lses, strict=True)):
-        weight_NI1 = exponential(lse_NI1 - shift_NI1, numerics.softmax.exp)
-        weight_NI1 = rounded(weight_NI1, point.statistics, "split_weights", rows, one, index)
+        weight_NI1 = exponential(lse_NI1 - shift_NI1, exp)
+        weight_NI1 = rounded(weight_NI1, "split_weights", rows, one, index)
         total_NI1 = total_NI1 + weight_NI1
         acc_NID = acc_NID + weight_NI1 * out_NID
-    total_NI1 = rounded(total_NI1, point.statistics, "split_total", rows, one)
-    out_NID = rounded(acc_NID.div_(_or_one(total_NI1)), point.output, "output", rows, dims)
-    lse_NI1 = rounded(shift_NI1 + total_NI1.log(), point.lse, "lse", rows, one)
+    total_NI1 = rounded(total_NI1, "split_total", rows, one)
+    out_NID = rounded(acc_NID.div_(_or_one(total_NI1)), "output", rows, dims)
+    lse_NI1 = rounded(shift_NI1 + total_NI1.log(), "lse", rows, one)
     return out_NID, lse_NI1
 
 
 def _or_one(x: Tensor) -> Tensor:
     """Return 1 for 0: what a row that attends nothing is divided by."""
     return torch.where(x == 0, torch.ones_like(x), x)
+
+
+def block_maximum(scores_NIJ: Tensor, softmax: Softmax) -> Tensor:
+    """Return the maximum of each row of a block, `(N, I, 1)`, moved where it is repeated."""
+    max_NI1 = scores_NIJ.amax(dim=-1, keepdim=True)
+    if softmax.repeated_max_beta == 1.0:
+        return max_NI1
+    repeated_NI1 = (scores_NIJ == max_NI1).sum(dim=-1, keepdim=True) > 1
+    shift_NI1 = max_NI1.clamp(min=0.0) * softmax.repeated_max_beta - max_NI1
+    doublings_NI1 = torch.ceil((shift_NI1 - MAX_SHIFT) / _LOG_2).clamp(min=0.0)
+    moved_NI1 = max_NI1 + (shift_NI1 - doublings_NI1 * _LOG_2)
+    return torch.where(repeated_NI1 & (max_NI1 > -torch.inf), moved_NI1, max_NI1)
+
+
+def kept_maximum(old_NI1: Tensor, new_NI1: Tensor, softmax: Softmax) -> Tensor:
+    """Return the old maximum where the new one exceeds it by no more than the threshold."""
+    if softmax.rescale_threshold == 0.0:
+        return new_NI1
+    growth_NI1 = (new_NI1 - old_NI1) * math.log2(math.e)
+    return torch.where(growth_NI1 <= softmax.rescale_threshold, old_NI1, new_NI1)

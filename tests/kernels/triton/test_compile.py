@@ -92,7 +92,7 @@ def cases(arch):
 
 
 def signature_of(kernel, numerics, dtype, mask):
-    """Types of the arguments as `triton_launch` gives them, and which are constants."""
+    """Types of the arguments as `launch` gives them, and which are constants."""
     work = numerics.work_dtype()
     container = format_named(numerics.forward.operands)
     wide = work == torch.float64 or not container.fits(FORMATS["bf16"])
@@ -133,7 +133,7 @@ def signature_of(kernel, numerics, dtype, mask):
 
 
 def compile_one(kernel, arch, numerics, dtype, head_dim, mask):
-    """Compile as `triton_launch` would for contiguous tensors; fewer stages if they do not fit."""
+    """Compile as `launch` would for contiguous tensors; fewer stages if they do not fit."""
     resolved = numerics.resolve(dtype)
     q = torch.empty(1, 2, 64, head_dim, dtype=dtype, device="meta")
     values = constants_of(q, q, mask, 0.125, resolved)

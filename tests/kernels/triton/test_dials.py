@@ -193,5 +193,5 @@ def test_swapping_the_sides_of_a_square_tile_is_the_identity():
 
 
 def test_fusion_is_refused_where_kernels_are_interpreted():
-    with pytest.raises(ValueError, match="triton_launch: fp_fusion must be false"):
+    with pytest.raises(ValueError, match="triton: fp_fusion must be false"):
         run("triton", draw(), "fa2", fp_fusion=True)

@@ -1,4 +1,4 @@
-"""Rounding inside kernels is `formats.round_to`, bit for bit, and casts happen nowhere else.
+"""Rounding inside kernels is `rounding.round_to`, bit for bit, and casts happen nowhere else.
 
 On a GPU the same tests run compiled; without one the file compiles for two, in a child process.
 """
@@ -15,10 +15,10 @@ import triton.language as tl
 from attention_kernels.formats import ROUNDINGS
 from attention_kernels.random_bits import bits_at
 from attention_kernels.rounding import round_to as round_tensor
-from attention_kernels.triton import launch as triton_interpret
+from attention_kernels.triton import launch as triton_launch
 from attention_kernels.triton.rounding import dot, exponential, random_bits, round_to, tanh
 
-KERNELS = Path(triton_interpret.__file__).parent
+KERNELS = Path(triton_launch.__file__).parent
 BLOCK = 2**15
 DEVICES = [
     "cpu",
@@ -46,7 +46,7 @@ def _round_kernel(p_x, p_y, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, BLOCK:
 
 
 def run(kernel, grid, *arguments, device="cpu", **constants):
-    launched = triton_interpret.interpreted(kernel) if device == "cpu" else kernel
+    launched = triton_launch.interpreted(kernel) if device == "cpu" else kernel
     with np.errstate(all="ignore"):
         launched[(grid,)](*arguments, **constants)
 

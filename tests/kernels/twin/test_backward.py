@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
-from attention_kernels.numerics import BackwardNumerics, ForwardNumerics
+from attention_kernels.points import BackwardNumerics, ForwardNumerics
 from attention_kernels.testing import (
     HARD_SHAPES,
     Shape,

@@ -15,7 +15,8 @@ from attention_kernels import (
     round_to,
 )
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv, with_gradients
-from attention_kernels.twin.arithmetic import Rounder, block_maximum, dot, exponential, kept_maximum
+from attention_kernels.twin.arithmetic import Rounder, dot, exponential
+from attention_kernels.twin.forward import block_maximum, kept_maximum
 
 SHAPE = Shape(2, 4, 2, 65, 130, 40)
 EXACT_DIALS = {
@@ -383,9 +384,10 @@ def test_random_bits_differ_from_head_to_head_sequence_to_sequence_and_block_to_
     )
     assert torch.equal(heads[:, :1], alone)
     assert not torch.equal(heads[:, :1], heads[:, 1:])
-    rounded, tile = Rounder(numerics, heads=1), torch.full((1, 64, 64), 1 + 2**-9)
+    rounded = Rounder(numerics.with_(scores="bf16", statistics="bf16"), heads=1)
+    tile = torch.full((1, 64, 64), 1 + 2**-9)
     drawn = [
-        rounded(tile, "bf16", point, range(64), range(64), step)
+        rounded(tile, point, range(64), range(64), step)
         for point, step in (("p", 0), ("p", 16), ("scores", 0))
     ]
     for other in drawn[1:]:

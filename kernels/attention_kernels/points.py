@@ -1,0 +1,138 @@
+"""The rounding points of the flash recurrence: the format and the random stream of each.
+
+A rounding point is a place where a value inside attention is rounded to a format. This is the one
+list of them. `ForwardNumerics` and `BackwardNumerics` hold what a user chooses: a format for each
+field. `POINTS` names the roundings that the engines execute. Several may read one field: the
+running maximum, P, the rescale factor and the running sum are all rounded to `statistics`, which is
+one decision, but each of them draws random bits of its own.
+
+A stream number is folded into the hash that the bits of stochastic rounding come from
+(`random_bits.bits_at`), so that two roundings at one place of a tile draw different bits. The
+numbers decide bits: they are never reused or renumbered, and a new point takes the next free one.
+
+The twin and the Triton kernels name a point where they round, and read its format and stream from
+here. The defaults are FlashAttention-2's in BF16 or FP16: operands of products in the inputs'
+format, all else in FP32. Imports no torch. Leaves out what else decides the bits (`numerics`), and
+the points of attention that holds the whole score matrix (`numerics.BaselineNumerics`).
+"""
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from attention_kernels.formats import FORMATS, format_named
+
+__all__ = [
+    "POINTS",
+    "SIGNS_STREAM",
+    "BackwardNumerics",
+    "ForwardNumerics",
+    "Point",
+    "check_formats",
+]
+
+
+def check_formats(group: Any, *others: str) -> None:
+    """Raise ValueError unless every field of `group` but `others` names a format or is "input"."""
+    for point in fields(group):
+        name = getattr(group, point.name)
+        if point.name in others or name == "input":
+            continue
+        try:
+            format_named(name)
+        except (ValueError, TypeError) as error:
+            allowed = ["input", *FORMATS]
+            near = difflib.get_close_matches(str(name), allowed, n=3, cutoff=0.4) or allowed
+            raise ValueError(
+                f"{type(group).__name__}: {point.name} must be a format, got {name!r}; "
+                f"nearest: {', '.join(near)}"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardNumerics:
+    """Formats at the rounding points of the forward recurrence, in the order they occur."""
+
+    operands: str = "input"
+    """q, k, v (and dO in the backward) as they enter the dot products."""
+    scores: str = "fp32"
+    """scale * q k^T with softcap and bias, once per element, before the mask."""
+    statistics: str = "fp32"
+    """Running max, exp(score - max), rescale factor and running sum."""
+    probabilities: str = "input"
+    """exp(score - max) as operand of the product with v (P in the backward, of dV)."""
+    accumulator: str = "fp32"
+    """Unnormalised output after each key block; the output of each split."""
+    output: str = "input"
+    """accumulator / sum, as stored; the backward's delta reads it."""
+    lse: str = "fp32"
+    """max + log(sum), as stored; the backward's P is recomputed from it."""
+
+    def __post_init__(self) -> None:
+        check_formats(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardNumerics:
+    """Formats at the rounding points of the backward recurrence, in the order they occur."""
+
+    delta: str = "fp32"
+    """rowsum(dO * O)."""
+    dp: str = "fp32"
+    """dO v^T."""
+    ds: str = "input"
+    """P * (dP - delta), as operand of the products for dQ and dK."""
+    dq_accumulator: str = "fp32"
+    """dQ after each key block."""
+    dkv_accumulator: str = "fp32"
+    """dK and dV of one query head after each query block."""
+    gradients: str = "input"
+    """dQ, dK and dV as returned; the heads of a group are added before."""
+
+    def __post_init__(self) -> None:
+        check_formats(self)
+
+
+class Point(NamedTuple):
+    """One rounding: the field that names its format, and the stream of its random bits."""
+
+    field: str
+    stream: int
+
+
+SIGNS_STREAM = 5
+"""Stream of the random signs of incoherent processing, which are no rounding."""
+
+POINTS = {
+    "q": Point("operands", 1),
+    "k": Point("operands", 2),
+    "v": Point("operands", 3),
+    "dout": Point("operands", 4),
+    "scores": Point("scores", 16),
+    "max": Point("statistics", 17),
+    "p": Point("statistics", 18),
+    "alpha": Point("statistics", 19),
+    "sum": Point("statistics", 20),
+    "probabilities": Point("probabilities", 21),
+    "accumulator": Point("accumulator", 22),
+    "output": Point("output", 23),
+    "lse": Point("lse", 24),
+    # The merger of splits: what each split leaves behind, and its weight in the sum.
+    "split_output": Point("accumulator", 38),
+    "split_lse": Point("lse", 39),
+    "split_weights": Point("statistics", 25),
+    "split_total": Point("statistics", 26),
+    "delta": Point("delta", 27),
+    # The backward computes P again, from lse instead of the running maximum, and rounds it anew.
+    "backward_p": Point("statistics", 36),
+    "dp": Point("dp", 28),
+    "ds": Point("ds", 29),
+    "backward_probabilities": Point("probabilities", 37),
+    "dq_accumulator": Point("dq_accumulator", 30),
+    "dk_accumulator": Point("dkv_accumulator", 31),
+    "dv_accumulator": Point("dkv_accumulator", 32),
+    "dq": Point("gradients", 33),
+    "dk": Point("gradients", 34),
+    "dv": Point("gradients", 35),
+}
+"""Every rounding that the engines execute, by the name they round it under."""

@@ -1,0 +1,40 @@
+"""One table of rounding points: complete, without a stream used twice, and read by both engines."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from attention_kernels.points import POINTS, SIGNS_STREAM, BackwardNumerics, ForwardNumerics
+
+KERNELS = Path(__file__).parents[2] / "kernels" / "attention_kernels"
+FIELDS = [f.name for g in (ForwardNumerics, BackwardNumerics) for f in fields(g)]
+OPERANDS = {"q", "k", "v", "dout"}
+
+
+def test_every_field_has_a_rounding_and_every_rounding_a_field():
+    assert list(dict.fromkeys(point.field for point in POINTS.values())) == FIELDS
+
+
+def test_no_two_roundings_draw_the_same_bits():
+    streams = [SIGNS_STREAM, *(point.stream for point in POINTS.values())]
+    assert len(set(streams)) == len(streams)
+
+
+def test_streams_keep_their_numbers_which_decide_bits():
+    assert {name: point.stream for name, point in POINTS.items()} == {
+        **{"q": 1, "k": 2, "v": 3, "dout": 4},
+        **{"scores": 16, "max": 17, "p": 18, "alpha": 19, "sum": 20, "probabilities": 21},
+        **{"accumulator": 22, "output": 23, "lse": 24, "split_weights": 25, "split_total": 26},
+        **{"delta": 27, "dp": 28, "ds": 29, "dq_accumulator": 30, "dk_accumulator": 31},
+        **{"dv_accumulator": 32, "dq": 33, "dk": 34, "dv": 35, "backward_p": 36},
+        **{"backward_probabilities": 37, "split_output": 38, "split_lse": 39},
+    }
+    assert SIGNS_STREAM == 5
+
+
+@pytest.mark.parametrize("engine", ["twin", "triton"])
+def test_an_engine_executes_every_rounding(engine):
+    source = "".join(path.read_text() for path in (KERNELS / engine).glob("*.py"))
+    assert set(re.findall(r'"(\w+)"', source)) >= set(POINTS) - OPERANDS
