@@ -1,15 +1,9 @@
-"""A stream of tokens as blocks of fixed length, and which of them make up each batch.
+"""The batches of a run, as Lightning reads them: batch t is a function of text, order seed and t.
 
-Leaves out where tokens come from and how batches reach the trainer (`datamodule`).
-
-The loader that Lightning iterates over: blocks, batch after batch, from a step that it asks for.
-
-It counts as stateful in Lightning's sense, with an empty state: the trainer's step says where to go
-on. Leaves out which blocks make a batch (`blocks`).
-
-The text of an arm as Lightning reads it: batch t is a function of text, order seed and t.
-
-A resumed run goes on at the trainer's own step; nothing about the data needs to be stored.
+The text becomes one stream of tokens, cut into blocks of fixed length; a seeded permutation says
+which blocks make up each batch. Since a batch depends on nothing that went before, a resumed run
+continues at the trainer's own step, and nothing about the data needs to be stored. Leaves out where
+text and tokens come from (`sources`, `tokenizers`).
 """
 
 import hashlib
@@ -34,8 +28,8 @@ __all__ = ["BatchLoader", "TextDataModule", "batch_indices", "cut_blocks"]
 def cut_blocks(tokens: Tensor, context: int) -> Tensor:
     """Return 1-D `tokens` as non-overlapping blocks `(n_blocks, context + 1)`, a view.
 
-    A block holds `context` inputs and, one further, their targets. The rest that fills no block is
-    left out.
+    A block holds `context` inputs and one token more, so that each input has its target. Tokens
+    that fill no whole block are left out.
     """
     length = context + 1
     n_blocks = tokens.numel() // length
@@ -45,9 +39,9 @@ def cut_blocks(tokens: Tensor, context: int) -> Tensor:
 def batch_indices(order_seed: int, step: int, batch_size: int, n_blocks: int) -> Tensor:
     """Return the block numbers `(batch_size,)`, int64, of batch `step`, counted from 0.
 
-    Blocks are visited epoch after epoch, each epoch in an order of its own; a batch may begin in
-    one epoch and end in the next, so none is left out. A pure function of its arguments. ValueError
-    if there is no block.
+    Blocks are visited epoch after epoch, each epoch in an order of its own. A batch may begin in
+    one epoch and end in the next, so no block is skipped. A pure function of its arguments.
+    ValueError if there is no block.
     """
     if n_blocks < 1:
         raise ValueError(f"batch_indices: n_blocks must be >= 1, got {n_blocks}; use more text")
@@ -83,7 +77,9 @@ def _as_is(batch: Any) -> Any:
 class BatchLoader:
     """Yields batches `first()` to `batches` - 1 of `blocks`, each `(batch_size, context + 1)`.
 
-    The length is `batches` whatever `first` returns: Lightning goes on counting after a resume.
+    The length is `batches` whatever `first` returns: after a resume Lightning continues its count.
+    To Lightning the loader is stateful, so that it does not skip batches by itself on a resume; the
+    state is empty, since `first` says where to continue.
     """
 
     def __init__(
@@ -125,7 +121,7 @@ class BatchLoader:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: `first` says where to go on."""
+        """Do nothing: `first` says where to continue."""
 
 
 class TextDataModule(LightningDataModule):

@@ -1,7 +1,7 @@
-"""Asking the Hugging Face hub without hanging when there is no network.
+"""Keeps clients of the Hugging Face hub from hanging when there is no network.
 
-The hub's clients retry for 23 s before they give up; one short question decides here whether to
-ask the hub or only the local cache. Leaves out what is loaded (`sources`, `tokenizers`).
+They retry for 23 s before they give up. Here one short request decides whether they may ask the hub
+or only the local cache. Leaves out what is loaded (`sources`, `tokenizers`).
 """
 
 import ssl

@@ -1,7 +1,7 @@
-"""Where text comes from: Python's own standard library, a local file, or a hub data set.
+"""Reads the training text: Python's standard library, a local file, or a data set of the hub.
 
-All of them are read with `datasets`. Local files are streamed, so that no cached copy of an older
-content can be met. Leaves out tokens (`tokenizers`) and blocks (`blocks`).
+All are read with `datasets`. Local files are streamed, since `datasets` might otherwise serve a
+cached copy of an older content. Leaves out tokens (`tokenizers`) and blocks (`datamodule`).
 """
 
 import sysconfig

@@ -1,6 +1,7 @@
-"""Text to token ids: bytes, or a Hugging Face tokenizer.
+"""Turns text into token ids: bytes, or a Hugging Face tokenizer.
 
-Each document is ended by a newline, so that none runs into the next. Leaves out blocks (`blocks`).
+Each document ends with a newline, so that none runs into the next. Leaves out blocks
+(`datamodule`).
 """
 
 from collections.abc import Sequence

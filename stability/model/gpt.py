@@ -1,9 +1,9 @@
 """A pre-norm decoder in the shape of GPT-2, which is given an attention function for each layer.
 
-Learned positions, LayerNorm, GELU, biases (save for the keys), output tied to the token embedding,
-no dropout (its randomness would be one more difference between two arms); optionally fewer kv heads
-and a per-head RMSNorm on q and k. Leaves out the attention itself, the initial weights
-(`init_schemes`) and the loss (`lightning_module`).
+It has learned positions, LayerNorm, GELU, biases (except for the keys) and an output tied to the
+token embedding; optionally fewer kv heads and a per-head RMSNorm on q and k. It has no dropout,
+whose randomness would be one more difference between two arms. Leaves out the attention itself,
+the initial weights (`initial_weights`) and the loss (`lightning_module`).
 
 Shapes: B batch, T tokens, W width, H query heads, G kv heads, D head_dim, V vocabulary.
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners"; qk-norm as in
@@ -45,8 +45,8 @@ class Block(nn.Module):
         kv_width = (config.kv_heads or config.heads) * self.head_dim
         self.attention_norm = nn.LayerNorm(width)
         self.query = nn.Linear(width, width)
-        # a key bias shifts all scores of a query alike, so softmax drops it: its gradient would be
-        # rounding noise, which Adam scales up to whole steps
+        # A key bias shifts all scores of a query alike, and softmax is blind to that: the bias's
+        # gradient would be rounding noise, which Adam would scale up to whole steps.
         self.key = nn.Linear(width, kv_width, bias=False)
         self.value = nn.Linear(width, kv_width)
         self.query_norm = HeadNorm(self.head_dim) if config.qk_norm else nn.Identity()
@@ -87,7 +87,7 @@ class GPT(nn.Module):
             )
         self.config = config
         self.attention = tuple(attention)
-        # PyTorch's layers draw their first weights from the global generator: it is put back
+        # PyTorch's layers draw their first weights from the global generator, which is put back
         with torch.random.fork_rng(devices=[]):
             self.token_embedding = nn.Embedding(config.vocab_size, config.width)
             self.position_embedding = nn.Embedding(config.context, config.width)

@@ -1,13 +1,12 @@
-"""Initial weights by name, drawn from a seed alone.
+"""The weights that a run starts from: an init scheme drawn from a seed, and an optional nudge.
 
-Every scheme draws embeddings from N(0, 0.02^2), sets biases to 0 and norm scales to 1; they differ
-in the matrices. Leaves out the 1-ULP nudge (`nudge`).
+Every scheme draws embeddings from N(0, 0.02^2), sets biases to 0 and norm scales to 1; the schemes
+differ in the matrices. The nudge moves each weight by single units in its last place, the smallest
+change that the dtype can hold: on the ladder it is the lowest rung above zero.
 
 Sources: GPT-2 scales the projections into the residual stream by 1/sqrt(2 * depth); Glorot and
 Bengio 2010 (`xavier`, uniform); He et al., arXiv 1502.01852 (`kaiming`, normal, fan-in);
 Saxe et al., arXiv 1312.6120 (`orthogonal`).
-
-The smallest change of weights that a format can hold: the ladder's lowest rung above zero.
 """
 
 import difflib
@@ -89,8 +88,8 @@ def _fill(
 def nudge_weights(model: nn.Module, ulps: int, seed: int) -> None:
     """Move every weight of `model`, in place, by `ulps` units in the last place of its dtype.
 
-    Up or down is decided for each weight by a coin of a local generator seeded with `seed`. A zero
-    becomes the `ulps`-th subnormal. `ulps=0` changes nothing.
+    Each weight goes up or down by a coin of a local generator seeded with `seed`. A zero becomes
+    the `ulps`-th subnormal. `ulps=0` changes nothing.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

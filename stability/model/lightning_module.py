@@ -1,6 +1,6 @@
-"""The GPT as Lightning trains it: next-token loss, AdamW, and the learning rate's course.
+"""Trains the GPT in Lightning: next-token loss, AdamW, and the learning-rate schedule.
 
-Leaves out everything that is recorded while it trains: callbacks do that.
+Leaves out everything that is recorded meanwhile: callbacks do that.
 """
 
 import math

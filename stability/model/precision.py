@@ -1,21 +1,20 @@
-"""Linear layers whose matrix products are rounded to any format, while torch computes in FP32.
-
-`EmulatedLinear` is a context in which `F.linear`, which is every matrix product of the GPT outside
-its attention, rounds operands and outputs, forward and backward, as autocast does with BF16 and
-FP16: x, W and b to the format, their product and sum in FP32, the output to the format; backward
-the same with dO for dX, dW and db. Products of two values of at most 12 significant bits are exact
-in FP32, so against native FP16 or BF16 only the order of additions differs. Leaves out attention,
-whose numerics name the same format at each of their own rounding points
-(`attention.emulated`), and the loss scale (`precision`).
-
-Shapes: x `(..., in)`, W `(out, in)`, b `(out,)`.
-
-A precision's name as what Lightning's Trainer takes: PyTorch's own, a loss scaler, or emulation.
+"""A precision's name as what Lightning's Trainer takes: PyTorch's own, a loss scaler, or emulation.
 
 Lightning replaces `16-mixed` on a CPU by `bf16-mixed` and only warns (2.6.6); here FP16 is FP16,
-with PyTorch's loss scaler, on every device. `emulated:<format>` trains FP32 weights whose matrix
-products are rounded to the format; formats with a range below BF16's get the loss scaler too.
-Leaves out the names themselves (`config.precision`).
+with PyTorch's loss scaler, on every device.
+
+`emulated:<format>` trains FP32 weights whose matrix products are rounded to any format, for formats
+that no device at hand computes in. `EmulatedLinear` rounds `F.linear`, which is every matrix
+product of the GPT outside its attention, as autocast does with BF16 and FP16: x, W and b to the
+format, their product and sum in FP32, the output to the format; backward the same with dO for dX,
+dW and db. Products of two values of at most 12 significant bits are exact in FP32 (24 bits), so
+against native FP16 or BF16 only the order of additions differs. Formats with a range below BF16's
+get the loss scaler too.
+
+Leaves out attention, which rounds to the format at its own rounding points
+(`probe.attention_registry.with_input_format`), and the names of precisions (`config.schema`).
+
+Shapes: x `(..., in)`, W `(out, in)`, b `(out,)`.
 """
 
 from collections.abc import Callable, Generator
@@ -37,7 +36,7 @@ __all__ = ["EmulatedLinear", "EmulatedPrecision", "precision_plugins"]
 
 
 class EmulatedLinear(TorchFunctionMode):
-    """Within it `F.linear` of FP32 tensors rounds to `format`; everything else is as ever."""
+    """A context in which `F.linear` of FP32 tensors rounds to `format`; all else is unchanged."""
 
     def __init__(self, format: Format) -> None:
         super().__init__()
@@ -60,12 +59,15 @@ class EmulatedLinear(TorchFunctionMode):
 
 
 class _RoundedLinear(torch.autograd.Function):
+    """`F.linear` with operands and results rounded, forward and backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, format: Format) -> Tensor:
         x, weight = round_to(x, format), round_to(weight, format)
         if bias is not None:
             bias = round_to(bias, format)
-        # a gradient beyond the format must show, or the loss scaler would never back off
+        # a gradient beyond the format's range must become inf: a saturated one would look sound,
+        # and the loss scaler would never back off
         ctx.format = replace(format, saturate=False)
         ctx.save_for_backward(x, weight)
         return round_to(F.linear(x, weight, bias), format)
@@ -98,7 +100,7 @@ class EmulatedPrecision(MixedPrecision):
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Round matrix products instead of casting their operands."""
+        """Round matrix products where mixed precision would cast their operands."""
         with EmulatedLinear(self.format):
             yield
 

@@ -1,6 +1,6 @@
-"""Language models of Hugging Face transformers, by name or path, with random or given weights.
+"""Loads language models of Hugging Face transformers by name or path, with random or given weights.
 
-transformers is an optional dependency. Leaves out what is done with a model (`attention.session`).
+transformers is an optional dependency. Leaves out what is done with a model (`intercept.session`).
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ def load_pretrained(
     """Return the model called `name`, in training mode, and the dropout fields that were set to 0.
 
     `name` is a folder with a config.json, or a name on the hub or in its cache. Random weights are
-    drawn as the model's own code does, after seeding torch's generator, which is put back. Every
+    drawn by the model's own code from torch's generator, which is seeded and put back. Every
     dropout of the config is set to 0: a shadow could not drop what the model drops. ValueError, one
     line, if transformers is missing or the name is neither, or for a model that takes no text.
     """
@@ -56,8 +56,8 @@ def load_pretrained(
 def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return the mean cross-entropy of `tokens` `(batch, length)`, of each next one if causal.
 
-    A model without logits over its vocabulary gets the mean square of its last hidden state: it is
-    no sensible loss, but it sends a gradient through every layer.
+    A model without logits over its vocabulary gets the mean square of its last hidden state, which
+    is no sensible loss but sends a gradient through every layer.
     """
     output = model(input_ids=tokens)
     logits = getattr(output, "logits", None)

@@ -190,9 +190,11 @@ def _attention_by_layer(
             f"{', '.join(changed.layers)}"
         )
     if probe is None:
-        return [parts.get(name, own) for name in names]
+        return [parts.get(name, own).function for name in names]
     return [
-        DualAttention(layer=name, primary=parts[name], probe=probe) if name in parts else own
+        DualAttention(layer=name, primary=parts[name], probe=probe)
+        if name in parts
+        else own.function
         for name in names
     ]
 

@@ -1,4 +1,4 @@
-"""The microbenchmark finds the published figures, and the point that carries an error."""
+"""The microbenchmark's inputs, its errors, and the rounding point that carries an error."""
 
 import pytest
 import torch
@@ -8,57 +8,8 @@ from attention_kernels import PROFILES, round_to
 from attention_kernels.testing import Shape
 from stability.probe.attention_inputs import DISTRIBUTIONS, draw_inputs, read_inputs
 from stability.probe.microbenchmark import POINTS, Problem, measure, round_everywhere, waterfall
-from stability.probe.published_presets import (
-    FA3_TABLE3,
-    TIE_CASES,
-    fa3_table3,
-    published_and_measured,
-    tie_bias,
-    tied_inputs,
-)
 
 SMALL = {"length": 128, "heads": 2, "head_dim": 32}
-
-
-@pytest.mark.parametrize("cell", FA3_TABLE3, ids=lambda cell: f"{cell.row}-{cell.column}")
-def test_table_3_of_flash_attention_3_is_within_35_percent_from_the_profile_names(cell):
-    (figures,) = measure(fa3_table3(cell), backward=False)
-    published, measured = published_and_measured(cell, figures)
-    assert measured == pytest.approx(published, rel=0.35)
-
-
-@pytest.mark.parametrize(("engine", "heads"), [("twin", 512), ("triton", 64)])
-@pytest.mark.parametrize("sign", [-1, 1], ids=["negative", "positive"])
-def test_tied_maxima_bias_bf16_accumulation_by_a_fifth_of_an_ulp_and_beta_cures_it(
-    engine, heads, sign
-):
-    found = {
-        (profile, changes): tie_bias(profile, changes, engine, sign, heads=heads)
-        for profile, changes in TIE_CASES
-        if engine == "twin" or profile != "fa2"
-    }
-    plain, unnormalised, untreated, stabilised = list(found.values())[:4]
-    # 0.202 in the micro-test of the facts page; within 4 standard errors of it.
-    assert sign * unnormalised.bias_ulp == pytest.approx(0.202, abs=4 * unnormalised.standard_error)
-    # Normalised, the residuals that the sum dropped are divided out, and the tie alone is left.
-    for bias in (plain, untreated):
-        assert sign * bias.bias_ulp == pytest.approx(0.25, abs=4 * bias.standard_error)
-    limit = 0.01 if engine == "twin" else 4 * stabilised.standard_error
-    assert abs(stabilised.bias_ulp) < limit
-    assert all(0.2 < each.mean_abs_ulp < 0.45 for each in found.values())
-    if engine == "twin":
-        assert abs(found["fa2", ()].bias_ulp) < 0.01
-
-
-def test_tied_inputs_hold_two_ones_and_residuals_of_less_than_a_thousandth():
-    inputs = tied_inputs(8, 1, 0)
-    scores = inputs.q @ inputs.k.mT
-    p = torch.exp(scores - scores.amax(-1, keepdim=True))
-    assert ((p == 1).sum(-1) == 2).all()
-    assert ((p.sum(-1) - 2) <= 1e-3).all()
-    assert ((p.sum(-1) - 2) >= 1e-4).all()
-    for x in inputs:
-        assert torch.equal(x, x.bfloat16().float())
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp16", "e5m5", "e8m30"])
@@ -140,10 +91,6 @@ def test_tensors_of_a_file_are_read_rounded_and_asked_for_by_name(tmp_path):
 def test_unknown_names_are_refused_with_their_neighbours(problem, message):
     with pytest.raises(ValueError, match=message):
         measure(Problem(**problem), backward=False)
-
-
-def test_a_profile_in_the_table_is_one_of_the_library():
-    assert {cell.profile for cell in FA3_TABLE3} <= set(PROFILES)
 
 
 def test_everywhere_rounds_at_every_point_of_both():
