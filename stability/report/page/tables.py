@@ -1,4 +1,4 @@
-"""The tables of the HTML report, as plain cells of text: the ladder, the diffs, the proofs.
+"""The tables of the report as plain cells of text: the ladder, what each arm changed, the hashes.
 
 Leaves out markup and escaping, which are the template's.
 """
@@ -6,7 +6,7 @@ Leaves out markup and escaping, which are the template's.
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.number_text import MISSING, plain, scientific, times
@@ -27,6 +27,7 @@ __all__ = [
     "ladder_lines",
     "number_cell",
     "numerics_text",
+    "value_text",
 ]
 
 SHORT_HASH = 10
@@ -54,8 +55,7 @@ class LadderLine:
     cells: list[Cell]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """One config path in which an arm differs from the baseline."""
 
     arm: str
@@ -65,9 +65,8 @@ class Change:
     after: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HashLine:
-    """One arm's hashes: the cells, one a verdict or seed, for each name in HASHES."""
+class HashLine(NamedTuple):
+    """One arm's hashes: for each name in HASHES its cells, one a seed or one a verdict."""
 
     arm: str
     cells: list[list[Cell]]
@@ -91,43 +90,29 @@ def changes(study: RecordedStudy) -> list[Change]:
     """Return every path in which an arm differs from the baseline, arm by arm."""
     found = []
     for arm in study.candidates:
-        for path, (before, after) in arm.diff.items():
-            found.append(
-                Change(
-                    arm=arm.name,
-                    axis=arm.axis,
-                    path=path,
-                    before=_value(before),
-                    after=_value(after),
-                )
-            )
-        if not arm.diff:
-            found.append(
-                Change(
-                    arm=arm.name,
-                    axis=arm.axis,
-                    path="nothing differs",
-                    before="",
-                    after="",
-                )
-            )
+        differing = [
+            (path, value_text(before), value_text(after))
+            for path, (before, after) in arm.diff.items()
+        ]
+        rows = differing or [("nothing differs", "", "")]
+        found += [Change(arm.name, arm.axis, *row) for row in rows]
     return found
 
 
 def hash_lines(study: RecordedStudy) -> list[HashLine]:
     """Return the hashes of the baseline, then how each other run's compare."""
     baseline = study.arm(BASELINE)
-    lines = [HashLine(arm=BASELINE, cells=_own_hashes(baseline))] if baseline else []
+    lines = [HashLine(BASELINE, _own_hashes(baseline))] if baseline else []
     for arm in study.candidates:
         compared = compare_hashes(arm, baseline)
-        lines.append(HashLine(arm=arm.name, cells=[_hash_cells(compared[k]) for k in HASHES]))
+        lines.append(HashLine(arm.name, [_hash_cells(compared[k]) for k in HASHES]))
     return lines
 
 
 def environment_lines(study: RecordedStudy) -> list[tuple[str, Cell]]:
     """Return each entry of the environment; one that differs between runs is marked as bad."""
     return [
-        (key, Cell(" / ".join(map(_value, values)), kind="bad" if len(values) > 1 else ""))
+        (key, Cell(" / ".join(map(value_text, values)), kind="bad" if len(values) > 1 else ""))
         for key, values in sorted(environments_of(study).items())
     ]
 
@@ -191,5 +176,6 @@ def _hash_cells(by_seed: Mapping[int, ProofLine]) -> list[Cell]:
     ]
 
 
-def _value(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Return a value of a config as text; a string stands without quotes."""
     return value if isinstance(value, str) else json.dumps(value)
