@@ -1,6 +1,5 @@
 """The pages of many studies: one that is odd takes nothing from the others."""
 
-import json
 import logging
 import re
 from dataclasses import replace
@@ -17,6 +16,7 @@ from stability.report.live.small_ladder import small_ladder
 from stability.report.live.study_summary import answers, summary_of_study
 from stability.report.page.compare_page import differences, render_comparison
 from stability.report.view.palette import arm_styles
+from tests.stability.report.pages import figures_of
 
 HOSTILE = "<script>alert(1)</script>\"'" + 300 * "x"
 
@@ -24,11 +24,6 @@ HOSTILE = "<script>alert(1)</script>\"'" + 300 * "x"
 @pytest.fixture
 def study(finished):
     return read_study(finished)
-
-
-def data_of(page):
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    return json.loads(found.group(1))
 
 
 def renamed(study, old, new):
@@ -130,7 +125,7 @@ def test_only_what_differs_is_listed(study):
 def test_comparison_holds_each_studys_ratios_and_drifts(study):
     other = replace(study, yardstick="nudge", base={**study.base, "precision": "32-true"})
     page = render_comparison({"a": study, "b": other}, {"a": "/study/a/", "b": "/study/b/"}, "1")
-    figures = data_of(page)["figures"]
+    figures = figures_of(page)
     marks = figures["ladders"]["data"]
     row = ladder_of(study).row("flash_fa2")
     early = next(m for m in marks if "flash_fa2 of a at step 20" in m["hovertemplate"])
@@ -169,7 +164,7 @@ def test_studies_without_drifts_or_yardstick_can_be_compared(study, synthetic, t
     synthetic.write_study_json(tmp_path)
     pair = {"new": read_study(tmp_path), "bare": replace(study, yardstick="")}
     page = render_comparison(pair, {"new": "new", "bare": "bare"}, "1")
-    notes = [n["text"] for n in data_of(page)["figures"]["ladders"]["layout"]["annotations"]]
+    notes = [n["text"] for n in figures_of(page)["ladders"]["layout"]["annotations"]]
     assert notes.count("no drift yet: missing") == 6
     assert notes.count("no ratio: no yardstick") == 5
 
@@ -179,7 +174,7 @@ def test_hostile_names_stay_text_in_a_comparison(study):
     page = render_comparison({HOSTILE: spoiled, "b": study}, {HOSTILE: "/x", "b": "/y"}, "1")
     assert "<script>alert" not in page
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 5
-    for figure in data_of(page)["figures"].values():
+    for figure in figures_of(page).values():
         texts = [str(trace.get("name", "")) for trace in figure["data"]]
         texts += [trace.get("hovertemplate") or "" for trace in figure["data"]]
         texts += figure["layout"]["yaxis"].get("ticktext", [])

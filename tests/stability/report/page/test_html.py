@@ -1,8 +1,7 @@
-"""The HTML report: self-contained, honest about its numbers, and inert whatever names it holds."""
+"""The pages of a study and of a probe: self-contained, true to the records, inert for any name."""
 
 import html
 import itertools
-import json
 import re
 from dataclasses import replace
 
@@ -12,22 +11,16 @@ from plotly.offline import get_plotlyjs
 from stability.analysis.ladder import build_ladder, ladder_of
 from stability.analysis.number_text import scientific, times
 from stability.analysis.study_records import read_study
+from stability.cli.main import main
+from stability.records.events import Event
 from stability.records.sealed_json import read_sealed, write_sealed
-from stability.report.page.html import render, write_report
-from tests.stability.report.typed_arrays import decode
+from stability.report.page.html import render, write_probe_page, write_report
+from tests.stability.report.pages import figures_of, page_of, traces_of
+from tests.stability.report.synthetic import write_synthetic
+from tests.stability.report.synthetic_probe import write_probe
 
 HOSTILE = "<script>alert(1)</script>"
-
-
-def page_of(study_dir):
-    """The page without plotly's own source, which is not ours to check."""
-    study = read_study(study_dir)
-    return render(study, ladder_of(study)).replace(get_plotlyjs(), "")
-
-
-def data_of(page):
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    return json.loads(found.group(1), object_hook=decode)
+PLANTED = "model.layers.2.self_attn, head 1: error ratio stands out since step 20"
 
 
 @pytest.fixture(scope="module")
@@ -79,29 +72,6 @@ def test_table_holds_the_numbers_of_the_ladder(page, finished):
         ]
 
 
-def test_charts_hold_the_numbers_of_the_records(page, finished):
-    lines = (finished / "flash_fa2" / "seed-1" / "metrics.jsonl").read_text().splitlines()
-    entries = [json.loads(line) for line in lines]
-    name = "drift/all/w1"
-    logged = {e["step"]: e[name] for e in entries if name in e and e["step"] > 0}
-    traces = data_of(page)["figures"]["drift"]["data"]
-    trace = next(
-        t
-        for t in traces
-        if t["name"] == "flash_fa2, seed 1" and t["meta"] == {"arm": "flash_fa2", "metric": "w1"}
-    )
-    assert dict(zip(trace["x"], trace["y"], strict=True)) == pytest.approx(logged, rel=1e-5)
-
-
-def test_deviation_of_each_layer_is_the_mean_of_the_seeds(page, finished, synthetic):
-    traces = data_of(page)["figures"]["deviation-curves"]["data"]
-    chosen = {"arm": "flash_fa2", "what": "out", "metric": "error_ratio"}
-    mine = [trace for trace in traces if trace["meta"] == chosen]
-    assert [trace["name"] for trace in mine] == [f"layer_{n}" for n in range(5)]
-    want = synthetic.deviations("flash_fa2", 3, 40)["error_ratio"]
-    assert mine[3]["y"][mine[3]["x"].index(40)] == pytest.approx(want, rel=1e-12)
-
-
 def choices_of(page, section):
     """The options of each choice of a section, by name."""
     text = re.search(rf'<section id="section-{section}".*?</section>', page, re.DOTALL).group(0)
@@ -110,7 +80,7 @@ def choices_of(page, section):
 
 
 def test_every_choice_has_traces_and_attention_comes_first(page):
-    figures, choices = data_of(page)["figures"], choices_of(page, "deviation")
+    figures, choices = figures_of(page), choices_of(page, "deviation")
     assert {name: options[0] for name, options in choices.items()} == {
         "arm": "flash_all_bf16",
         "what": "out",
@@ -123,21 +93,13 @@ def test_every_choice_has_traces_and_attention_comes_first(page):
 
 
 def test_arm_keeps_its_colour_from_chart_to_chart(page):
-    figures = data_of(page)["figures"]
+    figures = figures_of(page)
     seen = {}
     for key in ("loss", "loss-difference", "drift"):
         for trace in figures[key]["data"]:
             seen.setdefault(trace["legendgroup"], set()).add(trace["line"]["color"])
     assert all(len(colours) == 1 for colours in seen.values())
     assert len({colours.pop() for colours in seen.values()}) == 7
-
-
-def test_zero_drift_is_said_where_a_log_axis_cannot_show_it(page):
-    data = data_of(page)["figures"]
-    names = [trace.get("name") for trace in data["drift"]["data"]]
-    assert "rerun: 0 (exact)" in names
-    assert "rerun: exactly 0 at all 18 comparisons" in page
-    assert any("0 (exact)" in note["text"] for note in data["ladder"]["layout"]["annotations"])
 
 
 def test_hostile_names_stay_text(study):
@@ -157,7 +119,7 @@ def test_hostile_names_stay_text(study):
     assert "<script>alert" not in page
     assert len(re.findall(r"<script[ >]", page)) == page.count("</script>") == 3
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    for figure in data_of(page)["figures"].values():
+    for figure in figures_of(page).values():
         names = [str(trace.get("name", "")) for trace in figure["data"]]
         assert not any("<" in name for name in names), "plotly reads tags in names"
 
@@ -169,7 +131,7 @@ def test_running_study_has_a_report(synthetic, tmp_path, until):
         synthetic.write_run(tmp_path, arm, 0, state="running", until=until)
     page = page_of(tmp_path)
     assert "seed 1 missing" in page
-    assert data_of(page)["figures"]["loss"]["data"]
+    assert figures_of(page)["loss"]["data"]
 
 
 def test_study_that_has_not_begun_has_a_report(synthetic, tmp_path):
@@ -210,3 +172,80 @@ def test_diff_that_holds_no_pairs_is_refused(study):
     write_sealed(study / "study.json", content)
     with pytest.raises(ValueError, match="'flash_all_bf16' must hold pairs of values"):
         read_study(study)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "outcome"), [((0, 1), "OPEN"), (tuple(range(5)), "PASS")], ids=["2 seeds", "5 seeds"]
+)
+def test_answer_of_the_policy_comes_first(tmp_path, seeds, outcome):
+    policy = {"candidate": "flash_fa2", "max_ratio": 1.0, "step": 20}
+    page = page_of(write_synthetic(tmp_path / "study", seeds=list(seeds), policy=policy))
+    assert page.index(f'<p class="answer {outcome}">') < page.index("<main>")
+    whiskers = "90% interval of the mean" if len(seeds) == 5 else "smallest to largest seed"
+    assert f"whiskers: {whiskers}" in page
+
+
+def test_whiskers_are_the_interval_once_there_are_seeds_enough(tmp_path):
+    folder = write_synthetic(tmp_path / "study", seeds=list(range(5)))
+    row = ladder_of(read_study(folder)).row("fp32")
+    marks = [t for t in traces_of(page_of(folder), "ladder") if "error_x" in t]
+    early = next(t for t in marks if t["x"] == [row.rel_l2.early.mean])
+    interval = row.rel_l2.early.interval
+    assert early["x"][0] + early["error_x"]["array"][0] == pytest.approx(interval.high)
+    assert early["x"][0] - early["error_x"]["arrayminus"][0] == pytest.approx(interval.low)
+    assert interval.high < row.rel_l2.early.high
+
+
+def test_page_of_a_probe_has_every_chart_and_its_choices(tmp_path):
+    folder = write_probe(tmp_path, planted=(2, 1), shadows=("flash_fa2", "mine"))
+    page = write_probe_page(folder).read_text()
+    figures = figures_of(page)
+    assert {*figures} == {
+        "deviation-map",
+        "deviation-curves",
+        "heads",
+        "streams",
+        "histogram",
+        "watched",
+    }
+    for section in re.findall(r'<section id="section-.*?</section>', page, re.DOTALL):
+        selects = re.findall(
+            r'<select data-choice="([^"]*)".*?<option value="([^"]*)"', section, re.S
+        )
+        charts = re.findall(r'class="plot" id="([^"]*)"', section)
+        for chart in charts:
+            metas = [trace["meta"] for trace in figures[chart]["data"]]
+            assert dict(selects) in metas, chart
+    heads = next(
+        trace
+        for trace in figures["heads"]["data"]
+        if trace["meta"] == {"shadow": "mine", "what": "dq", "metric": "error_ratio"}
+    )
+    cells = {(y, x): heads["z"][y][x] for y in range(4) for x in range(4)}
+    assert max(cells, key=cells.__getitem__) == (2, 1)
+    assert page.index(PLANTED) < page.index("<main>")
+
+
+def test_same_records_of_a_probe_give_the_same_page_and_names_stay_text(tmp_path):
+    hostile = "</script><b>x"
+    folder = write_probe(tmp_path, events=(Event(1, "finding", hostile, hostile),))
+    first = write_probe_page(folder).read_bytes()
+    assert write_probe_page(folder).read_bytes() == first
+    assert hostile not in first.decode().split('id="data"')[0]
+
+
+def test_show_and_report_take_a_probe_and_refuse_other_folders(tmp_path, capsys):
+    folder = tmp_path / "probe"
+    folder.mkdir()
+    write_probe(folder)
+    assert main(["show", str(folder)]) == 0
+    assert main(["report", str(folder)]) == 0
+    assert (folder / "probe.html").stat().st_size > 10**6
+    with pytest.raises(SystemExit) as caught:
+        main(["show", str(tmp_path)])
+    assert caught.value.code == 2
+    assert "must hold study.json or probe.json" in capsys.readouterr().err
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(SystemExit):
+        main(["show", str(folder)])
+    assert "there are no figures here" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stability.analysis.ladder import build_ladder
-from stability.report.page.chart import POINTS, SEED_POINTS, arm_lines
+from stability.report.page.chart import POINTS, SEED_POINTS, arm_lines, thinning_remarks
 from stability.report.page.ladder_chart import ladder_chart
 from stability.report.view.drift import mean_over_seeds
 from stability.report.view.palette import ArmStyle, arm_styles
@@ -66,3 +66,11 @@ def test_far_arm_is_named_at_the_edge_and_leaves_the_scale_to_the_others(finishe
     row = ladder.row("init_seed").rel_l2
     text = f"{row.early.mean:.1e} and {row.last.mean:.1e}, off the scale ▸"
     assert text in [note.text for note in figure.layout.annotations]
+
+
+def test_thinning_is_said_where_it_happens():
+    assert thinning_remarks(SEED_POINTS, seeds=2) == thinning_remarks(POINTS, seeds=1) == ()
+    (both,) = thinning_remarks(2000, seeds=2)
+    assert "Thin lines of 2,000 steps" in both
+    assert "thick lines of 2,000 steps" in both
+    assert "thin" not in thinning_remarks(2000, seeds=1)[0].lower()

@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 
 from stability.analysis.probe_records import LayerTable
-from stability.records.metric_log import Column
+from stability.records.metric_log import Column, MetricLog
+from stability.records.metric_names import ULP_HISTOGRAM, deviation_name
+from stability.records.paths import RunPaths
 from stability.report.page.attention_charts import CELLS, deviation_section
+from tests.stability.report.pages import page_of, traces_of
+from tests.stability.report.synthetic import STEPS
+from tests.stability.report.synthetic_full import write_full
 from tests.stability.report.typed_arrays import decode
 
 
@@ -101,3 +106,22 @@ def test_a_deep_model_fits_the_screen(layers, named):
     map_, curves = deviation_section(tables(np.arange(3), layers=layers), "arm", "").charts
     assert map_.figure.layout.height <= 1050
     assert curves.figure.layout.showlegend is named
+
+
+def test_histogram_of_another_length_does_not_cost_the_report(synthetic, tmp_path):
+    folder = write_full(tmp_path / "study")
+    name = deviation_name("layer_0", "out", ULP_HISTOGRAM)
+    log = MetricLog(RunPaths.for_run(folder, "flash_all_bf16", 0).metrics)
+    log.append(STEPS, {}, {name: [1, 2, 3]})
+    log.close()
+    metas = [trace["meta"] for trace in traces_of(page_of(folder), "histogram")]
+    assert metas.count({"arm": "flash_all_bf16", "what": "out"}) == 5
+
+
+def test_deviation_of_each_layer_is_the_mean_of_the_seeds(finished, synthetic):
+    traces = traces_of(page_of(finished), "deviation-curves")
+    chosen = {"arm": "flash_fa2", "what": "out", "metric": "error_ratio"}
+    mine = [trace for trace in traces if trace["meta"] == chosen]
+    assert [trace["name"] for trace in mine] == [f"layer_{n}" for n in range(5)]
+    want = synthetic.deviations("flash_fa2", 3, 40)["error_ratio"]
+    assert mine[3]["y"][mine[3]["x"].index(40)] == pytest.approx(want, rel=1e-12)
