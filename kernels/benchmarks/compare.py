@@ -1,26 +1,47 @@
-"""The comparisons that both devices have: against peers, and dials and masks against the fast path.
+"""The comparisons that both devices have: with peers, and of dials and masks with the fast path.
 
-Each returns rows for the results file and prints them. Leaves out what a device must reach (`cpu`,
-`gpu`).
+Each returns rows for the results file and prints them as a table. A row of an attention that did
+not run says why in the column `refused`. What each device measures, and what it must reach, is in
+`cpu` and `gpu`.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from measure import Times, flops, take_turns
 from registry import DIAL_SHAPES, DIALS, MASKS, Inputs, draw, masked
-from tables import Row, print_costs, print_speeds
 
 from attention_kernels import PROFILES, attention, flash_attention
 from attention_kernels.peers.registry import PeerStatus
 from attention_kernels.testing import Shape
 
-__all__ = ["compare_dials", "compare_masks", "compare_peers", "refusal"]
+__all__ = ["Requirement", "Row", "compare_dials", "compare_masks", "compare_peers"]
 
 QUADRATIC = ("sdpa:math", "baseline:plain")
-"""They hold the score matrix."""
+"""These hold the whole score matrix, and are left out where it is larger than `MAX_SCORES`."""
 MAX_SCORES = {"cpu": 2**28, "cuda": 2**30}
+
+
+Row = dict[str, Any]
+
+
+class Requirement(NamedTuple):
+    """A measured number and what it has to be."""
+
+    claim: str
+    measured: float
+    limit: float
+    at_most: bool = True
+
+    @property
+    def met(self) -> bool:
+        """Whether the number is within the limit; NaN is not."""
+        return self.measured <= self.limit if self.at_most else self.measured >= self.limit
+
+    def to_dict(self) -> Row:
+        """Return what the results file stores."""
+        return self._asdict() | {"met": self.met}
 
 
 def compare_peers(
@@ -37,12 +58,13 @@ def compare_peers(
     scores = shape.batch * shape.heads * shape.query_len * shape.key_len
     forward_only = tuple(peer.name for peer in others if not peer.backward)
     calls, refused = {}, {}
-    torch.compiler.reset()  # or FlexAttention's ninth shape would be one too many
+    # FlexAttention is compiled anew for each shape, and torch refuses the ninth.
+    torch.compiler.reset()
     for name in (*own, *(peer.name for peer in others)):
         if name in QUADRATIC and scores > MAX_SCORES[device]:
             continue
         call = partial(attention, implementation=name)
-        reason = refusal(call, inputs, backward=name not in forward_only)
+        reason = _refusal(call, inputs, backward=name not in forward_only)
         if reason:
             refused[name] = reason
         else:
@@ -63,11 +85,11 @@ def _speed_rows(
         row["backward_tflops"] = None if backward is None else 2.5 * count / backward / 1e12
         rows.append(row)
     rows += [about | {"name": name, "refused": reason} for name, reason in refused.items()]
-    print_speeds(f"{shape}  {'causal' if causal else 'full'}  BF16", rows)
+    _print_speeds(f"{shape}  {'causal' if causal else 'full'}  BF16", rows)
     return rows
 
 
-def refusal(call: Any, inputs: Inputs, *, backward: bool) -> str:
+def _refusal(call: Any, inputs: Inputs, *, backward: bool) -> str:
     """Return why the call does not run on this device, forward and backward, or ""."""
     leaves = (inputs.q, inputs.k, inputs.v)
     try:
@@ -88,7 +110,7 @@ def compare_dials(device: str, rounds: int) -> list[Row]:
     calls, refused = {"fast path": (flash_attention, inputs)}, {}
     for name, changes in DIALS.items():
         call = partial(flash_attention, numerics=fast.with_(**changes))
-        reason = refusal(call, inputs, backward=True)
+        reason = _refusal(call, inputs, backward=True)
         if reason:
             refused[name] = reason
         else:
@@ -102,7 +124,7 @@ def compare_masks(device: str, rounds: int) -> list[Row]:
     shape = DIAL_SHAPES[device]
     drawn = {kind: masked(kind, shape, device) for kind in MASKS}
     refused = {
-        kind: refusal(flash_attention, inputs, backward=True) for kind, inputs in drawn.items()
+        kind: _refusal(flash_attention, inputs, backward=True) for kind, inputs in drawn.items()
     }
     calls = {kind: (flash_attention, drawn[kind]) for kind in MASKS if not refused[kind]}
     times = take_turns(calls, rounds=rounds)
@@ -123,5 +145,31 @@ def _cost_rows(
         rows.append(row)
     for name, reason in refused.items():
         rows.append({"section": section, "case": str(shape), "name": name, "refused": reason})
-    print_costs(title, rows)
+    _print_costs(title, rows)
     return rows
+
+
+def _print_speeds(title: str, rows: list[Row]) -> None:
+    """Print one problem's attentions: milliseconds and TFLOPS, forward and backward."""
+    print(f"\n{title}")
+    print(f"  {'':18}{'forward ms':>12}{'TFLOPS':>9}{'backward ms':>13}{'TFLOPS':>9}")
+    for row in rows:
+        if "refused" in row:
+            print(f"  {row['name']:18}{'not here: ':>12}{row['refused']}")
+            continue
+        ahead = f"{1e3 * row['forward_s']:12.3f}{row['forward_tflops']:9.3g}"
+        back = f"{'forward only':>22}"
+        if row["backward_s"] is not None:
+            back = f"{1e3 * row['backward_s']:13.3f}{row['backward_tflops']:9.3g}"
+        print(f"  {row['name']:18}{ahead}{back}")
+
+
+def _print_costs(title: str, rows: list[Row]) -> None:
+    """Print variants of the fast path: how many times as long each takes, or why it doesn't run."""
+    print(f"\n{title}")
+    print(f"  {'':26}{'forward':>9}{'backward':>10}   (1.00 is the fast path)")
+    for row in rows:
+        if "refused" in row:
+            print(f"  {row['name']:26}{'not here: ':>10}{row['refused']}")
+        else:
+            print(f"  {row['name']:26}{row['forward_cost']:9.2f}{row['backward_cost']:10.2f}")

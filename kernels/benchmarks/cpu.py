@@ -1,16 +1,16 @@
-"""What is measured on a CPU, and what it must be: an honest subset that takes minutes.
+"""What is measured on a CPU, and what it must reach: an honest subset that takes minutes.
 
-Required: the twin, `fa2`, forward plus backward, at most 1.0x `baseline_attention` at length 512
-and 0.6x at 4096; the twin's memory linear in length; golden at (4, 8, 8192, 128) in 5 minutes.
+Required: the twin, `fa2`, forward plus backward, takes at most 1.0x the time of
+`baseline_attention` at length 512 and 0.6x at 4096; the twin's memory is linear in length; golden
+takes at most 5 minutes at (4, 8, 8192, 128).
 """
 
 from functools import partial
 
 import torch
-from compare import compare_dials, compare_masks, compare_peers
+from compare import Requirement, Row, compare_dials, compare_masks, compare_peers
 from measure import golden_peak, seconds, take_turns, twin_growth
 from registry import CPU_SHAPES, LONG_SHAPE, SHORT_SHAPE, draw, square
-from tables import Requirement, Row
 
 from attention_kernels import flash_attention, golden_attention
 from attention_kernels.peers.registry import PeerStatus

@@ -1,8 +1,9 @@
-"""What is measured on an NVIDIA GPU, and what it must be.
+"""What is measured on an NVIDIA GPU, and what it must reach.
 
 Required of `fa2` in BF16, at head_dim 64, 128 and 256, causal and not: forward and backward at
-least as fast as `sdpa:flash`, forward within 15 % of `sdpa:cudnn`, each as the geometric mean over
-lengths 512 to 16k; memory linear in length. The marks of `published.json` stand beside ours.
+least as fast as `sdpa:flash`, and forward within 15 % of `sdpa:cudnn`, each as the geometric mean
+over lengths 512 to 16k; memory linear in length. The published marks of `published.json` are
+printed beside ours.
 """
 
 import json
@@ -11,10 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from compare import compare_dials, compare_masks, compare_peers
+from compare import Requirement, Row, compare_dials, compare_masks, compare_peers
 from measure import Times
 from registry import GPU_SHAPES, draw, square
-from tables import Requirement, Row
 
 from attention_kernels import attention
 from attention_kernels.peers.registry import PeerStatus

@@ -1,4 +1,4 @@
-"""The clock and the memory meter. Leaves out what is measured (`registry`) and what it must be.
+"""The clock and the memory meter.
 
 Attentions take turns inside one run, so that a slow minute of a shared machine falls on all of
 them, and a time is the median of its turns. FLOPs are counted as flash-attn does: 4 B H T^2 D
@@ -27,7 +27,7 @@ __all__ = ["Times", "flops", "golden_peak", "seconds", "take_turns", "twin_growt
 Attention = Callable[..., Tensor]
 
 MIN_GPU_SECONDS = 0.01
-"""Calls are queued until they take this long: one alone would time its launch."""
+"""Calls are queued until they take this long, because one alone would time its launch."""
 MAX_QUEUED = 40
 
 

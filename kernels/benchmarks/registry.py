@@ -1,4 +1,4 @@
-"""What is timed, by name: shapes, dials of the numerics, masks. Leaves out how (`measure`)."""
+"""What is timed, by name: shapes, dials of the numerics, and masks. `measure` says how."""
 
 from dataclasses import dataclass
 from typing import Any

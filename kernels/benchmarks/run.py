@@ -1,11 +1,14 @@
-"""Speed of the attentions on this machine, after checking that they are right.
+"""Times the attentions on this machine, after checking that each of them is right.
 
     PYTHONPATH=kernels python kernels/benchmarks/run.py [--device cpu|cuda] [--json PATH]
         [--only SECTION ...] [--against PEER ...] [--golden]
 
-Needs torch and `attention_kernels` alone. Prints each section, then which requirements are met, and
-writes JSON with hardware, versions and commit. Exit code 1 if an attention is wrong or a
-requirement is missed.
+There is no speed without right results: each attention is first held to flash-attn's error budget.
+One of ours that is wrong ends the run; a peer that is wrong, or refuses, is left out, and said so.
+Then each section is printed, and which requirements are met, and the results are written as JSON
+with hardware, versions and commit. Exit code 1 if one of ours is wrong or a requirement is missed.
+
+torch and `attention_kernels` are all that it needs.
 """
 
 import argparse
@@ -18,11 +21,58 @@ from typing import Any
 import cpu
 import gpu
 import torch
-from gate import gate, right_peers
-from tables import Requirement, print_requirements
+from compare import Requirement
+from registry import GATE_SHAPE, draw
 
+from attention_kernels import attention
 from attention_kernels.machine import hardware, precision_switches, versions
-from attention_kernels.peers.registry import peers
+from attention_kernels.peers.registry import PeerStatus, peers
+from attention_kernels.testing import Shape, assert_within_budget, with_gradients
+
+FACTORS = {"flash:all_bf16": 8.0}
+"""How many times the baseline's error an attention may err; 3 for all others. `all_bf16` keeps its
+sums in BF16 and errs more: that is its point."""
+
+
+def gate(device: str, name: str, shape: Shape = GATE_SHAPE, *, forward_only: bool = False) -> None:
+    """Raise AssertionError naming what is wrong, causal or not, forward or backward."""
+    inputs = draw(shape, device)
+    tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+    wide = [x.double() for x in tensors]
+    for causal in (False, True):
+        exact = with_gradients(attention, *wide, implementation="golden", causal=causal)
+        plain = with_gradients(attention, *tensors, implementation="baseline:plain", causal=causal)
+        for what, value in _run(name, tensors, causal, forward_only).items():
+            factor = FACTORS.get(name, 3.0)
+            assert_within_budget(value, plain[what], exact[what], factor, f"{name} {what}")
+
+
+def _run(
+    name: str, tensors: list[torch.Tensor], causal: bool, forward_only: bool
+) -> dict[str, torch.Tensor]:
+    options = {"implementation": name, "causal": causal}
+    if forward_only:
+        with torch.no_grad():
+            return {"out": attention(*tensors[:3], **options)}
+    return with_gradients(attention, *tensors, **options)
+
+
+def right_peers(device: str, found: list[PeerStatus]) -> list[PeerStatus]:
+    """Return the peers that run and are right; print the others with the reason."""
+    shape = GATE_SHAPE._replace(kv_heads=GATE_SHAPE.heads)  # not all peers take grouped heads
+    right = []
+    for peer in found:
+        reason = peer.reason
+        if peer.available:
+            try:
+                gate(device, peer.name, shape, forward_only=not peer.backward)
+            except (ValueError, AssertionError, RuntimeError) as error:
+                reason = str(error).splitlines()[0]
+            else:
+                right.append(peer)
+                continue
+        print(f"  {peer.name:18}left out: {reason}")
+    return right
 
 
 def commit() -> str:
@@ -100,6 +150,16 @@ def main(words: list[str] | None = None) -> int:
         result = about | {"requirements": [r.to_dict() for r in requirements], "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(requirement.met for requirement in requirements) else 1
+
+
+def print_requirements(requirements: list[Requirement]) -> None:
+    """Print each requirement with its number and whether it is met."""
+    print("\nrequirements")
+    for requirement in requirements:
+        sign = "<=" if requirement.at_most else ">="
+        verdict = "met " if requirement.met else "MISS"
+        number = f"{requirement.measured:.3g} {sign} {requirement.limit:.3g}"
+        print(f"  {verdict}  {number:16} {requirement.claim}")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,13 @@
 import pytest
 
 from attention_kernels.testing import Shape, with_gradients
-from experiments.kit.runner import load
 from stability.probe.attention_inputs import draw_inputs
 from stability.report.paper.style import paper_style
 
 
 @pytest.fixture(scope="module")
-def found(request):
-    module = load(request.path.parents[2] / "experiments", "head_dim_256_backward")
-    return module.measure(module.SIZES["quick"])
+def found(experiment):
+    return experiment.measure(experiment.SIZES["quick"])
 
 
 def test_right_kernels_keep_the_budget_and_the_wrong_port_does_not(found):

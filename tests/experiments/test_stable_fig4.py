@@ -3,14 +3,12 @@
 import pytest
 
 from experiments.kit.rows import by_seed
-from experiments.kit.runner import load
 from stability.report.paper.style import paper_style
 
 
 @pytest.fixture(scope="module")
-def found(request):
-    module = load(request.path.parents[2] / "experiments", "stable_fig4")
-    return module.measure(module.SIZES["quick"])
+def found(experiment):
+    return experiment.measure(experiment.SIZES["quick"])
 
 
 def test_the_number_of_key_blocks_makes_the_ten(found):

@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from experiments.kit.runner import load
 from stability.report.paper.style import paper_style
 
 
 @pytest.fixture(scope="module")
-def found(request):
-    module = load(request.path.parents[2] / "experiments", "stable_fig5")
-    return module.measure(module.SIZES["quick"])
+def found(experiment):
+    return experiment.measure(experiment.SIZES["quick"])
 
 
 def test_absolute_difference_rises_for_values_of_one_sign_only(found):

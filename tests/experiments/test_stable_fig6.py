@@ -2,14 +2,12 @@
 
 import pytest
 
-from experiments.kit.runner import load
 from stability.report.paper.style import paper_style
 
 
 @pytest.fixture(scope="module")
-def found(request):
-    module = load(request.path.parents[2] / "experiments", "stable_fig6")
-    return module.measure(module.SIZES["quick"])
+def found(experiment):
+    return experiment.measure(experiment.SIZES["quick"])
 
 
 def test_tiles_are_those_of_flash_attention_1(experiment):

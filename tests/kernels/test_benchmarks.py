@@ -95,14 +95,14 @@ def test_a_wrong_attention_is_never_timed(room, monkeypatch, wrong):
     module = types.SimpleNamespace(attend=attend)
     monkeypatch.setitem(sys.modules, "benchmarked", module)
     with pytest.raises(AssertionError, match=f"benchmarked:attend {wrong}: max error"):
-        room.gate.gate("cpu", "benchmarked:attend")
+        room.run.gate("cpu", "benchmarked:attend")
 
 
 def test_only_peers_that_run_and_are_right_are_timed(room, monkeypatch, capsys):
     module = types.SimpleNamespace(attend=lambda q, k, v, *, causal, scale: q + k + v)
     monkeypatch.setitem(sys.modules, "benchmarked", module)
     wrong = PeerStatus("benchmarked:attend", "", True, "", True)
-    right = room.gate.right_peers("cpu", [*peers("cpu"), wrong])
+    right = room.run.right_peers("cpu", [*peers("cpu"), wrong])
     assert [peer.name for peer in right] == ["sdpa:math", "sdpa:flash", "flex"]
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "flashinfer" in line and "left out: flashinfer is" in line]
@@ -139,9 +139,9 @@ def test_a_peer_that_refuses_a_shape_says_why_and_the_others_go_on(room, monkeyp
     ],
 )
 def test_a_requirement_is_met_up_to_its_limit(room, capsys, measured, limit, at_most, met):
-    requirement = room.tables.Requirement("speed", measured, limit, at_most)
+    requirement = room.compare.Requirement("speed", measured, limit, at_most)
     assert requirement.met == met
-    room.tables.print_requirements([requirement])
+    room.run.print_requirements([requirement])
     assert ("MISS" in capsys.readouterr().out) == (not met)
 
 
@@ -180,7 +180,7 @@ def test_published_marks_are_of_one_problem_and_stand_beside_ours(room, capsys):
 def test_the_command_writes_where_and_what_it_measured(room, monkeypatch, tmp_path, measured):
     def section():
         row = {"section": "peers", "name": "flash:fa2", "forward_s": 0.1}
-        return [row], [room.tables.Requirement("twin over baseline", measured, 1.0)]
+        return [row], [room.compare.Requirement("twin over baseline", measured, 1.0)]
 
     monkeypatch.setattr(room.cpu, "sections", lambda _: {"peers": section, "dials": None})
     path = tmp_path / "cpu.json"
