@@ -89,6 +89,7 @@ class _Softmax(torch.autograd.Function):
         if nothing_BGRQ1.any():
             scores_BGRQK = scores_BGRQK.masked_fill(nothing_BGRQ1, 0.0)
         if numerics.softmax_rounding == "once":
+            # torch's own softmax subtracts the maximum and divides in the work format.
             weights_BGRQK = torch.softmax(scores_BGRQK, dim=-1)
         else:
             largest_BGRQ1 = largest_BGRQ1.masked_fill(nothing_BGRQ1, 0.0)

@@ -40,6 +40,7 @@ __all__ = [
     "Tiling",
 ]
 
+# Blocks of Triton are powers of two, and tl.dot takes no side below 16.
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 EXPS = ("exact", "exp2", "exp2_polynomial")
 LOOP_ORDERS = ("query_outer", "key_outer")
@@ -121,6 +122,7 @@ class Arithmetic:
 
     def __post_init__(self) -> None:
         _check_choice(self, "rounding", ROUNDINGS)
+        # The hash behind stochastic rounding takes 32-bit words.
         _check_integer(self, "seed", low=0, high=2**32 - 1)
         _check_choice(self, "dot", DOTS)
         _check_flag(self, "fp_fusion")
@@ -176,6 +178,8 @@ class FlashNumerics(_Numerics):
             )
         if self.forward.probabilities == "input":
             return
+        # An old maximum that is kept may lie below a score by the threshold, and P above 1 by as
+        # many powers of two: past the end of a narrow format that would be infinity or NaN.
         format = format_named(self.forward.probabilities)
         largest = self.probability_scale() * 2.0**self.softmax.rescale_threshold
         if largest > format.max_value:
@@ -242,6 +246,7 @@ class FlashNumerics(_Numerics):
         With scaled operands P, which is at most 1, is brought to the top of a format with at most
         5 exponent bits (256 for e4m3, as FlashAttention-3 does); else it is left alone.
         """
+        # Formats of more exponent bits have room enough below 1, as FP32 has.
         format = format_named(self.forward.probabilities)
         if self.scaling.scaling == "none" or format.exponent_bits > 5:
             return 1.0

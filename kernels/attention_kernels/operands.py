@@ -58,6 +58,7 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
     work = torch.promote_types(numerics.work_dtype(), x.dtype)
     values = x.to(torch.promote_types(work, torch.float32))
     if rotated:
+        # A product in the work format, which is no rounding point: its error stays with the values.
         seed = numerics.arithmetic.seed
         values = values @ _rotation(x.shape[-1], seed, values.dtype, values.device)
     scales = None
@@ -89,6 +90,7 @@ def _scaled(
     length, largest = values.shape[2], target.max_value
     blocks = math.ceil(length / rows)
     padded = torch.nn.functional.pad(values, (0, 0, 0, blocks * rows - length))
+    # The rows that fill up the last block are zeros and raise no peak.
     peaks_BHT = padded.unflatten(2, (blocks, rows)).abs().amax(dim=(-1, -2))
     if not peaks_BHT.isfinite().all():
         raise ValueError(
@@ -117,6 +119,7 @@ def _rotation(head_dim: int, seed: int, dtype: torch.dtype, device: torch.device
 
     A head_dim that is no power of two is cut into powers of two, each rotated in itself.
     """
+    # In FP64 until the end: the matrix is then orthogonal up to one rounding to the work dtype.
     signs = 1 - 2 * (bits_at(seed, SIGNS_STREAM, torch.arange(head_dim)) >> 31)
     blocks, left = [], head_dim
     while left:

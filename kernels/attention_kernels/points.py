@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from attention_kernels.formats import FORMATS, format_named
 
 __all__ = [
+    "FIELDS",
     "POINTS",
     "SIGNS_STREAM",
     "BackwardNumerics",
@@ -136,3 +137,6 @@ POINTS = {
     "dv": Point("gradients", 35),
 }
 """Every rounding that the engines execute, by the name they round it under."""
+
+FIELDS = tuple(dict.fromkeys(point.field for point in POINTS.values()))
+"""The fields of both groups of formats, in the order in which a call reads them."""

@@ -75,11 +75,13 @@ def round_to(
         positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
         bits = bits_at(seed, positions >> 32, positions & 0xFFFFFFFF)
     if target.saturate:
+        # Before the rounding, so that infinity comes down too; clamp lets NaN through.
         largest = target.largest_in(carrier)
         x = x.clamp(-largest, largest)
     rounded = _round_unlimited(x, target, rounding, bits)
     if target.subnormals:
         return rounded
+    # After the rounding: a value just below the smallest normal one may round up to it and stay.
     zero = torch.copysign(torch.zeros_like(rounded), rounded)
     return torch.where(rounded.abs() < 2.0**target.min_exponent, zero, rounded)
 
@@ -100,6 +102,8 @@ def _round_unlimited(x: Tensor, target: Format, rounding: str, bits: Tensor | No
     shape = target.exponent_bits, target.mantissa_bits
     if rounding == "nearest_even" and target.infinities and shape in _CASTS[x.dtype]:
         return x.to(_CASTS[x.dtype][shape]).to(x.dtype)
+    # A subnormal of FP32 is a normal value of a format with more exponent bits, and has fewer bits
+    # to drop there than its own bit pattern says. In FP64 it is normal too.
     wide = x.double() if target.exponent_bits > 8 else x
     carrier = _CARRIERS[wide.dtype]
     if target.infinities and target.exponent_bits == carrier.exponent_bits:
@@ -107,6 +111,7 @@ def _round_unlimited(x: Tensor, target: Format, rounding: str, bits: Tensor | No
         return round_last_bits(wide, dropped, rounding, bits).to(x.dtype)
     rounded = round_on_grid(x.double(), target.min_exponent, target.mantissa_bits, rounding, bits)
     beyond = torch.inf if target.infinities else torch.nan
+    # The grid has no end of its own; past the largest value only rounding toward zero comes back.
     if rounding == "toward_zero":
         largest = target.largest_in(_CARRIERS[x.dtype])
         rounded.clamp_(-largest, largest).masked_fill_(x.isinf(), beyond)
@@ -124,6 +129,8 @@ def round_last_bits(x: Tensor, dropped: int, rounding: str, random: Tensor | Non
     if dropped <= 0:
         return x
     bits = x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+    # IEEE magnitudes are ordered as their bits are, so a carry out of the mantissa lands on the
+    # next binade by itself, whatever is added here.
     if rounding == "nearest_even":
         added = ((bits >> dropped) & 1) + ((1 << (dropped - 1)) - 1)
     elif rounding == "nearest_away":
@@ -134,6 +141,8 @@ def round_last_bits(x: Tensor, dropped: int, rounding: str, random: Tensor | Non
         added = (1 << dropped) - 1
     else:
         assert random is not None
+        # Rounds up where the dropped bits exceed the random ones. 24 of the 32 bits decide, here as
+        # on the grid and in the kernels, so that all three agree to the bit.
         chance = random >> 8
         chance = chance << (dropped - 24) if dropped > 24 else chance >> (24 - dropped)
         added = (1 << dropped) - 1 - chance.to(bits.dtype)
@@ -152,7 +161,7 @@ def round_on_grid(
     scaled = x.abs()
     exponent = (scaled.view(torch.int64) >> 52).clamp_(min=min_exponent + 1023)
     quantum = exponent.sub_(mantissa_bits).bitwise_left_shift_(52).view(torch.float64)
-    scaled.div_(quantum)
+    scaled.div_(quantum)  # exact: quantum is a power of two, and scaled is x in steps of the grid
     if rounding == "nearest_even":
         kept = scaled.round_()
     else:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels.points import FIELDS
 from attention_kernels.testing import Shape, make_qkv
 
 __all__ = [
@@ -41,14 +42,12 @@ GPU_SHAPES = [
 ]
 DIAL_SHAPES = {"cpu": square(2, 4, 512, 64), "cuda": square(4, 16, 4096, 128)}
 
-_POINTS = ("operands", "scores", "statistics", "probabilities", "accumulator", "output", "lse")
-_BACKWARD = ("delta", "dp", "ds", "dq_accumulator", "dkv_accumulator", "gradients")
 _E4M3 = {"operands": "e4m3", "probabilities": "e4m3"}
 
 DIALS: dict[str, dict[str, Any]] = {
-    **{f"{point} bf16": {point: "bf16"} for point in (*_POINTS, *_BACKWARD)},
-    "all points bf16": dict.fromkeys((*_POINTS, *_BACKWARD), "bf16"),
-    "all points fp64": dict.fromkeys((*_POINTS, *_BACKWARD), "fp64"),
+    **{f"{point} bf16": {point: "bf16"} for point in FIELDS},
+    "all points bf16": dict.fromkeys(FIELDS, "bf16"),
+    "all points fp64": dict.fromkeys(FIELDS, "fp64"),
     "rounding toward_zero": {"rounding": "toward_zero"},
     "rounding stochastic": {"rounding": "stochastic"},
     "exp exp2": {"exp": "exp2"},

@@ -10,7 +10,7 @@ the golden. Leaves out the sweep over problems and its tables (`cli.deviate`), a
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from attention_kernels import (
     flash_attention,
     golden_attention,
 )
-from attention_kernels.points import BackwardNumerics, ForwardNumerics
+from attention_kernels.points import FIELDS
 from attention_kernels.rounding import INPUT_DTYPES
 from attention_kernels.testing import Shape
 from stability.config.convert import nearest
@@ -208,7 +208,7 @@ def _named(what: str, name: str, profiles: Mapping[str, Any]) -> Any:
     return profiles[name]
 
 
-POINTS = [field.name for group in (ForwardNumerics, BackwardNumerics) for field in fields(group)]
+POINTS = list(FIELDS)
 """The rounding points in the order in which they occur."""
 
 

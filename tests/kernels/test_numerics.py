@@ -12,15 +12,12 @@ from attention_kernels.numerics import (
     DOTS,
     EXPS,
     KEY_ORDERS,
-    BackwardNumerics,
     BaselineNumerics,
     FlashNumerics,
-    ForwardNumerics,
     Tiling,
 )
+from attention_kernels.points import FIELDS
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES, fast_path
-
-POINTS = [f.name for g in (ForwardNumerics, BackwardNumerics) for f in dataclasses.fields(g)]
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -44,7 +41,7 @@ def test_resolving_replaces_input_everywhere_and_nothing_else():
     assert resolved.resolve(torch.bfloat16) == resolved
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", FIELDS)
 def test_any_single_fp64_point_widens_the_work_format(point):
     numerics = PROFILES["all_bf16"]
     assert numerics.work_dtype() == torch.float32
@@ -115,7 +112,7 @@ def test_what_does_not_exist_is_named_with_its_neighbours(make, message):
     values=st.fixed_dictionaries(
         {},
         optional={
-            **{point: st.sampled_from(["fp32", "bf16", "e4m3", "e6m9-flush"]) for point in POINTS},
+            **{point: st.sampled_from(["fp32", "bf16", "e4m3", "e6m9-flush"]) for point in FIELDS},
             "rounding": st.sampled_from(ROUNDINGS),
             "exp": st.sampled_from(EXPS),
             "key_order": st.sampled_from(KEY_ORDERS),

@@ -86,6 +86,7 @@ def constants_of(
     left, right = mask.offsets()
     points = []
     for name, point in POINTS.items():
+        # FP64 changes nothing: these gradients are rounded after they are rotated back, outside.
         later = numerics.scaling.incoherent and point.field == "gradients"
         points.append((name, "fp64" if later else numerics.format_at(name), point.stream))
     tensors = {
@@ -120,6 +121,7 @@ def constants_of(
         packed=mask.cu_seqlens_q is not None,
         group=q.shape[1] // k.shape[1],
         head_dim=head_dim,
+        # Blocks are powers of two, of 16 at least for tl.dot; dimensions past head_dim are 0.
         block_d=max(16, 1 << (head_dim - 1).bit_length()),
         block_q=numerics.tiling.block_q,
         block_k=numerics.tiling.block_k,
@@ -179,6 +181,7 @@ def masks_of(mask: Mask, q: Tensor, k: Tensor) -> Masks:
     """Return the tensors of a mask, broadcast to every head and row by strides of 0."""
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     padding, visible, bias, slopes = mask.key_padding, mask.visible, mask.bias, mask.alibi_slopes
+    # bool is read as bytes; strides of 0 broadcast, so that no mask is ever copied to full size.
     if padding is not None:
         padding = padding[:, None, None].view(torch.uint8).expand(full)
     if visible is not None:

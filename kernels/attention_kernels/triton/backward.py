@@ -174,6 +174,7 @@ def _add_query_block(
     blocks, block = (query_len + N.block_q - 1) // N.block_q, q_start // N.block_q
     q_factor = load_factor(factors.q, o_batch, o_head, heads, blocks, block, N)
     do_factor = load_factor(factors.dout, o_batch, o_head, heads, blocks, block, N)
+    # lse is infinite past the last query, so that P is 0 there and adds nothing to dK and dV.
     b_lse = tl.load(p_lse + o_q, mask=m_q, other=float("inf"))
     b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0)
     b_scores, b_tanh = tile_scores(
@@ -238,6 +239,8 @@ def dkv_kernel(
     first, stop = row_span(o_start, query_len, key_len, N)
     b_dk_group = tl.full((N.block_k, N.block_d), 0.0, N.work)
     b_dv_group = tl.full((N.block_k, N.block_d), 0.0, N.work)
+    # The heads of a group are added by one program, in their order. A program for each would need
+    # atomics, and the sum would depend on which finishes first.
     for member in range(0, N.group):
         o_head = o_kv_head * N.group + member
         p_q_head = at_head(p_q, q_strides, o_batch, o_head, q_first, N)

@@ -67,6 +67,7 @@ def _statistics(b_scores, b_max, b_sum, n, o_q, o_k, step, N: tl.constexpr):
     if N.threshold > 0.0:
         m_keep = (b_new_max - b_max) * _LOG2_E <= N.threshold
         b_new_max = tl.where(m_keep, b_max, b_new_max)
+    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
     b_shift = finite_or_zero(b_new_max)
     b_p = exponential(b_scores - b_shift[:, None], N.exp)  # [BLOCK_Q, BLOCK_K]
     b_p = rounded(b_p, "p", N, 0, n, o_q[:, None], o_k[None, :])
@@ -90,6 +91,7 @@ def _accumulate(
     b_pv = dot(contain(b_p, FORMAT, N.work), b_v, N.work, N.dot)  # [BLOCK_Q, BLOCK_D]
     if N.scaled:
         b_pv = b_pv * (v_factor / N.p_scale)
+    # With key_outer acc is out already, so that l * out is what alpha * acc would be.
     b_carried = b_old_sum if N.key_outer else b_alpha
     b_acc = b_carried[:, None] * b_acc + b_pv
     b_acc = rounded(b_acc, "accumulator", N, step, n, o_q[:, None], o_dim[None, :])

@@ -169,6 +169,7 @@ def backward(
     }
     q_, k_, v_, dout_ = kernel_inputs(work, *(operand.values for operand in operands.values()))
     factors = factors_of(list(operands.values()))
+    # dq_kernel leaves delta behind for dkv_kernel, which is launched after it on the same stream.
     lse, out = lse.contiguous(), out.detach()
     delta = torch.empty_like(lse)
     make = torch.zeros if constants.packed else torch.empty

@@ -192,6 +192,7 @@ def tile_scores(
         b_tanh = tanh(b_scores / N.softcap)
         b_scores = b_tanh * N.softcap
     b_scores = _add_bias(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N)
+    # Before anything is hidden: a format without infinities would turn -inf into NaN.
     b_scores = rounded(b_scores, "scores", N, 0, n, o_q, o_k)
     if MASKED:
         b_scores = _hide(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N)
@@ -229,6 +230,7 @@ def _at_tile(p_tensor, strides, o_batch, o_head, o_q, o_k):
 def _hide(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.constexpr):
     """Return the scores with -inf where the query may not attend the key (`masks.Mask.hidden`)."""
     offset = key_len - query_len
+    # Keys past the end were loaded as zeros; their scores of 0 must not join the sum.
     m_visible = o_k < key_len
     if N.has_right:
         m_visible = m_visible & (o_k <= o_q + offset + N.right)

@@ -103,6 +103,7 @@ class Flat(NamedTuple):
 def flatten(x: Tensor, name: str, heads: int, numerics: FlashNumerics, block: int) -> Flat:
     """Prepare an operand, repeat it to the number of query heads, make batch x heads one axis."""
     operand, scales = prepare(x, name, numerics, block)
+    # Heads of a group are repeated, which costs memory: one batched product then serves them all.
     values = _repeated(operand.to(numerics.work_dtype()), heads)
     if scales is not None:
         scales = _repeated(scales, heads).flatten(0, 1)
@@ -152,11 +153,13 @@ def exponential(x: Tensor, mode: str) -> Tensor:
     if mode == "exp2":
         return power.exp2_()
     smallest = -126 if x.dtype == torch.float32 else -1022
+    # Cody-Waite: 2**power is 2**whole, exact, times 2**fraction with the fraction in [0, 1).
     whole = power.floor()
     fraction = power - whole
     value = torch.full_like(fraction, _CUBIC[0])
     for coefficient in _CUBIC[1:]:
         value = value * fraction + coefficient
+    # NaN has no integer to become; its value is NaN by now and stays so.
     whole = whole.nan_to_num(nan=0.0).clamp(smallest, -smallest).to(torch.int32)
     value = torch.ldexp(value, whole)
     return torch.where(power < smallest, torch.zeros_like(value), value)
@@ -189,6 +192,7 @@ def masked_scores(
     added = mask.added(rows, keys, *lengths, scores_NIJ.dtype, scores_NIJ.device)
     if added is not None:
         scores_NIJ.add_(_flat_tile(added, scores_NIJ, rounded.heads))
+    # Rounded before anything is hidden: a format without infinities would turn -inf into NaN.
     scores_NIJ = rounded(scores_NIJ, "scores", rows, keys)
     hidden = mask.hidden(rows, keys, *lengths, scores_NIJ.device)
     if hidden is not None:

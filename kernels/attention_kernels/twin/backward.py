@@ -94,6 +94,7 @@ def backward(
     flat_k, flat_v = (
         flatten(x, name, heads, numerics, block_k) for x, name in ((k, "k"), (v, "v"))
     )
+    # A row that attends nothing has lse -inf, and -inf - -inf is NaN; with 0 its P is exp(-inf).
     out_NQD, lse_NQ1 = out.flatten(0, 1), finite_or_zero(lse.flatten(0, 1).unsqueeze(-1))
     dq_NQD, dk_NKD, dv_NKD = (torch.zeros_like(x.values) for x in (flat_q, flat_k, flat_v))
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
@@ -106,6 +107,8 @@ def backward(
         rows = _Rows(flat_q.at(sequence.queries), part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q])
         keys = _Keys(flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k])
         _attend(rows, keys, sequence, scale, rounded)
+    # scale is multiplied in after the sums, once an element, and not into each tile of dS, where it
+    # would be rounded to `ds` with it.
     dk_GKD = _sum_groups(dk_NKD.mul_(scale), heads, kv_heads)
     dv_GKD = _sum_groups(dv_NKD, heads, kv_heads)
     gradients = {"dq": dq_NQD.mul_(scale), "dk": dk_GKD, "dv": dv_GKD}
@@ -169,10 +172,12 @@ def _add_tile(
     if slope_NIJ is not None:
         ds_NIJ = ds_NIJ.mul_(slope_NIJ)
     ds_NIJ = rounded(ds_NIJ, "ds", row, key)
+    # dS above took P as `statistics` left it; only now is P scaled and rounded as an operand.
     p_scale = numerics.probability_scale()
     p_NIJ = p_NIJ if p_scale == 1.0 else p_NIJ.mul_(p_scale)
     p_NIJ = rounded(p_NIJ, "backward_probabilities", row, key)
 
+    # The power of two on P, which keeps it in range as an operand, is taken back with dO's factor.
     if dout_factor is not None:
         dout_factor = dout_factor / p_scale
     mode, dims = numerics.arithmetic.dot, range(sums.dq.shape[-1])

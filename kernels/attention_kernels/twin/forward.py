@@ -204,6 +204,7 @@ def _merge(states: list[_State], rows: range, rounded: Rounder) -> tuple[Tensor,
     largest_NI1 = torch.stack(lses).amax(dim=0)
     shift_NI1 = finite_or_zero(largest_NI1)
     total_NI1, acc_NID = torch.zeros_like(shift_NI1), torch.zeros_like(outs[0])
+    # Splits are added in their order, as the kernel adds them: their sum depends on it.
     for index, (out_NID, lse_NI1) in enumerate(zip(outs, lses, strict=True)):
         weight_NI1 = exponential(lse_NI1 - shift_NI1, exp)
         weight_NI1 = rounded(weight_NI1, "split_weights", rows, one, index)
@@ -225,6 +226,7 @@ def block_maximum(scores_NIJ: Tensor, softmax: Softmax) -> Tensor:
     max_NI1 = scores_NIJ.amax(dim=-1, keepdim=True)
     if softmax.repeated_max_beta == 1.0:
         return max_NI1
+    # Counted in the rounded scores: an exact tie of the largest makes several P exactly 1.
     repeated_NI1 = (scores_NIJ == max_NI1).sum(dim=-1, keepdim=True) > 1
     shift_NI1 = max_NI1.clamp(min=0.0) * softmax.repeated_max_beta - max_NI1
     doublings_NI1 = torch.ceil((shift_NI1 - MAX_SHIFT) / _LOG_2).clamp(min=0.0)
