@@ -35,7 +35,8 @@ from experiments.kit.record import (
 from stability.config.convert import nearest
 from stability.records.atomic_files import atomic_path, write_text
 from stability.records.sealed_json import jsonable
-from stability.report.paper.style import paper_style, saved
+from stability.report.paper.files import picture_bytes
+from stability.report.paper.style import paper_style
 
 __all__ = ["load", "names", "run_experiments"]
 
@@ -117,7 +118,7 @@ def _draw(folder: Path, name: str, size: str) -> None:
     """Draw the figure of the result on disk."""
     path = _result(folder, name, size)
     with paper_style():
-        picture = saved(load(folder, name).draw(read_experiment(path).rows), "png")
+        picture = picture_bytes(load(folder, name).draw(read_experiment(path).rows), "png")
     with atomic_path(path.with_suffix(".png")) as temporary:
         temporary.write_bytes(picture)
 

@@ -33,7 +33,7 @@ def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool
 
     from stability.analysis.weight_comparison import compare_weights
     from stability.records.weight_files import open_weights
-    from stability.report.terminal.comparison import print_comparison
+    from stability.report.terminal.pairs import print_comparison
 
     opened = (open_weights(path, step if path in runs else None) for path in (a, b))
     compared = compare_weights(*opened)

@@ -35,8 +35,9 @@ def figure(
     """
     from stability.analysis.study_records import read_study  # heavy: numpy
     from stability.report.paper.figure import KINDS, write_figure  # heavy: matplotlib
+    from stability.report.paper.files import FORMATS
     from stability.report.paper.heatmap import METRICS, RESULTS
-    from stability.report.paper.style import FORMATS, WIDTHS
+    from stability.report.paper.style import WIDTHS
     from stability.report.view.drift import DRIFT_TITLES
 
     _check("what", what, KINDS)

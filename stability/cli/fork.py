@@ -41,7 +41,7 @@ def fork(
     parent = run_at(run, "fork: run")
     from rich.console import Console  # heavy, and the rest needs torch and Lightning
 
-    from stability.report.terminal.fork import print_fork
+    from stability.report.terminal.pairs import print_fork
     from stability.study.fork import fork_drifts, plan_fork
     from stability.study.run import has_ended
 
@@ -77,7 +77,7 @@ def bisect(
     from rich.console import Console  # heavy, and the rest needs torch and Lightning
 
     from stability.records.manifest import read_manifest
-    from stability.report.terminal.fork import print_halvings
+    from stability.report.terminal.pairs import print_halvings
     from stability.study.bisect import halve, plan_layers, plan_points, step_to_compare
     from stability.study.fork import fork_drifts, plan_fork
 

@@ -75,8 +75,7 @@ def _show_study(folder: Path, wandb: WandbMode, console: "Console") -> None:
     from stability.analysis.verdict import answer_of
     from stability.cli.workspace import publish_study
     from stability.report.page.html import write_page
-    from stability.report.terminal.ladder import print_ladder
-    from stability.report.terminal.sparkline import drift_sparks
+    from stability.report.terminal.ladder import drift_sparks, print_ladder
 
     recorded = read_study(folder)
     report = write_page(recorded, folder)

@@ -65,10 +65,9 @@ def holds_probe(folder: Path) -> bool:
 
 def _print_study(study: "RecordedStudy", ladder: "Ladder", console: "Console") -> None:
     from stability.analysis.arm_growth import study_growth  # heavy: numpy
-    from stability.report.terminal.growth import print_growth
-    from stability.report.terminal.ladder import print_ladder
+    from stability.report.terminal.arm import print_growth
+    from stability.report.terminal.ladder import drift_sparks, print_ladder
     from stability.report.terminal.probe import print_found
-    from stability.report.terminal.sparkline import drift_sparks
 
     print_ladder(ladder, console, drift_sparks(study, console))
     console.print()

@@ -76,7 +76,7 @@ def verify(first: Path, second: Path | None = None, json: bool = False) -> int:
 
     from stability.analysis.pair_contract import prove_pair
     from stability.records.paths import run_at
-    from stability.report.terminal.proof import print_proof, print_proofs
+    from stability.report.terminal.pairs import print_proof, print_proofs
 
     if second is not None:
         proofs = [prove_pair(run_at(first, "verify: first"), run_at(second, "verify: second"))]

@@ -1,21 +1,21 @@
 """The ladder small enough for a list of studies: one mark an arm on a log axis, and its number.
 
 Positions are in percent of the width, for the template to draw. Leaves out the chart of the report
-(`ladder_chart`).
+(`page.ladder_chart`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from stability.analysis.ladder import INDEPENDENT_AXES, EarlyLast, Ladder
+from stability.analysis.ladder import Ladder
 from stability.analysis.number_text import EXACT_ZERO, MISSING, scientific, times
 from stability.analysis.seed_values import SeedValues
-from stability.config.schema import BASELINE
+from stability.report.view.error_bars import bar_ends, written_bar
+from stability.report.view.ladder import is_candidate, is_unpaired, rungs, rungs_of_each
 from stability.report.view.palette import ArmStyle
-from stability.report.view.whiskers import ends, written_ends
 
-__all__ = ["Mark", "Rung", "SmallLadder", "small_ladder"]
+__all__ = ["Mark", "SmallLadder", "SmallRung", "small_ladder"]
 
 EDGE = 4.0
 """Free room at both ends of the axis, in percent."""
@@ -23,7 +23,7 @@ EDGE = 4.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A mean over the seeds on the axis, with the ends of its whisker."""
+    """A mean over the seeds on the axis, with the ends of its error bar."""
 
     low: float
     mean: float
@@ -31,7 +31,7 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rung:
+class SmallRung:
     """One arm; a mark is None where there is nothing to draw."""
 
     arm: str
@@ -49,53 +49,49 @@ class SmallLadder:
 
     measure: str
     yardstick_at: float | None
-    rungs: tuple[Rung, ...]
+    rungs: tuple[SmallRung, ...]
 
 
 def small_ladder(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> SmallLadder:
     """Return the ladder in ratio to its yardstick, or as drifts where there is no ratio."""
-    rows = [row for row in ladder.rows if row.arm != BASELINE]
-    has_ratio = any(row.ratio.early.n or row.ratio.last.n for row in rows)
-    # arms with other initial weights lie decades away: as in the report they are named, not drawn
-    drawn = {row.arm for row in rows if row.axis not in INDEPENDENT_AXES}
-    measured = {row.arm: row.ratio if has_ratio else row.rel_l2 for row in rows}
-    scale = _Scale([measured[arm] for arm in drawn], [1.0] if has_ratio else [])
-    rungs = []
-    for row in rows:
-        both = measured[row.arm]
-        shown = both.early if both.early.n else both.last
-        is_zero = row.rel_l2.early.is_zero or row.rel_l2.last.is_zero
-        write = times if has_ratio else scientific
-        rungs.append(
-            Rung(
-                arm=row.arm,
-                is_candidate=row.axis == "attention",
-                colour=styles[row.arm].colour,
-                early=scale.mark(both.early) if row.arm in drawn else None,
-                last=scale.mark(both.last) if row.arm in drawn else None,
-                text=EXACT_ZERO if is_zero else _text(shown, write),
-                small=written_ends(shown, write),
+    shown = rungs_of_each([ladder], lambda row: row.ratio)[0]
+    has_ratio = any(rung.measured.early.n or rung.measured.last.n for rung in shown)
+    shown = shown if has_ratio else rungs(ladder)
+    write = times if has_ratio else scientific
+    # this axis has no edge to name an arm at: all unpaired ones have their number alone
+    drawn = [rung for rung in shown if not is_unpaired(rung.row)]
+    both = [each for rung in drawn for each in (rung.measured.early, rung.measured.last)]
+    axis = _LogAxis(both, [1.0] if has_ratio else [])
+    small = []
+    for rung in shown:
+        early, last = rung.measured.early, rung.measured.last
+        told = early if early.n else last
+        is_zero = rung.row.rel_l2.early.is_zero or rung.row.rel_l2.last.is_zero
+        small.append(
+            SmallRung(
+                arm=rung.row.arm,
+                is_candidate=is_candidate(rung.row),
+                colour=styles[rung.row.arm].colour,
+                early=axis.mark(early) if rung in drawn else None,
+                last=axis.mark(last) if rung in drawn else None,
+                text=EXACT_ZERO if is_zero else write(told.mean) if told.n else MISSING,
+                small=written_bar(told, write),
             )
         )
     unit = f"drift in units of {ladder.yardstick}'s" if has_ratio else "drift (relative L2)"
     return SmallLadder(
         measure=f"{unit}; hollow and number: step {ladder.early_step}, filled: {ladder.last_step}",
-        yardstick_at=scale.place(1.0) if has_ratio else None,
-        rungs=tuple(rungs),
+        yardstick_at=axis.place(1.0) if has_ratio else None,
+        rungs=tuple(small),
     )
 
 
-def _text(spread: SeedValues, write: Callable[[float], str]) -> str:
-    return write(spread.mean) if spread.n else MISSING
-
-
-class _Scale:
+class _LogAxis:
     """A log axis over all that is to be drawn, from 0 to 100 percent."""
 
-    def __init__(self, measured: Iterable[EarlyLast], also: list[float]) -> None:
-        spreads = [spread for each in measured for spread in (each.early, each.last)]
-        shown = [value for spread in spreads for value in (*ends(spread), spread.mean)]
-        logs = [math.log10(value) for value in [*shown, *also] if 0 < value < math.inf]
+    def __init__(self, drawn: Iterable[SeedValues], also: list[float]) -> None:
+        points = [point for each in drawn for point in (*bar_ends(each), each.mean)]
+        logs = [math.log10(point) for point in [*points, *also] if 0 < point < math.inf]
         self._low = min(logs, default=0.0)
         self._width = max(logs, default=0.0) - self._low or 1.0
 
@@ -103,8 +99,8 @@ class _Scale:
         share = (math.log10(value) - self._low) / self._width
         return round(EDGE + (100 - 2 * EDGE) * share, 2)
 
-    def mark(self, spread: SeedValues) -> Mark | None:
-        low, high = ends(spread)
-        if not spread.n or not 0 < low <= high < math.inf:
+    def mark(self, values: SeedValues) -> Mark | None:
+        low, high = bar_ends(values)
+        if not values.n or not 0 < low <= high < math.inf:
             return None
-        return Mark(low=self.place(low), mean=self.place(spread.mean), high=self.place(high))
+        return Mark(low=self.place(low), mean=self.place(values.mean), high=self.place(high))

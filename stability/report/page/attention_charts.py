@@ -36,6 +36,7 @@ from stability.report.page.chart import (
     section_of,
 )
 from stability.report.page.heat_map import ROW_AXIS, layer_map, log_map, plotly_steps
+from stability.report.view.ladder import is_candidate
 
 __all__ = ["deviation_section", "inside_sections", "probe_sections", "study_deviation"]
 
@@ -72,7 +73,7 @@ def study_deviation(study: RecordedStudy) -> Section | None:
 
     Arms that change the attention come first: they are what one looks for.
     """
-    arms = sorted(study.arms, key=lambda arm: arm.axis != "attention")
+    arms = sorted(study.arms, key=lambda arm: not is_candidate(arm))
     tables = {
         (arm.name, what, metric): table
         for arm in arms

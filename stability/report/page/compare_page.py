@@ -9,31 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stability.analysis.ladder import Ladder, Row, ladder_of
-from stability.analysis.number_text import MISSING, scientific, times
+from stability.analysis.ladder import Ladder, ladder_of
+from stability.analysis.number_text import MISSING
 from stability.analysis.study_records import RecordedStudy
 from stability.config.diff import leaves
 from stability.report.live.study_summary import Summary, summary_of_study
-from stability.report.page.compare_charts import drift_of_arm_section, ladders_chart, study_styles
+from stability.report.page.compare_charts import drift_of_arm_section, study_styles
 from stability.report.page.html import fill
-from stability.report.page.tables import Cell, number_cell
-from stability.report.view.whiskers import what_ends_are
+from stability.report.page.ladder_chart import ladders_chart
+from stability.report.page.tables import LadderLine, ladder_lines
+from stability.report.view.error_bars import bars_are
 
 __all__ = ["differences", "render_comparison"]
 
 READING = ("seeds", "yardstick", "early_step")
 """What decides how a study's drifts are read, besides the config of its baseline."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Line:
-    """One arm in the table of all ladders."""
-
-    arm: str
-    is_candidate: bool
-    change: str
-    message: str
-    cells: list[Cell]
+NUMBERS = ("ratio_early", "ratio_last", "drift_early", "drift_last")
+"""The columns of the table of all ladders."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +37,7 @@ class _Compared:
     colour: str
     summary: Summary
     ladder: Ladder
-    lines: list[_Line]
+    lines: list[LadderLine]
 
 
 def render_comparison(
@@ -66,7 +58,7 @@ def render_comparison(
         stamp=stamp,
         chart=chart,
         styles=styles,
-        small_print=what_ends_are(max(len(study.seeds) for study in studies.values())),
+        small_print=bars_are(max(len(study.seeds) for study in studies.values())),
         differences=found,
         remarks=_remarks(ladders, [path for path, _ in found]),
         studies=[
@@ -76,7 +68,7 @@ def render_comparison(
                 colour=styles[name].colour,
                 summary=summary_of_study(study),
                 ladder=ladders[name],
-                lines=[_line(row) for row in ladders[name].rows],
+                lines=ladder_lines(ladders[name], NUMBERS),
             )
             for name, study in studies.items()
         ],
@@ -115,18 +107,6 @@ def _remarks(ladders: Mapping[str, Ladder], differing: Sequence[str]) -> list[st
         listed = ", ".join(f"{name}: {yardstick}" for name, yardstick in yardsticks.items())
         found.append(f"The yardsticks differ ({listed}), so 1x is not the same in each.")
     return found
-
-
-def _line(row: Row) -> _Line:
-    ratios = [number_cell(spread, times) for spread in (row.ratio.early, row.ratio.last)]
-    drifts = [number_cell(spread, scientific) for spread in (row.rel_l2.early, row.rel_l2.last)]
-    return _Line(
-        arm=row.arm,
-        is_candidate=row.axis == "attention",
-        change=row.change,
-        message=row.message,
-        cells=[*ratios, *drifts],
-    )
 
 
 def _value(value: Any) -> str:

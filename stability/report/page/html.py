@@ -37,10 +37,9 @@ from stability.report.page.tables import (
 )
 from stability.report.page.training_charts import drift_section, loss_section, watch_section
 from stability.report.page.weight_charts import parameter_section, weight_section
-from stability.report.terminal.growth import growth_cells
 from stability.report.terminal.probe import located_lines
+from stability.report.view.error_bars import bars_are, growth_cells
 from stability.report.view.palette import arm_styles
-from stability.report.view.whiskers import what_ends_are
 
 __all__ = ["fill", "render", "render_probe", "write_page", "write_probe_page", "write_report"]
 
@@ -111,7 +110,7 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         verdicts=candidate_sentences(ladder),
         notes=notes(ladder),
         lines=ladder_lines(ladder),
-        small_print=what_ends_are(len(ladder.seeds)),
+        small_print=bars_are(len(ladder.seeds)),
         chart=chart,
         growth=[growth_cells(row) for row in study_growth(study) if not math.isnan(row.rate.mean)],
         changes=changes(study),

@@ -1,64 +1,49 @@
-"""The ladder as a picture: each arm's drift at the early and the last step, on one log axis.
+"""The ladder as a chart: each arm at the early and at the last step, on one log axis.
 
-Leaves out the table beside it (`html`, `terminal`).
+One study is drawn by its drifts. Drifts of other models or data can't be set against each other, so
+several studies are drawn by the ratio to each one's own yardstick. Leaves out which arms have a
+place on the axis (`view.ladder`) and the table beside the chart (`tables`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stability.analysis.ladder import INDEPENDENT_AXES, Ladder, Row
-from stability.analysis.number_text import EXACT_ZERO, scientific
-from stability.analysis.seed_values import SeedValues
-from stability.config.schema import BASELINE
-from stability.report.page.chart import Chart, label, make_figure
+from stability.analysis.ladder import Ladder, Row
+from stability.analysis.number_text import EXACT_ZERO, scientific, times
+from stability.report.page.chart import Chart, label, make_chart
+from stability.report.view.error_bars import bar_ends, bars_are
+from stability.report.view.ladder import (
+    AxisValue,
+    Rung,
+    is_candidate,
+    on_log_axis,
+    rungs,
+    rungs_of_each,
+)
 from stability.report.view.palette import GREY, ArmStyle
-from stability.report.view.whiskers import ends, what_ends_are
 
-__all__ = ["ladder_chart"]
+__all__ = ["ladder_chart", "ladders_chart"]
 
-OFF_SCALE = 10
-"""An arm this many times beyond the largest paired drift is named at the edge instead of drawn."""
-HOLLOW = "-open"
-"""Plotly's suffix for the outline of a symbol: the early step."""
+LONGEST = 28
+"""Letters of a name beside the axis of several studies; the table has all of it."""
 
 
 def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
-    """Return the ladder chart: hollow is early, filled is last.
+    """Return the chart of one study: drifts, hollow at the early step and filled at the last.
 
-    Whiskers are the 90 % interval of the mean, with too few seeds for one the seeds' range.
+    The error bars, `whiskers` to the reader, are as `view.error_bars` says.
     """
-    rows = [row for row in ladder.rows if row.arm != BASELINE]
-    limit = _scale_limit(rows)
-    traces = [trace for place, row in enumerate(rows) for trace in _arm(row, place, styles, limit)]
-    notes = (_note(row, place, limit) for place, row in enumerate(rows))
-    figure = make_figure(
-        [*traces, *_legend(ladder)],
-        height=130 + 40 * len(rows),
-        xaxis={
-            "type": "log",
-            "title": {"text": "drift from the baseline (relative L2)"},
-            **_ticks(rows, limit),
-            "tickangle": 0,
-        },
-        yaxis={
-            "tickvals": list(range(len(rows))),
-            "ticktext": [_tick(row) for row in rows],
-            "range": [len(rows) - 0.5, -0.5],
-            "showgrid": False,
-        },
-        shapes=_yardstick_lines(ladder),
-        annotations=[note for note in notes if note],
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0},
-        meta={"rows": [row.arm for row in rows]},
-    )
-    return Chart(
-        key="ladder",
-        title="How far each change moves the weights",
+    shown = rungs(ladder)
+    styled = [(place, rung, styles[rung.row.arm]) for place, rung in enumerate(shown)]
+    notes = [_drift_note(rung, place) for place, rung, _ in styled]
+    return make_chart(
+        "ladder",
+        "How far each change moves the weights",
+        [*(mark for each in styled for mark in _drifts(*each)), *_legend(ladder)],
         caption=(
             f"Hollow: step {ladder.early_step}; filled: step {ladder.last_step}; whiskers: "
-            f"{what_ends_are(len(ladder.seeds))}. Dotted and dashed: the yardstick at these two "
-            "steps."
+            f"{bars_are(len(ladder.seeds))}. Dotted and dashed: the yardstick at these two steps."
         ),
         good=(
             "rerun sits at exactly 0, and a candidate's hollow mark lies left of the yardstick's "
@@ -68,111 +53,168 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
             "the candidate lies right of the yardstick early on. Filled marks that bunch together "
             "mean that chaos has caught up: read only the hollow ones."
         ),
-        figure=figure,
+        height=130 + 40 * len(shown),
+        xaxis={
+            "type": "log",
+            "title": {"text": "drift from the baseline (relative L2)"},
+            **_drift_ticks(shown),
+            "tickangle": 0,
+        },
+        yaxis=_arm_axis([_name(rung.row) for rung in shown]),
+        shapes=_yardstick_lines(ladder),
+        annotations=[note for note in notes if note],
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0},
+        meta={"rows": [rung.row.arm for rung in shown]},
     )
 
 
-def _ticks(rows: Sequence[Row], limit: float) -> dict[str, Any]:
-    """Return the ticks of the drift axis: plotly's own crowd where a scale ends beside a decade.
+def ladders_chart(ladders: Mapping[str, Ladder], styles: Mapping[str, ArmStyle]) -> Chart:
+    """Return the chart of several studies: a line with a study's name, then a line an arm."""
+    of_each = rungs_of_each(ladders.values(), lambda row: row.ratio)
+    names, marks, notes = [], [], []
+    for (study, ladder), shown in zip(ladders.items(), of_each, strict=True):
+        names.append(f"<b>{_short(study)}</b>")
+        for rung in shown:
+            marks += _ratios(rung, len(names), study, ladder, styles[study])
+            notes.append(_ratio_note(rung, len(names), study))
+            names.append(_short(rung.row.arm))
+    return make_chart(
+        "ladders",
+        "How far each change moves the weights, in each study's own unit",
+        marks,
+        caption=(
+            "Hollow: the study's early step; filled: its last; whiskers: "
+            f"{bars_are(max(len(ladder.seeds) for ladder in ladders.values()))}. Dashed: the "
+            "yardstick, 1 by definition."
+        ),
+        good=(
+            "an arm that the studies share lies at the same place in each: what was found holds "
+            "beyond one setting. A candidate's hollow marks lie left of the dashed line."
+        ),
+        bad=(
+            "the same arm lies left of the line in one study and right of it in another: the "
+            "answer depends on what differs between them."
+        ),
+        height=110 + 32 * len(names),
+        xaxis={"type": "log", "title": {"text": "drift / drift of the study's own yardstick"}}
+        | _ratio_ticks([rung for shown in of_each for rung in shown]),
+        yaxis=_arm_axis(names),
+        shapes=[_vertical_line(1, "dash")],
+        annotations=[note for note in notes if note],
+    )
 
-    At 1, 2 and 5 of each decade, and at the decades alone once there are more than five of those.
-    """
-    shown = [
-        value
-        for row in rows
-        if not _beyond(row, limit)
-        for spread in (row.rel_l2.early, row.rel_l2.last)
-        if _can_show(spread)
-        for value in ends(spread)
-        if 0 < value < math.inf
-    ]
-    if not shown:
-        return {}
-    low, high = min(shown) / 1.2, max(shown) * 1.2
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for digits in ((1, 2, 5), (1,)):
-        ticks = [(digit, decade) for decade in decades for digit in digits]
-        ticks = [(d, e) for d, e in ticks if low <= d * 10.0**e <= high]
-        if len(ticks) <= 5:
-            break
-    every = math.ceil(len(ticks) / 5) or 1
-    ticks = ticks[::every]
+
+def _arm_axis(names: Sequence[str]) -> dict[str, Any]:
+    """Return a vertical axis with a name beside each line, the first on top."""
     return {
-        "tickvals": [digit * 10.0**decade for digit, decade in ticks],
-        "ticktext": [f"{digit}e{decade}".replace("-", "\N{MINUS SIGN}") for digit, decade in ticks],
+        "tickvals": list(range(len(names))),
+        "ticktext": names,
+        "range": [len(names) - 0.5, -0.5],
+        "showgrid": False,
     }
 
 
-def _scale_limit(rows: Sequence[Row]) -> float:
-    """Return the largest drift on the scale: independent initial weights are no yardstick for it.
-
-    Such an arm lies decades away from the others, and would press them into one spot.
-    """
-    paired = [
-        spread.high
-        for row in rows
-        if row.axis not in INDEPENDENT_AXES
-        for spread in (row.rel_l2.early, row.rel_l2.last)
-        if _can_show(spread)
-    ]
-    return OFF_SCALE * max(paired) if paired else math.inf
-
-
-def _arm(
-    row: Row, place: int, styles: Mapping[str, ArmStyle], limit: float
-) -> list[dict[str, Any]]:
-    style = styles[row.arm]
-    early, last = row.rel_l2.early, row.rel_l2.last
-    if _beyond(row, limit):
+def _drifts(place: int, rung: Rung, style: ArmStyle) -> list[dict[str, Any]]:
+    """Return an arm's two marks and the line that joins them; nothing for an arm off the scale."""
+    if rung.off_axis == "beyond":
         return []
-    shown = [spread.mean for spread in (early, last) if _can_show(spread)]
+    means = [values.mean for values, _ in rung.marks]
     link = {
         "type": "scatter",
         "mode": "lines",
-        "meta": {"arm": row.arm},
-        "x": shown,
-        "y": [place] * len(shown),
+        "meta": {"arm": rung.row.arm},
+        "x": means,
+        "y": [place] * len(means),
         "line": {"color": style.colour, "width": 1.5},
         "opacity": 0.5,
         "hoverinfo": "skip",
         "showlegend": False,
     }
-    marks = [
-        {**_mark(spread, place, style, suffix), "meta": {"arm": row.arm}}
-        for spread, suffix in ((early, HOLLOW), (last, ""))
-        if _can_show(spread)
-    ]
+    marks = []
+    for mark in rung.marks:
+        seeds = mark.values.per_seed.items()
+        told = "".join(f"<br>seed {seed}: {value:.6g}" for seed, value in seeds)
+        marks.append(_mark(mark, place, style, size=13, arm=rung.row.arm, told=told))
     return [link, *marks]
 
 
-def _mark(spread: SeedValues, place: int, style: ArmStyle, suffix: str) -> dict[str, Any]:
-    low, high = ends(spread)
+def _ratios(
+    rung: Rung, place: int, study: str, ladder: Ladder, style: ArmStyle
+) -> list[dict[str, Any]]:
+    """Return an arm's marks among several studies, which are switched on and off as arms are."""
+    return [
+        _mark(mark, place, style, size=12, arm=study, told=f"<br>{arm} at step {step}")
+        for mark in rung.marks
+        for arm in [label(f"{rung.row.arm} of {study}")]
+        for step in [ladder.early_step if mark.is_early else ladder.last_step]
+    ]
+
+
+def _mark(
+    mark: AxisValue, place: int, style: ArmStyle, *, size: int, arm: str, told: str
+) -> dict[str, Any]:
+    mean, (low, high) = mark.values.mean, bar_ends(mark.values)
     return {
         "type": "scatter",
         "mode": "markers",
-        "x": [spread.mean],
+        "meta": {"arm": arm},
+        "x": [mean],
         "y": [place],
         "error_x": {
             "type": "data",
             "symmetric": False,
-            "array": [high - spread.mean],
-            "arrayminus": [spread.mean - low],
+            "array": [high - mean],
+            "arrayminus": [mean - low],
             "color": style.colour,
             "thickness": 2,
             "width": 5,
         },
         "marker": {
-            "symbol": style.symbol + suffix,
-            "size": 13,
+            "symbol": style.symbol + ("-open" if mark.is_early else ""),
+            "size": size,
             "color": style.colour,
             "line": {"width": 2.5, "color": style.colour},
         },
-        "hovertemplate": (
-            f"{spread.mean:.6g}, whiskers {low:.4g} to {high:.4g}"
-            + "".join(f"<br>seed {seed}: {value:.6g}" for seed, value in spread.per_seed.items())
-            + "<extra></extra>"
-        ),
+        "hovertemplate": f"{mean:.6g}, whiskers {low:.4g} to {high:.4g}{told}<extra></extra>",
         "showlegend": False,
+    }
+
+
+def _drift_note(rung: Rung, place: int) -> dict[str, Any] | None:
+    text = {
+        "": "",
+        "beyond": f"{' and '.join(map(scientific, rung.means))}, off the scale ▸",
+        "zero": f"◂ {EXACT_ZERO}, off the scale",
+        "missing": f"no drift on record: {rung.row.state}",
+    }[rung.off_axis]
+    return _note(rung, place, rung.row.arm, text)
+
+
+def _ratio_note(rung: Rung, place: int, study: str) -> dict[str, Any] | None:
+    has_drift = rung.row.rel_l2.last.n > 0
+    text = {
+        "": "",
+        "beyond": f"{''.join(map(times, rung.means[:1]))}, off the scale ▸",
+        "zero": f"◂ {EXACT_ZERO}",
+        "missing": "no ratio: no yardstick" if has_drift else f"no drift yet: {rung.row.state}",
+    }[rung.off_axis]
+    return _note(rung, place, study, text)
+
+
+def _note(rung: Rung, place: int, switch: str, text: str) -> dict[str, Any] | None:
+    """Return what stands at the edge for an arm that is not drawn; `switch` turns it on and off."""
+    if not text:
+        return None
+    is_right = rung.off_axis == "beyond"
+    return {
+        "name": switch,
+        "xref": "paper",
+        "x": 0.99 if is_right else 0.01,
+        "xanchor": "right" if is_right else "left",
+        "yref": "y",
+        "y": place,
+        "text": text,
+        "showarrow": False,
     }
 
 
@@ -201,55 +243,73 @@ def _legend(ladder: Ladder) -> list[dict[str, Any]]:
 
 def _yardstick_lines(ladder: Ladder) -> list[dict[str, Any]]:
     row = ladder.row(ladder.yardstick)
-    steps = ((row.rel_l2.early, "dot"), (row.rel_l2.last, "dash")) if row else ()
     return [
-        {
-            "type": "line",
-            "name": ladder.yardstick,
-            "x0": spread.mean,
-            "x1": spread.mean,
-            "y0": 0,
-            "y1": 1,
-            "yref": "paper",
-            "layer": "below",
-            "line": {"color": GREY, "width": 1.5, "dash": dash},
-        }
-        for spread, dash in steps
-        if _can_show(spread)
+        {"name": ladder.yardstick, **_vertical_line(values.mean, "dot" if is_early else "dash")}
+        for values, is_early in (on_log_axis(row.rel_l2) if row else ())
     ]
 
 
-def _beyond(row: Row, limit: float) -> bool:
-    return any(s.n and s.mean > limit for s in (row.rel_l2.early, row.rel_l2.last))
-
-
-def _note(row: Row, place: int, limit: float) -> dict[str, Any] | None:
-    early, last = row.rel_l2.early, row.rel_l2.last
-    side = "left"
-    if early.is_zero or last.is_zero:
-        text = f"◂ {EXACT_ZERO}, off the scale"
-    elif not early.n and not last.n:
-        text = f"no drift on record: {row.state}"
-    elif _beyond(row, limit):
-        far = [scientific(spread.mean) for spread in (early, last) if spread.n]
-        text, side = f"{' and '.join(far)}, off the scale ▸", "right"
-    else:
-        return None
+def _vertical_line(x: float, dash: str) -> dict[str, Any]:
+    ends = {"x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
     return {
-        "name": row.arm,
-        "xref": "paper",
-        "x": 0.01 if side == "left" else 0.99,
-        "xanchor": side,
-        "yref": "y",
-        "y": place,
-        "text": text,
-        "showarrow": False,
+        "type": "line",
+        **ends,
+        "layer": "below",
+        "line": {"color": GREY, "width": 1.5, "dash": dash},
     }
 
 
-def _tick(row: Row) -> str:
-    return f"<b>{label(row.arm)}</b>" if row.axis == "attention" else label(row.arm)
+def _drift_ticks(shown: Sequence[Rung]) -> dict[str, Any]:
+    """Return the ticks of drifts: plotly's own crowd where a scale ends beside a decade."""
+    values = _drawn_values(shown)
+    if not values:
+        return {}
+    ticks = _ticks(min(values) / 1.2, max(values) * 1.2, 5)
+    return {
+        "tickvals": [digit * 10.0**decade for digit, decade in ticks],
+        "ticktext": [f"{digit}e{decade}".replace("-", "\N{MINUS SIGN}") for digit, decade in ticks],
+    }
 
 
-def _can_show(spread: SeedValues) -> bool:
-    return spread.n > 0 and math.isfinite(spread.mean) and spread.mean > 0
+def _ratio_ticks(shown: Sequence[Rung]) -> dict[str, Any]:
+    """Return range and ticks of ratios, `2x`; the yardstick's 1 is always in range."""
+    values = _drawn_values(shown)
+    if not values:
+        return {"range": [-1, 1]}
+    low, high = min(1.0, *values) / 1.2, max(1.0, *values) * 1.2
+    ticks = [digit * 10.0**decade for digit, decade in _ticks(low, high, 6)]
+    return {
+        "range": [math.log10(low), math.log10(high)],
+        "tickvals": ticks,
+        "ticktext": [f"{tick:g}x" for tick in ticks],
+        "tickangle": 0,
+    }
+
+
+def _drawn_values(shown: Iterable[Rung]) -> list[float]:
+    """Return both ends of each drawn mark that a log axis can show."""
+    ends = [end for rung in shown for values, _ in rung.marks for end in bar_ends(values)]
+    return [end for end in ends if 0 < end < math.inf]
+
+
+def _ticks(low: float, high: float, most: int) -> list[tuple[int, int]]:
+    """Return about `most` ticks as (digit, decade): at 1, 2 and 5 of each decade, else at 1 alone.
+
+    Of more decades than `most`, every second, third, ... has a tick.
+    """
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = []
+    for digits in ((1, 2, 5), (1,)):
+        every = [(digit, decade) for decade in decades for digit in digits]
+        ticks = [(d, e) for d, e in every if low <= d * 10.0**e <= high]
+        if len(ticks) <= most:
+            break
+    return ticks[:: math.ceil(len(ticks) / most) or 1]
+
+
+def _name(row: Row) -> str:
+    return f"<b>{label(row.arm)}</b>" if is_candidate(row) else label(row.arm)
+
+
+def _short(name: str) -> str:
+    return label(name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…")

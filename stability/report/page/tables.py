@@ -4,17 +4,17 @@ Leaves out markup and escaping, which are the template's.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from stability.analysis.ladder import Ladder, Row
-from stability.analysis.number_text import MISSING, plain, scientific, times
+from stability.analysis.ladder import Ladder
+from stability.analysis.number_text import MISSING
 from stability.analysis.pair_contract import HASHES, ProofLine, compare_hashes, environments_of
-from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
-from stability.report.view.whiskers import written_ends
+from stability.report.view.error_bars import written_bar
+from stability.report.view.ladder import Number, is_candidate, numbers
 
 __all__ = [
     "Cell",
@@ -25,11 +25,11 @@ __all__ = [
     "environment_lines",
     "hash_lines",
     "ladder_lines",
-    "number_cell",
     "numerics_text",
     "value_text",
 ]
 
+NUMBERS = ("final_loss", "drift_early", "drift_last", "w1_last", "ratio_early", "ratio_last")
 SHORT_HASH = 10
 MARKS = {"same": "✓", "different by design": "≠", "different": "✗", "unknown": "?"}
 
@@ -72,17 +72,18 @@ class HashLine(NamedTuple):
     cells: list[list[Cell]]
 
 
-def ladder_lines(ladder: Ladder) -> list[LadderLine]:
-    """Return the ladder's rows with formatted numbers, every one with its range over the seeds."""
+def ladder_lines(ladder: Ladder, shown: Sequence[str] = NUMBERS) -> list[LadderLine]:
+    """Return the rows of the ladder's table with the numbers `shown`, named as in `view.ladder`."""
     return [
         LadderLine(
             arm=row.arm,
-            kind="candidate" if row.axis == "attention" else "",
+            kind="candidate" if is_candidate(row) else "",
             change=row.change,
             message=row.message,
-            cells=_numbers(row),
+            cells=[_number_cell(found[name]) for name in shown],
         )
         for row in ladder.rows
+        for found in [numbers(row)]
     ]
 
 
@@ -123,29 +124,13 @@ def numerics_text(arm: RecordedArm) -> str:
     return json.dumps(manifests[0].resolved, indent=2, sort_keys=True) if manifests else ""
 
 
-def _numbers(row: Row) -> list[Cell]:
-    loss = number_cell(row.final_loss, plain)
-    if row.arm == BASELINE:
-        return [loss, *([Cell(MISSING)] * 5)]
-    drifts = (row.rel_l2.early, row.rel_l2.last, row.w1.last)
-    ratios = (row.ratio.early, row.ratio.last)
-    return [loss, *_each(drifts, scientific), *_each(ratios, times)]
-
-
-def _each(spreads: Iterable[SeedValues], write: Callable[[float], str]) -> list[Cell]:
-    return [number_cell(spread, write) for spread in spreads]
-
-
-def number_cell(spread: SeedValues, write: Callable[[float], str]) -> Cell:
-    """Return a mean over the seeds with its interval or range, each seed's value on hovering."""
-    if not spread.n:
+def _number_cell(number: Number) -> Cell:
+    """Return a mean over the seeds with its error bar, and each seed's value on hovering."""
+    values, write = number
+    if not values.n:
         return Cell(MISSING)
-    seeds = ", ".join(f"seed {seed}: {value:.6g}" for seed, value in spread.per_seed.items())
-    return Cell(
-        text=write(spread.mean),
-        small=written_ends(spread, write),
-        title=seeds,
-    )
+    seeds = ", ".join(f"seed {seed}: {value:.6g}" for seed, value in values.per_seed.items())
+    return Cell(write(values.mean), small=written_bar(values, write), title=seeds)
 
 
 def _own_hashes(arm: RecordedArm) -> list[list[Cell]]:

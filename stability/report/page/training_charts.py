@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from stability.analysis.ladder import INDEPENDENT_AXES
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.records.metric_names import watch_name
@@ -24,6 +23,7 @@ from stability.report.page.chart import (
     thinning_remarks,
 )
 from stability.report.view.drift import DRIFT_TITLES, shown_drift
+from stability.report.view.ladder import is_candidate, is_unpaired
 from stability.report.view.palette import ArmStyle
 
 __all__ = ["drift_by_seed", "drift_layout", "drift_section", "loss_section", "watch_section"]
@@ -214,8 +214,8 @@ def _lines(
             arm.name,
             values(arm),
             styles[arm.name],
-            bold=arm.axis == "attention",
-            hidden=hide_far and arm.axis in INDEPENDENT_AXES,
+            bold=is_candidate(arm),
+            hidden=hide_far and is_unpaired(arm),
             **look,
         )
     ]
@@ -238,7 +238,7 @@ def _hidden_remarks(study: RecordedStudy) -> tuple[str, ...]:
         f"{arm.name} starts from other weights and lies far beyond the others: hidden until its "
         "name below the chart is clicked."
         for arm in study.candidates
-        if arm.axis in INDEPENDENT_AXES
+        if is_unpaired(arm)
     )
 
 

@@ -1,6 +1,6 @@
-"""Drift over the steps for a paper: an arm's seeds thin, their mean on top, both axes log.
+"""Drift over the steps as a figure for a paper: thin seeds, their mean on top, both axes log.
 
-Leaves out where the numbers come from (`analysis.recorded`).
+An arm without a place on the axes stands in the legend with the reason.
 """
 
 import math
@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from stability.analysis.ladder import INDEPENDENT_AXES
 from stability.analysis.study_records import RecordedArm, RecordedStudy, find_arm
 from stability.config.convert import nearest
+from stability.report.paper.files import Cell, Table
 from stability.report.paper.style import (
     PrintStyle,
     log_axis,
@@ -21,8 +21,8 @@ from stability.report.paper.style import (
     print_styles,
     shown,
 )
-from stability.report.paper.table import Cell, Table
 from stability.report.view.drift import DRIFT_TITLES, mean_over_seeds, shown_drift
+from stability.report.view.ladder import is_unpaired
 
 __all__ = ["draw_drift", "drift_table"]
 
@@ -41,7 +41,7 @@ class _Lines:
 
 
 def draw_drift(study: RecordedStudy, arm: str, metric: str, width: str) -> Figure:
-    """Return the picture of every arm, or of `arm` if it is not empty.
+    """Return the figure of every arm, or of `arm` if it is not empty.
 
     ValueError for an unknown arm or metric, and if there is no drift on record.
     """
@@ -69,7 +69,7 @@ def draw_drift(study: RecordedStudy, arm: str, metric: str, width: str) -> Figur
 
 
 def drift_table(study: RecordedStudy, arm: str, metric: str) -> Table:
-    """Return the numbers of the picture: each arm's mean and its seeds, by step."""
+    """Return the numbers of the figure: each arm's mean and its seeds, by step."""
     rows: list[tuple[Cell, ...]] = []
     for lines in _lines(study, arm, metric):
         start = (lines.arm, lines.shown_as, metric)
@@ -89,7 +89,7 @@ def _lines(study: RecordedStudy, arm: str, metric: str) -> list[_Lines]:
             f"{nearest(metric, DRIFT_TITLES)}"
         )
     arms = [find_arm(study, arm)] if arm else study.candidates
-    paired = any(each.axis not in INDEPENDENT_AXES for each in arms)
+    paired = any(not is_unpaired(each) for each in arms)
     return [_lines_of(each, metric, paired) for each in arms]
 
 
@@ -108,7 +108,7 @@ def _lines_of(arm: RecordedArm, metric: str, paired: bool) -> _Lines:
         shown_as = f"no drift on record ({', '.join(sorted(states))})"
     elif not any(values):
         shown_as = "0 (exact)"
-    elif arm.axis in INDEPENDENT_AXES and paired:
+    elif is_unpaired(arm) and paired:
         shown_as = "off the scale"
     return _Lines(arm.name, by_seed, mean_over_seeds(by_seed), shown_as)
 

@@ -1,22 +1,22 @@
-"""Pictures for papers: one file, and the numbers it shows beside it as CSV.
+"""One figure for a paper from a study's records; the same records give the same bytes.
 
-The same records give the same bytes. Leaves out what each kind shows (`paper_ladder`,
-`paper_drift`, `paper_heatmap`, `paper_waterfall`) and how it looks (`paper_style`).
+Leaves out what each kind shows (`ladder`, `drift`, `heatmap`, `waterfall`) and how it looks
+(`style`).
 """
 
 from pathlib import Path
 
 from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import RecordedArm, RecordedStudy, find_arm
-from stability.records.atomic_files import atomic_path, write_text
 from stability.records.paths import RunPaths
 from stability.records.waterfall_record import WaterfallRecord, read_waterfalls
 from stability.report.paper.drift import draw_drift, drift_table
+from stability.report.paper.files import write_files
 from stability.report.paper.heatmap import draw_heatmap, has_probe, heatmap_table
 from stability.report.paper.ladder import draw_ladder, ladder_table
-from stability.report.paper.style import paper_style, saved
-from stability.report.paper.table import Table, to_csv
+from stability.report.paper.style import paper_style
 from stability.report.paper.waterfall import draw_waterfall, waterfall_table
+from stability.report.view.ladder import is_candidate
 
 __all__ = ["KINDS", "write_figure"]
 
@@ -33,9 +33,9 @@ def write_figure(
     compared: str = "out",
     metric: str = "rel_l2",
 ) -> Path:
-    """Write the picture of `kind`, one of KINDS, to `path` and return the file of its numbers.
+    """Write the figure of `kind`, one of KINDS, to `path` and return the file of its numbers.
 
-    `path` ends in one of `paper_style.FORMATS`; `width` is a key of its WIDTHS. ValueError if the
+    `path` ends in one of `files.FORMATS`; `width` is a key of `style.WIDTHS`. ValueError if the
     study has no such arm, or nothing on record to draw: it says what to run.
     """
     with paper_style():
@@ -53,23 +53,14 @@ def write_figure(
         else:
             run, record = _waterfall(study, arm)
             figure, table = draw_waterfall(record, width), waterfall_table(run, record)
-        picture = saved(figure, path.suffix[1:])
-    return _write(path, picture, table)
-
-
-def _write(path: Path, picture: bytes, table: Table) -> Path:
-    numbers = path.with_suffix(".csv")
-    write_text(numbers, to_csv(table))
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(picture)
-    return numbers
+        return write_files(path, figure, table)
 
 
 def _probed(study: RecordedStudy, arm: str, compared: str, metric: str) -> RecordedArm:
-    """Return the arm, or the first with such a deviation; those that change attention first."""
+    """Return the arm called `arm`, or the first that has such a deviation, candidates first."""
     if arm:
         return find_arm(study, arm)
-    arms = sorted(study.arms, key=lambda each: each.axis != "attention")
+    arms = sorted(study.arms, key=lambda each: not is_candidate(each))
     for each in arms:
         if has_probe(each, compared, metric):
             return each

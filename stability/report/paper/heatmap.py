@@ -1,6 +1,6 @@
-"""Deviation inside attention for a paper: layer by step, one result and metric, mean of the seeds.
+"""Deviation inside attention as a figure for a paper: a heat map of layers by steps.
 
-Leaves out where the numbers come from (`analysis.recorded`) and the choice of arms (`cli.figure`).
+It shows one metric of one result of one arm, as the mean over the seeds.
 """
 
 import math
@@ -14,8 +14,8 @@ from matplotlib.ticker import FixedLocator
 from stability.analysis.probe_records import natural_order
 from stability.analysis.study_records import RecordedArm
 from stability.records.metric_names import deviation_name, parse_deviation
+from stability.report.paper.files import Cell, Table
 from stability.report.paper.style import new_figure, shown
-from stability.report.paper.table import Cell, Table
 from stability.report.view.drift import mean_over_seeds
 from stability.report.view.robust_limit import robust_limit
 
@@ -44,7 +44,7 @@ def has_probe(arm: RecordedArm, compared: str, metric: str) -> bool:
 
 
 def draw_heatmap(arm: RecordedArm, compared: str, metric: str, width: str) -> Figure:
-    """Return the picture, the first layer on top; grey is where there is no number.
+    """Return the figure, the first layer on top; a cell without a number is grey.
 
     ValueError if the arm has no such deviation on record.
     """
@@ -76,7 +76,7 @@ def draw_heatmap(arm: RecordedArm, compared: str, metric: str, width: str) -> Fi
 
 
 def heatmap_table(arm: RecordedArm, compared: str, metric: str) -> Table:
-    """Return the numbers of the picture: each cell's mean, and each seed's value."""
+    """Return the numbers of the figure: each cell's mean, and each seed's value."""
     cells = _cells(arm, compared, metric)
     rows: list[tuple[Cell, ...]] = []
     for layer, mean in cells.mean.items():
@@ -108,7 +108,7 @@ def _cells(arm: RecordedArm, compared: str, metric: str) -> _Cells:
 
 
 def _height(value: float | None, metric: str) -> float:
-    """Return what the colour stands for: log2 of a ratio, else the value; NaN for no cell."""
+    """Return the number that sets the colour: log2 of a ratio, else the value; NaN for no cell."""
     if value is None or not math.isfinite(value):
         return math.nan
     if metric != "error_ratio":
@@ -117,7 +117,7 @@ def _height(value: float | None, metric: str) -> float:
 
 
 def _scale(heights: list[float], metric: str) -> tuple[Normalize, str, str]:
-    """Return norm, colour map, and at which ends of the bar values lie beyond it."""
+    """Return the norm, the colour map, and which ends of the colour bar some value lies beyond."""
     finite = [height for height in heights if not math.isnan(height)]
     if metric == "rel_fro":
         return Normalize(min(finite, default=0.0), max(finite, default=1.0)), "viridis", "neither"

@@ -1,10 +1,10 @@
-"""How a picture for a paper looks: its width, type, colours, ticks; the same wherever it is drawn.
+"""How a figure for a paper looks on every machine: its width, type, colours and ticks.
 
-Nothing of a user's matplotlib configuration takes part, and nothing global is changed: a picture is
-drawn and saved inside `paper_style`. Names are text: no mathtext, no TeX. Leaves out what is drawn.
+A figure is drawn and saved inside `paper_style`. That takes nothing from a user's own matplotlib
+configuration and leaves nothing of ours behind. Names are text: no mathtext, no TeX. Leaves out
+what is drawn.
 """
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,6 @@ from stability.report.view.palette import OKABE_ITO, SYMBOLS, arm_styles
 from stability.report.view.plain_text import readable, shortened
 
 __all__ = [
-    "FORMATS",
     "GREY",
     "WIDTHS",
     "PrintStyle",
@@ -30,16 +29,14 @@ __all__ = [
     "new_figure",
     "paper_style",
     "print_styles",
-    "saved",
     "shown",
 ]
 
 WIDTHS = {"column": 3.35, "page": 6.9}
-"""Inches: a column of 85 mm, and a page of two."""
-FORMATS = ("pdf", "svg", "png")
+"""In inches: a column of 85 mm, and a page of two columns."""
 GREY = "#666666"
 _FONT = "DejaVu Sans"
-"""Comes with matplotlib, so that every machine draws the same."""
+"""It comes with matplotlib, so every machine has it."""
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": GREY,
@@ -69,7 +66,6 @@ _STYLE: dict[Any, Any] = {
     "ytick.labelsize": 7,
     "ytick.major.width": 0.6,
 }
-_NO_DATES = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
 _MARKERS: dict[str, str] = dict(zip(SYMBOLS, ("o", "s", "D", "^", "P", "X", "*"), strict=True))
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 _ON_PAPER = {OKABE_ITO[-1]: "#000000"}
@@ -78,7 +74,7 @@ _ON_PAPER = {OKABE_ITO[-1]: "#000000"}
 
 @dataclass(frozen=True, slots=True)
 class PrintStyle:
-    """How an arm is drawn; marker and dash tell it in grey as well."""
+    """How an arm is drawn. Marker and dash tell arms apart in print without colour as well."""
 
     colour: str
     dash: Any
@@ -87,7 +83,7 @@ class PrintStyle:
 
 @contextmanager
 def paper_style() -> Iterator[None]:
-    """Draw and save within: matplotlib's own defaults with the style above."""
+    """Draw and save inside this context: matplotlib's own defaults with the style above."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
@@ -100,7 +96,7 @@ def new_figure(width: str, height: float) -> Figure:
 
 
 def print_styles(arms: Sequence[str]) -> dict[str, PrintStyle]:
-    """Return a style for each of `arms`: the report's colours and symbols, with dashes of print."""
+    """Return a style for each of `arms`: the report's colours and symbols, dashes for print."""
     others = [arm for arm in arms if arm != BASELINE]
     return {
         arm: PrintStyle(
@@ -113,7 +109,7 @@ def print_styles(arms: Sequence[str]) -> dict[str, PrintStyle]:
 
 
 def shown(name: str, most: int) -> str:
-    """Return `name` as a picture can show it: short, and without a letter that its font lacks."""
+    """Return `name` in at most `most` letters, one that the font lacks written as its escape."""
     font = get_font(findfont(_FONT, fallback_to_default=False))
     letters = (
         letter if font.get_char_index(ord(letter)) else ascii(letter)[1:-1]
@@ -123,7 +119,7 @@ def shown(name: str, most: int) -> str:
 
 
 def log_axis(axes: Axes, which: Literal["x", "y"]) -> None:
-    """Make the x or y axis of `axes` a log one; ticks are written as in the report: 2e-4."""
+    """Make the x or y axis of `axes` logarithmic, with ticks written as in the report: 2e-4."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     low, high = sorted(axis.get_view_interval())
@@ -133,13 +129,6 @@ def log_axis(axes: Axes, which: Literal["x", "y"]) -> None:
     axis.set_major_locator(LogLocator(base=10, subs=digits, numticks=9))
     axis.set_major_formatter(FuncFormatter(_power))
     axis.set_minor_formatter(NullFormatter())
-
-
-def saved(figure: Figure, file_format: str) -> bytes:
-    """Return the picture as a file's bytes, the same for the same picture."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=file_format, metadata=_NO_DATES[file_format])
-    return buffer.getvalue()
 
 
 def _power(value: float, _: float) -> str:

@@ -1,7 +1,8 @@
-"""A recorded waterfall for a paper: what each rounding point makes alone, what remains without it.
+"""A recorded waterfall as a figure for a paper: which rounding point makes how much of the error.
 
-Both as a share of the profile's own error, so that bars start at 0 and can be compared. Leaves out
-the measuring (`attention.waterfall`).
+The left panel rounds one point at a time, the right one all but one. Both show the error as a share
+of the whole profile's, so that bars start at 0 and can be compared. Leaves out the measuring
+(`probe.microbenchmark`).
 """
 
 import math
@@ -14,8 +15,8 @@ from matplotlib.ticker import PercentFormatter
 
 from stability.records.paths import RunPaths
 from stability.records.waterfall_record import WaterfallRecord
+from stability.report.paper.files import Cell, Table
 from stability.report.paper.style import GREY, new_figure, shown
-from stability.report.paper.table import Cell, Table
 from stability.report.view.palette import OKABE_ITO
 
 __all__ = ["draw_waterfall", "waterfall_table"]
@@ -28,7 +29,7 @@ _PANELS = {
 
 
 def draw_waterfall(record: WaterfallRecord, width: str) -> Figure:
-    """Return the picture: left each point lowered alone, right each raised alone."""
+    """Return the figure: left each point lowered alone, right each raised alone."""
     points = [step["point"] for step in record.steps if step["change"] == "lowered"]
     whole = _whole(record)
     figure = new_figure(width, 1.2 + 0.26 * len(points))
@@ -45,7 +46,7 @@ def draw_waterfall(record: WaterfallRecord, width: str) -> Figure:
 
 
 def waterfall_table(run: RunPaths, record: WaterfallRecord) -> Table:
-    """Return the numbers of the picture: the error of each result at each step, and its share."""
+    """Return the numbers of the figure: the error of each result at each step, and its share."""
     whole = _whole(record)
     start = (run.arm, run.seed, record.name, record.layer, record.step)
     rows: list[tuple[Cell, ...]] = [
@@ -59,7 +60,7 @@ def waterfall_table(run: RunPaths, record: WaterfallRecord) -> Table:
 
 
 def _whole(record: WaterfallRecord) -> Mapping[str, float]:
-    """Return the errors of the profile as it is."""
+    """Return the errors with every point rounded as the profile says."""
     return next(step["errors"] for step in record.steps if step["change"] == "none")
 
 

@@ -1,17 +1,17 @@
 """What `stability deviate` prints: a row a point, a waterfall, published beside measured.
 
-Fits 80 columns: what does not vary stands above the table, not in it. Leaves out the measuring
-(`attention.microbenchmark`, `attention.waterfall`) and the picture (`page.operator_charts`).
+It fits 80 columns: what does not vary stands above the table, not in it. Leaves out the measuring
+(`probe.microbenchmark`) and the charts (`page.operator_charts`).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+
+from stability.report.terminal.tables import add_row, ruled_table
+from stability.report.view.plain_text import as_text
 
 __all__ = [
     "COLUMNS",
@@ -25,6 +25,11 @@ __all__ = [
 COLUMNS = ("rmse", "max_abs", "bias_ulp", "error_ratio")
 """Shown unless others are asked for; of the candidate against the golden."""
 BAR = 18
+HEADINGS = {
+    "none": "as the profile says",
+    "lowered": "each point alone lowered to the profile's format, all others FP64",
+    "raised": "each point alone raised to FP64, the rest as the profile says",
+}
 
 
 def print_points(
@@ -42,69 +47,56 @@ def print_points(
     if not rows:
         return
     fixed = {k: v for k, v in rows[0]["point"].items() if k not in varied and v not in (None, ())}
-    console.print(Text("  ".join(f"{name}={value}" for name, value in fixed.items()), style="dim"))
-    table = _table([*varied, "what"], columns)
+    console.print(as_text("  ".join(f"{name}={value}" for name, value in fixed.items()), "dim"))
+    table = ruled_table([*varied, "what"], columns)
     for row in rows:
-        cells = [str(row["point"][name]) for name in varied]
-        table.add_row(*cells, row["what"], *(_cell(row, name) for name in columns))
-    console.print(table, highlight=False)
-    console.print(
-        Text("against the FP64 golden; error_ratio is over the baseline's error", style="dim")
-    )
+        point = [str(row["point"][name]) for name in varied]
+        add_row(table, *point, row["what"], *(_cell(row, name) for name in columns))
+    console.print(table)
+    caption = "against the FP64 golden; error_ratio is over the baseline's error"
+    console.print(as_text(caption, "dim"))
 
 
 def print_waterfall(steps: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print each point's relative error of out and the gradients, with a bar of the largest."""
     results = list(steps[0]["errors"])
-    for change, heading in (
-        ("none", "as the profile says"),
-        ("lowered", "each point alone lowered to the profile's format, all others FP64"),
-        ("raised", "each point alone raised to FP64, the rest as the profile says"),
-    ):
+    for change, heading in HEADINGS.items():
         chosen = [step for step in steps if step["change"] == change]
-        top = max((max(step["errors"].values()) for step in chosen), default=0.0)
-        console.print(Text(f"\n{heading}: relative error", style="bold"))
-        table = _table(["point"], results)
+        largest = [max(step["errors"].values()) for step in chosen]
+        console.print(as_text(f"\n{heading}: relative error", "bold"))
+        table = ruled_table(["point"], results)
         if change != "none":
             table.add_column("largest", no_wrap=True)
-        for step in chosen:
+        for step, error in zip(chosen, largest, strict=True):
             errors = [_number(step["errors"][what]) for what in results]
-            bar = [] if change == "none" else [_bar(max(step["errors"].values()), top)]
-            table.add_row(step["point"] or "all", *errors, *bar)
-        console.print(table, highlight=False)
+            bar = [] if change == "none" else [_bar(error, max(largest))]
+            add_row(table, step["point"] or "all", *errors, *bar)
+        console.print(table)
 
 
 def print_published(rows: Sequence[Mapping[str, Any]], title: str, console: Console) -> None:
     """Print published figures beside the measured ones and their ratio."""
-    console.print(Text(title, style="bold"))
-    table = _table(["row", "column"], ["published", "measured", "ratio"])
+    table = ruled_table(["row", "column"], ["published", "measured", "ratio"])
     for row in rows:
-        ratio = row["measured"] / row["published"]
-        figures = (_number(row["published"]), _number(row["measured"]), f"{ratio:.2f}x")
-        table.add_row(row["row"], row["column"], *figures)
-    console.print(table, highlight=False)
+        published, measured = row["published"], row["measured"]
+        ratio = f"{measured / published:.2f}x"
+        add_row(table, row["row"], row["column"], _number(published), _number(measured), ratio)
+    console.print(as_text(title, "bold"))
+    console.print(table)
 
 
 def print_ties(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the signed bias of rows with two tied maxima."""
-    title = "two tied maxima and small residuals: mean signed error of out, in ULPs of BF16"
-    console.print(Text(title, style="bold"))
-    table = _table(["profile", "engine", "values"], ["bias", "+-", "mean |e|"])
+    table = ruled_table(["profile", "engine", "values"], ["bias", "+-", "mean |e|"])
     for row in rows:
         sign = "positive" if row["sign"] > 0 else "negative"
-        figures = (f"{row['bias_ulp']:+.4f}", f"{row['standard_error']:.4f}")
-        absolute = f"{row['mean_abs_ulp']:.3f}"
-        table.add_row(row["profile"], row["engine"], sign, *figures, absolute)
-    console.print(table, highlight=False)
-
-
-def _table(names: Sequence[str], figures: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for name in figures:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+        bias, error = f"{row['bias_ulp']:+.4f}", f"{row['standard_error']:.4f}"
+        add_row(
+            table, row["profile"], row["engine"], sign, bias, error, f"{row['mean_abs_ulp']:.3f}"
+        )
+    title = "two tied maxima and small residuals: mean signed error of out, in ULPs of BF16"
+    console.print(as_text(title, "bold"))
+    console.print(table)
 
 
 def _cell(row: Mapping[str, Any], name: str) -> str:
@@ -112,7 +104,7 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     if metric == "bias_ulp":
         found = row[group or "candidate"]
         bias, error = found["bias_ulp"], found["bias_ulp_se"]
-        # Where an attention fails, its errors are any number of ULPs.
+        # where an attention fails, its errors are any number of ULPs
         if abs(bias) >= 1e3 or error >= 1e3:
             return f"{bias:+.0e} +- {error:.0e}"
         return f"{bias:+.3f} +- {error:.3f}"

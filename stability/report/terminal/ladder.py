@@ -1,36 +1,75 @@
-"""The ladder as a table in the terminal: one line an arm, what it means below.
+"""The ladder in the terminal: a table with one line an arm, and below it what the table says.
 
 A narrow terminal gets fewer columns rather than broken ones: the sparkline leaves first, then W1,
-then the seeds' ranges. Leaves out every number's origin (`analysis.ladder`) and every judgement
-(`analysis.ladder_sentences`).
+then the seeds' ranges. Leaves out where the numbers come from (`analysis.ladder`) and every
+judgement (`analysis.ladder_sentences`).
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rich import box
+from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from stability.analysis.intervals import replicates_needed
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.ladder_sentences import candidate_sentences, messages, notes
-from stability.analysis.number_text import MISSING, plain, scientific, times
+from stability.analysis.number_text import MISSING
 from stability.analysis.seed_values import SeedValues
+from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
-from stability.report.terminal.sparkline import DriftSparks
-from stability.report.view.plain_text import as_text, shortened
-from stability.report.view.whiskers import bracketed
+from stability.report.terminal.sparkline import Sparks, evenly, log_scale
+from stability.report.terminal.tables import add_row, first_that_fits, ruled_table
+from stability.report.view.error_bars import LEVEL, written_with_bar
+from stability.report.view.ladder import Number, is_candidate, is_unpaired, numbers
+from stability.report.view.plain_text import as_text, readable, shortened
 
-__all__ = ["print_ladder", "spread_cell"]
+__all__ = ["DriftSparks", "drift_sparks", "print_ladder"]
 
 CHANGE_WIDTH = 22
 """What changed gets at least this much room before any column is added that can be left out."""
 ARM_WIDTH = 24
-SPARK_HEAD = "drift\nby step"
+STEPS = 12
+"""A sparkline of more steps than this is thinned."""
 STATE_STYLE = {"finished": "", "failed": "red", "running": "cyan"}
+
+
+class DriftSparks:
+    """The relative L2 drift of a study's arms over the steps, mean of the seeds, on one scale."""
+
+    def __init__(self, study: RecordedStudy, sparks: Sparks) -> None:
+        self._recorded = study.drift_steps
+        self._steps = evenly(self._recorded, STEPS)
+        self._values = {arm.name: _means(arm, self._steps) for arm in study.candidates}
+        # unpaired arms lie decades away and would press the others into one block
+        paired = {arm.name for arm in study.candidates if not is_unpaired(arm)}
+        values = [v for name in paired or self._values for v in self._values[name] if v is not None]
+        self._scale = log_scale(values)
+        self._sparks = sparks
+
+    def line(self, arm: str) -> str:
+        """Return the sparkline of `arm`; empty for the baseline, which has no drift."""
+        return "" if arm == BASELINE else self._sparks.line(self._values[arm], self._scale)
+
+    def caption(self) -> str:
+        """Say at which steps and on which scale."""
+        some = len(self._steps) < len(self._recorded)
+        thinned = f" ({len(self._steps)} of {len(self._recorded)})" if some else ""
+        steps = ", ".join(str(step) for step in self._steps)
+        return f"drift by step: at {steps}{thinned}; {self._scale}; {self._sparks.key()}."
+
+
+def drift_sparks(study: RecordedStudy, console: Console) -> DriftSparks | None:
+    """Return the sparklines of a study for a terminal; None while no drift is on record."""
+    return DriftSparks(study, Sparks.for_console(console)) if study.drift_steps else None
+
+
+def _means(arm: RecordedArm, steps: Iterable[int]) -> list[float | None]:
+    drifts = {seed: run.drift("rel_l2") for seed, run in arm.runs.items()}
+    found = [SeedValues({s: v[step] for s, v in drifts.items() if step in v}) for step in steps]
+    return [values.mean if values.n else None for values in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +88,9 @@ LAYOUTS = (
     _Layout(ranges=True, sparks=True),
     _Layout(ranges=True),
     _Layout(sparks=True),
+    _Layout(),
 )
-"""From the widest to the narrowest but one."""
+"""From the widest to the narrowest, which is taken even where it does not fit."""
 
 
 def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = None) -> None:
@@ -58,13 +98,15 @@ def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = 
 
     `sparks` draws each arm's drift over the steps, where there is room.
     """
-    layout, table = _fitting(ladder, console, sparks)
+    layouts = [layout for layout in LAYOUTS if sparks or not layout.sparks]
+    place, table = first_that_fits((_table(ladder, each, sparks) for each in layouts), console)
+    layout = layouts[place]
     console.print()
     console.print(as_text(ladder.question, style="bold"))
     console.print()
-    console.print(table, highlight=False)
+    console.print(table)
     console.print()
-    console.print(as_text(_caption(ladder, layout, sparks), style="dim"), highlight=False)
+    console.print(as_text(_caption(ladder, layout, sparks), style="dim"))
     for text in candidate_sentences(ladder):
         console.print()
         console.print(as_text(text))
@@ -72,89 +114,59 @@ def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = 
     if remarks:
         console.print()
     for text in remarks:
-        console.print(as_text(f"note: {text}", style="dim"), highlight=False)
-
-
-def spread_cell(spread: SeedValues, write: Callable[[float], str], *, relative: bool) -> str:
-    """Write a mean with its 90 % interval, else with half of the seeds' range.
-
-    What both ends and the mean share stands once: `1.2 [1.1, 1.3]e-04`, `0.62x [0.58, 0.66]`.
-    """
-    text, interval = write(spread.mean), spread.interval
-    if interval.low < interval.high:
-        return f"{text.partition('e')[0]} {bracketed(text, interval.low, interval.high, write)}"
-    half_range = (spread.high - spread.low) / 2
-    if half_range > 0:
-        share = 100 * half_range / abs(spread.mean) if spread.mean else 0.0
-        text += f" ±{share:.0f}%" if relative else f" ±{write(half_range)}"
-    return text
-
-
-def _fitting(ladder: Ladder, console: Console, sparks: DriftSparks | None) -> tuple[_Layout, Table]:
-    unlimited = console.options.update(max_width=10_000)
-    for layout in LAYOUTS:
-        if layout.sparks and sparks is None:
-            continue
-        table = _table(ladder, layout, sparks)
-        if Measurement.get(console, unlimited, table).minimum <= console.width:
-            return layout, table
-    return _Layout(), _table(ladder, _Layout(), sparks)
+        console.print(as_text(f"note: {text}", style="dim"))
 
 
 def _table(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> Table:
-    rows = [_cells(ladder, row, layout, sparks) for row in ladder.rows]
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        padding=(0, 2 if layout.w1 else 1, 0, 0),
-        expand=False,
-    )
-    # names give way; a figure's column is as wide as its widest cell, so that none is cut
-    roomy = layout != _Layout()
-    arms = min(ARM_WIDTH, max(cells[0].cell_len for cells in rows)) if roomy else None
-    table.add_column("arm", overflow="fold", min_width=arms)
-    table.add_column("what changed", overflow="fold", min_width=CHANGE_WIDTH if roomy else None)
-    for place, head in enumerate(_heads(ladder, layout), start=2):
-        cells = [*Text(head).split("\n"), *(cells[place] for cells in rows)]
-        width = max(cell.cell_len for cell in cells)
-        justify = "left" if head == SPARK_HEAD else "right"
-        table.add_column(as_text(head), justify=justify, no_wrap=True, min_width=width)
-    for row, cells in zip(ladder.rows, rows, strict=True):
-        table.add_row(*cells, style=STATE_STYLE.get(row.state, "yellow"))
+    heads = _heads(ladder, layout)
+    table = ruled_table(["arm", "what changed"], [*heads.values()], gap=2 if layout.w1 else 1)
+    if layout != _Layout():
+        longest = max(cell_len(readable(row.arm)) for row in ladder.rows)
+        table.columns[0].min_width = min(ARM_WIDTH, longest)
+        table.columns[1].min_width = CHANGE_WIDTH
+    if layout.sparks:
+        table.add_column(Text("drift\nby step"), no_wrap=True)
+    for row in ladder.rows:
+        drawn = [sparks.line(row.arm)] if layout.sparks and sparks else []
+        cells = [*_cells(row, layout, heads), *drawn]
+        add_row(table, *cells, style=STATE_STYLE.get(row.state, "yellow"))
     return table
 
 
-def _heads(ladder: Ladder, layout: _Layout) -> list[str]:
+def _heads(ladder: Ladder, layout: _Layout) -> Mapping[str, str]:
+    """Return the heading of each number that is shown, by its name in `view.ladder`."""
     early, last = f"step {ladder.early_step}", f"step {ladder.last_step}"
-    heads = ["final\nloss", f"drift\n{early}", f"drift\n{last}"]
-    heads += [f"W1\n{last}"] if layout.w1 else []
+    heads = {
+        "final_loss": "final\nloss",
+        "drift_early": f"drift\n{early}",
+        "drift_last": f"drift\n{last}",
+    }
+    if layout.w1:
+        heads["w1_last"] = f"W1\n{last}"
     if ladder.yardstick:
         name = shortened(ladder.yardstick, ARM_WIDTH)
-        heads += [f"x {name}\n{early}", f"x {name}\n{last}"]
-    return [*heads, *([SPARK_HEAD] if layout.sparks else [])]
+        heads |= {"ratio_early": f"x {name}\n{early}", "ratio_last": f"x {name}\n{last}"}
+    return heads
 
 
-def _cells(ladder: Ladder, row: Row, layout: _Layout, sparks: DriftSparks | None) -> list[Text]:
-    drifts = [row.rel_l2.early, row.rel_l2.last, *([row.w1.last] if layout.w1 else [])]
-    ratios = [row.ratio.early, row.ratio.last] if ladder.yardstick else []
-    name = as_text(row.arm, style="bold" if row.axis == "attention" else "")
+def _cells(row: Row, layout: _Layout, shown: Iterable[str]) -> list[Text]:
     change = row.change if row.state == "finished" else f"{row.change} [{row.state}]"
-    cells = [name, as_text(change), _cell(row.final_loss, plain, layout.w1, relative=False)]
-    drawn = [Text(sparks.line(row.arm))] if layout.sparks and sparks else []
-    if row.arm == BASELINE:
-        return [*cells, *(Text(MISSING) for _ in (*drifts, *ratios)), *drawn]
-    cells += [_cell(drift, scientific, layout.ranges, relative=True) for drift in drifts]
-    cells += [_cell(ratio, times, layout.ranges, relative=True) for ratio in ratios]
-    return [*cells, *drawn]
+    found = numbers(row)
+    return [
+        as_text(row.arm, style="bold" if is_candidate(row) else ""),
+        as_text(change),
+        *(_cell(name, found[name], layout) for name in shown),
+    ]
 
 
-def _cell(
-    spread: SeedValues, write: Callable[[float], str], with_range: bool, *, relative: bool
-) -> Text:
-    if not spread.n:
+def _cell(name: str, number: Number, layout: _Layout) -> Text:
+    values, write = number
+    if not values.n:
         return Text(MISSING)
-    return Text(spread_cell(spread, write, relative=relative) if with_range else write(spread.mean))
+    is_loss = name == "final_loss"
+    if layout.w1 if is_loss else layout.ranges:
+        return Text(written_with_bar(values, write, relative=not is_loss))
+    return Text(write(values.mean))
 
 
 def _caption(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> str:
@@ -164,7 +176,7 @@ def _caption(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> str
         lines.append(
             "W1: 1-D Wasserstein distance of the weights' values, in units of the weights."
         )
-    if layout.ranges and len(ladder.seeds) >= replicates_needed(0.9):
+    if layout.ranges and len(ladder.seeds) >= replicates_needed(LEVEL):
         lines[-1] += " [ ]: 90% interval of the mean."
     elif layout.ranges and len(ladder.seeds) > 1:
         lines[-1] += " ±: half of the seeds' range."

@@ -1,15 +1,15 @@
 """A probe in the terminal: what stands out, then a line a layer, then what happened.
 
-Shows each figure at the step where it was largest: an error that comes and goes must not hide in
-the last step. Leaves out the rule by which a place stands out (`analysis.locate`).
+Each figure is shown at the step where it was largest, because an error that comes and goes must not
+hide behind the last step. Leaves out the rule by which a place stands out (`analysis.locate`).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +20,8 @@ from stability.analysis.probe_records import RecordedProbe, read_probe
 from stability.analysis.study_records import RecordedStudy
 from stability.records.events import Event
 from stability.records.metric_names import watch_name
+from stability.report.terminal.tables import add_figures, add_row, first_that_fits, ruled_table
+from stability.report.view.plain_text import readable
 
 __all__ = ["event_lines", "located_lines", "print_found", "print_probe"]
 
@@ -70,7 +72,10 @@ def print_probe(folder: Path, console: Console) -> None:
         console.print()
         if shadow:
             console.print(Text(shadow, style="bold"))
-        console.print(_fitting_table(probed, shadow, console))
+        columns = [column for column in COLUMNS if _wanted(probed, shadow, column)]
+        fewer = (columns[:count] for count in range(len(columns), min(len(columns), 2) - 1, -1))
+        tables = (_table(probed, shadow, shown) for shown in fewer)
+        console.print(first_that_fits(tables, console)[1])
     console.print()
     console.print(Text(_caption(probed), style="dim"), highlight=False)
     for line in event_lines(probed.events):
@@ -112,33 +117,19 @@ def event_lines(events: Iterable[Event]) -> list[Text]:
     return lines
 
 
-def _fitting_table(probed: RecordedProbe, shadow: str, console: Console) -> Table:
-    """Return the table with as many columns as the terminal has room for."""
-    shown = [column for column in COLUMNS if _wanted(probed, shadow, column)]
-    table = _table(probed, shadow, shown)
-    unlimited = console.options.update(max_width=10_000)
-    while len(shown) > 2 and console.measure(table, options=unlimited).maximum > console.width:
-        shown.pop()
-        table = _table(probed, shadow, shown)
-    return table
-
-
-def _table(probed: RecordedProbe, shadow: str, shown: list[_Column]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), expand=False
-    )
-    table.add_column("layer", no_wrap=True)
-    for column in shown:
-        table.add_column(column.title, justify="right", no_wrap=True)
-    inside = any(probed.by_step(watch_name("max_logit", layer=layer)) for layer in probed.layers)
-    if inside:
-        table.add_column("max\nlogit", justify="right", no_wrap=True)
+def _table(probed: RecordedProbe, shadow: str, shown: Sequence[_Column]) -> Table:
+    table = ruled_table(["layer"], [column.title for column in shown], gap=2)
+    table.columns[0].min_width = max(cell_len(readable(layer)) for layer in probed.layers)
+    logits = {
+        layer: probed.by_step(watch_name("max_logit", layer=layer)) for layer in probed.layers
+    }
+    if any(logits.values()):
+        add_figures(table, "max\nlogit")
     for layer in probed.layers:
         cells = [_cell(probed, shadow, layer, column) for column in shown]
-        if inside:
-            values = probed.by_step(watch_name("max_logit", layer=layer)).values()
-            cells.append(_largest(values, ".3g"))
-        table.add_row(layer, *cells)
+        if any(logits.values()):
+            cells.append(_largest(logits[layer].values(), ".3g"))
+        add_row(table, layer, *cells)
     return table
 
 

@@ -1,27 +1,19 @@
-"""A sparkline: values over the steps as one short word of blocks, on a scale told beside it.
+"""A sparkline: values over the steps as one short word of blocks.
 
-What has no place on the scale is no block: an exact zero is `0`, a value beyond an end `^` or `v`,
-one that is no number `!`, a missing one a dot. Leaves out the words around it.
-
-Each arm's drift over the steps as a sparkline, all arms on one scale.
-
-Leaves out the table it stands in (`terminal`).
+The scale stands in words beside it. A value without a place on the scale is no block: an exact zero
+is `0`, a value beyond an end `^` or `v`, one that is no number `!`, a missing one a dot.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
-from stability.analysis.ladder import INDEPENDENT_AXES
 from stability.analysis.number_text import scientific
-from stability.analysis.seed_values import SeedValues
-from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.config.schema import BASELINE
 from stability.report.view.robust_limit import robust_limit
 
-__all__ = ["DriftSparks", "Scale", "Sparks", "drift_sparks", "evenly", "linear_scale", "log_scale"]
+__all__ = ["Scale", "Sparks", "evenly", "linear_scale", "log_scale"]
 
 _BLOCKS = ("▁▂▃▄▅▆▇█", "·")
 _ASCII = ("_.-:=+*#", "?")
@@ -29,7 +21,7 @@ _ASCII = ("_.-:=+*#", "?")
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From the lowest block to the highest; both ends are the same where there is one value."""
+    """From the lowest block to the highest; both ends are equal where there is one value."""
 
     low: float
     high: float
@@ -55,7 +47,7 @@ def log_scale(values: Iterable[float]) -> Scale:
 
 
 def linear_scale(values: Iterable[float]) -> Scale:
-    """Return a linear scale with 0 in its middle, for values of either sign; a few may be off."""
+    """Return a linear scale with 0 in its middle; a few absurd values may lie beyond its ends."""
     reach = robust_limit(values)
     return Scale(-reach, reach, is_log=False)
 
@@ -76,7 +68,7 @@ class Sparks:
             return cls(*_ASCII)
         return cls(*_BLOCKS)
 
-    def line(self, values: Sequence[float | None], scale: Scale) -> str:
+    def line(self, values: Iterable[float | None], scale: Scale) -> str:
         """Return a character for each of `values`; None is missing."""
         return "".join(self._mark(value, scale) for value in values)
 
@@ -97,49 +89,7 @@ class Sparks:
 
 
 def evenly(steps: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` of `steps`, evenly taken, the first and the last among them."""
+    """Return at most `most` of `steps`, evenly spaced, the first and the last among them."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(index * (len(steps) - 1) / (most - 1))] for index in range(most)]
-
-
-MOST = 12
-"""More steps than this are thinned."""
-
-
-class DriftSparks:
-    """The relative L2 drift of a study's arms, mean over the seeds, at the same steps."""
-
-    def __init__(self, study: RecordedStudy, sparks: Sparks) -> None:
-        self._recorded = study.drift_steps
-        self._steps = evenly(self._recorded, MOST)
-        self._values = {arm.name: _means(arm, self._steps) for arm in study.candidates}
-        # other initial weights lie decades away and would press the others into one block
-        paired = {arm.name for arm in study.candidates if arm.axis not in INDEPENDENT_AXES}
-        values = [v for name in paired or self._values for v in self._values[name] if v is not None]
-        self._scale = log_scale(values)
-        self._sparks = sparks
-
-    def line(self, arm: str) -> str:
-        """Return the sparkline of `arm`; empty for the baseline, which has no drift."""
-        return "" if arm == BASELINE else self._sparks.line(self._values[arm], self._scale)
-
-    def caption(self) -> str:
-        """Say at which steps and on which scale."""
-        some = len(self._steps) < len(self._recorded)
-        thinned = f" ({len(self._steps)} of {len(self._recorded)})" if some else ""
-        steps = ", ".join(str(step) for step in self._steps)
-        return f"drift by step: at {steps}{thinned}; {self._scale}; {self._sparks.key()}."
-
-
-def drift_sparks(study: RecordedStudy, console: Console) -> DriftSparks | None:
-    """Return the sparklines of a study for a terminal; None while no drift is on record."""
-    return DriftSparks(study, Sparks.for_console(console)) if study.drift_steps else None
-
-
-def _means(arm: RecordedArm, steps: list[int]) -> list[float | None]:
-    drifts: Mapping[int, Mapping[int, float]] = {
-        seed: run.drift("rel_l2") for seed, run in arm.runs.items()
-    }
-    found = [SeedValues({s: v[step] for s, v in drifts.items() if step in v}) for step in steps]
-    return [spread.mean if spread.n else None for spread in found]

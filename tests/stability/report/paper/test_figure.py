@@ -16,9 +16,9 @@ from stability.records.metric_names import deviation_name, drift_name
 from stability.records.paths import RunPaths
 from stability.records.waterfall_record import WaterfallRecord, write_waterfall
 from stability.report.paper.figure import KINDS, write_figure
-from stability.report.paper.ladder import bar_of
+from stability.report.paper.files import Table, to_csv
 from stability.report.paper.style import paper_style, shown
-from stability.report.paper.table import Table, to_csv
+from stability.report.view.error_bars import bar_ends, bar_kind
 
 EVIL = "<script>alert(1)</script> $\\frac{1}$ \N{SLIGHTLY SMILING FACE}\x1b[2J 漢 =1+1 " + "x" * 250
 ERRORS = {"out": 4e-3, "dq": 8e-3, "dk": 0.0, "dv": 2e-3}
@@ -111,7 +111,7 @@ def test_bars_are_a_range_where_there_are_too_few_seeds(finished, tmp_path):
     rows = rows_of(drawn(finished, "ladder", tmp_path / "l.svg"))
     assert {row["bar"] for row in rows} == {"", "range of the seeds"}
     spread = build_ladder(finished).row("nudge").rel_l2.last
-    assert bar_of(spread) == (spread.low, spread.high, "range of the seeds")
+    assert (*bar_ends(spread), bar_kind(spread)) == (spread.low, spread.high, "range of the seeds")
     assert "mean and range of 2 seeds" in (tmp_path / "l.svg").read_text()
 
 

@@ -1,4 +1,4 @@
-"""All about one arm, at any width: the records' figures, and how each seed went."""
+"""All about one arm, at any width: the records' figures, how each seed went, and its growth."""
 
 import io
 import json
@@ -7,7 +7,9 @@ import math
 import pytest
 from rich.console import Console
 
+from stability.analysis.arm_growth import ArmGrowth
 from stability.analysis.arm_summary import summarise_arm
+from stability.analysis.intervals import Interval
 from stability.analysis.ladder import ladder_of
 from stability.analysis.number_text import MISSING
 from stability.analysis.study_records import read_study
@@ -16,7 +18,7 @@ from stability.records.events import Event, log_event
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import TRAIN_LOSS, deviation_name, drift_name
-from stability.report.terminal.arm import print_arm
+from stability.report.terminal.arm import print_arm, print_growth
 
 LONG = "blocks." + "x" * 290 + ".weight"
 
@@ -138,3 +140,49 @@ def test_the_baseline_and_an_arm_that_has_not_begun_are_shown(synthetic, finishe
     synthetic.write_study_json(tmp_path)
     assert "no drift on record yet" in printed(tmp_path, "nudge")
     assert TRAIN_LOSS not in printed(tmp_path, "nudge")
+
+
+def interval(low, mean, high):
+    return Interval(low=low, mean=mean, high=high, n=5, level=0.9)
+
+
+def growth(arm, rate, **changes):
+    values = {
+        "arm": arm,
+        "rate": rate,
+        "phase": (1, 20),
+        "slope": interval(2.46e-6, 2.7e-6, 2.91e-6),
+        "lost_in_chaos": None,
+    }
+    return ArmGrowth(**{**values, **changes})
+
+
+def grown(rows):
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_growth(rows, console)
+    return console.export_text()
+
+
+def test_figures_have_their_intervals_and_fit_80_columns():
+    rate = interval(0.0542, math.log(2) / 10.9, 0.07)
+    shown = grown([growth("flash_all_bf16", rate, lost_in_chaos=100)])
+    assert "10.9 [9.9, 12.8]" in shown
+    assert "2.7 [2.5, 2.9]e-06" in shown
+    assert "1 to 20" in shown
+    assert " 100" in shown
+    assert "90% interval] of 5 seeds" in shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+
+
+def test_the_slowest_to_double_comes_first_and_arms_without_a_law_are_left_out():
+    nan = math.nan
+    rows = [
+        growth("fast", interval(0.2, 0.3, 0.4)),
+        growth("slow", interval(-0.1, 0.1, 0.2)),
+        growth("rerun", Interval(low=nan, mean=nan, high=nan, n=0, level=0.9)),
+    ]
+    shown = grown(rows)
+    assert shown.index("slow") < shown.index("fast")
+    assert "rerun" not in shown
+    assert "6.93 [3.47, inf]" in shown
+    assert grown(rows[2:]) == ""

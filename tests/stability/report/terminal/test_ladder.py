@@ -8,8 +8,8 @@ from rich.console import Console
 from stability.analysis.ladder import build_ladder
 from stability.analysis.number_text import MISSING, times
 from stability.analysis.study_records import read_study
-from stability.report.terminal.ladder import print_ladder
-from stability.report.terminal.sparkline import DriftSparks, Sparks
+from stability.report.terminal.ladder import DriftSparks, print_ladder
+from stability.report.terminal.sparkline import Sparks
 
 
 def printed(study, width, *, with_sparks=True):

@@ -1,0 +1,187 @@
+"""Two runs side by side in the terminal: their contract, their weights, a fork and a bisection.
+
+Leaves out what is proven (`analysis.pair_contract`), what is compared with what
+(`analysis.weight_comparison`) and the forks themselves (`study`).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from stability.analysis.number_text import scientific
+from stability.analysis.pair_contract import PairProof
+from stability.analysis.weight_comparison import WeightComparison
+from stability.metrics.drift import ALL
+from stability.report.terminal.tables import add_row, first_that_fits, plain_table, ruled_table
+from stability.report.view.plain_text import as_text
+
+__all__ = ["print_comparison", "print_fork", "print_halvings", "print_proof", "print_proofs"]
+
+SAMENESS_STYLE = {
+    "same": "green",
+    "different by design": "cyan",
+    "different": "bold red",
+    "unknown": "yellow",
+}
+COLUMNS = {
+    "rel_l2": "rel_l2",
+    "w1": "w1",
+    "max_abs": "max_abs",
+    "cosine": "cosine",
+    "w1_over_std": "w1\nover_std",
+    "mean_abs": "mean_abs",
+    "sign_flips": "sign\nflips",
+}
+"""The metrics of `metrics.drift` with the headings of their columns. A narrow terminal leaves out
+the last ones."""
+NAME_WIDTH = 40
+"""Longer names are folded rather than that a column is left out."""
+LISTED = 8
+CAPTION = """\
+rel_l2: |a - b| / |b|. w1: 1-D Wasserstein distance, blind to position;
+over_std: over b's spread. sign flips: share of values that change sign."""
+
+
+def print_proof(proof: PairProof, console: Console) -> None:
+    """Print every comparison of two runs, and what they come to."""
+    table = plain_table(["compared", _run_name(proof.first), _run_name(proof.second), ""], [])
+    for column in (table.columns[0], table.columns[-1]):
+        column.no_wrap = True
+    for line in proof.lines:
+        sameness = as_text(line.sameness, style=SAMENESS_STYLE[line.sameness])
+        add_row(table, line.field, line.first, line.second, sameness)
+    console.print(table)
+    _conclude(proof.sentence, console)
+
+
+def print_proofs(proofs: list[PairProof], console: Console) -> None:
+    """Print a line for each pair of a study."""
+    table = plain_table(["run", "contract"], [])
+    table.columns[0].no_wrap = True
+    for proof in proofs:
+        style = SAMENESS_STYLE["different" if proof.breach else "same"]
+        add_row(table, _run_name(proof.second), as_text(proof.sentence, style=style))
+    console.print(table)
+    broken = sum(proof.breach is not None for proof in proofs)
+    _conclude(f"{len(proofs) - broken} of {len(proofs)} pairs keep the contract", console)
+
+
+def print_comparison(found: WeightComparison, top: int, console: Console) -> None:
+    """Print "all", the `top` parameters of the largest `rel_l2`, and what was not compared."""
+    moved = sorted((name for name in found.drifts if name != ALL), key=lambda n: _rank(found, n))
+    metrics = list(COLUMNS)
+    fewer = (metrics[:count] for count in range(len(metrics), 0, -1))
+    shown = [ALL, *moved[:top]]
+    _, table = first_that_fits((_drift_table(found, shown, some) for some in fewer), console)
+    console.print()
+    console.print(as_text(found.a, style="bold"))
+    console.print(as_text(f"against {found.b}", style="bold"))
+    console.print()
+    console.print(table)
+    if left_out := moved[top:]:
+        largest = scientific(found.drifts[left_out[0]]["rel_l2"])
+        more = _count(left_out, "more parameter")
+        console.print(as_text(f"{more} of at most rel_l2 {largest}: see --top"))
+    console.print()
+    for line in _not_compared(found):
+        console.print(as_text(line))
+    console.print(as_text(CAPTION, style="dim"))
+
+
+def _rank(found: WeightComparison, name: str) -> tuple[bool, float]:
+    """Return the key that sorts parameters by falling `rel_l2`, NaN before all."""
+    value = found.drifts[name]["rel_l2"]
+    return (False, 0.0) if math.isnan(value) else (True, -value)
+
+
+def _drift_table(found: WeightComparison, names: Sequence[str], metrics: Sequence[str]) -> Table:
+    table = ruled_table(["parameter"], [COLUMNS[metric] for metric in metrics], gap=2)
+    longest = min(NAME_WIDTH, max(len(name) for name in names))
+    table.columns[0].width = max(longest, len("parameter"))
+    for name in names:
+        cells = [_drift_cell(metric, found.drifts[name][metric]) for metric in metrics]
+        add_row(table, name, *cells, style="bold" if name == ALL else "")
+    return table
+
+
+def _drift_cell(metric: str, value: float) -> str:
+    if metric == "cosine" and math.isfinite(value):
+        return "1 (exact)" if value == 1 else f"{value:.6f}"
+    return scientific(value)
+
+
+def _not_compared(found: WeightComparison) -> Iterator[str]:
+    """Yield a line for each reason not to compare parameters, with the first names of it."""
+    shapes = [f"{name} {a} and {b}" for name, (a, b) in found.shapes_differ.items()]
+    reasons = [f"{name} ({reason})" for name, reason in found.not_compared.items()]
+    for kind, names in (
+        ("only in a", found.only_in_a),
+        ("only in b", found.only_in_b),
+        ("of different shapes", shapes),
+        ("not comparable", reasons),
+    ):
+        if names:
+            more = f", and {len(names) - LISTED} more: see --json" if len(names) > LISTED else ""
+            yield f"{_count(names, 'name')} {kind}: {', '.join(names[:LISTED])}{more}"
+
+
+def print_fork(name: str, at: int, drifts: Mapping[int, float], console: Console) -> None:
+    """Print the drift of a fork from its parent, by step."""
+    table = plain_table([], ["step", "steps since", "drift from the parent"])
+    for step, drift in drifts.items():
+        add_row(table, str(step), str(step - at), scientific(drift))
+    console.print(table)
+    _conclude(f"{name}: drift is relative L2", console)
+
+
+class _Halving(Protocol):
+    """A fork of a bisection: `study.bisect.Halving`, which a report does not import."""
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+
+    @property
+    def drift(self) -> float: ...
+
+
+def print_halvings(found: Sequence[_Halving], at: int, until: int, console: Console) -> None:
+    """Print each fork of a bisection, and which parts carry the change."""
+    whole, carrier = found[0], found[-1]
+    table = plain_table(["changed alone"], ["drift", "of the whole"])
+    for each in dict.fromkeys(found):
+        drift = "diverged" if math.isinf(each.drift) else scientific(each.drift)
+        share = f"{_share(each.drift, whole.drift):.0%}"
+        add_row(table, ", ".join(each.parts), drift, share, style="bold" * (each == carrier))
+    console.print(table)
+    carries = "carries" if len(carrier.parts) == 1 else "carry"
+    share = _share(carrier.drift, whole.drift)
+    said = f"{', '.join(carrier.parts)} alone {carries} {share:.0%} of the drift"
+    if carrier.parts == whole.parts and len(whole.parts) > 1:
+        said = "neither half carries most of the drift alone: the parts act together"
+    if not whole.drift:
+        said = "the change moves no weight"
+    _conclude(f"{said}, from step {at} to {until}.", console)
+
+
+def _share(drift: float, whole: float) -> float:
+    """Return the share of the whole's drift; a divergence is all of a divergence."""
+    if math.isinf(whole):
+        return float(math.isinf(drift))
+    return drift / whole if whole else 0.0
+
+
+def _conclude(sentence: str, console: Console) -> None:
+    """Print a sentence below a table, in one line however long it is."""
+    console.print(as_text(f"\n{sentence}"), soft_wrap=True)
+
+
+def _run_name(run: str) -> str:
+    return "/".join(Path(run).parts[-2:])
+
+
+def _count(names: Sequence[str], noun: str) -> str:
+    return f"{len(names)} {noun}{'s' if len(names) != 1 else ''}"
