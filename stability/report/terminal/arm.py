@@ -1,7 +1,7 @@
 """One arm in the terminal: what changed, how each seed went, drift, growth, parameters, layers.
 
-It fits 80 columns. Leaves out where the figures come from (`analysis.arm_summary`); heads, positions
-and gradients are on the page alone.
+It fits 80 columns. Leaves out where the figures come from (`analysis.arm_summary`). Heads,
+positions and gradients are on the page alone.
 """
 
 import json
