@@ -15,7 +15,7 @@ from stability.callbacks.weight_callbacks import DriftProbe, SnapshotWriter
 from stability.config.load import load_study
 from stability.study.assemble import quieten_lightning
 from stability.study.checkpoints import CheckpointFiles
-from stability.study.run_study import plan
+from stability.study.run_study import plan_study
 from stability.study.train_run import TrainOptions, train
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +64,7 @@ def main() -> None:
         timed(owner, method, spent, name)
     study = load_study(ROOT / "configs" / "quickstart.yaml")
     with tempfile.TemporaryDirectory() as folder:
-        for run in plan(study, Path(folder)):
+        for run in plan_study(study, Path(folder)):
             if run.seed == study.seeds[0] and run.arm.name in ("baseline", "fp32"):
                 start = time.perf_counter()
                 train(run, TrainOptions(wandb_mode="disabled"), Silent())

@@ -34,7 +34,7 @@ from stability.report.terminal.progress import StudyDisplay
 from stability.study.assemble import quieten_lightning
 from stability.study.checkpoints import updates_left_out
 from stability.study.run import Run
-from stability.study.run_study import plan, run_study
+from stability.study.run_study import plan_study, run_study
 from stability.study.train_run import TrainOptions
 
 __all__ = [
@@ -164,7 +164,7 @@ def _rows(
 
 
 def _train(study: StudyConfig, out: Path, jobs: int) -> None:
-    runs = plan(study, out)
+    runs = plan_study(study, out)
     options = TrainOptions(wandb_mode="disabled")
     with StudyDisplay(Console(stderr=True), len(runs)) as display:
         run_study(study, out, options=options, observer=display, jobs=jobs)

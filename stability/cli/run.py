@@ -49,10 +49,10 @@ def run(
     from stability.report.terminal.progress import StudyDisplay
     from stability.study.assemble import quieten_lightning
     from stability.study.run import has_ended
-    from stability.study.run_study import plan, run_study
+    from stability.study.run_study import plan_study, run_study
     from stability.study.train_run import TrainOptions
 
-    runs = plan(config, out)
+    runs = plan_study(config, out)
     check_wandb(wandb)
     quieten_lightning()
     console = Console()

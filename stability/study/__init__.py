@@ -1,1 +1,1 @@
-"""Studies: from one YAML to paired runs and their records."""
+"""Studies: from one YAML file to paired runs and their records."""

@@ -62,7 +62,7 @@ HARMLESS_WARNINGS = (
 
 
 def quieten_lightning() -> None:
-    """Let Lightning log errors alone, in this process, and none of its own warnings."""
+    """Silence Lightning in this process: its logs below errors, and its own warnings."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning(\.|$)")
@@ -81,7 +81,7 @@ class Parts:
 
 
 def resolve_device(config: ArmConfig) -> torch.device:
-    """Return the device that the arm trains on; ValueError if a GPU is asked for and none there."""
+    """Return the device to train on; ValueError if a GPU is asked for and there is none."""
     accelerator = config.train.accelerator
     if accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("train.accelerator must be auto or cpu here, got 'gpu'; no CUDA device")
@@ -90,7 +90,7 @@ def resolve_device(config: ArmConfig) -> torch.device:
 
 
 def load_data(config: ArmConfig) -> TextDataModule:
-    """Return the data module of an arm, its text read and tokenised.
+    """Return the data module of a run, its text read and tokenised.
 
     ValueError for a text that is missing, empty or too short, or for more kinds of tokens than the
     model embeds.
@@ -112,7 +112,7 @@ def load_data(config: ArmConfig) -> TextDataModule:
 
 
 def assemble(config: ArmConfig) -> Parts:
-    """Build the model of an arm with its attention, probe, initial weights and nudge.
+    """Build the model of a run with its attention, probe, initial weights and nudge.
 
     ValueError as `resolve_device` and `resolve_attention`.
     """
@@ -124,7 +124,7 @@ def assemble(config: ArmConfig) -> Parts:
     probe = _probe(config, device, modules) if config.probe.is_on else None
     attention = _attention_by_layer(config, device, primary, probe)
     if config.train.compile:
-        # compiled or not, an attention is the same kernel call: so are its bits, probed or not
+        # the attention stays outside of the graph, so its bits are the same compiled or not
         eager: Any = torch.compiler.disable
         attention = [eager(function) for function in attention]
     model = GPT(config.model, attention)
@@ -152,7 +152,7 @@ def assemble(config: ArmConfig) -> Parts:
 
 
 def _with_emulated_attention(config: ArmConfig) -> ArmConfig:
-    """Return `config` with the primary's and the shadows' "input" told what is emulated."""
+    """Return `config` with the emulated format as the "input" of its attention and shadows."""
     format = emulated_format(config.precision)
     if format is None:
         return config
@@ -175,7 +175,7 @@ def _attention_by_layer(
     primary: ResolvedAttention,
     probe: AttentionProbe | None,
 ) -> list[Any]:
-    """Return each layer's attention; where an arm changes only a part, the rest is the baseline's.
+    """Return each layer's attention; layers that the arm does not change have the baseline's.
 
     ValueError if no layer's name matches the arm's globs.
     """
@@ -225,7 +225,8 @@ def make_trainer(
 ) -> Trainer:
     """Return a deterministic Trainer that keeps its last checkpoints in the run's folder.
 
-    It stops at `last_step`, 0 being the config's; the learning rate's course is the config's.
+    It stops at `last_step`, or at the config's last step if that is 0. The learning rate follows
+    the config's schedule in both cases.
     """
     checkpoints = ModelCheckpoint(
         dirpath=files.paths.checkpoints_dir,

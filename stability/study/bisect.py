@@ -1,8 +1,8 @@
-"""Which layers, or which rounding points, carry a divergence: found by halving, with forks.
+"""Finds the layers or rounding points that carry a divergence, by halving the change.
 
-The whole change is forked first; then each half of what it touches, alone; then each half of the
-half that moved the weights further, as long as that half alone carries most of it. Every fork
-starts from the same bits and sees the same batches. Leaves out the single fork (`fork`).
+First a fork makes the whole change. Then one fork makes each half of it alone, and the half that
+moves the weights further is halved again, as long as it alone carries most of the drift. Every fork
+starts from the same bits and sees the same batches. How a fork is made is left to `fork`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +20,12 @@ __all__ = ["CARRIES", "Halving", "Over", "halve", "plan_layers", "plan_points", 
 Over = Literal["layers", "points"]
 
 CARRIES = 0.5
-"""A part that alone moves the weights this share of the whole's drift carries the divergence."""
+"""A part carries the divergence if alone it moves the weights this share of the whole's drift."""
 
 
 @dataclass(frozen=True, slots=True)
 class Halving:
-    """One fork of a bisection: what was changed, and how far the weights went."""
+    """One fork of a bisection: the parts that were changed, and how far that moved the weights."""
 
     parts: tuple[str, ...]
     drift: float

@@ -1,7 +1,7 @@
-"""q, k and v of one layer of a trained run, on a batch of its own text.
+"""Captures q, k and v at one layer of a trained run, on a batch of the run's own text.
 
-Rebuilds the run's model from its manifest, loads the weights of a snapshot, and records what the
-layer's attention is called with. Leaves out what is measured on it (`attention.microbenchmark`).
+The run's model is rebuilt from its manifest with the weights of a snapshot, and the arguments of
+the layer's attention are recorded. What is measured on them is left to `probe.microbenchmark`.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ __all__ = ["capture"]
 
 
 class _Recorder:
-    """An attention that keeps what it was called with and attends in plain PyTorch."""
+    """An attention that keeps its last arguments and computes with PyTorch's own."""
 
     def __init__(self) -> None:
         self.seen: tuple[Tensor, Tensor, Tensor] | None = None
@@ -37,7 +37,7 @@ class _Recorder:
 
 
 def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
-    """Return q, k, v in FP32 at `layer` and a drawn dout, from the snapshot of `step` or the last.
+    """Return FP32 q, k and v at `layer` and a random dout, from the snapshot of `step` or the last.
 
     ValueError if the folder holds no run, the run no such snapshot, or the model no such layer.
     """

@@ -1,12 +1,9 @@
-"""Checkpoints that are whole or not there: how they are written, and from which a run goes on.
+"""Checkpoints: how they are written, from which one a run resumes, and how a fork inherits one.
 
-Lightning says when to save and what; here a file is forced to disk, renamed, and listed in the
-manifest with its checksum. Everything a run draws on is a function of its config and step, so a run
-whose checkpoints are damaged starts anew and still ends in the same bits.
-
-Lays down what a fork goes on from: the parent's log and checkpoint, as the fork's own files.
-
-Leaves out which run that is and whether it may be forked (`fork`).
+Lightning decides when to save and what. Here a file is forced to disk, renamed, and listed in the
+manifest with its checksum, so a checkpoint is whole or not there. Everything that a run uses is a
+function of its config and step, so a run whose checkpoints are damaged starts anew and still ends
+in the same bits. Whether a run may be forked is left to `fork`.
 """
 
 from collections.abc import Callable
@@ -57,9 +54,10 @@ class CheckpointFiles(CheckpointIO):
 def resume_from(
     paths: RunPaths, manifest: Manifest, note: Callable[[str], None]
 ) -> tuple[int, dict[str, str]]:
-    """Return the step of the checkpoint that the run goes on from, and the files it may rely on.
+    """Return the step of the checkpoint to resume from, and the files that may be relied on.
 
-    0 and no files if it starts anew. `note` is told of each damaged record and what is done.
+    Step 0 and no files if the run starts anew. `note` is called for each damaged record and with
+    what is done about it.
     """
     wrong = damaged_files(paths, manifest)
     for name, what in wrong.items():
@@ -84,9 +82,9 @@ def resume_from(
 
 
 def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
-    """Delete snapshots and checkpoints that `files` does not list, and what a kill left half done.
+    """Delete snapshots and checkpoints that `files` does not list, and a kill's temporary files.
 
-    They are written again, with the same bits.
+    The run writes them again, with the same bits.
     """
     found = [paths.snapshot(step) for step in snapshot_steps(paths)]
     found += [paths.checkpoint(step) for step in checkpoint_steps(paths)]
@@ -97,7 +95,7 @@ def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
 
 
 def updates_left_out(paths: RunPaths) -> int:
-    """Return how many updates a loss scaler left out, up to the run's last checkpoint.
+    """Return how many updates a loss scaler skipped, up to the run's last checkpoint.
 
     ValueError if the run has no checkpoint.
     """
@@ -131,9 +129,9 @@ _LOG_POSITION = "LogPosition"
 def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str, str]:
     """Copy the parent's records up to step `at` into the fork's folder; return the files it lists.
 
-    Drifts are left out of the log: they are distances from the parent's baseline. `eps` is the
-    fork's own: an optimizer takes it from its state, not from its config. ValueError if the
-    parent's checkpoint is damaged or gone.
+    Drifts are left out of the log, since they are distances from the parent's baseline. `eps` is
+    the fork's own and is written into the optimizer's state, where an optimizer that is restored
+    reads it. ValueError if the parent's checkpoint is damaged or gone.
     """
     checkpoint: dict[str, Any] = torch.load(
         read_run_file(parent, parent.checkpoint(at)), map_location="cpu", weights_only=True

@@ -1,9 +1,9 @@
-"""Counterfactuals: an arm that starts from another run's exact state, changed in one axis.
+"""Forks: a run that starts from another run's exact state and differs from it in one axis.
 
 Weights, optimizer, loss scaler, loader position and every running sum are those of the parent's
 checkpoint, so a fork that changes nothing ends in the parent's bits. Its records begin with the
-parent's, less the drifts, which were measured from another run. Leaves out the training (`arm`) and
-the search over many forks (`bisect`).
+parent's, less the drifts, which were measured from another run. The training itself is left to
+`train_run`, the search over many forks to `bisect`.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ from stability.study.train_run import TrainOptions, train
 __all__ = ["fork_drifts", "plan_fork", "run_fork"]
 
 SETTLED_AXES = ("init", "seed", "nudge")
-"""Axes that only decide how a run begins: a fork can't change them any more."""
+"""Axes that only decide how a run begins, so a fork can no longer change them."""
 
 
 def plan_fork(
     parent: RunPaths, at: int, changes: Mapping[str, Any], *, name: str = "", until: int = 0
 ) -> Run:
-    """Return the run that goes on from `parent` at step `at` with `changes` to its config.
+    """Return the run that continues `parent` from step `at` with `changes` to its config.
 
     `changes` are nested as in an arm of a study. It trains up to step `until`, 0 being the parent's
     last. Its folder is `forks/<name>/seed-<n>` in the parent's study. ValueError for a run that
@@ -79,7 +79,7 @@ def plan_fork(
 
 
 def run_fork(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
-    """Train a planned fork, or go on with it; one that has ended is kept.
+    """Train a planned fork, or resume it; one that has ended is kept.
 
     RunConflictError if its folder holds another run.
     """

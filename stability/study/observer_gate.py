@@ -1,7 +1,7 @@
-"""The observer gate: a few steps with every instrument on and with none must end in the same bits.
+"""The observer gate: a few steps with every instrument and with none must end in the same bits.
 
-Both are trained as the arm itself would be, from its start, in a temporary folder. Leaves out what
-the instruments measure meanwhile.
+Both trainings start as the run itself would, in a temporary folder. What the instruments measure
+there is thrown away.
 """
 
 import tempfile
@@ -28,7 +28,7 @@ OBSERVER_STEPS = 4
 
 
 class ObserverError(ValueError):
-    """Looking at a run has changed it."""
+    """The instruments have changed the weights of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +41,11 @@ class ObserverCheck:
 
     @property
     def equal(self) -> bool:
-        """Whether looking has changed nothing."""
+        """Whether the instruments have changed nothing."""
         return self.watched == self.unwatched
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a manifest holds of it."""
+        """Return the manifest's entry about the gate."""
         return {**asdict(self), "equal": self.equal}
 
 

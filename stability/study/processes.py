@@ -1,9 +1,9 @@
-"""Several runs at once, each in a process of its own; one GPU each where there are GPUs.
+"""Trains several runs at once on this machine, each in a process and, if there are any, on a GPU.
 
-A run draws on nothing but its config and its baseline's records, so the order makes no difference
-to any bit: a candidate waits for its baseline, and nothing else waits. A child whose parent is gone
-stops at its next step; a child that is killed is a failed run, and the others go on. Leaves out the
-single run (`arm`) and machines besides this one, for which schedulers exist.
+A run depends on nothing but its config and its baseline's records, so the order of runs changes no
+bit: a candidate waits for its baseline, and nothing else waits. A child whose parent is gone stops
+at its next step. A child that is killed counts as a failed run, and the others go on. How one run
+is trained is left to `train_run`.
 """
 
 import multiprocessing
@@ -20,10 +20,10 @@ import torch
 from stability.callbacks.progress import StudyObserver
 from stability.records.atomic_files import DiskFullError
 from stability.study.assemble import quieten_lightning
-from stability.study.run import Run, has_ended
+from stability.study.run import Run, needs_no_training
 from stability.study.train_run import TrainOptions, train
 
-__all__ = ["is_settled", "launch"]
+__all__ = ["train_in_processes"]
 
 
 @dataclass(slots=True)
@@ -32,45 +32,36 @@ class _Child:
     process: SpawnProcess
     slot: int
     told: bool = False
-    """Whether it has said how it ended."""
+    """Whether it has reported how its run ended."""
 
 
 @dataclass(slots=True)
 class _Queue:
-    """What has not been started yet, what is training, and whether the disk is full."""
+    """The runs that have not been started, those in training, and whether the disk is full."""
 
     waiting: list[tuple[int, Run]]
     active: dict[Connection, _Child] = field(default_factory=dict)
     disk_full: str = ""
 
     def ready(self) -> tuple[int, Run] | None:
-        """Return the first run whose baseline is not under way."""
+        """Return the first run whose baseline is neither waiting nor in training."""
         busy = {child.run.paths for child in self.active.values()}
         busy |= {run.paths for _, run in self.waiting}
         return next((pair for pair in self.waiting if pair[1].baseline not in busy), None)
 
     def free_slot(self) -> int:
-        """Return the lowest number that no active run has."""
+        """Return the lowest number that no run in training has; it selects the GPU."""
         taken = {child.slot for child in self.active.values()}
         return min(set(range(len(taken) + 1)) - taken)
 
 
-def is_settled(run: Run, observer: StudyObserver) -> bool:
-    """Whether `run` needs no training, and if so tell `observer` why."""
-    if has_ended(run.paths):
-        observer.run_ended(run.arm.name, run.seed, "finished", "kept")
-        return True
-    if run.baseline is not None and not has_ended(run.baseline):
-        observer.run_ended(run.arm.name, run.seed, "skipped", "its baseline did not finish")
-        return True
-    return False
+def train_in_processes(
+    runs: list[Run], jobs: int, options: TrainOptions, observer: StudyObserver
+) -> None:
+    """Train `runs`, up to `jobs` at once, and report all of them to `observer`.
 
-
-def launch(runs: list[Run], jobs: int, options: TrainOptions, observer: StudyObserver) -> None:
-    """Train `runs`, up to `jobs` at once, and tell `observer` of all of them.
-
-    KeyboardInterrupt is passed on to every child, and raised when they have stopped; DiskFullError
-    as `train`, when those under way have ended.
+    KeyboardInterrupt is passed on to every child, and raised when they have stopped. DiskFullError,
+    as from `train`, is raised when the runs in training have ended.
     """
     queue = _Queue(list(enumerate(runs, start=1)))
     try:
@@ -93,13 +84,13 @@ def launch(runs: list[Run], jobs: int, options: TrainOptions, observer: StudyObs
 def _start_ready(
     queue: _Queue, total: int, jobs: int, options: TrainOptions, observer: StudyObserver
 ) -> None:
-    """Start what may start; after a full disk, nothing more."""
+    """Start every run that may start; after a full disk, none."""
     if queue.disk_full:
         queue.waiting.clear()
     while len(queue.active) < jobs and (pair := queue.ready()) is not None:
         queue.waiting.remove(pair)
         index, run = pair
-        if is_settled(run, observer):
+        if needs_no_training(run, observer):
             continue
         observer.run_started(index, total, run.arm.name, run.seed, run.config.train.steps)
         context = multiprocessing.get_context("spawn")
@@ -115,7 +106,7 @@ def _start_ready(
 
 
 def _listen(queue: _Queue, connection: Connection, observer: StudyObserver) -> None:
-    """Pass on one message of a child, or take note that it is gone."""
+    """Forward one message of a child to `observer`, or note that the child is gone."""
     child = queue.active[connection]
     try:
         what, *values = connection.recv()
@@ -137,9 +128,10 @@ def _listen(queue: _Queue, connection: Connection, observer: StudyObserver) -> N
 
 @contextmanager
 def _waiting_threads_sleep() -> Iterator[None]:
-    """Let a child's idle OpenMP threads sleep: spinning, two children stall each other 30-fold.
+    """Let a child's idle OpenMP threads sleep instead of spin.
 
-    It decides when a thread waits, never what it adds, so no bit depends on it.
+    Spinning threads of two children slow each other down 30-fold. The policy decides how a thread
+    waits and never what it adds, so no bit depends on it.
     """
     before = os.environ.get("OMP_WAIT_POLICY")
     os.environ["OMP_WAIT_POLICY"] = before or "PASSIVE"
@@ -151,29 +143,29 @@ def _waiting_threads_sleep() -> Iterator[None]:
 
 
 class _Relay:
-    """The observer of a child: sends to the parent what it is told."""
+    """The observer inside a child process: sends every message to the parent."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
-        """Say so."""
+        """Send it."""
         self._send("run_started", index, total, arm, seed, steps)
 
     def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
-        """Say so."""
+        """Send it."""
         self._send("run_advanced", arm, seed, step, loss)
 
     def run_noted(self, arm: str, seed: int, text: str) -> None:
-        """Say so."""
+        """Send it."""
         self._send("run_noted", arm, seed, text)
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
-        """Say so."""
+        """Send it."""
         self._send("run_ended", arm, seed, state, message)
 
     def disk_full(self, message: str) -> None:
-        """Say so."""
+        """Send it."""
         self._send("disk_full", message)
 
     def _send(self, *message: object) -> None:
@@ -186,7 +178,7 @@ class _Relay:
 def _train_alone(
     connection: Connection, run: Run, options: TrainOptions, threads: int, slot: int
 ) -> None:
-    """Train one run in this new process."""
+    """Train one run in this process, which was spawned for it."""
     os.setpgrp()  # Ctrl-C reaches the parent, which passes it on once
     if torch.cuda.device_count() > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -1,6 +1,6 @@
-"""One run before it is trained: an arm with a seed, its folder, and what is there already.
+"""A run before it is trained: its arm and seed, its folder, its lock, and what is there already.
 
-Leaves out the training (`arm`).
+How it is trained is left to `train_run`.
 """
 
 import fcntl
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, with_seed
 from stability.config.load import to_dict
 from stability.config.schema import ArmConfig, Axis
@@ -17,13 +18,21 @@ from stability.records.manifest import ENDED, environment, read_manifest
 from stability.records.paths import RunPaths
 from stability.records.run_files import damage
 
-__all__ = ["Fork", "Run", "RunConflictError", "check_existing", "has_ended", "locked"]
+__all__ = [
+    "Fork",
+    "Run",
+    "RunConflictError",
+    "check_existing",
+    "has_ended",
+    "locked",
+    "needs_no_training",
+]
 
 _LOCK = ".lock"
 
 
 class RunConflictError(ValueError):
-    """A run directory holds another run than the one asked for."""
+    """A run's folder holds another run than the one asked for, or is in use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +45,7 @@ class Fork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One arm with one seed, and where its records go."""
+    """One training: an arm with a seed, and the folder of its records."""
 
     study: str
     arm: Arm
@@ -50,7 +59,7 @@ class Run:
 
     @property
     def fork_record(self) -> dict[str, Any]:
-        """What a manifest says of where the run goes on from; `from` holds if both are moved."""
+        """The manifest's entry about the fork; `from` is relative, so that both may be moved."""
         if self.fork is None or self.baseline is None:
             return {}
         parent = os.path.relpath(self.baseline.root.resolve(), self.paths.root.resolve())
@@ -58,7 +67,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The step up to which it trains."""
+        """The step at which the training stops."""
         return self.fork.until if self.fork else self.arm.config.train.steps
 
     @property
@@ -101,9 +110,20 @@ def check_existing(run: Run) -> None:
         raise RunConflictError(f"{damaged[0]}; remove {run.paths.root} to train it anew")
 
 
+def needs_no_training(run: Run, observer: StudyObserver) -> bool:
+    """Whether `run` has ended already or lacks its baseline; if so, tell `observer` which."""
+    if has_ended(run.paths):
+        observer.run_ended(run.arm.name, run.seed, "finished", "kept")
+        return True
+    if run.baseline is not None and not has_ended(run.baseline):
+        observer.run_ended(run.arm.name, run.seed, "skipped", "its baseline did not finish")
+        return True
+    return False
+
+
 @contextmanager
 def locked(paths: RunPaths) -> Iterator[None]:
-    """Hold a run's folder for this process; a killed one lets go of it.
+    """Lock a run's folder for this process; the lock of a killed process is released.
 
     RunConflictError if another process holds it.
     """

@@ -1,7 +1,7 @@
 """A whole study: everything is checked before the first byte is written, then run after run.
 
 Seeds are the outer loop, and in each the baseline comes first: a study stopped half-way holds whole
-pairs. Leaves out the single run (`arm`) and the display.
+pairs. How one run is trained is left to `train_run`, how progress is shown to the observer.
 """
 
 from pathlib import Path
@@ -15,14 +15,14 @@ from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import write_sealed
 from stability.study.assemble import assemble, load_data
-from stability.study.processes import is_settled, launch
-from stability.study.run import Run, check_existing
+from stability.study.processes import train_in_processes
+from stability.study.run import Run, check_existing, needs_no_training
 from stability.study.train_run import TrainOptions, train
 
-__all__ = ["check_study", "plan", "run_study"]
+__all__ = ["check_study", "plan_study", "run_study"]
 
 
-def plan(study: StudyConfig, out: Path) -> list[Run]:
+def plan_study(study: StudyConfig, out: Path) -> list[Run]:
     """Return the runs of `study` in the order they are trained; writes nothing.
 
     ContractError if an arm changes more than one axis.
@@ -44,7 +44,7 @@ def plan(study: StudyConfig, out: Path) -> list[Run]:
 
 
 def check_study(runs: list[Run]) -> None:
-    """Check all that can be known before training; writes nothing.
+    """Check everything that can be known before training; write nothing.
 
     ValueError for a device or precision that cannot be had, an unknown attention, a text that is
     missing or too short; RunConflictError for a directory that holds another run.
@@ -61,21 +61,22 @@ def run_study(
 ) -> list[Run]:
     """Train every arm and seed of `study` into `out/<name>`, and return the runs.
 
-    Runs that have ended are kept, others go on. A run that fails is recorded and the others go on;
-    a candidate whose baseline failed is not started. Up to `jobs` runs train at once, each in a
-    process of its own (1: in this one), with the same results. DiskFullError where the disk takes
-    no more: nothing that was written is lost. ValueError as `check_study`, and for `jobs` below 1.
+    Runs that have ended are kept, and interrupted ones resumed. A failure is recorded in the run's
+    manifest and the other runs go on, but a candidate whose baseline failed is not started. Up to
+    `jobs` runs train at once, each in a process of its own (1: in this one), with the same results.
+    DiskFullError where the disk is full: nothing that was written is lost. ValueError as
+    `check_study`, and for `jobs` below 1.
     """
     if jobs < 1:
         raise ValueError(f"run_study: jobs must be >= 1, got {jobs}")
-    runs = plan(study, out)
+    runs = plan_study(study, out)
     check_study(runs)
     _write_study(study, runs, out)
     if jobs > 1:
-        launch(runs, jobs, options, observer)
+        train_in_processes(runs, jobs, options, observer)
         return runs
     for index, run in enumerate(runs, start=1):
-        if is_settled(run, observer):
+        if needs_no_training(run, observer):
             continue
         observer.run_started(index, len(runs), run.arm.name, run.seed, run.config.train.steps)
         try:

@@ -1,6 +1,6 @@
-"""One run of one arm: start it or go on, train it, and leave a manifest that says how it went.
+"""Trains one run: starts or resumes it, and leaves a manifest that says how it ended.
 
-Leaves out the order of runs (`runner`) and how anything is displayed.
+The order of runs is left to `run_study`, how progress is shown to the observer.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,7 @@ from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
 from stability.study.assemble import Parts, assemble, fit, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
-from stability.study.observer_gate import ObserverError
-from stability.study.observer_gate import check_observer as run_gate
+from stability.study.observer_gate import ObserverError, check_observer
 from stability.study.run import Run, locked
 from stability.tracking.environment import WandbMode
 from stability.tracking.live import MirroredLog, WandbRun, open_wandb_run
@@ -41,19 +40,20 @@ __all__ = ["TrainOptions", "train"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
-    """What `stability run` may ask of every run, besides its config."""
+    """What `stability run` asks of every run, besides its config; no bit depends on it."""
 
     wandb_mode: WandbMode
     check_observer: bool = False
-    """Pass the observer gate first: a run that looking would change is not trained, it fails."""
+    """Whether a run must pass the observer gate first; one that instruments would change fails."""
 
 
 def train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
-    """Train `run` to its last step, going on from its last whole checkpoint if there is one.
+    """Train `run` to its last step, from its last whole checkpoint if there is one.
 
-    Returns the final manifest. Whatever goes wrong is recorded in it: a failure comes back as state
-    `failed`; an interrupt is recorded as `interrupted` and raised as KeyboardInterrupt, a full disk
-    as DiskFullError. RunConflictError if another process is training it.
+    Returns the final manifest. Every failure is recorded in it. A broken pair contract or observer
+    gate is returned as state `failed`, any other error is raised as well; an interrupt is recorded
+    as `interrupted` and raised as KeyboardInterrupt, a full disk as DiskFullError. RunConflictError
+    if another process is training the run.
     """
     with locked(run.paths):
         return _train(run, options, observer)
@@ -63,11 +63,11 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
     config = run.config
     parts = assemble(config)
     data = load_data(config)
-    start, kept = _start(run, observer)
+    start, kept = _find_start(run, observer)
     files = RunFiles(run.paths, _first_manifest(run, parts, data, kept))
     files.update()
     if start == 0 and run.fork is not None and run.baseline is not None:
-        # after the manifest: a kill in between leaves a run that is laid down again
+        # only now that the manifest is there: after a kill in between, the fork is laid down again
         start = run.fork.at
         kept = lay_fork(run.baseline, run.paths, start, config.optimizer.eps)
         files.update(files=kept)
@@ -76,27 +76,27 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
         if run.baseline is not None:
             check_start(read_manifest(run.baseline.manifest), files.manifest)
         if options.check_observer:
-            files.update(observer=_observed(config))
+            files.update(observer=_pass_observer_gate(config))
         diverged = _fit(run, files, parts, data, start, options.wandb_mode, observer)
         files.update(**_end(run, files.manifest, parts, diverged))
     except (KeyboardInterrupt, SystemExit):
         # Lightning turns Ctrl-C into SystemExit
-        _record(files, state="interrupted", step=_steps_logged(run))
+        _update(files, state="interrupted", step=_steps_logged(run))
         raise KeyboardInterrupt from None
     except ContractError as error:
-        _record_failure(run, files, f"pair contract: {error}")
+        _note_failure(run, files, f"pair contract: {error}")
     except ObserverError as error:
-        _record_failure(run, files, f"observer gate: {error}")
+        _note_failure(run, files, f"observer gate: {error}")
     except Exception as error:
         if _was_interrupted(error):
-            _record(files, state="interrupted", step=_steps_logged(run))
+            _update(files, state="interrupted", step=_steps_logged(run))
             raise KeyboardInterrupt from None
         if is_disk_full(error):
-            _record(files, state="interrupted", step=_steps_logged(run))
+            _update(files, state="interrupted", step=_steps_logged(run))
             known = isinstance(error, DiskFullError)
             said = str(error) if known else f"{run.paths.root}: the disk is full: {error}"
             raise DiskFullError(said) from error
-        _record_failure(run, files, f"{type(error).__name__}: {error}")
+        _note_failure(run, files, f"{type(error).__name__}: {error}")
         raise
     return files.manifest
 
@@ -126,8 +126,8 @@ def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str
     )
 
 
-def _start(run: Run, observer: StudyObserver) -> tuple[int, dict[str, str]]:
-    """Return the step to go on from, and the files of the run that are relied on."""
+def _find_start(run: Run, observer: StudyObserver) -> tuple[int, dict[str, str]]:
+    """Return the step to train from, and the files of the run that may be relied on."""
 
     def note(text: str) -> None:
         observer.run_noted(run.arm.name, run.seed, text)
@@ -137,9 +137,9 @@ def _start(run: Run, observer: StudyObserver) -> tuple[int, dict[str, str]]:
     return resume_from(run.paths, read_manifest(run.paths.manifest), note)
 
 
-def _observed(config: ArmConfig) -> dict[str, Any]:
-    """Return the gate's result for the manifest; ObserverError if it does not hold."""
-    check = run_gate(config)
+def _pass_observer_gate(config: ArmConfig) -> dict[str, Any]:
+    """Return the gate's result for the manifest; ObserverError if the weights differ."""
+    check = check_observer(config)
     if not check.equal:
         raise ObserverError(
             f"after {check.steps} steps the weights must be {check.unwatched[:16]} with every "
@@ -220,21 +220,24 @@ def _callbacks(
 
 
 def _batch_check(run: Run, baseline: RunPaths) -> Callable[[int], None]:
-    """Return what checks the batches up to a step, where they are to be the same."""
+    """Return a check that the batches up to a step are the baseline's, unless they may differ."""
     if may_differ("batches", run.arm.diff):
         return lambda step: None
     return lambda step: check_batches(baseline, run.paths, step)
 
 
 def _shared_steps(run: Run, baseline: RunPaths, steps: list[int]) -> list[int]:
-    """Return the steps to compare at: a baseline that diverged, or is forked, may have fewer."""
+    """Return the steps at which both runs have weights.
+
+    A baseline that diverged has fewer snapshots; so may one that is the parent of a fork.
+    """
     if run.fork is None and read_manifest(baseline.manifest).state != "diverged":
         return steps
     return sorted({*steps} & {*snapshot_steps(baseline)})
 
 
 def _end(run: Run, manifest: Manifest, parts: Parts, diverged: int | None) -> dict[str, Any]:
-    """Return what the manifest says of a run that has ended."""
+    """Return what the manifest says of a run that has reached its end."""
     step, log = _steps_logged(run), run.paths.metrics
     batches = read_text(log, BATCH_HASH)
     said = f"the loss is not finite from step {diverged} on" if diverged is not None else ""
@@ -252,18 +255,18 @@ def _end(run: Run, manifest: Manifest, parts: Parts, diverged: int | None) -> di
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether an interrupt is behind `error`: one within torch.save comes out as a RuntimeError."""
+    """Whether an interrupt caused `error`; torch.save turns one into a RuntimeError."""
     while error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
-def _record_failure(run: Run, files: RunFiles, message: str) -> None:
-    _record(files, state="failed", message=message, step=_steps_logged(run))
+def _note_failure(run: Run, files: RunFiles, message: str) -> None:
+    _update(files, state="failed", message=message, step=_steps_logged(run))
 
 
-def _record(files: RunFiles, **changes: Any) -> None:
-    """Update the manifest; where the disk takes no more, the last whole one stays."""
+def _update(files: RunFiles, **changes: Any) -> None:
+    """Update the manifest; where the disk is full, the last whole one stays."""
     try:
         files.update(**changes)
     except OSError as error:

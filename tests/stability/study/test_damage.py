@@ -15,7 +15,7 @@ from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
 from stability.records.run_files import damage, read_run_snapshot
 from stability.study.run import RunConflictError, locked
-from stability.study.run_study import plan
+from stability.study.run_study import plan_study
 from tests.stability.study.recorded_bits import recorded_bits
 
 
@@ -173,7 +173,7 @@ def test_a_full_disk_is_a_clear_stop_and_nothing_is_lost(write_study, run_tiny, 
 
 def test_a_run_that_another_process_trains_is_refused(write_study, run_tiny, tmp_path):
     study = load_study(write_study(_short), {"train.steps": "2"})
-    run = plan(study, tmp_path / "runs")[0]
+    run = plan_study(study, tmp_path / "runs")[0]
     with locked(run.paths):
         ended = run_tiny(study, tmp_path / "runs").ended
     assert "another process is training this run" in ended[0][3]

@@ -14,7 +14,7 @@ from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.paths import RunPaths
 from stability.study.run import RunConflictError, check_existing
-from stability.study.run_study import plan
+from stability.study.run_study import plan_study
 from tests.stability.study.recorded_bits import recorded_bits
 
 ROOT = Path(__file__).parents[3]
@@ -125,7 +125,7 @@ def test_a_directory_that_is_no_run_is_refused(write_study, run_tiny, tmp_path):
     stranger = tmp_path / "runs" / "tiny" / "baseline" / "seed-0" / "thesis.txt"
     stranger.parent.mkdir(parents=True)
     (stranger.parent / ".manifest.json.ab12.tmp").write_text("half")  # what a kill may leave
-    check_existing(plan(load_study(write_study(_short), None), tmp_path / "runs")[0])
+    check_existing(plan_study(load_study(write_study(_short), None), tmp_path / "runs")[0])
     stranger.write_text("years of work")
     with pytest.raises(RunConflictError, match="holds files but no manifest"):
         run_tiny(load_study(write_study(_short), None), tmp_path / "runs")
