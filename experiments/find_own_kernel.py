@@ -48,8 +48,8 @@ def look_at(kernel: str) -> list[Located]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     series: dict[str, Series] = {}
 
-    def keep(step: int, reading) -> None:
-        for name, value in reading.metrics.items():
+    def keep(step: int, measured) -> None:
+        for name, value in measured.metrics.items():
             found = series.setdefault(name, Series())
             found.steps.append(step)
             found.values.append(value)

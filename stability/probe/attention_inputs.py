@@ -64,6 +64,7 @@ def draw_inputs(
             f"draw_inputs: distribution must be one of {', '.join(DISTRIBUTIONS)}, got "
             f"{distribution!r}; nearest: {', '.join(near or DISTRIBUTIONS)}"
         )
+    # drawn on the CPU whatever the device: CUDA's generator gives other numbers for the same seed
     generator = torch.Generator().manual_seed(seed)
     lengths = {
         "q": shape.query_len,

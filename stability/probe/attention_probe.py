@@ -146,6 +146,7 @@ class AttentionProbe:
 
     def start_transfer(self) -> HostTransfer | None:
         """End the step: evaluate what no backward has reached, and send the values to the host."""
+        # e.g. under no_grad, or in a layer whose out does not reach the loss: forward alone
         for captured in self._captured.values():
             self._evaluate(captured, None)
         self._captured.clear()
@@ -177,6 +178,7 @@ class AttentionProbe:
         self._meter.load_state_dict(state["sums"])  # pyright: ignore[reportArgumentType]
 
     def _is_due(self, call: AttentionCall) -> bool:
+        # a second call of the layer in this step, e.g. from the next micro-batch
         if call.layer in self._captured:
             return False
         if not any(fnmatchcase(call.layer, pattern) for pattern in self._config.layers):
@@ -301,6 +303,8 @@ class BadResultError(ValueError):
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
     """Leave the caller's random state and autocast as they were, and switch autocast off inside."""
+    # An attention with dropout or stochastic rounding would advance the generators that the run
+    # draws from. By default fork_rng saves the state of every GPU; only this one can be used here.
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False):
         yield
@@ -314,6 +318,7 @@ def repeat_call(
     The gradients are autograd's under `dout`, in the inputs' dtype. BadResultError if what the
     attention returns differs from q in shape or dtype, or carries no gradient.
     """
+    # copies: a candidate may write into its inputs, and the run goes on with its own
     leaves = [x.detach().clone().requires_grad_(dout is not None) for x in (q, k, v)]
     with isolated(q.device), torch.set_grad_enabled(dout is not None):
         out, lse = attention(*leaves)
@@ -344,6 +349,7 @@ def repeat_golden(
 def _gradients(out: Tensor, leaves: list[Tensor], dout: Tensor) -> dict[str, Tensor]:
     if not out.requires_grad:
         raise BadResultError("out carries no gradient")
+    # a copy of dout too: the run's backward goes on with it after the hook
     found = torch.autograd.grad(out, leaves, dout.detach().clone(), allow_unused=True)
     missing = [name for name, x in zip(GRADIENTS, found, strict=True) if x is None]
     if missing:

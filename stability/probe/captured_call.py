@@ -117,6 +117,7 @@ class CapturedCall:
         lse: Tensor | None,
     ) -> "CapturedCall":
         """Capture `call`, made on `qkv`, with the primary's result."""
+        # detached tensors share memory and version counter with the run's, and hold no graph
         tensors = [x.detach() for x in (*qkv, out)]
         q, k, v = (x.to(call.dtype or x.dtype) for x in tensors[:3])
         return cls(

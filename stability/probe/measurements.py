@@ -80,6 +80,7 @@ class MeasurementBuffer:
 
     def add_counts(self, name: str, counts: Tensor) -> None:
         """Add a histogram."""
+        # FP64 holds counts exactly up to 2^53, so they can travel with the values
         self._counts.append((name, counts.detach().double().flatten()))
 
     def transfer(self, findings: Sequence[ProbeFinding]) -> "HostTransfer | None":
@@ -127,6 +128,7 @@ class HostTransfer:
         if self._arrived is not None:
             self._arrived.synchronize()
         values = self._host.tolist()
+        # the values come first; the histograms behind them are cut out below
         metrics = dict(zip(self._names, values, strict=False))
         counts, start = {}, len(self._names)
         for name, size in self._counts:
@@ -255,6 +257,7 @@ class DeviationMeter:
         golden = captured.golden.get("out")
         if dout is None or candidate is None or golden is None:
             return
+        # summed over steps, an unbiased error averages out and a biased one grows
         gap = delta_gap(dout, candidate, golden, valid=captured.valid)
         total = self._delta_sums.get(captured.layer)
         total = gap if total is None else total.to(gap.device) + gap

@@ -163,6 +163,7 @@ def measure(
         flash_attention, inputs, backward, numerics=numerics, engine=problem.engine, **mask
     )
     plain = attend_with_gradients(baseline_attention, inputs, backward, numerics=baseline, **mask)
+    # the golden gets FP64 leaves: autograd rounds a gradient to the dtype of its leaf
     exact = attend_with_gradients(
         golden_attention, AttentionInputs(*(x.double() for x in inputs)), backward, **mask
     )

@@ -45,6 +45,7 @@ class Schedule:
     def _is_log_spaced(self, step: int) -> bool:
         if step == 0:
             return True
+        # only the rounded powers in the step's own decade can be equal to it
         power = len(str(step)) - 1
         first, last = power * self.per_decade, (power + 1) * self.per_decade
         return any(round(10 ** (i / self.per_decade)) == step for i in range(first, last + 1))
@@ -76,6 +77,7 @@ class Budget:
         self._read_events()
         count = 1
         if self._n_looks:
+            # as many layers as the time still granted pays for, at the mean cost of those so far
             left = self._share * (now - self._began) - self._spent
             count = int(left / (self._spent / self._n_looks))
         count = max(0, min(count, len(self._layers)))

@@ -103,9 +103,9 @@ def test_inputs_that_the_model_overwrites_are_a_finding_not_a_wrong_figure():
     with torch.no_grad():
         q.mul_(2)
     out.sum().backward()
-    reading = hook.probe.collect()
-    assert reading.metrics == {}
-    assert [text for _, text in reading.findings] == ["inputs or out overwritten in place"]
+    measured = hook.probe.collect()
+    assert measured.metrics == {}
+    assert [text for _, text in measured.findings] == ["inputs or out overwritten in place"]
 
 
 def test_a_lost_device_is_no_finding():

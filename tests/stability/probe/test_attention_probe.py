@@ -124,8 +124,8 @@ def test_an_idle_probe_runs_nothing():
     hook = _hook(shadows=(explode,))
     hook.probe.disarm()
     _run(hook, _inputs())
-    reading = hook.probe.collect()
-    assert (reading.metrics, reading.findings) == ({}, ())
+    measured = hook.probe.collect()
+    assert (measured.metrics, measured.findings) == ({}, ())
 
 
 def test_without_gradients_forward_alone_is_compared_at_once():
@@ -176,16 +176,16 @@ def test_several_shadows_are_told_apart_and_histograms_counted():
     hook = _hook(shadows=("flash:all_bf16", "flash:fa2"), backward=False)
     q, k, v = _inputs()
     hook(q, k, v, causal=True)
-    reading = hook.probe.collect()
+    measured = hook.probe.collect()
     harsh, fa2 = (
-        reading.metrics[deviation_name("layer_3", "out", "rel_fro", shadow=name)]
+        measured.metrics[deviation_name("layer_3", "out", "rel_fro", shadow=name)]
         for name in ("flash_all_bf16", "flash_fa2")
     )
     assert harsh > fa2 > 0
     name = deviation_name("layer_3", "out", "ulp_histogram", shadow="flash_all_bf16")
     expected = compare(_harsh(q, k, v, causal=True), baseline_attention(q, k, v, causal=True))
-    assert reading.counts[name] == [int(count) for count in expected.histogram]
-    assert sum(reading.counts[name]) == q.numel()
+    assert measured.counts[name] == [int(count) for count in expected.histogram]
+    assert sum(measured.counts[name]) == q.numel()
 
 
 def test_layers_are_chosen_by_globs():
