@@ -242,6 +242,9 @@ def _by_definition(
     text = None if numerics is None else numerics.text
     call = _call(q, mask, plan_to_text(engine, text, q.dtype))
     lse = None
+    # Outside of a compiled model autograd differentiates golden and baseline as they stand, so that
+    # they need no backward of their own that could be wrong. Inside of one they are operators, so
+    # that no compiler fuses or reorders their arithmetic.
     if torch.compiler.is_compiling():
         if return_lse:
             raise ValueError(f"{function}: return_lse must be False inside of torch.compile")

@@ -170,7 +170,7 @@ def check_mask(function: str, q: Tensor, k: Tensor, mask: Mapping[str, Any]) -> 
 def _check_scalars(function: str, mask: Mapping[str, Any]) -> None:
     scale, softcap = mask.get("scale"), mask.get("softcap", 0.0)
     causal, dropout_p = mask.get("causal", False), mask.get("dropout_p", 0.0)
-    # What torch.compile has no constant for has no repr there: none is made before it is needed.
+    # torch.compile has no repr of a symbolic value, so a message is made only when it is needed.
     if not isinstance(causal, bool):
         require(False, f"{function}: causal", "true or false", repr(causal), "pass a bool")
     if not (scale is None or _is_number(scale)):
@@ -185,7 +185,7 @@ def _check_scalars(function: str, mask: Mapping[str, Any]) -> None:
 
 
 def _is_number(x: Any) -> bool:
-    # `math.isfinite` has no trace in torch.compile once x is a symbol there.
+    # torch.compile cannot trace math.isfinite of a symbolic value; a comparison it can.
     return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < math.inf
 
 
@@ -342,4 +342,8 @@ def check_packable(function: str, numerics: FlashNumerics) -> None:
 
 
 class PeerRefusalError(RuntimeError):
-    """A peer does not run here, or does not take this call; the message says why."""
+    """Another library's attention does not run here, or does not take this call.
+
+    The message says why: `peers.attention` puts it into the error that a user sees, and
+    `peers.peers` into the reason of a `PeerStatus`.
+    """

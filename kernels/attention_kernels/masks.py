@@ -1,5 +1,7 @@
 """Which query may attend which key, and what is added to its score: shared by every implementation.
 
+`MaskArguments` is what a user passes, `Mask` what an implementation reads, tile by tile.
+
 Positions are aligned bottom-right, as in flash-attn 2.1 and later: query i stands at key
 i + key_len - query_len, so the last query stands at the last key. PyTorch's SDPA aligns `is_causal`
 to the top left instead, so the two agree only where lengths do. `causal` lets a query attend keys
@@ -133,6 +135,7 @@ class Mask:
     ) -> Tensor | None:
         left, right = self.offsets()
         offset = key_len - query_len
+        # Most tiles lie wholly on one side of the diagonal: those need no comparison of positions.
         beyond = right is not None and keys.stop - 1 > rows.start + offset + right
         before = left is not None and keys.start < rows.stop - 1 + offset - left
         if not (beyond or before):

@@ -150,9 +150,10 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     with ieee_arithmetic(q.device):
         out, lse = run(q, k, v, mask=mask, scale=call.scale, numerics=numerics)
     returned = round_into(out, input_format(q.dtype), q.dtype)
-    if not _stored_apart(numerics, q.dtype):
-        return returned, lse, q.new_empty(0)
-    return returned, lse, out
+    # The schema fixes the number of results, and none of them may alias another: an empty tensor
+    # stands for a wider out that there is not.
+    wider = out if _stored_apart(numerics, q.dtype) else q.new_empty(0)
+    return returned, lse, wider
 
 
 @flash_forward.register_fake
@@ -160,11 +161,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     numerics = plan_from_text(Call(*rest).plan).numerics
     assert isinstance(numerics, FlashNumerics)
     work = numerics.work_dtype()
+    # Compiled code trusts these strides: both engines return contiguous tensors, whatever q's are.
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(q.shape[:3], dtype=work)
-    if not _stored_apart(numerics, q.dtype):
-        return out, lse, q.new_empty(0)
-    return out, lse, torch.empty_like(out, dtype=work)
+    apart = _stored_apart(numerics, q.dtype)
+    return out, lse, torch.empty_like(out, dtype=work) if apart else q.new_empty(0)
 
 
 @torch.library.custom_op(
@@ -209,6 +210,7 @@ flash_backward.register_autograd(_refuse)
 def _save_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     out, lse, wider = output
     ctx.settings = inputs[3 + TENSORS :]
+    # lse and wider carry no gradient; without this autograd would allocate zeros for theirs.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: 3 + TENSORS], wider if wider.numel() else out, lse)
 
@@ -275,6 +277,7 @@ def reference_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend again and differentiate; the gradients have the dtype of q, k and v."""
+    # The current stream belongs to a thread, and the work is handed to another one below.
     stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
 
     def differentiate() -> tuple[Tensor, ...]:
