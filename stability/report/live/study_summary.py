@@ -1,6 +1,7 @@
-"""A study or probe in a few lines for the list of all: how it goes, what it says, a small ladder.
+"""A summary of a study or a probe for the list of all: how far it is, its answers, a small ladder.
 
-A study that can't be read has a summary too, which says why. Leaves out the markup (the template).
+A study that can't be read has a summary too, which says why. Leaves out the markup, which is the
+template's.
 """
 
 from collections.abc import Sized
@@ -19,12 +20,12 @@ from stability.report.view.palette import arm_styles
 __all__ = ["Summary", "answers", "summary_of_error", "summary_of_probe", "summary_of_study"]
 
 NAMED = 2
-"""So many of the runs that are being trained are named; the others are counted."""
+"""How many of the runs in training are named; the others are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What the list of studies shows of one."""
+    """What the list of studies shows of one study or probe."""
 
     title: str
     size: str
@@ -32,10 +33,10 @@ class Summary:
     is_bad: bool = False
     is_running: bool = False
     done: float = 1.0
-    """The share of all updates that has been made."""
+    """The share of all runs' updates that have been made."""
     answers: tuple[str, ...] = ()
     ladder: SmallLadder | None = None
-    """Only for a study: these can be compared."""
+    """None for a probe: only studies can be compared."""
 
 
 def summary_of_error(name: str, error: str) -> Summary:
@@ -44,7 +45,7 @@ def summary_of_error(name: str, error: str) -> Summary:
 
 
 def summary_of_probe(probed: RecordedProbe) -> Summary:
-    """Return what is to be said of a probe."""
+    """Return the summary of a probe."""
     return Summary(
         title=f"{probed.record.model}: {', '.join(probed.record.shadows)}",
         size=f"probe, {_count(probed.layers, 'layer')}",
@@ -54,7 +55,7 @@ def summary_of_probe(probed: RecordedProbe) -> Summary:
 
 
 def summary_of_study(study: RecordedStudy) -> Summary:
-    """Return what is to be said of a study, at any moment of it."""
+    """Return the summary of a study, also of one that has not ended or begun."""
     ladder = ladder_of(study)
     runs = [run for arm in study.arms for run in arm.runs.values()]
     states = [run.state for run in runs]
@@ -76,7 +77,7 @@ def summary_of_study(study: RecordedStudy) -> Summary:
 
 
 def answers(study: RecordedStudy, ladder: Ladder) -> tuple[str, ...]:
-    """Return the verdict of the study's own policy, or what its ladder says of each candidate."""
+    """Return the verdict by the study's own policy, else a sentence on each candidate's drift."""
     answer = answer_of(study)
     if answer and answer.outcome != "OPEN":
         return (str(answer),)
@@ -85,7 +86,7 @@ def answers(study: RecordedStudy, ladder: Ladder) -> tuple[str, ...]:
 
 
 def _being_trained(study: RecordedStudy) -> str:
-    """Return how far the runs are that go on, e.g. `; now nudge, seed 1, at step 80`."""
+    """Return how far the runs in training are, e.g. `; now nudge, seed 1, at step 80`."""
     running = [
         f"{arm.name}, seed {seed}, at step {_reached(run, study.steps)}"
         for arm in study.arms
