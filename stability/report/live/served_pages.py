@@ -16,6 +16,7 @@ from stability.analysis.ladder import ladder_of
 from stability.analysis.probe_records import read_probe
 from stability.analysis.study_records import RecordedStudy, read_study
 from stability.report.live.cache import StudyCache
+from stability.report.live.comparison import render_comparison
 from stability.report.live.study_index import StudyFolder, find_studies, hash_stamps
 from stability.report.live.study_summary import (
     Summary,
@@ -23,7 +24,6 @@ from stability.report.live.study_summary import (
     summary_of_probe,
     summary_of_study,
 )
-from stability.report.page.compare_page import render_comparison
 from stability.report.page.html import fill, render, render_probe
 
 __all__ = ["ServedPages", "address_of", "unreadable_page"]

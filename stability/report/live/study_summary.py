@@ -4,23 +4,70 @@ A study that can't be read has a summary too, which says why. Leaves out the mar
 template's.
 """
 
-from collections.abc import Sized
+import math
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import get_args
 
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.ladder_sentences import candidate_sentences
+from stability.analysis.number_text import EXACT_ZERO, MISSING, scientific, times
 from stability.analysis.probe_records import RecordedProbe
+from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedRun, RecordedStudy, RunState
 from stability.analysis.verdict import answer_of
-from stability.report.live.small_ladder import SmallLadder, small_ladder
 from stability.report.terminal.probe import located_lines
-from stability.report.view.palette import arm_styles
+from stability.report.view.error_bars import bar_ends, written_bar
+from stability.report.view.ladder import is_candidate, is_unpaired, rungs, rungs_of_each
+from stability.report.view.palette import ArmStyle, arm_styles
 
-__all__ = ["Summary", "answers", "summary_of_error", "summary_of_probe", "summary_of_study"]
+__all__ = [
+    "Summary",
+    "answers",
+    "small_ladder",
+    "summary_of_error",
+    "summary_of_probe",
+    "summary_of_study",
+]
 
 NAMED = 2
 """How many of the runs in training are named; the others are counted."""
+EDGE = 4.0
+"""Free room at both ends of the small ladder's axis, in percent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A mean over the seeds on the axis, with the ends of its error bar."""
+
+    low: float
+    mean: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmallRung:
+    """One arm; a mark is None where there is nothing to draw."""
+
+    arm: str
+    is_candidate: bool
+    colour: str
+    early: Mark | None
+    last: Mark | None
+    text: str
+    small: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmallLadder:
+    """One mark an arm on a log axis; places are in percent of the width, for the template to draw.
+
+    `yardstick_at` is the place of the ratio 1, None if the axis shows drifts.
+    """
+
+    measure: str
+    yardstick_at: float | None
+    rungs: tuple[SmallRung, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,3 +152,57 @@ def _reached(run: RecordedRun, steps: int) -> int:
 
 def _count(things: Sized, name: str) -> str:
     return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
+
+
+def small_ladder(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> SmallLadder:
+    """Return the ladder in ratio to its yardstick, or as drifts where there is no ratio."""
+    shown = rungs_of_each([ladder], lambda row: row.ratio)[0]
+    has_ratio = any(rung.measured.early.n or rung.measured.last.n for rung in shown)
+    shown = shown if has_ratio else rungs(ladder)
+    write = times if has_ratio else scientific
+    # this axis has no edge to name an arm at: all unpaired ones have their number alone
+    drawn = [rung for rung in shown if not is_unpaired(rung.row)]
+    both = [each for rung in drawn for each in (rung.measured.early, rung.measured.last)]
+    axis = _LogAxis(both, [1.0] if has_ratio else [])
+    small = []
+    for rung in shown:
+        early, last = rung.measured.early, rung.measured.last
+        told = early if early.n else last
+        is_zero = rung.row.rel_l2.early.is_zero or rung.row.rel_l2.last.is_zero
+        small.append(
+            SmallRung(
+                arm=rung.row.arm,
+                is_candidate=is_candidate(rung.row),
+                colour=styles[rung.row.arm].colour,
+                early=axis.mark(early) if rung in drawn else None,
+                last=axis.mark(last) if rung in drawn else None,
+                text=EXACT_ZERO if is_zero else write(told.mean) if told.n else MISSING,
+                small=written_bar(told, write),
+            )
+        )
+    unit = f"drift in units of {ladder.yardstick}'s" if has_ratio else "drift (relative L2)"
+    return SmallLadder(
+        measure=f"{unit}; hollow and number: step {ladder.early_step}, filled: {ladder.last_step}",
+        yardstick_at=axis.place(1.0) if has_ratio else None,
+        rungs=tuple(small),
+    )
+
+
+class _LogAxis:
+    """A log axis over all that is to be drawn, from 0 to 100 percent."""
+
+    def __init__(self, drawn: Iterable[SeedValues], also: list[float]) -> None:
+        points = [point for each in drawn for point in (*bar_ends(each), each.mean)]
+        logs = [math.log10(point) for point in [*points, *also] if 0 < point < math.inf]
+        self._low = min(logs, default=0.0)
+        self._width = max(logs, default=0.0) - self._low or 1.0
+
+    def place(self, value: float) -> float:
+        share = (math.log10(value) - self._low) / self._width
+        return round(EDGE + (100 - 2 * EDGE) * share, 2)
+
+    def mark(self, values: SeedValues) -> Mark | None:
+        low, high = bar_ends(values)
+        if not values.n or not 0 < low <= high < math.inf:
+            return None
+        return Mark(low=self.place(low), mean=self.place(values.mean), high=self.place(high))

@@ -1,24 +1,27 @@
-"""Several studies side by side as one page: what each says, what differs between them, ladders.
+"""Several studies side by side as one page: what each says, what differs between them, their drift.
 
-Leaves out the charts (`compare_charts`) and whether the studies may be compared: the page shows all
-that differs between them, and the reader judges.
+Whether the studies may be compared is left to the reader, who is shown all that differs between
+them. Leaves out the chart of their ladders (`page.ladder_chart`).
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.number_text import MISSING
 from stability.analysis.study_records import RecordedStudy
 from stability.config.diff import leaves
+from stability.config.schema import BASELINE
 from stability.report.live.study_summary import Summary, summary_of_study
-from stability.report.page.compare_charts import drift_of_arm_section, study_styles
+from stability.report.page.chart import Section, arm_lines, make_chart, section_of
 from stability.report.page.html import fill
 from stability.report.page.ladder_chart import ladders_chart
-from stability.report.page.tables import LadderLine, ladder_lines
+from stability.report.page.tables import LadderLine, ladder_lines, value_text
+from stability.report.page.training_charts import drift_by_seed, drift_layout
+from stability.report.view.drift import DRIFT_TITLES
 from stability.report.view.error_bars import bars_are
+from stability.report.view.ladder import is_candidate
+from stability.report.view.palette import DASHES, ArmStyle, arm_styles
 
 __all__ = ["differences", "render_comparison"]
 
@@ -26,6 +29,9 @@ READING = ("seeds", "yardstick", "early_step")
 """What decides how a study's drifts are read, besides the config of its baseline."""
 NUMBERS = ("ratio_early", "ratio_last", "drift_early", "drift_last")
 """The columns of the table of all ladders."""
+SHOWN = "arm shown"
+"""A choice of the drift chart. `arm` in a trace's `meta` is what is switched on and off: here a
+study."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,13 +54,13 @@ def render_comparison(
     Every name and message is shown as text, whatever it holds.
     """
     ladders = {name: ladder_of(study) for name, study in studies.items()}
-    styles = study_styles(list(studies))
+    styles = _study_styles(list(studies))
     chart = ladders_chart(ladders, styles)
     found = differences(studies)
     return fill(
         "compare.html.j2",
         charts=[chart],
-        sections=[drift_of_arm_section(studies, styles)],
+        sections=[_drift_section(studies, styles)],
         stamp=stamp,
         chart=chart,
         styles=styles,
@@ -88,7 +94,7 @@ def differences(studies: Mapping[str, RecordedStudy]) -> list[tuple[str, list[st
     ]
     paths = dict.fromkeys(path for each in plain for path in each)
     rows = [
-        (path, [_value(each[path]) if path in each else MISSING for each in plain])
+        (path, [value_text(each[path]) if path in each else MISSING for each in plain])
         for path in paths
         if not path.startswith(("probe.", "watch."))
     ]
@@ -109,5 +115,57 @@ def _remarks(ladders: Mapping[str, Ladder], differing: Sequence[str]) -> list[st
     return found
 
 
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _study_styles(names: Sequence[str]) -> dict[str, ArmStyle]:
+    """Return a colour, dash and symbol for each study."""
+    return {
+        name: replace(style, dash=DASHES[place % len(DASHES)])
+        for place, (name, style) in enumerate(arm_styles([BASELINE, *names]).items(), start=-1)
+        if name in names
+    }
+
+
+def _drift_section(studies: Mapping[str, RecordedStudy], styles: Mapping[str, ArmStyle]) -> Section:
+    """Return the drift of one arm at a time over the steps, a line a study."""
+    lines = [
+        line
+        for metric in DRIFT_TITLES
+        for name in _arms(studies)
+        for study_name, study in studies.items()
+        if (arm := study.arm(name))
+        for line in arm_lines(
+            study_name,
+            drift_by_seed(arm, metric),
+            styles[study_name],
+            bold=True,
+            positive=True,
+            hover="%{y:.5e}",
+            meta={SHOWN: name, "metric": metric},
+        )
+    ]
+    chart = make_chart(
+        "drift-of-arm",
+        "Distance from the weights of each study's own baseline",
+        lines,
+        caption=(
+            "One arm at a time, a colour and dash for each study. Thick: mean over the seeds; "
+            "thin: each seed. A study without the arm has no line."
+        ),
+        good="the curves have one shape: the arm does the same to each study.",
+        bad=(
+            "in one study the curve starts higher or rises sooner. Look for the reason among what "
+            "differs between the studies before blaming the arm."
+        ),
+        height=480,
+        **drift_layout(),
+    )
+    return section_of(chart, "Drift of one arm", fixed=["arm"])
+
+
+def _arms(studies: Mapping[str, RecordedStudy]) -> list[str]:
+    """Return every arm, first those of the most studies, of these the candidates."""
+    arms = [arm for study in studies.values() for arm in study.candidates]
+    names = [arm.name for arm in arms]
+    attention = {arm.name for arm in arms if is_candidate(arm)}
+    return sorted(
+        dict.fromkeys(names), key=lambda name: (-names.count(name), name not in attention)
+    )
