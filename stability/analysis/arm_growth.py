@@ -1,8 +1,10 @@
-"""How fast each arm leaves the baseline: rate, doubling time and slope, with their intervals.
+"""How fast each arm leaves the baseline: growth rate, doubling time and slope, over the seeds.
 
-A tiny change grows exponentially and then saturates (`metrics.growth`). The nudge arm shows how
-fast chaos alone grows; from the step where an arm can't be told from it, the arm's drift is no
-longer about the change. Leaves out the ladder, which reads two steps.
+A tiny change grows exponentially and then saturates (`growth_fit` finds the early phase of one
+run). The rate belongs to the training's dynamics rather than to the arm. Its uncertainty is taken
+from the seeds, because neighbouring drifts of one run are correlated and a fit's own error bar is
+too small. The nudge arm shows how fast chaos alone grows. From the step where an arm's drift can't
+be told from the nudge's, that drift no longer tells anything about the change.
 """
 
 import math
@@ -42,7 +44,7 @@ def study_growth(study: RecordedStudy, level: float = 0.9) -> list[ArmGrowth]:
 
 
 def arm_growth(study: RecordedStudy, arm: RecordedArm, level: float = 0.9) -> ArmGrowth:
-    """Return the growth law of `arm`; runs without drifts, and exact zeros, tell nothing."""
+    """Return the growth law of `arm`; runs without drifts, and exact zeros, are left out."""
     drifts = {seed: run.drift("rel_l2") for seed, run in arm.runs.items()}
     fits: dict[int, Growth] = {}
     for seed, values in drifts.items():
@@ -65,14 +67,15 @@ def arm_growth(study: RecordedStudy, arm: RecordedArm, level: float = 0.9) -> Ar
 
 
 def _lost_in_chaos(study: RecordedStudy, arm: RecordedArm, level: float) -> int | None:
-    """Return the first step from which, at every later one, the arm may be no further than chaos.
+    """Return the first step from which on the arm can't be told from chaos at any later step.
 
-    The interval of its drift over the nudge's, seed by seed, does not lie above 1.
+    There the interval of its drift over the nudge's, seed by seed, does not lie above 1.
     """
     nudge = smallest_nudge(study)
     if nudge is None or arm.axis == "nudge":
         return None
     lost = None
+    # backwards from the end: a drift that overtakes the nudge again was not lost for good
     for step in reversed([step for step in study.drift_steps if step > 0]):
         ratios = {}
         for seed, run in arm.runs.items():

@@ -1,12 +1,14 @@
-"""The sampling floor of W1: two independent samples of one law are this far apart anyway.
+"""The ladder: every arm's drift from the baseline at an early and at the last step, in order.
 
-About 1.8 * sigma / sqrt(n) for n values with standard deviation sigma. Between arms that start from
-different initial weights, a W1 below it says nothing. Leaves out the Wasserstein distance itself.
+A drift alone says nothing: what matters is which accepted change moves the weights as far. So the
+arms are ordered by drift at the early step, since late in a run every numeric change drifts alike,
+and every drift is also divided by the yardstick's. A number is always read at a step that all arms
+share, and keeps its value for each seed.
 
-The ladder: every arm's drift from the baseline at an early and at the last step, in order.
-
-A number here is always read at a step that all arms share, and keeps its value for each seed.
-Leaves out words (`verdict`), drawing (`report`) and confidence intervals.
+The W1 distance ignores positions, so between arms whose initial weights were drawn independently it
+compares two samples. Two samples of n values of one law with standard deviation sigma differ by
+about 1.8 * sigma / sqrt(n) anyway; a W1 below this sampling floor says nothing. Sentences are left
+to `ladder_sentences`, confidence intervals to `intervals`.
 """
 
 import json
@@ -44,7 +46,7 @@ __all__ = [
 def w1_floor(run: RecordedRun, step: int) -> float | None:
     """Return the sampling floor of `run`'s pooled W1 at `step`, in units of the weights.
 
-    None where it can't be told: no drift at that step, no spread, or no snapshot to count from.
+    None without a drift at that step, without a spread, or without a snapshot to count values in.
     """
     w1 = run.drift("w1").get(step)
     w1_over_std = run.drift("w1_over_std").get(step)
@@ -176,7 +178,7 @@ def planned_early_step(study: RecordedStudy) -> int:
 
 
 def _rung(row: Row) -> tuple[bool, bool, float]:
-    """Sort by early drift, where chaos has had the least time; arms without a drift come last."""
+    """Sort by early drift, where chaos has had the least time; arms without any drift come last."""
     drift = row.rel_l2.early if row.rel_l2.early.n else row.rel_l2.last
     return row.arm != BASELINE, drift.n == 0 and row.arm != BASELINE, drift.mean if drift.n else 0.0
 
@@ -215,7 +217,7 @@ def _final_loss(arm: RecordedArm, steps: int) -> SeedValues:
     for seed, run in arm.runs.items():
         losses = run.loss() if run.state == "finished" else {}
         tail = [loss for step, loss in losses.items() if step >= first]
-        # with log_every beyond a tenth of the run, the last logged loss has to do
+        # a run that logs less often than that has its last logged loss taken
         tail = tail or list(losses.values())[-1:]
         if tail:
             found[seed] = sum(tail) / len(tail)

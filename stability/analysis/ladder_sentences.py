@@ -1,8 +1,9 @@
 """What the ladder says, in plain sentences that claim no more than the numbers do.
 
-The chaos rule: tiny differences grow exponentially and then saturate, so a drift is told from chaos
-only while the interval of its ratio to the 1-ULP nudge's lies above 1, as in a verdict; with too
-few seeds for an interval, while the nudge has gone less than half as far. Leaves out the verdict.
+Tiny differences grow exponentially and then saturate, so a drift may be nothing but chaos. The
+rule: a drift is told from chaos only if the interval of its ratio to the 1-ULP nudge's drift lies
+above 1, as in a verdict. With too few seeds for an interval, the nudge must have gone less than
+half as far (CHAOS_SHARE). The verdict itself is left to `verdict`.
 """
 
 import math
@@ -25,8 +26,8 @@ __all__ = [
 ]
 
 CHAOS_SHARE = 0.5
-"""A nudge that has gone this share of an arm's drift is most of it; with fewer than 5 seeds the arm
-counts as indistinguishable then."""
+"""If the nudge has gone this share of an arm's drift, most of that drift is chaos. With fewer than
+5 seeds the arm then can't be told from chaos."""
 
 
 def sentence(ladder: Ladder, arm: str) -> str:
@@ -58,7 +59,7 @@ def candidate_sentences(ladder: Ladder) -> list[str]:
 
 
 def notes(ladder: Ladder) -> list[str]:
-    """Return what a reader has to know before trusting the numbers; empty if nothing is amiss."""
+    """Return what a reader must know before trusting the numbers; empty if nothing is amiss."""
     found = [_aa_note(row) for row in ladder.rows_on("none")]
     found += [_floor_note(row, ladder.last_step) for row in ladder.rows]
     if ladder.last_step < ladder.steps:
@@ -69,14 +70,14 @@ def notes(ladder: Ladder) -> list[str]:
 
 
 def messages(ladder: Ladder) -> list[str]:
-    """Return what became of each arm that is not whole."""
+    """Return what happened to each arm that has not finished in all seeds."""
     return [f"{row.arm}: {row.message}." for row in ladder.rows if row.message]
 
 
 def swamped_by_chaos(ladder: Ladder, row: Row, *, early: bool) -> SeedValues:
-    """Return nudge drift / arm drift where that says the arm can't be told from chaos, else empty.
+    """Return nudge drift / arm drift if the arm can't be told from chaos, else no values.
 
-    Empty too for the nudge itself, and where there is no nudge arm to hold against.
+    There are none for the nudge itself either, and none without a nudge arm.
     """
     nudges = ladder.rows_on("nudge")
     if not nudges or row.axis == "nudge":
@@ -89,7 +90,7 @@ def swamped_by_chaos(ladder: Ladder, row: Row, *, early: bool) -> SeedValues:
 
 
 def nudge_share(ladder: Ladder, row: Row, *, early: bool) -> SeedValues:
-    """Return nudge drift / arm drift, seed by seed; empty where there is no nudge arm."""
+    """Return nudge drift / arm drift, seed by seed; no values without a nudge arm."""
     nudges = ladder.rows_on("nudge")
     if not nudges:
         return SeedValues()

@@ -1,13 +1,16 @@
-"""Where an attention goes wrong: which layer, which head, which gradient, since which step.
+"""Where an attention goes wrong: which layer, head and gradient, and since which step.
 
-Each place is held against its peers of the same step: all layers, or all heads of all layers. An
-error stands out if it is five times the median of the others and, where there is a golden, also
-twice the baseline's own error, the factor that flash-attn's tests allow: numerics that are worse
-everywhere alike point at no place. Healthy layers differ by less than a factor of three. A bias
-stands out by itself: a mean signed error above a tenth of an ULP and six standard errors, of one
-sign at most of the steps looked at. The standard error takes a layer's errors as independent, which
-those of a gradient summed over queries are not, so a single look must show twenty standard errors,
-and a single head three such steps. Leaves out how that is told (`report`).
+Each place is compared with its peers at the same step: a layer with all layers, a head with all
+heads of all layers. No absolute tolerance would do, since the error depends on format, length and
+data; the peers share all three. An error stands out if it is five times the median of the others
+and, where there is a golden, also twice the baseline's own error, the factor that flash-attn's
+tests allow. So numerics that are worse everywhere alike point at no place. Healthy layers differ by
+less than a factor of three.
+
+A bias stands out by itself: a mean signed error above a tenth of an ULP and six standard errors, of
+one sign at most of the steps looked at. The standard error treats a layer's errors as independent.
+Those of a gradient summed over queries are not, so a single look must show twenty standard errors,
+and a single head three such steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,11 +27,12 @@ TIMES_PEERS = 5.0
 TIMES_BASELINE = 2.0
 BIAS_ULP = 0.1
 BIAS_ERRORS = 6.0
+"""In standard errors, as is BIAS_ERRORS_AT_ONE_STEP."""
 BIAS_ERRORS_AT_ONE_STEP = 20.0
 STEPS_OF_A_HEAD = 3
 
 MADE_HERE = ("out", "lse", "dq", "dk", "dv")
-"""What is compared on the same inputs: error made in the layer itself."""
+"""Results that are compared on the same inputs, so that their error is the layer's own."""
 
 
 class Place(NamedTuple):
@@ -43,7 +47,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Located:
-    """A place that stands out, since which step, and how far at the step where it does most."""
+    """A place that stands out, since which step, and its error at the step where it is worst."""
 
     kind: Literal["error", "bias"]
     shadow: str
@@ -137,6 +141,7 @@ def _errors(table: _Table, shadow: str, what: str) -> list[Located]:
     for place, seen in found.items():
         siblings = [other for other in heads if other.layer == place.layer]
         out = [other for other in found if other.layer == place.layer]
+        # where most heads of a layer stand out, it is the layer that goes wrong
         if 2 * len(out) <= len(siblings):
             kept[place] = seen
     covered = {place.layer for place in kept}
@@ -167,6 +172,7 @@ def _outliers(
         now = {place: values[step] for place, values in places.items() if step in values}
         for place, value in now.items():
             others = [other for at, other in now.items() if at != place]
+            # "not >=" and "not >" let a NaN stand out nowhere
             if not others or not value >= least:
                 continue
             peers = median(others)
@@ -183,6 +189,7 @@ def _biases(
 ) -> list[Located]:
     """Return the layers whose signed error is biased, and heads of layers that are not."""
     found: dict[Place, Located] = {}
+    # layers first: a biased layer explains its heads
     for place in sorted(places, key=lambda place: place.head is not None):
         if Place(place.layer) in found:
             continue

@@ -4,6 +4,10 @@ Each function takes one figure per seed, forms the interval of `intervals`, and 
 `StatedTest`. Its statement holds only if the whole interval lies where the statement says, so a
 difference that another seed could reverse never counts. How the figures were measured is the
 caller's matter.
+
+A ratio is formed within each seed before its interval is taken, so what the seed does to both sides
+cancels. Rules that no single case may break (`equal`, `every`) take no interval: one counterexample
+refutes them.
 """
 
 import itertools

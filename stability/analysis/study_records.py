@@ -1,7 +1,8 @@
 """A study as its records tell it, read once: what was planned, and what each run left behind.
 
-Reads a study at any moment: arms that have not started, runs that failed or are being written are
-part of the answer. Leaves out every judgement (`ladder`, `verdict`, `proofs`).
+A study can be read at any moment: arms that have not started and runs that failed or are still
+being written are part of the answer. Every judgement is left to `ladder`, `verdict` and
+`pair_contract`.
 """
 
 import os

@@ -1,15 +1,20 @@
-"""The verdict on a candidate: PASS, FAIL or INCONCLUSIVE, with the ratio and interval it rests on.
+"""The verdict on a candidate: PASS, FAIL or INCONCLUSIVE, with the ratio and interval behind it.
 
-The candidate's drift is divided by the yardstick's, seed by seed at one step, and the interval of
-the geometric mean (`intervals`) must lie on one side of the largest ratio allowed. FAIL asks for
-more: a drift that can't be told from a rerun's, where reruns differ, or from a 1-ULP nudge's is no
-evidence against the candidate. So of candidates that equal their baseline at most one in twenty
-fails by chance: that is the lower end of a 90 % interval. Leaves out the sentences of the report
-(`sentences`) and exit codes (`cli.verdict`).
+The candidate's drift is divided by the yardstick's, seed by seed at one step: a seed makes both
+runs easy or hard alike, so pairing removes what they share. The interval of the geometric mean
+(`intervals`) must lie on one side of the largest ratio that the policy allows; if it holds both
+answers, the outcome is INCONCLUSIVE. So a PASS is a finding of its own, and not the absence of a
+significant difference.
 
-The study's answer in one sentence: the verdict of its own policy, or why there is none yet.
+A FAIL asks for more, because tiny differences grow until every numeric change drifts alike. A drift
+that can't be told from a rerun's, where reruns differ, or from a 1-ULP nudge's is no evidence
+against the candidate. Of candidates that equal their baseline at most one in twenty then fails by
+chance: that is the lower end of a 90 % interval.
 
-Leaves out how it is judged (`verdict`).
+Others ask less. flash-attn's tests hold the error of one operator to twice that of plain attention
+and leave training out. torchtitan's `scripts/loss_compare.py` runs a baseline and a test, and can
+assert that their losses are equal. The report's sentences are left to `ladder_sentences`, exit
+codes to the command line.
 """
 
 import math
@@ -48,7 +53,7 @@ Drifts = Mapping[int, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The outcome, what it rests on, and the sentence that a person would write."""
+    """The outcome, the numbers it rests on, and the sentence that tells them."""
 
     outcome: Outcome
     policy: PolicyConfig
@@ -56,7 +61,7 @@ class Verdict:
     per_seed: Mapping[int, float]
     """Candidate over yardstick."""
     more_seeds: int | None
-    """How many more would decide; 0 where it is decided, None where no number would."""
+    """How many more seeds would decide; 0 where it is decided, None where no number would."""
     reason: str
     confounded: bool = False
     """Whether the candidate changes several axes."""
@@ -130,9 +135,9 @@ def judge_study(study: RecordedStudy, policy: PolicyConfig) -> Verdict:
 def judge(
     candidate: Drifts, yardstick: Drifts, policy: PolicyConfig, *, rerun: Drifts, nudge: Drifts
 ) -> Verdict:
-    """Judge drifts by seed at one step; `rerun` and `nudge` are empty where there are no such arms.
+    """Judge drifts by seed at one step; `rerun` and `nudge` are empty if there is no such arm.
 
-    A candidate whose weights are no numbers fails. ValueError for fewer seeds than an interval
+    A candidate whose weights are NaN or infinite fails. ValueError for fewer seeds than an interval
     needs, where one is needed.
     """
     ratios = _over(candidate, yardstick)
@@ -178,6 +183,7 @@ def judge(
 
 def _is_told_from(candidate: Drifts, other: Drifts, level: float) -> bool:
     """Whether the candidate's drift is surely larger than that of an arm that changes nothing."""
+    # a rerun that has not moved at all can't be confused with a candidate that has
     ratios = _over(candidate, {seed: drift for seed, drift in other.items() if drift})
     if not ratios:
         return True
@@ -236,7 +242,7 @@ def smallest_nudge(study: RecordedStudy) -> RecordedArm | None:
 
 
 def _check_baseline(study: RecordedStudy, step: int) -> None:
-    """ValueError if a baseline diverged before `step`: then there is nothing to compare with."""
+    """ValueError if a baseline diverged before `step`, so that nothing can be compared there."""
     baseline = study.arm(BASELINE)
     for seed, run in baseline.runs.items() if baseline else ():
         found = [
@@ -262,10 +268,10 @@ def _drifts(arm: RecordedArm, step: int) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the study's policy says of its candidate."""
+    """The study's answer in one sentence: its policy's verdict, or why there is none yet."""
 
     outcome: Outcome | Literal["OPEN"]
-    """OPEN: it can't be judged yet."""
+    """OPEN if it can't be judged yet."""
     sentence: str
 
     def __str__(self) -> str:
