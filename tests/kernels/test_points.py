@@ -23,7 +23,7 @@ def test_no_two_roundings_draw_the_same_bits():
 
 
 def test_streams_keep_their_numbers_which_decide_bits():
-    assert {name: point.stream for name, point in POINTS.items()} == {
+    known = {
         **{"q": 1, "k": 2, "v": 3, "dout": 4},
         **{"scores": 16, "max": 17, "p": 18, "alpha": 19, "sum": 20, "probabilities": 21},
         **{"accumulator": 22, "output": 23, "lse": 24, "split_weights": 25, "split_total": 26},
@@ -31,6 +31,7 @@ def test_streams_keep_their_numbers_which_decide_bits():
         **{"dv_accumulator": 32, "dq": 33, "dk": 34, "dv": 35, "backward_p": 36},
         **{"backward_probabilities": 37, "split_output": 38, "split_lse": 39},
     }
+    assert known.items() <= {name: point.stream for name, point in POINTS.items()}.items()
     assert SIGNS_STREAM == 5
 
 
