@@ -21,7 +21,7 @@ from stability.analysis.study_records import RecordedStudy
 from stability.records.events import Event
 from stability.records.metric_names import watch_name
 from stability.report.terminal.tables import add_figures, add_row, first_that_fits, ruled_table
-from stability.report.view.plain_text import readable
+from stability.report.view.plain_text import as_text, readable
 
 __all__ = ["event_lines", "located_lines", "print_found", "print_probe"]
 
@@ -31,7 +31,7 @@ SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A figure of a layer; the head of its column, and how it is written."""
+    """A column of the table: a metric of one result, its heading, and its number format."""
 
     what: str
     metric: str
@@ -51,8 +51,8 @@ COLUMNS = (
     _Column("carried", "rel_fro", "carried\nin", ".1e"),
     _Column("dk", "error_ratio", "ratio\ndk", ".3g"),
 )
-"""What matters first: a narrow terminal leaves out the last ones. With a golden, ratios stand in
-the place of the gradients' relative errors."""
+"""The most important first, because a narrow terminal leaves out the last ones. With a golden on
+record the gradients' ratios to it take the place of their relative errors."""
 
 
 def print_probe(folder: Path, console: Console) -> None:
@@ -62,22 +62,22 @@ def print_probe(folder: Path, console: Console) -> None:
     steps = probed.steps()
     console.print()
     names = ", ".join(record.shadows)
-    console.print(Text(f"{record.model}: {names} beside {_name(record.primary)}", style="bold"))
+    console.print(as_text(f"{record.model}: {names} beside {_name(record.primary)}", "bold"))
     seen = f"{len(steps)} step{'s' if len(steps) != 1 else ''} looked at"
-    console.print(Text(f"{len(probed.layers)} layers, {seen} of {record.steps}", style="dim"))
+    console.print(as_text(f"{len(probed.layers)} layers, {seen} of {record.steps}", "dim"))
     console.print()
     for line in located_lines(probed):
-        console.print(Text(line), soft_wrap=False)
+        console.print(as_text(line))
     for shadow in probed.shadows:
         console.print()
         if shadow:
-            console.print(Text(shadow, style="bold"))
+            console.print(as_text(shadow, "bold"))
         columns = [column for column in COLUMNS if _wanted(probed, shadow, column)]
         fewer = (columns[:count] for count in range(len(columns), min(len(columns), 2) - 1, -1))
         tables = (_table(probed, shadow, shown) for shown in fewer)
         console.print(first_that_fits(tables, console)[1])
     console.print()
-    console.print(Text(_caption(probed), style="dim"), highlight=False)
+    console.print(as_text(_caption(probed), "dim"))
     for line in event_lines(probed.events):
         console.print(line)
 
@@ -88,13 +88,13 @@ def print_found(study: RecordedStudy, console: Console) -> None:
         for seed, run in arm.runs.items():
             where = f"{arm.name}, seed {seed}"
             for line in sentences(locate(run.metrics))[:SHOWN]:
-                console.print(Text(f"{where}: {line}"))
+                console.print(as_text(f"{where}: {line}"))
             for line in event_lines(run.events):
                 console.print(Text.assemble(f"{where}  ", line) if line.plain else line)
 
 
 def located_lines(probed: RecordedProbe) -> list[str]:
-    """Return what stands out as sentences; one that says so if nothing does."""
+    """Return what stands out as sentences, or one that says that nothing does."""
     found = sentences(locate(probed.metrics))
     lines = found[:SHOWN]
     if len(found) > SHOWN:
@@ -103,7 +103,7 @@ def located_lines(probed: RecordedProbe) -> list[str]:
 
 
 def event_lines(events: Iterable[Event]) -> list[Text]:
-    """Return a line for each event, the first of them, and how many more there are."""
+    """Return a line for each of the first events, and one that counts the rest."""
     events = list(events)
     if not events:
         return []
@@ -111,7 +111,7 @@ def event_lines(events: Iterable[Event]) -> list[Text]:
     for event in events[:SHOWN]:
         where = f"step {event.step}" + (f", {event.layer}" if event.layer else "")
         style = "red" if event.kind == "alert" else "yellow"
-        lines.append(Text.assemble((event.kind, style), f"  {where}: {event.text}"))
+        lines.append(Text.assemble((event.kind, style), as_text(f"  {where}: {event.text}")))
     if len(events) > SHOWN:
         lines.append(Text(f"and {len(events) - SHOWN} more", style="dim"))
     return lines
@@ -119,7 +119,7 @@ def event_lines(events: Iterable[Event]) -> list[Text]:
 
 def _table(probed: RecordedProbe, shadow: str, shown: Sequence[_Column]) -> Table:
     table = ruled_table(["layer"], [column.title for column in shown], gap=2)
-    table.columns[0].min_width = max(cell_len(readable(layer)) for layer in probed.layers)
+    table.columns[0].min_width = max(map(cell_len, map(readable, probed.layers)), default=0)
     logits = {
         layer: probed.by_step(watch_name("max_logit", layer=layer)) for layer in probed.layers
     }

@@ -1,7 +1,7 @@
-"""The display of a running study: a bar for each run under way, its step, loss and time left.
+"""The progress of a study that trains: a bar for each run, with its step, loss and time left.
 
-On a terminal live bars; elsewhere (a log file, CI) one line for each run that ends. Satisfies
-`callbacks.progress.StudyObserver`.
+Where there is no terminal (a log file, CI) it is one line for each run that ends. The class is an
+observer of the study: a `callbacks.progress.StudyObserver`.
 """
 
 import time
@@ -39,7 +39,6 @@ class StudyDisplay:
     """Show the progress of `total_runs` runs on `console`; use as a context manager."""
 
     def __init__(self, console: Console, total_runs: int) -> None:
-        self._console = console
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),

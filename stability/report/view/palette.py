@@ -1,6 +1,7 @@
-"""One colour an arm in every chart: Okabe and Ito's palette, told apart by the colour-blind too.
+"""The colour, dash and marker of each arm, the same in every chart.
 
-Grey stands for the baseline. Beyond seven arms the colours repeat with another dash and marker.
+The colours are those of Okabe and Ito's palette, which the colour-blind tell apart as well. Grey is
+the baseline's. Beyond seven arms the colours repeat with another dash and marker.
 """
 
 from collections.abc import Sequence

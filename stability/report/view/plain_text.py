@@ -1,7 +1,7 @@
-"""What others wrote, in a terminal or a picture: shown as it stands, whatever it holds.
+"""Text that comes from files, shown in a terminal or a picture as it stands.
 
-Names, questions and messages come from files. rich's markup in them is no markup, and a control
-character, which a terminal would obey, is written out.
+Names, questions and messages may hold anything. Square brackets in them are no markup of rich, and
+a control character, which a terminal would obey, is written out as its escape.
 """
 
 import re
@@ -10,22 +10,23 @@ from rich.text import Text
 
 __all__ = ["as_text", "readable", "shortened"]
 
-# C0 but the line's end, DEL and C1; and the marks that turn the direction of writing round
+# the control characters C0 (but for the line feed), DEL and C1, and Unicode's marks that turn the
+# direction of writing round
 _OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def readable(words: str) -> str:
-    """Return `words` with what a terminal would obey written out, e.g. an escape as `\\x1b`."""
+    """Return `words` with each control character written as its escape, e.g. `\\x1b`."""
     return _OBEYED.sub(lambda found: ascii(found.group())[1:-1], words)
 
 
 def as_text(words: str, style: str = "") -> Text:
-    """Return `words` for a table or a line of rich."""
+    """Return `words` as a text of rich, for a cell of a table or a line."""
     return Text(readable(words), style=style)
 
 
 def shortened(words: str, most: int) -> str:
-    """Return `words` in at most `most` characters: what is left out is the middle."""
+    """Return `words` in at most `most` characters; an ellipsis stands for the middle."""
     if len(words) <= most:
         return words
     tail = (most - 1) // 2

@@ -3,13 +3,11 @@
 import io
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from stability.report.terminal.sparkline import Scale, Sparks, evenly, linear_scale, log_scale
-from stability.report.view.plain_text import as_text, readable, shortened
 
 UNICODE = Sparks("▁▂▃▄▅▆▇█", "·")
 
@@ -49,16 +47,3 @@ def test_thinning_keeps_both_ends_and_the_order(steps, most):
     assert kept == sorted(set(kept))
     assert set(kept) <= set(steps)
     assert kept[:1] + kept[-1:] == steps[:1] + steps[-1:]
-
-
-@pytest.mark.parametrize("evil", ["\x1b[2J", "\x9b31m", "a\rb", "\x07", "\u202etxt", "\t"])
-def test_a_terminal_obeys_no_name(evil):
-    shown = as_text(f"[red]{evil}").plain
-    assert evil not in shown
-    assert shown.startswith("[red]")
-    assert readable("π 🙂 <b> $x$") == "π 🙂 <b> $x$"
-
-
-def test_the_middle_of_a_long_name_is_left_out():
-    assert shortened("a" * 5 + "b" * 300 + "c" * 5, 11) == "aaaaa…ccccc"
-    assert shortened("short", 5) == "short"
