@@ -1,32 +1,32 @@
-"""Gives tests the writer of synthetic studies, and a browser."""
+"""Gives tests the writer of synthetic studies, two studies to read, and a browser."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.stability.report import synthetic as writer
 from tests.stability.report.browser import Browser, start_browser
-
-WRITER = Path(__file__).parents[1] / "report" / "synthetic.py"
+from tests.stability.report.synthetic_full import write_full
 
 
 @pytest.fixture(scope="session")
 def synthetic() -> ModuleType:
-    """The module `synthetic`, loaded by path: test folders are no packages."""
-    spec = importlib.util.spec_from_file_location("synthetic", WRITER)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The module that writes synthetic studies."""
+    return writer
 
 
 @pytest.fixture(scope="session")
 def finished(synthetic, tmp_path_factory) -> Path:
     """The folder of a finished study; tests only read it."""
     return synthetic.write_synthetic(tmp_path_factory.mktemp("studies") / "quickstart")
+
+
+@pytest.fixture(scope="session")
+def full_study(tmp_path_factory) -> Path:
+    """The folder of a finished study with every kind of record; tests only read it."""
+    return write_full(tmp_path_factory.mktemp("studies") / "full")
 
 
 @pytest.fixture(scope="session")

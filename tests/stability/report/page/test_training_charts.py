@@ -9,23 +9,17 @@ from stability.analysis.arm_growth import study_growth
 from stability.analysis.study_records import read_study
 from stability.records.metric_names import watch_name
 from tests.stability.report.pages import figures_of, mean_of, page_of, traces_of
-from tests.stability.report.synthetic_full import write_full
 
 ARM = "flash_all_bf16"
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory):
-    return write_full(tmp_path_factory.mktemp("studies") / "full")
+def page(full_study):
+    return page_of(full_study)
 
 
-@pytest.fixture(scope="module")
-def page(full):
-    return page_of(full)
-
-
-def test_watched_figures_are_those_of_the_logs(full, page):
-    want = mean_of(full, ARM, watch_name("grad_norm"))
+def test_watched_figures_are_those_of_the_logs(full_study, page):
+    want = mean_of(full_study, ARM, watch_name("grad_norm"))
     lines = [
         t for t in traces_of(page, "watch") if t["meta"] == {"arm": ARM, "figure": "grad_norm"}
     ]
@@ -33,9 +27,9 @@ def test_watched_figures_are_those_of_the_logs(full, page):
     assert dict(zip(thick["x"], thick["y"], strict=True)) == pytest.approx(want, rel=1e-6)
 
 
-def test_growth_laws_stand_below_the_drift(full, page):
+def test_growth_laws_stand_below_the_drift(full_study, page):
     section = re.search(r'<section id="section-drift".*?</section>', page, re.DOTALL).group(0)
-    laws = {law.arm: law for law in study_growth(read_study(full))}
+    laws = {law.arm: law for law in study_growth(read_study(full_study))}
     found = re.findall(r'data-arm-row="([^"]*)">.*?<td class="num">([^<]*)', section)
     assert {arm: float(doubling.split()[0]) for arm, doubling in found} == {
         arm: pytest.approx(law.doubling_time, rel=5e-3)

@@ -11,27 +11,22 @@ from stability.records.paths import RunPaths
 from stability.report.page.weight_charts import SHOWN
 from tests.stability.report.pages import mean_of, page_of, traces_of
 from tests.stability.report.synthetic import STEPS
-from tests.stability.report.synthetic_full import PARAMETERS, write_full
+from tests.stability.report.synthetic_full import PARAMETERS
 
 ARM = "flash_all_bf16"
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory):
-    return write_full(tmp_path_factory.mktemp("studies") / "full")
+def page(full_study):
+    return page_of(full_study)
 
 
-@pytest.fixture(scope="module")
-def page(full):
-    return page_of(full)
-
-
-def test_map_of_parameters_holds_the_means_the_most_drifted_on_top(full, page):
+def test_map_of_parameters_holds_the_means_the_most_drifted_on_top(full_study, page):
     (trace,) = [t for t in traces_of(page, "parameters") if t["meta"] == {"arm": ARM}]
     shares = {**PARAMETERS, "blocks.0.qkv.weight": 1.0}
     assert trace["y"] == sorted(shares, key=shares.get, reverse=True)
     for row, name in enumerate(trace["y"]):
-        drifts = mean_of(full, ARM, drift_name(name, "rel_l2"))
+        drifts = mean_of(full_study, ARM, drift_name(name, "rel_l2"))
         for column, step in enumerate(trace["x"]):
             assert float(trace["customdata"][row][column]) == pytest.approx(drifts[int(step)], 1e-5)
             assert trace["z"][row][column] == pytest.approx(math.log10(drifts[int(step)]), 1e-5)
