@@ -199,7 +199,11 @@ IMPLEMENTATIONS: dict[str, Callable[[AttentionConfig, torch.device], ResolvedAtt
     "golden": _resolve_golden,
     "sdpa": _resolve_sdpa,
 }
-"""How each implementation that a config may name is resolved."""
+"""How each implementation that a config may name is resolved.
+
+A new one is a row here, and its profiles a row of `config.load.PROFILES_OF`, by which a study's
+YAML is checked before torch is imported. A user's own function needs neither.
+"""
 
 
 def attention_from_text(text: str) -> AttentionConfig:

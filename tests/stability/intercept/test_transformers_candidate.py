@@ -30,7 +30,7 @@ CASES = [
     for name, model in tiny.TINY.items()
     for own in model.implementations
     for side in ("left", "right")
-    # Eager gives NaN for left padding in FP64: `test_intercept_transformers`.
+    # Eager gives NaN for left padding in FP64: `test_transformers`.
     if (own, side) != ("eager", "left")
 ]
 
