@@ -1,0 +1,141 @@
+"""Verbs start light: no heavy library is loaded by help, by a mistake, or to look at a study."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stability.cli.main import VERBS
+from tests.stability.report.synthetic import write_synthetic
+
+ROOT = Path(__file__).parents[3]
+HEAVY = {
+    "datasets",
+    "lightning",
+    "matplotlib",
+    "plotly",
+    "scipy",
+    "torch",
+    "transformers",
+    "uvicorn",
+    "wandb",
+}
+CODE = """
+import json, sys
+from stability.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as stop:
+    code = stop.code
+sys.stderr.write("\\n" + json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+def _start(*words: object) -> tuple[int, set[str], str]:
+    """Run a command line in a fresh process; return its exit code, modules and error lines."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *map(str, words)],
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": "", "HOME": "/nonexistent"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said, _, last = done.stderr.rpartition("\n")
+    code, modules = json.loads(last)
+    return code, set(modules), said
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    """The folder of a study of two seeds."""
+    return write_synthetic(tmp_path_factory.mktemp("studies") / "quickstart")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_loads_nothing_heavy(verb):
+    code, modules, _ = _start(verb, "--help")
+    assert code == 0
+    assert not modules & (HEAVY | {"numpy", "rich"})
+
+
+def _with_profile(content: dict) -> None:
+    content["arms"]["flash_fa2"]["attention"]["profile"] = "fa22"
+
+
+MISTAKES = {
+    "an unknown key": (lambda c: c["base"].update(trian={}), "trian: unknown key; nearest: train"),
+    "a misspelled profile": (_with_profile, "must be a profile of flash, got 'fa22'"),
+    "a misspelled arm": (lambda c: c.update(yardstick="fp23"), "must be an arm, got 'fp23'"),
+    "a wrong value": (lambda c: c["base"]["train"].update(steps="many"), "train.steps"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_yaml_is_told_before_anything_heavy_is_loaded(tmp_path, mistake):
+    edit, said = MISTAKES[mistake]
+    content = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    edit(content)
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content))
+    code, modules, error = _start("run", path, "--out", tmp_path)
+    assert (code, said in error) == (2, True), error
+    assert not modules & HEAVY
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "missing.yaml"], "missing.yaml: cannot be read"),
+        (["run", "missing.yaml", "--wandbb", "online"], "--wandbb"),
+        (["rum"], "no verb 'rum'; nearest: run"),
+        (["show", "nowhere"], "folder must hold study.json"),
+        (["report", "nowhere"], "folder must hold study.json"),
+        (["verdict", "nowhere"], "study.json: there is no such file"),
+        (["verify", "nowhere"], "study.json: there is no such file"),
+        (["figure", "nowhere"], "study.json: there is no such file"),
+        (["figure", "nowhere", "--what", "lader"], "what must be one of ladder"),
+        (["workspace", "nowhere"], "study.json: there is no such file"),
+        (["dashboard", "nowhere"], "runs must be a folder"),
+        (["fork", "nowhere", "--at", "1"], "run must be a run's folder"),
+        (["bisect", "nowhere", "--at", "1"], "run must be a run's folder"),
+        (["compare", "nowhere", "elsewhere"], "nowhere: must exist"),
+        (["deviate", "--profile", "fa22"], "profile must be a known profile, got 'fa22'"),
+        (["probe", "--model", "x"], "text must be given"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_in_the_command_is_told_before_anything_heavy_is_loaded(words, said):
+    code, modules, error = _start(*words)
+    assert (code, said in error) == (2, True), error
+    assert not modules & HEAVY
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["show"], ["show", "--json"], ["show", "--arm", "flash_fa2"], ["verdict"], ["verify"]],
+    ids=" ".join,
+)
+def test_a_study_is_looked_at_without_torch(study, words):
+    verb, *options = words
+    code, modules, error = _start(verb, study, *options)
+    assert code in (0, 1, 3), error
+    assert not modules & (HEAVY - {"scipy"})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["show", "--arm", "flash_fa22"], "'flash_fa22'; nearest: flash_fa2"),
+        (["verdict", "--candidate", "flash_fa22"], "'flash_fa22'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_misspelled_arm_of_a_study_is_told_without_torch(study, words, said):
+    verb, *options = words
+    code, modules, error = _start(verb, study, *options)
+    assert (code, said in error) == (2, True), error
+    assert not modules & (HEAVY - {"scipy"})
