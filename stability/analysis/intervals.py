@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import bootstrap, norm, t
 
 __all__ = ["Interval", "mean_interval", "more_seeds", "paired_interval", "replicates_needed"]
 
@@ -116,6 +115,8 @@ def more_seeds(values_by_seed: Mapping[int, float], bound: float, level: float =
         return None
     if zeros:
         return max(0, replicates_needed(level) - n)
+    from scipy.stats import t  # heavy: 1.2 s of CPU
+
     logs = np.log(values)
     distance = abs(float(logs.mean()) - math.log(bound))
     counts = np.arange(replicates_needed(level), MOST_SEEDS + 1)
@@ -157,6 +158,8 @@ def _interval(values: Array, level: float) -> Interval:
 
 
 def _percentiles(values: Array, level: float) -> tuple[float, float]:
+    from scipy.stats import bootstrap, norm, t  # heavy: 1.2 s of CPU
+
     n = len(values)
     # Hesterberg's expansion; without it the 90 % interval of 5 seeds is 0.69 as wide as Student's
     tail = norm.cdf(-math.sqrt(n / (n - 1)) * t.ppf(0.5 + level / 2, n - 1))

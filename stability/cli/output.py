@@ -20,13 +20,13 @@ __all__ = [
 HOLDS, FAILS, WRONG, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 EXIT_CODES = {
-    HOLDS: "done; what was checked holds",
+    HOLDS: "done, and what was checked holds",
     FAILS: "a run failed, or what was checked does not hold",
-    WRONG: "wrong input, or it can't be judged; nothing was written",
-    UNDECIDED: "the check can't decide",
-    INTERRUPTED: "interrupted by Ctrl-C; the same command goes on from there",
+    WRONG: "wrong input, or it can't be judged",
+    UNDECIDED: "undecided",
+    INTERRUPTED: "interrupted by Ctrl-C",
 }
-"""What each exit code of `stability` says; `stability --help` prints it."""
+"""What each exit code says, in the words of `stability --help` and the README."""
 
 
 def print_json(content: Any) -> None:
