@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from stability.cli.output import HOLDS, print_json
-from stability.records.paths import RunPaths, is_run, snapshot_steps
+from stability.records.paths import RunPaths, check_exists, is_run, snapshot_steps
 
 __all__ = ["compare"]
 
@@ -24,6 +24,8 @@ def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool
     """
     if top < 0:
         raise ValueError(f"compare: top must be >= 0, got {top}; 0 shows the pooled weights alone")
+    for path in (a, b):
+        check_exists(path)
     runs = [path for path in (a, b) if is_run(path)]
     if step is not None and not runs:
         raise ValueError(f"compare: step must be left out, got {step}; neither is a run: {a}, {b}")

@@ -3,6 +3,7 @@
 Leaves out what is in them.
 """
 
+import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 __all__ = [
     "RunPaths",
     "StudyPaths",
+    "check_exists",
     "checkpoint_steps",
     "is_run",
     "list_runs",
@@ -126,6 +128,18 @@ class RunPaths:
 def is_run(folder: Path) -> bool:
     """Return whether a path is the folder of a run, which has a manifest."""
     return RunPaths(folder).manifest.is_file()
+
+
+def check_exists(path: Path) -> None:
+    """Raise ValueError, which names the nearest files beside it, if there is nothing at `path`."""
+    if path.exists():
+        return
+    near = f"no folder {path.parent}"
+    if path.parent.is_dir():
+        names = sorted(entry.name for entry in path.parent.iterdir())
+        found = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4) or names[:3]
+        near = ", ".join(found) or "an empty folder"
+    raise ValueError(f"{path}: must exist; nearest: {near}")
 
 
 def run_at(folder: Path, what: str) -> RunPaths:

@@ -9,7 +9,6 @@ Opens a run's snapshot, a safetensors file, a Hugging Face folder, a state dict 
 a Lightning checkpoint. Every name is kept as it is written there. Leaves out writing (`snapshots`).
 """
 
-import difflib
 import json
 import pickle
 import re
@@ -21,7 +20,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from stability.records.paths import RunPaths, is_run, list_runs, snapshot_steps
+from stability.records.paths import RunPaths, check_exists, is_run, list_runs, snapshot_steps
 from stability.records.run_files import read_run_file
 
 __all__ = ["TorchFile", "Weights", "open_weights"]
@@ -174,8 +173,7 @@ def open_weights(path: Path, step: int | None = None) -> Weights:
         raise ValueError(f"{path}: must be a run to have a step, got step {step}; leave it out")
     if path.is_dir():
         return _open_folder(path)
-    if not path.exists():
-        raise ValueError(f"{path}: must exist; nearest: {_neighbours(path)}")
+    check_exists(path)
     if path.suffix == ".safetensors":
         return Weights(str(path), _SafetensorsFiles([path]))
     if path.suffix in TORCH_SUFFIXES:
@@ -255,11 +253,3 @@ def _read_index(index: Path) -> dict[str, Path]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: must map names to files in weight_map: {error!r}") from error
     return found
-
-
-def _neighbours(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"no folder {path.parent}"
-    names = sorted(entry.name for entry in path.parent.iterdir())
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
-    return ", ".join(near or names[:3]) or "an empty folder"
