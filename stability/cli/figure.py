@@ -7,6 +7,13 @@ from pathlib import Path
 
 from stability.cli.output import HOLDS, print_line
 from stability.config.convert import nearest
+from stability.report.paper.figure_options import (
+    FORMATS,
+    HEATMAP_METRICS,
+    KINDS,
+    RESULTS,
+    WIDTHS,
+)
 
 __all__ = ["figure"]
 
@@ -34,10 +41,6 @@ def figure(
         out: the picture's file; figures/<what>-<arm>.<format> in the study's folder if not given
     """
     from stability.analysis.study_records import read_study  # heavy: numpy
-    from stability.report.paper.figure import KINDS, write_figure  # heavy: matplotlib
-    from stability.report.paper.files import FORMATS
-    from stability.report.paper.heatmap import METRICS, RESULTS
-    from stability.report.paper.style import WIDTHS
     from stability.report.view.drift import DRIFT_TITLES
 
     _check("what", what, KINDS)
@@ -45,7 +48,7 @@ def figure(
     _check("format", format, FORMATS)
     _check("width", width, WIDTHS)
     _check("compared", compared, RESULTS)
-    metrics = METRICS if what == "heatmap" else DRIFT_TITLES
+    metrics = HEATMAP_METRICS if what == "heatmap" else DRIFT_TITLES
     metric = metric or next(iter(metrics))
     _check("metric", metric, metrics)
     if what == "ladder" and arm:
@@ -53,8 +56,11 @@ def figure(
     path = Path(out) if out else folder / "figures" / _name(what, arm, compared, metric, format)
     if path.suffix != f".{format}":
         raise ValueError(f"figure: out must end in .{format}, got {out!r}; or give another format")
+    study = read_study(folder)
+    from stability.report.paper.figure import write_figure  # heavy: matplotlib
+
     numbers = write_figure(
-        read_study(folder), what, path, width=width, arm=arm, compared=compared, metric=metric
+        study, what, path, width=width, arm=arm, compared=compared, metric=metric
     )
     for written in (path, numbers):
         print_line(written)

@@ -18,9 +18,7 @@ from stability.report.paper.style import paper_style
 from stability.report.paper.waterfall import draw_waterfall, waterfall_table
 from stability.report.view.ladder import is_candidate
 
-__all__ = ["KINDS", "write_figure"]
-
-KINDS = ("ladder", "drift", "heatmap", "waterfall")
+__all__ = ["write_figure"]
 
 
 def write_figure(
@@ -33,9 +31,9 @@ def write_figure(
     compared: str = "out",
     metric: str = "rel_l2",
 ) -> Path:
-    """Write the figure of `kind`, one of KINDS, to `path` and return the file of its numbers.
+    """Write the figure of `kind`, one of `KINDS`, to `path` and return the file of its numbers.
 
-    `path` ends in one of `files.FORMATS`; `width` is a key of `style.WIDTHS`. ValueError if the
+    `path` ends in one of `FORMATS`; `width` is a key of `WIDTHS`. ValueError if the
     study has no such arm, or nothing on record to draw: it says what to run.
     """
     with paper_style():

@@ -14,9 +14,8 @@ from matplotlib.figure import Figure
 
 from stability.records.atomic_files import atomic_path, write_text
 
-__all__ = ["FORMATS", "Cell", "Table", "picture_bytes", "to_csv", "write_files"]
+__all__ = ["Cell", "Table", "picture_bytes", "to_csv", "write_files"]
 
-FORMATS = ("pdf", "svg", "png")
 Cell = str | int | float
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 _NO_DATES = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}

@@ -14,19 +14,14 @@ from matplotlib.ticker import FixedLocator
 from stability.analysis.probe_records import natural_order
 from stability.analysis.study_records import RecordedArm
 from stability.records.metric_names import deviation_name, parse_deviation
+from stability.report.paper.figure_options import HEATMAP_METRICS
 from stability.report.paper.files import Cell, Table
 from stability.report.paper.style import new_figure, shown
 from stability.report.view.drift import mean_over_seeds
 from stability.report.view.robust_limit import robust_limit
 
-__all__ = ["METRICS", "RESULTS", "draw_heatmap", "has_probe", "heatmap_table"]
+__all__ = ["draw_heatmap", "has_probe", "heatmap_table"]
 
-RESULTS = ("out", "lse", "dq", "dk", "dv")
-METRICS = {
-    "rel_fro": "relative Frobenius\ndeviation",
-    "error_ratio": "error over\nthe baseline's",
-    "bias_ulp": "bias (ULP)",
-}
 _TICKS = 6
 
 
@@ -66,7 +61,7 @@ def draw_heatmap(arm: RecordedArm, compared: str, metric: str, width: str) -> Fi
     _ticks(axes.set_yticks, [shown(layer, 14) for layer in mean], 12)
     axes.set_xlabel(f"step; {shown(arm.name, 30)}, {compared}")
     bar = figure.colorbar(image, ax=axes, extend=extend, aspect=12, pad=0.02)
-    bar.set_label(METRICS[metric])
+    bar.set_label(HEATMAP_METRICS[metric])
     if metric == "error_ratio":
         reach = round(norm.vmax or 1)
         ticks = sorted({-reach, -(reach // 2), 0, reach // 2, reach})

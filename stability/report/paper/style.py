@@ -18,12 +18,12 @@ from matplotlib.font_manager import findfont, get_font
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from stability.config.schema import BASELINE
+from stability.report.paper.figure_options import WIDTHS
 from stability.report.view.palette import OKABE_ITO, SYMBOLS, arm_styles
 from stability.report.view.plain_text import readable, shortened
 
 __all__ = [
     "GREY",
-    "WIDTHS",
     "PrintStyle",
     "log_axis",
     "new_figure",
@@ -32,8 +32,6 @@ __all__ = [
     "shown",
 ]
 
-WIDTHS = {"column": 3.35, "page": 6.9}
-"""In inches: a column of 85 mm, and a page of two columns."""
 GREY = "#666666"
 _FONT = "DejaVu Sans"
 """It comes with matplotlib, so every machine has it."""

@@ -15,7 +15,8 @@ from stability.records.metric_log import MetricLog
 from stability.records.metric_names import deviation_name, drift_name
 from stability.records.paths import RunPaths
 from stability.records.waterfall_record import WaterfallRecord, write_waterfall
-from stability.report.paper.figure import KINDS, write_figure
+from stability.report.paper.figure import write_figure
+from stability.report.paper.figure_options import KINDS
 from stability.report.paper.files import Table, to_csv
 from stability.report.paper.style import paper_style, shown
 from stability.report.view.error_bars import bar_ends, bar_kind
