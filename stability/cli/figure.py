@@ -14,6 +14,7 @@ from stability.report.paper.figure_options import (
     RESULTS,
     WIDTHS,
 )
+from stability.report.view.drift import DRIFT_TITLES
 
 __all__ = ["figure"]
 
@@ -40,9 +41,6 @@ def figure(
         width: column (3.35 in) or page (6.9 in)
         out: the picture's file; figures/<what>-<arm>.<format> in the study's folder if not given
     """
-    from stability.analysis.study_records import read_study  # heavy: numpy
-    from stability.report.view.drift import DRIFT_TITLES
-
     _check("what", what, KINDS)
     format = format or Path(out).suffix[1:] or "pdf"
     _check("format", format, FORMATS)
@@ -56,6 +54,8 @@ def figure(
     path = Path(out) if out else folder / "figures" / _name(what, arm, compared, metric, format)
     if path.suffix != f".{format}":
         raise ValueError(f"figure: out must end in .{format}, got {out!r}; or give another format")
+    from stability.analysis.study_records import read_study  # heavy: numpy
+
     study = read_study(folder)
     from stability.report.paper.figure import write_figure  # heavy: matplotlib
 

@@ -4,8 +4,10 @@ Leaves out how it is drawn (`page`, `paper`) and the ladder (`analysis.ladder`).
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from stability.analysis.study_records import RecordedRun
+if TYPE_CHECKING:
+    from stability.analysis.study_records import RecordedRun
 
 __all__ = ["DRIFT_TITLES", "mean_over_seeds", "shown_drift"]
 
@@ -22,7 +24,7 @@ DRIFT_TITLES = {
 1 says anything."""
 
 
-def shown_drift(run: RecordedRun, metric: str) -> Mapping[int, float]:
+def shown_drift(run: "RecordedRun", metric: str) -> Mapping[int, float]:
     """Return one of DRIFT_TITLES by step."""
     if metric == "1-cosine":
         return {step: 1 - cosine for step, cosine in run.drift("cosine").items()}
