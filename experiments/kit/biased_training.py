@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from attention_kernels import flash_attention
-from attention_kernels.arithmetic import settle_vector_math
+from attention_kernels.fp_environment import settle_vector_math
 from attention_kernels.testing import injected_bias
 from attention_kernels.testing.faults import Move
 from stability.analysis.intervals import paired_interval

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention_kernels.arithmetic import ieee_arithmetic
 from attention_kernels.formats import format_named, input_format
+from attention_kernels.fp_environment import ieee_arithmetic
 from attention_kernels.masks import Mask, Sequence
 from attention_kernels.numerics import BaselineNumerics
 from attention_kernels.rounding import round_into, round_to

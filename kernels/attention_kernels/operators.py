@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from attention_kernels import baseline, golden
-from attention_kernels.arithmetic import ieee_arithmetic, settle_vector_math
 from attention_kernels.checks import check_mask_values
 from attention_kernels.formats import FORMATS, format_named, input_format
+from attention_kernels.fp_environment import ieee_arithmetic, settle_vector_math
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import BaselineNumerics, FlashNumerics
 from attention_kernels.rounding import round_into

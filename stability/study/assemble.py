@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from attention_kernels.arithmetic import settle_vector_math
+from attention_kernels.fp_environment import settle_vector_math
 from stability.callbacks.instability_watch import InstabilityWatch
 from stability.callbacks.probe_callbacks import DeviationProbe
 from stability.config.schema import ArmConfig, emulated_format

@@ -1,1 +1,1 @@
-"""The flash recurrence as Triton kernels: forward, backward, and their launch."""
+"""The Triton engine: the flash recurrence as kernels, forward and backward, and their launch."""

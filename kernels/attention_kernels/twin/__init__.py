@@ -1,1 +1,1 @@
-"""The twin: the flash recurrence in plain PyTorch, with every rounding point of the kernel."""
+"""The twin: the flash recurrence in plain PyTorch, with every rounding point of the kernels."""

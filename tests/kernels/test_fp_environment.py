@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels.arithmetic import VECTOR_MATH, settle_vector_math
+from attention_kernels.fp_environment import VECTOR_MATH, settle_vector_math
 
 ROOT = Path(__file__).parents[2]
 # The race itself shows in one process of ten; what must hold in each is that no function of MKL's

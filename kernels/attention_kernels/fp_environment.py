@@ -1,15 +1,18 @@
-"""Arithmetic that is what its dtype says, whatever is switched on and whatever ran before.
+"""The floating-point environment: what makes an FP32 operation something else, and its guards.
 
 Two ambient switches turn an FP32 `matmul` into a narrower one without a word: `torch.autocast`
-(BF16 operands) and the FP32 matmul precision ("high" is TF32 on a GPU, "medium" BF16 on a CPU with
-AVX-512; Lightning advises users to set it). The first acts on the backward too, when `backward()`
-is called inside the context. Leaves out FP16's reduced-precision accumulation: no product here has
-FP16 operands, they are widened before.
+(BF16 operands), and the FP32 matmul precision ("high" is TF32 on a GPU, "medium" BF16 on a CPU with
+AVX-512; Lightning advises users to set it). Autocast acts on the backward too, when `backward()` is
+called inside the context. An attention whose roundings are named must not follow them, so the FP32
+products of this package run inside `ieee_arithmetic`.
 
-And the first `exp` of a process can be wrong by thousands of ULPs: on a CPU torch hands large
-tensors to MKL from several threads, and MKL looks its code up in the first call, of which another
-thread then runs one of low accuracy (pytorch issue 188792; here 4 of 25 processes with 2 threads,
-torch 2.13). One value from one thread, before, settles it.
+The first `exp` of a process can be wrong by thousands of ULPs. On a CPU torch hands large tensors
+to MKL from several threads, and MKL looks its code up in the first call; another thread may
+meanwhile run a version of low accuracy (pytorch issue 188792; 4 of 25 processes with 2 threads,
+torch 2.13). One value from one thread, before, settles it: `settle_vector_math`.
+
+Leaves out FP16's reduced-precision accumulation: no product here has FP16 operands, they are
+widened before.
 """
 
 import functools
