@@ -1,1 +1,1 @@
-"""The dashboard: pages of all studies of a folder, served on the loopback address."""
+"""The dashboard: pages of all studies of a folder, served to this machine alone."""

@@ -144,7 +144,7 @@ def render_probe(probed: RecordedProbe, stamp: str = "") -> str:
 def fill(
     template: str, *, charts: list[Chart], sections: list[Section], stamp: str = "", **values: Any
 ) -> str:
-    """Return a page with the figures of `charts` and `sections`, and all it needs to draw them.
+    """Return a page with `charts` and those of `sections`, and all that it needs to draw them.
 
     A page with a `stamp`, that of the records it shows, is one of the live server: it gets its
     scripts from there, and asks whether the stamp has changed. `values` are the template's.

@@ -131,7 +131,7 @@ def _write_plain_study(folder: Path) -> Path:
 
 
 def _log(log: MetricLog, texts: Sequence[str]) -> None:
-    """Log figures and events whose layer, parameter, shadow or own name is a text, for each."""
+    """Log measurements and events whose layer, parameter, shadow or own name is one of `texts`."""
     for step, text in product((20, 40), texts):
         values = {drift_name(text, "rel_l2"): 1e-3, watch_name(text): 2.0}
         values |= {watch_name(name, layer=text): 3.0 for name in ("max_logit", text)}

@@ -1,7 +1,7 @@
 """A study with everything a run can record, on top of `synthetic`: what pages have to show.
 
 Backward deviations, errors made here and carried in, histograms, drifts of single parameters,
-watched figures and events.
+watched measurements and events.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ ALERT = Event(120, "alert", "", "the loss spiked: 7 standard deviations above it
 
 
 def write_full(study_dir: Path) -> Path:
-    """Write a whole finished study into `study_dir`, with every kind of figure and event."""
+    """Write a whole finished study into `study_dir`, with every kind of measurement and event."""
     write_synthetic(study_dir)
     for arm in ARMS:
         for seed in SEEDS:
@@ -53,10 +53,10 @@ def write_full(study_dir: Path) -> Path:
 def _deviations(arm: str, seed: int, step: int) -> dict[str, float]:
     values = {watch_name("grad_norm"): 1.0 + step / STEPS + seed}
     for layer in range(LAYERS):
-        figures = deviations(arm, layer, step)
+        measured = deviations(arm, layer, step)
         values[watch_name("max_logit", layer=f"layer_{layer}")] = 4.0 + layer + step / 100
         for what, times in BACKWARD.items():
-            for metric, value in figures.items():
+            for metric, value in measured.items():
                 name = deviation_name(f"layer_{layer}", what, metric)
                 values[name] = value * times * (1 + 0.1 * seed)
     return values

@@ -13,7 +13,7 @@ from stability.records.probe_record import METRICS_FILE, ProbeRecord, write_prob
 COMPARED = ("out", "lse", "dq", "dk", "dv", "carried", "total")
 
 
-def figures(rng: random.Random, times: float = 1.0, bias: float = 0.0) -> dict[str, float]:
+def measurements(rng: random.Random, times: float = 1.0, bias: float = 0.0) -> dict[str, float]:
     """Return every metric of one healthy place, its error `times` as large, biased by `bias`."""
     error = 1e-3 * rng.uniform(0.6, 1.7) * times
     values = dict.fromkeys((*DEVIATION_METRICS, *GOLDEN_METRICS), error)
@@ -51,11 +51,11 @@ def write_probe(
                 bias = 0.2 if biased == index else 0.0
                 for what in COMPARED:
                     hit = wrong and what not in ("lse", "carried")
-                    found = figures(rng, 300.0 if hit else 1.0, bias if what == "out" else 0.0)
+                    found = measurements(rng, 300.0 if hit else 1.0, bias if what == "out" else 0.0)
                     rows = {"": found}
                     for head in range(heads):
                         mine = hit and planted is not None and planted[1] == head
-                        rows[head_part(head)] = figures(
+                        rows[head_part(head)] = measurements(
                             rng, 600.0 if mine else 1.0, bias if what == "out" else 0.0
                         )
                     for part, values in rows.items():

@@ -18,7 +18,7 @@ def page(full_study):
     return page_of(full_study)
 
 
-def test_watched_figures_are_those_of_the_logs(full_study, page):
+def test_watched_measurements_are_those_of_the_logs(full_study, page):
     want = mean_of(full_study, ARM, watch_name("grad_norm"))
     lines = [
         t for t in traces_of(page, "watch") if t["meta"] == {"arm": ARM, "figure": "grad_norm"}
