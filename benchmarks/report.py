@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 
 from stability.analysis.study_records import read_study
-from stability.metrics.drift import DRIFT_METRICS
 from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import Event, log_event
 from stability.records.manifest import Manifest, environment, write_manifest
@@ -39,6 +38,7 @@ from stability.records.metric_names import (
     drift_name,
     watch_name,
 )
+from stability.records.metric_table import DRIFT_METRICS, LAYER_METRICS, WATCH_METRICS
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import file_checksum, write_sealed
 from stability.report.page.html import write_report
@@ -47,15 +47,13 @@ STEPS, LAYERS, SEEDS = 2000, 48, 5
 SECONDS_LIMIT, MEMORY_LIMIT, SIZE_LIMIT = 20.0, 1000.0, 15.0
 SNAPSHOTS = sorted({round(STEPS ** (i / 39)) for i in range(40)} | {*range(50, STEPS + 1, 50)})
 HISTOGRAM_EVERY = STEPS // 20
-DEVIATIONS = ("rel_fro", "error_ratio", "bias_ulp")
-WATCHED = ("grad_norm", "rms_max", "log_z", "loss_spike", "nonfinite_gradients")
 PARAMETERS = ("all", *(f"blocks.{i}.{name}.weight" for i in range(4) for name in ("qkv", "up")))
 AXES = {"rerun": "none", "nudge": "nudge", "fp32": "precision"}
 ARMS = ("baseline", *(f"flash_{i:02}" for i in range(16)), *AXES)
 DEVIATION_NAMES = [
     deviation_name(f"layer_{layer}", "out", metric)
     for layer in range(LAYERS)
-    for metric in DEVIATIONS
+    for metric in LAYER_METRICS
 ]
 
 
@@ -126,8 +124,8 @@ def write_step(log: MetricLog, step: int, random: np.random.Generator) -> None:
     """Write what a run logs at each step: the loss, the batch, what is watched, each layer."""
     log.append(step, {TRAIN_LOSS: 2 + 3 * math.exp(-step / 300) + 0.05 * random.standard_normal()})
     log.append(step, {}, **{BATCH_HASH: random.bytes(32).hex()})
-    log.append(step, {watch_name(name): float(random.random()) for name in WATCHED})
-    sizes = np.exp(0.2 * random.standard_normal((LAYERS, len(DEVIATIONS))))
+    log.append(step, {watch_name(name): float(random.random()) for name in WATCH_METRICS})
+    sizes = np.exp(0.2 * random.standard_normal((LAYERS, len(LAYER_METRICS))))
     values = sizes * (3e-3, 0.9, 0.02 * random.standard_normal())
     log.append(step, dict(zip(DEVIATION_NAMES, values.ravel().tolist(), strict=True)))
     if step % HISTOGRAM_EVERY == 0:

@@ -21,13 +21,11 @@ from stability.analysis.study_records import (
 )
 from stability.config.schema import BASELINE
 from stability.records.events import Event
-from stability.records.metric_names import deviation_name, parse_deviation, parse_drift
+from stability.records.metric_names import ALL_WEIGHTS, deviation_name, parse_deviation, parse_drift
+from stability.records.metric_table import DRIFT_METRICS, LAYER_METRICS
 from stability.records.sealed_json import jsonable
 
-__all__ = ["LAYER_METRICS", "ArmSummary", "BySteps", "SeedSummary", "summarise_arm"]
-
-LAYER_METRICS = ("rel_fro", "error_ratio", "bias_ulp")
-"""The deviations of each layer's output that a summary holds."""
+__all__ = ["ArmSummary", "BySteps", "SeedSummary", "summarise_arm"]
 
 BySteps = Mapping[int, SeedValues]
 
@@ -135,24 +133,24 @@ def _names(arm: RecordedArm) -> list[str]:
 
 def _drifts(arm: RecordedArm) -> Mapping[str, BySteps]:
     found = [parts for name in _names(arm) if (parts := parse_drift(name))]
-    drifts = {
-        parts.metric: _values_by_step({s: run.drift(parts.metric) for s, run in arm.runs.items()})
-        for parts in found
-        if parts.parameter == "all"
+    recorded = [parts.metric for parts in found if parts.parameter == ALL_WEIGHTS]
+    return {
+        metric.shown_as: _values_by_step(
+            {
+                seed: {step: metric.shown(value) for step, value in run.drift(metric.name).items()}
+                for seed, run in arm.runs.items()
+            }
+        )
+        for metric in DRIFT_METRICS.values()
+        if metric.name in recorded
     }
-    if "cosine" in drifts:  # near 1, only the distance from 1 can be read
-        drifts["1-cosine"] = {
-            step: SeedValues({seed: 1 - value for seed, value in spread.per_seed.items()})
-            for step, spread in drifts.pop("cosine").items()
-        }
-    return drifts
 
 
 def _parameters(arm: RecordedArm, step: int) -> tuple[tuple[str, SeedValues], ...]:
     found: dict[str, SeedValues] = {}
     for name in _names(arm):
         parts = parse_drift(name)
-        if not parts or parts.metric != "rel_l2" or parts.parameter == "all":
+        if not parts or parts.metric != "rel_l2" or parts.parameter == ALL_WEIGHTS:
             continue
         values = {seed: run.series(name) for seed, run in arm.runs.items()}
         at_step = {seed: series[step] for seed, series in values.items() if step in series}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stability.records.metric_names import ALL_WEIGHTS
 from stability.records.sealed_json import jsonable
 
 if TYPE_CHECKING:  # heavy: both import torch
@@ -81,14 +82,12 @@ def compare_weights(a: "Weights", b: "Weights") -> WeightComparison:
 
 def _misfit(name: str, a: "Weights", b: "Weights") -> str:
     """Return why a name on both sides can't be compared, whatever its shapes are; "" if it can."""
-    from stability.metrics.drift import ALL  # heavy: torch
-
     for side in (a, b):
         if name in side.others:
             return f"no tensor with values: {side.others[name]}"
         if not _is_number(side.dtypes[name]):
             return f"not floating-point: {str(side.dtypes[name]).removeprefix('torch.')}"
-    if name == ALL:
+    if name == ALL_WEIGHTS:
         return "its name stands for all parameters pooled"
     return "empty" if 0 in a.shapes[name] and a.shapes[name] == b.shapes[name] else ""
 

@@ -17,6 +17,7 @@ import yaml
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
 from stability.cli.output import HOLDS, print_json
 from stability.config.convert import nearest
+from stability.records.metric_table import DEVIATION_METRICS
 
 if TYPE_CHECKING:
     from attention_kernels.api import Engine
@@ -356,16 +357,16 @@ def _own_numerics(checkpoint: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
 
 
 def _columns(text: str) -> list[str]:
-    from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS  # heavy: torch
     from stability.report.terminal.deviation import COLUMNS
 
     names = _words(text)
-    known = [*DEVIATION_METRICS, *GOLDEN_METRICS]
     for name in names:
         group, _, metric = name.rpartition("/")
-        if metric not in known or group not in ("", "candidate", "baseline", "pair", "golden"):
+        groups = ("", "candidate", "baseline", "pair", "golden")
+        if metric not in DEVIATION_METRICS or group not in groups:
             raise ValueError(
-                f"deviate: columns must be metrics, got {name!r}; nearest: {nearest(metric, known)}"
+                f"deviate: columns must be metrics, got {name!r}; nearest: "
+                f"{nearest(metric, DEVIATION_METRICS)}"
             )
     return names or list(COLUMNS)
 

@@ -7,14 +7,8 @@ from pathlib import Path
 
 from stability.cli.output import HOLDS, print_line
 from stability.config.convert import nearest
-from stability.report.paper.figure_options import (
-    FORMATS,
-    HEATMAP_METRICS,
-    KINDS,
-    RESULTS,
-    WIDTHS,
-)
-from stability.report.view.drift import DRIFT_TITLES
+from stability.records.metric_table import LAYER_METRICS, SHOWN_DRIFTS
+from stability.report.paper.figure_options import FORMATS, KINDS, RESULTS, WIDTHS
 
 __all__ = ["figure"]
 
@@ -46,7 +40,7 @@ def figure(
     _check("format", format, FORMATS)
     _check("width", width, WIDTHS)
     _check("compared", compared, RESULTS)
-    metrics = HEATMAP_METRICS if what == "heatmap" else DRIFT_TITLES
+    metrics = LAYER_METRICS if what == "heatmap" else SHOWN_DRIFTS
     metric = metric or next(iter(metrics))
     _check("metric", metric, metrics)
     if what == "ladder" and arm:

@@ -31,9 +31,9 @@ from attention_kernels.formats import Format, format_named, input_format
 from stability.metrics.ulp import EXPONENT_BINS, count_by_exponent, merge_into_edges, to_ulps_
 
 __all__ = [
-    "DEVIATION_METRICS",
-    "GOLDEN_METRICS",
-    "PART_METRICS",
+    "GOLDEN_COLUMNS",
+    "LAYER_COLUMNS",
+    "PART_COLUMNS",
     "ULP_FLOOR",
     "Comparison",
     "compare",
@@ -42,7 +42,7 @@ __all__ = [
     "position_ranges",
 ]
 
-DEVIATION_METRICS = (
+LAYER_COLUMNS = (
     "max_abs",
     "mean_abs",
     "std",
@@ -57,13 +57,12 @@ DEVIATION_METRICS = (
     "nonfinite",
 )
 """The columns of `Comparison.layer`."""
-GOLDEN_METRICS = ("error_ratio", "golden_candidate_rel_fro", "golden_baseline_rel_fro")
+GOLDEN_COLUMNS = ("error_ratio", "golden_candidate_rel_fro", "golden_baseline_rel_fro")
 """The further columns where a golden is given."""
-PART_METRICS = ("rel_fro", "rmse", "max_abs", "bias", "bias_ulp", "bias_ulp_se", "nonfinite")
+PART_COLUMNS = ("rel_fro", "rmse", "max_abs", "bias", "bias_ulp", "bias_ulp_se", "nonfinite")
 """The columns for a single head or range of positions."""
 
-_PART_COLUMNS = tuple(DEVIATION_METRICS.index(metric) for metric in PART_METRICS)
-
+_PART_INDICES = tuple(LAYER_COLUMNS.index(metric) for metric in PART_COLUMNS)
 
 ULP_FLOOR = 2.0**-4
 """An error is measured in ULPs at max(|r|, ULP_FLOOR * RMS), the RMS over all valid finite r.
@@ -85,9 +84,9 @@ class Comparison(NamedTuple):
     """The metrics of one pair of results, FP64 on their device."""
 
     layer: Tensor
-    """`DEVIATION_METRICS`, and with a golden `GOLDEN_METRICS`."""
+    """`LAYER_COLUMNS`, and with a golden `GOLDEN_COLUMNS`."""
     heads: Tensor | None
-    """`(heads, PART_METRICS)`, and with a golden `error_ratio`."""
+    """`(heads, PART_COLUMNS)`, and with a golden `error_ratio`."""
     positions: Tensor | None
     """The same for each range of positions."""
     histogram: Tensor
@@ -163,13 +162,13 @@ def deviation(
     output_format: str | Format | None = None,
     valid: Tensor | None = None,
 ) -> dict[str, float]:
-    """Return `DEVIATION_METRICS` by name, on the host; arguments and errors as in `compare`."""
+    """Return `LAYER_COLUMNS` by name, on the host; arguments and errors as in `compare`."""
     found = compare(x, reference, output_format=output_format, valid=valid)
-    return dict(zip(DEVIATION_METRICS, found.layer.tolist(), strict=True))
+    return dict(zip(LAYER_COLUMNS, found.layer.tolist(), strict=True))
 
 
 def golden_tensor(candidate: Tensor, baseline: Tensor, golden: Tensor) -> Tensor:
-    """Return the metrics of `GOLDEN_METRICS`, in that order, as FP64 on the device.
+    """Return the metrics of `GOLDEN_COLUMNS`, in that order, as FP64 on the device.
 
     `error_ratio` = |candidate - golden| / |baseline - golden|, 1 where both are exact; the other
     two are each one's error relative to |golden|. Positions where all three are finite count.
@@ -403,15 +402,15 @@ def _total(sums: S, over: tuple[int, ...] = (0, 1)) -> S:
 
 
 def _part_metrics(sums: _ErrorSums, against: _GoldenSums | None, over: tuple[int, ...]) -> Tensor:
-    """Return `PART_METRICS`, and `error_ratio`, of sums taken together over some dimensions."""
-    made = _metrics(_total(sums, over))[..., _PART_COLUMNS]
+    """Return `PART_COLUMNS`, and `error_ratio`, of sums taken together over some dimensions."""
+    made = _metrics(_total(sums, over))[..., _PART_INDICES]
     if against is None:
         return made
     return torch.cat([made, _golden_metrics(_total(against, over))[..., :1]], dim=-1)
 
 
 def _metrics(sums: _ErrorSums) -> Tensor:
-    """Return `DEVIATION_METRICS` of what `sums` are the sums of, in a new last axis."""
+    """Return `LAYER_COLUMNS` of what `sums` are the sums of, in a new last axis."""
     n = sums.count
     bias, bias_ulp = sums.error / n, sums.ulp / n
     mean_square, mean_square_ulp = sums.square / n, sums.ulp_square / n
@@ -441,7 +440,7 @@ def _metrics(sums: _ErrorSums) -> Tensor:
 
 
 def _golden_metrics(sums: _GoldenSums) -> Tensor:
-    """Return `GOLDEN_METRICS` of what `sums` are the sums of, in a new last axis."""
+    """Return `GOLDEN_COLUMNS` of what `sums` are the sums of, in a new last axis."""
     candidate, baseline, norm = (t.sqrt() for t in (sums.candidate, sums.baseline, sums.golden))
     ratio = torch.where(candidate == baseline, 1.0, candidate / baseline)
     metrics = torch.stack([ratio, _ratio(candidate, norm), _ratio(baseline, norm)], dim=-1)

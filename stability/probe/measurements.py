@@ -17,9 +17,9 @@ from attention_kernels.formats import input_format
 from stability.config.plugins import METRICS, plugins
 from stability.config.schema import ProbeConfig
 from stability.metrics.deviation import (
-    DEVIATION_METRICS,
-    GOLDEN_METRICS,
-    PART_METRICS,
+    GOLDEN_COLUMNS,
+    LAYER_COLUMNS,
+    PART_COLUMNS,
     Comparison,
     compare,
     position_ranges,
@@ -195,10 +195,10 @@ class DeviationMeter:
                 for metric in metrics
             ]
 
-        golden_metrics = () if golden is None else GOLDEN_METRICS
-        self.buffer.add(names((*DEVIATION_METRICS, *golden_metrics)), compared.layer)
+        golden_metrics = () if golden is None else GOLDEN_COLUMNS
+        self.buffer.add(names((*LAYER_COLUMNS, *golden_metrics)), compared.layer)
         self.buffer.add_counts(names([ULP_HISTOGRAM])[0], compared.histogram)
-        part_metrics = PART_METRICS if golden is None else (*PART_METRICS, "error_ratio")
+        part_metrics = PART_COLUMNS if golden is None else (*PART_COLUMNS, "error_ratio")
         for parts, values in self._parts(compared, candidate.shape[2]):
             self.buffer.add(names(part_metrics, parts), values)
         for metric, measure in self._user_metrics.items():
@@ -231,7 +231,7 @@ class DeviationMeter:
         name = deviation_name(
             captured.layer, "lse", "golden_candidate_rel_fro", shadow=self._name_of_shadow[shadow]
         )
-        self.buffer.add([name], compared.layer[DEVIATION_METRICS.index("rel_fro")])
+        self.buffer.add([name], compared.layer[LAYER_COLUMNS.index("rel_fro")])
 
     def measure_inside(
         self, captured: CapturedCall, dout: Tensor | None, candidate: Tensor | None

@@ -30,7 +30,7 @@ from attention_kernels.rounding import INPUT_DTYPES
 from attention_kernels.testing import Shape
 from stability.config.convert import nearest
 from stability.metrics.deviation import (
-    GOLDEN_METRICS,
+    GOLDEN_COLUMNS,
     deviation,
     golden_tensor,
 )
@@ -116,7 +116,7 @@ class ResultDeviations:
     pair: Mapping[str, float]
     """Of the candidate against the baseline."""
     golden: Mapping[str, float]
-    """`GOLDEN_METRICS`: error_ratio and both relative errors."""
+    """`GOLDEN_COLUMNS`: error_ratio and both relative errors."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the deviations as plain dicts."""
@@ -196,7 +196,7 @@ def _deviations(
         candidate=against(candidate, exact),
         baseline=against(plain, exact),
         pair=against(candidate, plain),
-        golden=dict(zip(GOLDEN_METRICS, golden, strict=True)),
+        golden=dict(zip(GOLDEN_COLUMNS, golden, strict=True)),
     )
 
 

@@ -3,14 +3,15 @@
 `train/loss`, `deviation/<layer>/<what>/<metric>`, `drift/<parameter or "all">/<metric>`,
 `watch/<name>` and `watch/<layer>/<name>`. A deviation's name has one part more for a single head
 (`head_3`) or a range of positions (`positions_0_63`), and one for the shadow if a probe has
-several. `weights/all/histogram` holds counts. Leaves out what a metric means: `metrics.deviation`
-and `metrics.drift` say that.
+several. `weights/all/histogram` holds counts. Leaves out the metrics themselves
+(`metric_table`).
 """
 
 import re
 from typing import NamedTuple
 
 __all__ = [
+    "ALL_WEIGHTS",
     "BATCH_HASH",
     "COMPARED",
     "STEP_AXIS",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 TRAIN_LOSS = "train/loss"
+ALL_WEIGHTS = "all"
+"""Stands for every parameter pooled, where a drift's name has a parameter."""
 BATCH_HASH = "batch_hash"
 """The text entry that holds the running hash of every batch so far."""
 

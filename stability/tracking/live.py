@@ -25,6 +25,7 @@ from stability.records.metric_names import (
     WEIGHT_HISTOGRAM,
     parse_deviation,
 )
+from stability.records.metric_table import DEVIATION_METRICS
 from stability.records.paths import RunPaths
 from stability.records.sealed_json import NON_FINITE
 from stability.tracking.environment import WandbMode, resolve_mode
@@ -51,7 +52,6 @@ _PREFIXES = {
     "weights/*": "",
 }
 """What W&B's summary holds of the metrics under a prefix; "" is the last value alone."""
-_WORST_IS_LEAST = {"cosine", "sqnr_db"}
 
 
 class WandbRun:
@@ -261,7 +261,8 @@ def _summary_of(name: str) -> str:
     parts = parse_deviation(name)
     if parts is None or parts.metric == ULP_HISTOGRAM:
         return ""
-    return "last,min" if parts.metric in _WORST_IS_LEAST else "last,max"
+    metric = DEVIATION_METRICS.get(parts.metric)  # None for a metric that a plugin adds
+    return "last,min" if metric and metric.worse == "lower" else "last,max"
 
 
 def _prefix_of(name: str) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from stability.records.metric_names import (
+    ALL_WEIGHTS,
     COMPARED,
     STEP_AXIS,
     TRAIN_LOSS,
@@ -16,13 +17,13 @@ from stability.records.metric_names import (
     parse_deviation,
     parse_drift,
 )
+from stability.records.metric_table import DEVIATION_METRICS, DRIFT_METRICS, Metric
 from stability.tracking.tables import SHOWN_DEVIATIONS
 
 __all__ = ["Panel", "PanelSection", "as_json", "build_workspace", "plan_panels"]
 
 PanelKind = Literal["line", "bar", "media", "table"]
 
-_ON_LOG_AXIS = {"rel_fro", "max_abs", "error_ratio", "w1", "w1_over_std", "mean_abs", "rel_l2"}
 _LADDER_BARS = (
     "ladder/rel_l2/early",
     "ladder/rel_l2/last",
@@ -141,9 +142,9 @@ def _drifts(metrics: Sequence[str]) -> list[Panel]:
     """One panel for each drift of all weights; those of single parameters are not shown."""
     found = [(parts, name) for name in metrics if (parts := parse_drift(name))]
     return [
-        Panel(f"{parts.metric} of all weights", "line", (name,), log=parts.metric in _ON_LOG_AXIS)
+        _panel(f"{parts.metric} of all weights", (name,), DRIFT_METRICS.get(parts.metric))
         for parts, name in sorted(found)
-        if parts.parameter == "all"
+        if parts.parameter == ALL_WEIGHTS
     ]
 
 
@@ -155,11 +156,15 @@ def _deviations(metrics: Sequence[str]) -> list[Panel]:
         if parts is not None and not parts.part and parts.metric in SHOWN_DEVIATIONS:
             lines.setdefault((parts.what, parts.metric), []).append(name)
     return [
-        Panel(f"{metric} of {what}", "line", tuple(lines[what, metric]), metric in _ON_LOG_AXIS)
+        _panel(f"{metric} of {what}", tuple(lines[what, metric]), DEVIATION_METRICS[metric])
         for what in COMPARED
         for metric in SHOWN_DEVIATIONS
         if (what, metric) in lines
     ]
+
+
+def _panel(title: str, names: tuple[str, ...], metric: Metric | None) -> Panel:
+    return Panel(title, "line", names, log=metric is not None and metric.scale == "log")
 
 
 def _watched(metrics: Sequence[str]) -> list[Panel]:

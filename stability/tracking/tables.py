@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stability.records.metric_names import parse_deviation
+from stability.records.metric_table import LAYER_METRICS
 from stability.records.sealed_json import NON_FINITE
 
 __all__ = ["SHOWN_DEVIATIONS", "MetricValues", "deviation_rows", "ladder_rows", "row_summary"]
@@ -16,7 +17,7 @@ __all__ = ["SHOWN_DEVIATIONS", "MetricValues", "deviation_rows", "ladder_rows", 
 MetricValues = tuple[str, str, Iterable[float]]
 """An arm, one of its metrics, and the values that one run logged."""
 
-SHOWN_DEVIATIONS = ("rel_fro", "max_abs", "bias_ulp", "error_ratio")
+SHOWN_DEVIATIONS = (*LAYER_METRICS, "max_abs")
 """The deviation metrics that have a column in the table of layers, and panels."""
 
 

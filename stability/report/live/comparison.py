@@ -12,13 +12,13 @@ from stability.analysis.number_text import MISSING
 from stability.analysis.study_records import RecordedStudy
 from stability.config.diff import leaves
 from stability.config.schema import BASELINE
+from stability.records.metric_table import SHOWN_DRIFTS
 from stability.report.live.study_summary import Summary, summary_of_study
 from stability.report.page.chart import Section, arm_lines, make_chart, section_of
 from stability.report.page.html import fill
 from stability.report.page.ladder_chart import ladders_chart
 from stability.report.page.tables import LadderLine, ladder_lines, value_text
 from stability.report.page.training_charts import drift_by_seed, drift_layout
-from stability.report.view.drift import DRIFT_TITLES
 from stability.report.view.error_bars import bars_are
 from stability.report.view.ladder import is_candidate
 from stability.report.view.palette import DASHES, ArmStyle, arm_styles
@@ -128,7 +128,7 @@ def _drift_section(studies: Mapping[str, RecordedStudy], styles: Mapping[str, Ar
     """Return the drift of one arm at a time over the steps, a line a study."""
     lines = [
         line
-        for metric in DRIFT_TITLES
+        for metric in SHOWN_DRIFTS
         for name in _arms(studies)
         for study_name, study in studies.items()
         if (arm := study.arm(name))

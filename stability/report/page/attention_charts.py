@@ -6,7 +6,6 @@ points (`operator_charts`).
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -26,6 +25,7 @@ from stability.analysis.probe_records import (
 from stability.analysis.study_records import RecordedStudy
 from stability.metrics.ulp import ULP_EDGES
 from stability.records.metric_names import COMPARED, ULP_HISTOGRAM, deviation_name, watch_name
+from stability.records.metric_table import LAYER_METRICS
 from stability.report.page.chart import (
     LOG_AXIS,
     STEP_AXIS,
@@ -50,20 +50,6 @@ HEIGHT = 430
 LARGEST = "The largest over the steps that were looked at"
 
 
-@dataclass(frozen=True, slots=True)
-class _Metric:
-    title: str
-    axis: str
-    centre: float | None
-    """What a perfect result would have; None where there is no such value in the middle."""
-
-
-METRICS = {
-    "rel_fro": _Metric("relative Frobenius deviation from the baseline attention", "log", None),
-    "error_ratio": _Metric("error against FP64, candidate over baseline attention", "log", 1.0),
-    "bias_ulp": _Metric("mean signed deviation (ULP of the output format)", "linear", 0.0),
-}
-
 Tables = Mapping[tuple[str, str, str], LayerTable]
 """(arm or shadow, what was compared, metric) -> table."""
 
@@ -78,7 +64,7 @@ def study_deviation(study: RecordedStudy) -> Section | None:
         (arm.name, what, metric): table
         for arm in arms
         for what in COMPARED
-        for metric in METRICS
+        for metric in LAYER_METRICS
         if (table := layer_table(arm, what, metric))
     }
     intro = (
@@ -94,7 +80,7 @@ def probe_sections(probed: RecordedProbe) -> list[Section]:
     tables = {}
     for shadow in probed.shadows:
         for what in probed.compared:
-            for metric in METRICS:
+            for metric in LAYER_METRICS:
                 table = {
                     layer: values
                     for layer in probed.layers
@@ -135,7 +121,7 @@ def deviation_section(tables: Tables, group: str, intro: str) -> Section | None:
         choices={
             group: groups,
             "what": [what for what in COMPARED if what in results],
-            "metric": [metric for metric in METRICS if metric in metrics],
+            "metric": [metric for metric in LAYER_METRICS if metric in metrics],
         },
     )
 
@@ -145,7 +131,7 @@ def _thinned(tables: Tables) -> tuple[Tables, tuple[str, ...]]:
     rows = sum(len(table.layers) for table in tables.values())
     columns = min(max(CELLS // rows, COLUMNS.start), COLUMNS.stop)
     shown = {
-        key: thinned(table, columns, ratio=METRICS[key[2]].centre == 1.0)
+        key: thinned(table, columns, ratio=LAYER_METRICS[key[2]].centre == 1.0)
         for key, table in tables.items()
     }
     most = max(len(table.steps) for table in tables.values())
@@ -167,7 +153,7 @@ def _layer_by_step(traced: _Traced, remarks: tuple[str, ...]) -> Chart:
     return make_chart(
         "deviation-map",
         "Layer by step",
-        [layer_map(table, METRICS[meta["metric"]].centre, meta) for meta, table in traced],
+        [layer_map(table, LAYER_METRICS[meta["metric"]].centre, meta) for meta, table in traced],
         caption=(
             "The first layer on top. A bias's colours reach to 4 times its median size: one of an "
             "attention that fails is any number of ULPs."
@@ -182,7 +168,7 @@ def _layer_by_step(traced: _Traced, remarks: tuple[str, ...]) -> Chart:
 
 
 def _layer_curves(traced: _Traced, remarks: tuple[str, ...]) -> Chart:
-    axes = {name: (_wrapped(metric.title), metric.axis) for name, metric in METRICS.items()}
+    axes = {name: (_wrapped(metric.label), metric.scale) for name, metric in LAYER_METRICS.items()}
     title, scale = axes[traced[0][0]["metric"]]
     layouts = {
         name: {"yaxis.title.text": title, "yaxis.type": scale}
@@ -252,7 +238,7 @@ def _heads(observed: Sequence[ShadowMetrics]) -> Section | None:
         heads = one.parts("head")
         columns = [head.replace("_", " ") for head in heads]
         for what in one.compared:
-            for metric in ("rel_fro", "error_ratio"):
+            for metric in (name for name, each in LAYER_METRICS.items() if each.scale == "log"):
                 rows = {
                     layer: [one.worst(layer, what, metric, head) for head in heads]
                     for layer in one.layers
@@ -377,7 +363,7 @@ def _positions(observed: Sequence[ShadowMetrics]) -> Section | None:
         parts = [part.removeprefix("positions_") for part in one.parts("positions")]
         ranges = [part.replace("_", " to ") for part in parts]
         for what in one.compared:
-            for metric in METRICS:
+            for metric in LAYER_METRICS:
                 meta = {**one.choice, "what": what, "metric": metric}
                 for line in _lines_of(one.layers, partial(largest, one, what, metric), meta):
                     hover = "%{y:.6g} at positions %{x}"

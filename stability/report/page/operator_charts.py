@@ -12,6 +12,7 @@ import plotly.io
 
 from stability.analysis.study_records import RecordedStudy
 from stability.records.atomic_files import write_text
+from stability.records.metric_table import DEVIATION_METRICS
 from stability.records.paths import RunPaths
 from stability.records.waterfall_record import WaterfallRecord, read_waterfalls
 from stability.report.page.chart import (
@@ -32,8 +33,6 @@ NOISE = 1e-12
 """An error below this is FP64's own."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 """The lines of a sweep: Okabe and Ito's palette with black for its yellow, which fades on white."""
-SIGNED = ("bias", "bias_ulp", "cosine", "sqnr_db")
-"""Metrics that may be negative or are no size: they need a linear axis."""
 
 
 def waterfall_section(study: RecordedStudy) -> Section | None:
@@ -142,7 +141,7 @@ def write_sweep_page(
     ]
     places = sorted({x for points in lines.values() for x, _ in points}, key=str)
     numeric = all(isinstance(x, int | float) for x in places)
-    scale = "linear" if metric.rpartition("/")[2] in SIGNED else "log"
+    scale = DEVIATION_METRICS[metric.rpartition("/")[2]].scale
     _write(
         path,
         traces,

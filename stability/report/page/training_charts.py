@@ -11,6 +11,7 @@ from typing import Any
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.records.metric_names import watch_name
+from stability.records.metric_table import SHOWN_DRIFTS, WATCH_METRICS
 from stability.report.page.chart import (
     ALL_AT_ONCE,
     LOG_AXIS,
@@ -22,7 +23,7 @@ from stability.report.page.chart import (
     section_of,
     thinning_remarks,
 )
-from stability.report.view.drift import DRIFT_TITLES, shown_drift
+from stability.report.view.drift import shown_drift
 from stability.report.view.ladder import is_candidate, is_unpaired
 from stability.report.view.palette import ArmStyle
 
@@ -33,14 +34,6 @@ STEPS = {
     "linear steps": {"xaxis.type": "linear", "xaxis.tickmode": "auto"},
 }
 """How the drift's step axis may be laid out. A log axis ticks at each power of ten."""
-WATCHED = {
-    "grad_norm": ("norm of the gradient, before clipping", "log"),
-    "log_z": ("log Z, mean over the tokens (nats)", "linear"),
-    "rms_max": ("largest RMS of Adam's update, RMS_t, over the parameters", "linear"),
-    "nonfinite_gradients": ("gradients that are no finite number", "linear"),
-    "loss_spike": ("1 where the loss spiked", "linear"),
-}
-"""What is watched of a run as a whole -> title and scale of its axis."""
 HEIGHT = 430
 
 BySeed = Mapping[int, Mapping[int, float]]
@@ -108,7 +101,7 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
         "Distance from the baseline's weights",
         [
             line
-            for metric in DRIFT_TITLES
+            for metric in SHOWN_DRIFTS
             for line in _lines(
                 study.candidates,
                 partial(drift_by_seed, metric=metric),
@@ -137,12 +130,12 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
             *thinning_remarks(len(study.drift_steps), len(study.seeds)),
         ),
     )
-    choices = {"metric": tuple(DRIFT_TITLES), "steps": tuple(STEPS)}
+    choices = {"metric": tuple(SHOWN_DRIFTS), "steps": tuple(STEPS)}
     return Section(key="drift", title="Drift", intro="", charts=(chart,), choices=choices)
 
 
 def drift_by_seed(arm: RecordedArm, metric: str) -> BySeed:
-    """Return one of DRIFT_TITLES; without step 0, which an axis of log steps can't show."""
+    """Return one of SHOWN_DRIFTS; without step 0, which an axis of log steps can't show."""
     return {
         seed: {step: value for step, value in shown_drift(run, metric).items() if step > 0}
         for seed, run in arm.runs.items()
@@ -154,10 +147,13 @@ def drift_layout(**choices: Mapping[str, Any]) -> dict[str, Any]:
 
     Each of `choices` adds one more: option -> what it changes in the layout.
     """
-    titles = {metric: {"yaxis.title.text": title} for metric, title in DRIFT_TITLES.items()}
+    titles = {
+        name: {"yaxis.title.text": metric.label, "yaxis.type": metric.shown_scale}
+        for name, metric in SHOWN_DRIFTS.items()
+    }
     return {
         "xaxis": {**STEP_AXIS, "type": "log", "dtick": 1},
-        "yaxis": {"title": {"text": DRIFT_TITLES["rel_l2"]}, **LOG_AXIS},
+        "yaxis": {"title": {"text": SHOWN_DRIFTS["rel_l2"].label}, **LOG_AXIS},
         **ALL_AT_ONCE,
         "meta": {"metric": titles, **choices},
     }
@@ -166,7 +162,7 @@ def drift_layout(**choices: Mapping[str, Any]) -> dict[str, Any]:
 def watch_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section | None:
     """Return what was watched of each arm over the steps; None if nothing was."""
     lines, longest = [], 0
-    for name in WATCHED:
+    for name in WATCH_METRICS:
         arms = [arm for arm in study.arms if any(_watched(arm, name).values())]
         values = partial(_watched, name=name)
         lines += _lines(arms, values, styles, meta={"figure": name})
@@ -174,10 +170,10 @@ def watch_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
     if not lines:
         return None
     layouts = {
-        name: {"yaxis.title.text": title, "yaxis.type": scale}
-        for name, (title, scale) in WATCHED.items()
+        name: {"yaxis.title.text": metric.label, "yaxis.type": metric.scale}
+        for name, metric in WATCH_METRICS.items()
     }
-    title, scale = WATCHED[lines[0]["meta"]["figure"]]
+    first = WATCH_METRICS[lines[0]["meta"]["figure"]]
     chart = make_chart(
         "watch",
         "Over the steps",
@@ -187,7 +183,12 @@ def watch_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
         bad="an arm whose gradients or updates grow before its loss does.",
         height=HEIGHT,
         xaxis=STEP_AXIS,
-        yaxis={"title": {"text": title}, "type": scale, "tickformat": ".3~g", "nticks": 6},
+        yaxis={
+            "title": {"text": first.label},
+            "type": first.scale,
+            "tickformat": ".3~g",
+            "nticks": 6,
+        },
         **ALL_AT_ONCE,
         meta={"figure": layouts},
         remarks=thinning_remarks(longest, len(study.seeds)),

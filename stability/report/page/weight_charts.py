@@ -9,9 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.metrics.drift import ALL
 from stability.metrics.weight_counts import WEIGHT_EDGES
-from stability.records.metric_names import WEIGHT_HISTOGRAM, drift_name, parse_drift
+from stability.records.metric_names import ALL_WEIGHTS, WEIGHT_HISTOGRAM, drift_name, parse_drift
 from stability.report.page.chart import STEP_AXIS, Section, label, make_chart, section_of
 from stability.report.page.heat_map import ROW_AXIS, log_map
 from stability.report.view.drift import mean_over_seeds
@@ -65,7 +64,9 @@ def _drifts(arm: RecordedArm) -> dict[str, dict[int, float]]:
         parts.parameter
         for run in arm.runs.values()
         for name in run.metrics
-        if (parts := parse_drift(name)) and parts.metric == METRIC and parts.parameter != ALL
+        if (parts := parse_drift(name))
+        and parts.metric == METRIC
+        and parts.parameter != ALL_WEIGHTS
     }
     rows = {}
     for name in names:

@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy, find_arm
 from stability.config.convert import nearest
+from stability.records.metric_table import SHOWN_DRIFTS
 from stability.report.paper.files import Cell, Table
 from stability.report.paper.style import (
     PrintStyle,
@@ -21,7 +22,7 @@ from stability.report.paper.style import (
     print_styles,
     shown,
 )
-from stability.report.view.drift import DRIFT_TITLES, mean_over_seeds, shown_drift
+from stability.report.view.drift import mean_over_seeds, shown_drift
 from stability.report.view.ladder import is_unpaired
 
 __all__ = ["draw_drift", "drift_table"]
@@ -61,7 +62,7 @@ def draw_drift(study: RecordedStudy, arm: str, metric: str, width: str) -> Figur
     log_axis(axes, "x")
     log_axis(axes, "y")
     axes.set_xlabel(f"step{_seeds(found)}")
-    axes.set_ylabel(DRIFT_TITLES[metric].replace(": ", "\n"))
+    axes.set_ylabel(SHOWN_DRIFTS[metric].label.replace(": ", "\n"))
     handles = [_handle(lines, styles[lines.arm], width) for lines in found]
     columns = 2 if width == "column" else 4
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=3)
@@ -83,10 +84,10 @@ def drift_table(study: RecordedStudy, arm: str, metric: str) -> Table:
 
 
 def _lines(study: RecordedStudy, arm: str, metric: str) -> list[_Lines]:
-    if metric not in DRIFT_TITLES:
+    if metric not in SHOWN_DRIFTS:
         raise ValueError(
             f"draw_drift: metric must be a drift metric, got {metric!r}; nearest: "
-            f"{nearest(metric, DRIFT_TITLES)}"
+            f"{nearest(metric, SHOWN_DRIFTS)}"
         )
     arms = [find_arm(study, arm)] if arm else study.candidates
     paired = any(not is_unpaired(each) for each in arms)

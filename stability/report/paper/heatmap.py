@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator
 from stability.analysis.probe_records import natural_order
 from stability.analysis.study_records import RecordedArm
 from stability.records.metric_names import deviation_name, parse_deviation
-from stability.report.paper.figure_options import HEATMAP_METRICS
+from stability.records.metric_table import LAYER_METRICS
 from stability.report.paper.files import Cell, Table
 from stability.report.paper.style import new_figure, shown
 from stability.report.view.drift import mean_over_seeds
@@ -61,8 +61,8 @@ def draw_heatmap(arm: RecordedArm, compared: str, metric: str, width: str) -> Fi
     _ticks(axes.set_yticks, [shown(layer, 14) for layer in mean], 12)
     axes.set_xlabel(f"step; {shown(arm.name, 30)}, {compared}")
     bar = figure.colorbar(image, ax=axes, extend=extend, aspect=12, pad=0.02)
-    bar.set_label(HEATMAP_METRICS[metric])
-    if metric == "error_ratio":
+    bar.set_label(LAYER_METRICS[metric].short)
+    if LAYER_METRICS[metric].centre == 1:
         reach = round(norm.vmax or 1)
         ticks = sorted({-reach, -(reach // 2), 0, reach // 2, reach})
         bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
@@ -106,7 +106,7 @@ def _height(value: float | None, metric: str) -> float:
     """Return the number that sets the colour: log2 of a ratio, else the value; NaN for no cell."""
     if value is None or not math.isfinite(value):
         return math.nan
-    if metric != "error_ratio":
+    if LAYER_METRICS[metric].centre != 1:
         return value
     return math.log2(value) if value > 0 else math.nan
 
@@ -114,10 +114,10 @@ def _height(value: float | None, metric: str) -> float:
 def _scale(heights: list[float], metric: str) -> tuple[Normalize, str, str]:
     """Return the norm, the colour map, and which ends of the colour bar some value lies beyond."""
     finite = [height for height in heights if not math.isnan(height)]
-    if metric == "rel_fro":
+    if LAYER_METRICS[metric].centre is None:
         return Normalize(min(finite, default=0.0), max(finite, default=1.0)), "viridis", "neither"
     reach = robust_limit(finite)
-    if metric == "error_ratio":
+    if LAYER_METRICS[metric].centre == 1:
         reach = max(1, math.ceil(reach))  # whole octaves
     below, above = (any(sign * height > reach for height in finite) for sign in (-1, 1))
     extend = {(True, True): "both", (True, False): "min", (False, True): "max"}

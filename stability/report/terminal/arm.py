@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from stability.analysis.arm_growth import ArmGrowth
-from stability.analysis.arm_summary import LAYER_METRICS, ArmSummary, BySteps
+from stability.analysis.arm_summary import ArmSummary, BySteps
 from stability.analysis.number_text import MISSING, plain, scientific, times
 from stability.config.schema import BASELINE
+from stability.records.metric_table import LAYER_METRICS
 from stability.report.terminal.sparkline import Scale, Sparks, evenly, linear_scale, log_scale
 from stability.report.terminal.tables import (
     add_figures,
@@ -35,7 +36,8 @@ TOP = 10
 WIDE = 110
 """From this width on the relative L2 shows its interval."""
 STATE_STYLE = {"finished": "green", "failed": "red", "running": "cyan"}
-WRITE = {"rel_fro": scientific, "error_ratio": times, "bias_ulp": "{:+.2g}".format}
+WRITE = {None: scientific, 1.0: times, 0.0: "{:+.2g}".format}
+"""How a metric is written, by its centre."""
 
 
 def print_arm(view: ArmSummary, console: Console) -> None:
@@ -180,7 +182,7 @@ def _print_layers(view: ArmSummary, console: Console) -> None:
         cells = []
         for metric, scale in scales.items():
             last = found[metric].get(recorded[-1])
-            cells.append(WRITE[metric](last.mean) if last else MISSING)
+            cells.append(WRITE[LAYER_METRICS[metric].centre](last.mean) if last else MISSING)
             cells.append(sparks.line(_means(found[metric], steps), scale))
         add_row(table, layer, *cells)
     heading = f"\ndeviation of each layer's output, at step {recorded[-1]}"
@@ -198,7 +200,7 @@ def _print_layers(view: ArmSummary, console: Console) -> None:
 
 def _layer_scale(view: ArmSummary, metric: str) -> Scale:
     values = [spread.mean for found in view.layers.values() for spread in found[metric].values()]
-    return linear_scale(values) if metric == "bias_ulp" else log_scale(values)
+    return (log_scale if LAYER_METRICS[metric].scale == "log" else linear_scale)(values)
 
 
 def _print_events(view: ArmSummary, console: Console) -> None:

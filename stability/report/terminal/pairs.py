@@ -15,7 +15,8 @@ from rich.table import Table
 from stability.analysis.number_text import scientific
 from stability.analysis.pair_contract import PairProof
 from stability.analysis.weight_comparison import WeightComparison
-from stability.metrics.drift import ALL
+from stability.records.metric_names import ALL_WEIGHTS
+from stability.records.metric_table import DRIFT_METRICS, Metric
 from stability.report.terminal.tables import add_row, first_that_fits, plain_table, ruled_table
 from stability.report.view.plain_text import as_text
 
@@ -27,17 +28,6 @@ SAMENESS_STYLE = {
     "different": "bold red",
     "unknown": "yellow",
 }
-COLUMNS = {
-    "rel_l2": "rel_l2",
-    "w1": "w1",
-    "max_abs": "max_abs",
-    "cosine": "cosine",
-    "w1_over_std": "w1\nover_std",
-    "mean_abs": "mean_abs",
-    "sign_flips": "sign\nflips",
-}
-"""The metrics of `metrics.drift` with the headings of their columns. A narrow terminal leaves out
-the last ones."""
 NAME_WIDTH = 40
 """Longer names are folded rather than that a column is left out."""
 LISTED = 8
@@ -72,10 +62,12 @@ def print_proofs(proofs: list[PairProof], console: Console) -> None:
 
 def print_comparison(found: WeightComparison, top: int, console: Console) -> None:
     """Print "all", the `top` parameters of the largest `rel_l2`, and what was not compared."""
-    moved = sorted((name for name in found.drifts if name != ALL), key=lambda n: _rank(found, n))
-    metrics = list(COLUMNS)
+    moved = sorted(
+        (name for name in found.drifts if name != ALL_WEIGHTS), key=lambda n: _rank(found, n)
+    )
+    metrics = list(DRIFT_METRICS.values())
     fewer = (metrics[:count] for count in range(len(metrics), 0, -1))
-    shown = [ALL, *moved[:top]]
+    shown = [ALL_WEIGHTS, *moved[:top]]
     _, table = first_that_fits((_drift_table(found, shown, some) for some in fewer), console)
     console.print()
     console.print(as_text(found.a, style="bold"))
@@ -98,18 +90,18 @@ def _rank(found: WeightComparison, name: str) -> tuple[bool, float]:
     return (False, 0.0) if math.isnan(value) else (True, -value)
 
 
-def _drift_table(found: WeightComparison, names: Sequence[str], metrics: Sequence[str]) -> Table:
-    table = ruled_table(["parameter"], [COLUMNS[metric] for metric in metrics], gap=2)
+def _drift_table(found: WeightComparison, names: Sequence[str], metrics: Sequence[Metric]) -> Table:
+    table = ruled_table(["parameter"], [metric.short or metric.name for metric in metrics], gap=2)
     longest = min(NAME_WIDTH, max(len(name) for name in names))
     table.columns[0].width = max(longest, len("parameter"))
     for name in names:
-        cells = [_drift_cell(metric, found.drifts[name][metric]) for metric in metrics]
-        add_row(table, name, *cells, style="bold" if name == ALL else "")
+        cells = [_drift_cell(metric, found.drifts[name][metric.name]) for metric in metrics]
+        add_row(table, name, *cells, style="bold" if name == ALL_WEIGHTS else "")
     return table
 
 
-def _drift_cell(metric: str, value: float) -> str:
-    if metric == "cosine" and math.isfinite(value):
+def _drift_cell(metric: Metric, value: float) -> str:
+    if metric.complement and math.isfinite(value):
         return "1 (exact)" if value == 1 else f"{value:.6f}"
     return scientific(value)
 

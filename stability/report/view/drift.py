@@ -1,34 +1,24 @@
-"""The drift of a run's weights as every view shows it: which metrics, by which names, over seeds.
+"""The drift of a run's weights as every view shows it: by step, and as the mean over the seeds.
 
-Leaves out how it is drawn (`page`, `paper`) and the ladder (`analysis.ladder`).
+Leaves out the metrics and their labels (`records.metric_table`), how they are drawn (`page`,
+`paper`) and the ladder (`analysis.ladder`).
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from stability.records.metric_table import SHOWN_DRIFTS
+
 if TYPE_CHECKING:
     from stability.analysis.study_records import RecordedRun
 
-__all__ = ["DRIFT_TITLES", "mean_over_seeds", "shown_drift"]
-
-DRIFT_TITLES = {
-    "rel_l2": "drift of all weights: relative L2",
-    "w1": "W1 of all weights (units of the weights)",
-    "w1_over_std": "W1 of all weights / their standard deviation",
-    "mean_abs": "mean |difference| of all weights",
-    "max_abs": "largest |difference| of all weights",
-    "1-cosine": "1 - cosine of the angle between all weights",
-    "sign_flips": "share of weights with another sign",
-}
-"""A metric -> the title of its axis. The cosine itself is so near to 1 that only its distance from
-1 says anything."""
+__all__ = ["mean_over_seeds", "shown_drift"]
 
 
-def shown_drift(run: "RecordedRun", metric: str) -> Mapping[int, float]:
-    """Return one of DRIFT_TITLES by step."""
-    if metric == "1-cosine":
-        return {step: 1 - cosine for step, cosine in run.drift("cosine").items()}
-    return run.drift(metric)
+def shown_drift(run: "RecordedRun", name: str) -> Mapping[int, float]:
+    """Return by step what charts show under a name of `SHOWN_DRIFTS`."""
+    metric = SHOWN_DRIFTS[name]
+    return {step: metric.shown(value) for step, value in run.drift(metric.name).items()}
 
 
 def mean_over_seeds(by_seed: Mapping[int, Mapping[int, float]]) -> dict[int, float]:

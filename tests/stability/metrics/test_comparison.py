@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from attention_kernels.rounding import INPUT_DTYPES
 from stability.metrics.deviation import (
-    DEVIATION_METRICS,
-    GOLDEN_METRICS,
-    PART_METRICS,
+    GOLDEN_COLUMNS,
+    LAYER_COLUMNS,
+    PART_COLUMNS,
     compare,
     deviation,
     golden_tensor,
@@ -41,7 +41,7 @@ def _part(cut, x, reference, golden, output_format):
     metrics = deviation(x[cut], reference[cut])
     ulps = floored_ulps(x, reference, output_format)[cut]
     metrics["bias_ulp"], metrics["bias_ulp_se"] = bias_and_error(ulps)
-    values = [metrics[name] for name in PART_METRICS]
+    values = [metrics[name] for name in PART_COLUMNS]
     values.append(golden_tensor(x[cut], reference[cut], golden[cut])[0].item())
     return torch.tensor(values, dtype=torch.float64)
 
@@ -56,12 +56,12 @@ def test_heads_and_ranges_are_those_of_the_slices(dtype, chunk, monkeypatch):
     found = compare(x, reference, golden=golden, heads=True, positions=4)
     whole = [*deviation(x, reference).values(), *golden_tensor(x, reference, golden).tolist()]
     _close(found.layer, torch.tensor(whole, dtype=torch.float64))
-    assert found.heads.shape == (3, len(PART_METRICS) + 1)
+    assert found.heads.shape == (3, len(PART_COLUMNS) + 1)
     for head in range(3):
         cut = (slice(None), head)
         _close(found.heads[head], _part(cut, x, reference, golden, INPUT_DTYPES[dtype]))
     ranges = position_ranges(10, 4)
-    assert found.positions.shape == (len(ranges), len(PART_METRICS) + 1)
+    assert found.positions.shape == (len(ranges), len(PART_COLUMNS) + 1)
     for index, rows in enumerate(ranges):
         cut = (slice(None), slice(None), slice(rows.start, rows.stop))
         _close(found.positions[index], _part(cut, x, reference, golden, INPUT_DTYPES[dtype]))
@@ -97,7 +97,7 @@ def test_padding_is_left_out_of_everything(batch, heads, length, seed):
     expected = compare(x[kept], reference[kept], golden=golden[kept])
     _close(found.layer, expected.layer)
     assert torch.equal(found.histogram, expected.histogram)
-    assert found.layer[DEVIATION_METRICS.index("nonfinite")] == 0
+    assert found.layer[LAYER_COLUMNS.index("nonfinite")] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -124,12 +124,12 @@ def test_two_equal_infinities_are_left_out_and_others_counted():
     x[0, 0, 0, :2] = torch.tensor([torch.inf, -torch.inf])
     reference[0, 0, 0, :2] = torch.tensor([torch.inf, torch.inf])
     x[0, 0, 1, 0] = torch.nan
-    found = dict(zip(DEVIATION_METRICS, compare(x, reference).layer.tolist(), strict=True))
+    found = dict(zip(LAYER_COLUMNS, compare(x, reference).layer.tolist(), strict=True))
     assert found["nonfinite"] == 2
     keep = torch.ones(4, 16, dtype=torch.bool)
     keep[0, :2] = keep[1, 0] = False
     expected = deviation(x[0, 0][keep].view(1, -1), reference[0, 0][keep].view(1, -1))
-    for name in DEVIATION_METRICS[:-1]:
+    for name in LAYER_COLUMNS[:-1]:
         assert found[name] == pytest.approx(expected[name], rel=1e-12), name
 
 
@@ -157,7 +157,7 @@ def test_nothing_waits_for_a_device():
     x, reference, golden = (t.to("meta") for t in _results())
     valid = torch.ones(2, 1, 10, dtype=torch.bool, device="meta")
     found = compare(x, reference, golden=golden, valid=valid, heads=True, positions=2)
-    assert found.layer.shape == (len(DEVIATION_METRICS) + len(GOLDEN_METRICS),)
+    assert found.layer.shape == (len(LAYER_COLUMNS) + len(GOLDEN_COLUMNS),)
     assert found.histogram.shape == (len(ULP_EDGES) + 1,)
 
 

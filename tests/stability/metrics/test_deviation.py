@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stability.metrics.deviation import (
-    DEVIATION_METRICS,
-    GOLDEN_METRICS,
+    GOLDEN_COLUMNS,
+    LAYER_COLUMNS,
     compare,
     deviation,
     golden_tensor,
@@ -48,7 +48,7 @@ def test_each_metric_is_its_formula():
         "ulp_max": float(ulps.abs().max()),
         "nonfinite": 0.0,
     }
-    assert tuple(expected) == DEVIATION_METRICS
+    assert tuple(expected) == LAYER_COLUMNS
     for metric, value in expected.items():
         assert found[metric] == pytest.approx(value, rel=1e-9), metric
 
@@ -110,7 +110,7 @@ def test_error_ratio_is_flash_attns_measure():
     golden = torch.zeros(4, dtype=torch.float64) + 10
     baseline, candidate = golden + 1, golden - 3
     found = dict(
-        zip(GOLDEN_METRICS, golden_tensor(candidate, baseline, golden).tolist(), strict=True)
+        zip(GOLDEN_COLUMNS, golden_tensor(candidate, baseline, golden).tolist(), strict=True)
     )
     assert found == {
         "error_ratio": 3.0,

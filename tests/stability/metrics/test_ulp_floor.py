@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from attention_kernels import PROFILES, flash_attention, golden_attention
 from stability.metrics.deviation import (
-    DEVIATION_METRICS,
-    PART_METRICS,
+    LAYER_COLUMNS,
+    PART_COLUMNS,
     compare,
     deviation,
     position_ranges,
@@ -72,8 +72,8 @@ def test_biases_of_parts_add_up_to_the_layers(heads, length, positions, chunk, s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MODULE, "_CHUNK", chunk)
         found = compare(x, r, output_format="bf16", heads=True, positions=positions)
-    whole = found.layer[DEVIATION_METRICS.index("bias_ulp")].item()
-    column = PART_METRICS.index("bias_ulp")
+    whole = found.layer[LAYER_COLUMNS.index("bias_ulp")].item()
+    column = PART_COLUMNS.index("bias_ulp")
     assert found.heads[:, column].mean().item() == pytest.approx(whole, rel=1e-9, abs=1e-9)
     weights = torch.tensor(ranges, dtype=torch.float64) / length
     total = (weights * found.positions[:, column]).sum().item()
@@ -159,6 +159,6 @@ def test_a_device_where_no_branch_may_look_finds_the_same(monkeypatch):
     here = compare(x, r, output_format="bf16", valid=valid, heads=True)
     monkeypatch.setattr(MODULE, "_all_finite", lambda sums: False)
     there = compare(x, r, output_format="bf16", valid=valid, heads=True)
-    assert there.layer[DEVIATION_METRICS.index("bias_ulp")].isfinite()
+    assert there.layer[LAYER_COLUMNS.index("bias_ulp")].isfinite()
     for name in ("layer", "heads", "histogram"):
         torch.testing.assert_close(getattr(there, name), getattr(here, name), rtol=1e-12, atol=0)

@@ -10,7 +10,7 @@ from attention_kernels import (
     golden_attention,
 )
 from stability.config.schema import ProbeConfig
-from stability.metrics.deviation import DEVIATION_METRICS, compare, deviation
+from stability.metrics.deviation import LAYER_COLUMNS, compare, deviation
 from stability.probe.attention_probe import AttentionProbe, DualAttention, as_shadows
 from stability.probe.attention_registry import resolve_attention
 from stability.records.metric_names import deviation_name
@@ -72,7 +72,7 @@ def test_gradients_of_the_shadow_are_those_of_a_real_backward_through_it_to_the_
     real = torch.autograd.grad(_harsh(*own, causal=True), own, dout)
     for what, shadow, x in zip(("dq", "dk", "dv"), real, qkv, strict=True):
         expected = deviation(shadow, x.grad, output_format="bf16")
-        for metric in DEVIATION_METRICS:
+        for metric in LAYER_COLUMNS:
             assert found[deviation_name("layer_3", what, metric)] == expected[metric], (
                 what,
                 metric,

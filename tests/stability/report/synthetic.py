@@ -17,7 +17,6 @@ STEPS = 200
 SEEDS = (0, 1)
 LAYERS = 5
 SNAPSHOTS = (0, 1, 2, 5, 10, 20, 50, 100, 200)
-DRIFT_METRICS = ("w1", "w1_over_std", "mean_abs", "max_abs", "rel_l2", "cosine", "sign_flips")
 
 FLASH = {
     "attention.implementation": ["baseline", "flash"],

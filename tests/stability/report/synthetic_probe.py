@@ -3,11 +3,12 @@
 import random
 from pathlib import Path
 
-from stability.metrics.deviation import DEVIATION_METRICS, GOLDEN_METRICS
+from stability.metrics.deviation import GOLDEN_COLUMNS
 from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import Event, log_event
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import ULP_HISTOGRAM, deviation_name, head_part, watch_name
+from stability.records.metric_table import DEVIATION_METRICS
 from stability.records.probe_record import METRICS_FILE, ProbeRecord, write_probe_record
 
 COMPARED = ("out", "lse", "dq", "dk", "dv", "carried", "total")
@@ -16,7 +17,7 @@ COMPARED = ("out", "lse", "dq", "dk", "dv", "carried", "total")
 def measurements(rng: random.Random, times: float = 1.0, bias: float = 0.0) -> dict[str, float]:
     """Return every metric of one healthy place, its error `times` as large, biased by `bias`."""
     error = 1e-3 * rng.uniform(0.6, 1.7) * times
-    values = dict.fromkeys((*DEVIATION_METRICS, *GOLDEN_METRICS), error)
+    values = dict.fromkeys(DEVIATION_METRICS, error)
     values |= {
         "bias_ulp": bias + rng.gauss(0, 0.01),
         "bias_ulp_se": 0.01,
@@ -62,7 +63,7 @@ def write_probe(
                         metrics |= {
                             deviation_name(layer, what, m, shadow=shadow, part=part): v
                             for m, v in values.items()
-                            if golden or m not in GOLDEN_METRICS
+                            if golden or m not in GOLDEN_COLUMNS
                         }
                     name = deviation_name(layer, what, ULP_HISTOGRAM, shadow=shadow)
                     counts[name] = [rng.randrange(50) for _ in range(len(ULP_EDGES) + 1)]

@@ -1,0 +1,168 @@
+"""The table of metrics: what each is called, what it says, and how a reader draws it.
+
+A metric is added in two places: in the function of `stability.metrics` that computes it, and in a
+line here. The metric log, W&B, the terminal, the pages, the paper figures and the choices of the
+command line read this table; a test asserts that the functions return exactly these names. Leaves
+out how a name is put together with a layer or a parameter (`metric_names`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "DEVIATION_METRICS",
+    "DRIFT_METRICS",
+    "LAYER_METRICS",
+    "SHOWN_DRIFTS",
+    "WATCH_METRICS",
+    "Metric",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One metric as its readers need it."""
+
+    name: str
+    label: str
+    """What an axis says, with the unit in brackets."""
+    short: str = ""
+    """The label, or in the terminal the name, where there is little room; with its line break."""
+    scale: Literal["log", "linear"] = "log"
+    """The axis for the values as they are."""
+    worse: Literal["higher", "lower", "farther"] = "higher"
+    """The direction in which two results are less alike; `farther` is away from `centre`."""
+    centre: float | None = None
+    """The value in the middle of a colour scale with two ends: 1 of a ratio, 0 of a bias."""
+    complement: str = ""
+    """The name of 1 - value, which charts draw instead, on a log axis: the value itself is so near
+    to 1 that only its distance says anything. `label` speaks of the complement."""
+
+    @property
+    def shown_as(self) -> str:
+        """The name under which charts show it."""
+        return self.complement or self.name
+
+    @property
+    def shown_scale(self) -> Literal["log", "linear"]:
+        """The axis for what charts show."""
+        return "log" if self.complement else self.scale
+
+    def shown(self, value: float) -> float:
+        """Return what charts show of a value."""
+        return 1 - value if self.complement else value
+
+
+def _by_name(metrics: Iterable[Metric]) -> dict[str, Metric]:
+    return {metric.name: metric for metric in metrics}
+
+
+DRIFT_METRICS = _by_name(
+    (
+        Metric(name="rel_l2", label="drift of all weights: relative L2"),
+        Metric(name="w1", label="W1 of all weights (units of the weights)"),
+        Metric(name="max_abs", label="largest |difference| of all weights"),
+        Metric(
+            name="cosine",
+            label="1 - cosine of the angle between all weights",
+            scale="linear",
+            worse="lower",
+            complement="1-cosine",
+        ),
+        Metric(
+            name="w1_over_std",
+            label="W1 of all weights / their standard deviation",
+            short="w1\nover_std",
+        ),
+        Metric(name="mean_abs", label="mean |difference| of all weights"),
+        Metric(name="sign_flips", label="share of weights with another sign", short="sign\nflips"),
+    )
+)
+"""How far one run's weights are from another's, what matters first: a narrow terminal shows the
+first few. `metrics.drift` defines them."""
+
+SHOWN_DRIFTS = {metric.shown_as: metric for metric in DRIFT_METRICS.values()}
+"""The drift metrics by the name under which charts show them."""
+
+DEVIATION_METRICS = _by_name(
+    (
+        Metric(name="max_abs", label="largest |deviation|"),
+        Metric(name="mean_abs", label="mean |deviation|"),
+        Metric(name="std", label="standard deviation of the deviation"),
+        Metric(name="rmse", label="root mean square of the deviation"),
+        Metric(
+            name="rel_fro",
+            label="relative Frobenius deviation from the baseline attention",
+            short="relative Frobenius\ndeviation",
+        ),
+        Metric(
+            name="cosine",
+            label="cosine of the angle between both results",
+            scale="linear",
+            worse="lower",
+        ),
+        Metric(
+            name="sqnr_db",
+            label="signal over quantisation noise (dB)",
+            scale="linear",
+            worse="lower",
+        ),
+        Metric(
+            name="bias",
+            label="mean signed deviation",
+            scale="linear",
+            worse="farther",
+            centre=0.0,
+        ),
+        Metric(
+            name="bias_ulp",
+            label="mean signed deviation (ULP of the output format)",
+            short="bias (ULP)",
+            scale="linear",
+            worse="farther",
+            centre=0.0,
+        ),
+        Metric(name="bias_ulp_se", label="standard error of bias_ulp (ULP of the output format)"),
+        Metric(name="ulp_max", label="largest |deviation| (ULP of the output format)"),
+        Metric(name="nonfinite", label="values that are no finite number"),
+        Metric(
+            name="error_ratio",
+            label="error against FP64, candidate over baseline attention",
+            short="error over\nthe baseline's",
+            centre=1.0,
+        ),
+        Metric(
+            name="golden_candidate_rel_fro",
+            label="relative Frobenius error of the candidate against FP64",
+        ),
+        Metric(
+            name="golden_baseline_rel_fro",
+            label="relative Frobenius error of the baseline attention against FP64",
+        ),
+    )
+)
+"""How far one attention's results are from another's on the same inputs; the last three need a
+golden. `metrics.deviation` defines them."""
+
+LAYER_METRICS = {name: DEVIATION_METRICS[name] for name in ("rel_fro", "error_ratio", "bias_ulp")}
+"""The deviations that are shown of each layer: how large, whose error, in which direction."""
+
+WATCH_METRICS = _by_name(
+    (
+        Metric(name="grad_norm", label="norm of the gradient, before clipping"),
+        Metric(name="log_z", label="log Z, mean over the tokens (nats)", scale="linear"),
+        Metric(
+            name="rms_max",
+            label="largest RMS of Adam's update, RMS_t, over the parameters",
+            scale="linear",
+        ),
+        Metric(
+            name="nonfinite_gradients",
+            label="gradients that are no finite number",
+            scale="linear",
+        ),
+        Metric(name="loss_spike", label="1 where the loss spiked", scale="linear"),
+    )
+)
+"""What is watched of a run as a whole. `metrics.instability` defines them."""
