@@ -126,6 +126,20 @@ def test_names_in_a_study_are_checked_without_torch():
     assert done.stdout.strip() == "light", done.stderr
 
 
+def test_configs_and_records_are_read_without_torch():
+    done = _fresh(
+        "import sys\n"
+        "import stability.config.diff, stability.config.load\n"
+        "import stability.records.metric_table, stability.records.run_files\n"
+        "import stability.records.log_process, stability.records.waterfall_record\n"
+        "import stability.analysis.arm_summary, stability.analysis.verdict\n"
+        "heavy = {'torch', 'lightning', 'wandb', 'triton', 'datasets', 'plotly'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "print('light')\n"
+    )
+    assert done.stdout.strip() == "light", done.stderr
+
+
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_twin_casts_only_through_round_to(name):
     source = (ROOT / "kernels" / "attention_kernels" / "twin" / f"{name}.py").read_text()

@@ -22,11 +22,11 @@ import torch
 from rich.console import Console
 
 from experiments.kit.rows import Rows, by_seed, over
+from stability.analysis.growth_fit import drift_slope
 from stability.analysis.pair_contract import prove_pair
 from stability.config.load import load_study
 from stability.config.schema import BASELINE, StudyConfig
 from stability.metrics.drift import ALL, drift
-from stability.metrics.growth_fit import drift_slope
 from stability.records.manifest import environment, hash_environment, read_manifest
 from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import read_run_snapshot

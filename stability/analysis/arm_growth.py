@@ -10,10 +10,10 @@ be told from the nudge's, that drift no longer tells anything about the change.
 import math
 from dataclasses import dataclass
 
+from stability.analysis.growth_fit import Growth, drift_slope, fit_growth
 from stability.analysis.intervals import Interval, mean_interval, paired_interval
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.verdict import smallest_nudge
-from stability.metrics.growth_fit import Growth, drift_slope, fit_growth
 
 __all__ = ["ArmGrowth", "arm_growth", "study_growth"]
 

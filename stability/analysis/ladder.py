@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
-
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import (
     RecordedArm,
@@ -30,6 +28,7 @@ from stability.analysis.study_records import (
 from stability.config.arms import INDEPENDENT_AXES, describe_change
 from stability.config.schema import BASELINE, Axis
 from stability.records.paths import snapshot_steps
+from stability.records.snapshots import count_weights
 
 __all__ = [
     "INDEPENDENT_AXES",
@@ -57,13 +56,9 @@ def w1_floor(run: RecordedRun, step: int) -> float | None:
 
 
 def _values(run: RecordedRun) -> int:
-    """Return how many values the run's weights have, from the header of one snapshot."""
+    """Return how many values the run's weights have; 0 without a snapshot to count from."""
     steps = snapshot_steps(run.paths)
-    if not steps:
-        return 0
-    with safe_open(run.paths.snapshot(steps[-1]), framework="pt") as snapshot:
-        names = snapshot.keys()
-        return sum(math.prod(snapshot.get_slice(name).get_shape()) for name in names)
+    return count_weights(run.paths.snapshot(steps[-1])) if steps else 0
 
 
 LOSS_TAIL = 10

@@ -1,10 +1,11 @@
-"""What happens between q k^T and out: logits, entropy, repeated maxima, LSE; norms of W_Q; delta.
+"""What is watched between q k^T and out: signs inside attention that precede a failing run.
 
-These figures come before a run fails: logits above 1e4 (arXiv 2309.14322), rows whose unnormalised
-P is exactly 1 more than once, a spectral norm of W_Q that grows, and a delta = rowsum(dO * O) that
-low precision pushes to one side (all arXiv 2510.04212). The scores are formed again, in FP32 (FP64
-for FP64 inputs), some heads and rows at a time, so that memory holds no query_len x key_len matrix
-of all heads. Nothing here waits for the device. Leaves out thresholds (`thresholds`).
+Logits above 1e4 go before divergence (arXiv 2309.14322). In arXiv 2510.04212 three more signs do:
+rows whose unnormalised P is exactly 1 at more than one key, a spectral norm of W_Q that grows, and
+a delta = rowsum(dO * O) that low precision pushes to one side. A fused kernel keeps none of these
+values, so the scores are formed again, in FP32 (FP64 for FP64 inputs), some heads and rows at a
+time: memory never holds the query_len x key_len matrix of all heads. Nothing here waits for the
+device. Leaves out the thresholds (`instability`).
 
 Shape suffixes: B batch, G kv heads, R query heads of one kv head, C query rows of a chunk, K keys,
 D head_dim.
@@ -28,7 +29,7 @@ CHUNK_VALUES = 2**20
 def inside_tensor(
     q: Tensor, k: Tensor, *, mask: MaskArguments, valid: Tensor | None = None
 ) -> Tensor:
-    """Return `INSIDE_METRICS`, in that order, as FP64 on q's device. No sync.
+    """Return `INSIDE_METRICS`, in that order, as FP64 on q's device.
 
     q is `(batch, heads, query_len, head_dim)`, k has kv_heads; `valid`, bool `(batch, query_len)`,
     leaves out rows of padding. Rows that attend nothing are left out too; with none left all are
@@ -51,15 +52,16 @@ def inside_tensor(
 def spectral_norms(weight: Tensor, heads: int) -> Tensor:
     """Return the largest singular value of each head's rows of W_Q, FP64 `(heads,)`.
 
-    `weight` is `(heads * head_dim, width)`. From the eigenvalues of each head's
-    head_dim x head_dim Gram matrix in FP64: half of the digits are lost, eight are left.
-    ValueError if the rows can't be shared out among the heads.
+    `weight` is `(heads * head_dim, width)`. ValueError if the rows can't be shared out among the
+    heads.
     """
     if weight.dim() != 2 or weight.shape[0] % heads:
         raise ValueError(
             f"spectral_norms: weight must be (heads * head_dim, width) for {heads} heads, got "
             f"{tuple(weight.shape)}"
         )
+    # By the eigenvalues of each head's Gram matrix, which is head_dim x head_dim and so far smaller
+    # than the head's rows. Squaring loses half of FP64's 16 digits; the 8 that are left suffice.
     rows = weight.detach().double().unflatten(0, (heads, -1))
     return torch.linalg.eigvalsh(rows @ rows.mT)[:, -1].clamp(min=0.0).sqrt()
 
@@ -68,8 +70,8 @@ def delta_gap(dout: Tensor, low: Tensor, high: Tensor, *, valid: Tensor | None =
     """Return the sum over rows of rowsum(dout * low) - rowsum(dout * high), 0-d FP64.
 
     All three are `(batch, heads, query_len, head_dim)`; `valid`, bool, broadcasts to
-    `(batch, heads, query_len)` and leaves out rows of padding. The error of
-    delta (arXiv 2510.04212), summed with its sign: errors of both signs cancel, a bias does not.
+    `(batch, heads, query_len)` and leaves out rows of padding. This is the error of delta (arXiv
+    2510.04212), summed with its sign: errors of both signs cancel, a bias does not.
     """
     gap = (dout.detach().double() * (low.detach().double() - high.detach().double())).sum(dim=-1)
     return gap.sum() if valid is None else gap.masked_fill(~valid.expand_as(gap), 0.0).sum()

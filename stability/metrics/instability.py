@@ -1,19 +1,18 @@
-"""Figures of a training run that foretell a failure: gradient norm, RMS_t, log Z, loss spikes.
+"""Signs of instability in a training run, and the thresholds past which one is worth an alert.
 
-Tensors in, FP64 scalars out, on the tensors' device and without waiting for it: a caller gathers
-them and transfers once. Leaves out when a figure is worth an alert (`thresholds`) and what is
-watched inside attention.
+What is watched. The norm of all gradients; RMS_t, the size of a gradient in units of Adam's own
+estimate of it (where it is large, a loss spike follows 1 to 8 steps later: arXiv 2304.13013); log Z
+of the output logits and the largest attention logit (arXiv 2309.14322); spikes of the loss;
+gradients that are no numbers. The measures of tensors return FP64 scalars on the tensors' device
+and do not wait for it, so a caller gathers them and transfers once.
 
-RMS_t and spikes of the loss: arXiv 2304.13013; log Z of the output logits: arXiv 2309.14322.
+Which thresholds. Only what can be checked at its source, or needs no source: "all points with
+attention logits above 1e4 diverged" (arXiv 2309.14322), NaN and infinity by definition, and our own
+rule for a loss spike, which is called ours wherever it is shown. RMS_t has none: it passes 2 in
+sound runs too, so it is logged for the reader to judge, as the gradient norm, log Z and entropy
+are.
 
-When a watched figure is worth an alert: a published threshold, or a fact that needs none.
-
-A figure without a threshold that could be checked at its source (gradient norm, log Z, entropy,
-RMS_t) gets none: RMS_t of arXiv 2304.13013 is logged for the reader to judge, as it passes 2 in
-sound runs too. Leaves out the figures themselves (`training_watch`) and who is told.
-
-Sources. arXiv 2309.14322: "all points with attention logits above 1e4 diverged". A loss spike is
-defined by us: the window and the number of standard deviations are no published ones.
+Leaves out what is watched inside attention (`inside_attention`), and who is told.
 """
 
 import math
@@ -39,6 +38,9 @@ __all__ = [
     "rms_ratio",
 ]
 
+LOSS_SPIKE_DEVIATIONS = 3.2
+"""How many standard deviations above its mean a loss counts as a spike."""
+
 _POSITIONS = 4096
 """Positions that `log_z` widens at a time: 0.8 GB in FP32 for 50,000 logits each."""
 
@@ -49,6 +51,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     ValueError without a gradient.
     """
     _require_some("gradient_norm", gradients)
+    # the square of an FP32 gradient above 1.8e19 overflows in FP32
     norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float64) for g in gradients]
     return torch.linalg.vector_norm(torch.stack(norms))
 
@@ -96,10 +99,10 @@ def log_z(logits: Tensor) -> Tensor:
 class LossSpikes:
     """Tells whether a loss stands out: above mean + `deviations` * std of the `window` before it.
 
-    The window of 50 and the 3.2 deviations of `thresholds.LOSS_SPIKE_DEVIATIONS` are ours, no
-    published ones. Nothing is a spike until the window is full. std is that of the window itself
-    (divided by its length). A loss that is not finite is a spike, and stays out of the window.
-    ValueError for a window below 2 or deviations that are not positive.
+    The window of 50 and the deviations of `LOSS_SPIKE_DEVIATIONS` are ours, no published ones.
+    Nothing is a spike until the window is full. std is that of the window itself (divided by its
+    length). A loss that is not finite is a spike, and stays out of the window. ValueError for a
+    window below 2 or deviations that are not positive.
     """
 
     def __init__(self, deviations: float, window: int = 50) -> None:
@@ -142,10 +145,6 @@ def _mean(values: Iterable[float]) -> float:
 def _require_some(function: str, tensors: Sequence[Tensor]) -> None:
     if not tensors:
         raise ValueError(f"{function}: must be given a tensor, got none; leave the figure out")
-
-
-LOSS_SPIKE_DEVIATIONS = 3.2
-"""How many standard deviations above its mean a loss counts as a spike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

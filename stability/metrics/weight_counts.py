@@ -1,8 +1,8 @@
-"""A histogram of weights whose bins are two to an octave, read off the bits of each number.
+"""A histogram of weights by size, with two bins to an octave.
 
-The sign, the exponent and the first bit of the mantissa name a weight's bin: 4 ms for 1.3 million
-FP32 weights on one core, where a search among the bounds takes 80 ms. Leaves out which weights are
-counted, and NaN, which lies in no bin.
+A weight's bin is read off its bits: sign, exponent and first bit of the mantissa. That takes 4 ms
+for 1.3 million FP32 weights on one core, where a search among the bounds takes 80 ms. Leaves out
+which weights are counted, and NaN, which lies in no bin.
 """
 
 from collections.abc import Iterable

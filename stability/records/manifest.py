@@ -14,8 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import torch
-
 import attention_kernels
 from stability.records.sealed_json import read_sealed, write_sealed
 
@@ -114,6 +112,8 @@ def environment() -> dict[str, Any]:
     `simd` is the widest instruction set that torch uses; `kernel_source` is the SHA-256 of the
     attention library's files. Versions come from package metadata: nothing is imported for them.
     """
+    import torch  # heavy, and readers of a manifest need none of it
+
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},

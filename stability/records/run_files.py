@@ -7,15 +7,16 @@ line); once the run has ended the manifest lists it too.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from stability.records.manifest import Manifest, read_manifest, write_manifest
 from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import read_snapshot
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "RunFiles",
@@ -107,7 +108,7 @@ def log_damage(paths: RunPaths) -> str:
     return ""
 
 
-def read_run_snapshot(paths: RunPaths, step: int) -> dict[str, Tensor]:
+def read_run_snapshot(paths: RunPaths, step: int) -> "dict[str, Tensor]":
     """Return the weights of a run after `step` updates, on the CPU.
 
     ValueError, naming the file, if it is missing, or not the one that the manifest lists.

@@ -1,44 +1,68 @@
-"""Weights on disk as safetensors, and the hash that says two sets of weights are the same bits.
+"""Snapshots: a run's weights on disk as safetensors, and the hash that says two are the same bits.
 
-Leaves out when to write them (`callbacks.snapshot_writer`).
+A file begins with the length of its header in 8 bytes, then the header in JSON: each tensor's
+dtype, shape and place. So shapes are read without the values, and without torch. Leaves out when a
+snapshot is written (`callbacks.snapshot_writer`) and weights from elsewhere (`weight_files`).
 """
 
 import hashlib
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-
-import safetensors
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from stability.records.atomic_files import atomic_path
 
-__all__ = ["hash_state", "read_snapshot", "write_snapshot"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["count_weights", "hash_state", "read_snapshot", "write_snapshot"]
 
 
-def write_snapshot(path: Path, state: Mapping[str, Tensor]) -> None:
+def write_snapshot(path: Path, state: "Mapping[str, Tensor]") -> None:
     """Write tensors by name, whole or not at all; dtypes are kept.
 
     A tensor that shares memory with another is written once for each name.
     """
+    from safetensors.torch import save_file  # heavy: torch
+
     with atomic_path(path) as temporary:
         save_file({name: _own(tensor) for name, tensor in state.items()}, temporary)
 
 
-def read_snapshot(path: Path) -> dict[str, Tensor]:
+def read_snapshot(path: Path) -> "dict[str, Tensor]":
     """Return the tensors of a snapshot by name, on the CPU.
 
     ValueError, naming the file, if it is missing or damaged.
     """
+    import safetensors.torch  # heavy: torch
+
     try:
-        return load_file(path)
+        return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: must be a whole snapshot: {error}") from error
 
 
-def hash_state(state: Mapping[str, Tensor]) -> str:
+def count_weights(path: Path) -> int:
+    """Return how many values the tensors of a snapshot hold together, as its header says.
+
+    ValueError, naming the file, if it is missing or has no such header.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return sum(math.prod(entry["shape"]) for entry in header.values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{path}: must be a whole snapshot: {error!r}") from error
+
+
+def hash_state(state: "Mapping[str, Tensor]") -> str:
     """Return the SHA-256 over names, dtypes, shapes and bits, in the order of names."""
+    import torch  # heavy
+
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = _own(state[name])
@@ -47,5 +71,5 @@ def hash_state(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _own(tensor: "Tensor") -> "Tensor":
     return tensor.detach().to("cpu", copy=True).contiguous()

@@ -8,13 +8,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, t
 
+from stability.analysis.growth_fit import fit_growth
 from stability.analysis.intervals import (
     mean_interval,
     more_seeds,
     paired_interval,
     replicates_needed,
 )
-from stability.metrics.growth_fit import fit_growth
 
 INTERVALS = pytest.mark.parametrize("interval", [paired_interval, mean_interval])
 POSITIVE = st.floats(1e-6, 1e6)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability.metrics.growth_fit import MIN_POINTS, MOST_POINTS, drift_slope, fit_growth
+from stability.analysis.growth_fit import MIN_POINTS, MOST_POINTS, drift_slope, fit_growth
 
 LOG_SPACED = [1, 2, 5, 10, 20, 50, 100, 150]
 EVEN = list(range(5, 151, 5))
