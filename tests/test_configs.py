@@ -7,7 +7,8 @@ import yaml
 
 from stability.analysis.pair_contract import axis_of
 from stability.config.arms import expand
-from stability.config.load import from_dict, load_study
+from stability.config.convert import from_dict
+from stability.config.load import load_study
 from stability.config.schema import ModelConfig
 
 ROOT = Path(__file__).parent.parent

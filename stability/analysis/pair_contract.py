@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.arms import INDEPENDENT_AXES, Arm
-from stability.config.convert import Place, from_mapping
-from stability.config.diff import changed_axes, changes, diff, hash_without
+from stability.config.convert import from_dict
+from stability.config.diff import changed_axes, diff, hash_without, touches
 from stability.config.schema import AXES, BASELINE, ArmConfig, Axis
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_text
@@ -137,7 +137,7 @@ def may_differ(name: str, differences: Mapping[str, Any]) -> bool:
     """Whether configs with these `differences` are meant to differ in the hash `name`."""
     if name == "final_weights":
         return bool(differences)
-    return changes(differences, CHANGED_BY[name])
+    return touches(differences, CHANGED_BY[name])
 
 
 def check_start(baseline: Manifest, candidate: Manifest) -> None:
@@ -145,7 +145,7 @@ def check_start(baseline: Manifest, candidate: Manifest) -> None:
 
     ContractError names the field and both values.
     """
-    config = from_mapping(ArmConfig, baseline.config, Place(source="manifest.json"))
+    config = from_dict(ArmConfig, baseline.config, "manifest.json")
     less_axis = hash_without(config, candidate.diff)
     parts = [
         *_start_parts(baseline, candidate, candidate.diff),
@@ -215,7 +215,7 @@ def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
     """
     manifests = read_manifest(first.manifest), read_manifest(second.manifest)
     configs = [
-        from_mapping(ArmConfig, manifest.config, Place(source=str(paths.manifest)))
+        from_dict(ArmConfig, manifest.config, str(paths.manifest))
         for paths, manifest in zip((first, second), manifests, strict=True)
     ]
     differences = diff(*configs)
@@ -256,7 +256,7 @@ def _configs(
 ) -> Iterator[ProofLine]:
     declared = [axis for axis in changed_axes(differences) if axis in AXES]
     allowed = may_be_confounded or len(declared) <= 1
-    on_axis = {path: values for path, values in differences.items() if changes({path: 0}, AXES)}
+    on_axis = {path: values for path, values in differences.items() if touches({path: 0}, AXES)}
     for path, (a, b) in differences.items():
         yield _line(f"config.{path}", a, b, is_free=allowed and path in on_axis)
     yield _line("config less the axis", *(hash_without(config, on_axis) for config in configs))

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from stability.config.convert import Place, from_mapping, nearest
+from stability.config.convert import from_dict, nearest
 from stability.config.schema import BASELINE, Axis, PolicyConfig
 from stability.records.events import Event, read_log_and_events
 from stability.records.log_process import LogProcess
@@ -150,7 +150,7 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
             seeds=tuple(config["seeds"]),
             steps=config["base"]["train"]["steps"],
             early_step=config.get("early_step", 0),
-            policy=from_mapping(PolicyConfig, config.get("policy"), Place(source=str(path))),
+            policy=from_dict(PolicyConfig, config.get("policy"), str(path)),
             arms=_read_arms(study_dir, arms, config["seeds"], known),
         )
     except (KeyError, TypeError) as error:

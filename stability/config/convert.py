@@ -1,8 +1,8 @@
-"""Mappings to frozen dataclasses and back, with the mistake named where it stands.
+"""Converts mappings to the config dataclasses and back, and names a mistake where it stands.
 
-Types are strict: a bool is no int, an int is accepted for a float, a list for a tuple. Leaves out
-files (`yaml_file`, `load`) and what a single field may hold: that is checked by the dataclasses
-themselves (`schema`).
+Types are strict: a bool is no int; but an int is accepted for a float, and a list for a tuple.
+Leaves out files (`load`) and which values a field may hold: the dataclasses check those themselves
+(`schema`).
 """
 
 import difflib
@@ -11,7 +11,15 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["ConfigError", "Place", "from_mapping", "merge", "nearest", "to_dict"]
+__all__ = [
+    "ConfigError",
+    "Place",
+    "from_dict",
+    "from_mapping",
+    "merge",
+    "nearest",
+    "to_dict",
+]
 
 T = TypeVar("T")
 
@@ -56,6 +64,14 @@ def nearest(name: object, names: Iterable[str]) -> str:
     allowed = list(names)
     near = difflib.get_close_matches(str(name), allowed, n=3, cutoff=0.4)
     return ", ".join(near or allowed)
+
+
+def from_dict(cls: type[T], mapping: Any, where: str) -> T:
+    """Build the config dataclass `cls` from `mapping`; `to_dict` undoes it exactly.
+
+    ConfigError names `where`, the key and the nearest valid names.
+    """
+    return from_mapping(cls, mapping, Place(source=where))
 
 
 def from_mapping(cls: type[T], mapping: Any, place: Place) -> T:

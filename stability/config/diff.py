@@ -1,4 +1,4 @@
-"""How two arms differ, path by path, and which declared axes that touches.
+"""The difference between two arms, path by path, and the declared axes that it touches.
 
 Leaves out whether a difference is allowed: that is the pair contract (`analysis.pair_contract`).
 """
@@ -11,7 +11,7 @@ from typing import Any
 from stability.config.convert import to_dict
 from stability.config.schema import AXES, ArmConfig
 
-__all__ = ["changed_axes", "changes", "diff", "hash_without", "leaves"]
+__all__ = ["changed_axes", "diff", "hash_without", "leaves", "touches"]
 
 
 def diff(a: ArmConfig, b: ArmConfig) -> dict[str, tuple[Any, Any]]:
@@ -37,7 +37,7 @@ def changed_axes(differences: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(_axis_of_path(path) for path in differences))
 
 
-def changes(differences: Mapping[str, Any], axes: Collection[str]) -> bool:
+def touches(differences: Mapping[str, Any], axes: Collection[str]) -> bool:
     """Whether a path of `differences` lies on one of `axes`."""
     return not set(axes).isdisjoint(changed_axes(differences))
 

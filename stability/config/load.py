@@ -1,20 +1,17 @@
-"""Reads YAML files: strict about duplicate keys, and about files that are no mapping.
+"""Reads a study's YAML file into a `StudyConfig`, and checks every name in it before anything runs.
 
-Numbers such as `1e-3` are read as floats, as YAML 1.2 does; PyYAML's YAML 1.1 makes them strings.
-Leaves out what the keys mean (`convert`, `load`).
-
-A study's YAML file to a `StudyConfig`, every name in it checked before anything runs.
-
-Reads the file, puts model presets in their place, lays command-line overrides over the base, and
-checks each arm and its attention. Leaves out which differences make a pair
-(`analysis.pair_contract`).
+Model presets are put in their place, overrides of the command line are laid over the base, and each
+arm and its attention are checked. A mistake costs no more than reading the file: nothing heavy is
+imported here. YAML is read strictly: a key that is given twice is an error, and `1e-3` is a float
+as in YAML 1.2, where PyYAML's YAML 1.1 makes it a string. Leaves out how a mapping becomes a
+dataclass (`convert`) and which differences between arms make a pair (`analysis.pair_contract`).
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -23,78 +20,7 @@ from stability.config.convert import ConfigError, Place, from_mapping, merge, ne
 from stability.config.plugins import ATTENTIONS, plugins
 from stability.config.schema import BASELINE, ArmConfig, AttentionConfig, StudyConfig
 
-__all__ = [
-    "ConfigError",
-    "from_dict",
-    "load_study",
-    "override",
-    "parse_value",
-    "read_mapping",
-    "to_dict",
-]
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, refusing duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+"),
-    list("-+.0123456789"),
-)
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping that the YAML file `path` holds.
-
-    ConfigError, one line, for a file that is missing, unreadable, not YAML, or no mapping.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{path}: cannot be read: {reason}") from error
-    try:
-        content = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {_reason(error)}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must hold a mapping, got {content!r}"[:200])
-    return content
-
-
-def parse_value(text: str) -> Any:
-    """Return what `text` means as a YAML value; the empty text is the empty string.
-
-    ValueError, one line, if it is not YAML.
-    """
-    if not text:
-        return ""
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(_reason(error)) from error
-
-
-def _reason(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error)
-    return f"line {mark.line + 1}: {problem}" if mark else " ".join(problem.split())
-
-
-T = TypeVar("T")
+__all__ = ["PROFILES_OF", "load_study", "override", "parse_value", "read_mapping"]
 
 PROFILES_OF: dict[str, Mapping[str, Any]] = {
     "baseline": BASELINE_PROFILES,
@@ -138,14 +64,6 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
         place = root.at("arms").at(name)
         _check_attention(_overridden(study.base, mapping, place).attention, place.at("attention"))
     return _with_early_step(study, root)
-
-
-def from_dict(cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
-    """Build the config dataclass `cls` from `mapping`; `to_dict` undoes it exactly.
-
-    ConfigError names `where`, the key and the nearest valid names.
-    """
-    return from_mapping(cls, mapping, Place(source=where))
 
 
 def override(arm: ArmConfig, mapping: Mapping[str, Any], where: str) -> ArmConfig:
@@ -295,3 +213,63 @@ def _with_early_step(study: StudyConfig, root: Place) -> StudyConfig:
         )
     values = {field.name: getattr(study, field.name) for field in fields(study)}
     return StudyConfig(**{**values, "early_step": early})
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, refusing duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+"),
+    list("-+.0123456789"),
+)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping that the YAML file `path` holds.
+
+    ConfigError, one line, for a file that is missing, unreadable, not YAML, or no mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
+    try:
+        content = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {_reason(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold a mapping, got {content!r}"[:200])
+    return content
+
+
+def parse_value(text: str) -> Any:
+    """Return what `text` means as a YAML value; the empty text is the empty string.
+
+    ValueError, one line, if it is not YAML.
+    """
+    if not text:
+        return ""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(_reason(error)) from error
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    return f"line {mark.line + 1}: {problem}" if mark else " ".join(problem.split())

@@ -1,4 +1,4 @@
-"""What other packages add by entry points: attentions and metrics, by name.
+"""Attentions and metrics that other packages add by entry points.
 
 A package names a function in its own metadata, e.g.
 `[project.entry-points."stability.attentions"] mine = "mypkg:my_attention"`, and studies, probes and

@@ -1,29 +1,10 @@
-"""The groups of an arm's config that decide its bits: model, attention, data, optimizer, training.
+"""What an arm and a study are: the frozen dataclasses whose values a YAML file holds.
 
-Frozen dataclasses, each checking its own values. Leaves out what only looks (`observation`) and
-the arm and the study they make (`schema`).
-
-The groups of an arm's config that only look: the probe and the instability watch.
-
-They change no bit of a run, so two arms may differ in them. Leaves out what decides the bits
-(`groups`).
-
-What a study calls a pass: how far its candidate may move the weights, by which yardstick.
-
-Leaves out the judgement (`analysis.verdict`).
-
-The precisions that an arm may train in, by name.
-
-Five are PyTorch's own, as Lightning names them. `emulated:<format>` is ours: the matmuls' operands
-and outputs are rounded to any format that FP32 holds, and multiplied in FP32, so that an FP16 or
-FP8 run is affordable where no hardware has it. Leaves out how a name is carried out
-(`model.precision`).
-
-What an arm and a study are, as frozen dataclasses: the YAML files hold only their values.
-
-Leaves out the groups an arm is made of (`groups`, `observation`), reading YAML and naming mistakes
-(`load`), the comparison of two arms (`diff`) and every object that a name stands for
-(`study.assemble`).
+From the inside out: the groups of an arm that decide its bits (model, attention, precision, data,
+optimizer, training, seeds), the groups that only look and change no bit (probe, watch), the arm
+they make, what a study calls a pass, and the study. Each class checks its own values. Leaves out
+reading YAML and naming where a mistake stands (`load`), the comparison of two arms (`diff`), and
+every object that a name stands for (`study.assemble`).
 """
 
 from dataclasses import dataclass, field
@@ -55,7 +36,69 @@ __all__ = [
     "require",
 ]
 
+Axis = Literal[
+    "attention",
+    "precision",
+    "init",
+    "seed",
+    "data_order",
+    "optimizer_eps",
+    "nudge",
+    "many",
+    "none",
+]
+"""What an arm changes; `many` only where a study allows several at once."""
+
+BASELINE = "baseline"
+"""The arm that every other arm of its study is paired with."""
+
+AXES: dict[Axis, str] = {
+    "attention": "attention",
+    "precision": "precision",
+    "init": "model.init",
+    "seed": "seed.init_offset",
+    "data_order": "seed.order_offset",
+    "optimizer_eps": "optimizer.eps",
+    "nudge": "nudge",
+}
+"""The config path that each axis changes; `none`, the A/A control, changes nothing."""
+
 InitScheme = Literal["gpt2", "xavier", "kaiming", "orthogonal"]
+
+NATIVE = ("64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed")
+"""PyTorch's own precisions, as Lightning names them."""
+EMULATED = "emulated:"
+"""Opens the name of an emulated precision; a format's name follows. The operands and outputs of
+matmuls are rounded to any format that FP32 holds, and multiplied in FP32, so that an FP16 or FP8
+run is affordable where no hardware has it (`model.precision`)."""
+
+
+def check_precision(name: str) -> None:
+    """ValueError unless `name` is a native precision or `emulated:` and a format within FP32."""
+    if name not in NATIVE and not name.startswith(EMULATED):
+        raise ValueError(
+            f"precision: must be a known name or {EMULATED}<format>, got {name!r}; "
+            f"nearest: {nearest(name, NATIVE)}"
+        )
+    emulated_format(name)
+
+
+def emulated_format(name: str) -> Format | None:
+    """Return the format that the precision `name` emulates, None if it is native.
+
+    ValueError if there is no such format, or if FP32 does not hold it.
+    """
+    if not name.startswith(EMULATED):
+        return None
+    try:
+        format = format_named(name.removeprefix(EMULATED))
+    except ValueError as error:
+        raise ValueError(f"precision: {error}, in {name!r}") from error
+    if not format.fits(FORMATS["fp32"]):
+        raise ValueError(
+            f"precision: must emulate a format that FP32 holds, got {name!r}; use 64-true"
+        )
+    return format
 
 
 def require(ok: bool, owner: str, rule: str, value: Any) -> None:
@@ -284,87 +327,6 @@ class WatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyConfig:
-    """PASS if `candidate` drifts at most `max_ratio` times as far as `yardstick`, at `step`."""
-
-    candidate: str = ""
-    """An arm; empty: `stability verdict` must be told."""
-    yardstick: str = ""
-    """An arm; empty is the study's own yardstick."""
-    max_ratio: float = 0.5
-    step: int = 0
-    """A step with a snapshot; 0 is the study's early step, where chaos has had little time."""
-    level: float = 0.9
-    """Of the interval that has to lie on one side of `max_ratio`."""
-
-    def __post_init__(self) -> None:
-        require(self.max_ratio > 0, "policy", "max_ratio must be > 0", self.max_ratio)
-        require(self.step >= 0, "policy", "step must be >= 0", self.step)
-        require(0 < self.level < 1, "policy", "level must be between 0 and 1", self.level)
-
-
-NATIVE = ("64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed")
-EMULATED = "emulated:"
-"""Opens the name of a precision that is emulated; a format's name follows."""
-
-
-def check_precision(name: str) -> None:
-    """ValueError unless `name` is a native precision or `emulated:` and a format within FP32."""
-    if name not in NATIVE and not name.startswith(EMULATED):
-        raise ValueError(
-            f"precision: must be a known name or {EMULATED}<format>, got {name!r}; "
-            f"nearest: {nearest(name, NATIVE)}"
-        )
-    emulated_format(name)
-
-
-def emulated_format(name: str) -> Format | None:
-    """Return the format that the precision `name` emulates, None if it is native.
-
-    ValueError if there is no such format, or if FP32 does not hold it.
-    """
-    if not name.startswith(EMULATED):
-        return None
-    try:
-        format = format_named(name.removeprefix(EMULATED))
-    except ValueError as error:
-        raise ValueError(f"precision: {error}, in {name!r}") from error
-    if not format.fits(FORMATS["fp32"]):
-        raise ValueError(
-            f"precision: must emulate a format that FP32 holds, got {name!r}; use 64-true"
-        )
-    return format
-
-
-Axis = Literal[
-    "attention",
-    "precision",
-    "init",
-    "seed",
-    "data_order",
-    "optimizer_eps",
-    "nudge",
-    "many",
-    "none",
-]
-"""What an arm changes; `many` only where a study allows several at once."""
-
-BASELINE = "baseline"
-"""The arm that every other arm of its study is paired with."""
-
-AXES: dict[Axis, str] = {
-    "attention": "attention",
-    "precision": "precision",
-    "init": "model.init",
-    "seed": "seed.init_offset",
-    "data_order": "seed.order_offset",
-    "optimizer_eps": "optimizer.eps",
-    "nudge": "nudge",
-}
-"""The config path that each axis changes; `none`, the A/A control, changes nothing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ArmConfig:
     """One training run, fully described."""
 
@@ -382,6 +344,26 @@ class ArmConfig:
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """PASS if `candidate` drifts at most `max_ratio` times as far as `yardstick`, at `step`."""
+
+    candidate: str = ""
+    """An arm; empty: `stability verdict` must be told."""
+    yardstick: str = ""
+    """An arm; empty is the study's own yardstick."""
+    max_ratio: float = 0.5
+    step: int = 0
+    """A step with a snapshot; 0 is the study's early step, where chaos has had little time."""
+    level: float = 0.9
+    """Of the interval that has to lie on one side of `max_ratio`."""
+
+    def __post_init__(self) -> None:
+        require(self.max_ratio > 0, "policy", "max_ratio must be > 0", self.max_ratio)
+        require(self.step >= 0, "policy", "step must be >= 0", self.step)
+        require(0 < self.level < 1, "policy", "level must be between 0 and 1", self.level)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

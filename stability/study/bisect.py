@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attention_kernels import PROFILES
-from stability.config.load import from_dict, override, to_dict
+from stability.config.convert import from_dict, to_dict
+from stability.config.load import override
 from stability.config.schema import ArmConfig, AttentionConfig
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths, snapshot_steps

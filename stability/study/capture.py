@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stability.config.load import from_dict
+from stability.config.convert import from_dict
 from stability.config.schema import ArmConfig
 from stability.model.gpt import GPT
 from stability.probe.attention_inputs import AttentionInputs

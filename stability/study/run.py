@@ -12,7 +12,7 @@ from typing import Any
 
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, with_seed
-from stability.config.load import to_dict
+from stability.config.convert import to_dict
 from stability.config.schema import ArmConfig, Axis
 from stability.records.manifest import ENDED, environment, read_manifest
 from stability.records.paths import RunPaths

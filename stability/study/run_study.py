@@ -9,7 +9,7 @@ from pathlib import Path
 from stability.analysis.pair_contract import axis_of
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, expand
-from stability.config.load import to_dict
+from stability.config.convert import to_dict
 from stability.config.schema import BASELINE, Axis, StudyConfig
 from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths

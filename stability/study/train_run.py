@@ -15,8 +15,8 @@ from stability.callbacks.log_position import LogPosition
 from stability.callbacks.progress import ProgressCallback, StudyObserver
 from stability.callbacks.training_loss import Divergence, TrainingLog
 from stability.callbacks.weight_callbacks import DriftProbe, SnapshotWriter, WeightHistogram
+from stability.config.convert import to_dict
 from stability.config.diff import hash_without
-from stability.config.load import to_dict
 from stability.config.schema import ArmConfig
 from stability.data.datamodule import TextDataModule
 from stability.records.atomic_files import DiskFullError, is_disk_full

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stability.config.load import ConfigError, load_study
+from stability.config.convert import ConfigError
+from stability.config.load import load_study
 
 STUDY = """
 name: tiny

@@ -7,7 +7,7 @@ import torch
 import yaml
 from torch.nn import functional as F
 
-from stability.config.load import from_dict
+from stability.config.convert import from_dict
 from stability.config.schema import ModelConfig
 from stability.model.gpt import GPT
 from stability.model.initial_weights import initialise
