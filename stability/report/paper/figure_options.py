@@ -1,6 +1,7 @@
 """What `stability figure` can be asked for: kinds, results, formats and widths.
 
-The metrics are those of `records.metric_table`. Nothing heavy is imported here, so that a misspelled option is told before matplotlib is loaded.
+The metrics are those of `records.metric_table`. Nothing heavy is imported here, so that a
+misspelled option is told before matplotlib is loaded.
 """
 
 __all__ = ["FORMATS", "KINDS", "RESULTS", "WIDTHS"]
