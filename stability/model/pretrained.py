@@ -37,12 +37,13 @@ def load_pretrained(
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         dropped = _without_dropout(config)
+        auto = _auto_class(transformers, config)
         if weights == "random":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = _random(transformers, config, attention)
+                model = auto.from_config(config, attn_implementation=attention)
         else:
-            model = _given(transformers, name, config, attention)
+            model = auto.from_pretrained(name, config=config, attn_implementation=attention)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(_unknown(name, error)) from error
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
@@ -69,32 +70,18 @@ def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
-def _random(transformers: Any, config: Any, attention: str) -> nn.Module:
-    for kind in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel"):
-        known = getattr(transformers, kind)._model_mapping
-        if type(config) in known and _is_named_so(config, kind):
-            return getattr(transformers, kind).from_config(config, attn_implementation=attention)
-    return transformers.AutoModel.from_config(config, attn_implementation=attention)
-
-
-def _is_named_so(config: Any, kind: str) -> bool:
-    """Say whether the config's own architecture, if it names one, is of this kind."""
+def _auto_class(transformers: Any, config: Any) -> Any:
+    """Return the Auto class of `config`: causal or masked language model, else the bare model."""
     named = (getattr(config, "architectures", None) or [""])[0]
-    if not named:
-        return True
-    is_masked, is_causal = "MaskedLM" in named, "CausalLM" in named or "LMHead" in named
-    return {"AutoModelForCausalLM": is_causal, "AutoModelForMaskedLM": is_masked}.get(kind, True)
-
-
-def _given(transformers: Any, name: str, config: Any, attention: str) -> nn.Module:
-    for kind in ("AutoModelForCausalLM", "AutoModelForMaskedLM"):
-        known = getattr(transformers, kind)._model_mapping
-        if type(config) in known and _is_named_so(config, kind):
-            chosen = getattr(transformers, kind)
-            break
-    else:
-        chosen = transformers.AutoModel
-    return chosen.from_pretrained(name, config=config, attn_implementation=attention)
+    fits = {
+        "AutoModelForCausalLM": "CausalLM" in named or "LMHead" in named,
+        "AutoModelForMaskedLM": "MaskedLM" in named,
+    }
+    for kind, is_named_so in fits.items():
+        auto = getattr(transformers, kind)
+        if type(config) in auto._model_mapping and (is_named_so or not named):
+            return auto
+    return transformers.AutoModel
 
 
 def _without_dropout(config: Any) -> list[str]:
