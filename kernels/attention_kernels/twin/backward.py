@@ -114,7 +114,7 @@ def backward(
     gradients = {"dq": dq_NQD.mul_(scale), "dk": dk_GKD, "dv": dv_GKD}
     for name in ("dq", "dk"):
         gradients[name] = rotate_back(gradients[name], numerics)
-    dq, dk, dv = (_finished(x, name, mask, (q, k), numerics) for name, x in gradients.items())
+    dq, dk, dv = (_round_gradient(x, name, mask, (q, k), numerics) for name, x in gradients.items())
     return dq, dk, dv
 
 
@@ -212,7 +212,7 @@ def _sum_groups(x_NKD: Tensor, heads: int, kv_heads: int) -> Tensor:
     return x_NKD.unflatten(0, (-1, heads // kv_heads)).sum(dim=1)
 
 
-def _finished(
+def _round_gradient(
     x_NLD: Tensor,
     name: str,
     mask: Mask,
