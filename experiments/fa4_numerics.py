@@ -219,7 +219,7 @@ def _controls(rows: Rows) -> list[StatedTest]:
 
 
 def _above(statement: str, ratios: BySeed, least: float = 1.01) -> StatedTest:
-    return ratio_within(statement, ratios, dict.fromkeys(ratios, 1.0), above=least)
+    return ratio_within(statement, ratios, 1.0, above=least)
 
 
 def _errors(rows: Rows, name: str, case: Case, metric: str = "rel_fro") -> dict[int, float]:

@@ -216,7 +216,7 @@ def _carried(rows: Rows, arm: str) -> StatedTest:
     least = {seed: min(margin[seed] for margin in margins) for seed in margins[0]}
     named = "; ".join(f"{what}: {', '.join(CARRIERS[arm][what])}" for what in RESULTS)
     statement = f"{arm}: no other point makes as much as ({named})"
-    return ratio_within(statement, least, dict.fromkeys(least, 1.0), above=1)
+    return ratio_within(statement, least, 1.0, above=1)
 
 
 def _squares(rows: Rows) -> dict[int, float]:

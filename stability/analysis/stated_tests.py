@@ -38,7 +38,7 @@ class StatedTest:
 def ratio_within(
     statement: str,
     numerator: BySeed,
-    denominator: BySeed,
+    denominator: BySeed | float,
     *,
     above: float = 0.0,
     below: float = math.inf,
@@ -46,9 +46,12 @@ def ratio_within(
 ) -> StatedTest:
     """Hold `statement` if the ratio's interval, paired by seed, lies inside (above, below).
 
-    ValueError if the seeds of the two differ, if there are too few of them for an interval, for a
-    negative figure or a zero denominator.
+    A denominator that is one number is the same at every seed. ValueError if the seeds of the two
+    differ, if there are too few of them for an interval, for a negative figure or a zero
+    denominator.
     """
+    if isinstance(denominator, int | float):
+        denominator = dict.fromkeys(numerator, denominator)
     ratios = _paired_ratios("ratio_within", numerator, denominator)
     found = paired_interval(ratios, level)
     return _decided(statement, found, "x", above, below)

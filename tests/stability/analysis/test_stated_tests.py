@@ -33,6 +33,15 @@ def test_equal_figures_are_never_above_or_below_each_other(values):
 
 
 @settings(max_examples=30, deadline=None)
+@given(figures)
+def test_one_number_below_is_that_number_at_every_seed(values):
+    over = dict(enumerate(values))
+    assert ratio_within("", over, 2.0, above=1) == ratio_within(
+        "", over, dict.fromkeys(over, 2.0), above=1
+    )
+
+
+@settings(max_examples=30, deadline=None)
 @given(figures, figures)
 def test_above_and_below_one_exclude_each_other(first, second):
     n = min(len(first), len(second))
