@@ -155,6 +155,7 @@ def _controls(rows: Rows, unpadded: str) -> list[StatedTest]:
     )
     pair: dict[str, Any] = {"format": "bf16", "pair": f"sdpa, {unpadded}"}
     opened = {**pair, "pair": f"opened, {unpadded}"}
+    sdpa: dict[str, Any] = {"format": "bf16", "side": "right", "implementation": "sdpa"}
     right = (
         by_seed(rows, f"attention_{where}", **pair, side="right") for where in ("padded", "valid")
     )
@@ -171,9 +172,7 @@ def _controls(rows: Rows, unpadded: str) -> list[StatedTest]:
         ),
         every(
             "right padding: SDPA's padded rows of attention are not zeros; largest",
-            by_seed(
-                rows, "padded_output", format="bf16", side="right", implementation="sdpa"
-            ).values(),
+            by_seed(rows, "padded_output", **sdpa).values(),
             above=0,
         ),
         every(

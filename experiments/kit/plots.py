@@ -62,18 +62,11 @@ def draw_series(
     for name, by_place in series.items():
         style = styles[name]
         places = sorted(by_place)
-        means, below, above = [], [], []
-        for place in places:
-            finite = [value for value in by_place[place] if math.isfinite(value)]
-            mean = sum(finite) / len(finite) if finite else math.nan
-            means.append(mean)
-            # a mean of equal values may miss them by an ULP
-            below.append(max(0.0, mean - min(finite)) if finite else 0.0)
-            above.append(max(0.0, max(finite) - mean) if finite else 0.0)
+        spans = [_mean_and_range(by_place[place]) for place in places]
         axes.errorbar(
             places,
-            means,
-            yerr=[below, above],
+            [mean for mean, _, _ in spans],
+            yerr=[[below for _, below, _ in spans], [above for _, _, above in spans]],
             color=style.colour,
             linestyle=style.dash,
             marker=style.marker,
@@ -91,3 +84,13 @@ def draw_series(
         axes.set_xlabel(x)
     if y:
         axes.set_ylabel(y)
+
+
+def _mean_and_range(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of the finite values, and how far they go below and above it."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return math.nan, 0.0, 0.0
+    mean = sum(finite) / len(finite)
+    # The mean of equal values may miss them by an ULP, and a whisker must not be negative.
+    return mean, max(0.0, mean - min(finite)), max(0.0, max(finite) - mean)

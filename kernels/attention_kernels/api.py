@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.checks import (
+    Engine,
     check_engine,
     check_mask,
     check_numerics,
@@ -64,9 +65,6 @@ class AttentionFn(Protocol):
     ) -> Tensor:
         """Attend and return `out`, shaped and typed as q."""
         ...
-
-
-Engine = Literal["auto", "twin", "triton"]
 
 
 # torch.compile takes the result as a constant; else it would trace the search for Triton.

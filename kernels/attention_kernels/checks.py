@@ -10,12 +10,12 @@ import difflib
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from attention_kernels.masks import Mask
+from attention_kernels.masks import Mask, MaskArguments
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.rounding import INPUT_DTYPES
 
@@ -23,6 +23,7 @@ __all__ = [
     "ENGINES",
     "MAX_HEAD_DIM",
     "MIN_HEAD_DIM",
+    "Engine",
     "PeerRefusalError",
     "check_engine",
     "check_mask",
@@ -33,7 +34,8 @@ __all__ = [
     "require",
 ]
 
-ENGINES = ("auto", "twin", "triton")
+Engine = Literal["auto", "twin", "triton"]
+ENGINES = get_args(Engine)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 
@@ -135,18 +137,7 @@ def check_engine(function: str, engine: str) -> None:
     )
 
 
-_NAMES = (
-    "causal",
-    "scale",
-    "window",
-    "softcap",
-    "key_padding",
-    "attn_mask",
-    "alibi_slopes",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "dropout_p",
-)
+_NAMES = tuple(MaskArguments.__annotations__)
 
 
 def check_mask(function: str, q: Tensor, k: Tensor, mask: Mapping[str, Any]) -> None:

@@ -100,3 +100,8 @@ def test_dots_stand_at_their_category():
     assert [round(float(y)) for y in other.get_ydata()] == [1]
     assert one.get_ydata()[2] < other.get_ydata()[0]
     assert one.get_marker() != other.get_marker()
+
+
+def test_a_line_without_a_point_is_no_error():
+    axes = _axes({"none": {}, "one": {1.0: [2.0]}})
+    assert _line(axes, 1) == ([1.0], [2.0])
