@@ -28,11 +28,10 @@ from stability.config.load import load_study
 from stability.config.schema import BASELINE, StudyConfig
 from stability.metrics.drift import ALL, drift
 from stability.records.manifest import environment, hash_environment, read_manifest
-from stability.records.paths import RunPaths, snapshot_steps
+from stability.records.paths import RunPaths, checkpoint_steps, snapshot_steps
 from stability.records.run_files import read_run_snapshot
 from stability.report.terminal.progress import StudyDisplay
 from stability.study.assemble import quieten_lightning
-from stability.study.checkpoints import updates_left_out
 from stability.study.run import Run
 from stability.study.run_study import plan_study, run_study
 from stability.study.train_run import TrainOptions
@@ -47,6 +46,7 @@ __all__ = [
     "ratio_at",
     "shipped_study",
     "slopes",
+    "updates_left_out",
 ]
 
 REPOSITORY = Path(__file__).parents[2]
@@ -202,3 +202,16 @@ def _fingerprint() -> str:
     for path in sorted((REPOSITORY / "stability").rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def updates_left_out(paths: RunPaths) -> int:
+    """Return how many updates a loss scaler skipped, up to the run's last checkpoint.
+
+    ValueError if the run has no checkpoint.
+    """
+    steps = checkpoint_steps(paths)
+    if not steps:
+        raise ValueError(f"updates_left_out: {paths.root} must hold a checkpoint, has none")
+    checkpoint = torch.load(paths.checkpoint(steps[-1]), map_location="cpu", weights_only=True)
+    states = checkpoint["optimizer_states"][0]["state"].values()
+    return steps[-1] - int(min((state["step"] for state in states), default=0))

@@ -19,7 +19,7 @@ from stability.records.paths import RunPaths, checkpoint_steps, snapshot_steps
 from stability.records.run_files import RunFiles, damaged_files, log_damage, read_run_file
 from stability.records.sealed_json import file_checksum
 
-__all__ = ["CheckpointFiles", "clear_unlisted", "lay_fork", "resume_from", "updates_left_out"]
+__all__ = ["CheckpointFiles", "clear_unlisted", "lay_fork", "resume_from"]
 
 
 class CheckpointFiles(CheckpointIO):
@@ -92,19 +92,6 @@ def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
     for path in found:
         if paths.name_of(path) not in files:
             path.unlink()
-
-
-def updates_left_out(paths: RunPaths) -> int:
-    """Return how many updates a loss scaler skipped, up to the run's last checkpoint.
-
-    ValueError if the run has no checkpoint.
-    """
-    steps = checkpoint_steps(paths)
-    if not steps:
-        raise ValueError(f"updates_left_out: {paths.root} must hold a checkpoint, has none")
-    checkpoint = torch.load(paths.checkpoint(steps[-1]), map_location="cpu", weights_only=True)
-    states = checkpoint["optimizer_states"][0]["state"].values()
-    return steps[-1] - int(min((state["step"] for state in states), default=0))
 
 
 def _snapshots_of(manifest: Manifest) -> list[int]:

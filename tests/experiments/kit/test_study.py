@@ -16,11 +16,11 @@ from experiments.kit.study import (
     ratio_at,
     shipped_study,
     slopes,
+    updates_left_out,
 )
 from stability.analysis.study_records import read_study
 from stability.config.load import load_study
 from stability.records.paths import RunPaths
-from stability.study.checkpoints import updates_left_out
 
 
 def _two(content):
