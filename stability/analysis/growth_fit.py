@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import theilslopes
 
 __all__ = ["MIN_POINTS", "Growth", "drift_slope", "fit_growth"]
 
@@ -136,6 +135,8 @@ def _in_order(caller: str, steps: Sequence[int], drifts: Sequence[float]) -> tup
 
 def _theil_sen(x: Array, y: Array) -> tuple[float, float, float]:
     """Return the slope and its 95 % interval."""
+    from scipy.stats import theilslopes  # heavy: 1.2 s of CPU
+
     if len(x) > MOST_POINTS:
         kept = np.linspace(0, len(x) - 1, MOST_POINTS).round().astype(int)
         x, y = x[kept], y[kept]

@@ -1,4 +1,4 @@
-"""Verbs start light: no heavy library is loaded by help or by a mistake."""
+"""Verbs start light: no heavy library is loaded by help, by a mistake, or to look at a study."""
 
 import json
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from stability.cli.main import VERBS
+from tests.stability.report.synthetic import write_synthetic
 
 ROOT = Path(__file__).parents[3]
 HEAVY = {
@@ -46,6 +47,12 @@ def _start(*words: object) -> tuple[int, set[str], str]:
     said, _, last = done.stderr.rpartition("\n")
     code, modules = json.loads(last)
     return code, set(modules), said
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    """The folder of a study of two seeds."""
+    return write_synthetic(tmp_path_factory.mktemp("studies") / "quickstart")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -87,7 +94,11 @@ def test_a_mistake_in_the_yaml_is_told_before_anything_heavy_is_loaded(tmp_path,
         (["rum"], "no verb 'rum'; nearest: run"),
         (["show", "nowhere"], "folder must hold study.json"),
         (["report", "nowhere"], "folder must hold study.json"),
+        (["verdict", "nowhere"], "study.json: there is no such file"),
+        (["verify", "nowhere"], "study.json: there is no such file"),
+        (["figure", "nowhere"], "study.json: there is no such file"),
         (["figure", "nowhere", "--what", "lader"], "what must be one of ladder"),
+        (["workspace", "nowhere"], "study.json: there is no such file"),
         (["dashboard", "nowhere"], "runs must be a folder"),
         (["fork", "nowhere", "--at", "1"], "run must be a run's folder"),
         (["bisect", "nowhere", "--at", "1"], "run must be a run's folder"),
@@ -99,5 +110,38 @@ def test_a_mistake_in_the_yaml_is_told_before_anything_heavy_is_loaded(tmp_path,
 )
 def test_a_mistake_in_the_command_is_told_before_anything_heavy_is_loaded(words, said):
     code, modules, error = _start(*words)
+    assert (code, said in error) == (2, True), error
+    assert not modules & HEAVY
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["show"],
+        ["show", "--json"],
+        ["show", "--arm", "flash_fa2"],
+        ["verify"],
+        ["verdict", "--candidate", "flash_fa2"],
+    ],
+    ids=" ".join,
+)
+def test_a_study_is_looked_at_without_torch(study, words):
+    verb, *options = words
+    code, modules, error = _start(verb, study, *options)
+    assert code in (0, 1, 3), error
+    assert not modules & (HEAVY - {"scipy"}), "scipy has the intervals and the growth law"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["show", "--arm", "flash_fa22"], "'flash_fa22'; nearest: flash_fa2"),
+        (["verdict", "--candidate", "flash_fa22"], "'flash_fa22'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_misspelled_arm_of_a_study_is_told_before_anything_heavy_is_loaded(study, words, said):
+    verb, *options = words
+    code, modules, error = _start(verb, study, *options)
     assert (code, said in error) == (2, True), error
     assert not modules & HEAVY
