@@ -18,7 +18,8 @@ from stability.report.page.chart import Section, arm_lines, make_chart, section_
 from stability.report.page.html import fill
 from stability.report.page.ladder_chart import ladders_chart
 from stability.report.page.tables import LadderLine, ladder_lines, value_text
-from stability.report.page.training_charts import drift_by_seed, drift_layout
+from stability.report.page.training_charts import drift_layout
+from stability.report.view.drift import drift_by_seed
 from stability.report.view.error_bars import bars_are
 from stability.report.view.ladder import is_candidate
 from stability.report.view.palette import DASHES, ArmStyle, arm_styles

@@ -23,11 +23,11 @@ from stability.report.page.chart import (
     section_of,
     thinning_remarks,
 )
-from stability.report.view.drift import shown_drift
+from stability.report.view.drift import drift_by_seed
 from stability.report.view.ladder import is_candidate, is_unpaired
 from stability.report.view.palette import ArmStyle
 
-__all__ = ["drift_by_seed", "drift_layout", "drift_section", "loss_section", "watch_section"]
+__all__ = ["drift_layout", "drift_section", "loss_section", "watch_section"]
 
 STEPS = {
     "log steps": {"xaxis.type": "log", "xaxis.tickmode": "linear"},
@@ -104,7 +104,7 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
             for metric in SHOWN_DRIFTS
             for line in _lines(
                 study.candidates,
-                partial(drift_by_seed, metric=metric),
+                partial(drift_by_seed, name=metric),
                 styles,
                 hide_far=True,
                 positive=True,
@@ -132,14 +132,6 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
     )
     choices = {"metric": tuple(SHOWN_DRIFTS), "steps": tuple(STEPS)}
     return Section(key="drift", title="Drift", intro="", charts=(chart,), choices=choices)
-
-
-def drift_by_seed(arm: RecordedArm, metric: str) -> BySeed:
-    """Return one of SHOWN_DRIFTS; without step 0, which an axis of log steps can't show."""
-    return {
-        seed: {step: value for step, value in shown_drift(run, metric).items() if step > 0}
-        for seed, run in arm.runs.items()
-    }
 
 
 def drift_layout(**choices: Mapping[str, Any]) -> dict[str, Any]:

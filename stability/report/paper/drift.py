@@ -22,20 +22,18 @@ from stability.report.paper.style import (
     print_styles,
     shown,
 )
-from stability.report.view.drift import mean_over_seeds, shown_drift
+from stability.report.view.drift import drift_by_seed, mean_over_seeds
 from stability.report.view.ladder import is_unpaired
 
 __all__ = ["draw_drift", "drift_table"]
 
-_BySeed = Mapping[int, Mapping[int, float]]
-
 
 @dataclass(frozen=True, slots=True)
-class _Lines:
-    """One arm's drifts, and how they stand in the picture."""
+class _ArmDrift:
+    """One arm's drifts by seed and step, and how the figure shows them."""
 
     arm: str
-    by_seed: _BySeed
+    by_seed: Mapping[int, Mapping[int, float]]
     mean: Mapping[int, float]
     shown_as: str
     """`line`, `off the scale`, `0 (exact)`, or why there is none."""
@@ -46,8 +44,8 @@ def draw_drift(study: RecordedStudy, arm: str, metric: str, width: str) -> Figur
 
     ValueError for an unknown arm or metric, and if there is no drift on record.
     """
-    found = _lines(study, arm, metric)
-    if not any(lines.by_seed for lines in found):
+    found = _drifts(study, arm, metric)
+    if not any(drift.by_seed for drift in found):
         raise ValueError(
             "draw_drift: study must have a drift on record, has none; `stability run` goes on "
             "with it"
@@ -56,14 +54,14 @@ def draw_drift(study: RecordedStudy, arm: str, metric: str, width: str) -> Figur
     figure = new_figure(width, 2.6 + 0.14 * math.ceil(len(found) / 2))
     axes = figure.add_subplot()
     axes.grid(True, axis="both")
-    for lines in found:
-        if lines.shown_as == "line":
-            _draw(axes, lines, styles[lines.arm])
+    for drift in found:
+        if drift.shown_as == "line":
+            _draw(axes, drift, styles[drift.arm])
     log_axis(axes, "x")
     log_axis(axes, "y")
     axes.set_xlabel(f"step{_seeds(found)}")
     axes.set_ylabel(SHOWN_DRIFTS[metric].label.replace(": ", "\n"))
-    handles = [_handle(lines, styles[lines.arm], width) for lines in found]
+    handles = [_handle(drift, styles[drift.arm], width) for drift in found]
     columns = 2 if width == "column" else 4
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=3)
     return figure
@@ -72,18 +70,18 @@ def draw_drift(study: RecordedStudy, arm: str, metric: str, width: str) -> Figur
 def drift_table(study: RecordedStudy, arm: str, metric: str) -> Table:
     """Return the numbers of the figure: each arm's mean and its seeds, by step."""
     rows: list[tuple[Cell, ...]] = []
-    for lines in _lines(study, arm, metric):
-        start = (lines.arm, lines.shown_as, metric)
-        rows += [(*start, "mean", step, value) for step, value in lines.mean.items()]
+    for drift in _drifts(study, arm, metric):
+        start = (drift.arm, drift.shown_as, metric)
+        rows += [(*start, "mean", step, value) for step, value in drift.mean.items()]
         rows += [
             (*start, str(seed), step, value)
-            for seed, values in lines.by_seed.items()
+            for seed, values in drift.by_seed.items()
             for step, value in values.items()
         ]
     return Table(("arm", "shown_as", "metric", "seed", "step", "drift"), rows)
 
 
-def _lines(study: RecordedStudy, arm: str, metric: str) -> list[_Lines]:
+def _drifts(study: RecordedStudy, arm: str, metric: str) -> list[_ArmDrift]:
     if metric not in SHOWN_DRIFTS:
         raise ValueError(
             f"draw_drift: metric must be a drift metric, got {metric!r}; nearest: "
@@ -91,17 +89,11 @@ def _lines(study: RecordedStudy, arm: str, metric: str) -> list[_Lines]:
         )
     arms = [find_arm(study, arm)] if arm else study.candidates
     paired = any(not is_unpaired(each) for each in arms)
-    return [_lines_of(each, metric, paired) for each in arms]
+    return [_drift_of(each, metric, paired) for each in arms]
 
 
-def _lines_of(arm: RecordedArm, metric: str, paired: bool) -> _Lines:
-    drifts = {seed: shown_drift(run, metric) for seed, run in arm.runs.items()}
-    # step 0 has no place on a log axis
-    by_seed = {
-        seed: {step: value for step, value in sorted(values.items()) if step > 0}
-        for seed, values in drifts.items()
-    }
-    by_seed = {seed: values for seed, values in by_seed.items() if values}
+def _drift_of(arm: RecordedArm, metric: str, paired: bool) -> _ArmDrift:
+    by_seed = {seed: found for seed, found in drift_by_seed(arm, metric).items() if found}
     values = [value for values in by_seed.values() for value in values.values()]
     shown_as = "line"
     if not values:
@@ -111,32 +103,32 @@ def _lines_of(arm: RecordedArm, metric: str, paired: bool) -> _Lines:
         shown_as = "0 (exact)"
     elif is_unpaired(arm) and paired:
         shown_as = "off the scale"
-    return _Lines(arm.name, by_seed, mean_over_seeds(by_seed), shown_as)
+    return _ArmDrift(arm.name, by_seed, mean_over_seeds(by_seed), shown_as)
 
 
-def _draw(axes: Axes, lines: _Lines, style: PrintStyle) -> None:
+def _draw(axes: Axes, drift: _ArmDrift, style: PrintStyle) -> None:
     line = {"color": style.colour, "linestyle": style.dash}
-    if len(lines.by_seed) > 1:
-        for values in lines.by_seed.values():
+    if len(drift.by_seed) > 1:
+        for values in drift.by_seed.values():
             axes.plot(*_drawn(values), **line, linewidth=0.5, alpha=0.4)
-    # marks on a handful of places only: they tell lines apart, not points
-    every = max(1, len(lines.mean) // 10)
-    axes.plot(*_drawn(lines.mean), **line, marker=style.marker, markersize=3.5, markevery=every)
+    # marks on a handful of places only: they tell arms apart, not points
+    every = max(1, len(drift.mean) // 10)
+    axes.plot(*_drawn(drift.mean), **line, marker=style.marker, markersize=3.5, markevery=every)
 
 
 def _drawn(values: Mapping[int, float]) -> tuple[list[int], list[float]]:
-    """Return steps and values, with a gap where a log axis has no place for one."""
+    """Return steps and values, with a gap for each value that a log axis can't show."""
     drawn = (value if 0 < value < math.inf else math.nan for value in values.values())
     return list(values), list(drawn)
 
 
-def _handle(lines: _Lines, style: PrintStyle, width: str) -> Line2D:
-    name = shown(lines.arm, 20 if width == "column" else 30)
-    if lines.shown_as == "line":
+def _handle(drift: _ArmDrift, style: PrintStyle, width: str) -> Line2D:
+    name = shown(drift.arm, 20 if width == "column" else 30)
+    if drift.shown_as == "line":
         line = {"color": style.colour, "linestyle": style.dash, "marker": style.marker}
         return Line2D([], [], **line, markersize=3.5, label=name)
-    values = [value for values in lines.by_seed.values() for value in values.values()]
-    said = lines.shown_as
+    values = [value for values in drift.by_seed.values() for value in values.values()]
+    said = drift.shown_as
     if said == "off the scale":
         said = f"{min(values):.1e} to {max(values):.1e}"
     elif not values:
@@ -144,6 +136,6 @@ def _handle(lines: _Lines, style: PrintStyle, width: str) -> Line2D:
     return Line2D([], [], linestyle="", label=f"{name}: {said}")
 
 
-def _seeds(found: list[_Lines]) -> str:
-    most = max(len(lines.by_seed) for lines in found)
+def _seeds(found: list[_ArmDrift]) -> str:
+    most = max(len(drift.by_seed) for drift in found)
     return f"; thin: {most} seeds, thick: their mean" if most > 1 else "; one seed"

@@ -1,7 +1,7 @@
-"""The drift of a run's weights as every view shows it: by step, and as the mean over the seeds.
+"""The drift of an arm's weights over the steps, as every view shows it.
 
 Leaves out the metrics and their labels (`records.metric_table`), how they are drawn (`page`,
-`paper`) and the ladder (`analysis.ladder`).
+`paper`) and the ladder (`view.ladder`).
 """
 
 from collections.abc import Mapping
@@ -10,15 +10,25 @@ from typing import TYPE_CHECKING
 from stability.records.metric_table import SHOWN_DRIFTS
 
 if TYPE_CHECKING:
-    from stability.analysis.study_records import RecordedRun
+    from stability.analysis.study_records import RecordedArm
 
-__all__ = ["mean_over_seeds", "shown_drift"]
+__all__ = ["drift_by_seed", "mean_over_seeds"]
 
 
-def shown_drift(run: "RecordedRun", name: str) -> Mapping[int, float]:
-    """Return by step what charts show under a name of `SHOWN_DRIFTS`."""
+def drift_by_seed(arm: "RecordedArm", name: str) -> dict[int, dict[int, float]]:
+    """Return by seed and step what charts show under a name of `SHOWN_DRIFTS`.
+
+    Step 0 is left out, because an axis of log steps can't show it.
+    """
     metric = SHOWN_DRIFTS[name]
-    return {step: metric.shown(value) for step, value in run.drift(metric.name).items()}
+    return {
+        seed: {
+            step: metric.shown(value)
+            for step, value in sorted(run.drift(metric.name).items())
+            if step > 0
+        }
+        for seed, run in arm.runs.items()
+    }
 
 
 def mean_over_seeds(by_seed: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
