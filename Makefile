@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lint bench gpu experiments clean
+.PHONY: install demo test lint bench gpu experiments docs clean
 
 install: $(INSTALLED)
 
@@ -50,6 +50,10 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 	@if $(GPU_PYTHON) -c 'import lightning, wandb, datasets, jsonargparse' 2>/dev/null; \
 	then PYTHONPATH=kernels:. $(GPU_PYTHON) -m stability.cli.main run configs/quickstart.yaml --out runs/gpu; \
 	else echo 'demo skipped: $(GPU_PYTHON) lacks one of lightning, wandb, datasets, jsonargparse'; fi
+
+# the picture of the rooms in docs/architecture.md, from the import contracts in pyproject.toml
+docs: $(INSTALLED)
+	$(BIN)/python docs/draw_rooms.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
