@@ -1,8 +1,8 @@
-"""What happened in a run, in words: findings of the probe, and alerts of the instability watch.
+"""Events of a run, in words: findings of the probe, and alerts of the instability watch.
 
 An event is a line of the metric log, `{"step": 3, "event": "alert", "layer": "layer_2", "text":
 "..."}`, so that a resume cuts events and metrics at the same place. Any number may share a step.
-Leaves out when something is worth an event: `attention` and `metrics.thresholds` say that.
+Leaves out when something is worth an event: `probe` and `metrics.instability` say that.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args
 
 from stability.records.metric_log import LogContent, MetricLog, read_log
 
-__all__ = ["Event", "EventKind", "event_of", "log_event", "read_events", "read_log_and_events"]
+__all__ = ["Event", "EventKind", "event_of", "log_event", "read_log_and_events"]
 
 EventKind = Literal["finding", "alert"]
-"""A finding is a fact about an implementation, an alert a figure past a published threshold."""
+"""A finding is a fact about an implementation; an alert is a metric past a threshold."""
 
 _KEY = "event"
 _KINDS = get_args(EventKind)
@@ -50,16 +50,11 @@ def log_event(log: MetricLog, event: Event) -> None:
     log.append(event.step, {}, event=event.kind, layer=event.layer, text=event.text)
 
 
-def read_events(path: Path) -> list[Event]:
-    """Return the events of a metric log in its order.
+def read_log_and_events(path: Path) -> tuple[LogContent, list[Event]]:
+    """Return the content of a metric log and its events in order, read in one pass.
 
     ValueError names the file and the line of an event that is damaged.
     """
-    return read_log_and_events(path)[1]
-
-
-def read_log_and_events(path: Path) -> tuple[LogContent, list[Event]]:
-    """Return all that a metric log says, read in one pass; ValueError as above."""
     content = read_log(path, keep=_KEY)
     return content, [event_of(line, f"{path}: line {number}") for number, line in content.kept]
 

@@ -1,8 +1,8 @@
-"""A second process that reads metric logs: one process takes one core, however many threads it has.
+"""A second process that reads metric logs, because Python's threads share one core.
 
-It is started anew and imports this package alone. That is safe from any thread and any program,
-where a fork would copy other threads' locks, and `multiprocessing` would run the caller's main
-module again. Leaves out which logs are worth it (`analysis.recorded`).
+The process is started anew and imports this package alone. That is safe from any thread and any
+program, where a fork would copy other threads' locks and `multiprocessing` would run the caller's
+main module again. Leaves out which logs are worth a process (`analysis.study_records`).
 """
 
 import os

@@ -4,18 +4,17 @@ Leaves out the numbers of the run (`metric_log`) and whether two manifests make 
 (`analysis.pair_contract`).
 """
 
-import difflib
 import hashlib
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import attention_kernels
-from stability.records.sealed_json import read_sealed, write_sealed
+from stability.records.sealed_json import read_record, write_sealed
 
 __all__ = [
     "ENDED",
@@ -78,32 +77,7 @@ def read_manifest(path: Path) -> Manifest:
     ValueError, one line that names the file, if it is missing, damaged, or not made of a manifest's
     fields.
     """
-    content = read_sealed(path, writer="`stability run`")
-    _check_keys(path, content)
-    for name, hint in get_type_hints(Manifest).items():
-        _check_value(path, name, content[name], hint)
-    return Manifest(**content)
-
-
-def _check_keys(path: Path, content: dict[str, Any]) -> None:
-    names = [each.name for each in fields(Manifest)]
-    for name in content:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
-            raise ValueError(f"{path}: unknown key {name!r}; nearest: {', '.join(near)}")
-    missing = [name for name in names if name not in content]
-    if missing:
-        raise ValueError(f"{path}: missing key {', '.join(missing)}; it is no whole manifest")
-
-
-def _check_value(path: Path, name: str, value: Any, hint: Any) -> None:
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise ValueError(f"{path}: {name} must be one of {get_args(hint)}, is {value!r}")
-        return
-    expected = get_origin(hint) or hint
-    if not isinstance(value, expected):
-        raise ValueError(f"{path}: {name} must be of type {expected.__name__}, is {value!r}")
+    return read_record(path, Manifest, writer="`stability run`")
 
 
 def environment() -> dict[str, Any]:

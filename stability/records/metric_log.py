@@ -1,17 +1,15 @@
-"""Metrics in columns: lines of a log that name the same metrics share their names and one table.
-
-A million values take 8 MB, not the 70 MB of Python's numbers in lists. Leaves out reading
-(`metric_log`).
-
-The metric log of a run: JSON lines, one per logged step and source, flushed as they are written.
+"""The metric log of a run: JSON lines, one per logged step and source, flushed as they are written.
 
 A line is `{"step": 3, "train/loss": 1.25, "crc": "5f1c60c2"}`; several lines may share a step. JSON
 has no NaN and no infinity, so they stand as the strings "nan", "inf" and "-inf"; any other string
 is a text entry, not a metric, and neither is a list, which holds the counts of a histogram. A line
 is one `write` and ends in a newline: a process killed while writing leaves at most a torn last
 line, which readers ignore and the next writer cuts off. `crc` is the CRC-32 of what stands before
-it, so that a flipped bit is found. Leaves out what the names mean (`names`), and power cuts: lines
-are not forced to disk.
+it, so that a flipped bit is found.
+
+Readers get the metrics in columns: lines that name the same metrics share their names and one
+table, so a million values take 8 MB, not the 70 MB of Python's numbers in lists. Leaves out what
+the names mean (`metric_names`), and power cuts: lines are not forced to disk.
 """
 
 import json
@@ -41,12 +39,84 @@ __all__ = [
     "MetricLog",
     "Series",
     "column_of",
-    "read_counts",
     "read_lines",
     "read_log",
     "read_metrics",
     "read_text",
 ]
+
+
+_STEP = "step"
+_CRC = "crc"
+
+
+class MetricLog:
+    """Appends to one run's log. Opens at the first line, so that making one writes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+
+    def append(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        counts: Mapping[str, Sequence[int]] | None = None,
+        **text: str,
+    ) -> None:
+        """Write one line for `step`: numbers and counts by metric name, text entries by keyword.
+
+        Counts are one or more whole numbers >= 0. ValueError for others, for a name that is given
+        twice or is "step" or "crc", or a text that would be read back as a number; DiskFullError if
+        the disk takes no more; the line is lost, the log is not.
+        """
+        lists = {name: list(values) for name, values in (counts or {}).items()}
+        _check_names(metrics, lists, text)
+        _check_counts(lists)
+        numbers = {name: _to_json(float(x)) for name, x in metrics.items()}
+        line = {_STEP: step, **numbers, **lists, **text}
+        encoded = _sealed(json.dumps(line, allow_nan=False).encode())
+        if self._file is None:
+            self._file = self._open()
+        written = self._file.write(encoded)
+        if written != len(encoded):
+            self.close()  # the next append cuts off what was written
+            raise DiskFullError(
+                f"{self._path}: the disk is full, wrote {written} of {len(encoded)} bytes"
+            )
+
+    def position(self) -> int:
+        """Return the length of the log in bytes: whole lines only."""
+        if self._file is not None:
+            return self._file.tell()
+        return self._path.read_bytes().rfind(b"\n") + 1 if self._path.exists() else 0
+
+    def truncate_to(self, position: int) -> None:
+        """Cut the log to `position` bytes, as `position()` once gave them.
+
+        ValueError if the log is shorter: it has lost lines that a checkpoint counts on.
+        """
+        length = self.position()
+        if length < position:
+            raise ValueError(
+                f"{self._path}: must be at least {position} bytes long to go on from the "
+                f"checkpoint, is {length}; remove the run's folder to start it anew"
+            )
+        self.close()
+        if self._path.exists():
+            with self._path.open("r+b") as file:
+                file.truncate(position)
+
+    def close(self) -> None:
+        """Close the file; the next `append` opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> FileIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.truncate_to(self.position())  # cuts off a torn last line
+        return FileIO(self._path, "ab")
 
 
 @dataclass(slots=True)
@@ -147,10 +217,6 @@ def column_of(metrics: Mapping[str, Series], name: str) -> Column:
     return Column(np.array(series.steps, np.int64), np.array(series.values, np.float64))
 
 
-_STEP = "step"
-_CRC = "crc"
-
-
 @dataclass(frozen=True, slots=True)
 class LogContent:
     """What a log says."""
@@ -160,75 +226,6 @@ class LogContent:
     """By name and step, the later line where two share both."""
     kept: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """The lines that were to be kept whole, with their numbers from 1."""
-
-
-class MetricLog:
-    """Appends to one run's log. Opens at the first line, so that making one writes nothing."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: FileIO | None = None
-
-    def append(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        counts: Mapping[str, Sequence[int]] | None = None,
-        **text: str,
-    ) -> None:
-        """Write one line for `step`: numbers and counts by metric name, text entries by keyword.
-
-        Counts are one or more whole numbers >= 0. ValueError for others, for a name that is given
-        twice or is "step" or "crc", or a text that would be read back as a number; DiskFullError if
-        the disk takes no more; the line is lost, the log is not.
-        """
-        lists = {name: list(values) for name, values in (counts or {}).items()}
-        _check_names(metrics, lists, text)
-        _check_counts(lists)
-        numbers = {name: _to_json(float(x)) for name, x in metrics.items()}
-        line = {_STEP: step, **numbers, **lists, **text}
-        encoded = _sealed(json.dumps(line, allow_nan=False).encode())
-        if self._file is None:
-            self._file = self._open()
-        written = self._file.write(encoded)
-        if written != len(encoded):
-            self.close()  # the next append cuts off what was written
-            raise DiskFullError(
-                f"{self._path}: the disk is full, wrote {written} of {len(encoded)} bytes"
-            )
-
-    def position(self) -> int:
-        """Return the length of the log in bytes: whole lines only."""
-        if self._file is not None:
-            return self._file.tell()
-        return self._path.read_bytes().rfind(b"\n") + 1 if self._path.exists() else 0
-
-    def truncate_to(self, position: int) -> None:
-        """Cut the log to `position` bytes, as `position()` once gave them.
-
-        ValueError if the log is shorter: it has lost lines that a checkpoint counts on.
-        """
-        length = self.position()
-        if length < position:
-            raise ValueError(
-                f"{self._path}: must be at least {position} bytes long to go on from the "
-                f"checkpoint, is {length}; remove the run's folder to start it anew"
-            )
-        self.close()
-        if self._path.exists():
-            with self._path.open("r+b") as file:
-                file.truncate(position)
-
-    def close(self) -> None:
-        """Close the file; the next `append` opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _open(self) -> FileIO:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self.truncate_to(self.position())  # cuts off a torn last line
-        return FileIO(self._path, "ab")
 
 
 def read_log(path: Path, keep: str | None = None) -> LogContent:
@@ -250,14 +247,6 @@ def read_log(path: Path, keep: str | None = None) -> LogContent:
 def read_metrics(path: Path) -> MetricColumns:
     """Return every metric of a log by name; ValueError as above."""
     return read_log(path).metrics
-
-
-def read_counts(path: Path) -> dict[str, dict[int, list[int]]]:
-    """Return every list of counts by name and step, the later line where two share both.
-
-    ValueError as above.
-    """
-    return read_log(path).counts
 
 
 def read_text(path: Path, key: str) -> dict[int, str]:

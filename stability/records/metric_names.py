@@ -1,9 +1,9 @@
-"""Metric names, the same in the metric log, in W&B and in the report.
+"""The names of metrics, the same in the metric log, in W&B and in the report.
 
 `train/loss`, `deviation/<layer>/<what>/<metric>`, `drift/<parameter or "all">/<metric>`,
 `watch/<name>` and `watch/<layer>/<name>`. A deviation's name has one part more for a single head
 (`head_3`) or a range of positions (`positions_0_63`), and one for the shadow if a probe has
-several. `weights/all/histogram` holds counts. Leaves out the metrics themselves
+several. `weights/all/histogram` holds counts. Leaves out what a metric says and how it is drawn
 (`metric_table`).
 """
 

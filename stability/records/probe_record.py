@@ -1,14 +1,13 @@
-"""What a probe of a model was: the file beside its metric log, for models that no study describes.
+"""The record of a probe on a model that no study describes: `probe.json` beside its metric log.
 
-`<folder>/probe.json` and `<folder>/metrics.jsonl`. Leaves out the figures (`metric_log`) and runs
-of studies (`manifest`).
+Leaves out the measurements themselves (`metric_log`) and the runs of studies (`manifest`).
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
-from stability.records.sealed_json import read_sealed, write_sealed
+from stability.records.sealed_json import read_record, write_sealed
 
 __all__ = ["METRICS_FILE", "PROBE_FILE", "ProbeRecord", "read_probe_record", "write_probe_record"]
 
@@ -44,17 +43,4 @@ def read_probe_record(folder: Path) -> ProbeRecord:
     ValueError, one line that names the file, if it is missing, damaged, or not made of a record's
     fields.
     """
-    path = folder / PROBE_FILE
-    content = read_sealed(path, writer="`stability probe`")
-    hints = get_type_hints(ProbeRecord)
-    names = [field.name for field in fields(ProbeRecord)]
-    odd = [name for name in content if name not in names] or [n for n in names if n not in content]
-    if odd:
-        raise ValueError(f"{path}: must have the keys {', '.join(names)}; look at {odd[0]!r}")
-    for name in names:
-        kind = get_origin(hints[name]) or hints[name]
-        if not isinstance(content[name], kind):
-            raise ValueError(
-                f"{path}: {name} must be of type {kind.__name__}, is {content[name]!r}"
-            )
-    return ProbeRecord(**content)
+    return read_record(folder / PROBE_FILE, ProbeRecord, writer="`stability probe`")

@@ -1,8 +1,8 @@
-"""The whole files of a run, each with its checksum in the manifest: listed once written.
+"""The files of a run with their checksums, which the manifest lists.
 
-A snapshot or checkpoint counts from the moment that the manifest lists it; a file that a kill left
-unlisted is written again. Leaves out the metric log while it grows (`metric_log`, a checksum a
-line); once the run has ended the manifest lists it too.
+A snapshot or checkpoint counts from the moment that the manifest lists it, which is after it was
+written whole; a file that a kill left unlisted is written again. The metric log has a checksum in
+each line while it grows (`metric_log`); once the run has ended the manifest lists it too.
 """
 
 from dataclasses import replace

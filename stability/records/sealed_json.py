@@ -1,24 +1,34 @@
-"""Values as JSON can hold them: it has no NaN and no infinity, so those stand as text.
-
-Leaves out writing them (`sealed_json`, `metric_log`).
-
-JSON files that carry the checksum of what they say: a flipped bit is found, never read as data.
+"""JSON files that carry the checksum of their content: a flipped bit is found, never read as data.
 
 The key `checksum` holds the SHA-256 of the other keys in canonical JSON (sorted, no spaces). It
-guards against damage, not against somebody who means to deceive. Leaves out the records themselves
-(`manifest`, `probe_record`, a study's file) and logs that grow (`metric_log`).
+guards against damage, not against somebody who means to deceive. JSON has no NaN and no infinity,
+so those stand as text (`jsonable`). Leaves out the records themselves (`manifest`, `probe_record`,
+`waterfall_record`) and logs that grow (`metric_log`).
 """
 
+import difflib
 import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from stability.records.atomic_files import write_text
 
-__all__ = ["NON_FINITE", "file_checksum", "jsonable", "read_sealed", "write_sealed"]
+__all__ = [
+    "NON_FINITE",
+    "file_checksum",
+    "jsonable",
+    "read_record",
+    "read_sealed",
+    "write_sealed",
+]
+
+T = TypeVar("T")
+
+_CHECKSUM = "checksum"
 
 NON_FINITE = frozenset({"nan", "inf", "-inf"})
 """What stands for a number that JSON does not have."""
@@ -33,9 +43,6 @@ def jsonable(content: Any) -> Any:
     if isinstance(content, float) and not math.isfinite(content):
         return str(content)
     return content
-
-
-_CHECKSUM = "checksum"
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
@@ -65,6 +72,36 @@ def read_sealed(path: Path, writer: str) -> dict[str, Any]:
             f"{path}: must have the checksum of what it says, has not; it was damaged or edited"
         )
     return content
+
+
+def read_record(path: Path, record: type[T], writer: str) -> T:
+    """Return the dataclass `record` that `write_sealed` wrote to `path` field by field.
+
+    ValueError as `read_sealed`, and for keys or types that are not those of its fields.
+    """
+    content = read_sealed(path, writer)
+    hints = get_type_hints(record)
+    names = [field.name for field in fields(record)]  # pyright: ignore[reportArgumentType]
+    for name in content:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
+            raise ValueError(f"{path}: unknown key {name!r}; nearest: {', '.join(near)}")
+    missing = [name for name in names if name not in content]
+    if missing:
+        raise ValueError(f"{path}: missing key {', '.join(missing)}; it is no whole record")
+    for name in names:
+        _check_value(path, name, content[name], hints[name])
+    return record(**content)
+
+
+def _check_value(path: Path, name: str, value: Any, hint: Any) -> None:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError(f"{path}: {name} must be one of {get_args(hint)}, is {value!r}")
+        return
+    expected = get_origin(hint) or hint
+    if not isinstance(value, expected):
+        raise ValueError(f"{path}: {name} must be of type {expected.__name__}, is {value!r}")
 
 
 def file_checksum(path: Path) -> str:

@@ -1,20 +1,20 @@
-"""Waterfalls on record: which rounding point makes the error of a run's attention.
+"""Waterfalls on record: how much of an attention's error each of its rounding points makes.
 
-A file each, `<run>/waterfalls/<profile>-layer_<n>-step-<step>-<numerics>.json`, sealed. The last
-part stands for everything else that was chosen, so that the same waterfall takes the same file and
-another one never does. Leaves out the measuring (`attention.waterfall`) and how it is shown.
+A waterfall is one sealed file, `<run>/waterfalls/<profile>-layer_<n>-step-<step>-<hash>.json`. The
+hash covers everything else that was chosen, so the same waterfall always has the same file, and
+another one never shares it. Leaves out the measuring (`probe.microbenchmark`) and how it is shown.
 """
 
 import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 from stability.records.paths import RunPaths
-from stability.records.sealed_json import read_sealed, write_sealed
+from stability.records.sealed_json import read_record, write_sealed
 
 __all__ = ["CHANGES", "WaterfallRecord", "read_waterfalls", "waterfall_files", "write_waterfall"]
 
@@ -73,23 +73,13 @@ def waterfall_files(run: RunPaths) -> list[Path]:
 
 
 def _read(path: Path) -> WaterfallRecord:
-    content = read_sealed(path, writer="`stability deviate --record`")
-    hints = get_type_hints(WaterfallRecord)
-    names = [field.name for field in fields(WaterfallRecord)]
-    if set(content) != set(names):
-        raise ValueError(f"{path}: must have the keys {', '.join(names)}, has {', '.join(content)}")
-    for name in names:
-        kind = get_origin(hints[name]) or hints[name]
-        if not isinstance(content[name], kind):
-            raise ValueError(
-                f"{path}: {name} must be of type {kind.__name__}, is {content[name]!r}"
-            )
-    if not all(_is_step(step) for step in content["steps"]) or not _are_whole(content["steps"]):
+    record = read_record(path, WaterfallRecord, writer="`stability deviate --record`")
+    if not all(_is_step(step) for step in record.steps) or not _are_whole(record.steps):
         raise ValueError(
             f"{path}: steps must be one as it is, and each point lowered and raised, of change, "
             "point, format and errors of the same results"
         )
-    return WaterfallRecord(**content)
+    return record
 
 
 def _is_step(step: Any) -> bool:

@@ -16,7 +16,7 @@ from stability.config.schema import ModelConfig, OptimizerConfig
 from stability.model.gpt import GPT
 from stability.model.initial_weights import initialise
 from stability.model.lightning_module import LanguageModel
-from stability.records.events import read_events
+from stability.records.events import read_log_and_events
 
 OPTIMIZER = OptimizerConfig(lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, warmup_steps=0)
 CLIP = 0.3
@@ -288,7 +288,7 @@ def test_an_optimizer_without_second_moments_has_no_rms(tmp_path, fit, read, opt
 def _alerts(folder):
     return [
         (event.step, event.layer, event.text.split(" = ")[0])
-        for event in read_events(folder / "metrics.jsonl")
+        for event in read_log_and_events(folder / "metrics.jsonl")[1]
     ]
 
 

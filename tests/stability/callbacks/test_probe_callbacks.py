@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 from stability import ShadowCallback
 from stability.metrics.ulp import ULP_EDGES
-from stability.records.events import read_events
-from stability.records.metric_log import MetricLog, read_counts, read_metrics
+from stability.records.events import read_log_and_events
+from stability.records.metric_log import MetricLog, read_log, read_metrics
 from stability.tracking.loggers import RecordsLogger
 from tests.stability.intercept.torch_models import VOCABULARY, Decoder
 
@@ -90,7 +90,7 @@ def test_training_ends_in_the_same_bits_and_figures_are_logged(tmp_path, accumul
         "watch/decoder.layers.0/max_logit",
     ):
         assert found[name].steps == [0, 2], name
-    counts = read_counts(tmp_path / "watched" / "metrics.jsonl")
+    counts = read_log(tmp_path / "watched" / "metrics.jsonl").counts
     assert len(counts["deviation/decoder.layers.0/dk/ulp_histogram"][2]) == len(ULP_EDGES) + 1
     assert not any(module._forward_hooks for module in watched.modules())
 
@@ -112,7 +112,7 @@ def test_a_resumed_run_goes_on_with_its_sums_and_reports_nothing_twice(tmp_path)
     sums = [read_metrics(log)[name].values for log in logs]
     assert sums[0] == sums[1]
     assert len(sums[0]) == 4
-    events = [read_events(log) for log in logs]
+    events = [read_log_and_events(log)[1] for log in logs]
     assert events[0] == events[1]
     assert {event.layer for event in events[0]} == {"decoder.layers.0", "decoder.layers.1"}
     assert len(events[0]) == 2
@@ -139,7 +139,11 @@ def test_a_threshold_that_is_crossed_is_one_alert(tmp_path):
     )
     trainer.fit(Sharp(), _batches())
     log.close()
-    alerts = [event for event in read_events(tmp_path / "metrics.jsonl") if event.kind == "alert"]
+    alerts = [
+        event
+        for event in read_log_and_events(tmp_path / "metrics.jsonl")[1]
+        if event.kind == "alert"
+    ]
     assert [(event.step, event.layer) for event in alerts] == [(0, "decoder.layers.0")]
     assert "2309.14322" in alerts[0].text
 

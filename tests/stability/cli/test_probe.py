@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from stability.cli.main import main
-from stability.records.events import read_events
+from stability.records.events import read_log_and_events
 from stability.records.metric_log import read_metrics
 from stability.records.probe_record import read_probe_record
 
@@ -127,7 +127,7 @@ def test_a_kernel_of_ones_own_is_located_and_a_failing_one_is_a_finding(
     assert answer["stands_out"][0].startswith("model.layers.1.self_attn, head 1: error ratio stan")
     several = "ownkernel:good,ownkernel:fails"
     assert _probe(folders, tmp_path / "b", "--candidate", several) == 0
-    events = read_events(tmp_path / "b" / "p" / "metrics.jsonl")
+    events = read_log_and_events(tmp_path / "b" / "p" / "metrics.jsonl")[1]
     assert len(events) == 3
     assert {event.text for event in events} == {"ownkernel:fails: RuntimeError: no such kernel"}
     assert "finding" in capsys.readouterr().out

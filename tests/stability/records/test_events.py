@@ -2,7 +2,7 @@
 
 import pytest
 
-from stability.records.events import Event, log_event, read_events
+from stability.records.events import Event, log_event, read_log_and_events
 from stability.records.metric_log import MetricLog, read_metrics, read_text
 from tests.stability.sealing import seal
 
@@ -26,14 +26,14 @@ def log(path):
 def test_several_events_of_a_step_come_back_in_the_order_they_were_written(log, path):
     for event in (FIRST, SECOND, THIRD, FIRST):
         log_event(log, event)
-    assert read_events(path) == [FIRST, SECOND, THIRD, FIRST]
+    assert read_log_and_events(path)[1] == [FIRST, SECOND, THIRD, FIRST]
 
 
 def test_events_stand_beside_metrics_and_texts_without_touching_them(log, path):
     log.append(3, {"train/loss": 1.5})
     log_event(log, FIRST)
     log.append(3, {}, batch_hash="ab")
-    assert read_events(path) == [FIRST]
+    assert read_log_and_events(path)[1] == [FIRST]
     assert list(read_metrics(path)) == ["train/loss"]
     assert read_text(path, "batch_hash") == {3: "ab"}
 
@@ -43,7 +43,7 @@ def test_a_resume_cuts_the_events_that_came_after_its_checkpoint(log, path):
     position = log.position()
     log_event(log, SECOND)
     log.truncate_to(position)
-    assert read_events(path) == [FIRST]
+    assert read_log_and_events(path)[1] == [FIRST]
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_an_event_that_says_nothing_is_refused(arguments, message):
 def test_a_damaged_event_is_an_error_that_names_file_and_line(path, damage, message):
     path.write_text(seal('{"step": 0, "x": 1}') + seal(damage))
     with pytest.raises(ValueError, match=rf"metrics.jsonl: line 2.*{message}"):
-        read_events(path)
+        read_log_and_events(path)[1]

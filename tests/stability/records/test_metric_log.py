@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stability.records.atomic_files import DiskFullError
-from stability.records.metric_log import MetricLog, Series, read_counts, read_metrics, read_text
+from stability.records.metric_log import MetricLog, Series, read_log, read_metrics, read_text
 from tests.stability.sealing import seal
 
 ROOT = Path(__file__).parents[3]
@@ -93,7 +93,7 @@ def test_a_torn_last_line_is_ignored_and_never_glued_to(log, path, tail):
     assert read_metrics(path)["x"] == Series([1, 5], [1.0, 2.0])
 
 
-@pytest.mark.parametrize("read", [read_metrics, read_counts])
+@pytest.mark.parametrize("read", [read_metrics, read_log])
 @pytest.mark.parametrize(
     "damage",
     [
@@ -119,7 +119,7 @@ def test_counts_come_back_by_name_and_step_and_are_no_metrics(log, path):
     log.append(0, {"x": 1.5}, counts={"a/ulp_histogram": [0, 2**60, 3]}, note="hello")
     log.append(0, {}, counts={"b/ulp_histogram": (7,)})
     log.append(5, {}, counts={"a/ulp_histogram": [1, 1, 1]})
-    assert read_counts(path) == {
+    assert read_log(path).counts == {
         "a/ulp_histogram": {0: [0, 2**60, 3], 5: [1, 1, 1]},
         "b/ulp_histogram": {0: [7]},
     }

@@ -12,7 +12,6 @@ from stability.records.metric_log import (
     Column,
     Series,
     column_of,
-    read_counts,
     read_lines,
     read_log,
     read_metrics,
@@ -80,7 +79,7 @@ def test_it_gives_what_a_plain_reader_gives(tmp_path_factory, lines, torn):
         read = zip(series.steps, map(bits, series.values), strict=True)
         assert [*read] == entries
         assert [*zip(column.steps.tolist(), map(bits, column.values), strict=True)] == entries
-    assert found.counts == read_counts(path) == counts
+    assert found.counts == read_log(path).counts == counts
     assert repr(found.kept) == repr([(n, line) for n, line in whole if "note" in line])
     assert repr([*read_lines(path)]) == repr(whole)
     texts = {line["step"]: line["note"] for _, line in whole if "note" in line}

@@ -77,7 +77,7 @@ def _reseal(path: Path, **changes: object) -> None:
     [
         (_flip, "must have the checksum"),
         (lambda path: path.write_text(path.read_text()[:50]), "is torn or damaged"),
-        (lambda path: write_sealed(path, {"profile": "fa2"}), "must have the keys"),
+        (lambda path: write_sealed(path, {"profile": "fa2"}), "missing key format, layer"),
         (lambda path: _reseal(path, layer="2"), "layer must be of type int, is '2'"),
         (lambda path: _reseal(path, steps=[]), "steps must be one as it is"),
         (lambda path: _reseal(path, steps=[{**STEPS[0], "errors": {"out": "<b>"}}]), "steps must"),

@@ -8,8 +8,8 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from stability.metrics.instability import crossings
 from stability.metrics.ulp import ULP_EDGES
-from stability.records.events import Event, read_events
-from stability.records.metric_log import MetricLog, read_counts, read_metrics
+from stability.records.events import Event, read_log_and_events
+from stability.records.metric_log import MetricLog, read_log, read_metrics
 from stability.records.paths import RunPaths
 from stability.tracking.live import MirroredLog, open_wandb_run
 from stability.tracking.loggers import RecordsLogger, alert_event, emit, log_counts
@@ -81,8 +81,8 @@ def test_the_records_take_every_event_and_the_counts_as_they_are(log, tmp_path):
         emit(loggers, event)
     log_counts(loggers, COUNTS, step=5)
     log_counts(loggers, {}, step=6)
-    assert read_events(tmp_path / "metrics.jsonl") == [FINDING, ALERT]
-    assert read_counts(tmp_path / "metrics.jsonl") == {
+    assert read_log_and_events(tmp_path / "metrics.jsonl")[1] == [FINDING, ALERT]
+    assert read_log(tmp_path / "metrics.jsonl").counts == {
         name: {5: counts} for name, counts in COUNTS.items()
     }
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
