@@ -16,7 +16,6 @@ from stability.config.convert import nearest
 __all__ = [
     "AXES",
     "BASELINE",
-    "EMULATED",
     "NATIVE",
     "ArmConfig",
     "AttentionConfig",
@@ -31,9 +30,7 @@ __all__ = [
     "StudyConfig",
     "TrainConfig",
     "WatchConfig",
-    "check_precision",
     "emulated_format",
-    "require",
 ]
 
 Axis = Literal[
@@ -67,17 +64,17 @@ InitScheme = Literal["gpt2", "xavier", "kaiming", "orthogonal"]
 
 NATIVE = ("64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed")
 """PyTorch's own precisions, as Lightning names them."""
-EMULATED = "emulated:"
+_EMULATED = "emulated:"
 """Opens the name of an emulated precision; a format's name follows. The operands and outputs of
 matmuls are rounded to any format that FP32 holds, and multiplied in FP32, so that an FP16 or FP8
 run is affordable where no hardware has it (`model.precision`)."""
 
 
-def check_precision(name: str) -> None:
+def _check_precision(name: str) -> None:
     """ValueError unless `name` is a native precision or `emulated:` and a format within FP32."""
-    if name not in NATIVE and not name.startswith(EMULATED):
+    if name not in NATIVE and not name.startswith(_EMULATED):
         raise ValueError(
-            f"precision: must be a known name or {EMULATED}<format>, got {name!r}; "
+            f"precision: must be a known name or {_EMULATED}<format>, got {name!r}; "
             f"nearest: {nearest(name, NATIVE)}"
         )
     emulated_format(name)
@@ -88,10 +85,10 @@ def emulated_format(name: str) -> Format | None:
 
     ValueError if there is no such format, or if FP32 does not hold it.
     """
-    if not name.startswith(EMULATED):
+    if not name.startswith(_EMULATED):
         return None
     try:
-        format = format_named(name.removeprefix(EMULATED))
+        format = format_named(name.removeprefix(_EMULATED))
     except ValueError as error:
         raise ValueError(f"precision: {error}, in {name!r}") from error
     if not format.fits(FORMATS["fp32"]):
@@ -101,7 +98,7 @@ def emulated_format(name: str) -> Format | None:
     return format
 
 
-def require(ok: bool, owner: str, rule: str, value: Any) -> None:
+def _require(ok: bool, owner: str, rule: str, value: Any) -> None:
     """ValueError "<owner>: <rule>, got <value>" unless `ok`."""
     if not ok:
         raise ValueError(f"{owner}: {rule}, got {value!r}")
@@ -122,14 +119,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "heads", "context", "vocab_size"):
-            require(getattr(self, name) >= 1, "model", f"{name} must be >= 1", getattr(self, name))
-        require(
+            _require(getattr(self, name) >= 1, "model", f"{name} must be >= 1", getattr(self, name))
+        _require(
             self.width % self.heads == 0,
             "model",
             f"width must be a multiple of heads ({self.heads})",
             self.width,
         )
-        require(
+        _require(
             self.kv_heads >= 0 and self.heads % (self.kv_heads or self.heads) == 0,
             "model",
             f"kv_heads must divide heads ({self.heads})",
@@ -154,7 +151,7 @@ class AttentionConfig:
     """In an arm: the direction that is computed so; the other is as the baseline's."""
 
     def __post_init__(self) -> None:
-        require(bool(self.layers), "attention", "layers must name at least one", self.layers)
+        _require(bool(self.layers), "attention", "layers must name at least one", self.layers)
 
     @property
     def is_partial(self) -> bool:
@@ -186,16 +183,16 @@ class OptimizerConfig:
     warmup_steps: int = 20
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, "optimizer", "lr must be > 0", self.lr)
-        require(self.eps > 0, "optimizer", "eps must be > 0", self.eps)
-        require(
+        _require(self.lr > 0, "optimizer", "lr must be > 0", self.lr)
+        _require(self.eps > 0, "optimizer", "eps must be > 0", self.eps)
+        _require(
             all(0 <= beta < 1 for beta in self.betas),
             "optimizer",
             "betas must be in [0, 1)",
             self.betas,
         )
         for name in ("weight_decay", "warmup_steps"):
-            require(
+            _require(
                 getattr(self, name) >= 0, "optimizer", f"{name} must be >= 0", getattr(self, name)
             )
 
@@ -221,8 +218,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
-            require(getattr(self, name) >= 1, "train", f"{name} must be >= 1", getattr(self, name))
-        require(
+            _require(getattr(self, name) >= 1, "train", f"{name} must be >= 1", getattr(self, name))
+        _require(
             self.keep_checkpoints >= 0,
             "train",
             "keep_checkpoints must be >= 0",
@@ -250,7 +247,7 @@ class NudgeConfig:
     ulps: int = 0
 
     def __post_init__(self) -> None:
-        require(self.ulps >= 0, "nudge", "ulps must be >= 0", self.ulps)
+        _require(self.ulps >= 0, "nudge", "ulps must be >= 0", self.ulps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,18 +284,18 @@ class ProbeConfig:
 
     def __post_init__(self) -> None:
         for name in ("every", "per_decade", "positions"):
-            require(getattr(self, name) >= 0, "probe", f"{name} must be >= 0", getattr(self, name))
-        require(min(self.steps, default=0) >= 0, "probe", "steps must be >= 0", list(self.steps))
+            _require(getattr(self, name) >= 0, "probe", f"{name} must be >= 0", getattr(self, name))
+        _require(min(self.steps, default=0) >= 0, "probe", "steps must be >= 0", list(self.steps))
         share = self.overhead_share
-        require(
+        _require(
             share is not None and 0 <= share < 1,
             "probe",
             "overhead must be in [0, 1) or below 100%",
             self.overhead,
         )
-        require(bool(self.layers), "probe", "layers must name at least one", self.layers)
+        _require(bool(self.layers), "probe", "layers must name at least one", self.layers)
         if self.is_on:
-            require(bool(self.shadows), "probe", "shadows must name at least one", self.shadows)
+            _require(bool(self.shadows), "probe", "shadows must name at least one", self.shadows)
 
     @property
     def overhead_share(self) -> float | None:
@@ -323,7 +320,7 @@ class WatchConfig:
     """0 switches it off."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, "watch", "every must be >= 0", self.every)
+        _require(self.every >= 0, "watch", "every must be >= 0", self.every)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,7 +340,7 @@ class ArmConfig:
     watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
-        check_precision(self.precision)
+        _check_precision(self.precision)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -361,9 +358,9 @@ class PolicyConfig:
     """Of the interval that has to lie on one side of `max_ratio`."""
 
     def __post_init__(self) -> None:
-        require(self.max_ratio > 0, "policy", "max_ratio must be > 0", self.max_ratio)
-        require(self.step >= 0, "policy", "step must be >= 0", self.step)
-        require(0 < self.level < 1, "policy", "level must be between 0 and 1", self.level)
+        _require(self.max_ratio > 0, "policy", "max_ratio must be > 0", self.max_ratio)
+        _require(self.step >= 0, "policy", "step must be >= 0", self.step)
+        _require(0 < self.level < 1, "policy", "level must be between 0 and 1", self.level)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
