@@ -121,7 +121,7 @@ def test_a_mistake_in_the_command_is_told_before_anything_heavy_is_loaded(words,
         ["show", "--json"],
         ["show", "--arm", "flash_fa2"],
         ["verify"],
-        ["verdict", "--candidate", "flash_fa2"],
+        ["verdict", "--candidate", "flash_fa2", "--level", "0.3"],
     ],
     ids=" ".join,
 )
