@@ -42,25 +42,6 @@ __all__ = [
 ]
 
 
-def w1_floor(run: RecordedRun, step: int) -> float | None:
-    """Return the sampling floor of `run`'s pooled W1 at `step`, in units of the weights.
-
-    None without a drift at that step, without a spread, or without a snapshot to count values in.
-    """
-    w1 = run.drift("w1").get(step)
-    w1_over_std = run.drift("w1_over_std").get(step)
-    count = _values(run)
-    if not w1 or not w1_over_std or not count:
-        return None
-    return 1.8 * (w1 / w1_over_std) / math.sqrt(count)
-
-
-def _values(run: RecordedRun) -> int:
-    """Return how many values the run's weights have; 0 without a snapshot to count from."""
-    steps = snapshot_steps(run.paths)
-    return count_weights(run.paths.snapshot(steps[-1])) if steps else 0
-
-
 LOSS_TAIL = 10
 """The final loss is the mean over the last 1/LOSS_TAIL of the steps."""
 
@@ -170,6 +151,25 @@ def planned_early_step(study: RecordedStudy) -> int:
     """
     planned = [step for step in study.planned_snapshots if 0 < step < study.steps] or [study.steps]
     return max((step for step in planned if step <= study.early_step), default=planned[0])
+
+
+def w1_floor(run: RecordedRun, step: int) -> float | None:
+    """Return the sampling floor of `run`'s pooled W1 at `step`, in units of the weights.
+
+    None without a drift at that step, without a spread, or without a snapshot to count values in.
+    """
+    w1 = run.drift("w1").get(step)
+    w1_over_std = run.drift("w1_over_std").get(step)
+    count = _values(run)
+    if not w1 or not w1_over_std or not count:
+        return None
+    return 1.8 * (w1 / w1_over_std) / math.sqrt(count)
+
+
+def _values(run: RecordedRun) -> int:
+    """Return how many values the run's weights have; 0 without a snapshot to count from."""
+    steps = snapshot_steps(run.paths)
+    return count_weights(run.paths.snapshot(steps[-1])) if steps else 0
 
 
 def _rung(row: Row) -> tuple[bool, bool, float]:
