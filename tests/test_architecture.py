@@ -131,7 +131,7 @@ def test_configs_and_records_are_read_and_analysed_without_torch():
         "import sys\n"
         "import stability.config.diff, stability.config.load\n"
         "import stability.records.metric_table, stability.records.run_files\n"
-        "import stability.records.log_process, stability.records.waterfall_record\n"
+        "import stability.records.parallel_reading, stability.records.waterfall_record\n"
         "import importlib, pkgutil, stability.analysis as room\n"
         "[importlib.import_module(f'{room.__name__}.{m.name}')"
         " for m in pkgutil.iter_modules(room.__path__)]\n"

@@ -1,9 +1,9 @@
 """Runs experiments: puts a published claim to the test; writes its record, figure and table row.
 
-An experiment is a file of the folder `experiments` with a docstring of known sections (`kit.page`),
-`SIZES` (settings by size: quick, cpu and gpu), `measure(settings) -> Findings` and
-`draw(rows) -> Figure`. `stability experiment` calls this module. What any of the experiments
-measures is not here.
+An experiment is a file of the folder `experiments` with a docstring of known sections
+(`kit.results_table`), `SIZES` (settings by size: quick, cpu and gpu), `measure(settings) ->
+Findings` and `draw(rows) -> Figure`. `stability experiment` calls this module. What any of the
+experiments measures is not here.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ import torch
 from rich.console import Console
 
 from attention_kernels.machine import hardware, versions
-from experiments.kit.page import (
-    Described,
-    described,
-    filled_in,
-    print_experiment,
-    print_experiments,
-)
 from experiments.kit.record import (
     ExperimentRecord,
     Findings,
     read_experiment,
     write_experiment,
+)
+from experiments.kit.results_table import (
+    Described,
+    described,
+    filled_in,
+    print_experiment,
+    print_experiments,
 )
 from stability.config.convert import nearest
 from stability.records.atomic_files import atomic_path, write_text

@@ -17,10 +17,10 @@ from typing import Any, Literal
 from stability.config.convert import from_dict, nearest
 from stability.config.schema import BASELINE, Axis, PolicyConfig
 from stability.records.events import Event, read_log_and_events
-from stability.records.log_process import LogProcess
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_log import Column, LogContent, Series, column_of
 from stability.records.metric_names import TRAIN_LOSS, drift_name
+from stability.records.parallel_reading import LogReaderProcess
 from stability.records.paths import RunPaths, StudyPaths, list_runs
 from stability.records.run_files import file_damage
 from stability.records.sealed_json import read_sealed
@@ -190,7 +190,7 @@ def _read_arms(
         readers.put(read_log_and_events)
         with suppress(OSError):  # no more processes: this one reads it all
             for _ in range(0 if known else _helpers(study_dir)):
-                readers.put(stack.enter_context(LogProcess()).read)
+                readers.put(stack.enter_context(LogReaderProcess()).read)
 
         def read(one: tuple[str, int]) -> RecordedRun:
             reader = readers.get()

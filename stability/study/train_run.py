@@ -32,7 +32,7 @@ from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
 from stability.study.observer_gate import ObserverError, check_observer
 from stability.study.run import Run, locked
 from stability.tracking.environment import WandbMode
-from stability.tracking.live import MirroredLog, WandbRun, open_wandb_run
+from stability.tracking.history import MirroredLog, WandbRun, open_wandb_run
 from stability.tracking.loggers import RecordsLogger
 
 __all__ = ["TrainOptions", "train"]

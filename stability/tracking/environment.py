@@ -5,7 +5,7 @@ WANDB_API_KEY, WANDB_NOTES, and WANDB_TAGS (added to our own tags). Ignored, bec
 decides a run's name, group, job type and folder, are WANDB_RUN_ID, WANDB_NAME, WANDB_RUN_GROUP,
 WANDB_JOB_TYPE, WANDB_DIR and WANDB_SILENT. Refused are those in `REFUSED`, because they make W&B
 join runs in another way than by their ids. No variable reaches the training. This file does not
-start runs (`run_folder`).
+start runs (`wandb_run`).
 """
 
 import os

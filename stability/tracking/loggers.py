@@ -14,7 +14,7 @@ from stability.metrics.instability import Crossing
 from stability.records.events import Event, log_event
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import STEP_AXIS
-from stability.tracking.live import check_counts, row_of, send_alert
+from stability.tracking.history import check_counts, row_of, send_alert
 
 __all__ = ["RecordsLogger", "alert_event", "emit", "log_counts"]
 

@@ -18,9 +18,9 @@ from stability.records.manifest import Manifest
 from stability.records.paths import RunPaths, StudyPaths, snapshot_steps
 from stability.records.sealed_json import file_checksum
 from stability.tracking.environment import WandbMode, destination, resolve_mode
-from stability.tracking.live import open_wandb_run
-from stability.tracking.run_folder import start_run
+from stability.tracking.history import open_wandb_run
 from stability.tracking.tables import MetricValues, deviation_rows, ladder_rows, row_summary
+from stability.tracking.wandb_run import start_run
 
 if TYPE_CHECKING:
     import wandb

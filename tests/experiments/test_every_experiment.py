@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.kit.page import described, filled_in
 from experiments.kit.record import read_experiment
+from experiments.kit.results_table import described, filled_in
 from experiments.kit.runner import KEPT, SIZES, load, names
 from stability.records.sealed_json import jsonable
 

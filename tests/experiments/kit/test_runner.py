@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from experiments.kit import runner as kit
-from experiments.kit.page import BEGIN, END
 from experiments.kit.record import read_experiment
+from experiments.kit.results_table import BEGIN, END
 from experiments.kit.runner import load
 from stability.cli.main import main
 

@@ -9,8 +9,8 @@ import pytest
 from stability.analysis import study_records
 from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
-from stability.records.log_process import LogProcess
 from stability.records.metric_names import ULP_HISTOGRAM, deviation_name
+from stability.records.parallel_reading import LogReaderProcess
 from stability.records.paths import StudyPaths
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.page.html import write_report
@@ -96,14 +96,14 @@ def test_several_processes_read_what_one_does(study, monkeypatch, start):
     alone = read_study(study)
     started = []
 
-    class Counted(LogProcess):
+    class Counted(LogReaderProcess):
         def __init__(self):
             started.append(self)
             if start == "fails":
                 raise BlockingIOError("no more processes")
             super().__init__()
 
-    monkeypatch.setattr(study_records, "LogProcess", Counted)
+    monkeypatch.setattr(study_records, "LogReaderProcess", Counted)
     monkeypatch.setattr(study_records, "WORTH_A_PROCESS", 1)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     with ThreadPoolExecutor(1) as thread:  # as a server does

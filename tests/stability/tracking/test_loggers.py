@@ -11,7 +11,7 @@ from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import Event, read_log_and_events
 from stability.records.metric_log import MetricLog, read_log, read_metrics
 from stability.records.paths import RunPaths
-from stability.tracking.live import MirroredLog, open_wandb_run
+from stability.tracking.history import MirroredLog, open_wandb_run
 from stability.tracking.loggers import RecordsLogger, alert_event, emit, log_counts
 
 ALERT = Event(7, "alert", "layer_2", "watch/layer_2/max_logit = 2e+04")

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from stability.records.paths import RunPaths
 from stability.tracking.environment import check_wandb
-from stability.tracking.live import MirroredLog, open_wandb_run
+from stability.tracking.history import MirroredLog, open_wandb_run
 check_wandb("online")
 folder, start, until = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 shown = open_wandb_run("online", study="s", arm="fp32", seed=1, axis="precision",

@@ -13,7 +13,7 @@ from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths, StudyPaths
 from stability.report.page.html import write_report
 from stability.tracking import publish
-from stability.tracking.live import numbers_of
+from stability.tracking.history import numbers_of
 from stability.tracking.tables import deviation_rows
 
 PUBLISHED = [("baseline", 0), ("flash_fa2", 1), ("init_seed", 0)]

@@ -11,7 +11,7 @@ from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
-from stability.tracking.live import numbers_of
+from stability.tracking.history import numbers_of
 
 OFFLINE = TrainOptions(wandb_mode="offline")
 

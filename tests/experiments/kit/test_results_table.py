@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 import pytest
 from rich.console import Console
 
-from experiments.kit.page import (
+from experiments.kit.record import ExperimentRecord
+from experiments.kit.results_table import (
     BEGIN,
     END,
     SECTIONS,
@@ -17,7 +18,6 @@ from experiments.kit.page import (
     print_experiment,
     print_experiments,
 )
-from experiments.kit.record import ExperimentRecord
 from stability.analysis.stated_tests import StatedTest
 
 DOCSTRING = """Toy numbers fall.

@@ -16,12 +16,12 @@ from typing import Self
 from stability.records.events import Event, read_log_and_events
 from stability.records.metric_log import LogContent
 
-__all__ = ["LogProcess", "serve"]
+__all__ = ["LogReaderProcess", "serve"]
 
 _PROGRAM = f"from {__name__} import serve; serve()"
 
 
-class LogProcess:
+class LogReaderProcess:
     """Reads logs elsewhere, one at a time; use as a context manager. OSError if it can't start."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 The metric log is the truth and W&B a view of it: row n of the W&B run is the n-th line of the log
 that holds numbers or counts. So there is one path: `row_of` turns a line into a row, and
 `WandbRun.send` sends it. A run that is resumed or published reads the lines that W&B lacks from the
-log and sends them the same way. This file does not start the W&B run (`run_folder`).
+log and sends them the same way. This file does not start the W&B run (`wandb_run`).
 """
 
 import math
@@ -29,7 +29,7 @@ from stability.records.metric_table import DEVIATION_METRICS
 from stability.records.paths import RunPaths
 from stability.records.sealed_json import NON_FINITE
 from stability.tracking.environment import WandbMode, resolve_mode
-from stability.tracking.run_folder import start_run
+from stability.tracking.wandb_run import start_run
 
 if TYPE_CHECKING:
     import wandb

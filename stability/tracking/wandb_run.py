@@ -2,7 +2,7 @@
 
 The folder `wandb` of a run keeps the id that W&B knows the run by, so a run that is resumed is the
 same run to W&B. Offline it needs no account and no network; `wandb sync` uploads the folder later,
-and `wandb leet` shows it in the terminal. This file does not say what is logged (`live`).
+and `wandb leet` shows it in the terminal. This file does not say what is logged (`history`).
 """
 
 import json

@@ -11,8 +11,8 @@ import pytest
 
 from stability.metrics.ulp import ULP_EDGES
 from stability.records.paths import RunPaths
-from stability.tracking.live import check_counts, open_wandb_run
-from stability.tracking.run_folder import start_run
+from stability.tracking.history import check_counts, open_wandb_run
+from stability.tracking.wandb_run import start_run
 
 ROOT = Path(__file__).parents[3]
 RUN = {
@@ -171,7 +171,7 @@ def test_a_fresh_process_prints_nothing_warns_of_nothing_and_ends(tmp_path, offl
     code = (
         "from pathlib import Path\n"
         "from stability.records.paths import RunPaths\n"
-        "from stability.tracking.live import open_wandb_run\n"
+        "from stability.tracking.history import open_wandb_run\n"
         "shown = open_wandb_run('offline', study='s', arm='a', seed=0, axis='none',\n"
         f"    config={{}}, paths=RunPaths(Path({str(tmp_path)!r})))\n"
         "shown.send({'step': 0, 'train/loss': 1.0})\n"
