@@ -74,7 +74,7 @@ SIGNALS = {
     "norm": "norms of W_Q, gap / nudge's",
     "loss": "loss, gap / nudge's",
 }
-"""The columns of a row that are signals, each scaled so that it notices above 1."""
+"""The columns that can reveal the bias, each scaled so that a value above 1 counts as noticed."""
 LOOKS = 3
 """How many looks in a row must notice: a single one does so by chance once in twenty at a level of
 0.9. Looks of one run are not independent, so this is a rule and has no level of its own."""

@@ -130,7 +130,7 @@ def _numerics(engine: str, values: dict[str, object]) -> FlashNumerics | Baselin
 
 
 def _stored_apart(numerics: FlashNumerics, dtype: torch.dtype) -> bool:
-    """Say whether out is rounded to a format that `dtype`, in which it is returned, cannot hold."""
+    """Whether the output's rounding format has values that the returned `dtype` cannot hold."""
     return not format_named(numerics.forward.output).fits(FORMATS[input_format(dtype)])
 
 

@@ -163,9 +163,9 @@ def _phase_points(x: Array, logs: Array) -> int:
 def _slope_error(x: Array, deficits: Array, noise: float) -> float:
     """Return the squared error of a slope over `x`: what `deficits` add, and what `noise` adds."""
     centred = x - x.mean()
-    spread = float(centred @ centred)
-    bias = float(centred @ deficits) / spread
-    return BIAS_WEIGHT * bias**2 + noise**2 / spread
+    squares = float(centred @ centred)
+    bias = float(centred @ deficits) / squares
+    return BIAS_WEIGHT * bias**2 + noise**2 / squares
 
 
 def _bic(points: int, loss: float, *, parameters: int) -> float:

@@ -111,11 +111,11 @@ def _distances(ladder: Ladder, row: Row) -> str:
     )
 
 
-def _with_range(spread: SeedValues, write: Callable[[float], str]) -> str:
-    if not spread.n:
+def _with_range(values: SeedValues, write: Callable[[float], str]) -> str:
+    if not values.n:
         return MISSING
-    ends = span(spread, write, " to ")
-    return f"{write(spread.mean)} ({ends})" if ends else write(spread.mean)
+    ends = span(values, write, " to ")
+    return f"{write(values.mean)} ({ends})" if ends else write(values.mean)
 
 
 def _chaos(ladder: Ladder, row: Row) -> str:
@@ -145,11 +145,11 @@ def _chaos(ladder: Ladder, row: Row) -> str:
 
 
 def _best(row: Row) -> SeedValues:
-    return max(row.rel_l2.early, row.rel_l2.last, key=lambda spread: spread.n)
+    return max(row.rel_l2.early, row.rel_l2.last, key=lambda values: values.n)
 
 
-def _seeds(spread: SeedValues) -> str:
-    return "1 seed, so no spread" if spread.n == 1 else f"{spread.n} seeds"
+def _seeds(values: SeedValues) -> str:
+    return "1 seed, so no spread" if values.n == 1 else f"{values.n} seeds"
 
 
 def _because(row: Row) -> str:
@@ -157,10 +157,10 @@ def _because(row: Row) -> str:
 
 
 def _aa_note(row: Row) -> str:
-    drifts = [spread for spread in (row.rel_l2.early, row.rel_l2.last) if spread.n]
+    drifts = [values for values in (row.rel_l2.early, row.rel_l2.last) if values.n]
     if not drifts:
         return ""
-    if all(spread.is_zero for spread in drifts):
+    if all(values.is_zero for values in drifts):
         return f"A/A is zero: {row.arm} ends in the baseline's bits ({_seeds(drifts[-1])})."
     return (
         f"A/A is not zero here: {row.arm} drifts by up to {scientific(drifts[-1].high)}. That is "

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 from stability.records.metric_log import Series
 from stability.records.metric_names import DeviationName, parse_deviation
 
-__all__ = ["Located", "Place", "locate", "sentences"]
+__all__ = ["Located", "Location", "locate", "sentences"]
 
 TIMES_PEERS = 5.0
 TIMES_BASELINE = 2.0
@@ -35,7 +35,7 @@ MADE_HERE = ("out", "lse", "dq", "dk", "dv")
 """Results that are compared on the same inputs, so that their error is the layer's own."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """A layer, or one of its heads."""
 
     layer: str
@@ -52,7 +52,7 @@ class Located:
     kind: Literal["error", "bias"]
     shadow: str
     what: str
-    place: Place
+    place: Location
     since: int
     metric: str
     value: float
@@ -76,7 +76,7 @@ _SAYS = {
 
 def sentences(found: Sequence[Located]) -> list[str]:
     """Return a sentence for each place: what stands out there, and since which step."""
-    grouped: dict[tuple[str, str, str, Place], list[Located]] = {}
+    grouped: dict[tuple[str, str, str, Location], list[Located]] = {}
     for each in found:
         grouped.setdefault((each.kind, each.metric, each.shadow, each.place), []).append(each)
     lines = []
@@ -109,7 +109,7 @@ def locate(metrics: Mapping[str, Series]) -> list[Located]:
 
 
 _ByStep = dict[int, float]
-_Table = dict[tuple[str, str, str], dict[Place, _ByStep]]
+_Table = dict[tuple[str, str, str], dict[Location, _ByStep]]
 """(shadow, what, metric) -> place -> step -> value."""
 
 
@@ -125,8 +125,8 @@ def _table(metrics: Mapping[str, Series]) -> _Table:
     return table
 
 
-def _place(parts: DeviationName) -> Place:
-    return Place(parts.layer, int(parts.part.removeprefix("head_")) if parts.part else None)
+def _place(parts: DeviationName) -> Location:
+    return Location(parts.layer, int(parts.part.removeprefix("head_")) if parts.part else None)
 
 
 def _errors(table: _Table, shadow: str, what: str) -> list[Located]:
@@ -137,17 +137,17 @@ def _errors(table: _Table, shadow: str, what: str) -> list[Located]:
     layers = {place: values for place, values in places.items() if place.head is None}
     least = TIMES_BASELINE if ratios else 0.0
     found = _outliers(heads, least)
-    kept = {}
+    standing_out = {}
     for place, seen in found.items():
         siblings = [other for other in heads if other.layer == place.layer]
         out = [other for other in found if other.layer == place.layer]
         # where most heads of a layer stand out, it is the layer that goes wrong
         if 2 * len(out) <= len(siblings):
-            kept[place] = seen
-    covered = {place.layer for place in kept}
+            standing_out[place] = seen
+    covered = {place.layer for place in standing_out}
     for place, seen in _outliers(layers, least).items():
         if place.layer not in covered:
-            kept[place] = seen
+            standing_out[place] = seen
     return [
         Located(
             kind="error",
@@ -159,15 +159,15 @@ def _errors(table: _Table, shadow: str, what: str) -> list[Located]:
             value=value,
             peers=peers,
         )
-        for place, (since, value, peers) in kept.items()
+        for place, (since, value, peers) in standing_out.items()
     ]
 
 
 def _outliers(
-    places: Mapping[Place, _ByStep], least: float
-) -> dict[Place, tuple[int, float, float]]:
+    places: Mapping[Location, _ByStep], least: float
+) -> dict[Location, tuple[int, float, float]]:
     """Return (first step, largest value, its peers' median) of each place that stands out."""
-    found: dict[Place, tuple[int, float, float]] = {}
+    found: dict[Location, tuple[int, float, float]] = {}
     for step in sorted({step for values in places.values() for step in values}):
         now = {place: values[step] for place, values in places.items() if step in values}
         for place, value in now.items():
@@ -185,13 +185,13 @@ def _outliers(
 
 
 def _biases(
-    places: Mapping[Place, _ByStep], errors: Mapping[Place, _ByStep], shadow: str, what: str
+    places: Mapping[Location, _ByStep], errors: Mapping[Location, _ByStep], shadow: str, what: str
 ) -> list[Located]:
     """Return the layers whose signed error is biased, and heads of layers that are not."""
-    found: dict[Place, Located] = {}
+    found: dict[Location, Located] = {}
     # layers first: a biased layer explains its heads
     for place in sorted(places, key=lambda place: place.head is not None):
-        if Place(place.layer) in found:
+        if Location(place.layer) in found:
             continue
         series = places[place]
         sure = _sure_steps(series, errors.get(place, {}))

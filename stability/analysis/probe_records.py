@@ -1,9 +1,9 @@
 """What was measured inside the attention: by a probe, or in the arms of a study.
 
-Three forms of the same records: a whole probe as it was written (`RecordedProbe`), the metrics of
-one shadow whichever of the two it is from (`ShadowMetrics`), from which a probe's page and a
-study's report draw the same charts, and a deviation by layer and step (`LayerTable`), which is the
-largest part and is thinned until it can be shown. Every judgement is left to `locate`.
+`RecordedProbe` is a whole probe as it was written. `ShadowMetrics` holds the metrics of one shadow,
+from a probe or from a study, so that a probe's page and a study's report draw the same charts.
+`LayerTable` is one deviation by layer and step; it is the largest part and is thinned for display.
+Every judgement is left to `locate`.
 """
 
 import math

@@ -357,7 +357,7 @@ def _own_numerics(checkpoint: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
 
 
 def _columns(text: str) -> list[str]:
-    from stability.report.terminal.deviation import COLUMNS
+    from stability.report.terminal.deviation import COLUMNS  # heavy
 
     names = _words(text)
     for name in names:

@@ -57,7 +57,7 @@ def _examine() -> dict[str, Any]:
 
 
 def _our_own() -> list[dict[str, Any]]:
-    from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
+    from attention_kernels.profiles import BASELINE_PROFILES, PROFILES  # heavy
 
     names = [*(f"flash:{name}" for name in PROFILES)]
     names += [*(f"baseline:{name}" for name in BASELINE_PROFILES), "golden"]

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stability.cli.output import print_json, print_line
+from stability.cli.output import HOLDS, print_json, print_line
 
 if TYPE_CHECKING:
     from stability.analysis.study_records import RecordedStudy
@@ -25,6 +25,7 @@ def workspace(study: Path, json: bool = False) -> int:
         study: the folder of a study, e.g. runs/quickstart
         json: print which panels there would be, and send nothing
     """
+    # heavy: a mistake in the command is told first
     from stability.analysis.study_records import read_study
     from stability.tracking.panels import as_json
 
@@ -33,7 +34,7 @@ def workspace(study: Path, json: bool = False) -> int:
         print_json(as_json(recorded.name, metric_names(recorded)))
     else:
         print_line(_save_workspace(recorded))
-    return 0
+    return HOLDS
 
 
 def publish_study(study: "RecordedStudy", folder: Path, mode: "WandbMode") -> str:
@@ -94,7 +95,7 @@ def _save_workspace(study: "RecordedStudy") -> str:
 
 def metric_names(study: "RecordedStudy") -> list[str]:
     """Return every metric that the study has logged, in natural order."""
-    from stability.analysis.probe_records import natural_order
+    from stability.analysis.probe_records import natural_order  # heavy
 
     names = {name for arm in study.arms for run in arm.runs.values() for name in run.metrics}
     return sorted(names, key=natural_order)

@@ -237,9 +237,9 @@ class _ModelAttention:
     def returned(self, out: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return `out` as the layer expects it, and the function's own attention weights.
 
-        If `out` is the function's own result, it goes back as a view, transposed twice, so its
-        memory layout is the original one and the gradient still passes through the tensor that the
-        handler has seen, where a probe's hook listens for it.
+        If `out` is the function's own result, it is returned as a view, transposed twice. That
+        keeps its memory layout, and the gradient still passes through the tensor that the handler
+        has seen, on which a probe has put its hook.
         """
         for turned, weights in self._results:
             if turned is out:

@@ -46,7 +46,8 @@ _UNDERSTOOD = _TENSORS | {
     "output_attentions",
     "kwargs",
 }
-"""Arguments of an eager function that are translated, or do not change what it returns."""
+"""The arguments of an eager attention function that we accept: each is translated, or does not
+change what the function returns."""
 
 
 class TransformersCall(NamedTuple):

@@ -196,9 +196,10 @@ def _by_ranges(sides: tuple[Parts, Parts], wide: torch.dtype, held: int) -> floa
 def _inside(
     ahead: Values, behind: Values, surplus: int, start: float, end: float
 ) -> tuple[float, ...]:
-    """Return what lies between `start` and `end` of the distances of all pairs that reach there.
+    """Return the part of the pairs' distances that falls between `start` and `end`.
 
-    `ahead` has had `surplus` values more below `start`; they are partners of the first of `behind`.
+    Below `start`, `ahead` has `surplus` more values than `behind`; they are the partners of the
+    first values of `behind`.
     """
     late, behind = behind[:surplus], behind[surplus:]
     pairs = min(ahead.size, behind.size)

@@ -1,12 +1,12 @@
 """Errors of one attention call at chosen numerics, and which rounding point makes them.
 
 A `Problem` says everything that decides the numbers. `measure` compares candidate, baseline and
-golden on it. `waterfall` attributes the candidate's error to its rounding points in two ways: each
-point lowered alone (every other point at FP64) costs what that point errs by itself, and each point
-raised alone (the profile with that one point at FP64) shows what is left without it. There the
-inputs lie on the format's grid but are carried in FP64, and errors are Frobenius norms relative to
-the golden. Leaves out the sweep over problems and its tables (`cli.deviate`), and the inputs
-(`attention_inputs`).
+golden on it. `waterfall` attributes the candidate's error to its rounding points in two ways.
+Lowering one point, with every other point at FP64, measures that point's own error. Raising one
+point to FP64, with the rest as in the profile, measures the error that remains without it. The
+waterfall's inputs lie on the format's grid but are carried in FP64, and its errors are Frobenius
+norms relative to the golden. Leaves out the sweep over problems and its tables (`cli.deviate`), and
+the inputs (`attention_inputs`).
 """
 
 from collections.abc import Iterator, Mapping

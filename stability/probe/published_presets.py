@@ -41,8 +41,8 @@ NO_RESIDUAL_DEPTH = 40.0
 """exp(-40): FP32 drops the residuals from the sum."""
 
 TiedRows = Literal["tied", "no_residual", "mixed_residuals", "untied"]
-"""The failing rows, and three that lack one thing of them each: the residuals, their one sign (the
-tied values keep it), the tie (the second P lies in 0.5 to 0.95)."""
+"""The failing rows and three controls, each of which lacks one ingredient: the residuals, their
+common sign (the tied values keep theirs), or the tie (the second P lies in 0.5 to 0.95)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,7 +77,7 @@ def read_manifest(path: Path) -> Manifest:
     ValueError, one line that names the file, if it is missing, damaged, or not made of a manifest's
     fields.
     """
-    return read_record(path, Manifest, writer="`stability run`")
+    return read_record(path, Manifest, writer="`stability run`", kind="manifest")
 
 
 def environment() -> dict[str, Any]:

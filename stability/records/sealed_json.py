@@ -54,8 +54,8 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
 def read_sealed(path: Path, writer: str) -> dict[str, Any]:
     """Return what `write_sealed` wrote to `path`, without the checksum.
 
-    ValueError, one line that names the file, if it is missing (then `writer` says what makes it),
-    torn, no JSON object, or not what was written.
+    ValueError, one line that names the file, if it is missing, truncated or no JSON object, or if
+    its checksum is wrong. For a missing file it also says which command (`writer`) writes it.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -74,10 +74,11 @@ def read_sealed(path: Path, writer: str) -> dict[str, Any]:
     return content
 
 
-def read_record(path: Path, record: type[T], writer: str) -> T:
+def read_record(path: Path, record: type[T], writer: str, kind: str = "record") -> T:
     """Return the dataclass `record` that `write_sealed` wrote to `path` field by field.
 
-    ValueError as `read_sealed`, and for keys or types that are not those of its fields.
+    `kind` is what the file is called in a message. ValueError as `read_sealed`, and for keys or
+    types that are not those of the fields.
     """
     content = read_sealed(path, writer)
     hints = get_type_hints(record)
@@ -88,7 +89,7 @@ def read_record(path: Path, record: type[T], writer: str) -> T:
             raise ValueError(f"{path}: unknown key {name!r}; nearest: {', '.join(near)}")
     missing = [name for name in names if name not in content]
     if missing:
-        raise ValueError(f"{path}: missing key {', '.join(missing)}; it is no whole record")
+        raise ValueError(f"{path}: missing key {', '.join(missing)}; it is no whole {kind}")
     for name in names:
         _check_value(path, name, content[name], hints[name])
     return record(**content)

@@ -2,7 +2,7 @@
 
 A file begins with the length of its header in 8 bytes, then the header in JSON: each tensor's
 dtype, shape and place. So shapes are read without the values, and without torch. Leaves out when a
-snapshot is written (`callbacks.snapshot_writer`) and weights from elsewhere (`weight_files`).
+snapshot is written (`callbacks.weight_callbacks`) and weights from elsewhere (`weight_files`).
 """
 
 import hashlib

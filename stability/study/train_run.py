@@ -63,15 +63,15 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
     config = run.config
     parts = assemble(config)
     data = load_data(config)
-    start, kept = _find_start(run, observer)
-    files = RunFiles(run.paths, _first_manifest(run, parts, data, kept))
+    start, listed = _find_start(run, observer)
+    files = RunFiles(run.paths, _first_manifest(run, parts, data, listed))
     files.update()
     if start == 0 and run.fork is not None and run.baseline is not None:
         # only now that the manifest is there: after a kill in between, the fork is laid down again
         start = run.fork.at
-        kept = lay_fork(run.baseline, run.paths, start, config.optimizer.eps)
-        files.update(files=kept)
-    clear_unlisted(run.paths, kept)
+        listed = lay_fork(run.baseline, run.paths, start, config.optimizer.eps)
+        files.update(files=listed)
+    clear_unlisted(run.paths, listed)
     try:
         if run.baseline is not None:
             check_start(read_manifest(run.baseline.manifest), files.manifest)
@@ -101,7 +101,9 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
     return files.manifest
 
 
-def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str, str]) -> Manifest:
+def _first_manifest(
+    run: Run, parts: Parts, data: TextDataModule, listed: dict[str, str]
+) -> Manifest:
     found = environment()
     return Manifest(
         study=run.study,
@@ -121,7 +123,7 @@ def _first_manifest(run: Run, parts: Parts, data: TextDataModule, kept: dict[str
         state="running",
         step=0,
         message="",
-        files=kept,
+        files=listed,
         fork=run.fork_record,
     )
 

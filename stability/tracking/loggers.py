@@ -1,8 +1,8 @@
 """Writes a run's numbers, events and counts to the loggers of a Lightning trainer.
 
 Our own logger is `RecordsLogger`, which writes the metric log; the log itself mirrors its lines to
-W&B (`live.MirroredLog`). A user who brings a trainer may bring Lightning's `WandbLogger`: it gets
-alerts and histograms in W&B's form. Any other logger gets the numbers only, from Lightning.
+W&B (`history.MirroredLog`). A user who brings a trainer may bring Lightning's `WandbLogger`: it
+gets alerts and histograms in W&B's form. Any other logger gets the numbers only, from Lightning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -48,7 +48,7 @@ from attention_kernels.twin.arithmetic import (
     refuse_fusion,
 )
 
-__all__ = ["block_maximum", "forward", "kept_maximum"]
+__all__ = ["block_maximum", "forward", "running_maximum"]
 
 MAX_SHIFT = 6.0
 """How far beta may move a maximum. Without a bound a score of 20 at beta 7 would leave exp(-120),
@@ -150,7 +150,7 @@ def _update(
     row_value, dims, exp = range(1), range(state.acc.shape[-1]), numerics.softmax.exp
     new_max = torch.maximum(state.max, block_maximum(scores_NIJ, numerics.softmax))
     new_max = rounded(new_max, "max", rows, row_value, step)
-    new_max = kept_maximum(state.max, new_max, numerics.softmax)
+    new_max = running_maximum(state.max, new_max, numerics.softmax)
     # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN; with 0 subtracted
     # instead its P and alpha are exp(-inf) = 0.
     shift = finite_or_zero(new_max)
@@ -234,7 +234,7 @@ def block_maximum(scores_NIJ: Tensor, softmax: Softmax) -> Tensor:
     return torch.where(repeated_NI1 & (max_NI1 > -torch.inf), moved_NI1, max_NI1)
 
 
-def kept_maximum(old_NI1: Tensor, new_NI1: Tensor, softmax: Softmax) -> Tensor:
+def running_maximum(old_NI1: Tensor, new_NI1: Tensor, softmax: Softmax) -> Tensor:
     """Return the old maximum where the new one exceeds it by no more than the threshold."""
     if softmax.rescale_threshold == 0.0:
         return new_NI1

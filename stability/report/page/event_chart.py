@@ -11,7 +11,7 @@ from stability.analysis.study_records import RecordedStudy
 from stability.report.page.chart import STEP_AXIS, Section, label, make_chart, section_of
 from stability.report.view.palette import ArmStyle
 
-__all__ = ["Mark", "event_section", "marks_of"]
+__all__ = ["EventMark", "event_section", "marks_of"]
 
 SYMBOLS = {"finding": "x", "alert": "triangle-up", "diverged": "star", "failed": "star-square"}
 """What is marked, with its symbol: events by kind, and the last step of a run that ended badly."""
@@ -19,7 +19,7 @@ SHOWN = 2000
 """The most marks that are drawn; beyond, each kind of mark of an arm keeps its first ones."""
 
 
-class Mark(NamedTuple):
+class EventMark(NamedTuple):
     """One thing that happened: an event, or a run's bad end."""
 
     arm: str
@@ -69,22 +69,24 @@ def event_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
     return section_of(chart, "Findings and alerts", key="events", intro=intro, fixed=["arm"])
 
 
-def marks_of(study: RecordedStudy) -> list[Mark]:
+def marks_of(study: RecordedStudy) -> list[EventMark]:
     """Return the events of all runs, and the last step of each that diverged or failed."""
     marks = []
     for arm in study.arms:
         for seed, run in arm.runs.items():
-            marks += [Mark(arm.name, seed, e.step, e.kind, e.layer, e.text) for e in run.events]
+            marks += [
+                EventMark(arm.name, seed, e.step, e.kind, e.layer, e.text) for e in run.events
+            ]
             if run.state in SYMBOLS:
                 step = run.manifest.step if run.manifest else 0
-                marks.append(Mark(arm.name, seed, step, run.state, "", run.message))
+                marks.append(EventMark(arm.name, seed, step, run.state, "", run.message))
     return marks
 
 
-def _first_of_each(marks: list[Mark]) -> list[Mark]:
+def _first_of_each(marks: list[EventMark]) -> list[EventMark]:
     if len(marks) <= SHOWN:
         return marks
-    groups: dict[tuple[str, str], list[Mark]] = {}
+    groups: dict[tuple[str, str], list[EventMark]] = {}
     for mark in marks:
         groups.setdefault((mark.arm, mark.kind), []).append(mark)
     each = SHOWN // len(groups)
@@ -92,7 +94,7 @@ def _first_of_each(marks: list[Mark]) -> list[Mark]:
 
 
 def _traces(
-    marks: list[Mark], arms: list[str], styles: Mapping[str, ArmStyle]
+    marks: list[EventMark], arms: list[str], styles: Mapping[str, ArmStyle]
 ) -> Iterator[dict[str, Any]]:
     for place, arm in enumerate(arms):
         for kind, symbol in SYMBOLS.items():

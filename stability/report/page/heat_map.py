@@ -103,7 +103,10 @@ def _heights(values: NDArray[np.float64], centre: float | None) -> NDArray[np.fl
 
 
 def _hover(table: LayerTable, centre: float | None) -> dict[str, Any]:
-    """Return what hovering a cell says, storing only what its place and colour do not say."""
+    """Return the text that hovering a cell shows.
+
+    The chart holds each cell's position and value already; only what is missing there is stored.
+    """
     step, value, stored = "%{x}", "%{z:.5g}", {}
     if not np.array_equal(table.at, np.broadcast_to(table.steps, table.at.shape)):
         step, stored["text"] = "%{text}", plotly_steps(table.at)

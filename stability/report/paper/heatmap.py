@@ -63,8 +63,8 @@ def draw_heatmap(arm: RecordedArm, compared: str, metric: str, width: str) -> Fi
     bar = figure.colorbar(image, ax=axes, extend=extend, aspect=12, pad=0.02)
     bar.set_label(LAYER_METRICS[metric].short)
     if LAYER_METRICS[metric].centre == 1:
-        reach = round(norm.vmax or 1)
-        ticks = sorted({-reach, -(reach // 2), 0, reach // 2, reach})
+        limit = round(norm.vmax or 1)
+        ticks = sorted({-limit, -(limit // 2), 0, limit // 2, limit})
         bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
         bar.ax.set_yticklabels([f"{2.0**place:.3g}x" for place in ticks])
     return figure
@@ -116,12 +116,12 @@ def _scale(heights: list[float], metric: str) -> tuple[Normalize, str, str]:
     finite = [height for height in heights if not math.isnan(height)]
     if LAYER_METRICS[metric].centre is None:
         return Normalize(min(finite, default=0.0), max(finite, default=1.0)), "viridis", "neither"
-    reach = robust_limit(finite)
+    limit = robust_limit(finite)
     if LAYER_METRICS[metric].centre == 1:
-        reach = max(1, math.ceil(reach))  # whole octaves
-    below, above = (any(sign * height > reach for height in finite) for sign in (-1, 1))
+        limit = max(1, math.ceil(limit))  # whole octaves
+    below, above = (any(sign * height > limit for height in finite) for sign in (-1, 1))
     extend = {(True, True): "both", (True, False): "min", (False, True): "max"}
-    return TwoSlopeNorm(0.0, -reach, reach), "PuOr_r", extend.get((below, above), "neither")
+    return TwoSlopeNorm(0.0, -limit, limit), "PuOr_r", extend.get((below, above), "neither")
 
 
 def _ticks(place: Callable[..., object], names: list[str], most: int) -> None:

@@ -18,8 +18,8 @@ from stability.config.schema import BASELINE
 from stability.records.metric_table import LAYER_METRICS
 from stability.report.terminal.sparkline import Scale, Sparks, evenly, linear_scale, log_scale
 from stability.report.terminal.tables import (
-    add_figures,
     add_names,
+    add_numbers,
     add_row,
     plain_table,
     ruled_table,
@@ -134,12 +134,12 @@ def _print_drifts(view: ArmSummary, console: Console) -> None:
 
 
 def _drift(view: ArmSummary, metric: str, step: int, is_wide: bool) -> str:
-    spread = view.drifts[metric].get(step)
-    if spread is None:
+    values = view.drifts[metric].get(step)
+    if values is None:
         return MISSING
     if is_wide and metric == "rel_l2":
-        return written_with_bar(spread, scientific, relative=True)
-    return scientific(spread.mean)
+        return written_with_bar(values, scientific, relative=True)
+    return scientific(values.mean)
 
 
 def _means(values: BySteps, steps: Sequence[int]) -> list[float | None]:
@@ -153,15 +153,15 @@ def _log_scale(values: Sequence[float | None]) -> Scale:
 def _print_parameters(view: ArmSummary, console: Console) -> None:
     if not view.parameters:
         return
-    moved = [(name, spread) for name, spread in view.parameters if not spread.is_zero]
+    moved = [(name, values) for name, values in view.parameters if not values.is_zero]
     console.print(as_text(f"\nmost drifted parameters at step {view.last_step}", "bold"))
     if not moved:
         said = f"none: all {len(view.parameters)} are exactly the baseline's"
         console.print(as_text(said))
         return
     table = ruled_table(["parameter"], ["relative L2"])
-    for name, spread in moved[:TOP]:
-        add_row(table, name, written_with_bar(spread, scientific, relative=True))
+    for name, values in moved[:TOP]:
+        add_row(table, name, written_with_bar(values, scientific, relative=True))
     console.print(table)
     if len(view.parameters) > TOP:
         console.print(as_text(f"{min(TOP, len(moved))} of {len(view.parameters)}", "dim"))
@@ -176,7 +176,7 @@ def _print_layers(view: ArmSummary, console: Console) -> None:
     scales = {metric: _layer_scale(view, metric) for metric in LAYER_METRICS}
     table = ruled_table(["layer"], [])
     for metric in LAYER_METRICS:
-        add_figures(table, metric)
+        add_numbers(table, metric)
         table.add_column("by step", no_wrap=True)
     for layer, found in view.layers.items():
         cells = []
@@ -199,7 +199,7 @@ def _print_layers(view: ArmSummary, console: Console) -> None:
 
 
 def _layer_scale(view: ArmSummary, metric: str) -> Scale:
-    values = [spread.mean for found in view.layers.values() for spread in found[metric].values()]
+    values = [each.mean for found in view.layers.values() for each in found[metric].values()]
     return (log_scale if LAYER_METRICS[metric].scale == "log" else linear_scale)(values)
 
 

@@ -20,7 +20,7 @@ from stability.analysis.probe_records import RecordedProbe, read_probe
 from stability.analysis.study_records import RecordedStudy
 from stability.records.events import Event
 from stability.records.metric_names import watch_name
-from stability.report.terminal.tables import add_figures, add_row, first_that_fits, ruled_table
+from stability.report.terminal.tables import add_numbers, add_row, first_that_fits, ruled_table
 from stability.report.view.plain_text import as_text, readable
 
 __all__ = ["event_lines", "located_lines", "print_found", "print_probe"]
@@ -124,7 +124,7 @@ def _table(probed: RecordedProbe, shadow: str, shown: Sequence[_Column]) -> Tabl
         layer: probed.by_step(watch_name("max_logit", layer=layer)) for layer in probed.layers
     }
     if any(logits.values()):
-        add_figures(table, "max\nlogit")
+        add_numbers(table, "max\nlogit")
     for layer in probed.layers:
         cells = [_cell(probed, shadow, layer, column) for column in shown]
         if any(logits.values()):

@@ -48,8 +48,8 @@ def log_scale(values: Iterable[float]) -> Scale:
 
 def linear_scale(values: Iterable[float]) -> Scale:
     """Return a linear scale with 0 in its middle; a few absurd values may lie beyond its ends."""
-    reach = robust_limit(values)
-    return Scale(-reach, reach, is_log=False)
+    limit = robust_limit(values)
+    return Scale(-limit, limit, is_log=False)
 
 
 @dataclass(frozen=True, slots=True)

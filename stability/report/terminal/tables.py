@@ -1,4 +1,4 @@
-"""Tables of rich with two kinds of columns: names, which fold, and figures, which are never cut.
+"""Tables of rich with two kinds of columns: names, which fold, and numbers, which are never cut.
 
 Every cell and heading is plain text, whatever markup or control character it holds.
 """
@@ -13,22 +13,22 @@ from rich.text import Text
 
 from stability.report.view.plain_text import as_text
 
-__all__ = ["add_figures", "add_names", "add_row", "first_that_fits", "plain_table", "ruled_table"]
+__all__ = ["add_names", "add_numbers", "add_row", "first_that_fits", "plain_table", "ruled_table"]
 
 
-def ruled_table(names: Sequence[str], figures: Sequence[str], *, gap: int = 1) -> Table:
+def ruled_table(names: Sequence[str], numbers: Sequence[str], *, gap: int = 1) -> Table:
     """Return a table with a rule below its headings, its columns `gap` spaces apart."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, gap, 0, 0))
     add_names(table, *names)
-    add_figures(table, *figures)
+    add_numbers(table, *numbers)
     return table
 
 
-def plain_table(names: Sequence[str], figures: Sequence[str]) -> Table:
+def plain_table(names: Sequence[str], numbers: Sequence[str]) -> Table:
     """Return a table without a rule and with bold headings."""
     table = Table(box=None, header_style="bold")
     add_names(table, *names)
-    add_figures(table, *figures)
+    add_numbers(table, *numbers)
     return table
 
 
@@ -38,7 +38,7 @@ def add_names(table: Table, *heads: str) -> None:
         table.add_column(as_text(head), overflow="fold")
 
 
-def add_figures(table: Table, *heads: str) -> None:
+def add_numbers(table: Table, *heads: str) -> None:
     """Add a column of numbers for each heading: flush right, each in one line."""
     for head in heads:
         table.add_column(as_text(head), justify="right", no_wrap=True)
@@ -58,7 +58,7 @@ def first_that_fits(tables: Iterable[Table], console: Console) -> tuple[int, Tab
     unlimited = console.options.update(max_width=10_000)
     place, table = 0, Table()
     for place, table in enumerate(tables):
-        _hold_figures(table)
+        _hold_numbers(table)
         if Measurement.get(console, unlimited, table).minimum <= console.width:
             return place, table
     for column in table.columns:
@@ -67,7 +67,7 @@ def first_that_fits(tables: Iterable[Table], console: Console) -> tuple[int, Tab
     return place, table
 
 
-def _hold_figures(table: Table) -> None:
+def _hold_numbers(table: Table) -> None:
     """Make each column that does not fold as wide as its widest cell, so that none is cut."""
     for column in table.columns:
         if column.no_wrap:

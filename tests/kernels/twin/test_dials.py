@@ -16,7 +16,7 @@ from attention_kernels import (
 )
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv, with_gradients
 from attention_kernels.twin.arithmetic import Rounder, dot, exponential
-from attention_kernels.twin.forward import block_maximum, kept_maximum
+from attention_kernels.twin.forward import block_maximum, running_maximum
 
 SHAPE = Shape(2, 4, 2, 65, 130, 40)
 EXACT_DIALS = {
@@ -342,8 +342,8 @@ def test_the_maximum_is_kept_up_to_the_threshold_in_powers_of_two():
     old = torch.tensor([0.0, 0.0, -torch.inf, -torch.inf, 1.0])
     new = torch.tensor([3.9 * bits, 4.1 * bits, 1.0, -torch.inf, 1.0])
     expected = torch.tensor([0.0, 4.1 * bits, 1.0, -torch.inf, 1.0])
-    assert torch.equal(kept_maximum(old, new, kept), expected)
-    assert torch.equal(kept_maximum(old, new, PROFILES["fa2"].softmax), new)
+    assert torch.equal(running_maximum(old, new, kept), expected)
+    assert torch.equal(running_maximum(old, new, PROFILES["fa2"].softmax), new)
 
 
 def test_every_factor_of_scaled_operands_is_multiplied_back():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stability.analysis.locate import Place, locate, sentences
+from stability.analysis.locate import Location, locate, sentences
 from stability.analysis.probe_records import metrics_of_probe, read_probe
 from tests.stability.report.synthetic_probe import write_probe
 
@@ -15,7 +15,7 @@ def _layer(index):
 def test_an_error_planted_in_one_head_is_found_in_it_alone_and_since_its_step(tmp_path, golden):
     metrics = read_probe(write_probe(tmp_path, planted=(2, 1), golden=golden)).metrics
     found = locate(metrics)
-    assert {each.place for each in found} == {Place(_layer(2), 1)}
+    assert {each.place for each in found} == {Location(_layer(2), 1)}
     assert {each.what for each in found} == {"out", "dq", "dk", "dv"}
     assert {each.since for each in found} == {20}
     assert {each.kind for each in found} == {"error"}
@@ -26,7 +26,7 @@ def test_an_error_planted_in_one_head_is_found_in_it_alone_and_since_its_step(tm
 
 def test_an_error_of_a_whole_layer_is_the_layers(tmp_path):
     metrics = read_probe(write_probe(tmp_path, planted=(1, 0), heads=0, since=0)).metrics
-    assert {each.place for each in locate(metrics)} == {Place(_layer(1))}
+    assert {each.place for each in locate(metrics)} == {Location(_layer(1))}
 
 
 def test_most_heads_of_a_layer_are_the_layer(tmp_path):
@@ -35,14 +35,14 @@ def test_most_heads_of_a_layer_are_the_layer(tmp_path):
     for name in [name for name in metrics if name.startswith(first)]:
         for other in ("head_1", "head_2"):
             metrics[name.replace("head_0", other)] = metrics[name]
-    assert {each.place for each in locate(metrics)} == {Place(_layer(1))}
+    assert {each.place for each in locate(metrics)} == {Location(_layer(1))}
 
 
 def test_a_fifth_of_an_ulp_is_found_by_its_sign_where_max_abs_shows_nothing(tmp_path):
     probed = read_probe(write_probe(tmp_path, biased=3))
     found = locate(probed.metrics)
     assert {(each.kind, each.place, each.what) for each in found} == {
-        ("bias", Place(_layer(3)), "out")
+        ("bias", Location(_layer(3)), "out")
     }
     assert found[0].value == pytest.approx(0.2, abs=0.05)
     (shadow,) = metrics_of_probe(probed)
@@ -64,13 +64,13 @@ def test_a_bias_must_last_and_keep_its_sign(tmp_path):
     metrics[f"{head}/bias_ulp"].values = [0.2, -0.2, 0.2, 0.2, 0.2, -0.2]
     found = locate(metrics)
     assert {(each.place, each.since) for each in found} == {
-        (Place(_layer(0)), 10),
-        (Place(_layer(1), 1), 0),
+        (Location(_layer(0)), 10),
+        (Location(_layer(1), 1), 0),
     }
     once = {name: type(series)([0], series.values[1:2]) for name, series in metrics.items()}
     assert locate(once) == []
     once[f"{layer}/bias_ulp"].values = [0.25]
-    assert [each.place for each in locate(once)] == [Place(_layer(0))]
+    assert [each.place for each in locate(once)] == [Location(_layer(0))]
 
 
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 2), (4, 4), (12, 0)])

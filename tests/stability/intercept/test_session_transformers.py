@@ -5,7 +5,7 @@ import torch
 
 from attention_kernels import flash_attention
 from stability import shadow
-from stability.analysis.locate import Place, locate
+from stability.analysis.locate import Location, locate
 from stability.records.metric_log import Series
 from tests.stability.intercept.tiny_transformers import TINY, padding
 
@@ -80,7 +80,7 @@ def test_a_key_dropped_in_layer_2_head_1_is_located_there(name):
         probe.step()
     assert not probe.findings
     found = locate({name: Series([0], [value]) for name, value in probe.metrics.items()})
-    assert {each.place for each in found if each.what == "out"} == {Place(layers[2], 1)}
+    assert {each.place for each in found if each.what == "out"} == {Location(layers[2], 1)}
 
 
 @pytest.mark.parametrize("direction", ["both", "forward", "backward"])

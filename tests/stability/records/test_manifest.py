@@ -54,7 +54,7 @@ def _with(**changes):
         ("", "must be JSON, is torn or damaged"),
         (json.dumps(_with())[:-40], "must be JSON, is torn or damaged"),
         ("[1]", "must be a JSON object, is list"),
-        (_without("hashes"), "missing key hashes; it is no whole record"),
+        (_without("hashes"), "missing key hashes; it is no whole manifest"),
         (_with(hash={}), "unknown key 'hash'; nearest: hashes"),
         (_with(state="done"), r"state must be one of \('running', .*, is 'done'"),
         (_with(step="17"), "step must be of type int, is '17'"),
