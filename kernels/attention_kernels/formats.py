@@ -1,19 +1,20 @@
-"""Number formats as values: a name, two bit counts, and how the format ends.
+"""Describes binary floating-point formats: bit counts, underflow and overflow, looked up by name.
 
 The named formats are those of IEEE 754, TF32, BF16, and the two of "FP8 Formats for Deep Learning"
-(arXiv 2209.05433). Any other is written `eXmY`, X exponent and Y mantissa bits, and is IEEE-like:
-the top exponent is kept for infinity and NaN. So `e2m1` written this way ends at 3; the OCP format
-of that name, which has no infinity, ends at 6 and is another format. Only e4m3 has the "fn"
-encoding, whose top exponent holds numbers too: it ends at 448, an IEEE-like one would end at 240.
+(arXiv 2209.05433). Every other format is written `eXmY`, with X exponent bits and Y mantissa bits,
+and is IEEE-like: its top exponent is reserved for infinity and NaN. So the largest value of `e2m1`
+is 3 here. The OCP format of the same name is a different one: it has no infinity, and its largest
+value is 6. Only `e4m3` has the "fn" encoding, whose top exponent also holds numbers: its largest
+value is 448, where an IEEE-like format with the same bits would stop at 240.
 
-Two endings, in this order, change a format. `e5m10-flush` has no subnormals: a result below the
-smallest normal value becomes zero, as on hardware that flushes. `e4m3-saturate` ends at its largest
-value: whatever lies beyond, infinity too, becomes that value. Libraries differ here without saying
-so (torch 2.11 casts what is beyond e4m3 to NaN, torch 2.13 to 448), so the ending is part of the
-name.
+A name may carry two suffixes, in this order. `-flush`, as in `e5m10-flush`, removes the subnormals:
+a result below the smallest normal value becomes zero, as on hardware that flushes. `-saturate`, as
+in `e4m3-saturate`, replaces every result beyond the largest value, infinity included, by the
+largest value. The suffix is part of the name because libraries differ here without saying so: torch
+2.11 casts a value beyond the range of e4m3 to NaN, torch 2.13 casts it to 448.
 
-Leaves out the rounding of tensors (`rounding`). Imports no torch, so that a command line can check
-the names in a YAML file before it loads anything heavy.
+This module does not round tensors (`rounding` does). It imports no torch, so that a command line
+can check the names in a YAML file before it loads anything heavy.
 """
 
 import difflib
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "INPUT_FORMATS", "ROUNDINGS", "Format", "format_named", "input_format"]
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "away", "stochastic")
-"""To the nearest value (ties to even, or away from zero), to the neighbour nearer to zero, to the
-one farther from it, or to either with a probability that keeps the mean: to the farther one where
-the distance from the nearer, in 2**-24 of the spacing, exceeds 24 random bits."""
+"""The rounding modes. `nearest_even` and `nearest_away` take the nearest value and differ in ties:
+to the even mantissa, or away from zero. `toward_zero` and `away` always take the neighbour nearer
+to zero or farther from it. `stochastic` goes away from zero with a probability that keeps the mean:
+where f * 2**24 exceeds a random integer of 24 bits, f being the distance from the neighbour nearer
+to zero, in units of the spacing."""
 
 INPUT_FORMATS = {
     "torch.float64": "fp64",
@@ -39,7 +42,7 @@ INPUT_FORMATS = {
     "torch.bfloat16": "bf16",
     "torch.float16": "fp16",
 }
-"""The dtypes that q, k and v may have, as torch writes them, with the names of their formats."""
+"""Maps each dtype that q, k and v may have, written as `str(dtype)`, to the name of its format."""
 
 _NAME = re.compile(
     r"(?P<stem>[a-z]+\d+|e(?P<exponent>0|[1-9]\d*)m(?P<mantissa>0|[1-9]\d*))"
@@ -50,12 +53,13 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A binary floating-point format: sign, `exponent_bits`, `mantissa_bits` stored bits.
+    """A binary floating-point format: a sign bit, `exponent_bits` and `mantissa_bits` stored bits.
 
-    `subnormals=False` makes zero of results below the smallest normal value; `saturate=True` makes
-    the largest value of results beyond it. `infinities=False` is the "fn" encoding of e4m3, whose
-    top exponent holds numbers too: there results beyond the largest value become NaN. ValueError
-    unless FP64 holds the format.
+    With `subnormals=False` a result below the smallest normal value becomes zero. With
+    `saturate=True` a result beyond the largest value becomes the largest value. `infinities=False`
+    is the "fn" encoding of e4m3, whose top exponent also holds numbers: unless it saturates, a
+    result beyond its largest value becomes NaN. ValueError for bit counts that are too small, or
+    so large that FP64 could not hold every value.
     """
 
     name: str
@@ -66,7 +70,8 @@ class Format:
     infinities: bool = True
 
     def __post_init__(self) -> None:
-        most = 11 if self.infinities else 10  # what FP64 holds
+        # FP64 has 11 exponent bits and reserves its top exponent; fn uses the top one for numbers.
+        most = 11 if self.infinities else 10
         for what, low, high in (("exponent_bits", 2, most), ("mantissa_bits", 1, 52)):
             if not low <= getattr(self, what) <= high:
                 raise ValueError(
@@ -76,30 +81,32 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal value."""
+        """Exponent e of the smallest normal value, 2**e."""
         return 2 - 2 ** (self.exponent_bits - 1)
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest finite value."""
+        """Exponent e of the largest finite value, which lies in [2**e, 2**(e + 1))."""
         return 2 ** (self.exponent_bits - 1) - int(self.infinities)
 
     @property
     def max_value(self) -> float:
-        """Largest finite value; the fn encoding gives its last mantissa to NaN."""
+        """Largest finite value. In the fn encoding the all-ones mantissa there is NaN."""
         return self._largest(self.mantissa_bits)
 
     @property
     def container(self) -> str:
-        """Name of the format of the dtype that holds these values as operands of a dot product.
+        """Name of the dtype, by its format, that holds these values as operands of a dot product.
 
-        The narrowest of four that holds them all. BF16 stands before FP16, so that an FP8 operand
-        meets one in BF16 in the same dtype.
+        It is the first of bf16, fp16, fp32 and fp64 that holds all of them. BF16 is tried before
+        FP16, so that an FP8 operand has the same dtype as a BF16 one and the pair can be
+        multiplied on tensor cores, which take two operands of one 16-bit dtype.
         """
         return next(name for name in ("bf16", "fp16", "fp32", "fp64") if self.fits(FORMATS[name]))
 
     def fits(self, wider: "Format") -> bool:
         """Say whether `wider` holds every finite value of this format."""
+        # Both are exponents: of the smallest spacing, and of the smallest positive value.
         quantum = self.min_exponent - self.mantissa_bits
         smallest = quantum if self.subnormals else self.min_exponent
         return (
@@ -110,18 +117,23 @@ class Format:
         )
 
     def changes_nothing(self, carrier: "Format") -> bool:
-        """Say whether every value that `carrier` holds, infinities too, rounds to itself."""
+        """Say whether rounding to this format leaves every value of `carrier` as it is.
+
+        That includes infinities, which a format without them, or one that saturates, changes.
+        """
         return self.infinities and not self.saturate and carrier.fits(self)
 
     def largest_in(self, carrier: "Format") -> float:
         """Return the largest value of this format that `carrier` holds.
 
-        Infinity if the format goes on where the carrier ends: then nothing is beyond it.
+        Return infinity if this format reaches beyond the largest value of `carrier`: then no finite
+        value of `carrier` can overflow it.
         """
         largest = self._largest(min(self.mantissa_bits, carrier.mantissa_bits))
         return largest if largest <= carrier.max_value else math.inf
 
     def _largest(self, mantissa_bits: int) -> float:
+        # In the fn encoding the last mantissa at the top exponent is NaN, so one step is lost.
         steps = 1 if self.infinities else 2
         return (2.0 - steps * 2.0**-mantissa_bits) * 2.0**self.max_exponent
 
@@ -142,9 +154,9 @@ FORMATS = {
 
 @functools.cache
 def format_named(name: str) -> Format:
-    """Return the format called `name`: one of FORMATS or `eXmY`, and its endings.
+    """Return the format called `name`: one of FORMATS or `eXmY`, with or without suffixes.
 
-    ValueError with the nearest names otherwise.
+    ValueError, with the nearest names, for any other name.
     """
     written = _NAME.fullmatch(str(name))
     if not written or (written["exponent"] is None and written["stem"] not in FORMATS):
@@ -161,7 +173,7 @@ def format_named(name: str) -> Format:
 
 
 def input_format(dtype: "torch.dtype") -> str:
-    """Return the name of the format that `dtype` stores; ValueError if q, k and v can't have it."""
+    """Return the name of the format of `dtype`; ValueError if q, k and v can't have that dtype."""
     name = INPUT_FORMATS.get(str(dtype))
     if name is None:
         allowed = ", ".join(INPUT_FORMATS.values())

@@ -1,22 +1,24 @@
-"""Rounding of tensors: each value once, to a format that its dtype holds.
+"""Rounds each value of a tensor once to a number format, without changing the tensor's dtype.
 
-A rounded tensor keeps the dtype that carries it: `round_to(x, "bf16")` of an FP32 tensor is an
-FP32 tensor whose values lie on the BF16 grid. What follows a rounding point therefore computes in
-FP32 or FP64, and no hardware's narrow arithmetic decides a bit.
+`round_to(x, "bf16")` of an FP32 tensor is an FP32 tensor whose values lie on the BF16 grid. So what
+follows a rounding point computes in FP32 or FP64, and no bit depends on how some hardware computes
+in a narrow dtype.
 
-Three ways lead to the same bits, the quickest first.
+There are three implementations. They agree to the bit, and the quickest that applies is used.
 
-1. torch's own cast and back, where it is one correct rounding: FP32 to BF16 and FP16, FP64 to FP32.
-   FP64 does not go so to BF16 and FP16: torch casts it through FP32, and 1 + 2**-8 + 2**-40,
-   rounded twice, becomes 1.0 in BF16 (the nearest is 1.0078125). Nor does FP8, whose overflow
-   differs between versions of torch (`formats`).
-2. `round_last_bits` adds to the bits of a value and cuts the last ones off: for a grid with the
-   exponents of the dtype.
-3. `round_on_grid` divides by the spacing of the grid around a value, a power of two, in FP64, where
-   the quotient and its fraction are exact: for a grid of smaller range.
+1. torch's own cast and back, where that is one correct rounding: FP32 to BF16 and FP16, FP64 to
+   FP32. It is not from FP64 to BF16 or FP16: torch casts through FP32, and 1 + 2**-8 + 2**-40,
+   rounded twice, becomes 1.0 in BF16 (the nearest value is 1.0078125). Nor is it used for FP8,
+   whose overflow differs between versions of torch (`formats`).
+2. `round_last_bits`, for a format with as many exponent bits as the dtype: it adds an integer to
+   the bit pattern of a value and clears the last bits.
+3. `round_on_grid`, for a format with fewer exponent bits: it divides a value by the spacing of the
+   format around it and rounds to an integer. The spacing is a power of two and the division is done
+   in FP64, so the quotient is exact.
 
-The two grid roundings do not know where a format ends; `round_to` adds that. Leaves out what a
-format is (`formats`), and the same rounding on the blocks of a kernel (`triton.rounding`).
+2 does not remove subnormals or saturate, and 3 knows no largest value either: the functions that
+call them add that. This module does not define the formats (`formats`), nor how a kernel rounds its
+blocks (`triton.rounding`).
 """
 
 import torch
@@ -30,14 +32,15 @@ __all__ = ["DTYPES", "INPUT_DTYPES", "round_into", "round_last_bits", "round_on_
 INPUT_DTYPES = {
     getattr(torch, dtype.removeprefix("torch.")): name for dtype, name in INPUT_FORMATS.items()
 }
-"""The dtypes that q, k and v may have, with the names of their formats."""
+"""Maps each dtype that q, k and v may have to the name of its format."""
 
 DTYPES = {name: dtype for dtype, name in INPUT_DTYPES.items()}
-"""The dtype that stores each of these formats."""
+"""Maps the name of each of these formats to the dtype that stores it."""
 
+# The carrier is the dtype in which a rounded value is held.
 _CARRIERS = {torch.float32: FORMATS["fp32"], torch.float64: FORMATS["fp64"]}
 
-# (exponent bits, mantissa bits) of the formats to which torch's cast is one correct rounding.
+# Formats, as (exponent bits, mantissa bits), to which torch's cast is one correct rounding.
 _CASTS = {
     torch.float32: {(5, 10): torch.float16, (8, 7): torch.bfloat16},
     torch.float64: {(8, 23): torch.float32},
@@ -54,12 +57,13 @@ def round_to(
 ) -> Tensor:
     """Round each value of `x` once to `format`.
 
-    `x` is FP32 or FP64, any shape; the result has its dtype and shape, and is `x` itself where
-    nothing can change. `rounding` is one of ROUNDINGS. Values that round beyond the range become
-    infinite as IEEE 754 says (NaN where the format has no infinity, the largest value where it
-    saturates). `stochastic` takes its random bits from `seed` and the position in `x`, or `bits`:
-    int64 of 32 random bits, broadcastable to `x`; the mean is kept to 2**-24 of a spacing.
-    ValueError for another dtype, an unknown format or rounding.
+    `x` is FP32 or FP64, of any shape. The result has its dtype and shape, and is `x` itself if the
+    format holds every value of that dtype. `rounding` is one of ROUNDINGS. A value that rounds
+    beyond the range overflows as in IEEE 754, to infinity; it becomes NaN if the format has no
+    infinity, and the largest value if the format saturates. `stochastic` rounding draws its random
+    bits from `seed` and the position in `x`, unless `bits` gives them: an int64 tensor with 32
+    random bits in each element, broadcastable to `x`. It keeps the mean to 2**-24 of a spacing.
+    ValueError for another dtype, an unknown format or an unknown rounding.
     """
     target = format if isinstance(format, Format) else format_named(format)
     carrier = _CARRIERS.get(x.dtype)
@@ -75,35 +79,38 @@ def round_to(
         positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
         bits = bits_at(seed, positions >> 32, positions & 0xFFFFFFFF)
     if target.saturate:
-        # Before the rounding, so that infinity comes down too; clamp lets NaN through.
+        # Clamped before the rounding, so that infinity too becomes the largest value; NaN stays.
         largest = target.largest_in(carrier)
         x = x.clamp(-largest, largest)
     rounded = _round_unlimited(x, target, rounding, bits)
     if target.subnormals:
         return rounded
-    # After the rounding: a value just below the smallest normal one may round up to it and stay.
+    # Flushed after the rounding, because a value just below the smallest normal one may round up
+    # to it, and is then no subnormal.
     zero = torch.copysign(torch.zeros_like(rounded), rounded)
     return torch.where(rounded.abs() < 2.0**target.min_exponent, zero, rounded)
 
 
 def round_into(x: Tensor, format: str | Format, dtype: torch.dtype) -> Tensor:
-    """Round `x`, of any dtype of INPUT_DTYPES, once to nearest in `format`, carried in `dtype`.
+    """Round `x` once to `format`, to nearest even, and return it in `dtype`.
 
-    The way into the work format and out of it: FP64 inputs are rounded before they are narrowed
-    and results before they are stored, so that no value is rounded twice. `dtype` must hold every
-    value of `format`.
+    `x` has any dtype of INPUT_DTYPES, and `dtype` must hold every value of `format`. Inputs are
+    brought into the work format with this function, and results into the dtype that is stored.
+    It rounds in the wider of both dtypes and narrows afterwards, which is then exact, so that no
+    value is rounded twice.
     """
     widest = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
     return round_to(x.to(widest), format).to(dtype)
 
 
 def _round_unlimited(x: Tensor, target: Format, rounding: str, bits: Tensor | None) -> Tensor:
-    """Round to `target` as if it had subnormals and did not saturate, by the quickest way."""
+    """Round to `target` by the quickest implementation, but neither flush nor saturate."""
     shape = target.exponent_bits, target.mantissa_bits
     if rounding == "nearest_even" and target.infinities and shape in _CASTS[x.dtype]:
         return x.to(_CASTS[x.dtype][shape]).to(x.dtype)
-    # A subnormal of FP32 is a normal value of a format with more exponent bits, and has fewer bits
-    # to drop there than its own bit pattern says. In FP64 it is normal too.
+    # A subnormal of FP32 has fewer significant bits than its bit pattern has mantissa bits. In a
+    # format with more exponent bits it is a normal value, so fewer bits are dropped from it. In
+    # FP64 it is normal as well, and needs no special case.
     wide = x.double() if target.exponent_bits > 8 else x
     carrier = _CARRIERS[wide.dtype]
     if target.infinities and target.exponent_bits == carrier.exponent_bits:
@@ -111,7 +118,8 @@ def _round_unlimited(x: Tensor, target: Format, rounding: str, bits: Tensor | No
         return round_last_bits(wide, dropped, rounding, bits).to(x.dtype)
     rounded = round_on_grid(x.double(), target.min_exponent, target.mantissa_bits, rounding, bits)
     beyond = torch.inf if target.infinities else torch.nan
-    # The grid has no end of its own; past the largest value only rounding toward zero comes back.
+    # `round_on_grid` does not know the largest value. A finite value beyond it becomes the largest
+    # value if it is rounded toward zero, and overflows in every other mode.
     if rounding == "toward_zero":
         largest = target.largest_in(_CARRIERS[x.dtype])
         rounded.clamp_(-largest, largest).masked_fill_(x.isinf(), beyond)
@@ -121,16 +129,16 @@ def _round_unlimited(x: Tensor, target: Format, rounding: str, bits: Tensor | No
 
 
 def round_last_bits(x: Tensor, dropped: int, rounding: str, random: Tensor | None) -> Tensor:
-    """Round FP32 or FP64 values to a grid with `dropped` fewer mantissa bits.
+    """Round FP32 or FP64 values to `dropped` fewer mantissa bits, in the range of their own dtype.
 
-    A carry runs into the exponent, and on to infinity. `random`, int64 of 32 random bits, is read
-    where `rounding` is stochastic.
+    A value that rounds beyond the largest one becomes infinite. `random` is an int64 tensor with 32
+    random bits in each element; only stochastic rounding reads it.
     """
     if dropped <= 0:
         return x
     bits = x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
-    # IEEE magnitudes are ordered as their bits are, so a carry out of the mantissa lands on the
-    # next binade by itself, whatever is added here.
+    # IEEE magnitudes are ordered as their bit patterns are. So a carry out of the mantissa raises
+    # the exponent, which gives the next binade or infinity, without a special case.
     if rounding == "nearest_even":
         added = ((bits >> dropped) & 1) + ((1 << (dropped - 1)) - 1)
     elif rounding == "nearest_away":
@@ -141,27 +149,30 @@ def round_last_bits(x: Tensor, dropped: int, rounding: str, random: Tensor | Non
         added = (1 << dropped) - 1
     else:
         assert random is not None
-        # Rounds up where the dropped bits exceed the random ones. 24 of the 32 bits decide, here as
-        # on the grid and in the kernels, so that all three agree to the bit.
+        # The sum carries where the dropped bits exceed the random ones. Only 24 of the 32 random
+        # bits decide, as in `round_on_grid` and in the kernels, so that all three agree to the bit.
         chance = random >> 8
         chance = chance << (dropped - 24) if dropped > 24 else chance >> (24 - dropped)
         added = (1 << dropped) - 1 - chance.to(bits.dtype)
     rounded = (bits + added) & -(1 << dropped)
-    # The carry of a NaN with a full payload would run into the sign.
+    # A NaN whose payload is all ones would carry into its sign bit.
     return torch.where(x.isnan(), x, rounded.view(x.dtype))
 
 
 def round_on_grid(
     x: Tensor, min_exponent: int, mantissa_bits: int, rounding: str, random: Tensor | None
 ) -> Tensor:
-    """Round FP64 values to `mantissa_bits`, fewer below 2**min_exponent, for `min_exponent` > -970.
+    """Round FP64 values to a grid of `mantissa_bits` whose normal values start at 2**min_exponent.
 
-    Returns a new tensor.
+    Below that the spacing stays the same, as among subnormals; there is no largest value.
+    `min_exponent` is above -970, which keeps the spacing a normal FP64 value. Returns a new tensor.
     """
     scaled = x.abs()
+    # The exponent field of FP64, with its bias of 1023. The clamp makes the spacing constant among
+    # the subnormals of the grid.
     exponent = (scaled.view(torch.int64) >> 52).clamp_(min=min_exponent + 1023)
     quantum = exponent.sub_(mantissa_bits).bitwise_left_shift_(52).view(torch.float64)
-    scaled.div_(quantum)  # exact: quantum is a power of two, and scaled is x in steps of the grid
+    scaled.div_(quantum)  # |x| in units of the spacing; exact, since the spacing is a power of two
     if rounding == "nearest_even":
         kept = scaled.round_()
     else:
@@ -171,7 +182,10 @@ def round_on_grid(
 
 
 def _goes_up(fraction: Tensor, rounding: str, random: Tensor | None) -> Tensor:
-    """Say where a magnitude goes to the upper neighbour, given its distance from the lower one."""
+    """Return true where a magnitude rounds up, given its `fraction`.
+
+    `fraction` is its distance from the neighbour below, as a fraction of the spacing.
+    """
     if rounding == "toward_zero":
         return torch.zeros_like(fraction, dtype=torch.bool)
     if rounding == "away":

@@ -1,28 +1,29 @@
 """Rounding inside Triton kernels, and the arithmetic of the work format between two roundings.
 
-`round_to` rounds a block to any format, in any rounding mode, bit for bit as `rounding.round_to`
-rounds a tensor. A kernel is compiled for a format's name, which is part of its constants; while it
-compiles, `layout_of` turns the name into the integers that the rounding needs.
+`round_to` rounds a block to any format, in any rounding mode, and gives the same bits as
+`rounding.round_to` gives for a tensor. The name of a format is a compile-time constant of a kernel.
+While the kernel compiles, `layout_of` turns the name into the integers that the rounding needs.
 
 All rounding is integer arithmetic on the bits of a value. Floating-point tricks, such as adding and
 subtracting a large constant, would depend on whether the hardware flushes subnormals. The
 exceptions are the casts that the hardware does itself as one correct rounding to nearest even: FP32
 to BF16 and FP16, FP64 to FP32.
 
-Between two roundings a kernel must do what its dtype says, so three operations are pinned down
-here: `exponential` and `tanh` name the library function or instruction and its error, `dot` says
-what becomes of FP32 operands on tensor cores, and `divide` rounds correctly, which Triton's `/`
-does not.
+Between two rounding points a kernel computes in FP32 or FP64, and the error of that must be known.
+So four operations are defined here: `exponential` and `tanh` name the library function or
+instruction that they use, and its error; `dot` fixes how tensor cores treat FP32 operands; and
+`divide` rounds correctly, which Triton's `/` does not.
 
-The interpreter differs in one way. NumPy has no BF16: there it is an integer type, casts to it
-truncate, and `tl.dot` multiplies the raw integers. So 16-bit operands arrive as FP32
-(`arguments.kernel_inputs`), BF16 is rounded on its bits, and no block is ever narrowed.
-Interpreted, `COMPILED` is False.
+Triton's interpreter runs on NumPy, which has no BF16. Triton represents BF16 there as 16-bit
+integers: casts to it truncate, and `tl.dot` multiplies the raw integers. So in the interpreter
+16-bit operands are passed as FP32 (`arguments.kernel_inputs`), rounding to BF16 works on the bits
+of FP32, and `contain` does not narrow the operands of a dot. `COMPILED` is False there.
 
-Leaves out where a kernel rounds (`forward`, `backward`) and which format it rounds to (`points`).
+Where a kernel rounds is decided in `forward` and `backward`, and to which format in `points`.
 """
 
-# Constants are annotated as Triton wants them, which pyright takes for their type.
+# Triton requires the annotation tl.constexpr on compile-time constants; pyright takes it for the
+# type of their values.
 # pyright: reportAssignmentType=false, reportArgumentType=false
 
 import struct
@@ -37,10 +38,13 @@ from attention_kernels.formats import FORMATS, Format, format_named
 __all__ = ["container_of", "layout_of"]
 
 
-# Triton 3.6 lets a `constexpr_function` call classes, but no other function of ours: each look-up
-# in the table of formats is therefore the making of an object.
+# Triton 3.6 lets a `constexpr_function` call classes, but no other function of ours. So what would
+# be two functions that look up a format are two classes, which look it up in `__init__`.
 class _Layout:
-    """A format as integers, for rounding the bits of a carrier of `width` 32 or 64 bits."""
+    """A format as integers, for rounding the bits of its carrier.
+
+    The carrier is the dtype that holds the values before and after: FP32 (`width` 32) or FP64 (64).
+    """
 
     def __init__(self, name: str, width: int) -> None:
         target = format_named(name)
@@ -49,17 +53,20 @@ class _Layout:
         quantum = target.min_exponent - target.mantissa_bits
         self.identity = target.changes_nothing(carrier)
         self.cast = _hardware_cast(target, width)
-        # The carrier: bits of its mantissa, its infinity.
+        # The carrier: the number of its mantissa bits, and the bit pattern of its infinity.
         self.stored = carrier.mantissa_bits
         self.infinity = (2**carrier.exponent_bits - 1) << self.stored
-        # The format: its range of exponents beside the carrier's, and where it begins.
+        # The format: whether it has more (wide) or fewer (narrow) exponent bits than the carrier,
+        # its number of mantissa bits, and its smallest values as the carrier encodes them:
+        # `first_normal` is the exponent field of the smallest normal value, `quantum` the bit
+        # pattern of the smallest subnormal. Magnitudes whose bits are below `smallest` are flushed.
         self.wide = target.exponent_bits > carrier.exponent_bits
         self.narrow = target.exponent_bits < carrier.exponent_bits
         self.mantissa = target.mantissa_bits
         self.first_normal = max(target.min_exponent + bias, 0)
         self.quantum = max(quantum + bias, 0) << self.stored
         self.smallest = 0 if target.subnormals else self.first_normal << self.stored
-        # And where it ends.
+        # The bit patterns of the largest value, and of what a value beyond it becomes.
         self.largest = _bits(target.largest_in(carrier), width)
         self.saturate = target.saturate
         nan = self.infinity + (1 << (self.stored - 1))
@@ -67,18 +74,22 @@ class _Layout:
 
 
 def _bits(value: float, width: int) -> int:
+    """Return the bit pattern of `value` in FP32 or FP64 as a signed integer."""
     number, integer = ("<d", "<q") if width == 64 else ("<f", "<i")
     return struct.unpack(integer, struct.pack(number, value))[0]
 
 
 def _hardware_cast(target: Format, width: int) -> str:
-    """Name the dtype whose cast, to nearest even, is the rounding to `target`; "" if none is."""
+    """Return the format whose hardware cast is the rounding to `target`, nearest even; "" if none.
+
+    `target` must equal that format in all but its name: a suffix such as -flush excludes the cast.
+    """
     casts = ("fp32",) if width == 64 else ("fp16", "bf16")
     return next((name for name in casts if target == replace(FORMATS[name], name=target.name)), "")
 
 
 class _Container:
-    """The dtype that holds a format as an operand of a dot, by the name of its own format."""
+    """The name of `Format.container`, the dtype that holds a format as an operand of a dot."""
 
     def __init__(self, name: str) -> None:
         self.name = format_named(name).container
@@ -86,31 +97,31 @@ class _Container:
 
 @triton.constexpr_function
 def layout_of(FORMAT, WIDTH, FIELD):
-    """Return one integer of a format's layout; see `_Layout`."""
+    """Return one attribute, FIELD, of the `_Layout` of a format."""
     return getattr(_Layout(FORMAT, WIDTH), FIELD)
 
 
 @triton.constexpr_function
 def container_of(FORMAT):
-    """Return "bf16", "fp16", "fp32" or "fp64": what `dot` reads values of FORMAT from."""
+    """Return the dtype in which `dot` reads values of FORMAT: "bf16", "fp16", "fp32" or "fp64"."""
     return _Container(FORMAT).name
 
 
 COMPILED = tl.constexpr(True)
-"""False in the namespace that the interpreter runs in (`launch.interpreted`)."""
+"""True in compiled kernels; `launch.interpreted` sets it to False for Triton's interpreter."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def widen_index(o_index):
-    """Return an offset as int64: row times stride passes 2**31 on long sequences."""
+    """Return an index as int64, because row times stride exceeds 2**31 on long sequences."""
     return o_index.to(tl.int64)
 
 
 @triton.jit
 def to_work(b, WORK: tl.constexpr):
-    """Return a block in the dtype of the arithmetic between rounding points."""
+    """Cast a block to WORK, the dtype in which a kernel computes between rounding points."""
     return b.to(WORK)
 
 
@@ -141,7 +152,11 @@ def round_to(b, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_bits):
 
 @triton.jit
 def _round_bits(b_int, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_bits, WIDTH: tl.constexpr):
-    """Round the bits of floating-point values, NaN aside, whose order is that of their bits."""
+    """Round floating-point values given as their bit patterns; the caller handles NaN.
+
+    Without the sign, bit patterns are ordered as the values are, so they can be compared, and a
+    carry out of the mantissa gives the next binade. `b_size` is the magnitude that is rounded.
+    """
     STORED: tl.constexpr = layout_of(FORMAT, WIDTH, "stored")
     MANTISSA: tl.constexpr = layout_of(FORMAT, WIDTH, "mantissa")
     LARGEST: tl.constexpr = layout_of(FORMAT, WIDTH, "largest")
@@ -150,13 +165,17 @@ def _round_bits(b_int, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_bits, WID
     if layout_of(FORMAT, WIDTH, "saturate"):
         b_size = tl.minimum(b_size, LARGEST)
     if layout_of(FORMAT, WIDTH, "narrow"):
+        # A subnormal of the carrier has exponent field 0 but the spacing of exponent field 1. Below
+        # FORMAT's first normal value one more bit is dropped for each binade.
         b_exponent = tl.maximum(b_size >> STORED, 1)
         b_below = tl.maximum(layout_of(FORMAT, WIDTH, "first_normal") - b_exponent, 0)
         b_drop = tl.maximum(b_below + (STORED - MANTISSA), 0)
         b_round = _round_significand(b_size, b_drop, FORMAT, ROUNDING, b_bits, WIDTH)
         b_round = _limit(b_round, b_size, FORMAT, ROUNDING, WIDTH)
     elif layout_of(FORMAT, WIDTH, "wide"):
-        # The carrier's subnormals are normal values of FORMAT: count their leading bit.
+        # The carrier's subnormals are normal values of FORMAT, so the bits to drop count from their
+        # leading bit. As integers they are below 2**23 and exact in FP32, whose exponent is then
+        # the position of that bit. The carrier is FP32, since FP64 has the most exponent bits.
         b_lead = (b_size.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         b_lead = tl.where(b_size >> STORED > 0, STORED, b_lead)
         b_drop = tl.maximum(b_lead - MANTISSA, 0)
@@ -172,7 +191,10 @@ def _round_bits(b_int, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_bits, WID
 
 @triton.jit
 def _round_last_bits(b_size, DROPPED: tl.constexpr, ROUNDING: tl.constexpr, b_bits):
-    """Cut off the last bits of a mantissa; a carry runs into the exponent and on to infinity."""
+    """Round away the last DROPPED bits of a mantissa; a carry may lead to the carrier's infinity.
+
+    Each mode adds an integer that carries where it rounds up, as `rounding.round_last_bits` does.
+    """
     if ROUNDING == "nearest_even":
         b_round = b_size + (((b_size >> DROPPED) & 1) + (2 ** (DROPPED - 1) - 1))
     elif ROUNDING == "nearest_away":
@@ -192,14 +214,19 @@ def _round_last_bits(b_size, DROPPED: tl.constexpr, ROUNDING: tl.constexpr, b_bi
 def _round_significand(
     b_size, b_drop, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_bits, WIDTH: tl.constexpr
 ):
-    """Round magnitudes whose significands have `b_drop` bits that FORMAT does not hold."""
+    """Round magnitudes, from each of whose significands the last `b_drop` bits are dropped.
+
+    Unlike in `_round_last_bits`, the number of dropped bits differs from value to value.
+    """
     STORED: tl.constexpr = layout_of(FORMAT, WIDTH, "stored")
     b_significand = (b_size & (2**STORED - 1)) + tl.where(b_size >> STORED > 0, 2**STORED, 0)
-    # Where more than STORED + 1 bits are dropped a value is below half of FORMAT's smallest.
+    # A significand has STORED + 1 bits. If more are dropped, the value is below half of FORMAT's
+    # smallest, and how far below changes nothing; the bound keeps the shift within the integer.
     b_cut = tl.minimum(b_drop, STORED + 2)
     b_unit = (b_size * 0 + 1) << b_cut
     b_rest = b_significand & (b_unit - 1)
     if ROUNDING == "nearest_even":
+        # The last kept bit breaks a tie: it is 1 if the value below is odd.
         m_up = 2 * b_rest + ((b_significand >> b_cut) & 1) > b_unit
     elif ROUNDING == "nearest_away":
         m_up = (2 * b_rest >= b_unit) & (b_rest > 0)
@@ -208,8 +235,8 @@ def _round_significand(
     elif ROUNDING == "stochastic":
         m_up = _chance_24_bits(b_rest, b_drop, STORED) > (b_bits >> 8).to(b_size.dtype)
     else:
-        m_up = b_rest < 0
-    m_below = b_cut > STORED  # nearer to zero than FORMAT's smallest value
+        m_up = b_rest < 0  # never: toward zero
+    m_below = b_cut > STORED  # smaller than FORMAT's smallest value: its neighbours are 0 and that
     b_down = tl.where(m_below, 0, b_size - b_rest)
     b_step = tl.where(m_below, layout_of(FORMAT, WIDTH, "quantum"), b_unit)
     return b_down + tl.where(m_up, b_step, 0)
@@ -217,7 +244,7 @@ def _round_significand(
 
 @triton.jit
 def _chance_24_bits(b_rest, b_drop, STORED: tl.constexpr):
-    """Return ceil(2**24 b_rest / 2**b_drop): of 2**24 random numbers, how many round up."""
+    """Return ceil(2**24 * b_rest / 2**b_drop): how many of the 2**24 random numbers round up."""
     b_left = tl.maximum(24 - b_drop, 0)
     b_right = tl.minimum(tl.maximum(b_drop - 24, 0), STORED + 2)
     return ((b_rest << b_left) + (((b_rest * 0 + 1) << b_right) - 1)) >> b_right
@@ -225,7 +252,11 @@ def _chance_24_bits(b_rest, b_drop, STORED: tl.constexpr):
 
 @triton.jit
 def _limit(b_round, b_size, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, WIDTH: tl.constexpr):
-    """Return rounded magnitudes, those beyond FORMAT's largest value put where it says."""
+    """Handle overflow: replace rounded magnitudes that are beyond FORMAT's largest value.
+
+    `b_size` holds the magnitudes before the rounding: toward zero, only infinity overflows. A
+    format that saturates needs nothing here, because `_round_bits` has clamped the magnitudes.
+    """
     LARGEST: tl.constexpr = layout_of(FORMAT, WIDTH, "largest")
     BEYOND: tl.constexpr = layout_of(FORMAT, WIDTH, "beyond")
     if not layout_of(FORMAT, WIDTH, "saturate"):
@@ -241,8 +272,10 @@ def _limit(b_round, b_size, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, WIDTH:
 def random_bits(SEED, POINT, step, n, o_row, o_col):
     """Return `random_bits.bits_at(SEED, POINT, step, n, o_row, o_col)` as a block of uint32.
 
-    The coordinates broadcast: rows `[:, None]` and columns `[None, :]`, or 0, give a tile.
+    POINT is the stream of a rounding point. The coordinates broadcast: `o_row` `[:, None]` and
+    `o_col` `[None, :]`, either of which may be 0, give the bits of a tile.
     """
+    # The constant is 2**32 / golden ratio; without it seed 0 would stay 0 in `_mix`.
     b_state = _fold(_mix(_word(SEED) ^ 0x9E3779B9), POINT)
     b_state = _fold(_fold(b_state, step), n)
     return _fold(_fold(b_state, o_row), o_col)
@@ -260,6 +293,7 @@ def _word(x):
 
 @triton.jit
 def _mix(b):
+    """Hash uint32 values with "lowbias32"; its products are meant to wrap around modulo 2**32."""
     b = b ^ (b >> 16)
     b = tl.mul(b, 0x7FEB352D, sanitize_overflow=False)
     b = b ^ (b >> 15)
@@ -269,11 +303,11 @@ def _mix(b):
 
 @triton.jit
 def exponential(b, EXP: tl.constexpr):
-    """Return e**b of an FP32 or FP64 block by the way that `Softmax.exp` names.
+    """Return e**b of an FP32 or FP64 block by the method EXP, one of those of `Softmax.exp`.
 
-    Compiled FP32: `exact` is CUDA's expf, which errs by at most 1 ULP (CUDA programming guide) and
-    flushes subnormal results; `exp2` is the hardware's ex2.approx, at most 2 ULP, of a product that
-    is itself rounded: near b = -20 that is 20 ULP.
+    In compiled FP32, `exact` is CUDA's expf, which errs by at most 1 ULP (CUDA programming guide)
+    and flushes subnormal results. `exp2` is the hardware's ex2.approx, which errs by at most 2 ULP,
+    of the product b * log2(e). That product is rounded too, which adds up to 16 ULP near b = -20.
     """
     if EXP == "exact":
         b_exp = libdevice.exp(b) if COMPILED else tl.exp(b)
@@ -286,13 +320,18 @@ def exponential(b, EXP: tl.constexpr):
 
 @triton.jit
 def _exp2_polynomial(b):
-    """Return 2**b by the cubic of FlashAttention-4; 0 below the smallest normal value."""
+    """Return 2**b by FlashAttention-4's cubic polynomial for the fraction of b.
+
+    The relative error is at most 8.8e-5. Results below the smallest normal value are 0.
+    """
     WIDTH: tl.constexpr = 64 if b.dtype == tl.float64 else 32
     SMALLEST: tl.constexpr = -1022 if WIDTH == 64 else -126
     b_whole = tl.floor(b)
     b_part = b - b_whole
     b_cubic = ((0.077119090 * b_part + 0.227564394) * b_part + 0.695146143) * b_part + 1.0
-    b_whole = tl.where(b_whole > SMALLEST, b_whole, SMALLEST)  # so is NaN, which has no integer
+    # Both bounds are written with `where`, so that NaN, which no integer stands for, becomes
+    # SMALLEST; the result is NaN all the same, because b_cubic is.
+    b_whole = tl.where(b_whole > SMALLEST, b_whole, SMALLEST)
     b_whole = tl.where(b_whole < -SMALLEST, b_whole, -SMALLEST).to(tl.int32)
     if WIDTH == 64:
         b_power = ((b_whole + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
@@ -303,19 +342,21 @@ def _exp2_polynomial(b):
 
 @triton.jit
 def tanh(b):
-    """Return tanh of an FP32 or FP64 block: CUDA's, or from exp and log where that is not there.
+    """Return tanh of an FP32 or FP64 block.
 
-    CUDA's FP32 errs by at most 2 ULP. exp(y) - 1 is (u - 1) y / log(u) with u = exp(y) rounded:
-    the errors of u - 1 and log(u) cancel (W. Kahan; N. Higham, "Accuracy and Stability of Numerical
-    Algorithms", section 1.14.1).
+    Compiled, this is CUDA's function, which in FP32 errs by at most 2 ULP. The interpreter lacks
+    it; there tanh(x) = e / (e + 2) with e = exp(y) - 1 and y = 2 |x|, and the sign of x. To keep
+    small e accurate, it is computed as (u - 1) y / log(u) with u = exp(y) rounded: the errors of
+    u - 1 and log(u) cancel (W. Kahan; N. Higham, "Accuracy and Stability of Numerical Algorithms",
+    section 1.14.1).
     """
     if COMPILED:
         b_tanh = libdevice.tanh(b)
     else:
         b_twice = 2.0 * tl.abs(b)
-        b_twice = tl.where(b_twice > 40.0, 40.0, b_twice)  # tanh(20) is 1 in FP64
+        b_twice = tl.where(b_twice > 40.0, 40.0, b_twice)  # tanh(20) rounds to 1 in FP64
         b_exp = tl.exp(b_twice)
-        m_one = b_exp == 1.0
+        m_one = b_exp == 1.0  # y is tiny: log(u) would be 0, and exp(y) - 1 is y
         b_less = (b_exp - 1.0) * (b_twice / tl.where(m_one, 1.0, tl.log(b_exp)))
         b_less = tl.where(m_one, b_twice, b_less)
         b_tanh = b_less / (b_less + 2.0)
@@ -325,9 +366,11 @@ def tanh(b):
 
 @triton.jit
 def contain(b, FORMAT: tl.constexpr, WORK: tl.constexpr):
-    """Return a block of values on the grid of FORMAT in the dtype that `dot` reads them from.
+    """Cast a block of values, rounded to FORMAT before, to the dtype in which `dot` reads them.
 
-    `Format.container`, as operands are, if tensor cores sum its products in WORK, else WORK.
+    That is BF16 or FP16 if it is `Format.container` of FORMAT and WORK is FP32, because tensor
+    cores sum products of 16-bit operands in FP32. In every other case, and in the interpreter, it
+    is WORK. The cast is exact.
     """
     if COMPILED and tl.float32 == WORK and container_of(FORMAT) == "bf16":
         b_held = b.to(tl.bfloat16)
@@ -340,11 +383,12 @@ def contain(b, FORMAT: tl.constexpr, WORK: tl.constexpr):
 
 @triton.jit
 def dot(b_left, b_right, WORK: tl.constexpr, DOT: tl.constexpr):
-    """Return the product of two operands, summed in WORK.
+    """Return the matrix product of two operands, summed in WORK.
 
-    16-bit pairs of one dtype go to the tensor cores, whose products are exact in FP32; all else is
-    widened to WORK. There DOT says what becomes of FP32: "ieee" nothing; "tf32" rounds both to
-    TF32, ties away from zero; "tf32x3" adds the products with what that dropped, smallest first.
+    If WORK is FP32, two operands of the same 16-bit dtype go to the tensor cores, whose products
+    are exact in FP32. All other operands are widened to WORK. DOT says how FP32 operands are then
+    multiplied: "ieee" in FP32; "tf32" after rounding both to TF32, ties away from zero; "tf32x3"
+    also adds the products with the remainders of that rounding, the smallest terms first.
     """
     SIXTEEN: tl.constexpr = b_left.dtype == b_right.dtype and b_left.dtype.primitive_bitwidth == 16
     if SIXTEEN and tl.float32 == WORK:
@@ -368,5 +412,5 @@ def dot(b_left, b_right, WORK: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def divide(b_over, b_under):
-    """Return the quotient, correctly rounded; `/` of FP32 is off by up to 2 ULP on a GPU."""
+    """Return the correctly rounded quotient; Triton's `/` of FP32 errs by up to 2 ULP on a GPU."""
     return tl.div_rn(b_over, b_under) if b_over.dtype == tl.float32 else b_over / b_under

@@ -1,22 +1,23 @@
-"""Gradients of the flash recurrence in plain PyTorch, with every point of `BackwardNumerics`.
+"""Computes the gradients of flash attention in plain PyTorch, tile by tile.
 
-FlashAttention-2 (arXiv 2307.08691, algorithm 2), key blocks outermost:
+It rounds at every rounding point of `BackwardNumerics`. The algorithm is FlashAttention-2's (arXiv
+2307.08691, algorithm 2), with the loop over key blocks outermost:
 
     P = exp(S - lse),  dP = dO v^T,  dS = P (dP - delta)
     dV += P^T dO,  dK += dS^T q,  dQ += dS k
 
-P is computed again from the stored lse instead of being kept. delta = rowsum(dO * O) stands for
-rowsum(dP * P), which it equals in exact arithmetic only, since O is rounded on its own. In arXiv
-2510.04212 a biased O in BF16 reaches the weights through this delta, and the loss explodes. The
-numerics decide which O it reads: the one rounded to `output`, also where the dtype that is returned
-is narrower.
+P is not stored by the forward, but computed again from lse. delta = rowsum(dO * O) replaces
+rowsum(dP * P). The two are equal in exact arithmetic only, since O has been rounded. In arXiv
+2510.04212 a biased O in BF16 reaches the weights through this delta, and the loss explodes. The O
+that delta reads is the one rounded to the format `output`, even if the forward returned O in a
+narrower dtype.
 
-Each query head has its own dK and dV; the heads of a group are added at the end, and scale
-multiplies dQ and dK there, in the work format. Leaves out the forward (`forward`) and what it has
-in common with this (`arithmetic`).
+dK and dV are computed for each query head and added over the heads of a group at the end. There dQ
+and dK are also multiplied by scale, in the work format. The forward is in `forward`, and what the
+two have in common in `arithmetic`.
 
-Shape suffixes: N batch x query heads, B batch, H query heads, G kv heads, I rows of a query block,
-J keys of a key block, Q query_len, K key_len, L either length, D head_dim; 1 is an axis of one.
+Shape suffixes: N batch x query heads, G batch x kv heads, I rows of a query block, J keys of a key
+block, Q query_len, K key_len, L either length, D head_dim; 1 is an axis of length 1.
 """
 
 from typing import NamedTuple
@@ -42,7 +43,10 @@ __all__ = ["backward"]
 
 
 class _Rows(NamedTuple):
-    """What the queries of a sequence bring to a tile, and dQ; lse and delta are `(N, L, 1)`."""
+    """The tensors of one sequence that have a row for each query; dq is written.
+
+    lse and delta are `(N, L, 1)`.
+    """
 
     q: Flat
     dout: Flat
@@ -52,7 +56,7 @@ class _Rows(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """What the keys of a sequence bring to a tile, and their dK and dV."""
+    """The tensors of one sequence that have a row for each key; dk and dv are written."""
 
     k: Flat
     v: Flat
@@ -61,7 +65,10 @@ class _Keys(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """dQ of a query block so far, dK and dV of a key block."""
+    """The running sums that a tile is added to: dQ of its query block, dK and dV of its key block.
+
+    All three are changed in place.
+    """
 
     dq: Tensor
     dk: Tensor
@@ -80,10 +87,11 @@ def backward(
     scale: float,
     numerics: FlashNumerics,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV, shaped as q, k and v, in the work format.
+    """Return dQ, dK and dV, shaped as q, k and v, in the work dtype.
 
-    `out` and `lse` are what `forward.forward` returned; dout, q, k and v come unrounded. A row
-    that attends nothing has gradient 0 and adds nothing to dK and dV.
+    `out` and `lse` are what `forward.forward` returned. dout, q, k and v are passed unrounded; this
+    function rounds them as operands. A query that attends to no key has gradient 0 and adds nothing
+    to dK and dV.
     """
     refuse_fusion(numerics)
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -94,7 +102,8 @@ def backward(
     flat_k, flat_v = (
         flatten(x, name, heads, numerics, block_k) for x, name in ((k, "k"), (v, "v"))
     )
-    # A row that attends nothing has lse -inf, and -inf - -inf is NaN; with 0 its P is exp(-inf).
+    # A query that attends to no key has lse -inf, and -inf - -inf would be NaN. With lse 0 instead,
+    # its P is exp(-inf - 0) = 0.
     out_NQD, lse_NQ1 = out.flatten(0, 1), finite_or_zero(lse.flatten(0, 1).unsqueeze(-1))
     dq_NQD, dk_NKD, dv_NKD = (torch.zeros_like(x.values) for x in (flat_q, flat_k, flat_v))
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
@@ -107,8 +116,8 @@ def backward(
         rows = _Rows(flat_q.at(sequence.queries), part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q])
         keys = _Keys(flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k])
         _attend(rows, keys, sequence, scale, rounded)
-    # scale is multiplied in after the sums, once an element, and not into each tile of dS, where it
-    # would be rounded to `ds` with it.
+    # dQ and dK are multiplied by scale after the sums, once per element. If each tile of dS were
+    # multiplied instead, the scaled values would be rounded to the format `ds`.
     dk_GKD = _sum_groups(dk_NKD.mul_(scale), heads, kv_heads)
     dv_GKD = _sum_groups(dv_NKD, heads, kv_heads)
     gradients = {"dq": dq_NQD.mul_(scale), "dk": dk_GKD, "dv": dv_GKD}
@@ -119,15 +128,15 @@ def backward(
 
 
 def _slice(rows: range) -> tuple[slice, slice]:
+    """Return the index that selects `rows` along the second axis of an `(N, L, D)` tensor."""
     return slice(None), slice(rows.start, rows.stop)
 
 
 def _attend(rows: _Rows, keys: _Keys, sequence: Sequence, scale: float, rounded: Rounder) -> None:
-    """Add what every tile of one sequence gives to dQ, dK and dV, key blocks outermost.
-
-    The sums of a block are tensors of their own: products added into a slice of a larger one go
-    matrix by matrix, and the backward takes 1.2 times as long at (1, 4, 4096, 64).
-    """
+    """Compute dQ, dK and dV of one sequence, tile by tile, with key blocks in the outer loop."""
+    # Each block is summed in a contiguous tensor of its own and copied at the end. Into a slice of
+    # a larger tensor, baddbmm_ adds one matrix at a time, and the backward takes 1.2 times as long
+    # at shape (1, 4, 4096, 64).
     tiling = rounded.numerics.tiling
     query_len, key_len = len(sequence.queries), len(sequence.keys)
     row_blocks = _blocks(query_len, tiling.block_q)
@@ -136,6 +145,7 @@ def _attend(rows: _Rows, keys: _Keys, sequence: Sequence, scale: float, rounded:
     for key in reversed(key_blocks) if tiling.key_order == "reversed" else key_blocks:
         dk_NJD, dv_NJD = (torch.zeros_like(x[_slice(key)]).contiguous() for x in (keys.dk, keys.dv))
         for row, dq_NID in zip(row_blocks, dq_blocks, strict=True):
+            # Tiles that the mask hides entirely are skipped.
             seen = sequence.mask.key_range(row, query_len, key_len)
             if key.start < seen.stop and key.stop > seen.start:
                 sums = _Sums(dq_NID, dk_NJD, dv_NJD)
@@ -159,6 +169,11 @@ def _add_tile(
     scale: float,
     rounded: Rounder,
 ) -> None:
+    """Add the products of one tile to dQ, dK and dV, and round these sums.
+
+    `row` and `key` are the tile's queries and keys, counted within the sequence. A factor is the
+    scale that an operand was divided by before it was rounded; None stands for 1.
+    """
     numerics, at_q, at_k = rounded.numerics, _slice(row), _slice(key)
     scores_NIJ, slope_NIJ = masked_scores(rows.q, keys.k, row, key, sequence, scale, rounded)
     p_NIJ = exponential(scores_NIJ.sub_(rows.lse[at_q]), numerics.softmax.exp)
@@ -172,12 +187,15 @@ def _add_tile(
     if slope_NIJ is not None:
         ds_NIJ = ds_NIJ.mul_(slope_NIJ)
     ds_NIJ = rounded(ds_NIJ, "ds", row, key)
-    # dS above took P as `statistics` left it; only now is P scaled and rounded as an operand.
+    # dS used P rounded to `statistics`. For dV, P is an operand of a product: it is scaled, and
+    # rounded to `probabilities`.
     p_scale = numerics.probability_scale()
     p_NIJ = p_NIJ if p_scale == 1.0 else p_NIJ.mul_(p_scale)
     p_NIJ = rounded(p_NIJ, "backward_probabilities", row, key)
 
-    # The power of two on P, which keeps it in range as an operand, is taken back with dO's factor.
+    # P was multiplied by a power of two, which keeps it in the range of its format. Dividing dO's
+    # factor by the same power undoes that in dV. P is scaled only if the operands are, so whenever
+    # p_scale is not 1 there is a factor.
     if dout_factor is not None:
         dout_factor = dout_factor / p_scale
     mode, dims = numerics.arithmetic.dot, range(sums.dq.shape[-1])
@@ -193,6 +211,7 @@ def _add_tile(
 def _add_product(
     total: Tensor, left: Tensor, right: Tensor, factor: Tensor | None, mode: str
 ) -> None:
+    """Add `factor` times the batched product to `total`, in place; without a factor in one call."""
     if factor is None and mode == "ieee":
         total.baddbmm_(left, right)
         return
@@ -201,12 +220,13 @@ def _add_product(
 
 
 def _store(total: Tensor, rounded: Tensor) -> None:
+    """Copy `rounded` into `total`; a Rounder returns `total` itself where nothing is rounded."""
     if rounded is not total:
         total.copy_(rounded)
 
 
 def _sum_groups(x_NKD: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Add the heads of each group, in order; `(batch x kv_heads, K, D)`."""
+    """Sum a gradient over the query heads of each group; the result is `(G, K, D)`."""
     if kv_heads == heads:
         return x_NKD
     return x_NKD.unflatten(0, (-1, heads // kv_heads)).sum(dim=1)
@@ -219,7 +239,11 @@ def _round_gradient(
     shapes: tuple[Tensor, Tensor],
     numerics: FlashNumerics,
 ) -> Tensor:
-    """Round a gradient as it is returned, each sequence in its own coordinates."""
+    """Round the gradient called `name`, and return it as `(batch, heads, L, D)`.
+
+    Random bits of stochastic rounding depend on positions within a sequence, so each sequence is
+    rounded for itself. Of `shapes`, which are q and k, only the shapes are read.
+    """
     q, k = shapes
     heads = q.shape[1] if name == "dq" else k.shape[1]
     dims = range(x_NLD.shape[-1])
