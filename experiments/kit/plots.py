@@ -1,7 +1,8 @@
-"""Draws the figures of experiments: dots by category, and lines over a quantity, with all seeds.
+"""Draws what the figures of experiments show: dots by category, and lines over a quantity.
 
-Series differ in marker and dash as well as in colour, so that a print in grey is read too. Labels
-and the size of the figure are the experiment's; the style is `stability.report.paper.style`.
+Both show all seeds. Series differ in marker as well as in colour, and lines in their dashes too, so
+that they can be told apart in grey print. The experiment chooses labels and the size of the figure;
+markers, dashes and colours come from `stability.report.paper.style`.
 """
 
 import math
@@ -16,10 +17,14 @@ __all__ = ["draw_dots", "draw_series"]
 
 
 def draw_dots(axes: Axes, series: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Draw each of `series`, values of the seeds by category, the first category on top."""
+    """Draw a dot for each value of `series`, with the categories as rows, the first one on top.
+
+    `series` maps the label of a series to its categories, and a category to one value per seed.
+    """
     categories = list(dict.fromkeys(name for values in series.values() for name in values))
     styles = print_styles(list(series))
     for index, (label, by_category) in enumerate(series.items()):
+        # Rows are 1 apart. The series share the middle 0.7 of a row, so that none hides another.
         shift = 0.7 * ((index + 0.5) / len(series) - 0.5)
         dots = [
             (value, categories.index(name) + shift)
@@ -40,6 +45,7 @@ def draw_dots(axes: Axes, series: Mapping[str, Mapping[str, Sequence[float]]]) -
 
 
 ByPlace = Mapping[float, Sequence[float]]
+"""Maps a position on the x axis to one value per seed."""
 
 
 def draw_series(
@@ -51,12 +57,14 @@ def draw_series(
     log: Literal["", "x", "y", "xy"] = "",
     first_style: int = 0,
 ) -> None:
-    """Draw each of `series`, values of the seeds by place on x, as a line with a label.
+    """Draw each of `series` as a labelled line: the mean over the seeds at each position on x.
 
-    The line is the mean, and a whisker spans the smallest to the largest seed. What is not finite
-    leaves a gap. `x` and `y` label the axes; `log` names those that are logarithmic.
-    Styles are the report's, from `first_style` on.
+    A whisker at each position spans the smallest to the largest value. Values that are not finite
+    are left out, and a position without finite values leaves a gap. `x` and `y` are axis labels;
+    `log` names the axes that are logarithmic. The first series is drawn in the report's style
+    number `first_style`, counted from 0: pass the number of series that are drawn elsewhere.
     """
+    # Styles are dealt out in order, so placeholders take those before `first_style`.
     names = [f"style {index}" for index in range(first_style)] + list(series)
     styles = print_styles(names)
     for name, by_place in series.items():
@@ -87,10 +95,11 @@ def draw_series(
 
 
 def _mean_and_range(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of the finite values, and how far they go below and above it."""
+    """Return the mean of the finite values, and how far they extend below and above it."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return math.nan, 0.0, 0.0
     mean = sum(finite) / len(finite)
-    # The mean of equal values may miss them by an ULP, and a whisker must not be negative.
+    # The computed mean of equal values may differ from them by an ULP, and `errorbar` must not be
+    # given a negative length.
     return mean, max(0.0, mean - min(finite)), max(0.0, max(finite) - mean)

@@ -1,12 +1,12 @@
-"""Trains the arms of a study once for several experiments, and measures the drift of any two arms.
+"""Trains the arms of a study once for several experiments, and measures drift between any two arms.
 
-A study logs the drift of each arm from its own baseline. Here any two arms may be a pair: FP16 and
-FP32 of one attention, or two attentions in FP16. Each pair is proven by the pair contract before it
-is measured.
+A study logs the drift of each arm from the study's baseline. Here any two arms may be a pair: FP16
+and FP32 of one attention, or two attentions in FP16. The pair contract is checked for each pair
+before its drift is measured.
 
-Runs that ended are kept for the next experiment, and those that were cut short go on. They lie in a
-folder named after everything besides the config that a run's bits may depend on, the code included,
-so that nothing which other code trained is ever read.
+The next experiment uses runs that have finished and resumes runs that were interrupted. The runs
+lie in a folder whose name is a hash of the environment (versions, machine, threads) and of the
+source of `stability` and of the attention kernels. So runs that other code trained are never read.
 """
 
 import hashlib
@@ -51,8 +51,9 @@ __all__ = [
 
 REPOSITORY = Path(__file__).parents[2]
 KEPT = "runs/experiments"
-"""Where the runs of a size that is kept lie, from the folder that the command is given in."""
+"""Folder in which the sizes cpu and gpu keep their runs, relative to the working directory."""
 METRICS = ("w1", "max_abs", "rel_l2")
+"""The drift metrics that a row of `drift_of_pairs` holds."""
 
 STABLE: dict[str, dict[str, str]] = {
     "quick": {
@@ -71,15 +72,17 @@ STABLE: dict[str, dict[str, str]] = {
         "train.snapshot_steps": "[1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]",
     },
 }
-"""What each size of the experiments on `configs/stable.yaml` changes in its base."""
+"""For each size of an experiment on `configs/stable.yaml`: the keys of its base it overrides."""
 
 
 def pair_drift(
     study_dir: Path, candidate: str, reference: str, seeds: Iterable[int]
 ) -> list[dict[str, Any]]:
-    """Return a row for each seed and shared snapshot: `seed`, `step`, the pooled drift metrics.
+    """Return the drift of arm `candidate` from arm `reference`, over all parameters together.
 
-    ValueError if a pair's records break the contract, differ in more than one axis, or lack a run.
+    There is a row for each seed and each step at which both runs have a snapshot: `seed`, `step`
+    and every drift metric. ValueError if the records break the pair contract, if the arms differ in
+    more than one axis, or if a run is missing.
     """
     rows = []
     for seed in seeds:
@@ -97,12 +100,12 @@ def pair_drift(
 
 
 def at_step(rows: Rows, pair: str, metric: str, step: int) -> dict[int, float]:
-    """Return a metric of `pair` at `step`, by seed."""
+    """Return the values of `metric` of `pair` at `step`, by seed."""
     return by_seed(rows, metric, pair=pair, step=step)
 
 
 def slopes(rows: Rows, pair: str, metric: str) -> dict[int, float]:
-    """Return the robust slope of a metric of `pair` over all steps, per step, by seed."""
+    """Return by seed the Theil-Sen slope of `metric` of `pair` over all steps, per step."""
     course: dict[int, dict[int, float]] = {}
     for row in rows:
         if row["pair"] == pair:
@@ -111,15 +114,16 @@ def slopes(rows: Rows, pair: str, metric: str) -> dict[int, float]:
 
 
 def ratio_at(rows: Rows, pair: str, other: str, metric: str, step: int) -> dict[int, float]:
-    """Return a metric of `pair` at `step` divided by that of `other`, by seed."""
+    """Return by seed the value of `metric` at `step` of `pair`, divided by that of pair `other`."""
     return over(at_step(rows, pair, metric, step), at_step(rows, other, metric, step))
 
 
 def log_scatter(values: Mapping[int, float]) -> dict[int, float]:
-    """Return by seed how far its value's natural log is from the mean of the other seeds' logs.
+    """Return by seed the distance of the value's natural log from the mean of the others' logs.
 
-    Figures of two pairs can be compared seed by seed, which one coefficient of variation can't.
-    ValueError for a value that is not positive.
+    This is a measure of scatter with one value per seed, so that two pairs can be compared seed by
+    seed; a coefficient of variation is a single number. ValueError for a value that is not
+    positive. Needs at least two seeds.
     """
     logs = {seed: math.log(value) for seed, value in values.items()}
     total, others = sum(logs.values()), len(logs) - 1
@@ -127,20 +131,23 @@ def log_scatter(values: Mapping[int, float]) -> dict[int, float]:
 
 
 def shipped_study(name: str, overrides: Mapping[str, str]) -> StudyConfig:
-    """Return the study `configs/<name>.yaml` of this repository. ConfigError as `load_study`."""
+    """Load the study `configs/<name>.yaml` of this repository. ConfigError as `load_study`."""
     return load_study(REPOSITORY / "configs" / f"{name}.yaml", overrides)
 
 
 def drift_of_pairs(
     study: StudyConfig, pairs: Mapping[str, tuple[str, str]], folder: str = "", jobs: int = 1
 ) -> list[dict[str, Any]]:
-    """Train the arms of `pairs` (candidate, reference) and return their drifts.
+    """Train the arms of `pairs` and return the drift of each pair.
 
-    A row for each pair, seed and snapshot: `pair`, `seed`, `step`, `w1`, `max_abs`, `rel_l2`, and
-    `left_out`, the updates of the candidate that its loss scaler left out in the whole run. Runs
-    are kept below `folder`; "" is a temporary one. Up to `jobs` runs at once share this process's
-    threads. ValueError if a run did not reach its last step, or a pair is none.
+    `pairs` maps a name to (candidate, reference), two arms of `study`. There is a row for each
+    pair, seed and snapshot: `pair`, `seed`, `step`, `w1`, `max_abs`, `rel_l2`, and `left_out`, the
+    number of updates that the candidate's loss scaler skipped in the whole run. Runs are kept below
+    `folder`, or in a temporary folder if it is "". Up to `jobs` runs train at once and share this
+    process's threads. ValueError if a run did not reach its last step, or if two arms are no pair
+    by the pair contract.
     """
+    # The baseline is trained even if no pair names it: each other run logs its drift from it.
     arms = {BASELINE: {}, **{arm: study.arms[arm] for pair in pairs.values() for arm in pair}}
     quieten_lightning()
     with TemporaryDirectory() as temporary, _threads_each(jobs):
@@ -178,7 +185,7 @@ def _train(study: StudyConfig, out: Path, jobs: int) -> None:
 
 
 def _state(run: Run) -> str:
-    """Return how a run stands, with its message; `finished` alone if all is well."""
+    """Return the state of a run in words, with the manifest's message if there is one."""
     if not run.paths.manifest.exists():
         return "not started"
     manifest = read_manifest(run.paths.manifest)
@@ -187,7 +194,7 @@ def _state(run: Run) -> str:
 
 @contextmanager
 def _threads_each(jobs: int) -> Iterator[None]:
-    """Give each of `jobs` runs its share of the threads that this process computes with."""
+    """Inside the block, divide torch's threads evenly among `jobs` runs that train at once."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // jobs))
     try:
@@ -197,7 +204,7 @@ def _threads_each(jobs: int) -> Iterator[None]:
 
 
 def _fingerprint() -> str:
-    """Return a name for this environment and the code that trains."""
+    """Hash the environment, attention kernels included, and the source of `stability`."""
     digest = hashlib.sha256(hash_environment(environment()).encode())
     for path in sorted((REPOSITORY / "stability").rglob("*.py")):
         digest.update(path.read_bytes())
@@ -205,13 +212,15 @@ def _fingerprint() -> str:
 
 
 def updates_left_out(paths: RunPaths) -> int:
-    """Return how many updates a loss scaler skipped, up to the run's last checkpoint.
+    """Return how many updates the loss scaler had skipped at the run's last checkpoint.
 
-    ValueError if the run has no checkpoint.
+    That is the run's step less the optimizer's own count of updates, because a skipped update
+    never reaches the optimizer. ValueError if the run has no checkpoint.
     """
     steps = checkpoint_steps(paths)
     if not steps:
         raise ValueError(f"updates_left_out: {paths.root} must hold a checkpoint, has none")
     checkpoint = torch.load(paths.checkpoint(steps[-1]), map_location="cpu", weights_only=True)
+    # An optimizer that was never called has no state: all updates were skipped.
     states = checkpoint["optimizer_states"][0]["state"].values()
     return steps[-1] - int(min((state["step"] for state in states), default=0))
