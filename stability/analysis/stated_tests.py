@@ -1,13 +1,13 @@
-"""Decides qualitative statements (larger, monotone, equal) by an interval over seeds, not by eye.
+"""Tests qualitative statements (larger, monotone, equal) by a confidence interval over seeds.
 
-Each function takes one figure per seed, forms the interval of `intervals`, and returns a
-`StatedTest`. Its statement holds only if the whole interval lies where the statement says, so a
-difference that another seed could reverse never counts. How the figures were measured is the
-caller's matter.
+Each function returns a `StatedTest`. `ratio_within`, `mean_within` and `monotone` take one value
+per seed and form the interval of `intervals`. The statement holds only if the whole interval lies
+where the statement says, so a difference that the scatter over seeds may explain does not count.
+How the values were measured is up to the caller.
 
-A ratio is formed within each seed before its interval is taken, so what the seed does to both sides
-cancels. Rules that no single case may break (`equal`, `every`) take no interval: one counterexample
-refutes them.
+Ratios are formed seed by seed before their interval is taken, so that an effect of the seed on both
+sides cancels. `equal` and `every` test rules that no single case may break. They form no interval,
+because one counterexample refutes such a rule.
 """
 
 import itertools
@@ -20,19 +20,21 @@ from stability.analysis.intervals import Interval, mean_interval, paired_interva
 __all__ = ["BySeed", "StatedTest", "equal", "every", "mean_within", "monotone", "ratio_within"]
 
 BySeed = Mapping[int, float]
+"""Maps a seed to the value that was measured with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatedTest:
-    """One qualitative statement, whether it holds, and the figures that decided it."""
+    """A qualitative statement, whether it holds, and the numbers that decided it."""
 
     statement: str
+    """The statement in words; it is printed and not interpreted."""
     found: str
-    """The deciding figures in words: an estimate, its interval, the number of seeds."""
+    """The deciding numbers in words, e.g. an estimate, its interval and the number of seeds."""
     holds: bool
     control: bool = False
-    """True for a statement that nobody published: it checks the instrument, or shows where a
-    disagreement comes from."""
+    """True for a statement of ours, not of a publication: it checks the instrument, or shows where
+    a disagreement with the publication comes from."""
 
 
 def ratio_within(
@@ -44,11 +46,12 @@ def ratio_within(
     below: float = math.inf,
     level: float = 0.9,
 ) -> StatedTest:
-    """Hold `statement` if the ratio's interval, paired by seed, lies inside (above, below).
+    """Test whether the interval of numerator / denominator lies strictly inside (above, below).
 
-    A denominator that is one number is the same at every seed. ValueError if the seeds of the two
-    differ, if there are too few of them for an interval, for a negative figure or a zero
-    denominator.
+    The ratio is formed seed by seed; a denominator that is a single number serves every seed. The
+    interval is that of the geometric mean at `level` (0.9: 90 %). ValueError if the two have
+    different seeds, if there are too few seeds for an interval, for a negative value, and for a
+    zero in the denominator.
     """
     if isinstance(denominator, int | float):
         denominator = dict.fromkeys(numerator, denominator)
@@ -66,9 +69,10 @@ def mean_within(
     below: float = math.inf,
     level: float = 0.9,
 ) -> StatedTest:
-    """Hold `statement` if the interval of the mean, in `unit`, lies inside (above, below).
+    """Test whether the interval of the arithmetic mean lies strictly inside (above, below).
 
-    ValueError if there are too few seeds for an interval.
+    `unit` is the unit of `values`, as `found` writes it. ValueError if there are too few seeds for
+    an interval.
     """
     found = mean_interval(values, level)
     return _decided(statement, found, f" {unit}".rstrip(), above, below)
@@ -81,10 +85,13 @@ def monotone(
     rising: bool,
     level: float = 0.9,
 ) -> StatedTest:
-    """Hold `statement` if from each point to the next the paired ratio's interval is past 1.
+    """Test whether values rise (or fall, with `rising` false) from each point to the next.
 
-    Points are in order. `found` names the weakest step: one without a number, else the one that
-    lies least past 1. ValueError as `ratio_within`, and for fewer than two points.
+    `by_point` maps the names of the points, in order, to values by seed. A step from one point to
+    the next counts if the interval of the ratio, formed seed by seed, lies entirely above 1 (below
+    1 if falling). The statement holds if every step counts. `found` names the weakest step: one
+    with a ratio that is not finite, else the one whose interval is least beyond 1. ValueError as
+    `ratio_within`, and for fewer than two points.
     """
     names = list(by_point)
     if len(names) < 2:
@@ -106,9 +113,9 @@ def monotone(
 
 
 def equal(statement: str, differences: Iterable[float]) -> StatedTest:
-    """Hold `statement` if every one of `differences` is exactly 0.
+    """Test whether every one of `differences` is exactly 0; a NaN is not.
 
-    ValueError if there is none.
+    ValueError if there are no differences.
     """
     values = [abs(value) for value in differences]
     if not values:
@@ -127,10 +134,10 @@ def every(
     above: float = -math.inf,
     below: float = math.inf,
 ) -> StatedTest:
-    """Hold `statement` if every one of `values`, in `unit`, lies inside (above, below).
+    """Test whether every one of `values`, in `unit`, lies strictly inside (above, below).
 
-    For tolerances and acceptance rules, which no single case may break. ValueError if there is
-    none.
+    This is for tolerances and acceptance rules, which no single case may break. ValueError if there
+    are no values.
     """
     found = list(values)
     if not found:
@@ -144,7 +151,7 @@ def every(
 
 
 def _paired_ratios(caller: str, numerator: BySeed, denominator: BySeed) -> dict[int, float]:
-    """Return numerator over denominator by seed; ValueError as `ratio_within` says."""
+    """Return numerator / denominator by seed; ValueError, in the name of `caller`, if unusable."""
     if set(numerator) != set(denominator):
         raise ValueError(
             f"{caller}: seeds must be the same on both sides, got {sorted(numerator)} "
@@ -164,13 +171,19 @@ def _paired_ratios(caller: str, numerator: BySeed, denominator: BySeed) -> dict[
 
 
 def _past_one(found: Interval, rising: bool) -> float:
-    """Return the log of how far the near end of a ratio's interval lies past 1, the way stated."""
+    """Return by how much the whole interval of a ratio lies beyond 1, as a natural log.
+
+    It is positive if the interval lies above 1 (below 1 if not `rising`), and -inf if there is no
+    interval.
+    """
     if math.isnan(found.low):
         return -math.inf
+    # The end of the interval that is nearer to 1 decides. It may be 0, which has no log.
     return math.log(max(found.low, 1e-300)) if rising else -math.log(max(found.high, 1e-300))
 
 
 def _decided(statement: str, found: Interval, unit: str, above: float, below: float) -> StatedTest:
+    """Test whether an interval lies inside (above, below); one with NaN ends never does."""
     _check_seeds("stated test", found)
     return StatedTest(
         statement=statement,
@@ -180,6 +193,8 @@ def _decided(statement: str, found: Interval, unit: str, above: float, below: fl
 
 
 def _check_seeds(caller: str, found: Interval) -> None:
+    # With too few seeds an Interval has a mean but no ends. Without a finite mean the seeds are not
+    # to blame, and the statement just does not hold.
     if math.isfinite(found.mean) and math.isnan(found.low):
         raise ValueError(
             f"{caller}: seeds must be enough for an interval, got {found.n}; 5 are for 90 %"
@@ -187,6 +202,7 @@ def _check_seeds(caller: str, found: Interval) -> None:
 
 
 def _words(found: Interval, unit: str) -> str:
+    """Write an interval as e.g. `1.5x (90 % interval 1.2x to 1.9x; 5 seeds)`."""
     if not math.isfinite(found.mean):
         return f"no number, over {found.n} seeds"
     level = f"{100 * found.level:.0f} % interval"

@@ -1,10 +1,11 @@
 """Callbacks that run the attention probe while Lightning trains, and log what it measured.
 
-`DeviationProbe` drives the probe that our GPT is built with, `ShadowCallback` is `stability.shadow`
-for any LightningModule. A deviation at step s was measured in the forward and backward pass on
-weights after s updates, like the loss logged at s. On CUDA a step's measurements are logged when
-the next ones are due, or at the checkpoint in between, so that nothing waits for the transfer.
-Leaves out the comparison itself (`probe.attention_probe`).
+`DeviationProbe` drives the probe that our GPT is built with. `ShadowCallback` does for any
+LightningModule what `stability.shadow` does in a loop of one's own. A deviation logged at step s,
+like the loss logged at s, comes from the forward and backward pass on the weights after s updates.
+On CUDA the measurements of a step are copied to the host while training goes on. They are logged at
+the next probed step, at a checkpoint or at the end, whichever comes first, so that training seldom
+waits for the copy. The comparison itself is in `probe.attention_probe`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,13 +30,16 @@ __all__ = ["DeviationProbe", "ShadowCallback"]
 
 
 class _ProbeLog:
-    """Writes a probe's measurements to loggers; remembers the last watched values for alerts."""
+    """Writes a probe's measurements to loggers, and an alert when a watched value crosses a limit.
+
+    To see a crossing it remembers the last watched values: those with published thresholds.
+    """
 
     def __init__(self) -> None:
         self._watched: dict[str, float] = {}
 
     def write(self, loggers: Sequence[Logger], step: int, measured: StepMeasurements) -> None:
-        """Log what was measured on the weights after `step` updates."""
+        """Log `measured`, which belongs to the weights after `step` updates."""
         if measured.metrics:
             for logger in loggers:
                 logger.log_metrics(measured.metrics, step=step)
@@ -49,16 +53,21 @@ class _ProbeLog:
         self._watched |= watched
 
     def state_dict(self) -> dict[str, float]:
-        """Return the last watched values."""
+        """Return the last watched values, so that a resumed run does not repeat an alert."""
         return dict(self._watched)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint."""
+        """Restore the last watched values from a checkpoint."""
         self._watched = dict(state)
 
 
 class DeviationProbe(UpdateCallback):
-    """Log `deviation/...` and `watch/<layer>/...` of `model` at the steps that `schedule` names."""
+    """Log `deviation/...` and `watch/<layer>/...` of `model` at the steps that `schedule` names.
+
+    `model` must have been built with `probe`. With `inherited` the forward pass of a probed step is
+    run a second time with the probe's first shadow as the attention of every layer, which tells an
+    error made in a layer from one that earlier layers passed on.
+    """
 
     def __init__(
         self, probe: AttentionProbe, schedule: Schedule, model: nn.Module, *, inherited: bool
@@ -69,12 +78,13 @@ class DeviationProbe(UpdateCallback):
         self._inherited = inherited
         self._log = _ProbeLog()
         self._open: ExitStack | None = None
-        """What is installed in the model while a due step runs."""
+        """Removes the hooks that are on the model during a probed step; None between such steps."""
         self._transfer: tuple[int, HostTransfer] | None = None
+        """The last probed step, and its measurements, if they are not logged yet."""
         self._trainer: Trainer | None = None
 
     def before_update(self, trainer: Trainer, step: int) -> None:
-        """Arm the probe for a due step's first forward pass."""
+        """Arm the probe before the first forward pass of a step, if the step is to be probed."""
         self._trainer = trainer
         if not self._schedule.is_due(step):
             return
@@ -84,48 +94,52 @@ class DeviationProbe(UpdateCallback):
         self._probe.arm()
 
     def after_update(self, trainer: Trainer, step: int) -> None:
-        """Disarm the probe, and start the transfer of what it measured."""
+        """Disarm the probe and start copying its measurements to the host."""
         if self._open is None:
             return
         self._open.close()
         self._open = None
         self._probe.disarm()
+        # The copy that the last probed step started; by now it has most likely arrived.
         self._write()
         transfer = self._probe.start_transfer()
         if transfer is not None:
             self._transfer = (step, transfer)
-            if transfer.is_here:
+            if transfer.is_here:  # always on the CPU, where nothing has to be copied
                 self._write()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the last measurements."""
+        """Log the measurements of the last probed step."""
         self._write()
 
     def _write(self) -> None:
+        """Log the measurements that are not logged yet, after waiting for their copy."""
         if self._transfer is not None and self._trainer is not None:
             step, transfer = self._transfer
             self._transfer = None
             self._log.write(self._trainer.loggers, step, transfer.result())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running sums and what was reported.
+        """Return the probe's running sums and reported findings, and the last watched values.
 
-        Logs first what is still on its way: the checkpoint's log position must include it.
+        First logs the measurements that are still being copied. A resumed run cuts the metric log
+        at the position in the checkpoint and does not repeat that step, so they would be lost.
         """
         self._write()
         return {"probe": self._probe.state_dict(), "watched": self._log.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
+        """Restore from a checkpoint what `state_dict` returned."""
         self._probe.load_state_dict(state_dict["probe"])
         self._log.load_state_dict(state_dict["watched"])
 
 
 class ShadowCallback(UpdateCallback):
-    """Shadow the attention of the module that is trained, and log to the trainer's loggers.
+    """Compare `candidate` with the attention of the trained module; log to the trainer's loggers.
 
-    Takes `candidate` and the options of `stability.shadow`; steps are the trainer's global steps.
-    ValueError when training starts, as `shadow`.
+    `options` are the keyword arguments of `stability.shadow`, without `sinks` and `first_step`.
+    Steps are the trainer's global steps. `shadow` is called when training starts, and its
+    ValueErrors are raised then.
     """
 
     def __init__(self, candidate: Candidate = "flash:fa2", **options: Any) -> None:
@@ -138,7 +152,7 @@ class ShadowCallback(UpdateCallback):
         self._state: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach to the module."""
+        """Start the comparison."""
         self._trainer = trainer
         self._session = self._open.enter_context(
             shadow(
@@ -149,36 +163,41 @@ class ShadowCallback(UpdateCallback):
                 first_step=trainer.global_step,
             )
         )
+        # Lightning loads callback states before training starts, when there was no probe yet.
         if self._state:
             self._session.probe.load_state_dict(self._state)
 
     def after_update(self, trainer: Trainer, step: int) -> None:
-        """End the step."""
+        """Tell the comparison that the weights were updated."""
         if self._session is not None:
             self._session.step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Detach from the module."""
+        """Log the last measurements, and leave the module as it was."""
         self._open.close()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Detach from the module."""
+        """Log the last measurements, and leave the module as it was."""
         self._open.close()
 
     def _write(self, step: int, measured: StepMeasurements) -> None:
+        """Log one step's measurements; this is the sink that `shadow` calls."""
         assert self._trainer is not None
         self._log.write(self._trainer.loggers, step, measured)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resume needs; logs first what is still on its way."""
+        """Return the probe's state and the last watched values.
+
+        First logs the measurements that are still being copied, as `DeviationProbe.state_dict`.
+        """
         if self._session is None:
             return {}
         self._session.deliver()
         return {"probe": self._session.probe.state_dict(), "watched": self._log.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
+        """Restore from a checkpoint what `state_dict` returned."""
         self._state = state_dict.get("probe", {})
         self._log.load_state_dict(state_dict.get("watched", {}))

@@ -1,8 +1,9 @@
-"""The entry point: finds a verb's function, parses its arguments, turns errors into one line.
+"""The entry point of the command `stability`: calls a verb's function with the parsed arguments.
 
-It is built to start quickly: a verb's module is imported only when the verb is used, and a verb
-imports torch, Lightning, plotly and their like only once it needs them. So `--help` and a mistake
-in the command or the YAML take a fraction of a second. What the exit codes say stands in `output`.
+A verb is the first word, e.g. `run` in `stability run study.yaml`. Errors of the user are printed
+as one line, without a traceback. A verb's module is imported only when that verb is used, and the
+verb imports torch, Lightning, plotly and the like only once it needs them. So `--help` and mistakes
+in the command or the YAML take a fraction of a second. The exit codes are defined in `output`.
 """
 
 import argparse
@@ -41,14 +42,15 @@ VERBS = {
     "experiment": ("stability.cli.experiment", "put a published claim to the test"),
     "doctor": ("stability.cli.doctor", "show which attentions and formats run on this machine"),
 }
+"""For each verb: the module with the function of that name, and its line in `stability --help`."""
 
 
 class _HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help whose last paragraph keeps its lines."""
+    """Formats help without rewrapping the epilog, in which `option_help` may list keys by line."""
 
 
 class _Parser(jsonargparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """Prints an error as one line, without argparse's usage text."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         _fail(message)
@@ -57,7 +59,8 @@ class _Parser(jsonargparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a dash that the terminal lacks stops nothing
+        # A character that the terminal's encoding lacks is printed as "?" and raises no error.
+        sys.stdout.reconfigure(errors="replace")
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_overview())
@@ -84,16 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_verb(verb: str, words: list[str]) -> int:
-    # How long an idle OpenMP thread spins before it sleeps, read when torch is loaded; no bit
-    # depends on it. By default it is so long that another busy process slows training 10- to
-    # 30-fold; at this value 5-fold, and alone nothing is lost (2 cores, libgomp of torch 2.13).
+    # GOMP_SPINCOUNT says how long an idle OpenMP thread spins before it sleeps. It is read when
+    # torch is loaded, so it is set before the verb's module is imported; no result depends on it.
+    # The default is so long that another busy process slows training down 10- to 30-fold. With this
+    # value it is 5-fold, and a process that runs alone loses nothing (2 cores, libgomp of torch
+    # 2.13).
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     module = importlib.import_module(VERBS[verb][0])
     command = getattr(module, verb)
     parser = _Parser(prog=f"stability {verb}", formatter_class=_HelpFormatter)
+    # `overrides` and `changes` collect options whose names no signature can list, such as
+    # `--train.steps 50`. A verb that takes them has a `split_options`, which parses them.
     parser.add_function_arguments(command, as_positional=True, skip={"overrides", "changes"})
     further: dict[str, Any] = {}
-    if "split_options" in vars(module):  # options whose names no signature can list
+    if "split_options" in vars(module):
         parser.epilog = module.option_help()
         words, further = module.split_options(words)
     arguments = parser.parse_args(_with_values(command, words)).as_dict()
@@ -101,35 +108,37 @@ def _run_verb(verb: str, words: list[str]) -> int:
 
 
 def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:
-    """Return `words` as jsonargparse wants them.
+    """Rewrite the command line `words` into the form that jsonargparse accepts.
 
-    A bare bool option gets "=true", and a name written with dashes gets underscores. An argument
-    without a name that comes after the required ones goes to the next optional parameter that is a
-    path or a name.
+    `--flag` of a bool parameter becomes `--flag=true`, and dashes in an option's name become
+    underscores. jsonargparse takes only required parameters by position. Here further words may
+    follow them; each is given to the next optional parameter of type `Path | None` or `str | None`.
     """
     every = inspect.signature(command).parameters
     parameters = {f"--{name}": parameter for name, parameter in every.items()}
     required = sum(parameter.default is parameter.empty for parameter in every.values())
-    further = (Path | None, str | None)
-    spare = [name for name, parameter in parameters.items() if parameter.annotation in further]
-    found: list[str] = []
+    types = (Path | None, str | None)
+    optional = [name for name, parameter in parameters.items() if parameter.annotation in types]
+    rewritten: list[str] = []
     takes_value = False
     for word in words:
         name, equals, value = word.partition("=")
+        # The first two dashes, which the first `replace` turns into underscores too, are put back.
         name = name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name
         if name in parameters:
             bare = parameters[name].annotation is bool and not equals
             word = f"{name}=true" if bare else f"{name}{equals}{value}"
         elif not word.startswith("-") and not takes_value:
             required -= 1
-            if required < 0 and spare:
-                word = f"{spare.pop(0)}={word}"
+            if required < 0 and optional:
+                word = f"{optional.pop(0)}={word}"
         takes_value = word.startswith("--") and "=" not in word
-        found.append(word)
-    return found
+        rewritten.append(word)
+    return rewritten
 
 
 def _overview() -> str:
+    """Return the text of `stability --help`."""
     verbs = "".join(f"  stability {verb:9} {text}\n" for verb, (_, text) in VERBS.items())
     codes = "".join(f"  {code:<3} {text}\n" for code, text in EXIT_CODES.items())
     return (
@@ -139,6 +148,7 @@ def _overview() -> str:
 
 
 def _fail(message: str) -> NoReturn:
+    """Print `message` on one line of standard error, and exit with the code for wrong input."""
     sys.stderr.write(f"stability: {' '.join(message.split())}\n")
     sys.exit(WRONG)
 

@@ -1,11 +1,11 @@
-"""Reads W&B's environment variables: they may say where runs go, never which run is which.
+"""Reads W&B's environment variables: they may say where runs go, but not which run is which.
 
-Honoured are WANDB_MODE (replaces the default mode), WANDB_PROJECT, WANDB_ENTITY, WANDB_BASE_URL,
-WANDB_API_KEY, WANDB_NOTES, and WANDB_TAGS (added to our own tags). Ignored, because the study
-decides a run's name, group, job type and folder, are WANDB_RUN_ID, WANDB_NAME, WANDB_RUN_GROUP,
-WANDB_JOB_TYPE, WANDB_DIR and WANDB_SILENT. Refused are those in `REFUSED`, because they make W&B
-join runs in another way than by their ids. No variable reaches the training. This file does not
-start runs (`wandb_run`).
+We honour WANDB_MODE (instead of the default mode), WANDB_PROJECT, WANDB_ENTITY, WANDB_BASE_URL,
+WANDB_API_KEY, WANDB_NOTES, and WANDB_TAGS (added to our own tags). We ignore WANDB_RUN_ID,
+WANDB_NAME, WANDB_RUN_GROUP, WANDB_JOB_TYPE and WANDB_DIR, because the study decides the id, name,
+group, job type and folder of a run, and WANDB_SILENT, because W&B is always silent here. We refuse
+those in `REFUSED`, which make W&B continue or join runs in ways of its own: here a run is continued
+by its own id only. No variable changes the training. W&B runs are started in `wandb_run`.
 """
 
 import os
@@ -25,6 +25,7 @@ __all__ = [
 WandbMode = Literal["offline", "online", "disabled"]
 
 PROJECT = "training-stability"
+"""The W&B project that runs go to unless WANDB_PROJECT names another."""
 
 REFUSED = (
     "WANDB_RESUME",
@@ -41,13 +42,14 @@ _MODES: dict[str, WandbMode] = {
     "run": "online",
     "disabled": "disabled",
 }
-"""The words that W&B accepts in WANDB_MODE, old ones included."""
+"""Maps each word that W&B accepts in WANDB_MODE, deprecated ones included, to its mode."""
 
 
 def resolve_mode(mode: WandbMode) -> WandbMode:
-    """Return the mode to use: WANDB_MODE replaces `offline`, which is the default, and no other.
+    """Return WANDB_MODE, if it is set and `mode` is "offline"; else return `mode`.
 
-    Raises ValueError if the variable holds an unknown word.
+    "offline" is the default; any other mode was chosen explicitly, so it is kept. Raises ValueError
+    if the variable is read and holds an unknown word.
     """
     chosen = os.environ.get("WANDB_MODE", "")
     if mode != "offline" or not chosen:
@@ -65,21 +67,24 @@ def project() -> str:
 
 
 def destination() -> list[str]:
-    """Return server, entity and project: two runs go to the same place if these are equal."""
+    """Return server, entity and project ("" for W&B's own default).
+
+    Two runs go to the same place if these are equal.
+    """
     return [os.environ.get("WANDB_BASE_URL", ""), os.environ.get("WANDB_ENTITY", ""), project()]
 
 
 def added_tags() -> list[str]:
-    """Return the user's own tags."""
+    """Return the tags in WANDB_TAGS, which are separated by commas."""
     tags = os.environ.get("WANDB_TAGS", "")
     return [tag.strip() for tag in tags.split(",")] if tags else []
 
 
 def check_wandb(mode: WandbMode) -> None:
-    """Check before training everything that would make W&B fail later.
+    """Check before training what would make W&B fail during it.
 
-    If `mode` is online this asks the server whose account we use. Raises ValueError for a variable
-    that W&B or we refuse, and, online, if there is no account or the server can't be reached.
+    If the resolved mode is online, this also logs in. Raises ValueError for a variable that W&B or
+    we refuse and, if online, without an account or if the server can't be reached.
     """
     mode = resolve_mode(mode)
     if mode == "disabled":
@@ -92,6 +97,7 @@ def check_wandb(mode: WandbMode) -> None:
         )
     import wandb  # heavy: 1 s of CPU, and `disabled` never needs it
 
+    # `Settings` checks the project and the tags, `setup` the other WANDB_* variables.
     try:
         wandb.Settings(project=project(), run_tags=tuple(added_tags()))
         wandb.setup()
@@ -104,9 +110,10 @@ def check_wandb(mode: WandbMode) -> None:
 
 
 def check_account() -> None:
-    """Ask the server whose account we use.
+    """Check with the server that we are logged in to an account.
 
-    Raises ValueError, which says what to do, if there is no account or no server.
+    Raises ValueError, which says what to do, if WANDB_MODE is not online, if there is no account,
+    or if the server can't be reached.
     """
     import wandb  # heavy
 
