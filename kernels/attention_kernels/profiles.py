@@ -9,7 +9,17 @@ from attention_kernels.numerics import (
     ForwardNumerics,
 )
 
-__all__ = ["BASELINE_PROFILES", "PROFILES", "fast_path"]
+__all__ = [
+    "BASELINE_PROFILES",
+    "DEFAULT_BASELINE_PROFILE",
+    "DEFAULT_FLASH_PROFILE",
+    "PROFILES",
+    "fast_path",
+]
+
+DEFAULT_FLASH_PROFILE = "fa2"
+DEFAULT_BASELINE_PROFILE = "plain"
+"""What "flash" and "baseline" mean where no profile is named."""
 
 
 def _flash_all(name: str) -> FlashNumerics:

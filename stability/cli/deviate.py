@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
+from attention_kernels.profiles import BASELINE_PROFILES, DEFAULT_FLASH_PROFILE, PROFILES
 from stability.cli.output import HOLDS, print_json
 from stability.config.convert import nearest
 from stability.records.metric_table import DEVIATION_METRICS
@@ -349,11 +349,12 @@ def _own_numerics(checkpoint: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
 
     manifest = RunPaths(Path(checkpoint)).manifest
     if not checkpoint or not manifest.is_file():  # `capture` reports a folder that holds no run
-        return "fa2", ()
+        return DEFAULT_FLASH_PROFILE, ()
     attention = read_manifest(manifest).config["attention"]
     if attention["implementation"] != "flash":
-        return "fa2", ()
-    return attention["profile"] or "fa2", tuple(attention["numerics"].items())
+        return DEFAULT_FLASH_PROFILE, ()
+    profile = attention["profile"] or DEFAULT_FLASH_PROFILE
+    return profile, tuple(attention["numerics"].items())
 
 
 def _columns(text: str) -> list[str]:

@@ -15,20 +15,12 @@ from typing import Any
 
 import yaml
 
-from attention_kernels import BASELINE_PROFILES, PROFILES
+from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, to_dict
 from stability.config.plugins import ATTENTIONS, plugins
 from stability.config.schema import BASELINE, ArmConfig, AttentionConfig, StudyConfig
 
-__all__ = ["PROFILES_OF", "load_study", "override", "parse_value", "read_mapping"]
-
-PROFILES_OF: dict[str, Mapping[str, Any]] = {
-    "baseline": BASELINE_PROFILES,
-    "flash": PROFILES,
-    "golden": {},
-    "sdpa": dict.fromkeys(("math", "flash", "efficient", "cudnn")),
-}
-"""The profiles that each attention implementation knows; PyTorch's are its backends."""
+__all__ = ["load_study", "override", "parse_value", "read_mapping"]
 
 _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}")
 
@@ -176,13 +168,13 @@ def _check_policy(study: StudyConfig, root: Place) -> None:
 def _check_attention(config: AttentionConfig, place: Place) -> None:
     name = config.implementation
     own = ":" in name or name in plugins(ATTENTIONS)  # looked up when the arm is resolved
-    if name not in PROFILES_OF and not own:
-        known = [*PROFILES_OF, *plugins(ATTENTIONS)]
+    if name not in IMPLEMENTATIONS and not own:
+        known = [*IMPLEMENTATIONS, *plugins(ATTENTIONS)]
         raise place.at("implementation").error(
             f"must be a known attention or MODULE:FUNCTION, got {name!r}; "
             f"nearest: {nearest(name, known)}"
         )
-    profiles = PROFILES_OF.get(name, {})
+    profiles = IMPLEMENTATIONS[name].profiles if name in IMPLEMENTATIONS else {}
     with_numerics = [profile for profile in profiles.values() if profile is not None]
     if config.profile and config.profile not in profiles:
         if not profiles:

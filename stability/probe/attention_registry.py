@@ -1,30 +1,28 @@
-"""The attention that a name stands for: here a new implementation is added.
+"""The attention that a name stands for, as a function to call.
 
-A name in a config is one of `IMPLEMENTATIONS`, an entry point of another package, or the
-`module:function` of a user's own attention. It becomes a `ResolvedAttention`, a plain callable that
-says what it is: "auto" is resolved here, once, so that the manifest can hold what ran. A user's
-attention is a function of (q, k, v, *, causal, scale=None) and may take more of `MaskArguments` by
-name; a call with a mask that it does not take is refused, so that no mask is dropped in silence.
-Leaves out the arithmetic (`attention_kernels`) and checking what a user's function returns
-(`attention_probe`).
+A name in a config is one of `IMPLEMENTATIONS`, the table in `config.attentions` where a new one is
+added, an entry point of another package, or the `module:function` of a user's own attention. It
+becomes a `ResolvedAttention`, a plain callable that says what it is: "auto" is resolved here, once,
+so that the manifest can hold what ran. A user's attention is a function of (q, k, v, *, causal,
+scale=None) and may take more of `MaskArguments` by name; a call with a mask that it does not take
+is refused, so that no mask is dropped in silence. Leaves out the arithmetic (`attention_kernels`)
+and checking what a user's function returns (`attention_probe`).
 """
 
 import hashlib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from attention_kernels import (
-    BASELINE_PROFILES,
-    PROFILES,
     AttentionOutput,
     Format,
     MaskArguments,
@@ -34,17 +32,20 @@ from attention_kernels import (
     golden_attention,
     resolve_engine,
 )
-from attention_kernels.peers.registry import PEERS
 from attention_kernels.points import BackwardNumerics
+from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.convert import nearest
 from stability.config.plugins import ATTENTIONS, plugins
 from stability.config.schema import AttentionConfig
 
 __all__ = [
-    "IMPLEMENTATIONS",
     "ResolvedAttention",
     "attention_from_text",
     "resolve_attention",
+    "resolve_baseline",
+    "resolve_flash",
+    "resolve_golden",
+    "resolve_sdpa",
     "with_input_format",
 ]
 
@@ -73,28 +74,23 @@ class ResolvedAttention:
         return output.out, output.lse
 
 
-class _Profiled(NamedTuple):
-    """An implementation whose rounding points are chosen by a profile and single fields."""
-
-    function: Callable[..., Any]
-    profiles: Mapping[str, Any]
-    default: str
+def resolve_flash(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
+    """Return flash attention with its numerics, on the engine that `device` runs."""
+    engine = resolve_engine(config.engine, device)
+    return _with_numerics(config, partial(flash_attention, engine=engine), engine)
 
 
-_PROFILED = {
-    "baseline": _Profiled(baseline_attention, BASELINE_PROFILES, "plain"),
-    "flash": _Profiled(flash_attention, PROFILES, "fa2"),
-}
+def resolve_baseline(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
+    """Return the attention that holds the whole score matrix, with its numerics."""
+    _refuse_engine(config)
+    return _with_numerics(config, baseline_attention, "torch")
 
 
-def _resolve_profiled(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
-    function, profiles, default = _PROFILED[config.implementation]
-    engine, options = "torch", {}
-    if config.implementation == "flash":
-        engine = resolve_engine(config.engine, device)
-        options = {"engine": engine}
-    else:
-        _refuse_engine(config)
+def _with_numerics(
+    config: AttentionConfig, function: Callable[..., Any], engine: str
+) -> ResolvedAttention:
+    """Bind the numerics that a profile and single fields choose."""
+    _, profiles, default = IMPLEMENTATIONS[config.implementation]
     profile = config.profile or default
     if profile not in profiles:
         raise ValueError(
@@ -104,7 +100,7 @@ def _resolve_profiled(config: AttentionConfig, device: torch.device) -> Resolved
     numerics = profiles[profile].with_(**config.numerics)
     return ResolvedAttention(
         name=f"{config.implementation}:{profile}",
-        function=partial(function, numerics=numerics, **options),
+        function=partial(function, numerics=numerics),
         description={
             "implementation": config.implementation,
             "profile": profile,
@@ -115,7 +111,8 @@ def _resolve_profiled(config: AttentionConfig, device: torch.device) -> Resolved
     )
 
 
-def _resolve_golden(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
+def resolve_golden(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
+    """Return the FP64 attention, its result in the dtype of q."""
     _refuse_engine(config)
     _refuse_settings(config, "it is FP64 throughout")
     return ResolvedAttention(
@@ -129,12 +126,12 @@ def _golden(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> T
     return golden_attention(q, k, v, **mask).to(q.dtype)
 
 
-def _resolve_sdpa(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
-    """Resolve PyTorch's own choice of kernel, or the one backend that the profile names."""
+def resolve_sdpa(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
+    """Return PyTorch's own choice of kernel, or the one backend that the profile names."""
     _refuse_engine(config)
     if config.numerics:
         _refuse_settings(config, "PyTorch chooses its own kernel")
-    backends = [name.partition(":")[2] for name in PEERS if name.startswith("sdpa:")]
+    backends = IMPLEMENTATIONS["sdpa"].profiles
     if config.profile and config.profile not in backends:
         raise ValueError(
             "resolve_attention: profile of sdpa must be one of PyTorch's backends, got "
@@ -193,19 +190,6 @@ def _refuse_settings(config: AttentionConfig, reason: str) -> None:
         )
 
 
-IMPLEMENTATIONS: dict[str, Callable[[AttentionConfig, torch.device], ResolvedAttention]] = {
-    "baseline": _resolve_profiled,
-    "flash": _resolve_profiled,
-    "golden": _resolve_golden,
-    "sdpa": _resolve_sdpa,
-}
-"""How each implementation that a config may name is resolved.
-
-A new one is a row here, and its profiles a row of `config.load.PROFILES_OF`, by which a study's
-YAML is checked before torch is imported. A user's own function needs neither.
-"""
-
-
 def attention_from_text(text: str) -> AttentionConfig:
     """Return the config that `text` means: "flash", "flash:fa2", "sdpa:math", "mypkg:function".
 
@@ -235,7 +219,8 @@ def resolve_attention(
         return _user_attention(getattr(config, "__name__", type(config).__name__), config)
     name = config.implementation
     if name in IMPLEMENTATIONS:
-        return IMPLEMENTATIONS[name](config, device)
+        module, _, resolver = IMPLEMENTATIONS[name].resolver.partition(":")
+        return getattr(importlib.import_module(module), resolver)(config, device)
     if not _may_be_users(name):
         known = [*IMPLEMENTATIONS, *plugins(ATTENTIONS)]
         raise ValueError(
@@ -256,13 +241,15 @@ def with_input_format(config: AttentionConfig, format: Format | None) -> Attenti
     """
     if format is None:
         return config
-    if config.implementation not in _PROFILED:
+    implementation = IMPLEMENTATIONS.get(config.implementation)
+    if implementation is None or not implementation.default:
         raise ValueError(
             "attention.implementation must be flash or baseline where the precision is emulated, "
             f"got {config.implementation!r}; it can't be told to round to {format.name}"
         )
-    _, profiles, default = _PROFILED[config.implementation]
-    numerics = profiles[config.profile or default].with_(**config.numerics)
+    numerics = implementation.profiles[config.profile or implementation.default].with_(
+        **config.numerics
+    )
     following = [name for name, value in numerics.to_dict().items() if value == "input"]
     backward = {field.name for field in fields(BackwardNumerics)}
     # a gradient beyond the format's range must become inf, or the loss scaler would not back off

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attention_kernels import PROFILES
+from attention_kernels.profiles import DEFAULT_FLASH_PROFILE, PROFILES
 from stability.config.convert import from_dict, to_dict
 from stability.config.load import override
 from stability.config.schema import ArmConfig, AttentionConfig
@@ -88,16 +88,16 @@ def plan_points(
     before = (
         config.attention
         if config.attention.implementation == "flash"
-        else AttentionConfig(implementation="flash", profile="fa2")
+        else AttentionConfig(implementation="flash", profile=DEFAULT_FLASH_PROFILE)
     )
     old, new = (
-        PROFILES[one.profile or "fa2"].with_(**one.numerics).to_dict()
+        PROFILES[one.profile or DEFAULT_FLASH_PROFILE].with_(**one.numerics).to_dict()
         for one in (before, attention)
     )
     points = [name for name in new if new[name] != old[name]]
     if not points:
         raise ValueError("bisect: the change must set a rounding point, it sets none")
-    start = {"implementation": "flash", "profile": before.profile or "fa2"}
+    start = {"implementation": "flash", "profile": before.profile or DEFAULT_FLASH_PROFILE}
     return points, lambda some: {
         "attention": {
             **start,

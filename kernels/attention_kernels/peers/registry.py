@@ -27,7 +27,12 @@ from attention_kernels.api import (
 from attention_kernels.checks import check_mask_values, check_tensors, require
 from attention_kernels.masks import Mask, MaskArguments
 from attention_kernels.peers import flex, libraries, sdpa
-from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
+from attention_kernels.profiles import (
+    BASELINE_PROFILES,
+    DEFAULT_BASELINE_PROFILE,
+    DEFAULT_FLASH_PROFILE,
+    PROFILES,
+)
 
 __all__ = ["PEERS", "PeerStatus", "attention", "peers"]
 
@@ -117,10 +122,10 @@ def attention(
     if implementation == "golden":
         return golden_attention(q, k, v, **mask)
     if family == "flash":
-        profile = _named(rest or "fa2", PROFILES, "flash profile")
+        profile = _named(rest or DEFAULT_FLASH_PROFILE, PROFILES, "flash profile")
         return flash_attention(q, k, v, numerics=profile, **mask)
     if family == "baseline":
-        profile = _named(rest or "plain", BASELINE_PROFILES, "baseline profile")
+        profile = _named(rest or DEFAULT_BASELINE_PROFILE, BASELINE_PROFILES, "baseline profile")
         return baseline_attention(q, k, v, numerics=profile, **mask)
     own = bool(rest) and family != "sdpa"
     if not own:

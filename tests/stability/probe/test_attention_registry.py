@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
-from stability.config.load import PROFILES_OF
+from attention_kernels.peers.sdpa import BACKENDS
+from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.schema import AttentionConfig
 from stability.probe.attention_registry import (
-    IMPLEMENTATIONS,
     attention_from_text,
     resolve_attention,
 )
@@ -49,8 +49,16 @@ def test_auto_is_resolved_once_and_described():
     assert resolved.description["numerics"]["probabilities"] == "input"
 
 
-def test_what_a_study_may_name_is_what_is_registered():
-    assert set(PROFILES_OF) == set(IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_what_a_study_may_name_is_resolved_with_each_of_its_profiles(name):
+    for profile in ("", *IMPLEMENTATIONS[name].profiles):
+        config = AttentionConfig(implementation=name, profile=profile)
+        shown = profile or IMPLEMENTATIONS[name].default
+        assert resolve_attention(config, CPU).name == f"{name}:{shown}".removesuffix(":")
+
+
+def test_the_profiles_of_sdpa_are_pytorchs_backends():
+    assert [f"sdpa:{name}" for name in IMPLEMENTATIONS["sdpa"].profiles] == [*BACKENDS]
 
 
 @pytest.mark.parametrize(
