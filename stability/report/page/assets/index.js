@@ -1,7 +1,7 @@
 // The list of studies: how long ago each last wrote, and what is chosen for a comparison.
 "use strict";
 (() => {
-  const MOST = 6; // compared at once, as in report/server.py
+  const MOST = 6; // compared at once, as MOST_COMPARED in report/live/server.py
   const UNITS = [["day", 86400], ["hour", 3600], ["minute", 60], ["second", 1]];
   const words = new Intl.RelativeTimeFormat("en", { numeric: "always" });
   const boxes = () => [...document.querySelectorAll("input[name=study]")];
