@@ -1,8 +1,9 @@
-"""Counts the elements of a result that are off by more than a rule allows, as kernel suites count.
+"""Counts the elements of an attention result that a kernel's test suite would call wrong.
 
-There are two rules. flash-attn's budget scales with what plain attention errs on the same inputs
-(`attention_kernels.testing.error_budget`). The defaults of torch.testing.assert_close know nothing
-of the inputs. How far elements are off on average is the subject of `stability.metrics.deviation`.
+Two rules are counted side by side. flash-attn's tests allow a multiple of the error that plain
+attention makes on the same inputs (`attention_kernels.testing.error_budget`), so the limit follows
+dtype, length and distribution. The default tolerances of torch.testing.assert_close depend on the
+dtype alone. How large errors are on average is left to `stability.metrics.deviation`.
 """
 
 from collections.abc import Sequence
@@ -21,28 +22,29 @@ _DEFAULTS = {
     torch.bfloat16: (1.6e-2, 1e-5),
     torch.float16: (1e-3, 1e-5),
 }
-"""rtol and atol of assert_close: docs.pytorch.org/docs/stable/testing.html"""
+"""The default (rtol, atol) of assert_close: docs.pytorch.org/docs/stable/testing.html"""
 
 
 class Mismatches(NamedTuple):
-    """Counts of elements, and how far the worst is off."""
+    """How many elements each rule rejects, and how large the worst error is."""
 
     elements: int
     outside: int
-    """Elements that err more than the budget, against the golden; a NaN does."""
+    """Elements whose error against the golden is over the budget; a NaN is always outside."""
     not_close: int
     """Elements that assert_close's defaults reject, against the golden rounded to x's dtype."""
     max_abs: float
+    """The largest absolute error against the golden."""
     of_budget: float
-    """`max_abs` over the budget."""
+    """The ratio of `max_abs` to the budget: above 1, some element is outside."""
 
 
 def mismatches(x: Tensor, plain: Tensor, golden: Tensor, factor: float = 2.0) -> Mismatches:
-    """Count the elements of x, BF16 or FP16, that are off from the FP64 golden.
+    """Count the elements of `x`, a BF16 or FP16 result, that each rule rejects.
 
-    `factor` is the budget's: how many times plain attention's largest error it allows.
-    `plain` is what plain attention in x's dtype gives on the same inputs. ValueError for another
-    dtype.
+    `plain` is the result of plain attention in x's dtype and `golden` that of FP64 attention, both
+    on the inputs of `x` and in its shape. The budget allows `factor` times the largest error of
+    `plain`, plus half a spacing of x's dtype. ValueError if x is neither BF16 nor FP16.
     """
     if x.dtype not in _DEFAULTS:
         raise ValueError(
@@ -57,6 +59,7 @@ def mismatches(x: Tensor, plain: Tensor, golden: Tensor, factor: float = 2.0) ->
     max_abs = error.max().item()
     return Mismatches(
         elements=error.numel(),
+        # not `error > limit`, which is false for a NaN
         outside=int((~(error <= limit)).sum().item()),
         not_close=int((~close).sum().item()),
         max_abs=max_abs,
@@ -65,9 +68,9 @@ def mismatches(x: Tensor, plain: Tensor, golden: Tensor, factor: float = 2.0) ->
 
 
 def together(parts: Sequence[Mismatches]) -> Mismatches:
-    """Return the counts of several results in all, and the worst of each figure.
+    """Merge the counts of several results: add up the counts, take the worst of each error.
 
-    ValueError if there is none.
+    ValueError if `parts` is empty.
     """
     if not parts:
         raise ValueError("together: parts must not be empty; nothing was counted")

@@ -1,6 +1,7 @@
-"""`stability doctor`: what this machine has, and which attentions run on it, or why not.
+"""`stability doctor`: shows what this machine has and which attentions run on it, or why not.
 
-It looks and changes nothing, and measures no speed (`make bench` and `make gpu` do that).
+It changes nothing on the machine or in torch's settings, and measures no speed (`make bench` and
+`make gpu` do that).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ def doctor(json: bool = False) -> int:
 
 
 def _examine() -> dict[str, Any]:
+    """Return what `--json` prints; engines, formats and attentions are those of one device."""
     import torch  # heavy
 
     from attention_kernels.formats import FORMATS
@@ -43,6 +45,7 @@ def _examine() -> dict[str, Any]:
     from attention_kernels.peers.registry import peers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    # a CUDA machine has a CPU as well; all but the hardware is shown for one device, the GPU if any
     chips = ["cpu", "cuda"] if device == "cuda" else ["cpu"]
     native = native_formats(device)
     return {
@@ -57,6 +60,7 @@ def _examine() -> dict[str, Any]:
 
 
 def _our_own() -> list[dict[str, Any]]:
+    """Return a row for each profile of our own attentions; all of them run on any machine."""
     from attention_kernels.profiles import BASELINE_PROFILES, PROFILES  # heavy
 
     names = [*(f"flash:{name}" for name in PROFILES)]
@@ -86,6 +90,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _facts(console: "Console", title: str, facts: dict[str, Any]) -> None:
+    """Print a bold title and, below it, a line for each name and its value."""
     from rich.text import Text  # heavy
 
     grid = _grid()
@@ -97,6 +102,7 @@ def _facts(console: "Console", title: str, facts: dict[str, Any]) -> None:
 
 
 def _attentions(rows: list[dict[str, Any]]) -> "Table":
+    """Lay out a line for each family of our profiles, then a line for each other attention."""
     from rich.text import Text  # heavy
 
     grid = _grid(columns=4)

@@ -1,7 +1,8 @@
-"""Makes another attention compute in place of the model's own: all of it, or one direction.
+"""Makes a candidate attention compute in place of a model's own, in all or some of its layers.
 
-It serves to bisect a failure: the candidate's forward with the model's own gradients, or the other
-way round. Leaves out which calls are caught (`sdpa`, `transformers`) and comparing them (`probe`).
+The candidate may replace both directions or only one: its forward with the model's own gradients,
+or its gradients with the model's own forward. So a failed training can be traced to a direction and
+to layers. Leaves out how calls are caught (`sdpa`, `transformers`) and compared (`probe`).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,10 @@ Direction = Literal["both", "forward", "backward"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """`candidate` in the layers whose names match one of the globs `layers`."""
+    """Where `candidate` replaces the model's own attention, and in which direction.
+
+    `layers` are globs; a layer is replaced if its name matches one of them.
+    """
 
     candidate: ResolvedAttention
     layers: Sequence[str]
@@ -39,7 +43,7 @@ class Replacement:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return where and how it replaces, as JSON values."""
+        """Return the globs and the direction as JSON values, without the candidate."""
         return {"layers": list(self.layers), "direction": self.direction}
 
     def covers(self, layer: str) -> bool:
@@ -47,9 +51,10 @@ class Replacement:
         return any(fnmatchcase(layer, pattern) for pattern in self.layers)
 
     def of(self, call: AttentionCall, primary: BoundAttention) -> BoundAttention:
-        """Return what computes `call` in place of `primary`.
+        """Return the attention that computes `call` instead of `primary`, the model's own.
 
-        ValueError for a call that the candidate cannot compute, e.g. with dropout.
+        With one direction replaced it gives no LSE. ValueError for a call that the candidate cannot
+        compute, e.g. with dropout.
         """
         if call.unsupported:
             raise ValueError(
@@ -65,7 +70,11 @@ class Replacement:
         return lambda q, k, v: (_Split.apply(q, k, v, forward, backward), None)
 
     def mixed(self, own: ResolvedAttention) -> ResolvedAttention:
-        """Return the attention of a covered layer: the candidate, or one direction of it."""
+        """Return the attention of a replaced layer whose own attention is `own`.
+
+        It is the candidate, or the candidate in one direction and `own` in the other. For a model
+        that is built with its attention, as our GPT is; `of` serves calls that are caught.
+        """
         if self.direction == "both":
             return self.candidate
         pair = (self.candidate, own) if self.direction == "forward" else (own, self.candidate)
@@ -81,7 +90,10 @@ class Replacement:
 def _cast_and_attend(
     candidate: ResolvedAttention, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend in the dtype in which the model's own attention would compute."""
+    """Attend by the candidate, in the dtype in which the model's own attention would compute.
+
+    Autocast casts the inputs of the model's own attention; a candidate it may not know.
+    """
     if call.dtype is not None:
         q, k, v = (x.to(call.dtype) for x in (q, k, v))
     return candidate.with_lse(q, k, v, **call.mask)
@@ -90,9 +102,10 @@ def _cast_and_attend(
 def _attend_under_autocast(
     primary: BoundAttention, dtype: torch.dtype | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend by the model's own attention, under the autocast of its call.
+    """Attend by the model's own attention, under the autocast that was on at its call.
 
-    Autograd runs the backward pass outside of any autocast.
+    It must be switched on again: `_Split` may run this in the backward pass, and autograd runs that
+    outside of any autocast.
     """
     with torch.autocast(q.device.type, dtype=dtype, enabled=dtype is not None):
         return primary(q, k, v)
@@ -103,7 +116,11 @@ def _without_lse(attention: BoundAttention) -> Callable[..., Tensor]:
 
 
 class _Split(torch.autograd.Function):
-    """An attention whose output comes from one function and its gradients from another."""
+    """An attention whose output comes from one function and whose gradients from another.
+
+    Only q, k and v are saved: the backward pass runs the second function forward on them, then
+    differentiates it.
+    """
 
     @staticmethod
     def forward(

@@ -1,8 +1,9 @@
 """Catches every attention call of a Hugging Face transformers model.
 
-In every forward, a model asks `AttentionInterface.get_interface` for the function that its config
-names; calls are caught in that one method. Configs and masks stay as they are, so the model's own
-eager or sdpa function gets exactly what it would get otherwise. Leaves out attention that a model
+In each forward pass every attention layer asks `AttentionInterface.get_interface` for the function
+that the config names. While a context is open that one method is patched and returns a wrapper.
+Configs and masks stay as they are, so the model's own eager or sdpa function still gets exactly the
+arguments that it would get without us. Leaves out attention that a model
 computes without the interface (`sdpa` catches it where it ends in `scaled_dot_product_attention`),
 what a call means (`transformers_call`), and replacing a model's attention for good
 (`transformers_candidate`).
@@ -40,43 +41,53 @@ Function = Callable[..., tuple[Tensor, Tensor | None]]
 
 @dataclass(kw_only=True, slots=True)
 class _Catching:
+    """One open context of `catch_transformers`: its model's layers, and what is done with calls."""
+
     layers: dict[nn.Module, str]
     handler: CallHandler
     reader: MaskReader = field(default_factory=MaskReader)
     calls: dict[nn.Module, int] = field(default_factory=dict)
+    """How often each module has attended in this forward pass before its latest call."""
     depth: int = 0
-    """How many modules of the model are running, nested in one another."""
+    """How many modules of the model are running now, each inside the one before."""
 
     def enter(self, module: nn.Module, args: Any) -> None:
+        """Count a module in, as its forward pre-hook."""
+        # A forward pass begins with the outermost module. So does a recomputation of a checkpointed
+        # layer in the backward pass, whose calls thereby keep their names.
         if not self.depth:
             self.calls.clear()
         self.depth += 1
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Count a module out, as its forward hook, which runs after an error too."""
         self.depth = max(0, self.depth - 1)
 
     def layer(self, module: nn.Module) -> str:
-        """Return the module's path, numbered from its second call in a forward pass on."""
+        """Return the dotted path of the module, with `#n` added at its n-th repeat in a pass."""
         count = self.calls[module] = self.calls.get(module, -1) + 1
         return f"{self.layers[module]}#{count}" if count else self.layers[module]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AskedFunction:
-    """The attention function that a model asked for."""
+    """What is known of the attention function that a model asked the interface for."""
 
     name: str
     eager: bool
+    """Whether it is the eager function of the model's own file."""
     known: bool
+    """Whether it is eager, sdpa or a registered candidate: one whose calls we can translate."""
     argument_names: frozenset[str]
+    """The arguments that it takes by name."""
 
 
 _CATCHING: list[_Catching] = []
-"""The contexts that are open, of all models; the interface is patched while there is any."""
+"""All open contexts, of any model; the interface is patched while there is at least one."""
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Say whether `model` is a `PreTrainedModel` or has one inside; imports nothing."""
+    """Say whether `model` is or contains a `PreTrainedModel`, without importing transformers."""
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
         for module in model.modules()
@@ -85,11 +96,11 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def check_transformers(model: nn.Module) -> None:
-    """Raise ValueError for what cannot be caught or repeated, as far as it shows before a run.
+    """Raise ValueError if the model has attention that we can see we cannot catch or repeat.
 
-    That is an attention implementation that is neither eager nor sdpa nor of
-    `register_transformers`, attention with learned sinks, which no candidate knows, and attention
-    dropout > 0 in a part that is in training mode.
+    There are three such cases: an implementation other than eager, sdpa and those of
+    `register_transformers`; learned attention sinks, which no candidate computes; and attention
+    dropout > 0 in a module in training mode. Calls can still turn out unsupported during the run.
     """
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
@@ -123,12 +134,13 @@ def _refuse_dropout(layer: str, config: Any) -> None:
 
 @contextmanager
 def catch_transformers(model: nn.Module, handler: CallHandler) -> Iterator[None]:
-    """Catch each attention call of `model`, all or part of which is a `PreTrainedModel`.
+    """Inside the context, pass each attention call of `model` to `handler`.
 
-    `handler(call, primary)` decides what the layer returns; where that is the primary's out, the
-    model computes the same bits as outside. The layer is the dotted path of the attention module;
-    its second call in a forward pass gets `#1` behind it, and so on. Contexts may be nested and may
-    end in any order. ValueError as `check_transformers`.
+    `model` is or contains a `PreTrainedModel`. The layer computes with what `handler(call,
+    primary)` returns; where that is the primary's own out, the model computes the same bits as
+    outside the context. `call.layer` is the dotted path of the attention module; its second call in
+    a forward pass gets `#1` behind it, and so on. Contexts may be nested and may end in any order.
+    ValueError as `check_transformers`.
     """
     from transformers import AttentionInterface  # optional dependency
 
@@ -153,6 +165,8 @@ def catch_transformers(model: nn.Module, handler: CallHandler) -> Iterator[None]
 
 
 def _catching_interface(get_interface: Callable[..., Function]) -> Callable[..., Function]:
+    """Return a `get_interface` whose functions go through every open context, the newest first."""
+
     @wraps(get_interface)
     def catching(self: Any, attn_implementation: str, default: Function) -> Function:
         function = get_interface(self, attn_implementation, default)
@@ -181,7 +195,8 @@ def _attend(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Stand in for the attention function that `module` calls."""
+    """Hand the call of `module` to the context's handler in place of `function`."""
+    # the interface is shared by all models: a call of another one passes through
     if module not in catching.layers:
         return function(module, query, key, value, attention_mask, **options)
     layer = catching.layer(module)
@@ -214,13 +229,19 @@ def _attend(
 
 
 def _is_cross(layer: str, module: nn.Module) -> bool:
-    """Tell cross-attention by its names: nothing else shows it when the lengths agree."""
+    """Tell cross-attention by the names of its path and class.
+
+    Nothing else shows it where queries and keys have one length.
+    """
     names = f"{layer} {type(module).__name__}".lower()
     return any(part in names for part in ("cross", "encoder_attn", "encdec"))
 
 
 class _ModelAttention:
-    """The model's own attention function as a `BoundAttention`; it lives as long as one call."""
+    """The model's own attention function, bound to one call's arguments, as a `BoundAttention`.
+
+    It remembers its results, so that the layer can be given the attention weights as well.
+    """
 
     def __init__(self, function: Function, received: TransformersCall) -> None:
         self._function = function

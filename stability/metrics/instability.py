@@ -1,18 +1,18 @@
 """Signs of instability in a training run, and the thresholds past which one is worth an alert.
 
-What is watched. The norm of all gradients; RMS_t, the size of a gradient in units of Adam's own
+What is watched: the norm of all gradients; RMS_t, the size of a gradient in units of Adam's own
 estimate of it (where it is large, a loss spike follows 1 to 8 steps later: arXiv 2304.13013); log Z
-of the output logits and the largest attention logit (arXiv 2309.14322); spikes of the loss;
-gradients that are no numbers. The measures of tensors return FP64 scalars on the tensors' device
-and do not wait for it, so a caller gathers them and transfers once.
+of the output logits and the largest attention logit (arXiv 2309.14322); spikes of the loss; and NaN
+or infinity in the gradients. Functions of tensors return FP64 scalars on the tensors' device
+without synchronising, so a caller can gather a step's values and transfer them at once.
 
-Which thresholds. Only what can be checked at its source, or needs no source: "all points with
-attention logits above 1e4 diverged" (arXiv 2309.14322), NaN and infinity by definition, and our own
-rule for a loss spike, which is called ours wherever it is shown. RMS_t has none: it passes 2 in
-sound runs too, so it is logged for the reader to judge, as the gradient norm, log Z and entropy
-are.
+Which thresholds: only those that can be checked at their source, or need none. "All points with
+attention logits above 1e4 diverged" (arXiv 2309.14322); NaN and infinity are wrong by definition;
+the rule for a loss spike is our own, and is called so wherever it is shown. RMS_t has no threshold,
+since it passes 2 in sound runs too: like the gradient norm, log Z and entropy it is only logged,
+for the reader to judge.
 
-Leaves out what is watched inside attention (`inside_attention`), and who is told.
+Leaves out what is computed inside attention (`inside_attention`), and who receives an alert.
 """
 
 import math
@@ -39,17 +39,14 @@ __all__ = [
 ]
 
 LOSS_SPIKE_DEVIATIONS = 3.2
-"""How many standard deviations above its mean a loss counts as a spike."""
+"""A loss is a spike if it is more than so many standard deviations above the mean before it."""
 
 _POSITIONS = 4096
-"""Positions that `log_z` widens at a time: 0.8 GB in FP32 for 50,000 logits each."""
+"""How many positions `log_z` widens to FP32 at a time: 0.8 GB for a vocabulary of 50,000."""
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all `gradients` together, squares summed in FP64, so none overflows.
-
-    ValueError without a gradient.
-    """
+    """Return the 2-norm of all `gradients` as one vector, in FP64. ValueError if there is none."""
     _require_some("gradient_norm", gradients)
     # the square of an FP32 gradient above 1.8e19 overflows in FP32
     norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float64) for g in gradients]
@@ -57,7 +54,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def count_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return how many values of all `tensors` are NaN or infinite. ValueError without a tensor."""
+    """Count the NaN and infinite values in all `tensors`. ValueError if there is no tensor."""
     _require_some("count_nonfinite", tensors)
     return torch.stack([(~torch.isfinite(x)).sum() for x in tensors]).sum().double()
 
@@ -67,10 +64,11 @@ def rms_ratio(
 ) -> Tensor:
     """Return RMS_t = sqrt(mean(g^2 / max(v, eps^2))) of one tensor (arXiv 2304.13013).
 
-    `exp_avg_sq` is Adam's running mean of g^2, this gradient included, after `step` updates (from
-    1; a 0-d tensor as in the optimizer's state will do); v is that divided by 1 - beta2^step. 1
-    means that v is up to date with the gradients; it is at most sqrt((1 - beta2^step) / (1 -
-    beta2)). ValueError unless both have one shape.
+    g is `grad`. `exp_avg_sq` is Adam's running mean of g^2 after `step` updates, this gradient's
+    among them, so `step` is at least 1; it may be a 0-d tensor, as in torch's optimizer state. v is
+    `exp_avg_sq` without its bias towards 0, i.e. divided by 1 - beta2^step. RMS_t is 1 where v
+    matches the present gradients, larger where v lags behind their growth, and at most
+    sqrt((1 - beta2^step) / (1 - beta2)). ValueError unless `grad` and `exp_avg_sq` have one shape.
     """
     if grad.shape != exp_avg_sq.shape:
         raise ValueError(
@@ -83,10 +81,10 @@ def rms_ratio(
 
 
 def log_z(logits: Tensor) -> Tensor:
-    """Return the mean over positions of log(sum(exp(logits))), natural log.
+    """Return log Z = log(sum(exp(logits))), natural log, averaged over all positions.
 
-    `logits` are `(..., vocab)`, and widened to FP32 if they are narrower. ValueError for a tensor
-    with no dimension.
+    `logits` have the shape `(..., vocab)`; a dtype narrower than FP32 is widened to FP32.
+    ValueError for a 0-d tensor.
     """
     if logits.dim() == 0:
         raise ValueError("log_z: logits must be (..., vocab), got a 0-d tensor; pass the logits")
@@ -97,12 +95,13 @@ def log_z(logits: Tensor) -> Tensor:
 
 
 class LossSpikes:
-    """Tells whether a loss stands out: above mean + `deviations` * std of the `window` before it.
+    """Tells whether a loss is a spike: above mean + `deviations` * std of the losses before it.
 
-    The window of 50 and the deviations of `LOSS_SPIKE_DEVIATIONS` are ours, no published ones.
-    Nothing is a spike until the window is full. std is that of the window itself (divided by its
-    length). A loss that is not finite is a spike, and stays out of the window. ValueError for a
-    window below 2 or deviations that are not positive.
+    Mean and std are over the last `window` finite losses; std divides by their number. A finite
+    loss is no spike until the window is full. A spike enters the window too, so a new level of the
+    loss stops being one; a loss that is not finite is always a spike and never enters. The window
+    of 50 and `LOSS_SPIKE_DEVIATIONS` are our choice, not published values. ValueError for a window
+    below 2 or deviations that are not positive.
     """
 
     def __init__(self, deviations: float, window: int = 50) -> None:
@@ -116,7 +115,7 @@ class LossSpikes:
         self._losses: deque[float] = deque(maxlen=window)
 
     def update(self, loss: float) -> bool:
-        """Take in the next step's loss and return whether it is a spike."""
+        """Add the next step's loss and return whether it is a spike."""
         if not math.isfinite(loss):
             return True
         spike = len(self._losses) == self._losses.maxlen and loss > self._limit()
@@ -128,7 +127,7 @@ class LossSpikes:
         return {"losses": list(self._losses)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the window of a checkpoint."""
+        """Continue with the window that `state_dict` returned."""
         self._losses = deque(state_dict["losses"], maxlen=self._losses.maxlen)
 
     def _limit(self) -> float:
@@ -149,20 +148,21 @@ def _require_some(function: str, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Threshold:
-    """A limit on every metric whose whole name matches `pattern`.
+    """A limit on every metric whose whole name matches the regular expression `pattern`.
 
-    The pattern's group `layer`, if it has one, is the layer or parameter that the name speaks of.
+    The group `layer`, where the pattern has one, finds the layer or parameter in the name.
     """
 
     pattern: str
     relation: Literal[">", ">="]
     limit: float
     meaning: str
-    """What it means to be past the limit, in a few words."""
+    """What a value past the limit shows, in a few words."""
     source: str
+    """Where the limit comes from."""
 
     def is_past(self, value: float) -> bool:
-        """Whether `value` is past the limit; NaN never is: non-finite values are counted apart."""
+        """Whether `value` is past the limit. NaN never is: `count_nonfinite` reports those."""
         return value >= self.limit if self.relation == ">=" else value > self.limit
 
 
@@ -192,21 +192,21 @@ THRESHOLDS = (
 
 
 class Crossing(NamedTuple):
-    """The metrics that got past one threshold together."""
+    """The metrics that crossed one threshold at the same step."""
 
     threshold: Threshold
     values: dict[str, float]
-    """By name, the largest first; never empty."""
+    """The value of each metric by its name, the largest first; never empty."""
 
     @property
     def layer(self) -> str:
-        """The layer or parameter of the largest value, "" if it is the whole run's."""
+        """The layer or parameter of the largest value; "" if the metric is of the whole run."""
         found = re.fullmatch(self.threshold.pattern, next(iter(self.values)))
         return (found.groupdict() if found else {}).get("layer", "")
 
     @property
     def text(self) -> str:
-        """What happened, in one line."""
+        """One line for the alert: metric, value, how many others crossed, the rule, its meaning."""
         (name, value), *others = self.values.items()
         more = f", and {len(others)} more" if others else ""
         rule = f"{self.threshold.relation} {self.threshold.limit:g}, {self.threshold.source}"
@@ -218,11 +218,11 @@ def crossings(
     previous: Mapping[str, float],
     thresholds: Sequence[Threshold] = THRESHOLDS,
 ) -> list[Crossing]:
-    """Return the thresholds that metrics are past now and were not past before.
+    """Return a crossing for each threshold that some metric is past now and was not past before.
 
-    `previous` holds the last value of each metric that was ever measured: the caller goes on with
-    `{**previous, **metrics}`, and a name that is not in it counts as not past. Metrics that cross
-    one threshold at once make one crossing.
+    `previous` holds the last measured value of each metric; a metric that is not in it was not
+    past. The caller updates it to `{**previous, **metrics}` after each call, so a metric that stays
+    past its limit is reported once. Metrics that cross one threshold together share a crossing.
     """
     found = []
     for threshold in thresholds:

@@ -1,9 +1,9 @@
 """Checkpoints: how they are written, from which one a run resumes, and how a fork inherits one.
 
-Lightning decides when to save and what. Here a file is forced to disk, renamed, and listed in the
-manifest with its checksum, so a checkpoint is whole or not there. Everything that a run uses is a
-function of its config and step, so a run whose checkpoints are damaged starts anew and still ends
-in the same bits. Whether a run may be forked is left to `fork`.
+Lightning decides when to save and what. This module writes the file atomically and lists it in the
+manifest with its checksum, so a checkpoint is whole or does not count. A run is decided by its
+config alone, so one whose checkpoints are damaged starts anew and still ends in the same bits.
+Whether a run may be forked is left to `fork`.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,10 @@ __all__ = ["CheckpointFiles", "clear_unlisted", "lay_fork", "resume_from"]
 
 
 class CheckpointFiles(CheckpointIO):
-    """Writes checkpoints whole, lists them in `files`, and keeps the last `keep` (0: all)."""
+    """Lightning's way to write and read checkpoints: whole files, listed in the run's manifest.
+
+    The last `keep` checkpoints are kept, or all of them if `keep` is 0.
+    """
 
     def __init__(self, files: RunFiles, keep: int) -> None:
         self._files = files
@@ -32,7 +35,7 @@ class CheckpointFiles(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write `checkpoint` to `path` and drop the oldest beyond what is kept."""
+        """Write `checkpoint` to `path`, list it, and delete all but the last `keep` checkpoints."""
         path = Path(path)
         with atomic_path(path) as temporary, temporary.open("wb") as file:
             torch.save(checkpoint, file)
@@ -48,16 +51,17 @@ class CheckpointFiles(CheckpointIO):
         return torch.load(path, map_location=map_location or "cpu", weights_only=True)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Do nothing: `save_checkpoint` drops what is no longer kept."""
+        """Do nothing: `save_checkpoint` deletes old checkpoints, and takes them off the list."""
 
 
 def resume_from(
     paths: RunPaths, manifest: Manifest, note: Callable[[str], None]
 ) -> tuple[int, dict[str, str]]:
-    """Return the step of the checkpoint to resume from, and the files that may be relied on.
+    """Return the step of the checkpoint to resume from, and the undamaged files up to that step.
 
-    Step 0 and no files if the run starts anew. `note` is called for each damaged record and with
-    what is done about it.
+    The files are checksums by name, as in the manifest. Step 0 and no files mean that the run
+    starts anew. `note` is called with a sentence for each damaged record and one for what is done
+    about it.
     """
     wrong = damaged_files(paths, manifest)
     for name, what in wrong.items():
@@ -69,6 +73,7 @@ def resume_from(
     whole = manifest.files.keys() - wrong.keys()
     steps = [s for s in checkpoint_steps(paths) if paths.name_of(paths.checkpoint(s)) in whole]
     lost = [s for s in _snapshots_of(manifest) if paths.name_of(paths.snapshot(s)) in wrong]
+    # a damaged snapshot is written again only if the run passes its step again
     usable = [step for step in steps if step < min(lost, default=step + 1)]
     at = max(usable, default=0)
     if wrong:
@@ -82,9 +87,10 @@ def resume_from(
 
 
 def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
-    """Delete snapshots and checkpoints that `files` does not list, and a kill's temporary files.
+    """Delete snapshots and checkpoints that `files` does not list, and a killed run's `.tmp` files.
 
-    The run writes them again, with the same bits.
+    They are damaged, or later than the step that the run resumes from, or were never listed. The
+    run writes them again, with the same bits.
     """
     found = [paths.snapshot(step) for step in snapshot_steps(paths)]
     found += [paths.checkpoint(step) for step in checkpoint_steps(paths)]
@@ -99,7 +105,7 @@ def _snapshots_of(manifest: Manifest) -> list[int]:
 
 
 def _is_of_a_step(name: str) -> bool:
-    """Whether the file is a snapshot or checkpoint; the log of an ended run is listed too."""
+    """Whether a listed file is a snapshot or checkpoint: an ended run's log is listed as well."""
     return Path(name).stem.startswith("step-")
 
 
@@ -109,16 +115,18 @@ def _step_of(name: str) -> int:
 
 
 _DRIFT = b'"drift/'
+"""What a line of the metric log contains if it holds drifts."""
 _LOG_POSITION = "LogPosition"
 """Lightning's key for the state of `callbacks.log_position.LogPosition`."""
 
 
 def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str, str]:
-    """Copy the parent's records up to step `at` into the fork's folder; return the files it lists.
+    """Copy the parent's metric log and checkpoint of step `at` into the fork's folder.
 
-    Drifts are left out of the log, since they are distances from the parent's baseline. `eps` is
-    the fork's own and is written into the optimizer's state, where an optimizer that is restored
-    reads it. ValueError if the parent's checkpoint is damaged or gone.
+    Returns the fork's files for its manifest: the checkpoint's checksum by its name. Log lines with
+    drifts are left out, since those are distances from the parent's baseline. `eps` is the fork's
+    `optimizer.eps`; it is written into the checkpoint, because a restored optimizer takes its eps
+    from there and not from the config. ValueError if the parent's checkpoint is damaged or missing.
     """
     checkpoint: dict[str, Any] = torch.load(
         read_run_file(parent, parent.checkpoint(at)), map_location="cpu", weights_only=True
@@ -131,6 +139,7 @@ def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str,
     ]
     with atomic_path(fork.metrics) as temporary:
         temporary.write_bytes(b"".join(kept))
+    # on the resume `LogPosition` cuts the log at this byte, and the fork's log is the shorter one
     position["position"] = sum(map(len, kept))
     for optimizer in checkpoint["optimizer_states"]:
         for group in optimizer["param_groups"]:

@@ -1,9 +1,10 @@
-"""Trains several runs at once on this machine, each in a process and, if there are any, on a GPU.
+"""Trains several runs at once on this machine, each in a process of its own.
 
-A run depends on nothing but its config and its baseline's records, so the order of runs changes no
-bit: a candidate waits for its baseline, and nothing else waits. A child whose parent is gone stops
-at its next step. A child that is killed counts as a failed run, and the others go on. How one run
-is trained is left to `train_run`.
+If the machine has several GPUs the processes are spread over them. A run depends on nothing but its
+config and its baseline's records, so the order of runs changes no bit; only a candidate has to wait
+for its baseline. A child process whose parent has died stops at its next step. A child that is
+killed counts as a failed run, and the other runs go on. How one run is trained is left to
+`train_run`.
 """
 
 import multiprocessing
@@ -28,11 +29,14 @@ __all__ = ["train_in_processes"]
 
 @dataclass(slots=True)
 class _Child:
+    """A process that trains one run."""
+
     run: Run
     process: SpawnProcess
     slot: int
+    """The number that selects its GPU: see `_Queue.free_slot`."""
     told: bool = False
-    """Whether it has reported how its run ended."""
+    """Whether the child has reported how its run ended."""
 
 
 @dataclass(slots=True)
@@ -40,17 +44,20 @@ class _Queue:
     """The runs that have not been started, those in training, and whether the disk is full."""
 
     waiting: list[tuple[int, Run]]
+    """Runs to be started, each with its number in the study, from 1."""
     active: dict[Connection, _Child] = field(default_factory=dict)
+    """Runs in training, by the parent's end of the pipe to their process."""
     disk_full: str = ""
+    """The message of a child that found the disk full; empty if none has."""
 
     def ready(self) -> tuple[int, Run] | None:
-        """Return the first run whose baseline is neither waiting nor in training."""
+        """Return the first run whose baseline is neither waiting nor in training, or None."""
         busy = {child.run.paths for child in self.active.values()}
         busy |= {run.paths for _, run in self.waiting}
         return next((pair for pair in self.waiting if pair[1].baseline not in busy), None)
 
     def free_slot(self) -> int:
-        """Return the lowest number that no run in training has; it selects the GPU."""
+        """Return the lowest number from 0 that no run in training has; it selects the GPU."""
         taken = {child.slot for child in self.active.values()}
         return min(set(range(len(taken) + 1)) - taken)
 
@@ -58,10 +65,10 @@ class _Queue:
 def train_in_processes(
     runs: list[Run], jobs: int, options: TrainOptions, observer: StudyObserver
 ) -> None:
-    """Train `runs`, up to `jobs` at once, and report all of them to `observer`.
+    """Train `runs`, up to `jobs` at once, and report the progress of all to `observer`.
 
-    KeyboardInterrupt is passed on to every child, and raised when they have stopped. DiskFullError,
-    as from `train`, is raised when the runs in training have ended.
+    A KeyboardInterrupt is sent on to every child and raised once all have stopped. After a
+    DiskFullError in a child no other run starts; it is raised here once those in training end.
     """
     queue = _Queue(list(enumerate(runs, start=1)))
     try:
@@ -84,7 +91,7 @@ def train_in_processes(
 def _start_ready(
     queue: _Queue, total: int, jobs: int, options: TrainOptions, observer: StudyObserver
 ) -> None:
-    """Start every run that may start; after a full disk, none."""
+    """Start runs until `jobs` are in training or none is ready; start none if the disk is full."""
     if queue.disk_full:
         queue.waiting.clear()
     while len(queue.active) < jobs and (pair := queue.ready()) is not None:
@@ -128,10 +135,11 @@ def _listen(queue: _Queue, connection: Connection, observer: StudyObserver) -> N
 
 @contextmanager
 def _waiting_threads_sleep() -> Iterator[None]:
-    """Let a child's idle OpenMP threads sleep instead of spin.
+    """Inside the context, start children whose idle OpenMP threads sleep instead of spin.
 
-    Spinning threads of two children slow each other down 30-fold. The policy decides how a thread
-    waits and never what it adds, so no bit depends on it.
+    Two children with spinning threads slow each other down 30-fold. A child reads the variable when
+    it starts, so it need not stay set here. It decides how a thread waits and not what it computes,
+    so no bit depends on it. A policy that the user has set is left as it is.
     """
     before = os.environ.get("OMP_WAIT_POLICY")
     os.environ["OMP_WAIT_POLICY"] = before or "PASSIVE"
@@ -143,7 +151,7 @@ def _waiting_threads_sleep() -> Iterator[None]:
 
 
 class _Relay:
-    """The observer inside a child process: sends every message to the parent."""
+    """The observer inside a child process: sends each call to the parent, which repeats it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -172,14 +180,21 @@ class _Relay:
         try:
             self._connection.send(message)
         except BrokenPipeError:
-            raise KeyboardInterrupt from None  # the parent is gone
+            # The parent is gone. An interrupt ends the training, and the run can be resumed.
+            raise KeyboardInterrupt from None
 
 
 def _train_alone(
     connection: Connection, run: Run, options: TrainOptions, threads: int, slot: int
 ) -> None:
-    """Train one run in this process, which was spawned for it."""
-    os.setpgrp()  # Ctrl-C reaches the parent, which passes it on once
+    """Train one run; the main function of a child process.
+
+    `slot` selects one of several GPUs. `threads` is the parent's number of torch threads, so
+    that a run computes as it would have in the parent.
+    """
+    # a terminal sends Ctrl-C to its whole process group: only the parent gets it and sends it on,
+    # so that a child is not interrupted twice
+    os.setpgrp()
     if torch.cuda.device_count() > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         devices = visible if visible[0] else [str(i) for i in range(torch.cuda.device_count())]
@@ -193,6 +208,7 @@ def _train_alone(
     except KeyboardInterrupt:
         return
     except DiskFullError as error:
+        # first, so that the parent starts no other run
         relay.disk_full(str(error))
         relay.run_ended(name, seed, "interrupted", str(error))
     except Exception as error:

@@ -1,6 +1,7 @@
-"""A cache of what is made from the records of studies: each value made once, by one thread.
+"""Caches a value computed from a study's records: it is made once for each state of the records.
 
-Leaves out what is made: records read (`analysis.study_records`), pages and summaries.
+Threads that ask for one study at the same time share one making. Leaves out what the value is:
+parsed records, pages and summaries (`served_pages`).
 """
 
 import threading
@@ -16,36 +17,43 @@ __all__ = ["StudyCache"]
 T = TypeVar("T")
 
 PAUSE = 10
-"""What took one second to make is not due again for so many seconds: a server that shows a study
-while it trains then takes at most a tenth of a core from it."""
+"""How long a value is left alone, in multiples of the time it took to make: a server that shows a
+study while it trains then takes at most about a tenth of a core from the training."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry(Generic[T]):
     value: T
     stamp: str
+    """The stamp of the records that the value was made from (`StudyFolder.stamp`)."""
     seconds: float
-    """How long it took to make."""
+    """How long the value took to make."""
     at: float
-    """When it was done, by the monotonic clock."""
+    """When it was finished, in seconds of the monotonic clock."""
 
 
 class StudyCache(Generic[T]):
-    """Makes a value of a study's records, and keeps it for the `most` studies asked for last.
+    """Makes values from studies' records and keeps those of the `most` recently requested studies.
 
-    `make` is given the study's folder and the value made of its earlier records, if that is still
-    in the cache. An error that it raises is passed on and leaves the cache as it was.
+    `make(folder, earlier)` returns the value; `earlier` is the value of the study's older records,
+    or None if the cache has none, so that `make` may reuse parts of it. An error that `make` raises
+    reaches the caller and leaves the cache as it was.
     """
 
     def __init__(self, make: Callable[[StudyFolder, T | None], T], most: int) -> None:
         self._make = make
         self._most = most
         self._entries: dict[str, _Entry[T]] = {}
+        # one lock for each study, so that a slow one delays no other; `_lock` guards changes of
+        # the dicts
         self._making: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def get(self, folder: StudyFolder) -> T:
-        """Return the value for the records of that stamp; waits where another thread makes it."""
+        """Return the value for the records as `folder.stamp` identifies them; make it if need be.
+
+        Waits if another thread is making the same study's value.
+        """
         with self._lock:
             making = self._making.setdefault(folder.name, threading.Lock())
         with making:
@@ -56,17 +64,20 @@ class StudyCache(Generic[T]):
             return entry.value
 
     def last(self, name: str) -> T | None:
-        """Return the value in the cache, be it of older records; None if there is none."""
+        """Return the cached value of study `name`, even one of older records; None without one."""
         entry = self._entries.get(name)
         return entry.value if entry else None
 
     def stamp(self, name: str) -> str:
-        """Return the stamp of the records whose value is in the cache; empty if none is."""
+        """Return the stamp of the records that the cached value was made from; "" without one."""
         entry = self._entries.get(name)
         return entry.stamp if entry else ""
 
     def is_due(self, folder: StudyFolder) -> bool:
-        """Return whether the records have changed and the last making lies long enough back."""
+        """Whether to make the value anew now: the records changed and `PAUSE` is over.
+
+        True also where the cache has no value of the study.
+        """
         entry = self._entries.get(folder.name)
         if entry is None:
             return True
@@ -82,6 +93,6 @@ class StudyCache(Generic[T]):
     def _store(self, name: str, entry: _Entry[T]) -> None:
         with self._lock:
             self._entries.pop(name, None)
-            self._entries[name] = entry  # the newest is last
+            self._entries[name] = entry  # at the end: the first is dropped first
             while len(self._entries) > self._most:
                 del self._entries[next(iter(self._entries))]
