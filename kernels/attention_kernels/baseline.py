@@ -86,6 +86,7 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, scores_BGRQK: Tensor, numerics: BaselineNumerics) -> Tensor:
         largest_BGRQ1 = scores_BGRQK.amax(dim=-1, keepdim=True)
         nothing_BGRQ1 = largest_BGRQ1 == -torch.inf
+        # -inf less a maximum of -inf is NaN; a row of zeros gives weights that are set to 0 below
         if nothing_BGRQ1.any():
             scores_BGRQK = scores_BGRQK.masked_fill(nothing_BGRQ1, 0.0)
         if numerics.softmax_rounding == "once":
@@ -93,6 +94,7 @@ class _Softmax(torch.autograd.Function):
             weights_BGRQK = torch.softmax(scores_BGRQK, dim=-1)
         else:
             largest_BGRQ1 = largest_BGRQ1.masked_fill(nothing_BGRQ1, 0.0)
+            # less the maximum, so that none exceeds 1: exp(12) is past FP16's largest, 65504
             p_BGRQK = round_to(torch.exp(scores_BGRQK - largest_BGRQ1), numerics.softmax)
             sum_BGRQ1 = round_to(p_BGRQK.sum(dim=-1, keepdim=True), numerics.softmax)
             weights_BGRQK = p_BGRQK / sum_BGRQ1
@@ -142,6 +144,7 @@ def attend(
     lse_BHQ = q_BHQD.new_full(q.shape[:3], -torch.inf) if with_lse else None
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
         queries, keys = sequence.queries, sequence.keys
+        # rows between packed sequences belong to none, and attend nothing
         parts.append(torch.zeros_like(q_BHQD[:, :, stop : queries.start]))
         out_BHQD, scores_BGRQK = _attend_sequence(
             q_BHQD[:, :, queries.start : queries.stop],
@@ -153,6 +156,7 @@ def attend(
         )
         parts.append(out_BHQD)
         if lse_BHQ is not None:
+            # of the rounded scores, whose softmax the weights are, and kept out of the graph
             lse_BGRQ = scores_BGRQK.detach().logsumexp(dim=-1)
             lse_BHQ[:, :, queries.start : queries.stop] = lse_BGRQ.flatten(1, 2)
         stop = queries.stop
@@ -220,6 +224,8 @@ def _operand(x_BHLD: Tensor, numerics: BaselineNumerics) -> _Scaled:
     if numerics.scaling == "none":
         return _Scaled(_RoundOperand.apply(x_BHLD, numerics.operands, math.inf), 1.0)
     largest = target.max_value
+    # no gradient through the factor: the product is multiplied by it again, so but for rounding
+    # out does not depend on it
     peaks = x_BHLD.detach().abs().amax(dim=(-1, -2), keepdim=True)
     factor = peaks / largest
     needs = (factor > 0) & (target.exponent_bits <= 5)
@@ -232,6 +238,7 @@ def _probability_scale(numerics: BaselineNumerics) -> float:
     format = format_named(numerics.probabilities)
     if numerics.scaling == "none" or format.exponent_bits > 5:
         return 1.0
+    # a power of two multiplies and divides without rounding
     return 2.0 ** math.floor(math.log2(format.max_value))
 
 

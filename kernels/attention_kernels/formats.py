@@ -113,6 +113,7 @@ class Format:
             self.mantissa_bits <= wider.mantissa_bits
             and self.max_value <= wider.max_value
             and quantum >= wider.min_exponent - wider.mantissa_bits
+            # a format that flushes holds nothing below its smallest normal value
             and (wider.subnormals or smallest >= wider.min_exponent)
         )
 
@@ -130,6 +131,7 @@ class Format:
         value of `carrier` can overflow it.
         """
         largest = self._largest(min(self.mantissa_bits, carrier.mantissa_bits))
+        # cut to the carrier's bits first: it may not hold the format's own largest value
         return largest if largest <= carrier.max_value else math.inf
 
     def _largest(self, mantissa_bits: int) -> float:
@@ -174,6 +176,7 @@ def format_named(name: str) -> Format:
 
 def input_format(dtype: "torch.dtype") -> str:
     """Return the name of the format of `dtype`; ValueError if q, k and v can't have that dtype."""
+    # by its text, as this module imports no torch
     name = INPUT_FORMATS.get(str(dtype))
     if name is None:
         allowed = ", ".join(INPUT_FORMATS.values())

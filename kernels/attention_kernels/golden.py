@@ -139,6 +139,7 @@ def _chunk_rows(budget: int, start: int, sequence: Sequence) -> int:
         seen = sequence.mask.key_range(range(start, start + rows), query_len, key_len)
         return rows * len(seen)
 
+    # more rows never see fewer keys, so the count rises with them and can be bisected
     return max(1, bisect_right(range(1, query_len - start + 1), budget, key=scores))
 
 
@@ -154,8 +155,10 @@ def _checkpointed(
 ) -> tuple[Tensor, Tensor | None]:
     arguments = (q_BGRCD, k_BGKD, v_BGKD, rows, keys, sequence, scale, with_lse)
     needs_grad = any(x.requires_grad for x in (q_BGRCD, k_BGKD, v_BGKD))
+    # without a backward no scores are kept, so there is nothing to compute again
     if not (needs_grad and torch.is_grad_enabled()):
         return _attend_rows(*arguments)
+    # nothing here draws random numbers, so there is no state to keep for the second pass
     return checkpoint(_attend_rows, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -173,6 +176,7 @@ def _attend_rows(
     k_BGKD, v_BGKD = (x[:, :, keys.start : keys.stop] for x in (k_BGKD, v_BGKD))
     kv_heads = k_BGKD.shape[1]
     # Heads of a group are rows of one product, so that k and v are never repeated.
+    # the scale goes on q: head_dim multiplications a row instead of one a key
     q_BGMD = q_BGRCD.flatten(2, 3) * scale
     scores_BGRCK = (q_BGMD @ k_BGKD.mT).unflatten(2, (-1, len(rows)))
     if mask.softcap:
@@ -190,6 +194,7 @@ def _attend_rows(
 
 def _softmax(scores_BGRCK: Tensor) -> Tensor:
     """Return softmax(scores), zeros for rows that attend nothing."""
+    # there is no maximum of no values: amax would raise
     if not scores_BGRCK.shape[-1]:
         return scores_BGRCK
     nothing_BGRC1 = scores_BGRCK.detach().amax(dim=-1, keepdim=True) == -torch.inf

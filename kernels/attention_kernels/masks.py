@@ -78,6 +78,7 @@ class Mask:
         """Return how far left and right of its place a query sees; None is no bound."""
         left, right = self.window
         if self.causal:
+            # both hold, so the narrower one decides
             right = 0 if right is None else min(right, 0)
         return left, right
 
@@ -114,6 +115,7 @@ class Mask:
         offset = key_len - query_len
         start = 0 if left is None else max(0, rows.start + offset - left)
         stop = key_len if right is None else min(key_len, rows.stop + offset + right)
+        # a window that lies beyond the keys is an empty range, never one that runs backwards
         return range(min(start, key_len), max(stop, min(start, key_len)))
 
     def hidden(

@@ -140,6 +140,7 @@ class _Numerics:
     """The fields by name, as JSON."""
 
     def _write(self, values: dict[str, Any]) -> None:
+        # the dataclass is frozen: an assignment would raise, also in its own __post_init__
         object.__setattr__(self, "text", json.dumps(values))
 
     def _formats(self) -> Iterable[str]:
@@ -148,6 +149,7 @@ class _Numerics:
     @functools.cached_property
     def work_format(self) -> str:
         """FP32 if it holds every named format, else FP64; read it of resolved numerics."""
+        # a value that FP32 does not hold would be rounded twice, or lose bits that the format keeps
         narrow = all(format_named(name).fits(FORMATS["fp32"]) for name in self._formats())
         return "fp32" if narrow else "fp64"
 
@@ -176,6 +178,7 @@ class FlashNumerics(_Numerics):
                 "FlashNumerics: rescale_threshold must be 0 with loop_order 'key_outer', got "
                 f"{self.softmax.rescale_threshold}; the stored output is normalised at each block"
             )
+        # the format is not known before `resolve`, which makes a new value and so comes here again
         if self.forward.probabilities == "input":
             return
         # An old maximum that is kept may lie below a score by the threshold, and P above 1 by as
@@ -214,6 +217,7 @@ class FlashNumerics(_Numerics):
             backward=_resolved(self.backward, dtype),
         )
         dot = self.arithmetic.dot
+        # TF32 is a way to multiply FP32 operands, and FP64 operands have no such choice
         if dot != "ieee" and numerics.work_format == "fp64":
             raise ValueError(
                 f"FlashNumerics: dot must be 'ieee' where the work format is FP64, got {dot!r}; "
@@ -250,6 +254,7 @@ class FlashNumerics(_Numerics):
         format = format_named(self.forward.probabilities)
         if self.scaling.scaling == "none" or format.exponent_bits > 5:
             return 1.0
+        # a power of two, so that scaling P and scaling back round nothing
         return 2.0 ** math.floor(math.log2(format.max_value))
 
     def to_dict(self) -> dict[str, Any]:
@@ -339,6 +344,7 @@ def _check_flag(group: Any, name: str) -> None:
 def _check_number(group: Any, name: str, *, low: float) -> None:
     """Raise ValueError unless the field is a finite number of at least `low`."""
     value = getattr(group, name)
+    # bool is an int in Python: YAML's `true` would pass as 1
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and math.isfinite(value) and value >= low):
         raise ValueError(
@@ -350,6 +356,7 @@ def _check_number(group: Any, name: str, *, low: float) -> None:
 def _check_integer(group: Any, name: str, *, low: int, high: int) -> None:
     """Raise ValueError unless the field is an integer from `low` to `high`."""
     value = getattr(group, name)
+    # as above, a `true` would pass as 1
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(
             f"{type(group).__name__}: {name} must be an integer from {low} to {high}, got {value!r}"

@@ -53,6 +53,7 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
     rounding, scaling = numerics.arithmetic.rounding, numerics.scaling
     rotated = scaling.incoherent and name in ("q", "k")
     exact = target.changes_nothing(FORMATS[input_format(x.dtype)])
+    # nothing to be done: the caller's own tensor, with no copy and no factors to multiply by
     if exact and not rotated and scaling.scaling == "none":
         return Operand(x, None)
     work = torch.promote_types(numerics.work_dtype(), x.dtype)
@@ -66,6 +67,7 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
         rows = block if scaling.scaling == "per_block" else x.shape[2]
         values, scales = _scaled(values, name, rows, target, numerics.work_dtype())
         if scaling.scaling == "per_tensor":
+            # the one factor again for each block, so that engines read both scalings alike
             scales = scales.expand(*scales.shape[:2], math.ceil(x.shape[2] / block))
     bits = _bits(values, name, numerics.arithmetic.seed) if rounding == "stochastic" else None
     values = round_to(values, target, rounding, bits=bits)
@@ -76,6 +78,7 @@ def rotate_back(dx: Tensor, numerics: FlashNumerics) -> Tensor:
     """Return the gradient of q or k, given that of the rotated one; both in the work dtype."""
     if not numerics.scaling.incoherent:
         return dx
+    # the gradient by q of q M is that by q M times M^T, which is also the inverse
     return dx @ _rotation(dx.shape[-1], numerics.arithmetic.seed, dx.dtype, dx.device).T
 
 
@@ -97,6 +100,7 @@ def _scaled(
             f"flash_attention: {name} must be finite when its scaling is per tensor or per block, "
             "got NaN or infinity; a factor cannot be taken from it"
         )
+    # rounded before it divides, so that products are multiplied back by the very same factor
     scales_BHT = (peaks_BHT / largest).to(work)
     needs = (scales_BHT > 0) & (target.exponent_bits <= 5)
     scales_BHT = torch.where(needs, scales_BHT, 1.0)
@@ -124,6 +128,7 @@ def _rotation(head_dim: int, seed: int, dtype: torch.dtype, device: torch.device
     blocks, left = [], head_dim
     while left:
         size = 1 << (left.bit_length() - 1)
+        # rows of 1 and -1 have norm sqrt(size)
         blocks.append(_hadamard(size) / math.sqrt(size))
         left -= size
     matrix = signs.double()[:, None] * torch.block_diag(*blocks)

@@ -41,6 +41,7 @@ def check_formats(group: Any, *others: str) -> None:
             continue
         try:
             format_named(name)
+        # TypeError: a list from YAML can't be hashed by the cache of `format_named`
         except (ValueError, TypeError) as error:
             allowed = ["input", *FORMATS]
             near = difflib.get_close_matches(str(name), allowed, n=3, cutoff=0.4) or allowed

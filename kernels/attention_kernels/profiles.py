@@ -30,6 +30,7 @@ def _flash_all(name: str) -> FlashNumerics:
 
 
 _FA2 = FlashNumerics()
+# keys from the last block on, and exp2, as FlashAttention-3's code has them
 _FA3 = _FA2.with_(exp="exp2", key_order="reversed", block_q=128, block_k=128)
 _FP8 = {"operands": "e4m3", "probabilities": "e4m3", "output": "bf16", "ds": "bf16"}
 
@@ -40,17 +41,23 @@ PROFILES: dict[str, FlashNumerics] = {
     "fa3_fp8": _FA3.with_(**_FP8, scaling="per_block", incoherent=True),
     "fa3_fp8_per_tensor": _FA3.with_(**_FP8, scaling="per_tensor", incoherent=True),
     "fa3_fp8_coherent": _FA3.with_(**_FP8, scaling="per_block"),
+    # FlashAttention-4's own threshold, in log2; with FP8 it uses 0
     "fa4": _FA3.with_(exp="exp2_polynomial", rescale_threshold=8.0),
+    # the harshest reading of a re-implementation "at BF16": real kernels keep statistics and
+    # accumulator in FP32
     "all_bf16": _flash_all("bf16"),
+    # beta 7 is the one that arXiv 2510.04212 plots, of the 2 to 8 it allows
     "stabilised": _FA2.with_(accumulator="bf16", repeated_max_beta=7.0),
     "golden": _flash_all("fp64"),
 }
 
 BASELINE_PROFILES: dict[str, BaselineNumerics] = {
     "plain": BaselineNumerics(),
+    # the FP16 baseline of FlashAttention-3's table 3 keeps its softmax in FP16
     "fp16_softmax": BaselineNumerics(
         products="fp32", scores="fp32", softmax="fp16", softmax_rounding="each"
     ),
+    # and its FP8 baseline has a factor for each tensor, and a softmax in FP16
     "fp8": BaselineNumerics(
         operands="e4m3",
         products="fp32",

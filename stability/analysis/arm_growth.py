@@ -81,6 +81,7 @@ def _lost_in_chaos(study: RecordedStudy, arm: RecordedArm, level: float) -> int 
         for seed, run in arm.runs.items():
             other = nudge.runs[seed].drift("rel_l2").get(step)
             mine = run.drift("rel_l2").get(step)
+            # a nudge at exactly 0 has not parted from the baseline yet: there is no ratio to it
             if other and mine is not None and math.isfinite(mine / other):
                 ratios[seed] = mine / other
         surely = paired_interval(ratios, level).low if ratios else math.inf

@@ -88,10 +88,12 @@ def fit_growth(steps: Sequence[int], drifts: Sequence[float]) -> Growth | None:
     twice, or if there are more steps than drifts or fewer.
     """
     x, y = _in_order("fit_growth", steps, drifts)
+    # step 0 is before any update, and a drift of 0 has no logarithm
     usable = (x > 0) & (y > 0)
     if usable.sum() < MIN_POINTS:
         return None
     x, logs = x[usable], np.log(y[usable])
+    # on 0 to 1, so that one grid of slopes in `_find_bend` serves schedules of any length
     points = _phase_points((x - x[0]) / (x[-1] - x[0]), logs)
     rate, low, high = _theil_sen(x[:points], logs[:points])
     return Growth(
@@ -147,14 +149,18 @@ def _theil_sen(x: Array, y: Array) -> tuple[float, float, float]:
 def _phase_points(x: Array, logs: Array) -> int:
     """Return how many points the exponential phase holds. `x` runs from 0 to 1."""
     n = len(x)
+    # a bend has MIN_POINTS before it and one point after it, and a place to move in between
     if n < MIN_POINTS + 2:
         return n
     line = _mean_error(_line_residuals(x, logs[None]))[0]
     bend = _find_bend(x, logs)
+    # the bend must pay for its two parameters; at a tie the simpler law stays
     if _bic(n, bend.loss, parameters=4) >= _bic(n, line, parameters=2):
         return n
     # least absolute deviations meet as many points exactly as there are parameters
     errors = np.sort(np.abs(bend.residuals))[4:]
+    # 1.4826 times the median of |errors| is a normal law's standard deviation, and no outlier moves
+    # it; without a floor a smooth series has no variance, and its shortest window wins
     noise = max(1.4826 * float(np.median(errors)), RESOLUTION)
     sizes = range(MIN_POINTS, n + 1)
     return min(sizes, key=lambda size: _slope_error(x[:size], bend.deficits[:size], noise))
@@ -164,6 +170,7 @@ def _slope_error(x: Array, deficits: Array, noise: float) -> float:
     """Return the squared error of a slope over `x`: what `deficits` add, and what `noise` adds."""
     centred = x - x.mean()
     squares = float(centred @ centred)
+    # of the least-squares slope: it is linear in the errors, as Theil-Sen's is not
     bias = float(centred @ deficits) / squares
     return BIAS_WEIGHT * bias**2 + noise**2 / squares
 
@@ -203,6 +210,7 @@ def _best_bend(x: Array, logs: Array, places: Array, drops: Array) -> tuple[floa
     place, drop = (grid.ravel() for grid in np.meshgrid(places, drops))
     at = np.interp(place, np.arange(len(x)), x)
     # log of 1 + x_early / x_late: 0 long before the bend, drop * (x - at) long after it
+    # logaddexp, because exp overflows beyond 709
     deficits = np.logaddexp(0, drop[:, None] * (x - at[:, None]))
     residuals = _line_residuals(x, logs + deficits)
     losses = _mean_error(residuals)
@@ -221,6 +229,7 @@ def _line_residuals(x: Array, rows: Array) -> Array:
         slopes = (lever * rows).sum(1) / (lever * centred).sum(1)
         middle = (weights * rows).sum(1, keepdims=True) / total
         residuals = rows - middle - slopes[:, None] * centred
+        # a point that the line meets exactly would weigh infinitely
         weights = 1 / np.maximum(np.abs(residuals), RESOLUTION)
     return residuals
 

@@ -60,6 +60,7 @@ def paired_interval(values_by_seed: Mapping[int, float], level: float = 0.9) -> 
     it say. ValueError for a negative value, or a level outside (0, 1).
     """
     values = _sorted_values("paired_interval", values_by_seed.values(), level, smallest=0.0)
+    # equal values go without logs: exp(log x) may miss x by an ULP
     if not np.isfinite(values).all() or len(np.unique(values)) < 2:
         return _interval(values, level)
     # not -inf, which `_interval` would take for no number
@@ -120,7 +121,9 @@ def more_seeds(values_by_seed: Mapping[int, float], bound: float, level: float =
     logs = np.log(values)
     distance = abs(float(logs.mean()) - math.log(bound))
     counts = np.arange(replicates_needed(level), MOST_SEEDS + 1)
+    # divided by n, the standard deviation of 5 seeds would be 11 % too small
     half_widths = t.ppf(0.5 + level / 2, counts - 1) * logs.std(ddof=1) / np.sqrt(counts)
+    # a mean that lies on the bound is told from it by no number of seeds
     enough = counts[(half_widths <= distance) & (distance > 0)]
     return max(0, int(enough[0]) - n) if len(enough) else None
 
@@ -130,6 +133,7 @@ def _sorted_values(
 ) -> Array:
     """Return the values in ascending order: neither seeds nor their order change an interval."""
     _check_level(caller, level)
+    # resamples are drawn by index, so another order would be another interval
     found = np.sort(np.asarray(list(values), dtype=np.float64))
     if (found < smallest).any():
         raise ValueError(
@@ -169,6 +173,7 @@ def _percentiles(values: Array, level: float) -> tuple[float, float]:
         confidence_level=1 - 2 * tail,
         n_resamples=RESAMPLES,
         vectorized=True,
+        # not BCa, scipy's default, whose 90 % interval of 5 seeds holds the truth in 76 % at best
         method="percentile",
         # scipy 1.15 takes the argument as `rng` as well, and only that name is in its signature
         random_state=np.random.default_rng(RANDOM_SEED),  # pyright: ignore[reportCallIssue]

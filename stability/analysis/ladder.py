@@ -116,6 +116,7 @@ class Ladder:
             **{name: getattr(self, name) for name in self.__slots__ if name != "rows"},
             "rows": [_row_dict(row) for row in self.rows],
         }
+        # NaN and infinity are no JSON; `SeedValues.to_dict` has made text of them
         return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -127,6 +128,7 @@ def build_ladder(study_dir: Path) -> Ladder:
 def ladder_of(study: RecordedStudy) -> Ladder:
     """Return the ladder of a study that has been read."""
     early = planned_early_step(study)
+    # a study that is still running is read at the last step that has a drift
     last = study.steps if study.steps in study.drift_steps else max(study.drift_steps, default=0)
     last = last or study.steps
     yardstick = study.arm(study.yardstick)
@@ -149,6 +151,7 @@ def planned_early_step(study: RecordedStudy) -> int:
 
     The last step is early only in a study that has no snapshot in between.
     """
+    # before the first update a drift is that of the initial weights alone
     planned = [step for step in study.planned_snapshots if 0 < step < study.steps] or [study.steps]
     return max((step for step in planned if step <= study.early_step), default=planned[0])
 
@@ -163,6 +166,8 @@ def w1_floor(run: RecordedRun, step: int) -> float | None:
     count = _values(run)
     if not w1 or not w1_over_std or not count:
         return None
+    # w1 / w1_over_std is the standard deviation of the baseline's weights (`metrics.drift`), so no
+    # snapshot has to be loaded for it
     return 1.8 * (w1 / w1_over_std) / math.sqrt(count)
 
 
@@ -174,6 +179,7 @@ def _values(run: RecordedRun) -> int:
 
 def _rung(row: Row) -> tuple[bool, bool, float]:
     """Sort by early drift, where chaos has had the least time; arms without any drift come last."""
+    # an arm without the early step is ranked by its last rather than among those without a drift
     drift = row.rel_l2.early if row.rel_l2.early.n else row.rel_l2.last
     return row.arm != BASELINE, drift.n == 0 and row.arm != BASELINE, drift.mean if drift.n else 0.0
 
@@ -210,7 +216,9 @@ def _final_loss(arm: RecordedArm, steps: int) -> SeedValues:
     first = steps - max(1, round(steps / LOSS_TAIL))
     found = {}
     for seed, run in arm.runs.items():
+        # a run that stopped early has had fewer updates: its last losses are no final ones
         losses = run.loss() if run.state == "finished" else {}
+        # a tail, as the loss of a single step is that of a single batch
         tail = [loss for step, loss in losses.items() if step >= first]
         # a run that logs less often than that has its last logged loss taken
         tail = tail or list(losses.values())[-1:]
@@ -233,6 +241,7 @@ def _read(by_seed: Mapping[int, Mapping[int, float]], early: int, last: int) -> 
 
 
 def _floor(arm: RecordedArm, early: int, last: int) -> EarlyLast:
+    # runs that start from the same bits start at W1 = 0: no sampling lies between them
     runs = arm.runs if arm.axis in INDEPENDENT_AXES else {}
     return EarlyLast(
         early=_collect(runs, lambda run: w1_floor(run, early)),

@@ -103,6 +103,7 @@ def locate(metrics: Mapping[str, Series]) -> list[Located]:
         if metric == "bias_ulp" and what in MADE_HERE
         for found in _biases(places, table.get((shadow, what, "bias_ulp_se"), {}), shadow, what)
     ]
+    # beside peers that are exact any error comes first, and is divided by no zero
     errors.sort(key=lambda found: -found.value / (found.peers or 1e-300))
     biases.sort(key=lambda found: -abs(found.value) / (found.peers or 1e-300))
     return [*errors, *biases]
@@ -131,6 +132,7 @@ def _place(parts: DeviationName) -> Location:
 
 def _errors(table: _Table, shadow: str, what: str) -> list[Located]:
     ratios = table.get((shadow, what, "error_ratio"), {})
+    # the ratio has format, length and data divided out already; without a golden there is none
     metric = "error_ratio" if ratios else "rel_fro"
     places = ratios or table.get((shadow, what, metric), {})
     heads = {place: values for place, values in places.items() if place.head is not None}
@@ -171,6 +173,7 @@ def _outliers(
     for step in sorted({step for values in places.values() for step in values}):
         now = {place: values[step] for place, values in places.items() if step in values}
         for place, value in now.items():
+            # without its own error, which would raise the median of few peers
             others = [other for at, other in now.items() if at != place]
             # "not >=" and "not >" let a NaN stand out nowhere
             if not others or not value >= least:
@@ -217,8 +220,10 @@ def _sure_steps(series: _ByStep, errors: _ByStep) -> list[int]:
     sure = [
         step
         for step, bias in series.items()
+        # a bias without a standard error is never sure
         if abs(bias) > BIAS_ULP and abs(bias) > wanted * errors.get(step, float("inf"))
     ]
     positive = [step for step in sure if series[step] > 0]
     negative = [step for step in sure if series[step] < 0]
+    # errors that go now up, now down cancel over the steps: only a lasting sign is a bias
     return max(positive, negative, key=len)

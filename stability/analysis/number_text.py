@@ -19,6 +19,7 @@ def scientific(value: float) -> str:
 
 def times(value: float) -> str:
     """Write a ratio with two figures: `0.031x`, `0.97x`, `12x`; an exact zero as `0x`."""
+    # from 9.95 up two figures are a whole number, and #.2g would end it in a point
     if value == 0 or not math.isfinite(value) or abs(value) >= 9.95:
         return f"{value:.0f}x"
     return f"{value:#.2g}x"

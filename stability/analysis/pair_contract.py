@@ -135,6 +135,7 @@ def axis_of(arm: Arm, allow_many: bool = False) -> Axis:
 
 def may_differ(name: str, differences: Mapping[str, Any]) -> bool:
     """Whether configs with these `differences` are meant to differ in the hash `name`."""
+    # any difference may move the weights, and without one they must be the same bits
     if name == "final_weights":
         return bool(differences)
     return touches(differences, CHANGED_BY[name])
@@ -146,6 +147,8 @@ def check_start(baseline: Manifest, candidate: Manifest) -> None:
     ContractError names the field and both values.
     """
     config = from_dict(ArmConfig, baseline.config, "manifest.json")
+    # the declared diff is not believed: with its fields taken out, the baseline's config must have
+    # the hash that the candidate has recorded of its own
     less_axis = hash_without(config, candidate.diff)
     parts = [
         *_start_parts(baseline, candidate, candidate.diff),
@@ -167,6 +170,8 @@ def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
     if step == 0:
         return
     first, second = (read_text(paths.metrics, BATCH_HASH) for paths in (baseline, candidate))
+    # a running hash stays different after the first other batch, so its last value would decide;
+    # all are read because the first step that differs is what a reader looks for
     at = _first_other_batch(first, second, range(1, step + 1))
     if at is not None:
         raise ContractError(
@@ -229,6 +234,7 @@ def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
             _line(field, a, b, is_free=is_free)
             for field, a, b, is_free in _start_parts(*manifests, differences)
         ),
+        # a log that is not the one its manifest lists proves nothing about batches
         _batches(first, second, differences) if are_whole else _line("batches", None, None),
         _line("hashes.final_weights", *final, is_free=may_differ("final_weights", differences)),
     ]
@@ -255,6 +261,7 @@ def _configs(
     configs: list[ArmConfig], differences: dict[str, Any], *, may_be_confounded: bool
 ) -> Iterator[ProofLine]:
     declared = [axis for axis in changed_axes(differences) if axis in AXES]
+    # with two axes changed neither is free: which of them moved the weights can't be told
     allowed = may_be_confounded or len(declared) <= 1
     on_axis = {path: values for path, values in differences.items() if touches({path: 0}, AXES)}
     for path, (a, b) in differences.items():
@@ -269,6 +276,7 @@ def _start_parts(
 
     The hash of the initial weights is taken before a nudge; `differences` are those of the configs.
     """
+    # keys of both: an entry that only one manifest has is a difference too
     for key in sorted({*first.environment, *second.environment}):
         name = f"environment.{key}"
         yield name, first.environment.get(key), second.environment.get(key), False
@@ -282,6 +290,7 @@ def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> 
     if not (first.metrics.exists() and second.metrics.exists()):
         return _line("batches", None, None)
     a, b = (read_text(paths.metrics, BATCH_HASH) for paths in (first, second))
+    # a run that is still going is a pair as far as both have come
     shared = sorted(a.keys() & b.keys())
     other = _first_other_batch(a, b, shared)
     if other is not None:

@@ -99,6 +99,7 @@ def shadow_label(shadow: str) -> str:
 def natural_order(name: str) -> list[tuple[bool, int, str]]:
     """Return a sort key that puts layer_10 after layer_2."""
     parts = re.findall(r"\d+|\D+", name)
+    # the flag comes first, so that a number is never compared with a word
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
@@ -144,7 +145,10 @@ class ShadowMetrics:
     def worst(self, layer: str, what: str, metric: str, part: str = "") -> float | None:
         """Return a deviation's largest finite value over the steps, None if it has none."""
         name = deviation_name(layer, what, metric, shadow=self.shadow, part=part)
+        # max() keeps or drops a NaN by its place; an infinite value, where the reference is zero,
+        # would hide all others
         finite = [value for value in self.series(name).values() if math.isfinite(value)]
+        # by magnitude, sign kept: a bias may be negative
         return max(finite, key=abs) if finite else None
 
 
@@ -166,6 +170,7 @@ def metrics_of_probe(probed: RecordedProbe) -> list[ShadowMetrics]:
 
 def metrics_of_study(study: RecordedStudy) -> list[ShadowMetrics]:
     """Return the metrics of each arm that was probed; arms that change the attention come first."""
+    # the sort is stable, so both groups stay in the study's order
     arms = sorted(study.arms, key=lambda arm: arm.axis != "attention")
     return [metrics for arm in arms for metrics in _metrics_of_arm(arm)]
 
@@ -201,6 +206,7 @@ def _watched(names: Mapping[str, object]) -> tuple[str, ...]:
 def _mean(arm: RecordedArm, name: str) -> dict[int, float]:
     """Return the mean over the seeds at the steps that each of them has."""
     found = [values for run in arm.runs.values() if (values := run.series(name))]
+    # at any other step the mean would be over other seeds, and jump where one of them stops
     shared = set.intersection(*(set(values) for values in found)) if found else set()
     return {step: sum(values[step] for values in found) / len(found) for step in sorted(shared)}
 
@@ -212,6 +218,7 @@ def _pooled(arm: RecordedArm, name: str) -> list[int]:
 def _added(counts: Mapping[int, list[int]]) -> list[int]:
     """Return the sum of all histograms, bin by bin; those of an unusual length are left out."""
     lists = [bins for bins in counts.values() if bins]
+    # another number of bins means other edges: added by index, unlike sizes would be mixed
     usual = Counter(map(len, lists)).most_common(1)
     alike = [bins for bins in lists if len(bins) == usual[0][0]]
     return [sum(bins) for bins in zip(*alike, strict=True)]
@@ -233,6 +240,7 @@ class LayerTable:
         """Return the table of one column per layer, each with sorted and unique steps."""
         own = [column.steps for column in columns.values()]
         steps = own[0] if _are_equal(own) else reduce(np.union1d, own)
+        # NaN, not 0: a layer that was not looked at has no deviation of zero
         values = np.full((len(columns), len(steps)), np.nan)
         for row, column in zip(values, columns.values(), strict=True):
             row[np.searchsorted(steps, column.steps)] = column.values
@@ -298,7 +306,10 @@ def thinned(table: LayerTable, columns: int, *, ratio: bool = False) -> LayerTab
         return table
     with np.errstate(divide="ignore", invalid="ignore"):
         size = np.abs(np.log(table.values)) if ratio else np.abs(table.values)
+    # argmax takes the first NaN it meets; below every magnitude, such a value is taken only where
+    # a stretch of steps has no other
     size[~np.isfinite(size)] = -1
+    # count > columns makes each stretch longer than 1, so none is empty once cut to integers
     edges = np.linspace(0, count, columns + 1).astype(int)
     rows = np.arange(len(table.layers))
     best = np.stack(

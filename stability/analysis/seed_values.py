@@ -58,6 +58,7 @@ class SeedValues:
             {
                 seed: value / other.per_seed[seed]
                 for seed, value in self.per_seed.items()
+                # a NaN is true, so a ratio to no number stays in as no number
                 if other.per_seed.get(seed)
             }
         )
@@ -79,6 +80,7 @@ class SeedValues:
 
     def _extreme(self, choose: Callable[[list[float]], float]) -> float:
         values = list(self.per_seed.values())
+        # min and max keep or drop a NaN by its place in the list
         if not values or any(math.isnan(value) for value in values):
             return math.nan
         return choose(values)

@@ -97,6 +97,8 @@ def monotone(
     if len(names) < 2:
         raise ValueError(f"monotone: by_point must have at least two points, got {len(names)}")
     steps = {}
+    # `level` is not corrected for the number of steps: all of them must hold, and that becomes less
+    # likely by chance the more there are
     for first, second in itertools.pairwise(names):
         ratios = _paired_ratios("monotone", by_point[second], by_point[first])
         found = paired_interval(ratios, level)
@@ -120,6 +122,7 @@ def equal(statement: str, differences: Iterable[float]) -> StatedTest:
     values = [abs(value) for value in differences]
     if not values:
         raise ValueError("equal: differences must not be empty; nothing was compared")
+    # a NaN is unequal to 0 as well, so it counts as a difference
     apart = [value for value in values if value != 0]
     worst = "a NaN" if any(map(math.isnan, apart)) else f"up to {max(apart, default=0.0):.2g}"
     found = f"0 in all {len(values)}" if not apart else f"{len(apart)} of {len(values)}: {worst}"
@@ -146,6 +149,7 @@ def every(
     return StatedTest(
         statement=statement,
         found=f"{ends} in all {len(found)}",
+        # false for a NaN: what is no number keeps no rule
         holds=all(above < value < below for value in found),
     )
 
@@ -157,6 +161,7 @@ def _paired_ratios(caller: str, numerator: BySeed, denominator: BySeed) -> dict[
             f"{caller}: seeds must be the same on both sides, got {sorted(numerator)} "
             f"and {sorted(denominator)}"
         )
+    # the interval is the geometric mean's, which negative ratios do not have
     if any(value < 0 for value in (*numerator.values(), *denominator.values())):
         raise ValueError(
             f"{caller}: figures must not be negative; use mean_within for figures of either sign"
@@ -188,6 +193,7 @@ def _decided(statement: str, found: Interval, unit: str, above: float, below: fl
     return StatedTest(
         statement=statement,
         found=_words(found, unit),
+        # false where the ends are NaN: a statement never holds by default
         holds=above < found.low and found.high < below,
     )
 

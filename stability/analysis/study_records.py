@@ -189,6 +189,7 @@ def _read_arms(
         readers: SimpleQueue[_Reader] = SimpleQueue()
         readers.put(read_log_and_events)
         with suppress(OSError):  # no more processes: this one reads it all
+            # read again, most logs are known: what has grown is not worth starting processes for
             for _ in range(0 if known else _helpers(study_dir)):
                 readers.put(stack.enter_context(LogReaderProcess()).read)
 
@@ -200,6 +201,7 @@ def _read_arms(
                 readers.put(reader)
 
         pool = stack.enter_context(ThreadPoolExecutor(readers.qsize()))
+        # in the order of `wanted`, whichever thread ends first: they are dealt out one by one below
         runs = iter(list(pool.map(read, wanted)))
     return tuple(
         RecordedArm(
@@ -224,6 +226,7 @@ def _checked_diff(arm: Mapping[str, Any]) -> Mapping[str, list[Any]]:
 def _helpers(study_dir: Path) -> int:
     """Return how many more processes the study's logs are worth."""
     size = sum(_stamp(run.metrics)[0] for run in list_runs(study_dir))
+    # less one, since this process reads as well
     return max(0, min(os.cpu_count() or 1, MOST_PROCESSES, size // WORTH_A_PROCESS) - 1)
 
 
@@ -238,6 +241,7 @@ def _read_run(
         return RecordedRun(paths=paths, seed=seed, manifest=None, metrics={}, error=str(caught))
     error = ""
     try:
+        # before reading: what is appended meanwhile leaves the stamp old, and the run is read again
         stamps = tuple(_stamp(path) for path in (paths.manifest, paths.metrics))
         if known and known.paths == paths and known.stamps == stamps:
             return known
@@ -245,6 +249,7 @@ def _read_run(
             manifest = read_manifest(paths.manifest)
         if paths.metrics.exists():
             content, events = read(paths.metrics)
+        # a log that is still written has outgrown any checksum: only an ended one is held to it
         if manifest is not None and manifest.state in ENDED:
             error = _changed_since(paths, manifest)
     except (ValueError, OSError) as caught:
@@ -257,6 +262,7 @@ def _read_run(
         counts=content.counts,
         events=tuple(events),
         error=error,
+        # no stamp for a file that was perhaps caught half written: it is tried again
         stamps=() if error else stamps,
     )
 
@@ -265,5 +271,6 @@ def _stamp(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()
     except OSError:
+        # a file that is missing has a stamp too, so that its appearance counts as a change
         return (0, 0)
     return (found.st_size, found.st_mtime_ns)

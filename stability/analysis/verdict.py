@@ -142,6 +142,7 @@ def judge(
     """
     ratios = _over(candidate, yardstick)
     lost = [seed for seed, drift in candidate.items() if not math.isfinite(drift)]
+    # without the seeds that are lost: one of them would leave the sentence without a number
     ratio = paired_interval({s: r for s, r in ratios.items() if math.isfinite(r)}, policy.level)
 
     def verdict(outcome: Outcome, reason: str, more: int | None = 0) -> Verdict:
@@ -156,10 +157,12 @@ def judge(
 
     if lost:
         return verdict("FAIL", f"Its weights are no numbers in {len(lost)} of {len(candidate)}")
+    # before any ratio, since the yardstick may be 0 as well, and 0 / 0 says nothing
     if all(drift == 0 for drift in candidate.values()):
         return verdict("PASS", "Its weights are the baseline's, to the bit")
     if not ratios or not all(math.isfinite(r) for r in ratios.values()):
         return verdict("INCONCLUSIVE", "The yardstick has moved no weight, or is no number", None)
+    # not before this: what is decided above needs no interval, so a single seed may be enough
     if math.isnan(ratio.low):
         needed = replicates_needed(policy.level)
         raise ValueError(
@@ -171,6 +174,7 @@ def judge(
     if ratio.low <= policy.max_ratio:
         more = more_seeds(ratios, policy.max_ratio, policy.level)
         return verdict("INCONCLUSIVE", f"The interval holds both answers: {_run_more(more)}", more)
+    # where reruns repeat to the bit, only the nudge shows what chaos makes of a tiny change
     for drifts, name in ((rerun, "a rerun of the baseline"), (nudge, "the nudge")):
         if not _is_told_from(candidate, drifts, policy.level):
             return verdict(
@@ -193,6 +197,7 @@ def _is_told_from(candidate: Drifts, other: Drifts, level: float) -> bool:
 
 def _over(above: Drifts, below: Drifts) -> dict[int, float]:
     return {
+        # NaN and not infinity: a ratio to nothing is not large, 0 / 0 least of all
         seed: drift / below[seed] if below[seed] else math.nan
         for seed, drift in above.items()
         if seed in below
@@ -212,6 +217,7 @@ def _completed(study: RecordedStudy, policy: PolicyConfig) -> PolicyConfig:
         raise ValueError(f"verdict: candidate must be named, one of {arms}; use --candidate")
     if not (policy.yardstick or study.yardstick):
         raise ValueError("verdict: the study has no yardstick; use --yardstick")
+    # the first is step 0, where no update has been made yet
     if policy.step and policy.step not in study.planned_snapshots[1:]:
         steps = ", ".join(str(step) for step in study.planned_snapshots[1:])
         raise ValueError(f"verdict: step must be one of {steps}, got {policy.step}")
@@ -249,6 +255,7 @@ def _check_baseline(study: RecordedStudy, step: int) -> None:
             math.isfinite(arm.runs[seed].drift("rel_l2").get(step, math.nan))
             for arm in study.candidates
         ]
+        # a baseline that diverged after the step has its drifts there on record
         if run.state == "diverged" and not any(found):
             raise ValueError(
                 f"verdict: the baseline diverged, seed {seed}: {run.message}; nothing can be "
@@ -260,6 +267,7 @@ def _drifts(arm: RecordedArm, step: int) -> dict[int, float]:
     """Return the drift by seed; NaN for a run that diverged before the step."""
     found = {}
     for seed, run in arm.runs.items():
+        # a run that is not there yet will have its drift; one that diverged never will
         value = run.drift("rel_l2").get(step, math.nan if run.state == "diverged" else None)
         if value is not None:
             found[seed] = value

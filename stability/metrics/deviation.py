@@ -290,7 +290,9 @@ def _golden_sums(
         c, b = (torch.sub(t[groups, rows].detach(), g) for t in (candidate, baseline))
         values = torch.stack([_squared(c), _squared(b), _squared(g)])
         count = c.new_full((c.shape[0],), float(c[0].numel()))
+        # a sum of squares shows whether any value is not finite: most chunks need no mask
         if keep is not None or not _all_finite(values):
+            # a golden that is not finite has made both differences infinite or NaN
             ok = torch.isfinite(c) & torch.isfinite(b)
             ok = ok if keep is None else ok & keep
             values = torch.stack([_squared(t.masked_fill(~ok, 0.0)) for t in (c, b, g)])
@@ -307,6 +309,7 @@ def _zeros(fields: int, x: Tensor, ranges: Sequence[range]) -> Tensor:
 def _chunks(x: Tensor, ranges: Sequence[range]) -> Iterator[tuple[slice, slice, int]]:
     """Yield (groups, rows, index of their range): small chunks on the CPU, whole ranges else."""
     groups, _, head_dim = x.shape
+    # chunks serve the CPU's cache; a device gets each range in one piece, with fewer launches
     limit = _CHUNK if x.device.type == "cpu" else max(1, x.numel())
     for index, positions in enumerate(ranges):
         step = max(1, min(len(positions), limit // head_dim))
@@ -334,6 +337,7 @@ def _ulp_floor(reference: Tensor, inside: Tensor | None) -> Tensor:
         square += squares.sum()
         count += compared
     rms = (square / count).sqrt()
+    # 0 / 0 where nothing counts
     return torch.where(torch.isfinite(rms), ULP_FLOOR * rms, 0.0)
 
 
@@ -360,7 +364,9 @@ def _sum_errors(
         nonfinite = bad.sum(dim=(1, 2)).double()
     sums = [count, nonfinite, size.amax(dim=(1, 2)), absolute]
     sums += [error.sum(dim=(1, 2)), _squared(error), _squared(r)]
+    # into `size`, which is summed already: one tensor less in the cache
     sums.append(torch.mul(r, error, out=size).sum(dim=(1, 2)))
+    # last, because it overwrites `error`; the reference goes in as it is, not widened
     ulps = to_ulps_(error, reference, floor, target)
     if ok is not None:
         ulps.masked_fill_(~ok, 0.0)
@@ -416,6 +422,7 @@ def _metrics(sums: _ErrorSums) -> Tensor:
     mean_square, mean_square_ulp = sums.square / n, sums.ulp_square / n
     norm, error_norm = sums.reference.sqrt(), sums.square.sqrt()
     # |x|^2 and x r by way of r: e is what was summed
+    # where x is next to zero, rounding can take |x|^2 below 0, and the cosine beyond 1
     x_norm = (sums.reference + 2 * sums.product + sums.square).clamp(min=0.0).sqrt()
     cosine = ((sums.reference + sums.product) / (x_norm * norm)).clamp(-1.0, 1.0)
     equal = sums.largest == 0
@@ -442,6 +449,7 @@ def _metrics(sums: _ErrorSums) -> Tensor:
 def _golden_metrics(sums: _GoldenSums) -> Tensor:
     """Return `GOLDEN_COLUMNS` of what `sums` are the sums of, in a new last axis."""
     candidate, baseline, norm = (t.sqrt() for t in (sums.candidate, sums.baseline, sums.golden))
+    # both exact would be 0 / 0
     ratio = torch.where(candidate == baseline, 1.0, candidate / baseline)
     metrics = torch.stack([ratio, _ratio(candidate, norm), _ratio(baseline, norm)], dim=-1)
     return torch.where((sums.count > 0).unsqueeze(-1), metrics, torch.nan)

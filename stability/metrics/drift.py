@@ -62,6 +62,7 @@ def drift(
     _check_names(state_a, state_b)
     _check_parameters(state_a, state_b)
     same = {name for name in state_b if _same_bits(state_a[name], state_b[name])}
+    # an arm that repeats its baseline to the bit costs no FP64 pass and no sort
     if len(same) == len(state_b):
         return {name: _no_drift() for name in (ALL, *state_b)}
 
@@ -119,6 +120,7 @@ class _Moments:
 
 def _largest(x: float, y: float) -> float:
     """Return the larger number, NaN if either is NaN."""
+    # max alone keeps or drops a NaN by its place
     return math.nan if math.isnan(x) or math.isnan(y) else max(x, y)
 
 
@@ -148,6 +150,7 @@ def _chunk_moments(a: Tensor, b: Tensor) -> _Moments:
             flips,
         ]
     )
+    # stacked above, so that a chunk costs one transfer from its device
     names = [field.name for field in fields(_Moments)][1:]
     return _Moments(count=a.numel(), **dict(zip(names, values.tolist(), strict=True)))
 
@@ -160,6 +163,7 @@ def _metrics(moments: _Moments, w1: float) -> dict[str, float]:
         "mean_abs": moments.sum_abs / moments.count,
         "max_abs": moments.max_abs,
         "rel_l2": _ratio(math.sqrt(moments.sum_square), math.sqrt(moments.b_square)),
+        # equal values: their quotient may miss 1 by rounding, and is 0 / 0 for zeros
         "cosine": 1.0 if moments.max_abs == 0 else _cosine(moments),
         "sign_flips": moments.flips / moments.count,
     }
@@ -181,9 +185,11 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 def _cosine(moments: _Moments) -> float:
+    # roots first: the product of the squares may overflow where that of the norms does not
     norms = math.sqrt(moments.a_square) * math.sqrt(moments.b_square)
     if norms == 0 or math.isnan(norms):
         return math.nan
+    # rounding can take a cosine just beyond 1
     return max(-1.0, min(1.0, moments.dot / norms))
 
 
@@ -192,6 +198,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype:
         return False
     first, second = (x.detach().to(b.device).contiguous().view(-1) for x in (a, b))
+    # bytes: as floats a NaN is unequal to itself, and -0 equal to +0
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 

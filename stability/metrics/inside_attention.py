@@ -73,6 +73,7 @@ def delta_gap(dout: Tensor, low: Tensor, high: Tensor, *, valid: Tensor | None =
     `(batch, heads, query_len)` and leaves out rows of padding. This is the error of delta (arXiv
     2510.04212), summed with its sign: errors of both signs cancel, a bias does not.
     """
+    # the difference first: two nearly equal row sums would cancel to their last digits
     gap = (dout.detach().double() * (low.detach().double() - high.detach().double())).sum(dim=-1)
     return gap.sum() if valid is None else gap.masked_fill(~valid.expand_as(gap), 0.0).sum()
 
@@ -106,6 +107,7 @@ def _take_sequence(
     group, key_len = q.shape[1] // k.shape[1], k.shape[2]
     for batch in range(q.shape[0]):
         for head in range(k.shape[1]):
+            # the query heads of a group meet one head of k, which is never repeated
             heads = slice(head * group, (head + 1) * group)
             mask = sequence.mask.part(slice(batch, batch + 1), heads)
             step = max(1, CHUNK_VALUES // (group * max(1, key_len)))
@@ -124,6 +126,7 @@ def _scores(
     work = torch.promote_types(q_RCD.dtype, torch.float32)
     keys, lengths = range(k_KD.shape[0]), (query_len, k_KD.shape[0])
     scores_RCK = (q_RCD.to(work) * scale) @ k_KD.to(work).mT
+    # capped, then biased, then hidden: the order in which the attention's own scores are made
     if mask.softcap:
         scores_RCK = mask.softcap * torch.tanh(scores_RCK / mask.softcap)
     added = mask.added(rows, keys, *lengths, work, q_RCD.device)
@@ -145,6 +148,7 @@ def _take_rows(
     if valid_C is not None:
         counts_RC &= valid_C
         seen_RCK &= valid_C.unsqueeze(-1)
+    # a row that attends nothing is shifted by 0: -inf less -inf would be NaN
     largest_RC = scores_RCK.amax(dim=-1)
     shifted_RCK = scores_RCK - largest_RC.masked_fill(~counts_RC, 0.0).unsqueeze(-1)
     p_RCK = shifted_RCK.exp()
@@ -153,11 +157,14 @@ def _take_rows(
     weighted_RC = (p_RCK * shifted_RCK.masked_fill(~seen_RCK, 0.0)).sum(dim=-1)
     entropy_RC = sum_RC.log() - weighted_RC / sum_RC
     lse_RC = largest_RC + sum_RC.log()
+    # in the dtype that a kernel gives P: BF16 makes 1 of exp(x) from x = -0.002 up
     ones_RC = (p_RCK.to(dtype) == 1).sum(dim=-1)
 
     def total(values: Tensor, which: Tensor) -> Tensor:
+        # filled, not multiplied: 0 times -inf is NaN
         return values.double().masked_fill(~which, 0.0).sum()
 
+    # no +=: all sums start as one and the same zero, and would share what is added
     found.pairs = found.pairs + seen_RCK.sum()
     found.logits = found.logits + total(scores_RCK, seen_RCK)
     found.rows = found.rows + counts_RC.sum()

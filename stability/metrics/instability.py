@@ -56,6 +56,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 def count_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """Count the NaN and infinite values in all `tensors`. ValueError if there is no tensor."""
     _require_some("count_nonfinite", tensors)
+    # FP64 as every other figure, so that one tensor takes them to the host; exact up to 2^53
     return torch.stack([(~torch.isfinite(x)).sum() for x in tensors]).sum().double()
 
 
@@ -75,8 +76,10 @@ def rms_ratio(
             f"rms_ratio: exp_avg_sq must have the shape of grad {tuple(grad.shape)}, got "
             f"{tuple(exp_avg_sq.shape)}; pass the state of the same parameter"
         )
+    # a tensor step would make beta2^step FP32, where 1 - 0.999 is off by up to 3e-5 of itself
     updates = step.double() if isinstance(step, Tensor) else step
     v = exp_avg_sq.detach().double() / (1 - beta2**updates)
+    # a weight that has had no gradient yet has v = 0: eps^2 keeps 0 / 0 out of the mean
     return (grad.detach().double().square() / v.clamp_(min=eps**2)).mean().sqrt()
 
 
@@ -88,6 +91,7 @@ def log_z(logits: Tensor) -> Tensor:
     """
     if logits.dim() == 0:
         raise ValueError("log_z: logits must be (..., vocab), got a 0-d tensor; pass the logits")
+    # log Z of 50,000 equal logits lies 10.8 above them, where BF16 has a spacing of 1/16
     wide = torch.promote_types(logits.dtype, torch.float32)
     rows = logits.detach().reshape(-1, logits.shape[-1])
     sums = [part.to(wide).logsumexp(-1).double().sum() for part in rows.split(_POSITIONS)]
@@ -116,8 +120,10 @@ class LossSpikes:
 
     def update(self, loss: float) -> bool:
         """Add the next step's loss and return whether it is a spike."""
+        # in the window it would make the limit NaN, which no loss exceeds
         if not math.isfinite(loss):
             return True
+        # before it enters the window: a spike inside would raise the limit it is held against
         spike = len(self._losses) == self._losses.maxlen and loss > self._limit()
         self._losses.append(loss)
         return spike
@@ -132,6 +138,7 @@ class LossSpikes:
 
     def _limit(self) -> float:
         mean = _mean(self._losses)
+        # about the mean: mean(x^2) - mean^2 cancels where the loss has become flat
         variance = _mean((loss - mean) ** 2 for loss in self._losses)
         return mean + self._deviations * math.sqrt(variance)
 

@@ -55,6 +55,7 @@ def to_ulps_(error: Tensor, reference: Tensor, floor: Tensor, target: Format) ->
     The result is error / `ulp_size`(max(|reference|, floor)), by two multiplications instead of a
     division, and without widening the reference.
     """
+    # one by one: the product of both powers can overflow where neither does
     return error.mul_(_inverse_power(reference, floor, target)).mul_(2.0**target.mantissa_bits)
 
 
@@ -83,6 +84,7 @@ def count_by_exponent(ulps: Tensor, ok: Tensor | None) -> Tensor:
 
     Counts of several calls can be added before `merge_into_edges`.
     """
+    # FP32 is wide enough: what overflows it lands in the open bin, what underflows in the middle
     bins = (ulps.float().view(torch.int32) >> 23).bitwise_and_(EXPONENT_BINS - 1)
     if ok is not None:
         bins = bins.masked_fill_(~ok, EXPONENT_BINS)

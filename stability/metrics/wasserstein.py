@@ -135,6 +135,7 @@ def _unequal(a: Tensor, b: Tensor) -> float:
     edges.sort()  # np.union1d hashes first, and is 15 times slower at 2e7 edges
     widths = np.diff(edges, prepend=0)
     steps = widths > 0
+    # the stretch that ends at edge e holds e - 1, whose rank an integer division gives exactly
     below, widths = torch.from_numpy(edges[steps] - 1), torch.from_numpy(widths[steps]).double()
     gaps = _gaps(a[below // m], b[below // n])
     return float(gaps.dot(widths / (n * m)))
@@ -157,6 +158,7 @@ def pooled_wasserstein(parts_a: Parts, parts_b: Parts, *, held: int = HELD) -> f
             f"{count} and {other}; compare tensors of the same shapes"
         )
     formats = {tensor.dtype for parts in sides for tensor in parts}
+    # what is not floating-point goes this way too: `pool` refuses it by its dtype
     if 2 * count <= held or not all(format.is_floating_point for format in formats):
         device = next(iter(parts_b)).device
         a, b = (sort_values_(pool([x.to(device) for x in parts])) for parts in sides)
@@ -173,6 +175,7 @@ def _by_ranges(sides: tuple[Parts, Parts], wide: torch.dtype, held: int) -> floa
     in_a, in_b = (_count_non_finite(parts, wide) for parts in sides)
     if in_a[0] or in_b[0]:
         return math.nan
+    # infinities of one sign are partners at no distance, but only in equal numbers
     if in_a != in_b:
         return math.inf
     terms, surplus, edge = [0.0], 0, 0.0
@@ -190,6 +193,7 @@ def _by_ranges(sides: tuple[Parts, Parts], wide: torch.dtype, held: int) -> floa
         surplus += part.counts[0] - part.counts[1]
         edge = end
     assert surplus == 0, "every value has its partner"
+    # np.sum adds in pairs: its error grows with the logarithm of their number, not with it
     return float(np.sum(terms))
 
 
@@ -330,6 +334,7 @@ def _widen(piece: Tensor, wide: torch.dtype) -> Values:
     for source, target in zip(piece.split(_CHUNK), copy.split(_CHUNK), strict=True):
         target.copy_(source)
     values = copy.numpy()
+    # -0 + 0 is +0: one value, which as bits would have two keys
     values += 0.0
     return values
 
@@ -337,6 +342,7 @@ def _widen(piece: Tensor, wide: torch.dtype) -> Values:
 def _select(values: Values, low: np.floating, high: np.floating) -> Values:
     inside = values >= low
     inside &= values < high
+    # in the first cut everything finite is inside, and needs no copy
     if inside.all():
         return values
     return np.compress(inside, values)
@@ -346,6 +352,7 @@ def _keys(values: Values) -> Values:
     """Return unsigned integers in the order of the values: all bits of a negative one turned."""
     bits = 8 * values.itemsize
     signed = values.view(f"i{values.itemsize}")
+    # the shift of a signed integer copies the sign: all ones for a negative value, else zeros
     turned = (signed >> (bits - 1)).view(f"u{values.itemsize}")
     return signed.view(turned.dtype) ^ (turned | turned.dtype.type(1 << (bits - 1)))
 
@@ -373,6 +380,7 @@ def _by_counting(sides: tuple[Parts, Parts]) -> float:
         return math.inf
     finite = np.isfinite(values)
     values, changes = values[finite], changes[finite]
+    # one value from two formats, or -0 and +0, follow each other at distance 0 in either order
     order = np.argsort(values)
     surplus = np.abs(np.cumsum(changes[order])[:-1])
     return float((surplus * np.diff(values[order])).sum())

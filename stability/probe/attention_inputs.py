@@ -72,6 +72,7 @@ def draw_inputs(
         "v": shape.key_len,
         "dout": shape.query_len,
     }
+    # one generator in this order: a tensor put in before another would change what that one draws
     tensors = []
     for name, length in lengths.items():
         heads = shape.heads if name in ("q", "dout") else shape.kv_heads
@@ -98,6 +99,7 @@ def read_inputs(path: Path, format: str, device: str = "cpu") -> AttentionInputs
             f"{', '.join(sorted(tensors)) or 'nothing'}; missing: {', '.join(missing)}"
         )
     q = tensors["q"]
+    # a fixed seed: one file has one set of figures
     noise = torch.randn(q.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = [q, tensors["k"], tensors["v"], tensors.get("dout", noise)]
     return round_inputs([x.double().to(device) for x in found], format)
@@ -109,6 +111,7 @@ def _draw(distribution: str, size: tuple[int, ...], generator: torch.Generator) 
     x = torch.randn(size, generator=generator, dtype=torch.float64)
     if distribution == "outliers":
         rare = torch.rand(size, generator=generator, dtype=torch.float64) < 0.001
+        # N(0, 100) names the variance, so the factor is 10, and 4 for N(0, 16) below
         x += 10 * torch.randn(size, generator=generator, dtype=torch.float64) * rare
     return 4 * x if distribution == "large" else x
 

@@ -68,6 +68,7 @@ class DualAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
         """Return the primary's result, untouched."""
         if not self.probe.is_armed:
+            # and not `with_lse`: a step that is not looked at runs what a run without a probe runs
             return self.primary.function(q, k, v, **mask)
         call = AttentionCall(layer=self.layer, q=q, k=k, v=v, mask=mask)
         return self.probe.attend(call, partial(self.primary.with_lse, **mask))
@@ -126,11 +127,14 @@ class AttentionProbe:
         out, lse = primary(*qkv)
         captured = CapturedCall.of(call, primary, qkv, out, lse)
         self._captured[call.layer] = captured
+        # under no_grad no hook would ever run
         if self._config.backward and out.requires_grad:
+            # autograd reaches out before q, k and v, so shadows are evaluated when these hooks run
             for name, x in zip(GRADIENTS, qkv, strict=True):
                 if x.requires_grad:
                     x.register_hook(partial(self._compare_gradient, captured, name))
             out.register_hook(partial(self._evaluate, captured))
+        # evaluating frees the forward's tensors, which the second forward is compared with
         elif not self._config.inherited:
             self._evaluate(captured, None)
         return out
@@ -167,6 +171,7 @@ class AttentionProbe:
 
     def state_dict(self) -> dict[str, object]:
         """Return what a resume needs: the running sums, and the findings that were reported."""
+        # a set has no order: sorted, equal states are written alike
         reported = sorted(tuple(finding) for finding in self._reported)
         return {"sums": self._meter.state_dict(), "reported": [list(pair) for pair in reported]}
 
@@ -200,8 +205,10 @@ class AttentionProbe:
         """Run shadows and golden, and compare all that the forward gave."""
         if captured.seen:
             return
+        # first of all, so that a call that can't be compared is not tried again at the step's end
         captured.seen = True
         with torch.no_grad(), self._budget.spending(captured.out.device):
+            # the captured tensors share the run's memory, which it may have written to since
             if captured.was_overwritten():
                 self._add_finding(captured.layer, "inputs or out overwritten in place")
                 return
@@ -249,6 +256,7 @@ class AttentionProbe:
             shadow = results.get(what)
             if shadow is None:
                 continue
+            # candidate first in both roles, so that the sign of an error keeps its meaning
             pair = (shadow, primary) if self._shadow_is_candidate else (primary, shadow)
             self._meter.compare(captured, what, *pair, captured.golden.get(what), name)
 
@@ -276,6 +284,7 @@ class AttentionProbe:
         """
         name, bind = next(iter(self._shadows.items()))
         repeat = partial(repeat_call, bind(call, primary))
+        # there is no out yet: q stands in its place, as only the inputs are read of this one
         second = CapturedCall.of(call, primary, [call.q, call.k, call.v], call.q, None)
         own = None
         if not call.unsupported:
@@ -322,6 +331,7 @@ def repeat_call(
     leaves = [x.detach().clone().requires_grad_(dout is not None) for x in (q, k, v)]
     with isolated(q.device), torch.set_grad_enabled(dout is not None):
         out, lse = attention(*leaves)
+        # here and not when it is compared, so that the finding names the attention at fault
         _check_result(out, q)
         results = {"out": out.detach()}
         if lse is not None:
@@ -350,6 +360,7 @@ def _gradients(out: Tensor, leaves: list[Tensor], dout: Tensor) -> dict[str, Ten
     if not out.requires_grad:
         raise BadResultError("out carries no gradient")
     # a copy of dout too: the run's backward goes on with it after the hook
+    # an unused input is allowed here, to be named below
     found = torch.autograd.grad(out, leaves, dout.detach().clone(), allow_unused=True)
     missing = [name for name, x in zip(GRADIENTS, found, strict=True) if x is None]
     if missing:

@@ -123,6 +123,7 @@ def resolve_golden(config: AttentionConfig, device: torch.device) -> ResolvedAtt
 
 
 def _golden(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
+    # as from any other attention, the model's next layer gets q's dtype
     return golden_attention(q, k, v, **mask).to(q.dtype)
 
 
@@ -314,6 +315,7 @@ def _arguments(name: str, function: Callable[..., Any]) -> frozenset[str]:
     except ValueError:  # a builtin does not tell
         return frozenset(("causal", "scale"))
     try:
+        # tried before the run, which would else fail at its first step
         signature.bind(None, None, None, causal=True, scale=1.0)
     except TypeError as error:
         raise ValueError(
@@ -342,6 +344,7 @@ def _call_user_function(
             f"{name}: the mask must be one that it takes, got {refused[0]}; "
             f"it takes {', '.join(sorted(takes & set(MaskArguments.__annotations__)))}"
         )
+    # causal is always said: a function's own default may be the other
     return function(q, k, v, **{"causal": False, **asked})
 
 
@@ -349,4 +352,5 @@ def _changes_the_call(key: str, value: Any) -> bool:
     """Whether a mask argument differs from having been left out."""
     if value is None or (isinstance(value, tuple) and value == (None, None)):
         return False
+    # a scale of 0 is a scale; any other 0 is an argument that is off
     return key == "scale" or isinstance(value, Tensor) or bool(value)

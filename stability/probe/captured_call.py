@@ -78,6 +78,7 @@ def valid_rows(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     is bool, true where a key may be attended, or is added to the scores, and broadcasts to
     `(batch, heads, query_len, key_len)`. Nothing here synchronises with the device.
     """
+    # with other numbers of queries and keys, key i is not query i's own token
     if attn_mask is None or q.shape[2] != k.shape[2] or attn_mask.dim() < 2:
         return None
     visible = attn_mask if attn_mask.dtype == torch.bool else attn_mask > _LOWEST
@@ -152,6 +153,7 @@ class CapturedCall:
 
     def forget_forward(self) -> None:
         """Free everything but the gradients of shadows and golden, which wait for the run's own."""
+        # empty tensors in their place, so that the fields keep their types
         nothing = self.out.new_empty(0)
         self.call = replace(self.call, q=nothing, k=nothing, v=nothing)
         self.out, self.lse = nothing, None

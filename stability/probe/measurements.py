@@ -76,6 +76,7 @@ class MeasurementBuffer:
         """Add one value a name."""
         assert len(names) == values.numel()
         self._names += names
+        # all in one dtype, so that one tensor can carry them to the host
         self._values.append(values.detach().double().flatten())
 
     def add_counts(self, name: str, counts: Tensor) -> None:
@@ -141,6 +142,7 @@ def _nonfinite(metrics: dict[str, float]) -> list[ProbeFinding]:
     findings = []
     for name, value in metrics.items():
         parts = parse_deviation(name)
+        # heads and ranges are part of the layer's own count
         if parts and parts.metric == "nonfinite" and not parts.part and value > 0:
             who = f"{parts.shadow}: " if parts.shadow else ""
             text = f"{who}{value:g} values of {parts.what} not finite"
@@ -181,6 +183,8 @@ class DeviationMeter:
             candidate,
             baseline,
             golden=golden,
+            # ULPs of the format it is stored in: in a wider one the rounding that no result of that
+            # format can avoid would look large
             output_format=input_format(candidate.dtype),
             valid=captured.valid,
             heads=self._config.heads,
@@ -195,6 +199,7 @@ class DeviationMeter:
                 for metric in metrics
             ]
 
+        # names must run parallel to the columns that `compare` has returned
         golden_metrics = () if golden is None else GOLDEN_COLUMNS
         self.buffer.add(names((*LAYER_COLUMNS, *golden_metrics)), compared.layer)
         self.buffer.add_counts(names([ULP_HISTOGRAM])[0], compared.histogram)
@@ -260,6 +265,7 @@ class DeviationMeter:
         # summed over steps, an unbiased error averages out and a biased one grows
         gap = delta_gap(dout, candidate, golden, valid=captured.valid)
         total = self._delta_sums.get(captured.layer)
+        # a sum that was read from a checkpoint lies on the CPU
         total = gap if total is None else total.to(gap.device) + gap
         self._delta_sums[captured.layer] = total
         self.buffer.add([watch_name(DELTA_SUM, layer=captured.layer)], total)
@@ -269,6 +275,7 @@ class DeviationMeter:
         layers = list(self._delta_sums)
         if not layers:
             return {}
+        # one wait for the device, not one a layer
         values = torch.stack([self._delta_sums[layer] for layer in layers]).tolist()
         return dict(zip(layers, values, strict=True))
 
@@ -305,8 +312,10 @@ def query_weight(module: nn.Module | None, rows: int) -> Tensor | None:
         weight = getattr(children.get(name), "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
             continue
+        # by its name: transformers, which has it, need not be installed
         if type(children[name]).__name__ == "Conv1D":
             weight = weight.T
+        # fewer kv heads have fewer rows for k and v, so a fused weight need not have 3 * rows
         if weight.shape[0] == rows or (name in _FUSED_LAYERS and weight.shape[0] > rows):
             return weight[:rows]
     return None

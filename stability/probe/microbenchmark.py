@@ -175,10 +175,12 @@ def attend_with_gradients(
     attention: Any, inputs: AttentionInputs, backward: bool, **options: Any
 ) -> dict[str, Tensor]:
     """Return out and, if asked, dq, dk and dv of an attention, by name."""
+    # detached, or requires_grad_ would mark the caller's own tensors
     leaves = [x.detach().requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v)]
     out = attention(*leaves, **options)
     results = {"out": out.detach()}
     if backward:
+        # widening is exact, so the golden gets the dO of the others
         gradients = torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
         results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     return results
@@ -240,6 +242,7 @@ def waterfall(problem: Problem, inputs: AttentionInputs | None = None) -> Iterat
     points = {p: low.to_dict()[p] for p in POINTS}
     points = {p: problem.format if name == "input" else name for p, name in points.items()}
     low = low.with_(**points)
+    # formats alone: tiles, the exponential and the scaling stay the profile's in every row
     exact = low.with_(**dict.fromkeys(POINTS, "fp64"))
     golden = attend_with_gradients(golden_attention, wide, True, **problem.mask())
 
@@ -257,5 +260,6 @@ def waterfall(problem: Problem, inputs: AttentionInputs | None = None) -> Iterat
         lowered = exact.with_(**{point: name})
         yield WaterfallRow(change="lowered", point=point, format=name, errors=errors(lowered))
     for point in points:
+        # one point at FP64 makes FP64 the work format of the call, as in the lowered rows
         raised = low.with_(**{point: "fp64"})
         yield WaterfallRow(change="raised", point=point, format="fp64", errors=errors(raised))

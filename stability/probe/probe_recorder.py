@@ -65,6 +65,7 @@ class ProbeRecorder:
         watched = measured.watched()
         for crossing in crossings(watched, self._watched):
             log_event(self._log, Event(step, "alert", crossing.layer, crossing.text))
+        # merged: a value that this step did not measure keeps its last one, or it would alert twice
         self._watched |= watched
 
     def describe(self, layers: Sequence[str], steps: int) -> None:

@@ -78,12 +78,15 @@ class Budget:
         count = 1
         if self._n_looks:
             # as many layers as the time still granted pays for, at the mean cost of those so far
+            # since the first step and not this one alone, so that what is not spent can be saved up
             left = self._share * (now - self._began) - self._spent
             count = int(left / (self._spent / self._n_looks))
+        # below 0 when looks have overdrawn their share: none until the run has caught up
         count = max(0, min(count, len(self._layers)))
         order = self._layers[self._turn :] + self._layers[: self._turn]
         self._granted = frozenset(order[:count])
         if self._layers:
+            # the next step goes on where this one ends, so that no layer is left out for good
             self._turn = (self._turn + count) % len(self._layers)
 
     def grants(self, layer: str) -> bool:
@@ -116,6 +119,8 @@ class Budget:
         self._events.append((first, last))
 
     def _read_events(self) -> None:
+        # asked, not waited for: a pair that is not through yet is counted at a later step
         finished = [pair for pair in self._events if pair[1].query()]
+        # CUDA's events count in milliseconds
         self._spent += sum(first.elapsed_time(last) / 1000 for first, last in finished)
         self._events = [pair for pair in self._events if pair not in finished]

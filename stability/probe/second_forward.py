@@ -62,6 +62,7 @@ class _Repeater:
         # output is None when the forward pass has raised
         if self._depth or output is None or not self._probe.wants_second_forward:
             return
+        # the state after the run's own pass, from which the run is to go on
         now, self._repeating = _RandomState(), True
         assert self._state is not None
         # The pass writes into copies of the buffers, e.g. running means, and they are dropped: the
@@ -81,6 +82,7 @@ class _RandomState:
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
+        # where CUDA has not been used there is no state to keep, and asking would start it
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore(self) -> None:
