@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stability.callbacks.probe_callbacks import ShadowCallback
     from stability.intercept.session import shadow
-    from stability.intercept.transformers import register_transformers
+    from stability.intercept.transformers_candidate import register_transformers
 
 __version__ = "0.1.0"
 
@@ -14,7 +14,7 @@ __all__ = ["ShadowCallback", "__version__", "register_transformers", "shadow"]
 
 _HOMES = {
     "ShadowCallback": "stability.callbacks.probe_callbacks",
-    "register_transformers": "stability.intercept.transformers",
+    "register_transformers": "stability.intercept.transformers_candidate",
     "shadow": "stability.intercept.session",
 }
 

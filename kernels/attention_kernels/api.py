@@ -6,7 +6,6 @@ and makes them differentiable, `golden` and `baseline` define what is right.
 """
 
 import importlib.util
-import math
 from typing import Literal, NamedTuple, Protocol, Unpack, overload
 
 import torch
@@ -19,8 +18,9 @@ from attention_kernels.checks import (
     check_numerics,
     check_packable,
     check_tensors,
+    scale_of,
 )
-from attention_kernels.masks import Mask, MaskArguments, mask_fields
+from attention_kernels.masks import MaskArguments, mask_fields
 from attention_kernels.numerics import BaselineNumerics, FlashNumerics
 from attention_kernels.operators import (
     Call,
@@ -39,7 +39,6 @@ __all__ = [
     "baseline_attention",
     "flash_attention",
     "golden_attention",
-    "read_mask",
     "resolve_engine",
 ]
 
@@ -266,25 +265,8 @@ def _unpacked(out: Tensor) -> Tensor:
     return out.squeeze(0).transpose(0, 1)
 
 
-def read_mask(
-    q: Tensor, k: Tensor, arguments: MaskArguments, function: str = "read_mask"
-) -> tuple[Mask, float]:
-    """Return the mask and the scale that `arguments` mean for q and k, `(batch, heads, ...)`.
-
-    It is for code that forms the scores itself. ValueError as `flash_attention`, in the name of
-    `function`.
-    """
-    check_mask(function, q, k, arguments)
-    return Mask(**mask_fields(arguments)), _scale(q, arguments)
-
-
-def _scale(q: Tensor, arguments: MaskArguments) -> float:
-    scale = arguments.get("scale")
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-
-
 def _call(q: Tensor, arguments: MaskArguments, plan: str) -> Call:
     """Return what an operator takes beside q, k and v, given arguments that are checked."""
     fields = mask_fields(arguments)
     left, right = fields.pop("window")
-    return Call(**fields, left=left, right=right, scale=_scale(q, arguments), plan=plan)
+    return Call(**fields, left=left, right=right, scale=scale_of(q, arguments), plan=plan)

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from attention_kernels.masks import Mask, MaskArguments
+from attention_kernels.masks import Mask, MaskArguments, mask_fields
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.rounding import INPUT_DTYPES
 
@@ -31,7 +31,9 @@ __all__ = [
     "check_numerics",
     "check_packable",
     "check_tensors",
+    "read_mask",
     "require",
+    "scale_of",
 ]
 
 Engine = Literal["auto", "twin", "triton"]
@@ -156,6 +158,24 @@ def check_mask(function: str, q: Tensor, k: Tensor, mask: Mapping[str, Any]) -> 
     _check_offset_shapes(function, mask)
     _check_mask_shapes(function, q, k, mask)
     _check_slope_shape(function, q, mask)
+
+
+def read_mask(
+    q: Tensor, k: Tensor, arguments: MaskArguments, function: str = "read_mask"
+) -> tuple[Mask, float]:
+    """Return the mask and the scale that `arguments` mean for q and k, `(batch, heads, ...)`.
+
+    It is for code that forms the scores itself. ValueError as `flash_attention`, in the name of
+    `function`.
+    """
+    check_mask(function, q, k, arguments)
+    return Mask(**mask_fields(arguments)), scale_of(q, arguments)
+
+
+def scale_of(q: Tensor, arguments: MaskArguments) -> float:
+    """Return the scale of the scores: 1/sqrt(head_dim) unless one is given."""
+    scale = arguments.get("scale")
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
 def _check_scalars(function: str, mask: Mapping[str, Any]) -> None:

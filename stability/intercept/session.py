@@ -1,9 +1,10 @@
 """`shadow`: the instrument on any torch model, in one line.
 
-At due steps it catches the model's attention calls in the way that fits the model (`sdpa`,
-`transformers`) and hands them to a probe, or makes the candidate compute in their place
-(`replacement`). At any other step nothing at all is installed in the model. Leaves out the
-comparison (`probe.attention_probe`) and the record on disk (`probe.probe_recorder`).
+A model whose calls cannot be caught is refused before it runs. At due steps the session catches the
+calls in the way that fits the model (`sdpa`, `transformers`) and hands them to a probe, or makes
+the candidate compute in their place (`replacement`). At any other step nothing at all is installed
+in the model. Leaves out the comparison (`probe.attention_probe`) and the record on disk
+(`probe.probe_recorder`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from stability.config.schema import ProbeConfig
-from stability.intercept.model_check import check_model, nothing_caught
 from stability.intercept.replacement import Direction, Replacement
 from stability.intercept.sdpa import catch_sdpa
-from stability.intercept.transformers import catch_transformers, is_transformers_model
+from stability.intercept.transformers import (
+    catch_transformers,
+    check_transformers,
+    is_transformers_model,
+)
 from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shadows
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 from stability.probe.captured_call import AttentionCall, BoundAttention, Interceptor
@@ -37,6 +41,9 @@ OWN = "own"
 
 Sink = Callable[[int, StepMeasurements], None]
 """Is given each probed step's number and measurements, in order, once they have arrived."""
+
+_SHOWN = 12
+"""The most module classes that a message names."""
 
 
 @contextmanager
@@ -91,7 +98,7 @@ def shadow(
         inherited=inherited,
         overhead=overhead,
     )
-    check_model(model)
+    _check_model(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     several = candidate if isinstance(candidate, list) else [candidate]
     named = [resolve_attention(one, device) for one in several]
@@ -206,7 +213,7 @@ class Shadow:
         was_due = self._installed is not None
         self._end()
         if was_due and not self._layers:
-            raise ValueError(nothing_caught(self._model))
+            raise ValueError(_nothing_caught(self._model))
         self._step += 1
         self._begin()
 
@@ -277,3 +284,79 @@ class _ReplacedAttention:
 def _bind_own(call: AttentionCall, primary: BoundAttention) -> BoundAttention:
     assert isinstance(primary, _ReplacedAttention)
     return primary.own
+
+
+def _check_model(model: nn.Module) -> None:
+    """ValueError if the attention of `model` cannot be caught, or drops values at random.
+
+    A compiled or scripted model calls attention from a graph, with no Python in between; with
+    dropout a shadow would drop other values than the model does.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"shadow: model must be a torch.nn.Module, got {type(model).__name__}; "
+            "functions can be given to a DualAttention"
+        )
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in (
+            "OptimizedModule",
+            "RecursiveScriptModule",
+            "ScriptModule",
+            "TopLevelTracedModule",
+        ):
+            raise ValueError(
+                f"shadow: model must run eagerly, got {kind} at {name or 'its root'}: a compiled "
+                "graph calls attention with no Python in between; give the model before it is "
+                "compiled"
+            )
+        if module._compiled_call_impl is not None:
+            raise ValueError(
+                f"shadow: model must run eagerly, got {kind}.compile() at {name or 'its root'}: a "
+                "compiled graph calls attention with no Python in between"
+            )
+    if is_transformers_model(model):
+        check_transformers(model)
+        return
+    for name, module in model.named_modules():
+        dropout = _attention_dropout(module)
+        if dropout and module.training:
+            raise ValueError(
+                f"shadow: attention dropout must be 0, got {dropout:g} in {name or 'the model'} "
+                f"({type(module).__name__}); a shadow would drop other values"
+            )
+
+
+def _attention_dropout(module: nn.Module) -> float:
+    """Return the rate with which an attention module drops probabilities, 0 if it has none."""
+    if "attention" not in type(module).__name__.lower():
+        return 0.0
+    for name in ("dropout", "dropout_p", "attn_dropout", "attention_dropout", "attn_pdrop"):
+        value = getattr(module, name, None)
+        rate = getattr(value, "p", value)
+        if isinstance(rate, float) and name in ("attn_dropout", "attention_dropout", "attn_pdrop"):
+            return rate
+        if isinstance(value, float):  # a Dropout module of this name may follow the projection
+            return value
+    return 0.0
+
+
+def _nothing_caught(model: nn.Module) -> str:
+    """Return the message for a model in which no attention call was caught."""
+    kinds = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
+    shown = ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
+    named = [kind for kind in kinds if "attention" in kind.lower() or "attn" in kind.lower()]
+    if "MultiheadAttention" in kinds:
+        way = "call nn.MultiheadAttention with need_weights=False: else it does not use SDPA"
+    elif named:
+        way = (
+            f"let {named[0]} call torch.nn.functional.scaled_dot_product_attention, or give it a "
+            "stability.probe.attention_probe.DualAttention to call; a Hugging Face model needs no "
+            "change"
+        )
+    else:
+        way = "it seems to have no attention"
+    return (
+        f"shadow: model must call scaled_dot_product_attention, got no such call in a step of "
+        f"{type(model).__name__}; module classes seen: {shown}; {way}"
+    )

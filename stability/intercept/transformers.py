@@ -20,19 +20,18 @@ from torch import Tensor, nn
 from attention_kernels import MaskArguments
 from stability.intercept.transformers_call import (
     CANDIDATE_ARGUMENTS,
+    REGISTERED,
     MaskReader,
     TransformersCall,
     argument_names,
     unsupported,
 )
-from stability.intercept.transformers_candidate import is_registered, register_transformers
 from stability.probe.captured_call import AttentionCall, CallHandler, autocast_dtype
 
 __all__ = [
     "catch_transformers",
     "check_transformers",
     "is_transformers_model",
-    "register_transformers",
 ]
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
@@ -113,7 +112,7 @@ def check_transformers(model: nn.Module) -> None:
         if config is None or not is_attention:
             continue
         implementation = getattr(config, "_attn_implementation", None)
-        if implementation not in (None, "eager", "sdpa") and not is_registered(implementation):
+        if implementation not in (None, "eager", "sdpa") and implementation not in REGISTERED:
             raise ValueError(
                 f"check_transformers: _attn_implementation of {name} must be 'eager' or 'sdpa', "
                 f"got {implementation!r}; call model.set_attn_implementation('sdpa')"
@@ -170,7 +169,7 @@ def _catching_interface(get_interface: Callable[..., Function]) -> Callable[...,
     @wraps(get_interface)
     def catching(self: Any, attn_implementation: str, default: Function) -> Function:
         function = get_interface(self, attn_implementation, default)
-        registered = is_registered(attn_implementation)
+        registered = attn_implementation in REGISTERED
         asked = _AskedFunction(
             name=attn_implementation,
             eager=function is default,

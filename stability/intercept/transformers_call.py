@@ -2,7 +2,9 @@
 
 transformers gives its attention functions a rank-4 mask (bool for sdpa, additive for eager, or None
 where `is_causal` is enough) and options; which options count differs between sdpa and eager.
-Windows and padding are already in the mask. Leaves out how a call is caught (`transformers`).
+Windows and padding are already in the mask. A candidate that is registered as such a function is
+called by the same arguments. Leaves out how a call is caught (`transformers`) and how a candidate
+is registered (`transformers_candidate`).
 Source: transformers 5.23, `integrations/sdpa_attention.py`, `masking_utils.py`, and the
 `eager_attention_forward` of its models.
 
@@ -19,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attention_kernels import MaskArguments
+from attention_kernels import AttentionFn, MaskArguments
 from attention_kernels.checks import MAX_HEAD_DIM, MIN_HEAD_DIM
 from stability.probe.captured_call import valid_rows
 
 __all__ = [
     "CANDIDATE_ARGUMENTS",
+    "REGISTERED",
     "MaskReader",
     "TransformersCall",
     "argument_names",
@@ -33,6 +36,9 @@ __all__ = [
 
 CANDIDATE_ARGUMENTS = frozenset(("softcap", "position_bias"))
 """Options that a registered candidate takes beyond those that every attention function takes."""
+
+REGISTERED: dict[str, str | AttentionFn] = {}
+"""The candidates that `register_transformers` has given a name to, by that name."""
 
 _TENSORS = {"query", "key", "value", "query_states", "key_states", "value_states"}
 _UNDERSTOOD = _TENSORS | {

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from attention_kernels import AttentionFn
 from stability.intercept.transformers_call import (
     CANDIDATE_ARGUMENTS,
+    REGISTERED,
     MaskReader,
     TransformersCall,
     unsupported,
@@ -21,17 +22,10 @@ from stability.intercept.transformers_call import (
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 from stability.probe.captured_call import autocast_dtype
 
-__all__ = ["is_registered", "register_transformers"]
+__all__ = ["register_transformers"]
 
 # transformers takes a name that contains one of these words for its own implementation of the kind
 _RESERVED = {"flash": "tiled", "flex": "block", "sdpa": "torch", "paged": "pages"}
-
-_REGISTERED: dict[str, str | AttentionFn] = {}
-
-
-def is_registered(name: str) -> bool:
-    """Say whether `register_transformers` returned `name`."""
-    return name in _REGISTERED
 
 
 def register_transformers(candidate: str | AttentionFn = "flash:fa2") -> str:
@@ -47,7 +41,7 @@ def register_transformers(candidate: str | AttentionFn = "flash:fa2") -> str:
 
     resolved = resolve_attention(candidate, torch.device("cpu"))
     name = _name(resolved.name, candidate)
-    _REGISTERED[name] = candidate
+    REGISTERED[name] = candidate
     AttentionInterface.register(name, _Registered(candidate))
     AttentionMaskInterface.register(name, sdpa_mask)
     return name
@@ -58,7 +52,7 @@ def _name(text: str, candidate: str | AttentionFn) -> str:
     for word, other in _RESERVED.items():
         name = name.replace(word, other)
     number = 1
-    while _REGISTERED.get(unique := name if number == 1 else f"{name}_{number}", candidate) != (
+    while REGISTERED.get(unique := name if number == 1 else f"{name}_{number}", candidate) != (
         candidate
     ):
         number += 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import MaskArguments
-from attention_kernels.api import read_mask
+from attention_kernels.checks import read_mask
 from attention_kernels.masks import Mask, Sequence
 
 __all__ = ["INSIDE_METRICS", "delta_gap", "inside_tensor", "spectral_norms"]

@@ -22,9 +22,8 @@ from attention_kernels.api import (
     baseline_attention,
     flash_attention,
     golden_attention,
-    read_mask,
 )
-from attention_kernels.checks import check_mask_values, check_tensors, require
+from attention_kernels.checks import check_mask_values, check_tensors, read_mask, require
 from attention_kernels.masks import Mask, MaskArguments
 from attention_kernels.peers import flex, libraries, sdpa
 from attention_kernels.profiles import (
