@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
-from stability.config.load import override
 from stability.config.schema import BASELINE, ArmConfig, Axis, SeedConfig, StudyConfig
 
-__all__ = ["INDEPENDENT_AXES", "Arm", "describe_change", "expand", "with_seed"]
+__all__ = ["INDEPENDENT_AXES", "Arm", "describe_change", "expand", "override", "with_seed"]
 
 INDEPENDENT_AXES: tuple[Axis, ...] = ("seed", "init")
 """Axes whose arms start from weights that were drawn independently of the baseline's."""
@@ -26,6 +26,22 @@ class Arm:
     config: ArmConfig
     diff: dict[str, tuple[Any, Any]]
     """Dotted config path -> (baseline's value, this arm's value)."""
+
+
+def override(arm: ArmConfig, mapping: Mapping[str, Any], where: str | Place) -> ArmConfig:
+    """Return `arm` with the values of `mapping` laid over it, group by group.
+
+    An `attention` that names another implementation starts from that implementation's defaults.
+    ConfigError names `where`, the key and the nearest valid names.
+    """
+    below = to_dict(arm)
+    attention = mapping.get("attention")
+    if isinstance(attention, Mapping):
+        implementation = attention.get("implementation", arm.attention.implementation)
+        if implementation != arm.attention.implementation:
+            below["attention"] = {}
+    place = where if isinstance(where, Place) else Place(source=where)
+    return from_mapping(ArmConfig, merge(below, mapping), place)
 
 
 def expand(study: StudyConfig) -> list[Arm]:

@@ -15,12 +15,13 @@ from typing import Any
 
 import yaml
 
+from stability.config.arms import override
 from stability.config.attentions import IMPLEMENTATIONS
-from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, to_dict
+from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest
 from stability.config.plugins import ATTENTIONS, plugins
-from stability.config.schema import BASELINE, ArmConfig, AttentionConfig, StudyConfig
+from stability.config.schema import BASELINE, AttentionConfig, StudyConfig
 
-__all__ = ["load_study", "override", "parse_value", "read_mapping"]
+__all__ = ["load_study", "parse_value", "read_mapping"]
 
 _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}")
 
@@ -54,27 +55,8 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
         _check_attention(shadow, shadows.at(str(index)))
     for name, mapping in arms.items():
         place = root.at("arms").at(name)
-        _check_attention(_overridden(study.base, mapping, place).attention, place.at("attention"))
+        _check_attention(override(study.base, mapping, place).attention, place.at("attention"))
     return _with_early_step(study, root)
-
-
-def override(arm: ArmConfig, mapping: Mapping[str, Any], where: str) -> ArmConfig:
-    """Return `arm` with the values of `mapping` laid over it, group by group.
-
-    An `attention` that names another implementation starts from that implementation's defaults.
-    ConfigError names `where`, the key and the nearest valid names.
-    """
-    return _overridden(arm, mapping, Place(source=where))
-
-
-def _overridden(arm: ArmConfig, mapping: Mapping[str, Any], place: Place) -> ArmConfig:
-    below = to_dict(arm)
-    attention = mapping.get("attention")
-    if isinstance(attention, Mapping):
-        implementation = attention.get("implementation", arm.attention.implementation)
-        if implementation != arm.attention.implementation:
-            below["attention"] = {}
-    return from_mapping(ArmConfig, merge(below, mapping), place)
 
 
 def _with_overrides(base: dict[str, Any], changes: Mapping[str, str], root: Place) -> Any:

@@ -7,18 +7,16 @@ starts from the same bits and sees the same batches. How a fork is made is left 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from attention_kernels.profiles import DEFAULT_FLASH_PROFILE, PROFILES
+from stability.config.arms import override
 from stability.config.convert import from_dict, to_dict
-from stability.config.load import override
 from stability.config.schema import ArmConfig, AttentionConfig
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths, snapshot_steps
 
-__all__ = ["CARRIES", "Halving", "Over", "halve", "plan_layers", "plan_points", "step_to_compare"]
-
-Over = Literal["layers", "points"]
+__all__ = ["CARRIES", "Halving", "halve", "plan_layers", "plan_points", "step_to_compare"]
 
 CARRIES = 0.5
 """A part carries the divergence if alone it moves the weights this share of the whole's drift."""

@@ -15,10 +15,9 @@ from typing import Any
 
 from stability.analysis.pair_contract import axis_of
 from stability.callbacks.progress import StudyObserver
-from stability.config.arms import Arm
+from stability.config.arms import Arm, override
 from stability.config.convert import from_dict
 from stability.config.diff import diff
-from stability.config.load import override
 from stability.config.schema import ArmConfig
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_metrics

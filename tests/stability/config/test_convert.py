@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stability.config.arms import override
 from stability.config.convert import ConfigError, from_dict, to_dict
-from stability.config.load import override
 from stability.config.schema import (
     NATIVE,
     ArmConfig,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stability.config.arms import override
 from stability.config.diff import changed_axes, diff
-from stability.config.load import override
 from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
 
 ARM = ArmConfig(
