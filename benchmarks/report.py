@@ -41,7 +41,7 @@ from stability.records.metric_names import (
 from stability.records.metric_table import DRIFT_METRICS, LAYER_METRICS, WATCH_METRICS
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import file_checksum, write_sealed
-from stability.report.page.html import write_report
+from stability.report.page.html import write_page
 
 STEPS, LAYERS, SEEDS = 2000, 48, 5
 SECONDS_LIMIT, MEMORY_LIMIT, SIZE_LIMIT = 20.0, 1000.0, 15.0
@@ -218,6 +218,10 @@ def measure(folder: Path) -> int:
     return 0 if all(results) else 1
 
 
+def _write(folder: Path) -> Path:
+    return write_page(read_study(folder), folder)
+
+
 def main() -> int:
     """Run all of it and return the exit code."""
     parser = argparse.ArgumentParser()
@@ -226,7 +230,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.do:
         what, folder = options.do
-        {"import": Path, "read": read_study, "report": write_report}[what](Path(folder))
+        {"import": Path, "read": read_study, "report": _write}[what](Path(folder))
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.study or Path(temporary) / "large"

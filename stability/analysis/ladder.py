@@ -15,7 +15,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import (
@@ -23,7 +22,6 @@ from stability.analysis.study_records import (
     RecordedRun,
     RecordedStudy,
     RunState,
-    read_study,
 )
 from stability.config.arms import INDEPENDENT_AXES, describe_change
 from stability.config.schema import BASELINE, Axis
@@ -35,7 +33,6 @@ __all__ = [
     "EarlyLast",
     "Ladder",
     "Row",
-    "build_ladder",
     "ladder_of",
     "planned_early_step",
     "w1_floor",
@@ -118,11 +115,6 @@ class Ladder:
         }
         # NaN and infinity are no JSON; `SeedValues.to_dict` has made text of them
         return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def build_ladder(study_dir: Path) -> Ladder:
-    """Read the study in `study_dir` and return its ladder. ValueError as `read_study`."""
-    return ladder_of(read_study(study_dir))
 
 
 def ladder_of(study: RecordedStudy) -> Ladder:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from attention_kernels.formats import Format, format_named
+from attention_kernels.formats import Format
 
 __all__ = [
     "EXPONENT_BINS",
@@ -20,10 +20,7 @@ __all__ = [
     "count_by_exponent",
     "merge_into_edges",
     "to_ulps_",
-    "ulp_size",
 ]
-
-_FP64_MANTISSA_BITS, _FP64_BIAS, _FP64_EXPONENT_MASK = 52, 1023, 0x7FF
 
 _POWERS = tuple(2.0**i for i in range(-1, 7))
 ULP_EDGES = (*(-power for power in reversed(_POWERS)), *_POWERS)
@@ -34,26 +31,11 @@ EXPONENT_BINS = 512
 """One bin for each sign and exponent of FP32, before they are merged into those of `ULP_EDGES`."""
 
 
-def ulp_size(x: Tensor, format: str | Format) -> Tensor:
-    """Return the spacing of `format` at |x|, in FP64 and the shape of x; x is taken as FP64.
-
-    In [2^e, 2^(e+1)) it is 2^(e - mantissa_bits). Below the smallest normal value, zero included,
-    it is the spacing of the subnormals; beyond the largest value, the spacing just below that.
-    NaN and infinity give NaN.
-    """
-    target = format if isinstance(format, Format) else format_named(format)
-    x64 = x.detach().double()
-    exponent = (x64.view(torch.int64) >> _FP64_MANTISSA_BITS) & _FP64_EXPONENT_MASK
-    exponent.sub_(_FP64_BIAS).clamp_(min=target.min_exponent, max=1 - target.min_exponent)
-    power = (exponent.add_(_FP64_BIAS) << _FP64_MANTISSA_BITS).view(torch.float64)
-    return torch.where(torch.isfinite(x64), power * 2.0**-target.mantissa_bits, torch.nan)
-
-
 def to_ulps_(error: Tensor, reference: Tensor, floor: Tensor, target: Format) -> Tensor:
     """Turn errors, in place, into ULPs of `target` at max(|reference|, floor); return them.
 
-    The result is error / `ulp_size`(max(|reference|, floor)), by two multiplications instead of a
-    division, and without widening the reference.
+    The result is the error over the spacing of `target` at that magnitude, by two multiplications
+    instead of a division, and without widening the reference.
     """
     # one by one: the product of both powers can overflow where neither does
     return error.mul_(_inverse_power(reference, floor, target)).mul_(2.0**target.mantissa_bits)

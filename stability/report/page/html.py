@@ -18,7 +18,7 @@ from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.ladder_sentences import candidate_sentences, notes
 from stability.analysis.pair_contract import HASHES
 from stability.analysis.probe_records import RecordedProbe, metrics_of_study, read_probe
-from stability.analysis.study_records import RecordedStudy, read_study
+from stability.analysis.study_records import RecordedStudy
 from stability.analysis.verdict import answer_of
 from stability.config.schema import BASELINE
 from stability.records.atomic_files import write_text
@@ -41,24 +41,17 @@ from stability.report.terminal.probe import located_lines
 from stability.report.view.error_bars import bars_are, growth_cells
 from stability.report.view.palette import arm_styles
 
-__all__ = ["fill", "render", "render_probe", "write_page", "write_probe_page", "write_report"]
+__all__ = ["fill", "render", "render_probe", "write_page", "write_probe_page"]
 
 ASSETS = Path(__file__).parent / "assets"
 """Holds the templates, styles and scripts."""
 PROBE_PAGE = "probe.html"
 
 
-def write_report(study_dir: Path) -> Path:
-    """Write `report.html`, and `ladder.json` beside it, from the study's records.
-
-    Returns the path of the report. ValueError as `read_study`. Also works while the study runs.
-    """
-    return write_page(read_study(study_dir), study_dir)
-
-
 def write_page(study: RecordedStudy, study_dir: Path, *, reload_s: int = 0) -> Path:
-    """Write the report and the ladder of a study that has been read; return the report's path.
+    """Write `report.html`, and `ladder.json` beside it, from the records of a study as it was read.
 
+    Returns the path of the report. Also works while the study runs.
     With `reload_s` the page loads itself anew every so many seconds.
     """
     ladder = ladder_of(study)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from stability.analysis.ladder import build_ladder, w1_floor
+from stability.analysis.ladder import ladder_of, w1_floor
 from stability.analysis.study_records import read_study
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
@@ -28,7 +28,7 @@ def study(synthetic, tmp_path):
 
 @pytest.mark.parametrize("arm", ["flash_fa2", "fp32", "init_seed"])
 def test_drift_loss_and_ratio_are_those_of_the_records(finished, arm):
-    row = build_ladder(finished).row(arm)
+    row = ladder_of(read_study(finished)).row(arm)
     for step, rel_l2, w1, ratio in [
         (20, row.rel_l2.early, row.w1.early, row.ratio.early),
         (200, row.rel_l2.last, row.w1.last, row.ratio.last),
@@ -46,7 +46,7 @@ def test_drift_loss_and_ratio_are_those_of_the_records(finished, arm):
 
 
 def test_rows_climb_from_the_baseline_by_early_drift(finished):
-    names = [row.arm for row in build_ladder(finished).rows]
+    names = [row.arm for row in ladder_of(read_study(finished)).rows]
     assert names == [
         "baseline",
         "rerun",
@@ -59,7 +59,7 @@ def test_rows_climb_from_the_baseline_by_early_drift(finished):
 
 
 def test_rerun_is_exactly_zero_and_the_baseline_has_no_drift(finished):
-    ladder = build_ladder(finished)
+    ladder = ladder_of(read_study(finished))
     rerun = ladder.row("rerun")
     assert rerun.rel_l2.early.is_zero
     assert rerun.rel_l2.last.is_zero
@@ -69,7 +69,7 @@ def test_rerun_is_exactly_zero_and_the_baseline_has_no_drift(finished):
 
 
 def test_changes_read_as_sentences(finished):
-    said = {row.arm: row.change for row in build_ladder(finished).rows}
+    said = {row.arm: row.change for row in ladder_of(read_study(finished)).rows}
     assert said == {
         "baseline": "the reference: baseline, bf16-mixed",
         "flash_all_bf16": "attention: baseline -> flash:all_bf16",
@@ -99,7 +99,7 @@ def test_every_axis_has_a_sentence(finished, study, diff, said):
     content = read_sealed(path, "")
     content["arms"][1]["diff"] = diff
     write_sealed(path, content)
-    assert build_ladder(study).row("flash_all_bf16").change == said
+    assert ladder_of(read_study(study)).row("flash_all_bf16").change == said
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def test_every_axis_has_a_sentence(finished, study, diff, said):
 )
 def test_early_step_is_a_planned_snapshot(synthetic, tmp_path, asked, read):
     synthetic.write_study_json(tmp_path, early_step=asked)
-    assert build_ladder(tmp_path).early_step == read
+    assert ladder_of(read_study(tmp_path)).early_step == read
 
 
 def test_study_that_has_not_begun_has_rows_without_numbers(synthetic, tmp_path):
     synthetic.write_study_json(tmp_path)
-    ladder = build_ladder(tmp_path)
+    ladder = ladder_of(read_study(tmp_path))
     assert [row.state for row in ladder.rows] == ["missing"] * 7
     assert all(row.rel_l2.early.n == row.final_loss.n == 0 for row in ladder.rows)
     assert "NaN" not in ladder.to_json()
@@ -122,7 +122,7 @@ def test_run_cut_short_counts_only_at_steps_it_reached(synthetic, study):
     arm = synthetic.ARMS[2]
     (RunPaths.for_run(study, "flash_fa2", 1).metrics).unlink()
     synthetic.write_run(study, arm, 1, state="failed", until=60)
-    row = build_ladder(study).row("flash_fa2")
+    row = ladder_of(read_study(study)).row("flash_fa2")
     assert (row.state, row.rel_l2.early.n, row.rel_l2.last.n, row.final_loss.n) == (
         "failed",
         2,
@@ -135,7 +135,7 @@ def test_run_cut_short_counts_only_at_steps_it_reached(synthetic, study):
 def test_ratio_leaves_out_a_seed_that_the_yardstick_lacks(study):
     metrics = RunPaths.for_run(study, "fp32", 1).metrics
     metrics.write_text('{"step": 0, "train/loss": 5.5}\n')
-    row = build_ladder(study).row("flash_fa2")
+    row = ladder_of(read_study(study)).row("flash_fa2")
     assert set(row.ratio.early.per_seed) == {0}
     assert set(row.rel_l2.early.per_seed) == {0, 1}
 
@@ -144,7 +144,7 @@ def test_last_step_is_the_last_that_any_arm_reached(synthetic, tmp_path):
     synthetic.write_study_json(tmp_path)
     for arm in synthetic.ARMS[:2]:
         synthetic.write_run(tmp_path, arm, 0, state="running", until=70)
-    ladder = build_ladder(tmp_path)
+    ladder = ladder_of(read_study(tmp_path))
     assert (ladder.early_step, ladder.last_step) == (20, 50)
     assert ladder.row("flash_all_bf16").rel_l2.last.n == 1
 
@@ -152,11 +152,11 @@ def test_last_step_is_the_last_that_any_arm_reached(synthetic, tmp_path):
 @pytest.mark.parametrize("spoiled", ["manifest.json", "metrics.jsonl"])
 def test_unreadable_record_fails_its_run_and_spares_the_others(study, spoiled):
     (study / "flash_fa2" / "seed-1" / spoiled).write_text('{"step"\n{"step": 1}\n')
-    row = build_ladder(study).row("flash_fa2")
+    row = ladder_of(read_study(study)).row("flash_fa2")
     assert row.state == "failed"
     assert "seed 1 failed: records can't be read" in row.message
     assert row.rel_l2.last.n == 1
-    assert build_ladder(study).row("fp32").state == "finished"
+    assert ladder_of(read_study(study)).row("fp32").state == "finished"
 
 
 @pytest.mark.parametrize(
@@ -175,13 +175,13 @@ def test_folder_without_a_study_is_refused(tmp_path, text, message):
     elif text is not None:
         write_sealed(tmp_path / "study.json", text)
     with pytest.raises(ValueError, match=message):
-        build_ladder(tmp_path)
+        ladder_of(read_study(tmp_path))
 
 
 def test_diverged_run_is_shown_as_not_a_number(study):
     with (study / "fp32" / "seed-0" / "metrics.jsonl").open("a") as log:
         log.write(seal({"step": 200, "drift/all/rel_l2": "nan", "drift/all/w1": "inf"}))
-    ladder = build_ladder(study)
+    ladder = ladder_of(read_study(study))
     row = ladder.row("fp32")
     assert str(row.rel_l2.last.mean) == str(row.rel_l2.last.low) == "nan"
     content = json.loads(ladder.to_json())
@@ -190,7 +190,7 @@ def test_diverged_run_is_shown_as_not_a_number(study):
 
 
 def test_json_holds_what_the_ladder_holds(finished):
-    ladder = build_ladder(finished)
+    ladder = ladder_of(read_study(finished))
     content = json.loads(ladder.to_json())
     assert [row["arm"] for row in content["rows"]] == [row.arm for row in ladder.rows]
     found = next(row for row in content["rows"] if row["arm"] == "flash_fa2")
@@ -208,7 +208,7 @@ def test_json_holds_what_the_ladder_holds(finished):
 
 def test_with_five_seeds_each_figure_has_its_interval(synthetic, tmp_path):
     study = synthetic.write_synthetic(tmp_path / "five", seeds=[0, 1, 2, 3, 4])
-    ladder = build_ladder(study)
+    ladder = ladder_of(read_study(study))
     content = json.loads(ladder.to_json())
     found = next(row for row in content["rows"] if row["arm"] == "flash_fa2")
     low, high = found["ratio"]["early"]["interval"]
@@ -220,7 +220,7 @@ def test_sampling_floor_is_that_of_two_samples_of_the_weights(finished):
     run = read_study(finished).arm("init_seed").runs[0]
     sigma = run.drift("w1")[200] / run.drift("w1_over_std")[200]
     assert w1_floor(run, 200) == pytest.approx(1.8 * sigma / (30 * 40 + 25) ** 0.5, rel=1e-12)
-    ladder = build_ladder(finished)
+    ladder = ladder_of(read_study(finished))
     assert ladder.row("init_seed").w1_floor.last.n == 2
     assert ladder.row("fp32").w1_floor.last.n == 0
 
@@ -228,7 +228,7 @@ def test_sampling_floor_is_that_of_two_samples_of_the_weights(finished):
 def test_final_loss_needs_a_finished_run(study):
     paths = RunPaths.for_run(study, "nudge", 0)
     write_manifest(paths.manifest, replace(read_manifest(paths.manifest), state="interrupted"))
-    row = build_ladder(study).row("nudge")
+    row = ladder_of(read_study(study)).row("nudge")
     assert set(row.final_loss.per_seed) == {1}
     assert row.state == "interrupted"
 
@@ -236,5 +236,5 @@ def test_final_loss_needs_a_finished_run(study):
 def test_study_of_one_step_reads_that_step_twice(synthetic, tmp_path):
     base = synthetic.CONFIG["base"]
     synthetic.write_study_json(tmp_path, base={**base, "train": {**base["train"], "steps": 1}})
-    ladder = build_ladder(tmp_path)
+    ladder = ladder_of(read_study(tmp_path))
     assert (ladder.early_step, ladder.last_step) == (1, 1)

@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from stability.analysis.ladder import build_ladder
+from stability.analysis.ladder import ladder_of
 from stability.analysis.ladder_sentences import candidate_sentences, notes, sentence
 from stability.analysis.number_text import times
+from stability.analysis.study_records import read_study
 from stability.records.sealed_json import read_sealed, write_sealed
 from tests.stability.sealing import seal
 
@@ -41,7 +42,7 @@ def study(synthetic, tmp_path):
 
 
 def test_late_figure_is_disowned_once_the_nudge_has_caught_up(finished):
-    ladder = build_ladder(finished)
+    ladder = ladder_of(read_study(finished))
     row, nudge = ladder.row("flash_fa2"), ladder.row("nudge")
     share = nudge.rel_l2.last.over(row.rel_l2.last).mean
     said = sentence(ladder, "flash_fa2")
@@ -57,16 +58,16 @@ def test_late_figure_is_disowned_once_the_nudge_has_caught_up(finished):
     ("share", "disowned"), [(0.49, False), (0.51, True)], ids=["below-half", "above-half"]
 )
 def test_chaos_begins_where_the_nudge_has_gone_half_as_far(study, share, disowned):
-    ladder = build_ladder(study)
+    ladder = ladder_of(read_study(study))
     arm, nudge = ladder.row("flash_fa2").rel_l2.last, ladder.row("nudge").rel_l2.last
     rewrite(study, "nudge", scaled(share / nudge.over(arm).mean, steps={200}))
-    assert ("told from chaos" in sentence(build_ladder(study), "flash_fa2")) is disowned
+    assert ("told from chaos" in sentence(ladder_of(read_study(study)), "flash_fa2")) is disowned
 
 
 def test_both_figures_are_disowned_if_the_nudge_is_early(study):
     rewrite(study, "nudge", scaled(100.0))
-    assert "already at step 20" in sentence(build_ladder(study), "flash_fa2")
-    assert "neither figure" in sentence(build_ladder(study), "flash_fa2")
+    assert "already at step 20" in sentence(ladder_of(read_study(study)), "flash_fa2")
+    assert "neither figure" in sentence(ladder_of(read_study(study)), "flash_fa2")
 
 
 @pytest.mark.parametrize(
@@ -77,42 +78,42 @@ def test_with_five_seeds_chaos_is_told_by_the_interval_as_in_a_verdict(
     synthetic, tmp_path, share, said
 ):
     study = synthetic.write_synthetic(tmp_path / "five", seeds=[0, 1, 2, 3, 4])
-    row = build_ladder(study).row("flash_fa2")
-    nudge = build_ladder(study).row("nudge")
+    row = ladder_of(read_study(study)).row("flash_fa2")
+    nudge = ladder_of(read_study(study)).row("nudge")
     factor = share / nudge.rel_l2.early.over(row.rel_l2.early).mean
     rewrite(study, "nudge", scaled(factor, steps=(20,)))
     for seed in range(5):  # the same share in each seed
-        ladder = build_ladder(study)
+        ladder = ladder_of(read_study(study))
         now = ladder.row("nudge").rel_l2.early.per_seed[seed]
         want = share * ladder.row("flash_fa2").rel_l2.early.per_seed[seed]
         rewrite_seed(study, "nudge", seed, scaled(want / now, steps=(20,)))
     rewrite(study, "nudge", scaled(1e-6, steps=(200,)))
-    assert said in sentence(build_ladder(study), "flash_fa2")
+    assert said in sentence(ladder_of(read_study(study)), "flash_fa2")
 
 
 def test_missing_nudge_is_said(study, synthetic):
     content = read_sealed(study / "study.json", "")
     content["arms"] = [arm for arm in content["arms"] if arm["name"] != "nudge"]
     write_sealed(study / "study.json", content)
-    said = sentence(build_ladder(study), "flash_fa2")
+    said = sentence(ladder_of(read_study(study)), "flash_fa2")
     assert said.endswith("no nudge arm says how much of that is chaos.")
 
 
 def test_sentence_without_a_yardstick_gives_the_drift_itself(synthetic, tmp_path):
     study = synthetic.write_synthetic(tmp_path / "quickstart", yardstick="")
-    said = sentence(build_ladder(study), "flash_fa2")
+    said = sentence(ladder_of(read_study(study)), "flash_fa2")
     assert re.match(r"flash_fa2 moves the weights by \d\.\de-\d\d .*relative L2\) at step 20", said)
 
 
 def test_one_seed_is_said_to_have_no_spread(synthetic, tmp_path):
     study = synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0])
-    said = sentence(build_ladder(study), "flash_fa2")
+    said = sentence(ladder_of(read_study(study)), "flash_fa2")
     assert "(1 seed, so no spread)" in said
     assert " to " not in said.replace("to be", "")
 
 
 def test_controls_have_their_own_sentences(finished):
-    ladder = build_ladder(finished)
+    ladder = ladder_of(read_study(finished))
     assert sentence(ladder, "rerun") == (
         "rerun has exactly the baseline's weights at step 200 (2 seeds)."
     )
@@ -127,14 +128,14 @@ def test_controls_have_their_own_sentences(finished):
 
 def test_unknown_arm_is_refused_with_the_names(finished):
     with pytest.raises(ValueError, match=r"arm must be one of baseline, rerun, .*got 'flash_fa9'"):
-        sentence(build_ladder(finished), "flash_fa9")
+        sentence(ladder_of(read_study(finished)), "flash_fa9")
 
 
 def test_arm_without_drift_says_why(synthetic, tmp_path):
     synthetic.write_study_json(tmp_path)
     synthetic.write_run(tmp_path, synthetic.ARMS[2], 0, state="failed", until=0)
     (tmp_path / "flash_fa2" / "seed-0" / "metrics.jsonl").unlink()
-    said = sentence(build_ladder(tmp_path), "flash_fa2")
+    said = sentence(ladder_of(read_study(tmp_path)), "flash_fa2")
     assert said == (
         "flash_fa2 has no drift on record at step 20 yet "
         "(seed 0 failed: ValueError: loss is not finite)."
@@ -142,7 +143,7 @@ def test_arm_without_drift_says_why(synthetic, tmp_path):
 
 
 def test_aa_that_is_not_zero_becomes_the_floor(study):
-    assert any("A/A is zero" in note for note in notes(build_ladder(study)))
+    assert any("A/A is zero" in note for note in notes(ladder_of(read_study(study))))
 
     def leak(line):
         if "drift/all/rel_l2" in line:
@@ -150,17 +151,19 @@ def test_aa_that_is_not_zero_becomes_the_floor(study):
         return line
 
     rewrite(study, "rerun", leak)
-    found = notes(build_ladder(study))
+    found = notes(ladder_of(read_study(study)))
     assert any("A/A is not zero here: rerun drifts by up to 3.0e-07" in note for note in found)
 
 
 def test_w1_below_its_sampling_floor_says_nothing(finished, study):
-    note = next(note for note in notes(build_ladder(finished)) if "1.8*sigma/sqrt(n)" in note)
+    note = next(
+        note for note in notes(ladder_of(read_study(finished))) if "1.8*sigma/sqrt(n)" in note
+    )
     assert note.startswith("init_seed starts from independently drawn weights")
     assert note.endswith("below it and says nothing.")
 
     rewrite(study, "init_seed", scaled(50.0))
-    note = next(note for note in notes(build_ladder(study)) if "1.8*sigma/sqrt(n)" in note)
+    note = next(note for note in notes(ladder_of(read_study(study))) if "1.8*sigma/sqrt(n)" in note)
     assert note.endswith("is above it.")
 
 
@@ -169,7 +172,7 @@ def test_unfinished_study_is_announced(synthetic, tmp_path):
     for arm in synthetic.ARMS:
         synthetic.write_run(tmp_path, arm, 0, state="running", until=70)
     assert "No arm has reached step 200 yet; the last figures are earlier." in notes(
-        build_ladder(tmp_path)
+        ladder_of(read_study(tmp_path))
     )
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from stability.analysis.ladder import build_ladder
+from stability.analysis.ladder import ladder_of
 from stability.analysis.pair_contract import ContractError, axis_of, check_batches, check_start
+from stability.analysis.study_records import read_study
 from stability.config.arms import expand
 from stability.config.load import load_study
 from stability.records.manifest import read_manifest
@@ -83,7 +84,7 @@ def test_a_study_may_allow_two_axes_and_the_arm_is_called_confounded(
         content.update(seeds=[0], yardstick="both", allow_many=True)
 
     run_tiny(load_study(write_study(edit)), tmp_path)
-    rows = {row.arm: row for row in build_ladder(tmp_path / "tiny").rows}
+    rows = {row.arm: row for row in ladder_of(read_study(tmp_path / "tiny")).rows}
     assert rows["both"].axis == "many"
     said = "confounded: bf16-mixed -> 32-true; epsilon of Adam: 1e-08 -> 1e-06"
     assert rows["both"].change == said

@@ -13,7 +13,7 @@ from stability.records.metric_names import ULP_HISTOGRAM, deviation_name
 from stability.records.parallel_reading import LogReaderProcess
 from stability.records.paths import StudyPaths
 from stability.records.sealed_json import read_sealed, write_sealed
-from stability.report.page.html import write_report
+from stability.report.page.html import write_page
 from tests.stability.sealing import seal
 
 
@@ -85,7 +85,7 @@ def test_an_arm_that_can_have_no_folder_has_failed_and_none_is_touched(study, na
         assert study in run.paths.root.parents
         assert ".." not in run.paths.root.parts
     assert ladder_of(read).row(name).state == "failed"
-    text = write_report(study).read_text()
+    text = write_page(read_study(study), study).read_text()
     assert "<script>x" not in text
     assert read_study(study, read).arm(name).runs == arm.runs
 

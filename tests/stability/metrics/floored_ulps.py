@@ -1,16 +1,33 @@
-"""Errors in ULPs, written plainly: at the reference, and at max(|reference|, RMS / 16)."""
+"""The size of a ULP, and errors in ULPs written plainly: at the reference and at a floor."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from stability.metrics.ulp import ulp_size
+from attention_kernels.formats import Format, format_named
 
+_FP64_MANTISSA_BITS, _FP64_BIAS, _FP64_EXPONENT_MASK = 52, 1023, 0x7FF
 _MANTISSA_BITS_AND_LEAST_EXPONENT = {
     "bf16": (7, -126),
     "fp16": (10, -14),
     "fp32": (23, -126),
     "fp64": (52, -1022),
 }
+
+
+def ulp_size(x: Tensor, format: str | Format) -> Tensor:
+    """Return the spacing of `format` at |x|, in FP64 and the shape of x; x is taken as FP64.
+
+    In [2^e, 2^(e+1)) it is 2^(e - mantissa_bits). Below the smallest normal value, zero included,
+    it is the spacing of the subnormals; beyond the largest value, the spacing just below that.
+    NaN and infinity give NaN.
+    """
+    target = format if isinstance(format, Format) else format_named(format)
+    x64 = x.detach().double()
+    exponent = (x64.view(torch.int64) >> _FP64_MANTISSA_BITS) & _FP64_EXPONENT_MASK
+    exponent.sub_(_FP64_BIAS).clamp_(min=target.min_exponent, max=1 - target.min_exponent)
+    power = (exponent.add_(_FP64_BIAS) << _FP64_MANTISSA_BITS).view(torch.float64)
+    return torch.where(torch.isfinite(x64), power * 2.0**-target.mantissa_bits, torch.nan)
 
 
 def signed_ulp_error(x: Tensor, reference: Tensor, format: str) -> Tensor:

@@ -16,8 +16,12 @@ from stability.metrics.deviation import (
     deviation,
     position_ranges,
 )
-from stability.metrics.ulp import ulp_size
-from tests.stability.metrics.floored_ulps import bias_and_error, floored_ulps, signed_ulp_error
+from tests.stability.metrics.floored_ulps import (
+    bias_and_error,
+    floored_ulps,
+    signed_ulp_error,
+    ulp_size,
+)
 
 MODULE = sys.modules["stability.metrics.deviation"]  # the package has a function of that name
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from attention_kernels import PROFILES, round_to
+from attention_kernels import round_to
 from attention_kernels.testing import Shape
 from stability.probe.attention_inputs import DISTRIBUTIONS, draw_inputs, read_inputs
-from stability.probe.microbenchmark import POINTS, Problem, measure, round_everywhere, waterfall
+from stability.probe.microbenchmark import POINTS, Problem, measure, waterfall
 
 SMALL = {"length": 128, "heads": 2, "head_dim": 32}
 
@@ -91,10 +91,3 @@ def test_tensors_of_a_file_are_read_rounded_and_asked_for_by_name(tmp_path):
 def test_unknown_names_are_refused_with_their_neighbours(problem, message):
     with pytest.raises(ValueError, match=message):
         measure(Problem(**problem), backward=False)
-
-
-def test_everywhere_rounds_at_every_point_of_both():
-    flash, baseline = round_everywhere("bf16")
-    assert flash == PROFILES["all_bf16"]
-    points = ("operands", "products", "scores", "softmax", "probabilities", "output")
-    assert [getattr(baseline, point) for point in points] == ["bf16"] * 6

@@ -13,7 +13,8 @@ from html.parser import HTMLParser
 import pytest
 from plotly.offline import get_plotlyjs
 
-from stability.report.page.html import write_probe_page, write_report
+from stability.analysis.study_records import read_study
+from stability.report.page.html import write_page, write_probe_page
 from tests.stability.report.hostile_records import write_hostile_probe, write_hostile_study
 
 RUN = "window.pwned=1"
@@ -38,7 +39,7 @@ TEXTS = {
     "long": "a_long_name." * 25,
 }
 PAGES = {
-    "study": (write_hostile_study, write_report),
+    "study": (write_hostile_study, lambda folder: write_page(read_study(folder), folder)),
     "probe": (write_hostile_probe, write_probe_page),
 }
 

@@ -13,7 +13,8 @@ from attention_kernels import round_to
 from attention_kernels.formats import FORMATS, format_named
 from attention_kernels.rounding import DTYPES
 from stability.analysis.intervals import paired_interval
-from stability.analysis.ladder import build_ladder
+from stability.analysis.ladder import ladder_of
+from stability.analysis.study_records import read_study
 from stability.config.arms import expand
 from stability.config.convert import ConfigError
 from stability.config.load import load_study
@@ -181,7 +182,7 @@ def test_emulated_and_native_fp16_drift_alike(write_study, run_tiny, tmp_path):
         content.update(seeds=[0, 1, 2, 3, 4], yardstick="native")
 
     run_tiny(load_study(write_study(edit)), tmp_path)
-    ladder = build_ladder(tmp_path / "tiny")
+    ladder = ladder_of(read_study(tmp_path / "tiny"))
     intervals = {
         arm: paired_interval(ladder.row(arm).ratio.early.per_seed, level=0.9)
         for arm in ("emulated", "wrong")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from stability.analysis.ladder import build_ladder
+from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_study
 from stability.config.load import load_study
@@ -37,7 +37,7 @@ def test_an_arm_that_diverges_is_a_result_and_the_others_go_on(write_study, run_
     manifest = read_manifest(RunPaths.for_run(tmp_path / "tiny", "broken", 0).manifest)
     assert (manifest.state, manifest.step) == ("diverged", 5)
     assert manifest.message == "the loss is not finite from step 0 on"
-    row = build_ladder(tmp_path / "tiny").row("broken")
+    row = ladder_of(read_study(tmp_path / "tiny")).row("broken")
     assert row.state == "diverged"
     assert math.isnan(row.rel_l2.early.mean)
     assert "seed 0 diverged: the loss is not finite from step 0 on" in row.message

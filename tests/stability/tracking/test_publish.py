@@ -11,7 +11,7 @@ from stability.analysis.study_records import read_study
 from stability.cli.workspace import publish_study
 from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths, StudyPaths
-from stability.report.page.html import write_report
+from stability.report.page.html import write_page
 from stability.tracking import publish
 from stability.tracking.history import numbers_of
 from stability.tracking.tables import deviation_rows
@@ -23,7 +23,7 @@ PUBLISHED = [("baseline", 0), ("flash_fa2", 1), ("init_seed", 0)]
 def published(synthetic, tmp_path_factory) -> Path:
     """The folder of a study of two seeds whose records have been published offline."""
     folder = synthetic.write_synthetic(tmp_path_factory.mktemp("studies") / "quickstart")
-    write_report(folder)
+    write_page(read_study(folder), folder)
     assert publish_study(read_study(folder), folder, "offline") == ""
     return folder
 
@@ -131,7 +131,7 @@ def test_publishing_again_writes_nothing_until_something_has_changed(copied, syn
     assert publish_study(read_study(copied), copied, "offline") == ""
     assert _logs(copied) == before
     synthetic.write_study_json(copied, early_step=50)
-    write_report(copied)
+    write_page(read_study(copied), copied)
     assert publish_study(read_study(copied), copied, "offline") == ""
     after = _logs(copied)
     assert not set(after.values()) & set(before.values()), "every row of the ladder is another"
@@ -167,7 +167,7 @@ def test_a_failure_half_way_leaves_no_run_open_for_the_next_study(copied, monkey
 
 def test_disabled_publishes_nothing(synthetic, tmp_path, monkeypatch):
     folder = synthetic.write_synthetic(tmp_path / "quickstart")
-    write_report(folder)
+    write_page(read_study(folder), folder)
     assert publish_study(read_study(folder), folder, "disabled") == ""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert publish_study(read_study(folder), folder, "offline") == ""

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from stability.report.page.html import write_report
+from stability.analysis.study_records import read_study
+from stability.report.page.html import write_page
 from tests.stability.report.page_audit import crowded_ticks, texts
 from tests.stability.report.synthetic_full import write_full
 
@@ -48,7 +49,7 @@ def study(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(study):
-    return write_report(study)
+    return write_page(read_study(study), study)
 
 
 @pytest.fixture(

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from plotly.offline import get_plotlyjs
 
-from stability.analysis.ladder import build_ladder, ladder_of
+from stability.analysis.ladder import ladder_of
 from stability.analysis.number_text import scientific, times
 from stability.analysis.study_records import read_study
 from stability.cli.main import main
 from stability.records.events import Event
 from stability.records.sealed_json import read_sealed, write_sealed
-from stability.report.page.html import render, write_probe_page, write_report
+from stability.report.page.html import render, write_page, write_probe_page
 from tests.stability.report.pages import figures_of, page_of, traces_of
 from tests.stability.report.synthetic import write_synthetic
 from tests.stability.report.synthetic_probe import write_probe
@@ -34,15 +34,15 @@ def study(synthetic, tmp_path):
 
 
 def test_report_and_ladder_are_written_beside_the_records(study):
-    path = write_report(study)
+    path = write_page(read_study(study), study)
     assert path == study / "report.html"
     assert get_plotlyjs() in path.read_text(encoding="utf-8")
-    assert (study / "ladder.json").read_text() == build_ladder(study).to_json()
+    assert (study / "ladder.json").read_text() == ladder_of(read_study(study)).to_json()
 
 
 def test_same_records_give_the_same_bytes(study):
-    first = write_report(study).read_bytes()
-    assert write_report(study).read_bytes() == first
+    first = write_page(read_study(study), study).read_bytes()
+    assert write_page(read_study(study), study).read_bytes() == first
 
 
 def test_page_fetches_nothing(page):
@@ -53,13 +53,13 @@ def test_first_screen_holds_the_question_the_verdicts_and_the_ladder(page, finis
     top = html.unescape(page[: page.index("What changed in each arm")])
     assert f"<h1>{read_study(finished).question}</h1>" in top
     assert top.index("flash_fa2 moves the weights") < top.index('id="ladder"')
-    for row in build_ladder(finished).rows:
+    for row in ladder_of(read_study(finished)).rows:
         assert row.arm in top
         assert row.change in top
 
 
 def test_table_holds_the_numbers_of_the_ladder(page, finished):
-    for row in build_ladder(finished).rows[2:]:
+    for row in ladder_of(read_study(finished)).rows[2:]:
         line = re.search(rf'<th scope="row">{row.arm}<.*?</tr>', page, re.DOTALL).group(0)
         shown = re.findall(r'<td class="num[^>]*>([^<]*)', line)
         assert shown == [
@@ -163,7 +163,7 @@ def test_proofs_tell_a_broken_pair_from_a_change_by_design(study):
 
 def test_half_a_surrogate_pair_is_written_out(synthetic, tmp_path):
     folder = synthetic.write_synthetic(tmp_path / "study", seeds=[0], question="why \ud800?")
-    assert "why \\ud800?" in write_report(folder).read_text(encoding="utf-8")
+    assert "why \\ud800?" in write_page(read_study(folder), folder).read_text(encoding="utf-8")
 
 
 def test_diff_that_holds_no_pairs_is_refused(study):

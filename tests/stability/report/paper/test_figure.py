@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from stability.analysis.ladder import build_ladder
+from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
 from stability.cli.main import main
 from stability.records.metric_log import MetricLog
@@ -94,7 +94,7 @@ def test_a_picture_is_as_wide_as_the_paper_wants_and_its_text_is_text(
 
 def test_the_ladder_is_that_of_the_records(study, tmp_path):
     rows = rows_of(drawn(study, "ladder", tmp_path / "l.pdf"))
-    ladder = build_ladder(study)
+    ladder = ladder_of(read_study(study))
     for row in ladder.rows:
         for when, spread in (("early", row.rel_l2.early), ("last", row.rel_l2.last)):
             found = [each for each in rows if (each["arm"], each["when"]) == (row.arm, when)]
@@ -111,7 +111,7 @@ def test_the_ladder_is_that_of_the_records(study, tmp_path):
 def test_bars_are_a_range_where_there_are_too_few_seeds(finished, tmp_path):
     rows = rows_of(drawn(finished, "ladder", tmp_path / "l.svg"))
     assert {row["bar"] for row in rows} == {"", "range of the seeds"}
-    spread = build_ladder(finished).row("nudge").rel_l2.last
+    spread = ladder_of(read_study(finished)).row("nudge").rel_l2.last
     assert (*bar_ends(spread), bar_kind(spread)) == (spread.low, spread.high, "range of the seeds")
     assert "mean and range of 2 seeds" in (tmp_path / "l.svg").read_text()
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from stability.analysis.ladder import build_ladder
+from stability.analysis.ladder import ladder_of
 from stability.analysis.number_text import MISSING, times
 from stability.analysis.study_records import read_study
 from stability.report.terminal.ladder import DriftSparks, print_ladder
@@ -15,7 +15,7 @@ from stability.report.terminal.sparkline import Sparks
 def printed(study, width, *, with_sparks=True):
     console = Console(width=width, file=io.StringIO(), force_terminal=False)
     sparks = DriftSparks(read_study(study), Sparks.for_console(console)) if with_sparks else None
-    print_ladder(build_ladder(study), console, sparks)
+    print_ladder(ladder_of(read_study(study)), console, sparks)
     return console.file.getvalue()
 
 
@@ -36,7 +36,7 @@ def test_nothing_is_wider_than_the_terminal_or_cut_off(finished, five_seeds, wid
     text = printed(study, width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
-    for row in build_ladder(study).rows:
+    for row in ladder_of(read_study(study)).rows:
         assert line_of(text, row.arm)
         assert f"{row.final_loss.mean:.3f}" in line_of(text, row.arm)
 
@@ -53,7 +53,7 @@ def test_the_sparkline_leaves_before_the_figures(finished):
 
 
 def test_an_interval_shares_its_exponent(five_seeds):
-    row = build_ladder(five_seeds).row("flash_fa2")
+    row = ladder_of(read_study(five_seeds)).row("flash_fa2")
     line = line_of(printed(five_seeds, 200), "flash_fa2")
     drift, ratio = row.rel_l2.early, row.ratio.early
     low, high = drift.interval.low * 1e3, drift.interval.high * 1e3
@@ -65,7 +65,7 @@ def test_an_interval_shares_its_exponent(five_seeds):
 
 @pytest.mark.parametrize("width", [80, 130])
 def test_numbers_are_those_of_the_ladder(finished, width):
-    row = build_ladder(finished).row("flash_fa2")
+    row = ladder_of(read_study(finished)).row("flash_fa2")
     line = line_of(printed(finished, width), "flash_fa2")
     for spread in (row.rel_l2.early, row.rel_l2.last):
         assert f" {spread.mean:.1e}" in line
@@ -74,7 +74,7 @@ def test_numbers_are_those_of_the_ladder(finished, width):
 
 
 def test_wide_table_shows_w1_and_the_range_of_the_seeds(finished):
-    row = build_ladder(finished).row("flash_fa2")
+    row = ladder_of(read_study(finished)).row("flash_fa2")
     line = line_of(printed(finished, 130), "flash_fa2")
     share = 50 * (row.rel_l2.early.high - row.rel_l2.early.low) / row.rel_l2.early.mean
     assert f"{row.rel_l2.early.mean:.1e} ±{share:.0f}%" in line

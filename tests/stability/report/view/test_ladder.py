@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from stability.analysis.ladder import EarlyLast, build_ladder
+from stability.analysis.ladder import EarlyLast, ladder_of
 from stability.analysis.seed_values import SeedValues
+from stability.analysis.study_records import read_study
 from stability.report.view.error_bars import bar_ends, written_bar
 from stability.report.view.ladder import OFF_SCALE, numbers, rungs, rungs_of_each
 
 
 @pytest.fixture(scope="module")
 def ladder(finished):
-    return build_ladder(finished)
+    return ladder_of(read_study(finished))
 
 
 def with_drift(ladder, arm, early, last):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attention_kernels.formats import FORMATS
 from attention_kernels.rounding import DTYPES
-from stability.metrics.ulp import ulp_size
+from tests.stability.metrics.floored_ulps import ulp_size
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
