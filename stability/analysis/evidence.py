@@ -1,0 +1,55 @@
+"""What the evidence on one level says of one arm: the form in which four levels reach a verdict.
+
+A candidate is judged on four levels (operator, gradient, training, outcome), each in a module of
+its own, by figures that have nothing in common. All of them answer in the one form below, so that
+the verdict can be formed by intersection: PASS only where every level holds, FAIL where one is
+surely harmed. A level can also be silent, and then it says why: it does not apply to what the arm
+changes, or it was not measured.
+
+Two p-values go with each answer, because "no harm was found" and "harm is excluded" are two
+findings. `p_harmed` is the chance of evidence as strong as this if the harm does not exceed its
+limit; `p_holds` is that chance if it does. A fact that leaves nothing to chance, such as weights
+that are NaN, has the p-value 0. Leaves out how a level is measured and how levels are combined
+(`verdict`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+__all__ = ["LEVELS", "Level", "LevelEvidence", "LevelState"]
+
+Level = Literal["operator", "gradient", "training", "outcome"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+"""In the order in which an error spreads: from one attention call to the result of training."""
+
+LevelState = Literal["holds", "harmed", "undecided", "not applicable", "not measured"]
+"""`not applicable`: the change can't be seen there, and the verdict rests on the other levels.
+`not measured`: it could be, and was not; no verdict can pass without it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LevelEvidence:
+    """What one level says of one arm."""
+
+    level: Level
+    state: LevelState
+    sentence: str
+    """The finding with figure, interval and limit, in one sentence for a reader."""
+    cell: str = ""
+    """The same in at most 16 characters, for the table of four levels by arms: `E 1.02`."""
+    decides: str = ""
+    """What would decide it; empty where it is decided."""
+    p_harmed: float = math.nan
+    """How likely such evidence is if the harm stays within its limit; NaN where there is none."""
+    p_holds: float = math.nan
+    """How likely such evidence is if the harm exceeds its limit; NaN where there is none."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """The numbers behind the sentence by name, e.g. `error_ratio`, `gain`, `excess_low`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values by name; NaN and infinities are still numbers."""
+        return {name: getattr(self, name) for name in self.__slots__} | {
+            "figures": dict(self.figures)
+        }
