@@ -41,6 +41,15 @@ class StudyPaths:
         """The ladder as data."""
         return self.root / "ladder.json"
 
+    def distances(self, seed: int) -> Path:
+        """The distances between the arms of a seed; an arm `distances` may share the folder."""
+        return self.root / "distances" / f"seed-{seed}.json"
+
+    @property
+    def window(self) -> Path:
+        """The step at which candidates are judged, as it was frozen at the first look."""
+        return self.root / "window.json"
+
     @property
     def report(self) -> Path:
         """The report for people."""
@@ -117,6 +126,10 @@ class RunPaths:
         if step < 0:
             raise ValueError(f"RunPaths.snapshot: step must be >= 0, got {step}; count from 0")
         return self.snapshots_dir / f"step-{step:08d}.safetensors"
+
+    def predictions(self, step: int) -> Path:
+        """The token log-probabilities of the fixed held-out batch after `step` updates."""
+        return self.root / "predictions" / f"step-{step:08d}.safetensors"
 
     def name_of(self, path: Path) -> str:
         """Return the name of a file of the run: its path in the run's folder, with slashes."""

@@ -15,6 +15,7 @@ from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import write_sealed
 from stability.study.assemble import assemble, load_data
+from stability.study.distances import update_distances
 from stability.study.processes import train_in_processes
 from stability.study.run import Run, check_existing, needs_no_training
 from stability.study.train_run import TrainOptions, train
@@ -74,8 +75,19 @@ def run_study(
     _write_study(study, runs, out)
     if jobs > 1:
         train_in_processes(runs, jobs, options, observer)
-        return runs
+    else:
+        _train_in_turn(runs, options, observer)
+    for seed in study.seeds:
+        # a second time where they were trained in turn: what is on record is not measured again
+        _measure_distances(runs, seed, observer)
+    return runs
+
+
+def _train_in_turn(runs: list[Run], options: TrainOptions, observer: StudyObserver) -> None:
     for index, run in enumerate(runs, start=1):
+        if index > 1 and run.seed != runs[index - 2].seed:
+            # after each seed, so that a study stopped half-way has those of its whole seeds
+            _measure_distances(runs, runs[index - 2].seed, observer)
         if needs_no_training(run, observer):
             continue
         observer.run_started(index, len(runs), run.arm.name, run.seed, run.config.train.steps)
@@ -87,7 +99,12 @@ def run_study(
             raise
         except Exception as error:
             observer.run_ended(run.arm.name, run.seed, "failed", f"{type(error).__name__}: {error}")
-    return runs
+
+
+def _measure_distances(runs: list[Run], seed: int, observer: StudyObserver) -> None:
+    found = {run.arm.name: run.paths for run in runs if run.seed == seed}
+    folder = runs[0].paths.root.parent.parent
+    update_distances(folder, seed, found, lambda arm, text: observer.run_noted(arm, seed, text))
 
 
 def _write_study(study: StudyConfig, runs: list[Run], out: Path) -> None:

@@ -1,0 +1,185 @@
+"""Distances between the arms of a seed, on record: `runs/<study>/distances/seed-<n>.json`.
+
+At each step with snapshots there is one matrix of distances between the weights of all arms that
+have a snapshot there, and one between their predictions where those are kept. Every matrix names
+its parents: the SHA-256 of each file that it was made from, as the run's manifest lists it. A
+reader takes an arm's row only if that is still the manifest's, so that a run that was trained anew
+is never judged by the weights of the one before. Leaves out the measuring (`study.distances`) and
+what a distance means (`analysis`).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stability.records.manifest import Manifest
+from stability.records.paths import RunPaths, StudyPaths
+from stability.records.sealed_json import jsonable, read_record, write_sealed
+
+__all__ = [
+    "DistanceMatrix",
+    "SeedDistances",
+    "read_distances",
+    "with_parents",
+    "write_distances",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistanceMatrix:
+    """The distances between every two of several arms at one step."""
+
+    parents: Mapping[str, str]
+    """SHA-256 of the file that each arm's values came from, by arm, in the order of the rows."""
+    norms: Mapping[str, float]
+    """How far each arm is from zero, in the same unit."""
+    rows: tuple[tuple[float, ...], ...]
+    """Symmetric, zeros on the diagonal; NaN to an arm that holds a NaN."""
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The arms in the order of rows and columns."""
+        return tuple(self.parents)
+
+    def between(self, one: str, other: str) -> float | None:
+        """Return the distance between two arms; None if one of them is not in the matrix."""
+        if one not in self.parents or other not in self.parents:
+            return None
+        return self.rows[self.arms.index(one)][self.arms.index(other)]
+
+    def only(self, keep: Callable[[str, str], bool]) -> "DistanceMatrix":
+        """Return the matrix of the arms for which `keep(arm, parent)` holds."""
+        kept = [i for i, (arm, parent) in enumerate(self.parents.items()) if keep(arm, parent)]
+        arms = self.arms
+        return DistanceMatrix(
+            parents={arms[i]: self.parents[arms[i]] for i in kept},
+            norms={arms[i]: self.norms[arms[i]] for i in kept},
+            rows=tuple(tuple(self.rows[i][j] for j in kept) for i in kept),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedDistances:
+    """All that is on record of one seed, by step."""
+
+    seed: int
+    weights: Mapping[int, DistanceMatrix] = field(default_factory=dict)
+    """L2 distances of all weights, in FP64."""
+    predictions: Mapping[int, DistanceMatrix] = field(default_factory=dict)
+    """RMS distances of the token log-probabilities of the fixed held-out batch, in nats."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    """What the file holds, in JSON values."""
+
+    seed: int
+    steps: list[Any]
+
+
+def write_distances(study: Path, distances: SeedDistances) -> Path:
+    """Write the distances of a seed below the study's folder, whole or not at all."""
+    path = StudyPaths(study).distances(distances.seed)
+    steps = sorted({*distances.weights, *distances.predictions})
+    content = _File(
+        seed=distances.seed,
+        steps=[
+            {
+                "step": step,
+                "weights": _matrix_values(distances.weights.get(step)),
+                "predictions": _matrix_values(distances.predictions.get(step)),
+            }
+            for step in steps
+        ],
+    )
+    write_sealed(path, jsonable(asdict(content)))
+    return path
+
+
+def read_distances(study: Path, seed: int) -> SeedDistances:
+    """Return the distances of a seed as they were written; empty if there is no file.
+
+    ValueError, one line that names the file, for one that is damaged or is no such record.
+    """
+    path = StudyPaths(study).distances(seed)
+    if not path.exists():
+        return SeedDistances(seed=seed)
+    content = read_record(path, _File, writer="`stability run`", kind="record of distances")
+    try:
+        if content.seed != seed:
+            raise ValueError(f"is of seed {content.seed}")
+        return SeedDistances(
+            seed=seed,
+            weights=_matrices(content.steps, "weights"),
+            predictions=_matrices(content.steps, "predictions"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: must hold symmetric matrices of distances by step: {error!r}; remove it, and "
+            "`stability run` makes it anew"
+        ) from error
+
+
+def with_parents(
+    distances: SeedDistances, runs: Mapping[str, tuple[RunPaths, Manifest]]
+) -> SeedDistances:
+    """Return the rows whose parents are the files that the manifests of `runs` list, by arm."""
+
+    def checked(
+        matrices: Mapping[int, DistanceMatrix], file: Callable[[RunPaths, int], Path]
+    ) -> dict[int, DistanceMatrix]:
+        def listed(arm: str, step: int) -> str | None:
+            if arm not in runs:
+                return None
+            paths, manifest = runs[arm]
+            return manifest.files.get(paths.name_of(file(paths, step)))
+
+        found = {
+            step: matrix.only(lambda arm, parent, step=step: listed(arm, step) == parent)
+            for step, matrix in matrices.items()
+        }
+        return {step: matrix for step, matrix in found.items() if matrix.arms}
+
+    return SeedDistances(
+        seed=distances.seed,
+        weights=checked(distances.weights, RunPaths.snapshot),
+        predictions=checked(distances.predictions, RunPaths.predictions),
+    )
+
+
+def _matrix_values(matrix: DistanceMatrix | None) -> dict[str, Any] | None:
+    if matrix is None:
+        return None
+    return {
+        "parents": dict(matrix.parents),
+        "norms": dict(matrix.norms),
+        "rows": [list(row) for row in matrix.rows],
+    }
+
+
+def _matrices(steps: list[Any], what: str) -> dict[int, DistanceMatrix]:
+    return {
+        entry["step"]: _matrix(entry[what], f"{what} at step {entry['step']}")
+        for entry in steps
+        if entry[what] is not None
+    }
+
+
+def _matrix(values: Mapping[str, Any], where: str) -> DistanceMatrix:
+    # "nan" and "inf" stand as text in JSON
+    rows = tuple(tuple(float(value) for value in row) for row in values["rows"])
+    size = len(values["parents"])
+    square = len(rows) == size and all(len(row) == size for row in rows)
+    if not square or not all(
+        rows[i][i] == 0 and all(_same(rows[i][j], rows[j][i]) for j in range(i))
+        for i in range(size)
+    ):
+        raise ValueError(f"{where} is not square and symmetric with zeros on its diagonal")
+    norms = {arm: float(values["norms"][arm]) for arm in values["parents"]}
+    return DistanceMatrix(parents=dict(values["parents"]), norms=norms, rows=rows)
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

@@ -1,0 +1,160 @@
+"""Measures how far the arms of a seed are from one another, once their runs have ended.
+
+Every snapshot is read once for each step, slice by slice, so that memory holds some values of each
+arm and never a whole model. Two files with one checksum are the same bits: they are read once, and
+are 0 apart even where they hold NaN. What is on record already is measured again only where an arm
+is new or a file is another one. Leaves out the arithmetic (`metrics.pairwise`), the file
+(`records.distances`) and what a distance means (`analysis`).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from stability.metrics.pairwise import pairwise_l2
+from stability.records.distances import (
+    DistanceMatrix,
+    SeedDistances,
+    read_distances,
+    write_distances,
+)
+from stability.records.manifest import Manifest, read_manifest
+from stability.records.paths import RunPaths
+from stability.records.run_files import file_damage
+
+__all__ = ["update_distances"]
+
+_SLICE = 2**20
+"""Values of one arm that are in memory at a time: 4 MB in FP32, with 20 arms 80 MB."""
+
+
+def update_distances(
+    study: Path, seed: int, runs: Mapping[str, RunPaths], note: Callable[[str, str], None]
+) -> SeedDistances:
+    """Measure what is missing of the distances between `runs`, by arm, and write it.
+
+    Runs without a manifest are left out. `note` is told of an arm and what is wrong with a file of
+    it that is damaged, or that holds other parameters than the baseline's; it is left out too.
+    """
+    try:
+        known = read_distances(study, seed)
+    except ValueError:  # damaged: all of it can be measured again
+        known = SeedDistances(seed=seed)
+    begun = {
+        arm: (paths, read_manifest(paths.manifest))
+        for arm, paths in runs.items()
+        if paths.manifest.is_file()
+    }
+    found = SeedDistances(
+        seed=seed,
+        weights=_update(begun, RunPaths.snapshot, known.weights, note, root_mean=False),
+        predictions=_update(begun, RunPaths.predictions, known.predictions, note, root_mean=True),
+    )
+    if found != known:
+        write_distances(study, found)
+    return found
+
+
+def _update(
+    runs: Mapping[str, tuple[RunPaths, Manifest]],
+    file: Callable[[RunPaths, int], Path],
+    known: Mapping[int, DistanceMatrix],
+    note: Callable[[str, str], None],
+    *,
+    root_mean: bool,
+) -> dict[int, DistanceMatrix]:
+    """Return the matrix of each step at which two arms or more have the file."""
+    found = {}
+    for step, parents in _parents(runs, file).items():
+        before = known.get(step)
+        if before is not None and dict(before.parents) == parents:
+            found[step] = before
+            continue
+        whole = {}
+        for arm in parents:
+            paths, manifest = runs[arm]
+            wrong = file_damage(paths, manifest, file(paths, step))
+            if wrong:
+                note(arm, f"{file(paths, step)}: {wrong}")
+            else:
+                whole[arm] = file(paths, step)
+        kept = _alike(whole, note)
+        if len(kept) > 1:
+            found[step] = _measure(kept, {arm: parents[arm] for arm in kept}, root_mean=root_mean)
+    return found
+
+
+def _parents(
+    runs: Mapping[str, tuple[RunPaths, Manifest]], file: Callable[[RunPaths, int], Path]
+) -> dict[int, dict[str, str]]:
+    """Return by step the checksum of each arm's file, where at least two arms list one."""
+    by_step: dict[int, dict[str, str]] = {}
+    for arm, (paths, manifest) in runs.items():
+        folder = paths.name_of(file(paths, 0).parent)
+        for name, checksum in manifest.files.items():
+            if name.startswith(f"{folder}/step-"):
+                step = int(Path(name).stem.removeprefix("step-"))
+                by_step.setdefault(step, {})[arm] = checksum
+    return {step: by_step[step] for step in sorted(by_step) if len(by_step[step]) > 1}
+
+
+def _alike(files: Mapping[str, Path], note: Callable[[str, str], None]) -> dict[str, Path]:
+    """Return the files that hold the tensors that the first one holds."""
+    kept: dict[str, Path] = {}
+    expected: dict[str, list[int]] = {}
+    for arm, path in files.items():
+        with safetensors.safe_open(path, "pt") as opened:
+            shapes = _shapes(opened)
+        expected = expected or shapes
+        if shapes == expected:
+            kept[arm] = path
+        else:
+            note(arm, f"{path}: holds other tensors than {next(iter(kept))}; no distance to it")
+    return kept
+
+
+def _shapes(opened: Any) -> dict[str, list[int]]:
+    """Return the shapes of a file's floating-point tensors; counters and masks are no weights."""
+    parts = {name: opened.get_slice(name) for name in sorted(opened.keys())}
+    kinds = ("F", "BF")  # of safetensors' names: F32, F64, BF16; BOOL and I64 are left out
+    return {name: x.get_shape() for name, x in parts.items() if x.get_dtype().startswith(kinds)}
+
+
+def _measure(
+    files: Mapping[str, Path], parents: Mapping[str, str], *, root_mean: bool
+) -> DistanceMatrix:
+    # one file for all arms with the same bits
+    distinct = {parents[arm]: path for arm, path in files.items()}
+    order = {checksum: i for i, checksum in enumerate(distinct)}
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safetensors.safe_open(p, "pt")) for p in distinct.values()]
+        norms, matrix = pairwise_l2(_parts(opened), len(opened))
+        values = sum(math.prod(shape) for shape in _shapes(opened[0]).values())
+    scale = math.sqrt(max(1, values)) if root_mean else 1.0
+    places = {arm: order[checksum] for arm, checksum in parents.items()}
+    rows = (matrix / scale).tolist()
+    return DistanceMatrix(
+        parents=dict(parents),
+        norms={arm: norms[place].item() / scale for arm, place in places.items()},
+        rows=tuple(tuple(rows[i][j] for j in places.values()) for i in places.values()),
+    )
+
+
+def _parts(opened: list[Any]) -> Iterator[Tensor]:
+    """Yield the values of all files in one order, `(files, values)` at a time."""
+    for name, shape in _shapes(opened[0]).items():
+        if not shape:
+            yield torch.stack([file.get_tensor(name).view(1).double() for file in opened])
+            continue
+        rows = max(1, _SLICE // max(1, math.prod(shape[1:])))
+        for start in range(0, shape[0], rows):
+            parts = [file.get_slice(name)[start : start + rows].flatten() for file in opened]
+            # an arm in FP64 beside arms in FP32: all as wide as the widest
+            wide = len({part.dtype for part in parts}) > 1
+            yield torch.stack([part.double() for part in parts] if wide else parts)
