@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from stability.analysis.growth_fit import Growth, drift_slope, fit_growth
 from stability.analysis.intervals import Interval, mean_interval, paired_interval
 from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.analysis.verdict import smallest_nudge
 
-__all__ = ["ArmGrowth", "arm_growth", "study_growth"]
+__all__ = ["ArmGrowth", "arm_growth", "smallest_nudge", "study_growth"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +63,12 @@ def arm_growth(study: RecordedStudy, arm: RecordedArm, level: float = 0.9) -> Ar
         slope=mean_interval(slopes, level),
         lost_in_chaos=_lost_in_chaos(study, arm, level),
     )
+
+
+def smallest_nudge(study: RecordedStudy) -> RecordedArm | None:
+    """Return the arm that nudges the initial weights least, if there is one."""
+    nudges = [arm for arm in study.candidates if arm.axis == "nudge"]
+    return min(nudges, key=lambda arm: arm.diff["nudge.ulps"][1], default=None)
 
 
 def _lost_in_chaos(study: RecordedStudy, arm: RecordedArm, level: float) -> int | None:

@@ -1,35 +1,33 @@
-"""The verdict on a candidate: PASS, FAIL or INCONCLUSIVE, with the ratio and interval behind it.
+"""The verdict on a study's candidates, by intersection of what four levels say of each.
 
-The candidate's drift is divided by the yardstick's, seed by seed at one step: a seed makes both
-runs easy or hard alike, so pairing removes what they share. The interval of the geometric mean
-(`intervals`) must lie on one side of the largest ratio that the policy allows; if it holds both
-answers, the outcome is INCONCLUSIVE. So a PASS is a finding of its own, and not the absence of a
-significant difference.
+A candidate passes only if every level holds, and if wrong candidates would have been seen
+(`assay`). That needs no correction for being four tests: a candidate that is harmed on any level
+passes only where that level's own test errs, so the chance is at most that test's (the
+intersection-union test, Berger, Technometrics 24, 1982). It fails if any level is surely harmed;
+that is a union, so the p-values of all candidates and levels are corrected (Holm), and no study of
+right candidates fails one more often than one test would. All else is INCONCLUSIVE. Better than
+the baseline is no harm on any level.
 
-A FAIL asks for more, because tiny differences grow until every numeric change drifts alike. A drift
-that can't be told from a rerun's, where reruns differ, or from a 1-ULP nudge's is no evidence
-against the candidate. Of candidates that equal their baseline at most one in twenty then fails by
-chance: that is the lower end of a 90 % interval.
+Divergence leaves nothing to chance: an arm that diverges where the baseline of its seed does not
+fails at once, in whichever seed. All else is judged on the first seeds, as many as the look has
+(`sequential`). The arm `broken` carries a fault that must be seen: where it does not fail, no
+other arm can pass.
 
-Others ask less. flash-attn's tests hold the error of one operator to twice that of plain attention
-and leave training out. torchtitan's `scripts/loss_compare.py` runs a baseline and a test, and can
-assert that their losses are equal. The report's sentences are left to `ladder_sentences`, exit
-codes to the command line.
+Leaves out how a level is measured (`operator_evidence` and its three siblings), what is shown of
+it, and exit codes, which are the command line's.
 """
 
+import importlib
+import importlib.util
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
-from stability.analysis.intervals import (
-    Interval,
-    more_seeds,
-    paired_interval,
-    replicates_needed,
-)
-from stability.analysis.ladder import planned_early_step
-from stability.analysis.number_text import times
+from stability.analysis.assay import ArmAssay
+from stability.analysis.evidence import LEVELS, Level, LevelEvidence
+from stability.analysis.sequential import LOOKS, holm, look_alpha, look_at, next_look
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.convert import nearest
 from stability.config.schema import BASELINE, PolicyConfig
@@ -37,241 +35,368 @@ from stability.records.sealed_json import jsonable
 
 __all__ = [
     "Answer",
-    "Drifts",
+    "ArmVerdict",
+    "EvidenceOf",
     "Outcome",
-    "Verdict",
+    "StudyVerdict",
     "answer_of",
-    "judge",
-    "judge_study",
-    "smallest_nudge",
+    "judge_arms",
+    "judged_candidates",
+    "role_of",
 ]
 
-Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
-Drifts = Mapping[int, float]
-"""A drift by seed."""
+Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NO ASSAY"]
+WORST_FIRST: tuple[Outcome, ...] = ("FAIL", "NO ASSAY", "INCONCLUSIVE", "PASS")
+
+EvidenceOf = Callable[[RecordedStudy, RecordedArm, PolicyConfig], LevelEvidence]
+AssayOf = Callable[[RecordedStudy, RecordedArm, PolicyConfig], ArmAssay]
+ChangesOf = Callable[[RecordedStudy, PolicyConfig], list[str]]
+CONTROLS = ("baseline", "reference", "nudge", "rerun", "broken")
+"""Roles whose runs of a seed must have ended before that seed counts."""
+DONE = ("finished", "diverged")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """The outcome, the numbers it rests on, and the sentence that tells them."""
+class ArmVerdict:
+    """The outcome of one arm, the evidence of each level, and the sentence that sums it up."""
+
+    arm: str
+    role: str
+    outcome: Outcome
+    levels: Mapping[Level, LevelEvidence]
+    """As the levels say, but `harmed` only where it outlives the correction for many tests."""
+    assay: ArmAssay
+    sentence: str
+    """The reason of the outcome, without arm and outcome."""
+    seeds: int
+    """On how many seeds it was judged: those of the look; fewer than 3 are no look."""
+    confounded: bool = False
+    """Whether the arm changes several axes."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values by name."""
+        return {name: getattr(self, name) for name in self.__slots__} | {
+            "levels": {level: evidence.to_dict() for level, evidence in self.levels.items()},
+            "assay": self.assay.to_dict(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyVerdict:
+    """The outcome of a study: that of its candidates, the worst if they differ."""
 
     outcome: Outcome
-    policy: PolicyConfig
-    ratio: Interval
-    per_seed: Mapping[int, float]
-    """Candidate over yardstick."""
-    more_seeds: int | None
-    """How many more seeds would decide; 0 where it is decided, None where no number would."""
-    reason: str
-    confounded: bool = False
-    """Whether the candidate changes several axes."""
+    sentence: str
+    """Each candidate with its outcome."""
+    arms: tuple[ArmVerdict, ...]
+    """Candidates first, then the arms that are broken on purpose."""
+    look: int
+    """The number of seeds of the look; 0 before the first."""
+    next_look: int | None
+    """The number of seeds of the next; None after the last."""
+    alpha: float
+    """The one-sided error rate of the look."""
+    exploratory: tuple[str, ...] = ()
+    """What was changed after the protocol was sealed; where it is not empty, nothing is proven."""
 
     @property
-    def sentence(self) -> str:
-        """The verdict in one sentence."""
-        policy, ratio = self.policy, self.ratio
-        end = f"; the policy allows {times(policy.max_ratio)}"
-        if not ratio.n or math.isnan(ratio.mean):
-            return f"{self.outcome}: {self.reason}."
-        span = ""
-        if not math.isnan(ratio.low) and ratio.low < ratio.high:
-            span = f" ({ratio.level:.0%} interval {times(ratio.low)} to {times(ratio.high)})"
-        candidate = f"{policy.candidate}{' (confounded)' if self.confounded else ''}"
-        seeds = f"{ratio.n} seed{'s' if ratio.n > 1 else ''}"
-        said = (
-            f"{self.outcome}: at step {policy.step} {candidate} has moved the weights "
-            f"{times(ratio.mean)}{span} as far as {policy.yardstick}, over {seeds}{end}"
-        )
-        return f"{said}. {self.reason}." if self.reason else f"{said}."
+    def candidates(self) -> tuple[ArmVerdict, ...]:
+        """The verdicts on the candidates."""
+        return tuple(arm for arm in self.arms if arm.role != "broken")
+
+    def arm(self, name: str) -> ArmVerdict | None:
+        """Return the verdict on the arm of that name, if it was judged."""
+        return next((arm for arm in self.arms if arm.arm == name), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values; a number that is none stands as text."""
-        return jsonable(
-            {
-                "outcome": self.outcome,
-                **asdict(self.policy),
-                "ratio": asdict(self.ratio),
-                "per_seed": {str(seed): value for seed, value in self.per_seed.items()},
-                "more_seeds": self.more_seeds,
-                "sentence": self.sentence,
-            }
-        )
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return jsonable(values | {"arms": [arm.to_dict() for arm in self.arms]})
 
 
-def judge_study(study: RecordedStudy, policy: PolicyConfig) -> Verdict:
-    """Judge the candidate that `policy` names on what `study` has recorded.
+def judge_arms(
+    study: RecordedStudy,
+    policy: PolicyConfig,
+    *,
+    levels: Mapping[Level, EvidenceOf] | None = None,
+    assay: AssayOf | None = None,
+    changes: ChangesOf | None = None,
+) -> StudyVerdict:
+    """Judge the candidates of `study` by `policy`.
 
-    ValueError for an arm that the study does not have, a step without a snapshot, or drifts that
-    are not on record for every seed, and as `judge`: what to do instead.
+    `levels`, `assay` and `changes` stand in for the project's own evidence, assay and comparison
+    with the sealed protocol. ValueError if there is no candidate, or one that is no arm.
     """
-    policy = _completed(study, policy)
-    candidate, yardstick = (
-        _arm(study, what, getattr(policy, what)) for what in ("candidate", "yardstick")
-    )
-    _check_baseline(study, policy.step)
-    drifts = _drifts(candidate, policy.step)
-    scale = _drifts(yardstick, policy.step)
-    for arm, found in ((candidate, drifts), (yardstick, scale)):
-        missing = [str(seed) for seed in study.seeds if seed not in found]
-        errors = [run.error for run in arm.runs.values() if run.error]
-        if missing:
-            raise ValueError(
-                f"verdict: {arm.name} must have a drift on record at step {policy.step} for every "
-                f"seed, has none for {', '.join(missing)}; "
-                f"{errors[0] if errors else 'run the study to its end'}"
-            )
-    floor = [_drifts(arm, policy.step) for arm in study.candidates if arm.axis == "none"]
-    nudge = smallest_nudge(study)
-    found = judge(
-        drifts,
-        scale,
-        policy,
-        rerun=floor[0] if floor else {},
-        nudge=_drifts(nudge, policy.step) if nudge and candidate.axis != "nudge" else {},
-    )
-    return replace(found, confounded=candidate.axis == "many")
-
-
-def judge(
-    candidate: Drifts, yardstick: Drifts, policy: PolicyConfig, *, rerun: Drifts, nudge: Drifts
-) -> Verdict:
-    """Judge drifts by seed at one step; `rerun` and `nudge` are empty if there is no such arm.
-
-    A candidate whose weights are NaN or infinite fails. ValueError for fewer seeds than an interval
-    needs, where one is needed.
-    """
-    ratios = _over(candidate, yardstick)
-    lost = [seed for seed, drift in candidate.items() if not math.isfinite(drift)]
-    # without the seeds that are lost: one of them would leave the sentence without a number
-    ratio = paired_interval({s: r for s, r in ratios.items() if math.isfinite(r)}, policy.level)
-
-    def verdict(outcome: Outcome, reason: str, more: int | None = 0) -> Verdict:
-        return Verdict(
-            outcome=outcome,
-            policy=policy,
-            ratio=ratio,
-            per_seed=ratios,
-            more_seeds=more,
-            reason=reason,
-        )
-
-    if lost:
-        return verdict("FAIL", f"Its weights are no numbers in {len(lost)} of {len(candidate)}")
-    # before any ratio, since the yardstick may be 0 as well, and 0 / 0 says nothing
-    if all(drift == 0 for drift in candidate.values()):
-        return verdict("PASS", "Its weights are the baseline's, to the bit")
-    if not ratios or not all(math.isfinite(r) for r in ratios.values()):
-        return verdict("INCONCLUSIVE", "The yardstick has moved no weight, or is no number", None)
-    # not before this: what is decided above needs no interval, so a single seed may be enough
-    if math.isnan(ratio.low):
-        needed = replicates_needed(policy.level)
-        raise ValueError(
-            f"verdict: a {policy.level:.0%} interval needs {needed} seeds, got {ratio.n}; run the "
-            f"study with --seeds {needed}, or use a lower --level"
-        )
-    if ratio.high <= policy.max_ratio:
-        return verdict("PASS", "")
-    if ratio.low <= policy.max_ratio:
-        more = more_seeds(ratios, policy.max_ratio, policy.level)
-        return verdict("INCONCLUSIVE", f"The interval holds both answers: {_run_more(more)}", more)
-    # where reruns repeat to the bit, only the nudge shows what chaos makes of a tiny change
-    for drifts, name in ((rerun, "a rerun of the baseline"), (nudge, "the nudge")):
-        if not _is_told_from(candidate, drifts, policy.level):
-            return verdict(
-                "INCONCLUSIVE",
-                f"But that can't be told from {name}, so it is no evidence: read an earlier step",
-                None,
-            )
-    return verdict("FAIL", "")
-
-
-def _is_told_from(candidate: Drifts, other: Drifts, level: float) -> bool:
-    """Whether the candidate's drift is surely larger than that of an arm that changes nothing."""
-    # a rerun that has not moved at all can't be confused with a candidate that has
-    ratios = _over(candidate, {seed: drift for seed, drift in other.items() if drift})
-    if not ratios:
-        return True
-    low = paired_interval(ratios, level).low
-    return low > 1  # NaN, too few seeds, is not
-
-
-def _over(above: Drifts, below: Drifts) -> dict[int, float]:
-    return {
-        # NaN and not infinity: a ratio to nothing is not large, 0 / 0 least of all
-        seed: drift / below[seed] if below[seed] else math.nan
-        for seed, drift in above.items()
-        if seed in below
+    measure = levels or _default_levels()
+    candidates = judged_candidates(study, policy)
+    broken = [arm for arm in study.arms if role_of(arm) == "broken" and arm not in candidates]
+    alpha = look_alpha(_alpha(policy))
+    counts = {arm.name: _complete_seeds(study, arm) for arm in (*candidates, *broken)}
+    found = {
+        arm.name: _evidence(study, arm, policy, measure, counts[arm.name])
+        for arm in (*candidates, *broken)
     }
-
-
-def _run_more(more: int | None) -> str:
-    if more is None:
-        return "no number of seeds up to 1000 would decide"
-    return f"{more} more seed{'s' if more != 1 else ''} would decide" if more else "run one more"
-
-
-def _completed(study: RecordedStudy, policy: PolicyConfig) -> PolicyConfig:
-    """Return `policy` with the study's own yardstick and early step where it names none."""
-    if not policy.candidate:
-        arms = ", ".join(arm.name for arm in study.candidates)
-        raise ValueError(f"verdict: candidate must be named, one of {arms}; use --candidate")
-    if not (policy.yardstick or study.yardstick):
-        raise ValueError("verdict: the study has no yardstick; use --yardstick")
-    # the first is step 0, where no update has been made yet
-    if policy.step and policy.step not in study.planned_snapshots[1:]:
-        steps = ", ".join(str(step) for step in study.planned_snapshots[1:])
-        raise ValueError(f"verdict: step must be one of {steps}, got {policy.step}")
-    return PolicyConfig(
-        candidate=policy.candidate,
-        yardstick=policy.yardstick or study.yardstick,
-        max_ratio=policy.max_ratio,
-        step=policy.step or planned_early_step(study),
-        level=policy.level,
+    judge = partial(_judge, study, found, counts, alpha)
+    planted = judge(broken, {}, [])
+    assays = {arm.name: (assay or _default_assay)(study, arm, policy) for arm in candidates}
+    judged = judge(candidates, assays, _unseen(planted))
+    look = min((look_at(counts[arm.name]) for arm in candidates), default=0)
+    return StudyVerdict(
+        outcome=next(bad for bad in WORST_FIRST if any(arm.outcome == bad for arm in judged)),
+        sentence="; ".join(f"{arm.arm} {arm.outcome}" for arm in judged),
+        arms=(*judged, *planted),
+        look=look,
+        next_look=next_look(look),
+        alpha=alpha,
+        exploratory=tuple((changes or _default_changes)(study, policy)),
     )
 
 
-def _arm(study: RecordedStudy, what: str, name: str) -> RecordedArm:
-    arm = study.arm(name)
-    if arm is None or name == BASELINE:
-        names = [arm.name for arm in study.candidates]
-        raise ValueError(
-            f"verdict: {what} must be an arm of the study, got {name!r}; "
-            f"nearest: {nearest(name, names)}"
-        )
-    return arm
+def judged_candidates(study: RecordedStudy, policy: PolicyConfig) -> list[RecordedArm]:
+    """Return the arms that `policy` names, else those with the role of a candidate.
 
-
-def smallest_nudge(study: RecordedStudy) -> RecordedArm | None:
-    """Return the arm that nudges the initial weights least, if there is one."""
-    nudges = [arm for arm in study.candidates if arm.axis == "nudge"]
-    return min(nudges, key=lambda arm: arm.diff["nudge.ulps"][1], default=None)
-
-
-def _check_baseline(study: RecordedStudy, step: int) -> None:
-    """ValueError if a baseline diverged before `step`, so that nothing can be compared there."""
-    baseline = study.arm(BASELINE)
-    for seed, run in baseline.runs.items() if baseline else ():
-        found = [
-            math.isfinite(arm.runs[seed].drift("rel_l2").get(step, math.nan))
-            for arm in study.candidates
-        ]
-        # a baseline that diverged after the step has its drifts there on record
-        if run.state == "diverged" and not any(found):
+    ValueError if there is none, or a name is no arm's or the baseline's.
+    """
+    named: Sequence[str] = getattr(policy, "candidates", ())
+    if not named:
+        found = [arm for arm in study.candidates if role_of(arm) == "candidate"]
+        if not found:
             raise ValueError(
-                f"verdict: the baseline diverged, seed {seed}: {run.message}; nothing can be "
-                f"compared at step {step}, use an earlier --step"
+                f"verdict: {study.name} must have an arm of role candidate, has none; "
+                "name one in policy.candidates"
             )
-
-
-def _drifts(arm: RecordedArm, step: int) -> dict[int, float]:
-    """Return the drift by seed; NaN for a run that diverged before the step."""
-    found = {}
-    for seed, run in arm.runs.items():
-        # a run that is not there yet will have its drift; one that diverged never will
-        value = run.drift("rel_l2").get(step, math.nan if run.state == "diverged" else None)
-        if value is not None:
-            found[seed] = value
+        return found
+    found = []
+    for name in named:
+        arm = study.arm(name)
+        if arm is None or name == BASELINE:
+            names = [arm.name for arm in study.candidates]
+            raise ValueError(
+                f"verdict: candidates must be arms of the study, got {name!r}; "
+                f"nearest: {nearest(name, names)}"
+            )
+        found.append(arm)
     return found
+
+
+def _judge(
+    study: RecordedStudy,
+    found: Mapping[str, Mapping[Level, LevelEvidence]],
+    counts: Mapping[str, int],
+    alpha: float,
+    family: Sequence[RecordedArm],
+    assays: Mapping[str, ArmAssay],
+    unseen: Sequence[str],
+) -> tuple[ArmVerdict, ...]:
+    """Judge a family of arms, whose p-values are corrected together."""
+    p_harmed = {
+        (arm.name, level): evidence.p_harmed
+        for arm in family
+        for level, evidence in found[arm.name].items()
+        if not math.isnan(evidence.p_harmed)
+    }
+    corrected = holm(p_harmed)
+    verdicts = []
+    for arm in family:
+        # before the first look only facts count: p-values of 0
+        share = alpha if look_at(counts[arm.name]) else 0.0
+        levels: dict[Level, LevelEvidence] = {
+            level: _at_look(evidence, corrected.get((arm.name, level), 1.0), share)
+            for level, evidence in found[arm.name].items()
+        }
+        assay = assays.get(arm.name) or _no_assay_needed()
+        outcome, sentence = _outcome(study, arm, levels, assay, unseen, counts[arm.name])
+        verdicts.append(
+            ArmVerdict(
+                arm=arm.name,
+                role=role_of(arm),
+                outcome=outcome,
+                levels=levels,
+                assay=assay,
+                sentence=sentence,
+                seeds=look_at(counts[arm.name]) or counts[arm.name],
+                confounded=arm.axis == "many",
+            )
+        )
+    return tuple(verdicts)
+
+
+def _at_look(evidence: LevelEvidence, p_harmed: float, share: float) -> LevelEvidence:
+    """Return `evidence` with the state that it has at the error rate of this look."""
+    if evidence.state == "harmed" and p_harmed > share:
+        return replace(evidence, state="undecided")
+    # NaN: a level that holds by something else than a test
+    if evidence.state == "holds" and evidence.p_holds > share:
+        return replace(evidence, state="undecided")
+    return evidence
+
+
+def _outcome(
+    study: RecordedStudy,
+    arm: RecordedArm,
+    levels: Mapping[Level, LevelEvidence],
+    assay: ArmAssay,
+    unseen: Sequence[str],
+    count: int,
+) -> tuple[Outcome, str]:
+    """Return the outcome of one arm and the reason, which ends a sentence."""
+    diverged = _diverged(study, arm)
+    if diverged:
+        return "FAIL", f"it diverged where the baseline did not, {diverged}"
+    by_state = {
+        state: [level for level, evidence in levels.items() if evidence.state == state]
+        for state in ("holds", "harmed", "undecided", "not applicable", "not measured")
+    }
+    if by_state["harmed"]:
+        return "FAIL", f"it is surely harmed: {_listed(by_state['harmed'])}"
+    lost = _baseline_lost(study, look_at(count) or count)
+    if lost:
+        return "INCONCLUSIVE", f"the baseline diverged, {lost}; nothing can be compared"
+    silent = by_state["not applicable"]
+    rest = f"; not applicable: {_listed(silent)}" if silent else ""
+    if not look_at(count):
+        return "INCONCLUSIVE", (
+            f"it has {count} of the {LOOKS[0]} seeds of the first look{_trouble(arm)}{rest}"
+        )
+    if by_state["not measured"]:
+        return "INCONCLUSIVE", f"not measured: {_listed(by_state['not measured'])}{rest}"
+    if len(silent) == len(levels):
+        return "INCONCLUSIVE", "no level applies to what it changes"
+    if by_state["undecided"]:
+        more = next_look(count)
+        then = f"; the next look is at {more} seeds" if more else "; this was the last look"
+        return "INCONCLUSIVE", f"undecided: {_listed(by_state['undecided'])}{then}{rest}"
+    blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
+    if blind or unseen:
+        return "NO ASSAY", "; ".join([f"{_listed(by_state['holds'])} hold, but", *blind, *unseen])
+    return "PASS", f"all hold: {_listed(by_state['holds'])}{rest}"
+
+
+def _unseen(planted: Iterable[ArmVerdict]) -> list[str]:
+    """Return why the arms that are broken on purpose do not prove that harm is seen."""
+    planted = list(planted)
+    if not planted:
+        return ["no arm is broken on purpose, so that training could show that it sees harm"]
+    reasons = []
+    for arm in planted:
+        training = arm.levels.get("training")
+        if arm.outcome != "FAIL":
+            reasons.append(f"{arm.arm}, which is broken on purpose, does not fail")
+        elif training and training.state not in ("harmed", "not applicable"):
+            reasons.append(f"training does not see {arm.arm}, which is broken on purpose")
+    return reasons
+
+
+def _evidence(
+    study: RecordedStudy,
+    arm: RecordedArm,
+    policy: PolicyConfig,
+    levels: Mapping[Level, EvidenceOf],
+    count: int,
+) -> dict[Level, LevelEvidence]:
+    """Return what each level says of `arm` on the seeds of its look."""
+    if not count:
+        return {level: _not_measured(level, "no seed has ended yet") for level in LEVELS}
+    judged = _with_seeds(study, study.seeds[: look_at(count) or count])
+    found = {}
+    for level in LEVELS:
+        try:
+            found[level] = levels[level](judged, judged.arm(arm.name) or arm, policy)
+        except ValueError as error:
+            found[level] = _not_measured(level, str(error))
+    return found
+
+
+def _with_seeds(study: RecordedStudy, seeds: Sequence[int]) -> RecordedStudy:
+    arms = tuple(
+        replace(arm, runs={seed: arm.runs[seed] for seed in seeds if seed in arm.runs})
+        for arm in study.arms
+    )
+    return replace(study, seeds=tuple(seeds), arms=arms)
+
+
+def _complete_seeds(study: RecordedStudy, arm: RecordedArm) -> int:
+    """Return how many of the first seeds have ended, in the controls and in `arm`."""
+    needed = [other for other in study.arms if role_of(other) in CONTROLS] + [arm]
+    for count, seed in enumerate(study.seeds):
+        if not all(seed in one.runs and one.runs[seed].state in DONE for one in needed):
+            return count
+    return len(study.seeds)
+
+
+def _diverged(study: RecordedStudy, arm: RecordedArm) -> str:
+    """Return where an arm diverged though the baseline of the seed did not; mostly empty."""
+    baseline = study.arm(BASELINE)
+    lost = [
+        (seed, run)
+        for seed, run in arm.runs.items()
+        if run.state == "diverged"
+        and not (baseline and seed in baseline.runs and baseline.runs[seed].state == "diverged")
+    ]
+    if not lost:
+        return ""
+    seeds = "seed" if len(lost) == 1 else "seeds"
+    return f"{seeds} {', '.join(str(seed) for seed, _ in lost)}: {lost[0][1].message}"
+
+
+def _baseline_lost(study: RecordedStudy, count: int) -> str:
+    baseline = study.arm(BASELINE)
+    runs = [(seed, baseline.runs[seed]) for seed in study.seeds[:count]] if baseline else []
+    lost = [f"seed {seed}: {run.message}" for seed, run in runs if run.state == "diverged"]
+    return lost[0] if lost else ""
+
+
+def _trouble(arm: RecordedArm) -> str:
+    failed = [(seed, run.message) for seed, run in arm.runs.items() if run.state == "failed"]
+    return f"; seed {failed[0][0]} failed: {failed[0][1]}" if failed else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _not_measured(level: Level, why: str) -> LevelEvidence:
+    return LevelEvidence(level=level, state="not measured", sentence=f"{level}: {why}.")
+
+
+def _no_assay_needed() -> ArmAssay:
+    return ArmAssay(state="not applicable", sentence="it is itself a planted fault")
+
+
+def role_of(arm: RecordedArm) -> str:
+    """Return what the arm is there for; until arms record it, what its axis says."""
+    by_axis = {"none": "rerun", "nudge": "nudge", "attention": "candidate", "broken": "broken"}
+    default = "baseline" if arm.name == BASELINE else by_axis.get(arm.axis, "yardstick")
+    return getattr(arm, "role", default)
+
+
+def _alpha(policy: PolicyConfig) -> float:
+    return getattr(policy, "alpha", 0.05)
+
+
+def _default_levels() -> dict[Level, EvidenceOf]:
+    """Return the project's evidence by level; one whose module is not there is not measured."""
+    found: dict[Level, EvidenceOf] = {}
+    for level in LEVELS:
+        name = f"stability.analysis.{level}_evidence"
+        if importlib.util.find_spec(name) is None:
+            found[level] = lambda study, arm, policy, level=level: _not_measured(
+                level, "nothing measures it yet"
+            )
+        else:
+            found[level] = getattr(importlib.import_module(name), f"{level}_evidence")
+    return found
+
+
+def _default_assay(study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig) -> ArmAssay:
+    return ArmAssay(state="not measured", sentence="no faults were planted")
+
+
+def _default_changes(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
+    name = "stability.analysis.protocol_check"
+    if importlib.util.find_spec(name) is None:
+        return []
+    return importlib.import_module(name).protocol_changes(study, policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,11 +412,13 @@ class Answer:
 
 
 def answer_of(study: RecordedStudy) -> Answer | None:
-    """Return the answer of the study's own policy; None if it names no candidate."""
-    if not study.policy.candidate:
-        return None
+    """Return the answer of the study's own policy; None if it has no candidate."""
     try:
-        verdict = judge_study(study, study.policy)
-    except ValueError as error:
-        return Answer("OPEN", f"No verdict yet: {str(error).removeprefix('verdict: ')}.")
-    return Answer(verdict.outcome, verdict.sentence.removeprefix(f"{verdict.outcome}: "))
+        verdict = judge_arms(study, study.policy)
+    except ValueError:
+        return None
+    if not verdict.look:
+        # the same for every candidate, so said once
+        return Answer("OPEN", f"No verdict yet: the first look is at {LOOKS[0]} seeds.")
+    said = "; ".join(f"{arm.arm} {arm.outcome}: {arm.sentence}" for arm in verdict.candidates)
+    return Answer(verdict.outcome, f"{said}.")

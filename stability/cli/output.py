@@ -8,6 +8,7 @@ from stability.records.sealed_json import jsonable
 
 __all__ = [
     "EXIT_CODES",
+    "EXPLORATORY",
     "FAILS",
     "HOLDS",
     "INTERRUPTED",
@@ -17,13 +18,14 @@ __all__ = [
     "print_line",
 ]
 
-HOLDS, FAILS, WRONG, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
+HOLDS, FAILS, WRONG, UNDECIDED, EXPLORATORY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 EXIT_CODES = {
     HOLDS: "done, and what was checked holds",
     FAILS: "a run failed, or what was checked does not hold",
     WRONG: "wrong input, or it can't be judged",
-    UNDECIDED: "undecided",
+    UNDECIDED: "undecided: INCONCLUSIVE or NO ASSAY",
+    EXPLORATORY: "exploratory: the protocol was changed after it was sealed",
     INTERRUPTED: "interrupted by Ctrl-C",
 }
 """What each exit code says, in the words of `stability --help` and the README."""

@@ -1,65 +1,67 @@
 """`stability verdict` and `stability verify`: checks of a study that answer by their exit code.
 
-A verdict judges a candidate by a policy; a verification proves that two runs may be compared.
+A verdict judges the study's candidates; a verification proves that two runs may be compared.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stability.cli.output import FAILS, HOLDS, UNDECIDED, print_json, print_line
+from stability.cli.output import (
+    EXPLORATORY,
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    print_json,
+    print_line,
+)
 
 if TYPE_CHECKING:
     from stability.analysis.pair_contract import PairProof
 
 __all__ = ["verdict", "verify"]
 
-_EXIT_CODES = {"PASS": HOLDS, "FAIL": FAILS, "INCONCLUSIVE": UNDECIDED}
+_EXIT_CODES = {"PASS": HOLDS, "FAIL": FAILS, "INCONCLUSIVE": UNDECIDED, "NO ASSAY": UNDECIDED}
 
 
-def verdict(
-    study: Path,
-    candidate: str = "",
-    yardstick: str = "",
-    max_ratio: float | None = None,
-    step: int | None = None,
-    level: float | None = None,
-    json: bool = False,
-) -> int:
-    """Say whether the candidate drifts less than the policy allows. What is not given is as in the
-    study's own `policy`.
+def verdict(study: Path, arm: str = "", json: bool = False) -> int:
+    """Judge a study's candidates on four levels: PASS only if every level holds.
 
-    Exit code 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 if it can't be judged.
+    Exit code 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE and NO ASSAY, 4 whatever comes out if the
+    protocol was changed after it was sealed, 2 if it can't be judged. Several candidates answer as
+    the worst of them does.
 
     Args:
         study: the folder of a study, e.g. runs/quickstart
-        candidate: the arm that is judged
-        yardstick: the arm that it is held against
-        max_ratio: PASS if the candidate drifts at most so many times as far
-        step: the step at which, one with a snapshot; 0 is the study's early step
-        level: of the interval that has to lie on one side, e.g. 0.9
+        arm: show and answer for this arm alone; the others still count in the correction
         json: print the verdict as JSON
     """
     from stability.analysis.study_records import read_study  # heavy: numpy
-    from stability.analysis.verdict import judge_study
+    from stability.analysis.verdict import judge_arms
+    from stability.config.convert import nearest
+    from stability.report.terminal.verdict import verdict_lines
 
     recorded = read_study(study)
-    given = {
-        "candidate": candidate or None,
-        "yardstick": yardstick or None,
-        "max_ratio": max_ratio,
-        "step": step,
-        "level": level,
-    }
-    policy = replace(
-        recorded.policy, **{name: value for name, value in given.items() if value is not None}
-    )
-    judged = judge_study(recorded, policy)
+    judged = judge_arms(recorded, recorded.policy)
+    shown = judged.arms
+    outcome = judged.outcome
+    if arm:
+        shown = tuple(one for one in judged.arms if one.arm == arm)
+        if not shown:
+            names = [one.arm for one in judged.arms]
+            raise ValueError(
+                f"verdict: arm must be one that is judged, got {arm!r}; "
+                f"nearest: {nearest(arm, names)}"
+            )
+        outcome = shown[0].outcome
     if json:
-        print_json(judged.to_dict())
+        names = {one.arm for one in shown}
+        content = judged.to_dict()
+        content["arms"] = [one for one in content["arms"] if one["arm"] in names]
+        print_json(content | {"outcome": outcome})
     else:
-        print_line(judged.sentence)
-    return _EXIT_CODES[judged.outcome]
+        for line in verdict_lines(judged, shown):
+            print_line(line)
+    return EXPLORATORY if judged.exploratory else _EXIT_CODES[outcome]
 
 
 def verify(first: Path, second: Path | None = None, json: bool = False) -> int:

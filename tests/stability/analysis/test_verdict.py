@@ -1,190 +1,236 @@
-"""The verdict: what passes, what fails, what can not be told, and how often equals fail."""
+"""The verdict by intersection: what passes, what fails, what can't be told, and what is no assay."""
 
 import math
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from stability.analysis.arm_growth import study_growth
+from stability.analysis.assay import ArmAssay
+from stability.analysis.evidence import LEVELS, LevelEvidence
 from stability.analysis.study_records import read_study
-from stability.analysis.verdict import judge, judge_study
+from stability.analysis.verdict import answer_of, judge_arms
 from stability.cli.main import main
 from stability.config.schema import PolicyConfig
-from stability.records.sealed_json import read_sealed, write_sealed
-from tests.stability.analysis.test_ladder_sentences import rewrite, scaled
 
-POLICY = PolicyConfig(candidate="flash", yardstick="fp32", max_ratio=0.5, step=20)
-FIVE = range(5)
+SENSITIVE = ArmAssay(state="sensitive", sentence="all 11 planted faults were found", faults=11)
+NO_SCALE = ArmAssay(state="blind", sentence="scale_gain was missed at the operator", faults=11)
 
 
-def _around(value, spread=0.05):
-    return {seed: value * (1 + spread * (seed - 2) / 2) for seed in FIVE}
-
-
-def _judge(ratio, spread=0.05, rerun=None, nudge=None):
-    candidate = _around(ratio, spread)
-    ones = dict.fromkeys(FIVE, 1.0)
-    return judge(candidate, ones, POLICY, rerun=rerun or {}, nudge=nudge or {})
-
-
-@pytest.mark.parametrize(
-    ("ratio", "spread", "outcome"),
-    [
-        (0.3, 0.05, "PASS"),
-        (0.8, 0.05, "FAIL"),
-        (0.49, 0.2, "INCONCLUSIVE"),
-        (0.51, 0.2, "INCONCLUSIVE"),
-        (0.0, 0.0, "PASS"),
-        (math.nan, 0.0, "FAIL"),
-    ],
-)
-def test_the_interval_has_to_lie_on_one_side(ratio, spread, outcome):
-    assert _judge(ratio, spread).outcome == outcome
-
-
-def test_a_verdict_says_ratio_interval_seeds_and_policy():
-    said = _judge(0.8).sentence
-    assert said.startswith("FAIL: at step 20 flash has moved the weights 0.80x (90% interval 0.7")
-    assert "as far as fp32, over 5 seeds; the policy allows 0.50x" in said
-
-
-def test_drifts_are_paired_by_seed():
-    """Seeds differ 100-fold in both arms alike: only the ratio within a seed is steady."""
-    scale = {seed: 10.0 ** (seed - 2) for seed in FIVE}
-    candidate = {seed: 0.3 * scale[seed] for seed in FIVE}
-    assert judge(candidate, scale, POLICY, rerun={}, nudge={}).outcome == "PASS"
-    crossed = {seed: candidate[4 - seed] for seed in FIVE}
-    assert judge(crossed, scale, POLICY, rerun={}, nudge={}).outcome == "INCONCLUSIVE"
-
-
-def test_what_a_rerun_or_a_nudge_does_as_well_is_no_evidence():
-    for name, words in (("rerun", "a rerun of the baseline"), ("nudge", "the nudge")):
-        swamped = _judge(0.8, **{name: _around(0.85, 0.3)})
-        assert swamped.outcome == "INCONCLUSIVE"
-        assert f"can't be told from {words}" in swamped.sentence
-        assert _judge(0.8, **{name: _around(0.1)}).outcome == "FAIL"
-
-
-def test_too_few_seeds_for_an_interval_are_refused_unless_none_is_needed():
-    candidate, ones = {0: 0.3, 1: 0.31}, {0: 1.0, 1: 1.0}
-    with pytest.raises(ValueError, match=r"90% interval needs 5 seeds, got 2; .* --seeds 5"):
-        judge(candidate, ones, POLICY, rerun={}, nudge={})
-    same = dict.fromkeys(candidate, 0.0)
-    assert judge(same, ones, POLICY, rerun={}, nudge={}).outcome == "PASS"
-    lost = dict.fromkeys(candidate, math.nan)
-    assert judge(lost, ones, POLICY, rerun={}, nudge={}).outcome == "FAIL"
-
-
-def test_more_seeds_would_decide_as_many_as_it_says():
-    dice = np.random.default_rng(0)
-    few = judge(
-        dict(enumerate(np.exp(dice.normal(np.log(0.47), 0.25, 5)))),
-        dict.fromkeys(FIVE, 1.0),
-        POLICY,
-        rerun={},
-        nudge={},
+def _evidence(level, state, p_harmed=math.nan, p_holds=math.nan):
+    return LevelEvidence(
+        level=level, state=state, sentence=f"{level} {state}.", p_harmed=p_harmed, p_holds=p_holds
     )
-    assert few.outcome == "INCONCLUSIVE"
-    assert few.more_seeds in range(1, 1000)
 
 
-def test_a_candidate_equal_to_its_baseline_rarely_fails():
-    """Where reruns differ, candidate, rerun and nudge are draws of one law; the yardstick is near.
-
-    A 90 % interval lies above 1 in 5 % of draws if it is exact; of 200 studies at most 10 and two
-    standard deviations, 6, more.
-    """
-    dice, failed = np.random.default_rng(7), 0
-    for _ in range(200):
-        noise = np.exp(dice.normal(0.0, 0.3, (4, 5)))
-        candidate, rerun, nudge, yardstick = (dict(enumerate(row)) for row in noise)
-        found = judge(candidate, yardstick, POLICY, rerun=rerun, nudge=nudge)
-        failed += found.outcome == "FAIL"
-    assert failed <= 16
+HOLDS = {level: _evidence(level, "holds", 0.9, 1e-6) for level in LEVELS}
+HARMED = {level: _evidence(level, "harmed", 1e-9, 1.0) for level in LEVELS}
 
 
-def test_a_candidate_twice_as_far_as_allowed_does_fail():
-    """The other side of the test above: the guards against false alarms leave real ones alone."""
-    dice, failed = np.random.default_rng(8), 0
-    for _ in range(100):
-        noise = np.exp(dice.normal(0.0, 0.1, (4, 5)))
-        candidate, rerun, nudge, yardstick = (dict(enumerate(row)) for row in noise)
-        rerun = {seed: 0.1 * drift for seed, drift in rerun.items()}
-        nudge = {seed: 0.3 * drift for seed, drift in nudge.items()}
-        found = judge(candidate, yardstick, POLICY, rerun=rerun, nudge=nudge)
-        failed += found.outcome == "FAIL"
-    assert failed >= 95
+def _with(found, **changed):
+    return {**found, **{evidence.level: evidence for evidence in changed.values()}}
+
+
+def _judge(study, by_arm, assay=SENSITIVE, **options):
+    levels = {
+        level: lambda study, arm, policy, level=level: by_arm[arm.name][level] for level in LEVELS
+    }
+    options = {"changes": lambda study, policy: [], **options}
+    return judge_arms(study, PolicyConfig(), levels=levels, assay=lambda *_: assay, **options)
 
 
 @pytest.fixture
 def study(synthetic, tmp_path):
-    return synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0, 1, 2, 3, 4])
+    """Three seeds; its arm `flash_all_bf16` plays the part that is broken on purpose."""
+    folder = synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0, 1, 2])
+    return with_broken(read_study(folder))
 
 
-def test_the_command_judges_a_study_by_its_own_policy(study, capsys):
-    content = read_sealed(study / "study.json", "")
-    content["config"]["policy"] = {"candidate": "flash_fa2", "max_ratio": 5.0}
-    write_sealed(study / "study.json", content)
-    assert main(["verdict", str(study)]) == 0
-    assert capsys.readouterr().out.startswith("PASS: at step 20 flash_fa2 has moved the weights")
-    rewrite(study, "flash_fa2", scaled(100.0))
-    assert main(["verdict", str(study)]) == 1
-    assert main(["verdict", str(study), "--max-ratio", "1000"]) == 0
-    rewrite(study, "nudge", scaled(1e6))
-    assert main(["verdict", str(study)]) == 3
-    assert "can't be told from the nudge" in capsys.readouterr().out
-    rewrite(study, "nudge", scaled(1e-6))
-    capsys.readouterr()
-    assert main(["verdict", str(study), "--json"]) == 1
-    assert '"outcome": "FAIL"' in capsys.readouterr().out
+def with_broken(study):
+    return replace(study, arms=tuple(_as_role(arm) for arm in study.arms))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--candidate", "flesh"],
-            "candidate must be an arm of the study, got 'flesh'; nea",
-        ),
-        (["--candidate", "nudge", "--yardstick", "fp23"], "yardstick must be an arm .*'fp23'"),
-        ([], "candidate must be named, one of "),
-        (["--candidate", "nudge", "--step", "21"], "step must be one of 1, .*, got 21"),
-        (["--candidate", "nudge", "--max-ratio", "-1"], "max_ratio must be > 0, got -1"),
-        (["--candidate", "nudge", "--max-ratio", "0"], "max_ratio must be > 0, got 0"),
-        (["--candidate", "flash_fa2", "--level", "0.99"], "99% interval needs 8 seeds, got 5; run"),
-        (["--candidate", "baseline"], "candidate must be an arm of the study, got 'baseline'"),
-    ],
-)
-def test_what_can_not_be_judged_is_one_line(study, capsys, arguments, message):
+def _as_role(arm):
+    return replace(arm, axis="broken") if arm.name == "flash_all_bf16" else arm
+
+
+def _outcome(study, fa2, broken=HARMED, **options):
+    judged = _judge(study, {"flash_fa2": fa2, "flash_all_bf16": broken}, **options)
+    return judged.arm("flash_fa2")
+
+
+def test_all_levels_hold_and_harm_would_have_been_seen(study):
+    found = _outcome(study, HOLDS)
+    assert found.outcome == "PASS"
+    assert found.sentence == "all hold: operator, gradient, training, outcome"
+    assert found.seeds == 3
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_level_that_does_not_hold_is_enough(study, level):
+    for state, outcome in (
+        ("harmed", "FAIL"),
+        ("undecided", "INCONCLUSIVE"),
+        ("not measured", "INCONCLUSIVE"),
+    ):
+        one = _evidence(level, state, 1e-9 if state == "harmed" else 0.5, 0.5)
+        found = _outcome(study, _with(HOLDS, one=one))
+        assert found.outcome == outcome, state
+        assert level in found.sentence
+
+
+def test_a_level_that_does_not_apply_is_named_and_the_rest_decides(study):
+    silent = _evidence("operator", "not applicable")
+    found = _outcome(study, _with(HOLDS, one=silent))
+    assert found.outcome == "PASS"
+    assert found.sentence.endswith("; not applicable: operator")
+    none = {level: _evidence(level, "not applicable") for level in LEVELS}
+    assert _outcome(study, none).outcome == "INCONCLUSIVE"
+
+
+def test_a_level_holds_only_at_the_error_rate_of_its_look(study):
+    """One look of five has one-sided 0.014; 0.02 would do for a study that looks once."""
+    for p_holds, outcome in ((0.013, "PASS"), (0.02, "INCONCLUSIVE")):
+        one = _evidence("training", "holds", 0.9, p_holds)
+        assert _outcome(study, _with(HOLDS, one=one)).outcome == outcome
+
+
+def test_harm_is_corrected_for_arms_and_levels(study):
+    """A p-value of 0.01 is harm for one test at 0.014, and not for one of four."""
+    one = _evidence("training", "harmed", 0.01, 0.99)
+    alone = {level: _evidence(level, "not applicable") for level in LEVELS}
+    assert _outcome(study, _with(alone, one=one)).outcome == "FAIL"
+    found = _outcome(study, _with(HOLDS, one=one))
+    assert found.outcome == "INCONCLUSIVE"
+    assert found.levels["training"].state == "undecided"
+    two = _evidence("operator", "harmed", 0.003, 0.99)
+    assert _outcome(study, _with(HOLDS, one=one, two=two)).levels["operator"].state == "harmed"
+
+
+@pytest.mark.parametrize("broken", [HOLDS, _with(HARMED, one=_evidence("training", "undecided"))])
+def test_what_is_broken_on_purpose_has_to_be_seen(study, broken):
+    found = _outcome(study, HOLDS, broken=broken)
+    assert found.outcome == "NO ASSAY"
+    assert "flash_all_bf16, which is broken on purpose" in found.sentence
+    harmed = _outcome(study, HARMED, broken=broken)
+    assert harmed.outcome == "FAIL", "no assay saves what is harmed"
+
+
+def test_without_a_sensitive_assay_nothing_passes(study):
+    assert _outcome(study, HOLDS, assay=NO_SCALE).outcome == "NO ASSAY"
+    assert "scale_gain was missed" in _outcome(study, HOLDS, assay=NO_SCALE).sentence
+    unplanted = ArmAssay(state="not measured", sentence="no faults were planted")
+    assert _outcome(study, HOLDS, assay=unplanted).outcome == "NO ASSAY"
+    unbroken = replace(study, arms=tuple(a for a in study.arms if a.axis != "broken"))
+    assert _outcome(unbroken, HOLDS).outcome == "NO ASSAY"
+
+
+def test_divergence_fails_in_whichever_seed_and_whatever_the_levels_say(synthetic, tmp_path):
+    """Also in the fourth seed, which no look has reached."""
+    folder = synthetic.write_synthetic(tmp_path / "late", seeds=[0, 1, 2, 3])
+    whole = with_broken(read_study(folder))
+    assert _outcome(whole, HOLDS).outcome == "PASS"
+    lost = with_state(whole, "flash_fa2", 3, "diverged")
+    assert _outcome(lost, HOLDS).outcome == "FAIL"
+    assert _outcome(lost, HOLDS).sentence.startswith("it diverged where the baseline did not, se")
+    both = with_state(lost, "baseline", 3, "diverged")
+    assert _outcome(both, HOLDS).outcome == "PASS", "the baseline's own divergence is no harm"
+
+
+def with_state(study, name, seed, state):
+    arm = study.arm(name)
+    run = arm.runs[seed]
+    lost = replace(run, manifest=replace(run.manifest, state=state, message="the loss is NaN"))
+    changed = replace(arm, runs={**arm.runs, seed: lost})
+    return replace(study, arms=tuple(changed if a.name == name else a for a in study.arms))
+
+
+def test_the_first_seeds_are_judged_as_many_as_a_look_has(synthetic, tmp_path):
+    folder = synthetic.write_synthetic(tmp_path / "seven", seeds=list(range(7)))
+    seen = []
+
+    def levels(study, arm, policy):
+        seen.append((study.seeds, tuple(arm.runs)))
+        return HOLDS["operator"]
+
+    whole = with_broken(read_study(folder))
+    options = {"assay": lambda *_: SENSITIVE, "changes": lambda *_: []}
+    judged = judge_arms(whole, PolicyConfig(), levels=dict.fromkeys(LEVELS, levels), **options)
+    assert (judged.look, judged.next_look) == (5, 8)
+    assert set(seen) == {((0, 1, 2, 3, 4), (0, 1, 2, 3, 4))}
+    unfinished = with_state(whole, "flash_fa2", 3, "running")
+    judged = judge_arms(unfinished, PolicyConfig(), levels=dict.fromkeys(LEVELS, levels), **options)
+    assert judged.arm("flash_fa2").seeds == 3
+
+
+def test_before_the_first_look_only_facts_count(synthetic, tmp_path):
+    folder = synthetic.write_synthetic(tmp_path / "two", seeds=[0, 1])
+    study = with_broken(read_study(folder))
+    assert _outcome(study, HOLDS).outcome == "INCONCLUSIVE"
+    assert "2 of the 3 seeds of the first look" in _outcome(study, HOLDS).sentence
+    assert _outcome(study, HARMED).outcome == "INCONCLUSIVE"
+    fact = _evidence("outcome", "harmed", 0.0, 1.0)
+    assert _outcome(study, _with(HOLDS, one=fact)).outcome == "FAIL"
+
+
+def test_evidence_that_can_not_be_formed_is_not_measured(study):
+    def unreadable(study, arm, policy):
+        raise ValueError("gradient: seed 0 has no looks")
+
+    levels = {level: lambda *_, level=level: HOLDS[level] for level in LEVELS}
+    judged = judge_arms(
+        study,
+        PolicyConfig(),
+        levels=levels | {"gradient": unreadable},
+        assay=lambda *_: SENSITIVE,
+    )
+    found = judged.arm("flash_fa2")
+    assert found.outcome == "INCONCLUSIVE"
+    assert "seed 0 has no looks" in found.levels["gradient"].sentence
+
+
+def test_a_study_answers_as_its_worst_candidate(study):
+    two = replace(study, arms=tuple(_as_candidate(arm) for arm in study.arms))
+    by_arm = {arm.name: HOLDS for arm in two.arms} | {"flash_all_bf16": HARMED, "fp32": HARMED}
+    judged = _judge(two, by_arm)
+    assert judged.outcome == "FAIL"
+    assert judged.sentence == "flash_fa2 PASS; fp32 FAIL"
+    assert [arm.arm for arm in judged.candidates] == ["flash_fa2", "fp32"]
+
+
+def _as_candidate(arm):
+    return replace(arm, axis="attention") if arm.name == "fp32" else arm
+
+
+def test_the_command_prints_the_answer_first_at_80_columns(study, capsys):
+    folder = study.arms[0].runs[0].paths.root.parents[1]
+    code = main(["verdict", str(folder)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("INCONCLUSIVE: flash_all_bf16: ")
+    assert max(map(len, lines)) <= 80
+    assert code == 3
+    assert main(["verdict", str(folder), "--arm", "flash_fa2", "--json"]) == 3
+    assert '"outcome": "INCONCLUSIVE"' in capsys.readouterr().out
+
+
+def test_an_arm_that_is_not_judged_is_one_line(study, capsys):
+    folder = study.arms[0].runs[0].paths.root.parents[1]
     with pytest.raises(SystemExit) as caught:
-        main(["verdict", str(study), *arguments])
+        main(["verdict", str(folder), "--arm", "flash_fa3"])
     assert caught.value.code == 2
     said = capsys.readouterr().err
+    assert "arm must be one that is judged, got 'flash_fa3'; nearest: flash_fa2" in said
     assert said.count("\n") == 1
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(said)
 
 
-def test_an_arm_without_drifts_yet_is_named(synthetic, tmp_path):
-    synthetic.write_study_json(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"flash_fa2 must have a drift .* step 20 .* none for 0, 1"
-    ):
-        judge_study(read_study(tmp_path), PolicyConfig(candidate="flash_fa2"))
+def test_what_was_changed_afterwards_is_exploratory(study):
+    judged = _judge(
+        study,
+        {"flash_fa2": HOLDS, "flash_all_bf16": HARMED},
+        changes=lambda *_: ["policy.max_excess is 2.0, was 1.1"],
+    )
+    assert judged.exploratory == ("policy.max_excess is 2.0, was 1.1",)
 
 
-def test_growth_is_told_for_each_arm_with_its_interval(study):
-    rows = {row.arm: row for row in study_growth(read_study(study))}
-    grown = rows["flash_fa2"]
-    assert grown.rate.n == 5
-    assert grown.rate.low <= grown.rate.mean <= grown.rate.high
-    assert grown.doubling_time == pytest.approx(math.log(2) / grown.rate.mean)
-    assert math.isnan(rows["rerun"].rate.mean)
-    assert rows["nudge"].lost_in_chaos is None
-
-
-def test_chaos_begins_where_the_nudge_catches_up(study):
-    rewrite(study, "flash_fa2", scaled(50.0, steps=(1, 20)))
-    rewrite(study, "flash_fa2", scaled(1e-3, steps=(100, 200)))
-    rows = {row.arm: row for row in study_growth(read_study(study))}
-    assert rows["flash_fa2"].lost_in_chaos == 100
+def test_a_study_without_seeds_enough_has_no_answer_yet(synthetic, tmp_path):
+    study = read_study(synthetic.write_synthetic(tmp_path / "two", seeds=[0, 1]))
+    assert str(answer_of(study)) == "No verdict yet: the first look is at 3 seeds."

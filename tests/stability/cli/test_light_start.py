@@ -121,7 +121,7 @@ def test_a_mistake_in_the_command_is_told_before_anything_heavy_is_loaded(words,
         ["show", "--json"],
         ["show", "--arm", "flash_fa2"],
         ["verify"],
-        ["verdict", "--candidate", "flash_fa2", "--level", "0.3"],
+        ["verdict", "--arm", "flash_fa2"],
     ],
     ids=" ".join,
 )
@@ -136,7 +136,7 @@ def test_a_study_is_looked_at_without_torch(study, words):
     ("words", "said"),
     [
         (["show", "--arm", "flash_fa22"], "'flash_fa22'; nearest: flash_fa2"),
-        (["verdict", "--candidate", "flash_fa22"], "'flash_fa22'"),
+        (["verdict", "--arm", "flash_fa22"], "'flash_fa22'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -7,7 +7,7 @@ import pytest
 
 from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
-from stability.analysis.verdict import judge_study
+from stability.analysis.verdict import judge_arms
 from stability.config.load import load_study
 from stability.config.schema import PolicyConfig
 from stability.records.manifest import read_manifest, write_manifest
@@ -64,13 +64,14 @@ def test_a_divergence_at_a_checkpoint_survives_a_kill(write_study, run_tiny, tmp
 def test_arms_are_compared_up_to_where_their_baseline_diverged(write_study, run_tiny, tmp_path):
     def edit(content):
         _with_broken_arm(content)
-        del content["arms"]["broken"]
+        content["arms"]["broken"] = {"attention": {"implementation": "flash", "profile": "fa2"}}
         content["base"]["optimizer"] = {"lr": 1e19, "warmup_steps": 0}
 
     study = load_study(write_study(edit))
     ended = run_tiny(study, tmp_path).ended
     assert {state for _, _, state, _ in ended} == {"diverged"}, ended
-    with pytest.raises(ValueError, match=r"the baseline diverged, seed 0: the loss is not finite"):
-        judge_study(read_study(tmp_path / "tiny"), PolicyConfig(candidate="fp32", step=4))
+    (found,) = judge_arms(read_study(tmp_path / "tiny"), PolicyConfig()).candidates[:1]
+    assert (found.arm, found.outcome) == ("broken", "INCONCLUSIVE")
+    assert "the baseline diverged, seed 0: the loss is not finite" in found.sentence
     drifts = read_metrics(RunPaths.for_run(tmp_path / "tiny", "fp32", 0).metrics)
     assert drifts["drift/all/rel_l2"].steps[:2] == [0, 1]

@@ -7,7 +7,6 @@ import pytest
 from stability.analysis.ladder import ladder_of
 from stability.analysis.number_text import scientific
 from stability.analysis.study_records import read_study
-from stability.config.schema import PolicyConfig
 from stability.report.live.study_summary import answers, small_ladder, summary_of_study
 from stability.report.view.palette import arm_styles
 
@@ -34,13 +33,11 @@ def test_summary_says_how_a_study_that_runs_goes(synthetic, tmp_path):
     assert summary_of_study(read_study(tmp_path / "new")).done == 0
 
 
-def test_answer_is_the_verdict_once_there_is_one(study):
+def test_answer_is_the_verdict_once_there_is_a_look(study, synthetic, tmp_path):
     ladder = ladder_of(study)
     assert [said.split()[0] for said in answers(study, ladder)] == ["flash_fa2", "flash_all_bf16"]
-    policy = PolicyConfig(candidate="flash_fa2", yardstick="fp32", level=0.5)
-    assert answers(replace(study, policy=policy), ladder)[0].startswith("PASS: at step 20")
-    too_sure = replace(study, policy=replace(policy, level=0.9))
-    assert answers(too_sure, ladder) == answers(study, ladder)
+    three = read_study(synthetic.write_synthetic(tmp_path / "three", seeds=[0, 1, 2]))
+    assert answers(three, ladder_of(three))[0].startswith("INCONCLUSIVE: flash_all_bf16 INCONCL")
     controls = replace(study, arms=tuple(a for a in study.arms if a.axis != "attention"))
     assert "its controls" in answers(controls, ladder_of(controls))[0]
 
