@@ -3,8 +3,6 @@
 import math
 from dataclasses import replace
 
-import pytest
-
 from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_arms
