@@ -1,4 +1,4 @@
-"""The verdict by intersection: what passes, what fails, what can't be told, and what is no assay."""
+"""The verdict by intersection: what passes, fails, can not be told, and what is no assay."""
 
 import math
 from dataclasses import replace
