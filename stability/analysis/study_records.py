@@ -12,10 +12,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from stability.config.convert import from_dict, nearest
-from stability.config.schema import BASELINE, Axis, PolicyConfig
+from stability.config.roles import default_role
+from stability.config.schema import BASELINE, Axis, PolicyConfig, Role
 from stability.records.events import Event, read_log_and_events
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_log import Column, LogContent, Series, column_of
@@ -91,6 +92,10 @@ class RecordedArm:
     axis: Axis
     diff: Mapping[str, list[Any]]
     """Dotted config path -> [baseline's value, this arm's value]."""
+    role: Role
+    """What it is there for."""
+    until: int
+    """The last step it trains to."""
     runs: Mapping[int, RecordedRun]
 
 
@@ -141,7 +146,7 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
     path = StudyPaths(study_dir).study
     try:
         content = read_sealed(path, writer="`stability run`")
-        config, arms = content["config"], content["arms"]
+        config = content["config"]
         return RecordedStudy(
             name=config["name"],
             question=config["question"],
@@ -151,7 +156,7 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
             steps=config["base"]["train"]["steps"],
             early_step=config.get("early_step", 0),
             policy=from_dict(PolicyConfig, config.get("policy"), str(path)),
-            arms=_read_arms(study_dir, arms, config["seeds"], known),
+            arms=_read_arms(study_dir, content, known),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
@@ -180,8 +185,9 @@ def _changed_since(paths: RunPaths, manifest: Manifest) -> str:
 
 
 def _read_arms(
-    study_dir: Path, arms: list[Mapping[str, Any]], seeds: list[int], known: RecordedStudy | None
+    study_dir: Path, content: Mapping[str, Any], known: RecordedStudy | None
 ) -> tuple[RecordedArm, ...]:
+    config, arms, seeds = content["config"], content["arms"], content["config"]["seeds"]
     arms_before = known.arms if known else ()
     before = {(arm.name, seed): run for arm in arms_before for seed, run in arm.runs.items()}
     wanted = [(arm["name"], seed) for arm in arms for seed in seeds]
@@ -208,6 +214,8 @@ def _read_arms(
             name=arm["name"],
             axis=arm["axis"],
             diff=_checked_diff(arm),
+            role=_role(arm, config.get("yardstick", "")),
+            until=_until(arm, config["base"]["train"]["steps"]),
             runs={seed: next(runs) for seed in seeds},
         )
         for arm in arms
@@ -221,6 +229,21 @@ def _checked_diff(arm: Mapping[str, Any]) -> Mapping[str, list[Any]]:
     ):
         raise TypeError(f"diff of {arm['name']!r} must hold pairs of values, is {diff!r}")
     return diff
+
+
+def _role(arm: Mapping[str, Any], yardstick: str) -> Role:
+    """Return an arm's role; a study of before there were roles has those that follow by default."""
+    role = arm.get("role") or default_role(arm["name"], arm["diff"], yardstick)
+    if role not in get_args(Role):
+        raise TypeError(f"role of {arm['name']!r} must be a role, is {role!r}")
+    return role
+
+
+def _until(arm: Mapping[str, Any], steps: int) -> int:
+    until = arm.get("until", steps)
+    if type(until) is not int:
+        raise TypeError(f"until of {arm['name']!r} must be a whole number, is {until!r}")
+    return until
 
 
 def _helpers(study_dir: Path) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
-from stability.config.schema import BASELINE, ArmConfig, Axis, SeedConfig, StudyConfig
+from stability.config.roles import as_reference, given_role, given_until, overrides_of, role_of
+from stability.config.schema import BASELINE, ArmConfig, Axis, Role, SeedConfig, StudyConfig
 
 __all__ = ["INDEPENDENT_AXES", "Arm", "describe_change", "expand", "override", "with_seed"]
 
@@ -26,6 +27,10 @@ class Arm:
     config: ArmConfig
     diff: dict[str, tuple[Any, Any]]
     """Dotted config path -> (baseline's value, this arm's value)."""
+    role: Role
+    """What it is there for."""
+    until: int
+    """The step at which it stops; its learning rate follows the schedule of the whole length."""
 
 
 def override(arm: ArmConfig, mapping: Mapping[str, Any], where: str | Place) -> ArmConfig:
@@ -44,20 +49,41 @@ def override(arm: ArmConfig, mapping: Mapping[str, Any], where: str | Place) -> 
     return from_mapping(ArmConfig, merge(below, mapping), place)
 
 
-def expand(study: StudyConfig) -> list[Arm]:
+def expand(study: StudyConfig, root: Place | None = None) -> list[Arm]:
     """Return the arms of `study`, the baseline first.
 
     An arm that changes the attention is shadowed by the baseline's attention, every other arm by
-    the study's `probe.shadows`.
+    the study's `probe.shadows`. ConfigError names the place of an arm's mistake below `root`.
     """
     arms = []
-    for name, changes in study.arms.items():
-        config = override(study.base, changes, where=f"arms.{name}")
-        if config.attention != study.base.attention:
-            probe = replace(config.probe, shadows=(study.base.attention,), shadows_are="baseline")
-            config = replace(config, probe=probe)
-        arms.append(Arm(name=name, config=config, diff=diff(study.base, config)))
+    for name, entry in study.arms.items():
+        place = root.at("arms").at(name) if root else Place(source=f"arms.{name}")
+        arms.append(_arm(study, name, entry, place))
+        first = next(arm for arm in arms if arm.role == arms[-1].role)
+        if arms[-1].role == "reference" and first is not arms[-1]:
+            raise place.at("role").error(
+                f"must be reference in one arm of a study, and {first.name} is one"
+            )
     return sorted(arms, key=lambda arm: arm.name != BASELINE)
+
+
+def _arm(study: StudyConfig, name: str, entry: Mapping[str, Any], place: Place) -> Arm:
+    given = given_role(entry, place)
+    changes = overrides_of(entry)
+    config = override(study.base, changes, place)
+    if given == "reference":
+        config = as_reference(study.base, config, changes, place)
+    if config.attention != study.base.attention:
+        probe = replace(config.probe, shadows=(study.base.attention,), shadows_are="baseline")
+        config = replace(config, probe=probe)
+    differences = diff(study.base, config)
+    return Arm(
+        name=name,
+        config=config,
+        diff=differences,
+        role=role_of(given, name, differences, study.yardstick, place),
+        until=given_until(entry, study.base.train, place),
+    )
 
 
 def with_seed(config: ArmConfig, seed: int) -> ArmConfig:
@@ -98,6 +124,8 @@ def _attention_label(attention: Mapping[str, Any]) -> str:
     extras = [f"{key}={value}" for key, value in numerics.items() if value is not None]
     if attention.get("engine", "auto") != "auto":
         extras.append(f"engine={attention['engine']}")
+    if attention.get("fault"):
+        extras.append(f"fault={attention['fault']}")
     return f"{label} ({', '.join(extras)})" if extras else label
 
 
@@ -115,6 +143,8 @@ def _describe_attention(before: Mapping[str, Any], differences: Mapping[str, lis
 def _describe(path: str, before: Any, after: Any) -> str:
     if path == "nudge.ulps":
         return f"initial weights moved by {after} ULP"
+    if path == "nudge.draw":
+        return f"another coin (draw {after})"
     if path == "precision":
         return f"{before} -> {after}"
     if path == "seed.init_offset":

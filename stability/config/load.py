@@ -9,13 +9,13 @@ dataclass (`convert`) and which differences between arms make a pair (`analysis.
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from stability.config.arms import override
+from stability.config.arms import Arm, expand
 from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest
 from stability.config.plugins import ATTENTIONS, plugins
@@ -30,9 +30,9 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     """Return the study that the YAML file `path` describes.
 
     `overrides` maps dotted paths below `base`, e.g. `train.steps`, to values written as YAML. When
-    they end training before the study's early step, the last step becomes the early one. A model
-    preset is a file `<name>.yaml` in `model/` or `../model/` beside the study, or shipped with the
-    repository. ConfigError, one line with file and key, for every mistake.
+    they end training before the study's early step or an arm's `until`, the last step takes its
+    place. A model preset is a file `<name>.yaml` in `model/` or `../model/` beside the study, or
+    shipped with the repository. ConfigError, one line with file and key, for every mistake.
     """
     path = Path(path)
     changes = dict(overrides or {})
@@ -42,7 +42,7 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     if isinstance(base, dict):
         base = _with_preset(base, root.at("base"), path)
         content["base"] = _with_preset(_with_overrides(base, changes, root), root.at("base"), path)
-    arms = content["arms"] = _arms_baseline_first(content.get("arms"), root.at("arms"))
+    content["arms"] = _arms_baseline_first(content.get("arms"), root.at("arms"))
     study = from_mapping(StudyConfig, content, root)
     _check_names(study, root)
     _check_attention(study.base.attention, root.at("base.attention"))
@@ -53,10 +53,12 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     shadows = root.at("base.probe.shadows")
     for index, shadow in enumerate(study.base.probe.shadows):
         _check_attention(shadow, shadows.at(str(index)))
-    for name, mapping in arms.items():
-        place = root.at("arms").at(name)
-        _check_attention(override(study.base, mapping, place).attention, place.at("attention"))
-    return _with_early_step(study, root)
+    study = _with_steps_in_reach(study, root)
+    arms = expand(study, root)
+    for arm in arms:
+        _check_attention(arm.config.attention, root.at("arms").at(arm.name).at("attention"))
+    _check_ends(study, arms, root)
+    return study
 
 
 def _with_overrides(base: dict[str, Any], changes: Mapping[str, str], root: Place) -> Any:
@@ -134,16 +136,35 @@ def _check_names(study: StudyConfig, root: Place) -> None:
 
 def _check_policy(study: StudyConfig, root: Place) -> None:
     arms = [arm for arm in study.arms if arm != BASELINE]
-    for what in ("candidate", "yardstick"):
-        name = getattr(study.policy, what)
+    policy = root.at("policy")
+    named = [(policy.at(what), getattr(study.policy, what)) for what in ("candidate", "yardstick")]
+    listed = policy.at("candidates")
+    named += [(listed.at(str(i)), name) for i, name in enumerate(study.policy.candidates)]
+    for place, name in named:
         if name and name not in arms:
             problem = f"must be an arm besides {BASELINE}, got {name!r}; nearest: "
-            raise root.at("policy").at(what).error(problem + nearest(name, arms))
+            raise place.error(problem + nearest(name, arms))
     steps = study.base.train.planned_snapshots()
     if study.policy.step and study.policy.step not in steps and not root.overridden:
-        raise root.at("policy.step").error(
+        raise policy.at("step").error(
             f"must be a step with a snapshot, got {study.policy.step}; "
             f"they are {', '.join(map(str, steps))}"
+        )
+
+
+def _check_ends(study: StudyConfig, arms: list[Arm], root: Place) -> None:
+    """ConfigError if a control ends before the step at which others are measured by it."""
+    ends = {arm.name: arm.until for arm in arms if arm.role in ("reference", "nudge")}
+    first = min(ends, key=ends.__getitem__, default=BASELINE)
+    if study.policy.step > ends.get(first, study.base.train.steps) and not root.overridden:
+        raise root.at("policy.step").error(
+            f"must not lie beyond the end of {first}, step {ends[first]}, got {study.policy.step}"
+        )
+    until = next((arm.until for arm in arms if arm.name == study.yardstick), study.early_step)
+    if study.early_step > until:
+        raise root.at("early_step").error(
+            f"must not lie beyond the end of the yardstick {study.yardstick}, step {until}, got "
+            f"{study.early_step}"
         )
 
 
@@ -174,19 +195,25 @@ def _check_attention(config: AttentionConfig, place: Place) -> None:
             raise place.at("numerics").at(key).error(str(error)) from error
 
 
-def _with_early_step(study: StudyConfig, root: Place) -> StudyConfig:
+def _with_steps_in_reach(study: StudyConfig, root: Place) -> StudyConfig:
+    """Return `study` with no step past an end that the command line has brought forward."""
     train = study.base.train
     planned = train.planned_snapshots()
-    early = study.early_step
-    if early > train.steps and root.overridden:
-        early = train.steps
+    early, arms = study.early_step, study.arms
+    if root.overridden:
+        early = min(early, train.steps)
+        arms = {name: _ending_by(entry, train.steps) for name, entry in arms.items()}
     if early not in planned:
         raise root.at("early_step").error(
             f"must be a step with a snapshot, got {early}; nearest: "
             f"{min(planned, key=lambda step: abs(step - early))}"
         )
-    values = {field.name: getattr(study, field.name) for field in fields(study)}
-    return StudyConfig(**{**values, "early_step": early})
+    return replace(study, early_step=early, arms=arms)
+
+
+def _ending_by(entry: dict[str, Any], last: int) -> dict[str, Any]:
+    until = entry.get("until")
+    return {**entry, "until": min(until, last)} if type(until) is int else entry
 
 
 class _Loader(yaml.SafeLoader):

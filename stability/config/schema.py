@@ -7,6 +7,7 @@ reading YAML and naming where a mistake stands (`load`), the comparison of two a
 every object that a name stands for (`study.assemble`).
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ __all__ = [
     "OptimizerConfig",
     "PolicyConfig",
     "ProbeConfig",
+    "Role",
     "SeedConfig",
     "StudyConfig",
     "TrainConfig",
@@ -45,6 +47,9 @@ Axis = Literal[
     "none",
 ]
 """What an arm changes; `many` only where a study allows several at once."""
+
+Role = Literal["baseline", "candidate", "reference", "rerun", "nudge", "broken", "yardstick"]
+"""What an arm is there for (`config.roles` says what each means and how it is recognised)."""
 
 BASELINE = "baseline"
 """The arm that every other arm of its study is paired with."""
@@ -149,6 +154,8 @@ class AttentionConfig:
     """In an arm: globs of the layers that attend so; the others attend as the baseline does."""
     direction: Literal["both", "forward", "backward"] = "both"
     """In an arm: the direction that is computed so; the other is as the baseline's."""
+    fault: str = ""
+    """A known error planted on the attention, by its name in `attention_kernels.testing.faults`."""
 
     def __post_init__(self) -> None:
         _require(bool(self.layers), "attention", "layers must name at least one", self.layers)
@@ -245,9 +252,18 @@ class NudgeConfig:
     """Move every initial weight by `ulps` units in the last place, up or down by a seeded coin."""
 
     ulps: int = 0
+    draw: int = 0
+    """Which coin: with another draw the same seed sends each weight another way."""
 
     def __post_init__(self) -> None:
         _require(self.ulps >= 0, "nudge", "ulps must be >= 0", self.ulps)
+        _require(self.draw >= 0, "nudge", "draw must be >= 0", self.draw)
+        _require(
+            self.ulps > 0 or self.draw == 0,
+            "nudge",
+            "draw must be 0 where ulps is 0 and no weight moves",
+            self.draw,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,9 +297,13 @@ class ProbeConfig:
     """Run the forward pass a second time, in the shadow's own stream."""
     overhead: float | str = 0.0
     """Most of the run's time that the probe may take, e.g. `5%`: layers take turns. 0: no bound."""
+    gradient_every: int = 0
+    """Every so many steps also the whole model's gradient; 0 switches it off."""
+    seeds: Literal["all", "first"] = "all"
+    """`first`: the study's first seed alone is looked at, and the others train unwatched."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "per_decade", "positions"):
+        for name in ("every", "per_decade", "positions", "gradient_every"):
             _require(getattr(self, name) >= 0, "probe", f"{name} must be >= 0", getattr(self, name))
         _require(min(self.steps, default=0) >= 0, "probe", "steps must be >= 0", list(self.steps))
         share = self.overhead_share
@@ -345,30 +365,66 @@ class ArmConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyConfig:
-    """PASS if `candidate` drifts at most `max_ratio` times as far as `yardstick`, at `step`."""
+    """What a study's candidates must hold to, on each of the four levels of evidence."""
 
     candidate: str = ""
     """An arm; empty: `stability verdict` must be told."""
     yardstick: str = ""
     """An arm; empty is the study's own yardstick."""
     max_ratio: float = 0.5
-    step: int = 0
-    """A step with a snapshot; 0 is the study's early step, where chaos has had little time."""
     level: float = 0.9
     """Of the interval that has to lie on one side of `max_ratio`."""
+    candidates: tuple[str, ...] = ()
+    """The arms that are judged; none: every arm whose role is `candidate`."""
+    step: int = 0
+    """A step with a snapshot, where the weights are compared; 0: the window rule picks it."""
+    window_limit: float = 0.04
+    """The window ends before the first snapshot at which a nudge has |log E| above this."""
+    max_error_ratio: float = 2.0
+    """Operator: most of the error of plain attention, both against FP64."""
+    max_gain: float = 1e-3
+    """Operator: most that the slope of a result on the golden may differ from 1."""
+    max_bias_ulp: float = 0.05
+    """Operator: most of the mean signed error, in units of the last place."""
+    max_gradient_ratio: float = 2.0
+    """Gradient: most of the baseline's error in the whole model's gradient."""
+    max_share: float = 0.01
+    """Gradient: most of the error's power that repeats from look to look, (C - 1) / (N - 1)."""
+    max_excess: float = 1.10
+    """Training: most of the baseline's distance to the reference."""
+    margin_nats: float = 0.005
+    """Outcome: a held-out loss this much higher is a loss that matters."""
+    alpha: float = 0.05
+    """The chance of a wrong answer, over all looks and in each direction."""
 
     def __post_init__(self) -> None:
         _require(self.max_ratio > 0, "policy", "max_ratio must be > 0", self.max_ratio)
         _require(self.step >= 0, "policy", "step must be >= 0", self.step)
         _require(0 < self.level < 1, "policy", "level must be between 0 and 1", self.level)
+        for name in ("window_limit", "max_gain", "max_bias_ulp", "margin_nats"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, "policy", f"{name} must be > 0 and finite", value)
+        for name in ("max_error_ratio", "max_gradient_ratio", "max_excess"):
+            value = getattr(self, name)
+            rule = f"{name} must be above 1, which is the baseline's own, and finite"
+            _require(1 < value < math.inf, "policy", rule, value)
+        _require(0 < self.max_share < 1, "policy", "max_share must be in (0, 1)", self.max_share)
+        _require(0 < self.alpha < 0.5, "policy", "alpha must be in (0, 0.5)", self.alpha)
+        _require(
+            len(set(self.candidates)) == len(self.candidates),
+            "policy",
+            "candidates must name each arm once",
+            list(self.candidates),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyConfig:
     """A baseline, its candidates and the seeds each is repeated over.
 
-    `arms` maps each arm's name to what it overrides in `base`; the arm called `baseline` overrides
-    nothing. `yardstick` names the arm that drifts are put in ratio to.
+    `arms` maps each arm's name to what it overrides in `base`, and to its `role` and `until` where
+    these are given; the arm called `baseline` overrides nothing. `yardstick` names the arm that
+    drifts are put in ratio to.
     """
 
     name: str

@@ -10,6 +10,7 @@ Saxe et al., arXiv 1312.6120 (`orthogonal`).
 """
 
 import difflib
+import hashlib
 import math
 from collections.abc import Callable
 
@@ -85,16 +86,26 @@ def _fill(
         scheme(value, generator)
 
 
-def nudge_weights(model: nn.Module, ulps: int, seed: int) -> None:
+def nudge_weights(model: nn.Module, ulps: int, seed: int, draw: int = 0) -> None:
     """Move every weight of `model`, in place, by `ulps` units in the last place of its dtype.
 
-    Each weight goes up or down by a coin of a local generator seeded with `seed`. A zero becomes
-    the `ulps`-th subnormal. `ulps=0` changes nothing.
+    Each weight goes up or down by a coin of a local generator, seeded with `seed` and, from the
+    second on, with the number of the `draw`. A zero becomes the `ulps`-th subnormal. `ulps=0`
+    changes nothing.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(_coin_seed(seed, draw))
     with torch.no_grad():
         for parameter in model.parameters():
             coin = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
             target = (coin * torch.inf).to(parameter)
             for _ in range(ulps):
                 parameter.copy_(torch.nextafter(parameter, target))
+
+
+def _coin_seed(seed: int, draw: int) -> int:
+    """Return the generator's seed for one draw: `seed` itself for the first."""
+    if draw == 0:
+        return seed
+    # a hash, so that no draw of one seed is a draw of another: seed + draw would be. Four bytes,
+    # because torch's CPU generator keeps the low 32 bits of its seed
+    return int.from_bytes(hashlib.sha256(f"nudge {seed} {draw}".encode()).digest()[:4])

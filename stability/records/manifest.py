@@ -62,6 +62,9 @@ class Manifest:
     fork: dict[str, Any] = field(default_factory=dict)
     """Where the run goes on from, if it is a fork: `from` (the parent's folder, seen
     from this one), `at`, `until`."""
+    until: int = 0
+    """The step at which the run is planned to stop; 0 in manifests of before arms had an end of
+    their own, whose runs all go on to `config.train.steps`."""
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each whole file of the run, by its path in the run's folder."""
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -77,20 +77,23 @@ def read_sealed(path: Path, writer: str) -> dict[str, Any]:
 def read_record(path: Path, record: type[T], writer: str, kind: str = "record") -> T:
     """Return the dataclass `record` that `write_sealed` wrote to `path` field by field.
 
-    `kind` is what the file is called in a message. ValueError as `read_sealed`, and for keys or
-    types that are not those of the fields.
+    `kind` is what the file is called in a message. A field with a default may be missing: it was
+    added since. ValueError as `read_sealed`, and for keys or types that are not those of the
+    fields.
     """
     content = read_sealed(path, writer)
     hints = get_type_hints(record)
-    names = [field.name for field in fields(record)]  # pyright: ignore[reportArgumentType]
+    known = fields(record)  # pyright: ignore[reportArgumentType]
+    names = [field.name for field in known]
+    optional = {x.name for x in known if (x.default, x.default_factory) != (MISSING, MISSING)}
     for name in content:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
             raise ValueError(f"{path}: unknown key {name!r}; nearest: {', '.join(near)}")
-    missing = [name for name in names if name not in content]
+    missing = [name for name in names if name not in content and name not in optional]
     if missing:
         raise ValueError(f"{path}: missing key {', '.join(missing)}; it is no whole {kind}")
-    for name in names:
+    for name in content:
         _check_value(path, name, content[name], hints[name])
     return record(**content)
 

@@ -132,7 +132,7 @@ def assemble(config: ArmConfig) -> Parts:
     init_hash = hash_state(model.state_dict())
     if config.precision == "64-true":
         model.double()
-    nudge_weights(model, config.nudge.ulps, config.seed.base)
+    nudge_weights(model, config.nudge.ulps, config.seed.base, config.nudge.draw)
     callbacks: list[Callback] = []
     if probe is not None:
         modules.update(model.blocks.named_children())

@@ -56,7 +56,11 @@ def plan_fork(
         probe = replace(changed.probe, shadows=(config.attention,), shadows_are="baseline")
         changed = replace(changed, probe=probe)
     arm = Arm(
-        name=name or _name(parent, at, until, changes), config=changed, diff=diff(config, changed)
+        name=name or _name(parent, at, until, changes),
+        config=changed,
+        diff=diff(config, changed),
+        role="candidate",
+        until=until,
     )
     axis = axis_of(arm)
     if axis in SETTLED_AXES:

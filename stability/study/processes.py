@@ -99,7 +99,7 @@ def _start_ready(
         index, run = pair
         if needs_no_training(run, observer):
             continue
-        observer.run_started(index, total, run.arm.name, run.seed, run.config.train.steps)
+        observer.run_started(index, total, run.arm.name, run.seed, run.last_step)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=False)
         slot = queue.free_slot()

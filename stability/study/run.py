@@ -68,7 +68,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """The step at which the training stops."""
-        return self.fork.until if self.fork else self.arm.config.train.steps
+        return self.fork.until if self.fork else self.arm.until
 
     @property
     def config(self) -> ArmConfig:
@@ -102,6 +102,8 @@ def check_existing(run: Run) -> None:
         raise RunConflictError(f"{error}; remove {run.paths.root} to train it anew") from error
     _refuse_difference(run, "config", manifest.config, to_dict(run.config))
     _refuse_difference(run, "fork", manifest.fork, run.fork_record)
+    # a manifest from before arms could end early says nothing: its run trained the whole length
+    _refuse_difference(run, "until", manifest.until or run.config.train.steps, run.last_step)
     if manifest.state not in ENDED:
         _refuse_difference(run, "environment", manifest.environment, environment())
         return

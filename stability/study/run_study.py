@@ -1,16 +1,18 @@
 """A whole study: everything is checked before the first byte is written, then run after run.
 
-Seeds are the outer loop, and in each the baseline comes first: a study stopped half-way holds whole
-pairs. How one run is trained is left to `train_run`, how progress is shown to the observer.
+Seeds are the outer loop, and in each the baseline comes first and the controls next: a study
+stopped half-way holds whole pairs. How one run is trained is left to `train_run`, how progress is
+shown to the observer.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from stability.analysis.pair_contract import axis_of
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, expand
 from stability.config.convert import to_dict
-from stability.config.schema import BASELINE, Axis, StudyConfig
+from stability.config.schema import BASELINE, Axis, Role, StudyConfig
 from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import write_sealed
@@ -20,7 +22,13 @@ from stability.study.processes import train_in_processes
 from stability.study.run import Run, check_existing, needs_no_training
 from stability.study.train_run import TrainOptions, train
 
-__all__ = ["check_study", "plan_study", "run_study"]
+__all__ = ["check_study", "in_training_order", "plan_study", "run_study"]
+
+
+_ORDER: tuple[Role, ...] = ("baseline", "reference", "nudge", "rerun")
+"""Roles in the order in which a seed's runs are trained; those of other roles come after them, as
+they stand in the study. A candidate's first snapshot then finds every control it is held against,
+and the step at which it is judged can be fixed before its own numbers exist."""
 
 
 def plan_study(study: StudyConfig, out: Path) -> list[Run]:
@@ -29,11 +37,13 @@ def plan_study(study: StudyConfig, out: Path) -> list[Run]:
     ContractError if an arm changes more than one axis.
     """
     folder = StudyPaths(out / study.name).root
-    arms: list[tuple[Arm, Axis]] = [(arm, axis_of(arm, study.allow_many)) for arm in expand(study)]
+    arms: list[tuple[Arm, Axis]] = [
+        (arm, axis_of(arm, study.allow_many)) for arm in in_training_order(expand(study))
+    ]
     return [
         Run(
             study=study.name,
-            arm=arm,
+            arm=_as_probed(arm, is_first=seed == study.seeds[0]),
             axis=axis,
             seed=seed,
             paths=RunPaths.for_run(folder, arm.name, seed),
@@ -44,6 +54,22 @@ def plan_study(study: StudyConfig, out: Path) -> list[Run]:
     ]
 
 
+def in_training_order(arms: list[Arm]) -> list[Arm]:
+    """Return `arms` in the order in which the runs of one seed are trained."""
+    return sorted(
+        arms, key=lambda arm: _ORDER.index(arm.role) if arm.role in _ORDER else len(_ORDER)
+    )
+
+
+def _as_probed(arm: Arm, *, is_first: bool) -> Arm:
+    """Return `arm` as a seed trains it: unwatched where the first seed alone is to be looked at."""
+    probe = arm.config.probe
+    if is_first or probe.seeds == "all":
+        return arm
+    off = replace(probe, every=0, steps=(), per_decade=0, gradient_every=0)
+    return replace(arm, config=replace(arm.config, probe=off))
+
+
 def check_study(runs: list[Run]) -> None:
     """Check everything that can be known before training; write nothing.
 
@@ -52,7 +78,8 @@ def check_study(runs: list[Run]) -> None:
     """
     for run in runs:
         check_existing(run)
-    for run in {run.arm.name: run for run in runs}.values():
+    # the first run of each arm: those of further seeds may train without a probe
+    for run in {run.arm.name: run for run in reversed(runs)}.values():
         assemble(run.config)
         load_data(run.config)
 
@@ -90,7 +117,7 @@ def _train_in_turn(runs: list[Run], options: TrainOptions, observer: StudyObserv
             _measure_distances(runs, runs[index - 2].seed, observer)
         if needs_no_training(run, observer):
             continue
-        observer.run_started(index, len(runs), run.arm.name, run.seed, run.config.train.steps)
+        observer.run_started(index, len(runs), run.arm.name, run.seed, run.last_step)
         try:
             manifest = train(run, options, observer)
             observer.run_ended(run.arm.name, run.seed, manifest.state, manifest.message)
@@ -108,9 +135,18 @@ def _measure_distances(runs: list[Run], seed: int, observer: StudyObserver) -> N
 
 
 def _write_study(study: StudyConfig, runs: list[Run], out: Path) -> None:
-    arms = {run.arm.name: run for run in runs}.values()
+    axes = {run.arm.name: run.axis for run in runs}
     content = {
         "config": to_dict(study),
-        "arms": [{"name": r.arm.name, "axis": r.axis, "diff": r.arm.diff} for r in arms],
+        "arms": [
+            {
+                "name": arm.name,
+                "axis": axes[arm.name],
+                "diff": arm.diff,
+                "role": arm.role,
+                "until": arm.until,
+            }
+            for arm in expand(study)
+        ],
     }
     write_sealed(StudyPaths(out / study.name).study, content)

@@ -125,6 +125,7 @@ def _first_manifest(
         message="",
         files=listed,
         fork=run.fork_record,
+        until=run.last_step,
     )
 
 

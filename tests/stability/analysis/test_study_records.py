@@ -113,3 +113,31 @@ def test_several_processes_read_what_one_does(study, monkeypatch, start):
     assert "line 1 must be JSON" in runs_of(together)["fp32", 0].error
     read_study(study, together)
     assert len(started) == (2 if start == "works" else 1), "a known study is read by one"
+
+
+def test_a_study_of_before_there_were_roles_has_those_that_follow_from_its_changes(study):
+    assert {arm.name: (arm.role, arm.until) for arm in read_study(study).arms} == {
+        "baseline": ("baseline", 200),
+        "flash_all_bf16": ("candidate", 200),
+        "flash_fa2": ("candidate", 200),
+        "rerun": ("rerun", 200),
+        "nudge": ("nudge", 200),
+        "fp32": ("yardstick", 200),
+        "init_seed": ("yardstick", 200),
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("role", "hero", "role of 'rerun' must be a role, is 'hero'"),
+        ("until", "20", "until of 'rerun' must be a whole number, is '20'"),
+    ],
+)
+def test_a_role_or_end_that_is_none_is_refused(study, key, value, message):
+    path = StudyPaths(study).study
+    content = read_sealed(path, writer="`stability run`")
+    content["arms"][3][key] = value
+    write_sealed(path, content)
+    with pytest.raises(ValueError, match=message):
+        read_study(study)
