@@ -1,16 +1,35 @@
-"""What a user needs to test an attention: hard inputs, an error budget, and planted faults."""
+"""What a user needs to test an attention: hard inputs, an error budget, and planted faults.
 
-from attention_kernels.testing.budget import (
-    assert_within_budget,
-    error_budget,
-    nan_filled,
-    with_gradients,
-)
-from attention_kernels.testing.faults import injected_bias, scale_off, skip_last_key
-from attention_kernels.testing.inputs import HARD_SHAPES, Shape, make_packed, make_qkv
+Public names are loaded when they are first used, as those of the library: a command that only
+checks the name of a fault must not wait for torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attention_kernels.testing.budget import (
+        assert_within_budget,
+        error_budget,
+        nan_filled,
+        with_gradients,
+    )
+    from attention_kernels.testing.fault_names import FAULT_NAMES
+    from attention_kernels.testing.faults import (
+        FAULTS,
+        Fault,
+        injected_bias,
+        plant,
+        scale_off,
+        skip_last_key,
+    )
+    from attention_kernels.testing.inputs import HARD_SHAPES, Shape, make_packed, make_qkv
 
 __all__ = [
+    "FAULTS",
+    "FAULT_NAMES",
     "HARD_SHAPES",
+    "Fault",
     "Shape",
     "assert_within_budget",
     "error_budget",
@@ -18,7 +37,35 @@ __all__ = [
     "make_packed",
     "make_qkv",
     "nan_filled",
+    "plant",
     "scale_off",
     "skip_last_key",
     "with_gradients",
 ]
+
+_HOMES = {
+    "FAULTS": "faults",
+    "FAULT_NAMES": "fault_names",
+    "HARD_SHAPES": "inputs",
+    "Fault": "faults",
+    "Shape": "inputs",
+    "assert_within_budget": "budget",
+    "error_budget": "budget",
+    "injected_bias": "faults",
+    "make_packed": "inputs",
+    "make_qkv": "inputs",
+    "nan_filled": "budget",
+    "plant": "faults",
+    "scale_off": "faults",
+    "skip_last_key": "faults",
+    "with_gradients": "budget",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module, and keep it: the next use finds it at once."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'attention_kernels.testing' has no attribute {name!r}")
+    home = importlib.import_module(f"attention_kernels.testing.{_HOMES[name]}")
+    globals()[name] = getattr(home, name)
+    return globals()[name]
