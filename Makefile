@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lint bench gpu experiments docs clean
+.PHONY: install demo test test-slow lint bench gpu experiments docs clean
 
 install: $(INSTALLED)
 
@@ -18,8 +18,13 @@ demo: $(INSTALLED)
 	$(BIN)/stability run configs/quickstart.yaml
 
 # one thread a worker: two workers of two threads each would fight over two cores
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --no-showlocals
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --no-showlocals
+	$(PYTEST) -m "not slow"
+
+# kill and resume at many points, the whole zoo of attentions, simulations with 100,000 repetitions
+test-slow: $(INSTALLED)
+	$(PYTEST) -m slow
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

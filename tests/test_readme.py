@@ -34,7 +34,7 @@ def test_first_screen_has_the_question_the_picture_and_the_two_commands():
         assert part in first
 
 
-@pytest.mark.parametrize("target", re.findall(r"make (\w+)", " ; ".join(COMMANDS)))
+@pytest.mark.parametrize("target", re.findall(r"make ([\w-]+)", " ; ".join(COMMANDS)))
 def test_make_target_exists(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
