@@ -1,13 +1,9 @@
 """Deviation: how far an attention's result x is from a reference r on the same inputs.
 
 What is measured. With e = x - r, unsigned measures (largest, mean, RMS, relative norm) say how
-large the error is, signed ones say whether it leans to one side, and measures against an FP64
-golden say whose error it is. `bias` and `bias_ulp` are signed because the failure in arXiv
-2510.04212 is a bias of a fifth of an ULP that no absolute measure shows. `error_ratio`, candidate
-error over baseline error, needs no tolerance of its own: flash-attn's tests accept a kernel whose
-largest error is at most twice that of plain low-precision PyTorch, and FlexAttention's tests, in
-low precision, one whose mean error is at most 1.1 times as large. FlashInfer compares with fixed
-tolerances instead, which fit one format only.
+large the error is, signed ones say whether it leans to one side. `bias` and `bias_ulp` are signed
+because the failure in arXiv 2510.04212 is a bias of a fifth of an ULP that no absolute measure
+shows. Where a golden is given its measures come along (`golden_error`): they say whose error it is.
 
 How it is summed. Every sum is FP64: a mean of signed errors keeps what is far below one of them.
 One pass over x and r sums each head's ranges of positions; a head, a range and the layer are sums
@@ -17,10 +13,11 @@ shows in `nonfinite`. The metrics of a layer stay on the tensors' device as one 
 probe gathers all layers and transfers once. Nothing waits for the device; only on the CPU, where
 looking is free, does a branch depend on a value.
 
-Leaves out the spacing of formats (`ulp`) and how metrics are named in a record (`records`).
+Leaves out the spacing of formats (`ulp`), layout and chunks (`result_sums`), and how metrics are
+named in a record (`records`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -28,17 +25,32 @@ import torch
 from torch import Tensor
 
 from attention_kernels.formats import Format, format_named, input_format
+from stability.metrics.golden_error import (
+    GOLDEN_COLUMNS,
+    PART_GOLDEN_COLUMNS,
+    GoldenSums,
+    golden_metrics,
+    golden_sums,
+)
+from stability.metrics.result_sums import (
+    ULP_FLOOR,
+    all_finite,
+    check_shapes,
+    chunks,
+    grouped,
+    relative_size,
+    rows_inside,
+    squared_norms,
+    zero_sums,
+)
 from stability.metrics.ulp import EXPONENT_BINS, count_by_exponent, merge_into_edges, to_ulps_
 
 __all__ = [
-    "GOLDEN_COLUMNS",
     "LAYER_COLUMNS",
     "PART_COLUMNS",
-    "ULP_FLOOR",
     "Comparison",
     "compare",
     "deviation",
-    "golden_tensor",
     "position_ranges",
 ]
 
@@ -57,27 +69,11 @@ LAYER_COLUMNS = (
     "nonfinite",
 )
 """The columns of `Comparison.layer`."""
-GOLDEN_COLUMNS = ("error_ratio", "golden_candidate_rel_fro", "golden_baseline_rel_fro")
-"""The further columns where a golden is given."""
 PART_COLUMNS = ("rel_fro", "rmse", "max_abs", "bias", "bias_ulp", "bias_ulp_se", "nonfinite")
 """The columns for a single head or range of positions."""
 
+_PART_GOLDEN_INDICES = tuple(GOLDEN_COLUMNS.index(metric) for metric in PART_GOLDEN_COLUMNS)
 _PART_INDICES = tuple(LAYER_COLUMNS.index(metric) for metric in PART_COLUMNS)
-
-ULP_FLOOR = 2.0**-4
-"""An error is measured in ULPs at max(|r|, ULP_FLOOR * RMS), the RMS over all valid finite r.
-
-One floor holds for all heads and ranges of a layer, and for all results that are compared with that
-reference. Without it nothing else is seen: where r is next to zero by cancellation, as in dq of the
-first position under a causal mask, the terms that r is the sum of are not small, nor are their
-rounding errors. At r itself a harmless error is 1e23 ULPs, and a mean over values tells of nothing
-else. LAPACK's test ratios go further, to units of roundoff at the norm of the whole result; a floor
-under the ULPs of single values is ours. Of normally distributed r, 5 % lie below it; a head a
-hundred times smaller than the others lies there whole.
-"""
-
-_CHUNK = 2**17
-"""Values a chunk on the CPU, 1 MiB in FP64: smaller ones cost more calls, larger ones the cache."""
 
 
 class Comparison(NamedTuple):
@@ -86,7 +82,7 @@ class Comparison(NamedTuple):
     layer: Tensor
     """`LAYER_COLUMNS`, and with a golden `GOLDEN_COLUMNS`."""
     heads: Tensor | None
-    """`(heads, PART_COLUMNS)`, and with a golden `error_ratio`."""
+    """`(heads, PART_COLUMNS)`, and with a golden `PART_GOLDEN_COLUMNS`."""
     positions: Tensor | None
     """The same for each range of positions."""
     histogram: Tensor
@@ -102,6 +98,7 @@ def compare(
     valid: Tensor | None = None,
     heads: bool = False,
     positions: int = 0,
+    golden_ulp: float = 0.0,
 ) -> Comparison:
     """Return the metrics of x against the reference, and of both against the golden.
 
@@ -116,27 +113,29 @@ def compare(
     in ULPs, `bias_ulp_se` = std(e in ULPs) / sqrt(n), which takes errors as independent.
     `nonfinite` counts values of x. Equal values, all zero or not, have rel_fro 0, cosine 1 and an
     infinite sqnr_db; a cosine with a zero vector is else NaN. With nothing to compare all but
-    `nonfinite` are NaN. The measures against the golden are those of `golden_tensor`.
+    `nonfinite` are NaN. The measures against the golden are those of `golden_tensor`; with
+    `golden_ulp` they take it for the ULP of every value. That is meant for an LSE, whose absolute
+    error is a relative one of each probability: an FP32 LSE need be no finer than P is rounded.
 
     ValueError for unequal or empty shapes, another rank than heads or positions need, a dtype that
     is no format, an unknown format, or a mask that does not fit.
     """
     tensors = {"x": x, "reference": reference}
-    _check_shapes("compare", tensors if golden is None else {**tensors, "golden": golden})
+    check_shapes("compare", tensors if golden is None else {**tensors, "golden": golden})
     if (heads or positions) and x.dim() != 4:
         raise ValueError(
             "compare: x must be (batch, heads, length, head_dim) for figures of heads or "
             f"positions, got {tuple(x.shape)}"
         )
     ranges = position_ranges(x.shape[-2], positions) if positions else None
-    inside = _inside(x, valid)
+    inside = rows_inside(x, valid)
     format = output_format or input_format(x.dtype)
-    sums, histogram = _error_sums(_grouped(x), _grouped(reference), format, inside, ranges)
+    sums, histogram = _error_sums(grouped(x), grouped(reference), format, inside, ranges)
     layer, against = _metrics(_total(sums)), None
     if golden is not None:
-        results = (_grouped(x), _grouped(reference), _grouped(golden))
-        against = _golden_sums(*results, inside, ranges)
-        layer = torch.cat([layer, _golden_metrics(_total(against))])
+        results = (grouped(x), grouped(reference), grouped(golden))
+        against = golden_sums(*results, inside=inside, ranges=ranges, ulp=golden_ulp)
+        layer = torch.cat([layer, golden_metrics(_total(against))])
     if not (heads or positions):
         return Comparison(layer, None, None, histogram)
     sums = _unflattened(sums, x)
@@ -167,43 +166,6 @@ def deviation(
     return dict(zip(LAYER_COLUMNS, found.layer.tolist(), strict=True))
 
 
-def golden_tensor(candidate: Tensor, baseline: Tensor, golden: Tensor) -> Tensor:
-    """Return the metrics of `GOLDEN_COLUMNS`, in that order, as FP64 on the device.
-
-    `error_ratio` = |candidate - golden| / |baseline - golden|, 1 where both are exact; the other
-    two are each one's error relative to |golden|. Positions where all three are finite count.
-    ValueError for unequal or empty shapes.
-    """
-    _check_shapes("golden_tensor", {"candidate": candidate, "baseline": baseline, "golden": golden})
-    sums = _golden_sums(_grouped(candidate), _grouped(baseline), _grouped(golden))
-    return _golden_metrics(_total(sums))
-
-
-def _check_shapes(function: str, tensors: dict[str, Tensor]) -> None:
-    shapes = [tuple(tensor.shape) for tensor in tensors.values()]
-    if len(set(shapes)) > 1 or 0 in shapes[0]:
-        raise ValueError(
-            f"{function}: {', '.join(tensors)} must have one shape and hold values, got "
-            f"{', '.join(map(str, shapes))}; compare results on the same inputs"
-        )
-
-
-def _inside(x: Tensor, valid: Tensor | None) -> Tensor | None:
-    """Return which rows are no padding, grouped as in `_grouped`; None if all are."""
-    if valid is None:
-        return None
-    try:
-        if valid.dtype == torch.bool:
-            rows = valid.expand(x.shape[:-1])
-            return rows.reshape(1, -1) if x.dim() < 3 else rows.reshape(-1, x.shape[-2])
-    except RuntimeError:
-        pass  # does not broadcast
-    raise ValueError(
-        f"compare: valid must be bool and broadcast to {tuple(x.shape[:-1])}, got "
-        f"{valid.dtype} {tuple(valid.shape)}; give one flag for each position"
-    )
-
-
 class _ErrorSums(NamedTuple):
     """Sums over the compared values, FP64, of one shape; e = x - r."""
 
@@ -231,20 +193,6 @@ _LARGEST = ("largest", "ulp_largest")
 """The fields that hold a maximum; two of them make their maximum, two sums make their sum."""
 
 
-class _GoldenSums(NamedTuple):
-    """Sums over the values that are finite in candidate, baseline and golden alike."""
-
-    count: Tensor
-    candidate: Tensor
-    """sum (candidate - golden)^2"""
-    baseline: Tensor
-    golden: Tensor
-    """sum golden^2"""
-
-
-S = TypeVar("S", _ErrorSums, _GoldenSums)
-
-
 def _error_sums(
     x: Tensor,
     reference: Tensor,
@@ -262,8 +210,8 @@ def _error_sums(
     ranges = ranges or [range(x.shape[1])]
     floor = _ulp_floor(reference, inside)
     histogram = x.new_zeros(EXPONENT_BINS, dtype=torch.float64)
-    totals = _ErrorSums(*_zeros(len(_ErrorSums._fields), x, ranges))
-    for groups, rows, at in _chunks(x, ranges):
+    totals = _ErrorSums(*zero_sums(len(_ErrorSums._fields), x, ranges))
+    for groups, rows, at in chunks(x, ranges):
         keep = None if inside is None else inside[groups, rows].unsqueeze(-1)
         pair = (x[groups, rows].detach(), reference[groups, rows].detach())
         sums, counts = _sum_errors(*pair, keep, target, floor)
@@ -274,56 +222,13 @@ def _error_sums(
     return totals, merge_into_edges(histogram)
 
 
-def _golden_sums(
-    candidate: Tensor,
-    baseline: Tensor,
-    golden: Tensor,
-    inside: Tensor | None = None,
-    ranges: Sequence[range] | None = None,
-) -> _GoldenSums:
-    """Return the sums of each group's ranges; arguments as in `_error_sums`."""
-    ranges = ranges or [range(candidate.shape[1])]
-    table = _zeros(len(_GoldenSums._fields), candidate, ranges)
-    for groups, rows, at in _chunks(candidate, ranges):
-        keep = None if inside is None else inside[groups, rows].unsqueeze(-1)
-        g = golden[groups, rows].detach().double()
-        c, b = (torch.sub(t[groups, rows].detach(), g) for t in (candidate, baseline))
-        values = torch.stack([_squared(c), _squared(b), _squared(g)])
-        count = c.new_full((c.shape[0],), float(c[0].numel()))
-        # a sum of squares shows whether any value is not finite: most chunks need no mask
-        if keep is not None or not _all_finite(values):
-            # a golden that is not finite has made both differences infinite or NaN
-            ok = torch.isfinite(c) & torch.isfinite(b)
-            ok = ok if keep is None else ok & keep
-            values = torch.stack([_squared(t.masked_fill(~ok, 0.0)) for t in (c, b, g)])
-            count = ok.sum(dim=(1, 2)).double()
-        table[0, groups, at] += count
-        table[1:, groups, at] += values
-    return _GoldenSums(*table)
-
-
-def _zeros(fields: int, x: Tensor, ranges: Sequence[range]) -> Tensor:
-    return x.new_zeros((fields, x.shape[0], len(ranges)), dtype=torch.float64)
-
-
-def _chunks(x: Tensor, ranges: Sequence[range]) -> Iterator[tuple[slice, slice, int]]:
-    """Yield (groups, rows, index of their range): small chunks on the CPU, whole ranges else."""
-    groups, _, head_dim = x.shape
-    # chunks serve the CPU's cache; a device gets each range in one piece, with fewer launches
-    limit = _CHUNK if x.device.type == "cpu" else max(1, x.numel())
-    for index, positions in enumerate(ranges):
-        step = max(1, min(len(positions), limit // head_dim))
-        together = max(1, limit // (step * head_dim))
-        for start in range(positions.start, positions.stop, step):
-            rows = slice(start, min(start + step, positions.stop))
-            for first in range(0, groups, together):
-                yield slice(first, first + together), rows, index
+S = TypeVar("S", _ErrorSums, GoldenSums)
 
 
 def _ulp_floor(reference: Tensor, inside: Tensor | None) -> Tensor:
     """Return ULP_FLOOR times the RMS of the valid finite values, FP64; 0 if it has none."""
     square, count = reference.new_zeros((2,), dtype=torch.float64)
-    for groups, rows, _ in _chunks(reference, [range(reference.shape[1])]):
+    for groups, rows, _ in chunks(reference, [range(reference.shape[1])]):
         r = reference[groups, rows].detach().double()
         keep = None if inside is None else inside[groups, rows]
         if keep is None:  # 2.6 times as fast as by rows
@@ -331,9 +236,9 @@ def _ulp_floor(reference: Tensor, inside: Tensor | None) -> Tensor:
         else:  # of each row: padding is left out without a pass over its values
             squares = torch.linalg.vector_norm(r, dim=-1).square_().masked_fill_(~keep, 0.0)
             compared = keep.sum() * r.shape[-1]
-        if not _all_finite(squares):
+        if not all_finite(squares):
             ok = torch.isfinite(r) if keep is None else torch.isfinite(r) & keep.unsqueeze(-1)
-            squares, compared = _squared(r.masked_fill(~ok, 0.0)), ok.sum()
+            squares, compared = squared_norms(r.masked_fill(~ok, 0.0)), ok.sum()
         square += squares.sum()
         count += compared
     rms = (square / count).sqrt()
@@ -351,7 +256,7 @@ def _sum_errors(
     absolute = size.sum(dim=(1, 2))
     count = absolute.new_full(absolute.shape, float(size[0].numel()))
     nonfinite, ok = torch.zeros_like(count), None
-    if keep is not None or not _all_finite(absolute):
+    if keep is not None or not all_finite(absolute):
         ok = torch.isfinite(error)
         # counted apart from what is left out: two equal infinities are no deviation
         bad = ~ok & ~torch.isfinite(x) & (x != reference)
@@ -363,33 +268,16 @@ def _sum_errors(
         absolute, count = size.sum(dim=(1, 2)), ok.sum(dim=(1, 2)).double()
         nonfinite = bad.sum(dim=(1, 2)).double()
     sums = [count, nonfinite, size.amax(dim=(1, 2)), absolute]
-    sums += [error.sum(dim=(1, 2)), _squared(error), _squared(r)]
+    sums += [error.sum(dim=(1, 2)), squared_norms(error), squared_norms(r)]
     # into `size`, which is summed already: one tensor less in the cache
     sums.append(torch.mul(r, error, out=size).sum(dim=(1, 2)))
     # last, because it overwrites `error`; the reference goes in as it is, not widened
     ulps = to_ulps_(error, reference, floor, target)
     if ok is not None:
         ulps.masked_fill_(~ok, 0.0)
-    sums += [ulps.sum(dim=(1, 2)), _squared(ulps)]
+    sums += [ulps.sum(dim=(1, 2)), squared_norms(ulps)]
     sums.append(torch.abs(ulps, out=size).amax(dim=(1, 2)))
     return sums, count_by_exponent(ulps, ok)
-
-
-def _all_finite(sums: Tensor) -> bool:
-    """Say whether no value was infinite or NaN; false where saying so would wait for a device."""
-    return sums.device.type == "cpu" and bool(torch.isfinite(sums).all())
-
-
-def _squared(x: Tensor) -> Tensor:
-    """Return the sum of squares of each group."""
-    return torch.linalg.vector_norm(x, dim=(1, 2)).square_()
-
-
-def _grouped(x: Tensor) -> Tensor:
-    """Return x as `(groups, length, head_dim)`, a view where its strides allow it."""
-    if x.dim() < 3:
-        return x.reshape(1, -1, x.shape[-1])
-    return x.reshape(-1, *x.shape[-2:])
 
 
 def _unflattened(sums: S, x: Tensor) -> S:
@@ -407,12 +295,13 @@ def _total(sums: S, over: tuple[int, ...] = (0, 1)) -> S:
     )
 
 
-def _part_metrics(sums: _ErrorSums, against: _GoldenSums | None, over: tuple[int, ...]) -> Tensor:
-    """Return `PART_COLUMNS`, and `error_ratio`, of sums taken together over some dimensions."""
+def _part_metrics(sums: _ErrorSums, against: GoldenSums | None, over: tuple[int, ...]) -> Tensor:
+    """Return the columns of parts, of sums taken together over some dimensions."""
     made = _metrics(_total(sums, over))[..., _PART_INDICES]
     if against is None:
         return made
-    return torch.cat([made, _golden_metrics(_total(against, over))[..., :1]], dim=-1)
+    golden = golden_metrics(_total(against, over))[..., _PART_GOLDEN_INDICES]
+    return torch.cat([made, golden], dim=-1)
 
 
 def _metrics(sums: _ErrorSums) -> Tensor:
@@ -432,7 +321,7 @@ def _metrics(sums: _ErrorSums) -> Tensor:
             sums.absolute / n,
             _std(mean_square, bias),
             mean_square.sqrt(),
-            _ratio(error_norm, norm),
+            relative_size(error_norm, norm),
             torch.where(equal, 1.0, cosine),
             torch.where(equal, torch.inf, 20 * torch.log10(norm / error_norm)),
             bias,
@@ -446,20 +335,6 @@ def _metrics(sums: _ErrorSums) -> Tensor:
     return torch.cat([compared, sums.nonfinite.unsqueeze(-1)], dim=-1)
 
 
-def _golden_metrics(sums: _GoldenSums) -> Tensor:
-    """Return `GOLDEN_COLUMNS` of what `sums` are the sums of, in a new last axis."""
-    candidate, baseline, norm = (t.sqrt() for t in (sums.candidate, sums.baseline, sums.golden))
-    # both exact would be 0 / 0
-    ratio = torch.where(candidate == baseline, 1.0, candidate / baseline)
-    metrics = torch.stack([ratio, _ratio(candidate, norm), _ratio(baseline, norm)], dim=-1)
-    return torch.where((sums.count > 0).unsqueeze(-1), metrics, torch.nan)
-
-
 def _std(mean_square: Tensor, mean: Tensor) -> Tensor:
     # rounding of the difference is below 1e-8 of the mean, and the mean is shown beside it
     return (mean_square - mean.square()).clamp(min=0.0).sqrt()
-
-
-def _ratio(error: Tensor, norm: Tensor) -> Tensor:
-    """Return error / norm; no error at all is 0 also when the reference is zero."""
-    return torch.where(error == 0, 0.0, error / norm)

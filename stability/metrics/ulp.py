@@ -18,6 +18,7 @@ __all__ = [
     "EXPONENT_BINS",
     "ULP_EDGES",
     "count_by_exponent",
+    "inverse_power",
     "merge_into_edges",
     "to_ulps_",
 ]
@@ -38,14 +39,14 @@ def to_ulps_(error: Tensor, reference: Tensor, floor: Tensor, target: Format) ->
     instead of a division, and without widening the reference.
     """
     # one by one: the product of both powers can overflow where neither does
-    return error.mul_(_inverse_power(reference, floor, target)).mul_(2.0**target.mantissa_bits)
+    return error.mul_(inverse_power(reference, floor, target)).mul_(2.0**target.mantissa_bits)
 
 
-def _inverse_power(reference: Tensor, floor: Tensor, target: Format) -> Tensor:
+def inverse_power(reference: Tensor, floor: Tensor, target: Format) -> Tensor:
     """Return 2^-e, where 2^e is the largest power of two that is at most max(|reference|, floor).
 
-    It is made of the bits of FP32, or of FP64 for an FP64 reference. In the top binade 2^-e would
-    be subnormal, so e is clamped to one less there.
+    The floor broadcasts to the reference. The result is made of the bits of FP32, or of FP64 for an
+    FP64 reference. In the top binade 2^-e would be subnormal, so e is clamped to one less there.
     """
     wide = reference if reference.dtype == torch.float64 else reference.float()
     integer, bias, mantissa = (

@@ -13,17 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attention_kernels.formats import input_format
+from attention_kernels.formats import format_named, input_format
 from stability.config.plugins import METRICS, plugins
 from stability.config.schema import ProbeConfig
 from stability.metrics.deviation import (
-    GOLDEN_COLUMNS,
     LAYER_COLUMNS,
     PART_COLUMNS,
     Comparison,
     compare,
     position_ranges,
 )
+from stability.metrics.golden_error import GOLDEN_COLUMNS, PART_GOLDEN_COLUMNS
 from stability.metrics.inside_attention import (
     INSIDE_METRICS,
     delta_gap,
@@ -176,9 +176,12 @@ class DeviationMeter:
         shadow: str,
     ) -> None:
         """Measure `candidate` against `baseline`, and both against `golden`, by every metric."""
+        golden_ulp = 0.0
         if what == "lse":  # one value a row
             candidate, baseline = candidate.unsqueeze(-1), baseline.unsqueeze(-1)
             golden = None if golden is None else golden.unsqueeze(-1)
+            # its error is a relative one of each probability, which is of the inputs' format
+            golden_ulp = 2.0 ** -format_named(input_format(captured.call.q.dtype)).mantissa_bits
         compared = compare(
             candidate,
             baseline,
@@ -189,6 +192,7 @@ class DeviationMeter:
             valid=captured.valid,
             heads=self._config.heads,
             positions=self._config.positions,
+            golden_ulp=golden_ulp,
         )
 
         def names(metrics: Iterable[str], parts: Iterable[str] = ("",)) -> list[str]:
@@ -203,7 +207,8 @@ class DeviationMeter:
         golden_metrics = () if golden is None else GOLDEN_COLUMNS
         self.buffer.add(names((*LAYER_COLUMNS, *golden_metrics)), compared.layer)
         self.buffer.add_counts(names([ULP_HISTOGRAM])[0], compared.histogram)
-        part_metrics = PART_COLUMNS if golden is None else (*PART_COLUMNS, "error_ratio")
+        part_golden = () if golden is None else PART_GOLDEN_COLUMNS
+        part_metrics = (*PART_COLUMNS, *part_golden)
         for parts, values in self._parts(compared, candidate.shape[2]):
             self.buffer.add(names(part_metrics, parts), values)
         for metric, measure in self._user_metrics.items():

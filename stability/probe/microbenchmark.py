@@ -29,11 +29,8 @@ from attention_kernels.points import FIELDS
 from attention_kernels.rounding import INPUT_DTYPES
 from attention_kernels.testing import Shape
 from stability.config.convert import nearest
-from stability.metrics.deviation import (
-    GOLDEN_COLUMNS,
-    deviation,
-    golden_tensor,
-)
+from stability.metrics.deviation import deviation
+from stability.metrics.golden_error import GOLDEN_COLUMNS, golden_tensor
 from stability.probe.attention_inputs import AttentionInputs, draw_inputs
 
 __all__ = [

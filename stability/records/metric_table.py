@@ -140,13 +140,55 @@ DEVIATION_METRICS = _by_name(
             name="golden_baseline_rel_fro",
             label="relative Frobenius error of the baseline attention against FP64",
         ),
+        Metric(
+            name="gain",
+            label="gain against FP64: slope of the candidate on it, less 1",
+            short="gain",
+            scale="linear",
+            worse="farther",
+            centre=0.0,
+        ),
+        Metric(
+            name="gain_baseline",
+            label="gain of the baseline attention against FP64",
+            scale="linear",
+            worse="farther",
+            centre=0.0,
+        ),
+        Metric(
+            name="golden_bias_ulp",
+            label="mean signed error against FP64 (ULP of the output format)",
+            short="bias against\nFP64 (ULP)",
+            scale="linear",
+            worse="farther",
+            centre=0.0,
+        ),
+        Metric(
+            name="golden_bias_ulp_baseline",
+            label="mean signed error of the baseline attention against FP64 (ULP)",
+            scale="linear",
+            worse="farther",
+            centre=0.0,
+        ),
+        Metric(
+            name="baseline_over_rounding",
+            label="error of the baseline attention over that of rounding FP64 once",
+        ),
+        Metric(
+            name="golden_nonfinite",
+            label="values of the candidate that are no finite number where FP64's are",
+        ),
     )
 )
-"""How far one attention's results are from another's on the same inputs; the last three need a
-golden. `metrics.deviation` defines them."""
+"""How far one attention's results are from another's on the same inputs; those from error_ratio on
+need a golden. `metrics.deviation` and `metrics.golden_error` define them."""
 
-LAYER_METRICS = {name: DEVIATION_METRICS[name] for name in ("rel_fro", "error_ratio", "bias_ulp")}
-"""The deviations that are shown of each layer: how large, whose error, in which direction."""
+LAYER_METRICS = {
+    name: DEVIATION_METRICS[name]
+    for name in ("error_ratio", "gain", "golden_bias_ulp", "rel_fro", "bias_ulp")
+}
+"""The deviations that are shown of each layer. What judges an attention, against FP64, comes first;
+then its distance from the baseline, which contains the baseline's own error."""
 
 WATCH_METRICS = _by_name(
     (

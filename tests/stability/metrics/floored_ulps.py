@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.formats import Format, format_named
+from attention_kernels.rounding import INPUT_DTYPES
 
 _FP64_MANTISSA_BITS, _FP64_BIAS, _FP64_EXPONENT_MASK = 52, 1023, 0x7FF
 _MANTISSA_BITS_AND_LEAST_EXPONENT = {
@@ -42,6 +43,33 @@ def floored_ulps(x: Tensor, reference: Tensor, format: str) -> np.ndarray:
     size = np.maximum(np.abs(r), np.sqrt(np.mean(r * r)) / 16)
     size = np.maximum(size, 2.0**least)
     return (a - r) / 2.0 ** (np.floor(np.log2(size)) - mantissa_bits)
+
+
+def golden_metrics(
+    candidate: Tensor, baseline: Tensor, golden: Tensor, cut=...
+) -> dict[str, float]:
+    """Return `GOLDEN_COLUMNS` of the part `cut`, by name; the floor of ULPs is that of each head of
+    each sequence of the whole. All values are finite.
+    """
+    mantissa_bits, least = _MANTISSA_BITS_AND_LEAST_EXPONENT[INPUT_DTYPES[candidate.dtype]]
+    g = golden.double().numpy()
+    rms = np.sqrt(np.mean(g * g, axis=(-2, -1), keepdims=True))
+    size = np.maximum(np.maximum(np.abs(g), rms / 16), 2.0**least)
+    ulp = (2.0 ** (np.floor(np.log2(size)) - mantissa_bits))[cut]
+    g, c, b = g[cut], candidate.double().numpy()[cut], baseline.double().numpy()[cut]
+    norm, error, baseline_error = (np.linalg.norm(x) for x in (g, c - g, b - g))
+    rounding = np.linalg.norm(ulp) / 12**0.5
+    return {
+        "error_ratio": error / max(baseline_error, rounding),
+        "golden_candidate_rel_fro": error / norm,
+        "golden_baseline_rel_fro": baseline_error / norm,
+        "gain": (c * g).sum() / (g * g).sum() - 1,
+        "gain_baseline": (b * g).sum() / (g * g).sum() - 1,
+        "golden_bias_ulp": ((c - g) / ulp).mean(),
+        "golden_bias_ulp_baseline": ((b - g) / ulp).mean(),
+        "baseline_over_rounding": baseline_error / rounding,
+        "golden_nonfinite": 0.0,
+    }
 
 
 def bias_and_error(ulps: np.ndarray) -> tuple[float, float]:

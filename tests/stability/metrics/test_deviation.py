@@ -7,13 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability.metrics.deviation import (
-    GOLDEN_COLUMNS,
-    LAYER_COLUMNS,
-    compare,
-    deviation,
-    golden_tensor,
-)
+from stability.metrics.deviation import LAYER_COLUMNS, compare, deviation
+from stability.metrics.golden_error import GOLDEN_COLUMNS, golden_tensor
 
 
 def _pair(seed=0, shape=(2, 3, 5, 8)):
@@ -112,12 +107,92 @@ def test_error_ratio_is_flash_attns_measure():
     found = dict(
         zip(GOLDEN_COLUMNS, golden_tensor(candidate, baseline, golden).tolist(), strict=True)
     )
+    ulp = 2.0**-49  # of FP64 at 10
     assert found == {
         "error_ratio": 3.0,
         "golden_candidate_rel_fro": pytest.approx(0.3),
         "golden_baseline_rel_fro": pytest.approx(0.1),
+        "gain": pytest.approx(-0.3),
+        "gain_baseline": pytest.approx(0.1),
+        "golden_bias_ulp": pytest.approx(-3 / ulp),
+        "golden_bias_ulp_baseline": pytest.approx(1 / ulp),
+        "baseline_over_rounding": pytest.approx(12**0.5 / ulp),
+        "golden_nonfinite": 0.0,
     }
-    assert golden_tensor(golden, golden, golden).tolist() == [1.0, 0.0, 0.0]
+    assert golden_tensor(golden, golden, golden).tolist() == [1.0, *[0.0] * 8]
+
+
+def _golden_metrics(*tensors, **options):
+    return dict(zip(GOLDEN_COLUMNS, golden_tensor(*tensors, **options).tolist(), strict=True))
+
+
+def test_an_exact_baseline_makes_no_infinite_error_ratio():
+    """In the first row under a causal mask P is 1: plain attention returns v itself."""
+    golden = _pair()[1].bfloat16().double()
+    baseline = golden.bfloat16()
+    one_ulp = golden * (1 + 2.0**-7)
+    found = _golden_metrics(one_ulp.bfloat16(), baseline, golden)
+    assert 1 < found["error_ratio"] < 12**0.5 * 2
+    assert _golden_metrics(baseline, one_ulp.bfloat16(), golden)["error_ratio"] == 0
+
+
+def test_an_lse_is_judged_by_what_its_error_does_to_probabilities():
+    """FA4's polynomial moves an FP32 LSE by 1e-4: thousands of its ULPs, nothing in BF16."""
+    golden = 5 + torch.rand((2, 3, 40, 1), generator=torch.Generator().manual_seed(5)).double()
+    baseline, candidate = golden.float(), (golden + 1e-4).float()
+    at = len(LAYER_COLUMNS)
+    own = compare(candidate, baseline, golden=golden).layer[at:].tolist()
+    as_bf16 = compare(candidate, baseline, golden=golden, golden_ulp=2.0**-7).layer[at:].tolist()
+    assert own[0] > 100
+    assert as_bf16[0] == pytest.approx(1e-4 / 2**-7 * 12**0.5, rel=0.01)
+    assert as_bf16[GOLDEN_COLUMNS.index("golden_bias_ulp")] == pytest.approx(0.0128, rel=0.01)
+
+
+def test_a_factor_shows_in_the_gain_far_below_the_rounding_noise():
+    generator = torch.Generator().manual_seed(3)
+    golden = torch.randn((64, 512), generator=generator, dtype=torch.float64)
+    baseline = golden.bfloat16()
+    found = _golden_metrics((golden * 1.0005).bfloat16(), baseline, golden)
+    assert found["gain"] == pytest.approx(5e-4, abs=5e-5)
+    assert abs(found["gain_baseline"]) < 5e-5
+    assert found["error_ratio"] < 1.1
+
+
+def test_bias_is_of_each_against_the_golden_and_not_of_one_against_the_other():
+    generator = torch.Generator().manual_seed(4)
+    golden = torch.rand((64, 512), generator=generator, dtype=torch.float64) + 1  # one binade
+    candidate, baseline = (golden + shift * 2.0**-7 for shift in (0.1, -0.1))
+    found = _golden_metrics(candidate.bfloat16(), baseline.bfloat16(), golden)
+    assert found["golden_bias_ulp"] == pytest.approx(0.1, abs=0.01)
+    assert found["golden_bias_ulp_baseline"] == pytest.approx(-0.1, abs=0.01)
+
+
+def test_padding_is_left_out_of_the_measures_against_the_golden():
+    x, r = _pair()
+    golden = r + 0.001
+    valid = torch.ones(2, 1, 5, dtype=torch.bool)
+    valid[1, :, 3:] = False
+    spoiled = x.clone()
+    spoiled[1, :, 3:] = math.nan
+    found = _golden_metrics(spoiled, r, golden, valid=valid)
+    wrong = _golden_metrics(x, r, golden)
+    kept = [torch.cat([t[0].flatten(), t[1, :, :3].flatten()]) for t in (x, r, golden)]
+    error, baseline_error = (float((t - kept[2]).norm()) for t in kept[:2])
+    assert found["error_ratio"] == pytest.approx(error / baseline_error)
+    assert wrong["error_ratio"] != pytest.approx(error / baseline_error)
+    slope = float((kept[0] * kept[2]).sum() / kept[2].square().sum())
+    assert found["gain"] == pytest.approx(slope - 1)
+    with pytest.raises(ValueError, match="golden_tensor: valid must be bool and broadcast"):
+        golden_tensor(x, r, golden, valid=valid[0, 0, :2])
+
+
+def test_values_not_finite_where_the_goldens_are_count_against_the_candidate_alone():
+    x, r = _pair()
+    golden = r.clone()
+    x[0, 0, 0, :2] = math.nan
+    golden[0, 0, 0, 1] = math.inf  # the inputs overflow: whoever follows them is not to blame
+    r[0, 1] = math.nan
+    assert _golden_metrics(x, r, golden)["golden_nonfinite"] == 1
 
 
 def test_other_shapes_are_refused():
@@ -153,7 +228,9 @@ def test_with_nothing_to_compare_only_the_count_is_a_number():
     found = deviation(x, torch.ones(2, 3))
     assert found.pop("nonfinite") == 6
     assert all(math.isnan(value) for value in found.values())
-    assert golden_tensor(x, x, x).isnan().all()
+    against = golden_tensor(x, x, x)
+    assert against[:-1].isnan().all()
+    assert against[-1] == 0
 
 
 def test_one_nan_does_not_blank_the_measures_against_the_golden():
@@ -168,7 +245,7 @@ def test_nothing_waits_for_the_device_or_branches_on_a_value():
     valid = torch.empty(2, 1, dtype=torch.bool, device="meta")
     row = compare(x, x, output_format="bf16", valid=valid).layer
     assert (row.device.type, row.dtype, row.shape) == ("meta", torch.float64, (12,))
-    assert golden_tensor(x, x, x).shape == (3,)
+    assert golden_tensor(x, x, x, valid=valid).shape == (9,)
 
 
 def test_autocast_and_gradients_leave_the_measures_alone():

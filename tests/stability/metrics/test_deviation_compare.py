@@ -1,7 +1,5 @@
 """`compare` in one pass: heads, ranges, padding, histogram and golden, against the definitions."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -9,19 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.rounding import INPUT_DTYPES
+from stability.metrics import result_sums
 from stability.metrics.deviation import (
-    GOLDEN_COLUMNS,
     LAYER_COLUMNS,
     PART_COLUMNS,
     compare,
     deviation,
-    golden_tensor,
     position_ranges,
 )
+from stability.metrics.golden_error import GOLDEN_COLUMNS, PART_GOLDEN_COLUMNS
 from stability.metrics.ulp import ULP_EDGES
-from tests.stability.metrics.floored_ulps import bias_and_error, floored_ulps
+from tests.stability.metrics.floored_ulps import bias_and_error, floored_ulps, golden_metrics
 
-MODULE = sys.modules["stability.metrics.deviation"]  # the package has a function of that name
+FLOORED = ("error_ratio", "golden_bias_ulp", "golden_bias_ulp_baseline", "baseline_over_rounding")
+"""What depends on the floor of ULPs against the golden."""
 
 
 def _results(shape=(2, 3, 10, 16), dtype=torch.bfloat16, seed=0):
@@ -42,26 +41,30 @@ def _part(cut, x, reference, golden, output_format):
     ulps = floored_ulps(x, reference, output_format)[cut]
     metrics["bias_ulp"], metrics["bias_ulp_se"] = bias_and_error(ulps)
     values = [metrics[name] for name in PART_COLUMNS]
-    values.append(golden_tensor(x[cut], reference[cut], golden[cut])[0].item())
+    against = golden_metrics(x, reference, golden, cut)
+    values += [against[name] for name in PART_GOLDEN_COLUMNS]
     return torch.tensor(values, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("chunk", [1, 100, 2**17])
 def test_heads_and_ranges_are_those_of_the_slices(dtype, chunk, monkeypatch):
-    monkeypatch.setattr(MODULE, "_CHUNK", chunk)
+    monkeypatch.setattr(result_sums, "CHUNK", chunk)
     x, reference, golden = _results(dtype=dtype)
     for tensor in (x, reference, golden):
         tensor[:, 2] *= 2.0**-5  # a head that lies below the floor
     found = compare(x, reference, golden=golden, heads=True, positions=4)
-    whole = [*deviation(x, reference).values(), *golden_tensor(x, reference, golden).tolist()]
+    against = golden_metrics(x, reference, golden)
+    assert tuple(against) == GOLDEN_COLUMNS
+    whole = [*deviation(x, reference).values(), *against.values()]
     _close(found.layer, torch.tensor(whole, dtype=torch.float64))
-    assert found.heads.shape == (3, len(PART_COLUMNS) + 1)
+    columns = len(PART_COLUMNS) + len(PART_GOLDEN_COLUMNS)
+    assert found.heads.shape == (3, columns)
     for head in range(3):
         cut = (slice(None), head)
         _close(found.heads[head], _part(cut, x, reference, golden, INPUT_DTYPES[dtype]))
     ranges = position_ranges(10, 4)
-    assert found.positions.shape == (len(ranges), len(PART_COLUMNS) + 1)
+    assert found.positions.shape == (len(ranges), columns)
     for index, rows in enumerate(ranges):
         cut = (slice(None), slice(None), slice(rows.start, rows.stop))
         _close(found.positions[index], _part(cut, x, reference, golden, INPUT_DTYPES[dtype]))
@@ -91,11 +94,25 @@ def test_padding_is_left_out_of_everything(batch, heads, length, seed):
     spoiled = x.masked_fill(~kept.unsqueeze(-1), torch.nan)
     found = compare(spoiled, reference, golden=golden, valid=valid)
     if not kept.any():
-        assert found.layer[:-4].isnan().all()
+        count = LAYER_COLUMNS.index("nonfinite")
+        measures = torch.cat([found.layer[:count], found.layer[count + 1 : -1]])
+        assert measures.isnan().all()
+        assert found.layer[count] == found.layer[-1] == 0
         assert found.histogram.sum() == 0
         return
+    # of one head of one sequence at a time: each has a floor of its own against the golden
     expected = compare(x[kept], reference[kept], golden=golden[kept])
-    _close(found.layer, expected.layer)
+    columns = (*LAYER_COLUMNS, *GOLDEN_COLUMNS)
+    unfloored = [columns.index(name) for name in columns if name not in FLOORED]
+    _close(found.layer[unfloored], expected.layer[unfloored])
+    by_head = compare(spoiled, reference, golden=golden, valid=valid, heads=True).heads
+    for head in range(heads) if batch == 1 else ():
+        rows = kept[0, head]
+        alone = golden_metrics(*(t[:, head, rows] for t in (x, reference, golden)))
+        _close(
+            by_head[head, len(PART_COLUMNS) :],
+            torch.tensor([alone[name] for name in PART_GOLDEN_COLUMNS]).double(),
+        )
     assert torch.equal(found.histogram, expected.histogram)
     assert found.layer[LAYER_COLUMNS.index("nonfinite")] == 0
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels import PROFILES, flash_attention, golden_attention
+from stability.metrics import golden_error, result_sums
 from stability.metrics.deviation import (
     LAYER_COLUMNS,
     PART_COLUMNS,
@@ -22,8 +23,6 @@ from tests.stability.metrics.floored_ulps import (
     signed_ulp_error,
     ulp_size,
 )
-
-MODULE = sys.modules["stability.metrics.deviation"]  # the package has a function of that name
 
 IN_ULPS = ("bias_ulp", "bias_ulp_se", "ulp_max")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -74,7 +73,7 @@ def test_biases_of_parts_add_up_to_the_layers(heads, length, positions, chunk, s
     x, r = _pair((2, heads, length, 16), seed=seed)
     ranges = [len(rows) for rows in position_ranges(length, positions)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MODULE, "_CHUNK", chunk)
+        patch.setattr(result_sums, "CHUNK", chunk)
         found = compare(x, r, output_format="bf16", heads=True, positions=positions)
     whole = found.layer[LAYER_COLUMNS.index("bias_ulp")].item()
     column = PART_COLUMNS.index("bias_ulp")
@@ -161,7 +160,9 @@ def test_a_device_where_no_branch_may_look_finds_the_same(monkeypatch):
     valid = torch.ones(2, 1, 12, dtype=torch.bool)
     valid[0, 0, 3:5] = False
     here = compare(x, r, output_format="bf16", valid=valid, heads=True)
-    monkeypatch.setattr(MODULE, "_all_finite", lambda sums: False)
+    # the package has a function of the module's name
+    for module in (sys.modules["stability.metrics.deviation"], golden_error):
+        monkeypatch.setattr(module, "all_finite", lambda sums: False)
     there = compare(x, r, output_format="bf16", valid=valid, heads=True)
     assert there.layer[LAYER_COLUMNS.index("bias_ulp")].isfinite()
     for name in ("layer", "heads", "histogram"):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from stability.metrics.deviation import GOLDEN_COLUMNS, LAYER_COLUMNS, compare, deviation
+from stability.metrics.deviation import LAYER_COLUMNS, compare, deviation
 from stability.metrics.drift import ALL, drift
+from stability.metrics.golden_error import GOLDEN_COLUMNS
 from stability.records.metric_names import ALL_WEIGHTS
 from stability.records.metric_table import (
     DEVIATION_METRICS,

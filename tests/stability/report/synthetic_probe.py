@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from stability.metrics.deviation import GOLDEN_COLUMNS
+from stability.metrics.golden_error import GOLDEN_COLUMNS
 from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import Event, log_event
 from stability.records.metric_log import MetricLog
@@ -23,6 +23,12 @@ def measurements(rng: random.Random, times: float = 1.0, bias: float = 0.0) -> d
         "bias_ulp_se": 0.01,
         "error_ratio": rng.uniform(0.7, 1.6) * times,
         "nonfinite": 0.0,
+        "gain": rng.gauss(0, 1e-4),
+        "gain_baseline": rng.gauss(0, 1e-4),
+        "golden_bias_ulp": bias + rng.gauss(0, 0.005),
+        "golden_bias_ulp_baseline": rng.gauss(0, 0.005),
+        "baseline_over_rounding": rng.uniform(1.0, 1.5),
+        "golden_nonfinite": 0.0,
         "max_abs": 0.0156 * rng.choice((1, 2)),
     }
     return values
