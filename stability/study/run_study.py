@@ -21,6 +21,7 @@ from stability.study.distances import update_distances
 from stability.study.processes import train_in_processes
 from stability.study.run import Run, check_existing, needs_no_training
 from stability.study.train_run import TrainOptions, train
+from stability.study.window import freeze_window
 
 __all__ = ["check_study", "in_training_order", "plan_study", "run_study"]
 
@@ -107,6 +108,7 @@ def run_study(
     for seed in study.seeds:
         # a second time where they were trained in turn: what is on record is not measured again
         _measure_distances(runs, seed, observer)
+    freeze_window(out / study.name)
     return runs
 
 

@@ -1,0 +1,135 @@
+"""The distances between a study's arms, checked against the manifests, and the judged step.
+
+One place reads them for all that use them: the training evidence, the page, and the command that
+freezes the window. Leaves out the rule for the step (`window`) and what is made of the distances
+(`excess`, `energy_test`).
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.analysis.window import Window, pick_window, window_changes, window_of
+from stability.config.schema import PolicyConfig
+from stability.records.distances import SeedDistances, read_distances, with_parents
+from stability.records.paths import StudyPaths
+from stability.records.window import read_window
+
+__all__ = [
+    "controls_of",
+    "judged_window",
+    "reference_of",
+    "study_distances",
+    "study_folder",
+    "window_problems",
+]
+
+
+def study_folder(study: RecordedStudy) -> Path:
+    """Return the folder that the study was read from."""
+    run = next(iter(study.arms[0].runs.values()))
+    return run.paths.root.parent.parent
+
+
+def reference_of(study: RecordedStudy) -> RecordedArm | None:
+    """Return the arm that errors are measured from, if the study has one."""
+    return next((arm for arm in study.arms if arm.role == "reference"), None)
+
+
+def controls_of(study: RecordedStudy) -> tuple[str, ...]:
+    """Return the arms that differ from the baseline by chaos alone: nudges, then reruns."""
+    arms = sorted(study.arms, key=lambda arm: arm.role)
+    return tuple(arm.name for arm in arms if arm.role in ("nudge", "rerun"))
+
+
+def study_distances(study: RecordedStudy, seeds: Sequence[int]) -> dict[int, SeedDistances]:
+    """Return the distances of each seed; of those on record the ones whose parents are there.
+
+    ValueError, naming the file, for a record that is damaged.
+    """
+    folder = study_folder(study)
+    found = {}
+    for seed in seeds:
+        runs = {arm.name: arm.runs[seed] for arm in study.arms}
+        known = {
+            name: (run.paths, run.manifest)
+            for name, run in runs.items()
+            if run.manifest is not None
+        }
+        found[seed] = with_parents(_read(folder, seed, _stamp(folder, seed)), known)
+    return found
+
+
+def judged_window(study: RecordedStudy, policy: PolicyConfig, seeds: Sequence[int]) -> Window:
+    """Return the window that candidates are judged in: named, frozen, or picked from `seeds`.
+
+    A step that the policy names takes the place of the rule's. ValueError as `study_distances`, and
+    for a frozen window that is damaged.
+    """
+    reference = reference_of(study)
+    controls = controls_of(study)
+    frozen = read_window(study_folder(study))
+    if frozen is not None and not policy.step:
+        window = window_of(frozen)
+        said = f"frozen at the look at {len(window.seeds)} seeds: {window.reason}"
+        return _with(window, window.step, said)
+    picked = pick_window(
+        study_distances(study, seeds),
+        controls,
+        reference.name if reference else "",
+        # a named step is judged whatever the controls do there; the table says what they do
+        float("inf") if policy.step else policy.window_limit,
+    )
+    if policy.step:
+        return _with(picked, policy.step, "named in the policy")
+    return picked
+
+
+def window_problems(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
+    """Return why the frozen window is not what the rule picked at its look; empty if it is.
+
+    What follows from a window with problems is exploratory. A damaged record is a problem too.
+    """
+    if policy.step:
+        return []
+    try:
+        frozen = read_window(study_folder(study))
+        if frozen is None:
+            return []
+        seeds = [seed for seed in study.seeds if seed in frozen.seeds]
+        reference = reference_of(study)
+        return window_changes(
+            frozen,
+            study_distances(study, seeds),
+            controls_of(study),
+            reference.name if reference else "",
+            policy.window_limit,
+        )
+    except ValueError as error:
+        return [str(error)]
+
+
+def _with(window: Window, step: int, reason: str) -> Window:
+    return Window(
+        step=step,
+        reason=reason,
+        controls=window.controls,
+        seeds=window.seeds,
+        log_excess=window.log_excess,
+    )
+
+
+def _stamp(folder: Path, seed: int) -> tuple[int, int]:
+    try:
+        found = StudyPaths(folder).distances(seed).stat()
+    except OSError:
+        return (0, 0)
+    return (found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _read(folder: Path, seed: int, stamp: tuple[int, int]) -> SeedDistances:
+    """Return a record; of one that has not changed since, the one that was read before."""
+    # every arm of a study asks for the same files
+    return read_distances(folder, seed)

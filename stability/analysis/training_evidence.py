@@ -1,0 +1,318 @@
+"""Training evidence: does a candidate carry training further from the truth than its baseline does?
+
+Judged is the excess E of the weights (`excess`) at one early step (`window`), with an interval over
+seeds, against the largest that the policy allows. Beside it stand, as description, E of the
+predictions on a fixed held-out batch and two energy tests, whether weights and predictions can be
+told from a nudge's.
+
+What it can't see: a small gain on the scores' side, 2 % on the scale or 1 % on dq, has E 1.02 as
+right kernels have, and only the operator's own evidence shows it. A harm after the judged
+step is the outcome's matter. Leaves out how levels are combined (`verdict`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stability.analysis.energy_test import EnergyTest, energy_test
+from stability.analysis.evidence import LevelEvidence, LevelState
+from stability.analysis.excess import Excess, excess_at, excess_over_seeds, seeds_that_decide
+from stability.analysis.sequential import LOOKS, look_alpha, look_at
+from stability.analysis.study_distances import (
+    controls_of,
+    judged_window,
+    reference_of,
+    study_distances,
+)
+from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.analysis.window import Window
+from stability.config.schema import BASELINE, PolicyConfig
+from stability.records.distances import DistanceMatrix
+
+__all__ = ["training_evidence"]
+
+_OTHER_START = ("seed.init_offset", "model.init")
+"""Changes after which a run starts from other weights than its baseline."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Question:
+    """What is asked of one arm: where it is judged, by which seeds, against what."""
+
+    study: RecordedStudy
+    arm: RecordedArm
+    policy: PolicyConfig
+    reference: str
+    window: Window
+    weights: Mapping[int, DistanceMatrix]
+    """The distances at the judged step, by seed."""
+    predictions: Mapping[int, DistanceMatrix]
+    """The same in function space; seeds without predictions are left out."""
+    seeds: Sequence[int]
+    is_look: bool
+    """Whether there are seeds enough for the first look."""
+
+
+def training_evidence(
+    study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig
+) -> LevelEvidence:
+    """Return what the weights of `arm` at the judged step say of it; it never raises."""
+    reason = _inapplicable(study, arm)
+    if reason:
+        return _silent("not applicable", reason)
+    reference = reference_of(study)
+    missing = _missing_controls(study)
+    if reference is None or missing:
+        return _silent("not measured", *missing)
+    look = look_at(len(study.seeds))
+    seeds = study.seeds[: look or None]
+    try:
+        window = judged_window(study, policy, seeds)
+        distances = study_distances(study, seeds)
+    except ValueError as error:
+        return _silent("not measured", str(error), "run `stability run` again")
+    if not window.step:
+        return _silent(
+            "not measured",
+            f"there is no step to judge at: {window.reason}",
+            "let controls and reference run to their ends; where a nudge leaves the limit at once, "
+            "add earlier snapshots",
+        )
+    return _judge(
+        _Question(
+            study=study,
+            arm=arm,
+            policy=policy,
+            reference=reference.name,
+            window=window,
+            weights={
+                s: x.weights[window.step] for s, x in distances.items() if window.step in x.weights
+            },
+            predictions={
+                s: x.predictions[window.step]
+                for s, x in distances.items()
+                if window.step in x.predictions
+            },
+            seeds=seeds,
+            is_look=look > 0,
+        )
+    )
+
+
+def _inapplicable(study: RecordedStudy, arm: RecordedArm) -> str:
+    """Return why the excess of `arm` means nothing, whatever was measured; empty if it does."""
+    if study.base.get("precision") == "64-true":
+        return "the baseline is 64-true already, and no precision is higher to measure it from"
+    if arm.role in ("baseline", "reference"):
+        return f"it is the {arm.role} itself"
+    changed = [path for path in arm.diff if path in _OTHER_START]
+    if changed:
+        return f"it starts from other weights ({', '.join(changed)}), so that all of it is distance"
+    return ""
+
+
+def _missing_controls(study: RecordedStudy) -> tuple[str, str] | tuple[()]:
+    """Return what the study lacks to measure an excess and what to add; empty if nothing."""
+    if reference_of(study) is None:
+        return (
+            "there is no reference, plain attention one precision higher, to measure errors from",
+            "add an arm `reference: {role: reference}`",
+        )
+    if not any(arm.role == "nudge" for arm in study.arms):
+        return (
+            "there is no nudge to show what chaos alone does",
+            "add an arm `nudge: {nudge: {ulps: 1}}`",
+        )
+    return ()
+
+
+def _judge(question: _Question) -> LevelEvidence:
+    arm, step = question.arm, question.window.step
+    lost = [seed for seed in question.seeds if _is_lost(question, seed)]
+    if lost:
+        return LevelEvidence(
+            level="training",
+            state="harmed",
+            sentence=(
+                f"Training: {arm.name} has no finite weights at step {step} in {len(lost)} of "
+                f"{len(question.seeds)} seeds, where the baseline has."
+            ),
+            cell="no number",
+            p_harmed=0.0,
+            p_holds=1.0,
+            figures={"step": step, "seeds": len(question.seeds), "lost": len(lost)},
+        )
+    found: dict[int, float] = {}
+    for seed in question.seeds:
+        matrix = question.weights.get(seed)
+        value = excess_at(matrix, arm.name, question.reference) if matrix else None
+        if value is None or math.isnan(value):
+            return _silent("not measured", *_why_no_excess(question, seed))
+        found[seed] = value
+    return _evidence(question, found)
+
+
+def _is_lost(question: _Question, seed: int) -> bool:
+    """Whether the arm's weights are no numbers at the judged step, or were not before it."""
+    matrix, arm = question.weights.get(seed), question.arm
+    if matrix is None or not math.isfinite(matrix.between(BASELINE, question.reference) or 0.0):
+        return False  # nothing to be compared with: that is no fault of the arm's
+    if arm.name in matrix.norms:
+        return not math.isfinite(matrix.norms[arm.name])
+    run = arm.runs[seed]
+    stopped = run.manifest.step if run.manifest else question.window.step
+    return run.state == "diverged" and stopped < question.window.step
+
+
+def _why_no_excess(question: _Question, seed: int) -> tuple[str, str]:
+    """Return why a seed has no excess at the judged step, and what to do."""
+    study, arm, step = question.study, question.arm, question.window.step
+    matrix = question.weights.get(seed)
+    for name in (BASELINE, question.reference, arm.name):
+        if matrix is None or name not in matrix.parents:
+            recorded = study.arm(name)
+            if recorded is not None and recorded.until < step:
+                return f"{name} ends at step {recorded.until}, before step {step}", "move its until"
+            run = recorded.runs[seed] if recorded else None
+            said = f": {run.message}" if run and run.message else ""
+            return (
+                f"{name} has no weights on record at step {step} with seed {seed} "
+                f"({run.state if run else 'missing'}{said})",
+                "let the study run to its end",
+            )
+        if not math.isfinite(matrix.norms[name]):
+            return f"the weights of {name} are no numbers at step {step} with seed {seed}", (
+                "name an earlier step"
+            )
+    return (
+        f"at step {step} the {BASELINE} is the reference to the bit with seed {seed}, so there is "
+        "no error of its own to compare with",
+        "check that the reference is of a higher precision",
+    )
+
+
+def _evidence(question: _Question, per_seed: Mapping[int, float]) -> LevelEvidence:
+    policy, arm = question.policy, question.arm
+    alpha = look_alpha(policy.alpha)
+    if not any(per_seed.values()):
+        exact = "its weights are the reference's to the bit"
+        found = Excess(per_seed=per_seed, mean=0, low=0, high=0, p_harmed=1.0, p_holds=0.0)
+    else:
+        exact = ""
+        # a seed that is the reference to the bit has no log: it counts as the next best one
+        least = min(value for value in per_seed.values() if value)
+        positive = {seed: value or least for seed, value in per_seed.items()}
+        found = excess_over_seeds(positive, policy.max_excess, alpha)
+        if _is_baseline(question):
+            exact = "its weights are the baseline's to the bit"
+            found = replace(found, low=1.0, high=1.0, p_harmed=1.0, p_holds=0.0)
+    state, decides = _state(question, found, alpha, bool(exact))
+    tests = {
+        "weights": energy_test(question.weights, arm.name, controls_of(question.study)),
+        "predictions": energy_test(question.predictions, arm.name, controls_of(question.study)),
+    }
+    return LevelEvidence(
+        level="training",
+        state=state,
+        sentence=_sentence(question, found, exact, tests),
+        cell=f"E {found.mean:.2f}" if found.mean < 1e6 else f"E {found.mean:.0e}",
+        decides=decides,
+        p_harmed=found.p_harmed,
+        p_holds=found.p_holds,
+        figures=_figures(question, found, tests),
+    )
+
+
+def _is_baseline(question: _Question) -> bool:
+    matrices = [question.weights[seed] for seed in question.seeds]
+    return all(matrix.between(question.arm.name, BASELINE) == 0 for matrix in matrices)
+
+
+def _state(question: _Question, found: Excess, alpha: float, exact: bool) -> tuple[LevelState, str]:
+    """Return the state, and what would decide it."""
+    limit = question.policy.max_excess
+    if exact:
+        return "holds", ""
+    if not question.is_look:
+        return "undecided", f"{LOOKS[0]} seeds are the fewest that are judged: --seeds {LOOKS[0]}"
+    if found.low > limit:
+        return "harmed", ""
+    if found.high < limit:
+        # a candidate can't pass where chaos has made all arms alike
+        noise = question.window.largest_at(question.window.step)
+        if not noise <= question.policy.window_limit:
+            return "undecided", (
+                f"judge at an earlier step: at step {question.window.step} a control has |log E| "
+                f"{noise:.3f}, above {question.policy.window_limit:g}"
+            )
+        return "holds", ""
+    needed = seeds_that_decide(found.per_seed, limit, alpha)
+    look = next((look for look in LOOKS if needed is not None and look >= needed), None)
+    if look is None:
+        return "undecided", f"no number of seeds up to {LOOKS[-1]} would, at this scatter"
+    return "undecided", f"{look} seeds would, at this scatter: --seeds {look}"
+
+
+def _sentence(
+    question: _Question, found: Excess, exact: str, tests: Mapping[str, EnergyTest]
+) -> str:
+    window, policy = question.window, question.policy
+    count = len(question.seeds)
+    bounds = "" if math.isnan(found.low) else f" ({found.low:.3g} to {found.high:.3g})"
+    said = (
+        f"Training: at step {window.step} ({window.reason}) {question.arm.name} is "
+        f"{found.mean:.3g}{bounds} times as far from {question.reference} as the baseline, over "
+        f"{count} seed{'s' if count > 1 else ''}; at most {policy.max_excess:.3g} is allowed"
+    )
+    said += f": {exact}." if exact else "."
+    spread = window.largest_at(window.step)
+    if not math.isnan(spread):
+        said += f" Nudges stay within {math.expm1(spread):.1%} of 1 there."
+    in_predictions = _excess_of_predictions(question)
+    if not math.isnan(in_predictions):
+        said += f" Of its predictions it is {in_predictions:.3g}."
+    for what, test in tests.items():
+        if what == "weights" or question.predictions:
+            said += f" By its {what} it {test.sentence}."
+    return said
+
+
+def _excess_of_predictions(question: _Question) -> float:
+    """Return the geometric mean over seeds of E in function space; NaN without predictions."""
+    values = [
+        excess_at(matrix, question.arm.name, question.reference)
+        for matrix in question.predictions.values()
+    ]
+    logs = [math.log(value) for value in values if value and math.isfinite(value)]
+    if not logs or len(logs) < len(question.seeds):
+        return math.nan
+    return math.exp(math.fsum(logs) / len(logs))
+
+
+def _figures(
+    question: _Question, found: Excess, tests: Mapping[str, EnergyTest]
+) -> dict[str, float]:
+    return {
+        "excess": found.mean,
+        "excess_low": found.low,
+        "excess_high": found.high,
+        "limit": question.policy.max_excess,
+        "step": question.window.step,
+        "seeds": len(question.seeds),
+        "control_log_excess": question.window.largest_at(question.window.step),
+        "excess_predictions": _excess_of_predictions(question),
+        **{f"energy_p_{what}": test.p for what, test in tests.items()},
+        **{f"energy_smallest_p_{what}": test.smallest_p for what, test in tests.items()},
+        **{f"excess_seed_{seed}": value for seed, value in found.per_seed.items()},
+    }
+
+
+def _silent(state: LevelState, reason: str = "", decides: str = "") -> LevelEvidence:
+    """Return evidence of a level that says nothing, with the reason and what to add."""
+    return LevelEvidence(
+        level="training",
+        state=state,
+        sentence=f"Training: {state}: {reason}.",
+        cell=state if len(state) <= 16 else "",
+        decides=decides,
+    )

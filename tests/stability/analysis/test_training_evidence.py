@@ -1,0 +1,386 @@
+"""Training evidence: what is judged harmed, held or open, and every reason to say nothing."""
+
+import math
+
+import numpy as np
+import pytest
+
+from stability.analysis.sequential import look_alpha
+from stability.analysis.study_distances import judged_window, window_problems
+from stability.analysis.study_records import read_study
+from stability.analysis.training_evidence import training_evidence
+from stability.config.schema import PolicyConfig
+from stability.records.distances import read_distances, write_distances
+from stability.records.paths import StudyPaths
+from stability.records.sealed_json import read_sealed, write_sealed
+from stability.study.window import freeze_window
+from tests.stability.analysis.distance_studies import (
+    STEPS,
+    Part,
+    candidate,
+    off,
+    parts,
+    truth,
+    write_run,
+    write_study,
+)
+
+POLICY = PolicyConfig()
+
+
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch):
+    """No waiting for the disk: hundreds of small files are written here."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+def _of(study, name="candidate", policy=POLICY):
+    return training_evidence(study, study.arm(name), policy)
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "cell"),
+    [(1.0, "holds", "E 1.00"), (0.5, "holds", "E 0.50"), (1.5, "harmed", "E 1.50")],
+)
+def test_the_excess_decides(tmp_path, error, state, cell):
+    found = _of(write_study(tmp_path, parts(candidate=candidate(error))))
+    assert (found.state, found.cell) == (state, cell)
+    assert found.figures["excess"] == pytest.approx(error, rel=0.01)
+    assert found.figures["excess_low"] < found.figures["excess"] < found.figures["excess_high"]
+    sure = found.p_harmed if state == "harmed" else found.p_holds
+    assert sure < look_alpha(0.05) < max(found.p_harmed, found.p_holds)
+    assert found.decides == ""
+    assert "times as far from reference as the baseline, over 5 seeds" in found.sentence
+    assert "at most 1.1 is allowed" in found.sentence
+
+
+def test_the_limit_is_the_policys(tmp_path):
+    study = write_study(tmp_path, parts(candidate=candidate(1.5)))
+    assert _of(study, policy=PolicyConfig(max_excess=1.6)).state == "holds"
+
+
+def test_a_candidate_at_the_limit_is_undecided_and_told_how_many_seeds_would_do(tmp_path):
+    found = _of(write_study(tmp_path, parts(candidate=candidate(1.095, chaos=0.4)), seeds=3))
+    assert found.state == "undecided"
+    assert "seeds would, at this scatter" in found.decides or "no number" in found.decides
+
+
+def test_a_single_seed_gives_the_figure_and_no_judgement(tmp_path):
+    found = _of(write_study(tmp_path, parts(candidate=candidate(2.0)), seeds=1))
+    assert (found.state, found.cell) == ("undecided", "E 2.00")
+    assert found.decides == "3 seeds are the fewest that are judged: --seeds 3"
+    assert math.isnan(found.p_harmed)
+    assert "over 1 seed;" in found.sentence
+
+
+def test_a_candidate_that_is_the_baseline_to_the_bit_holds_with_one_exactly(tmp_path):
+    found = _of(write_study(tmp_path, parts(candidate=candidate(1.0, chaos=0.0))))
+    assert (found.state, found.p_holds) == ("holds", 0.0)
+    assert found.figures["excess"] == 1.0
+    assert "its weights are the baseline's to the bit" in found.sentence
+
+
+def test_a_candidate_that_is_the_reference_to_the_bit_holds_with_zero(tmp_path):
+    exact = Part("candidate", "attention", truth)
+    found = _of(write_study(tmp_path, parts(candidate=exact)))
+    assert (found.state, found.cell, found.p_holds) == ("holds", "E 0.00", 0.0)
+    assert "its weights are the reference's to the bit" in found.sentence
+
+
+def test_one_seed_that_is_the_reference_to_the_bit_does_not_win_the_others(tmp_path):
+    """A log of minus infinity would pull any mean below any limit."""
+
+    def weights(seed, step):
+        return truth(seed, step) if seed == 0 else off("candidate", 2.0, 0.005)(seed, step)
+
+    found = _of(write_study(tmp_path, parts(candidate=Part("candidate", "attention", weights))))
+    assert found.state == "harmed"
+    assert found.figures["excess"] == pytest.approx(2.0, rel=0.01)
+
+
+def test_weights_that_are_no_numbers_are_harm_for_certain(tmp_path):
+    def weights(seed, step):
+        return truth(seed, step) * (math.nan if seed == 3 and step >= 10 else 1.1)
+
+    found = _of(write_study(tmp_path, parts(candidate=Part("candidate", "attention", weights))))
+    assert (found.state, found.p_harmed) == ("harmed", 0.0)
+    assert "no finite weights at step 20 in 1 of 5 seeds" in found.sentence
+
+
+def test_a_candidate_that_diverged_before_the_step_is_harmed(tmp_path):
+    gone = Part("candidate", "attention", off("candidate"), steps=(1, 5), state="diverged")
+    study = write_study(tmp_path, parts(candidate=gone))
+    assert _of(study).state == "harmed"
+
+
+def test_a_candidate_that_has_not_ended_is_not_measured(tmp_path):
+    gone = Part("candidate", "attention", off("candidate"), steps=(1, 5), state="interrupted")
+    study = write_study(tmp_path, parts(candidate=gone))
+    found = _of(study)
+    assert found.state == "not measured"
+    assert "candidate ends at step 5, before step 20" in found.sentence
+    content = read_sealed(StudyPaths(tmp_path).study, "")
+    content["arms"][-1]["until"] = STEPS[-1]
+    write_sealed(StudyPaths(tmp_path).study, content)
+    found = _of(read_study(tmp_path))
+    assert found.state == "not measured"
+    assert "no weights on record at step 20 with seed 0 (interrupted)" in found.sentence
+    assert found.decides == "let the study run to its end"
+
+
+@pytest.mark.parametrize(
+    ("without", "words", "add"),
+    [
+        (("reference",), "there is no reference", "role: reference"),
+        (("nudge", "nudge_b"), "there is no nudge", "nudge: {ulps: 1}"),
+    ],
+)
+def test_a_study_without_controls_is_told_what_to_add(tmp_path, without, words, add):
+    arms = parts(candidate=candidate())
+    study = write_study(tmp_path, {k: v for k, v in arms.items() if k not in without})
+    found = _of(study)
+    assert found.state == "not measured"
+    assert words in found.sentence
+    assert add in found.decides
+
+
+def test_what_has_no_excess_is_not_applicable(tmp_path):
+    other = Part("yardstick", "seed", off("other"))
+    study = write_study(tmp_path, parts(candidate=candidate(), init_seed=other))
+    found = _of(study, "init_seed")
+    assert found.state == "not applicable"
+    assert "starts from other weights (seed.init_offset)" in found.sentence
+    for name in ("baseline", "reference"):
+        assert _of(study, name).state == "not applicable"
+
+
+def test_a_baseline_in_fp64_has_no_excess(tmp_path):
+    study = write_study(tmp_path, parts(candidate=candidate()), base={"precision": "64-true"})
+    found = _of(study)
+    assert found.state == "not applicable"
+    assert "64-true already" in found.sentence
+
+
+def test_a_baseline_equal_to_the_reference_has_no_error_to_compare_with(tmp_path):
+    arms = parts(candidate=candidate(), baseline=Part("baseline", "none", truth))
+    found = _of(write_study(tmp_path, arms))
+    assert found.state == "not measured"
+    assert "baseline and reference are equal to the bit" in found.sentence
+    named = _of(write_study(tmp_path, arms), policy=PolicyConfig(step=10))
+    assert named.state == "not measured"
+    assert "no error of its own to compare with" in named.sentence
+    assert "higher precision" in named.decides
+
+
+def test_a_nudge_that_moves_nothing_is_no_control(tmp_path):
+    still = Part("nudge", "nudge", off("baseline"))
+    found = _of(write_study(tmp_path, parts(candidate=candidate(), nudge=still, nudge_b=still)))
+    assert found.state == "not measured"
+    assert "no control differs from the baseline" in found.sentence
+
+
+def test_a_rerun_that_differs_is_a_control_like_a_nudge(tmp_path):
+    wild = Part("rerun", "none", off("rerun", chaos={1: 0.005, 5: 0.005, 10: 1.0, 20: 1.0}))
+    study = write_study(tmp_path, parts(candidate=candidate(), rerun=wild))
+    window = judged_window(study, POLICY, study.seeds)
+    assert window.step == 5
+    assert "at step 10 rerun has |log E|" in window.reason
+    exact = write_study(tmp_path / "exact", parts(rerun=Part("rerun", "none", off("baseline"))))
+    assert judged_window(exact, POLICY, exact.seeds).step == 20
+
+
+def test_weights_trained_anew_are_not_judged_by_the_old_distances(tmp_path):
+    arms = parts(candidate=candidate())
+    study = write_study(tmp_path, arms)
+    assert _of(study).state == "holds"
+    write_run(tmp_path, "candidate", candidate(3.0), seed=2)
+    found = _of(read_study(tmp_path))
+    assert found.state == "not measured"
+    assert "candidate has no weights on record at step 20 with seed 2" in found.sentence
+
+
+def test_a_damaged_record_of_distances_is_named(tmp_path):
+    study = write_study(tmp_path, parts(candidate=candidate()))
+    path = StudyPaths(tmp_path).distances(1)
+    path.write_text(path.read_text()[:-40])
+    found = _of(study)
+    assert found.state == "not measured"
+    assert "seed-1.json" in found.sentence
+
+
+def test_a_step_named_late_can_harm_but_not_hold(tmp_path):
+    """There chaos has caught up: E near 1 says nothing, and twice the distance still does."""
+    wild = {1: 0.005, 5: 0.005, 10: 0.5, 20: 0.5}
+    arms = parts(nudge=Part("nudge", "nudge", off("nudge", chaos=wild)))
+    late = PolicyConfig(step=20)
+    good = write_study(tmp_path / "good", {**arms, "candidate": candidate(0.9)})
+    assert _of(good).state == "holds"
+    found = _of(good, policy=late)
+    assert found.state == "undecided"
+    assert "judge at an earlier step: at step 20 a control has |log E|" in found.decides
+    assert "(named in the policy)" in found.sentence
+    bad = write_study(tmp_path / "bad", {**arms, "candidate": candidate(2.0)})
+    assert _of(bad, policy=late).state == "harmed"
+
+
+def test_predictions_are_told_beside_the_weights(tmp_path):
+    found = _of(write_study(tmp_path, parts(candidate=candidate(1.5))))
+    assert found.figures["excess_predictions"] == pytest.approx(1.5, rel=0.01)
+    assert "By its weights it can be told from a nudge (p 0.00098)" in found.sentence
+    assert "By its predictions it can be told from a nudge" in found.sentence
+
+
+def test_without_predictions_nothing_is_said_of_them(tmp_path):
+    study = write_study(tmp_path, parts(candidate=candidate()))
+    for seed in study.seeds:
+        found = read_distances(tmp_path, seed)
+        write_distances(tmp_path, type(found)(seed=seed, weights=found.weights))
+    said = _of(study)
+    assert said.state == "holds"
+    assert "predictions" not in said.sentence
+    assert math.isnan(said.figures["energy_p_predictions"])
+
+
+def test_cells_fit_the_table(tmp_path):
+    for error in (1e-9, 1.0, 1e5, 1e12):
+        study = write_study(tmp_path / str(error), parts(candidate=candidate(error)), seeds=3)
+        assert len(_of(study).cell) <= 16
+
+
+# the window
+
+
+def test_the_step_before_the_first_restless_nudge_is_judged(tmp_path):
+    """Restless in one seed of one nudge alone, and calm again at the last step."""
+
+    def weights(seed, step):
+        chaos = 1.0 if (seed, step) == (4, 10) else 0.005
+        return off("nudge_b", chaos=chaos)(seed, step)
+
+    arms = parts(candidate=candidate(), nudge_b=Part("nudge", "nudge", weights))
+    study = write_study(tmp_path, arms)
+    window = judged_window(study, POLICY, study.seeds)
+    assert window.step == 5
+    assert "at step 10 nudge_b has |log E|" in window.reason
+    assert "with seed 4, above 0.04" in window.reason
+    assert judged_window(study, PolicyConfig(window_limit=10.0), study.seeds).step == 20
+
+
+def test_the_rule_sees_no_candidate(tmp_path):
+    arms = parts(candidate=candidate(chaos=5.0))
+    study = write_study(tmp_path, arms)
+    assert judged_window(study, POLICY, study.seeds).step == 20
+
+
+def test_a_nudge_half_as_far_as_the_baseline_is_still_calm(tmp_path):
+    """At step 1, by Adam's signs: a rule on distance would pick no step at all."""
+
+    def weights(seed, step):
+        # turned about the truth: its error is as large as the baseline's, and half of it away
+        own = off("baseline")(seed, step) - truth(seed, step)
+        side = np.roll(own, 7)
+        side -= own * (own @ side) / (own @ own)
+        side *= np.linalg.norm(own) / np.linalg.norm(side)
+        turn = 2 * math.asin(0.25)
+        return truth(seed, step) + math.cos(turn) * own + math.sin(turn) * side
+
+    study = write_study(tmp_path, parts(nudge=Part("nudge", "nudge", weights)))
+    matrix = read_distances(tmp_path, 0).weights[1]
+    assert matrix.between("nudge", "baseline") == pytest.approx(
+        0.5 * matrix.between("baseline", "reference")
+    )
+    assert judged_window(study, POLICY, study.seeds).step == 20
+
+
+def test_nudges_that_are_restless_at_once_leave_no_step(tmp_path):
+    wild = Part("nudge", "nudge", off("nudge", chaos=3.0))
+    found = _of(write_study(tmp_path, parts(candidate=candidate(), nudge=wild)))
+    assert found.state == "not measured"
+    assert "there is no step to judge at: at step 1 nudge has" in found.sentence
+    assert "add earlier snapshots" in found.decides
+
+
+def test_a_nudge_that_is_no_number_ends_the_window(tmp_path):
+    def weights(seed, step):
+        return off("nudge", chaos=0.005)(seed, step) * (math.nan if step >= 10 else 1.0)
+
+    study = write_study(tmp_path, parts(nudge=Part("nudge", "nudge", weights)))
+    assert judged_window(study, POLICY, study.seeds).step == 5
+
+
+def test_controls_that_end_early_bound_the_window(tmp_path):
+    short = Part("nudge", "nudge", off("nudge", chaos=0.005), steps=(1, 5, 10))
+    study = write_study(tmp_path, parts(candidate=candidate(), nudge=short))
+    window = judged_window(study, POLICY, study.seeds)
+    assert window.step == 10
+    assert "at step 20 nudge has no snapshot" in window.reason
+    assert _of(study).figures["step"] == 10
+
+
+def test_the_window_is_frozen_at_the_first_look_and_kept(tmp_path):
+    calm = parts(candidate=candidate())
+    write_study(tmp_path, calm, seeds=2)
+    assert freeze_window(tmp_path) is None
+    study = write_study(tmp_path, calm, seeds=4)
+    assert freeze_window(tmp_path).seeds == [0, 1, 2]
+    assert freeze_window(tmp_path) is None
+    assert window_problems(study, POLICY) == []
+
+    def weights(seed, step):
+        return off("nudge", chaos=3.0 if seed == 4 else 0.005)(seed, step)
+
+    more = write_study(tmp_path, {**calm, "nudge": Part("nudge", "nudge", weights)}, seeds=5)
+    found = _of(more)
+    assert found.figures["step"] == 20
+    assert "frozen at the look at 3 seeds" in found.sentence
+    assert window_problems(more, POLICY) == []
+    StudyPaths(tmp_path).window.unlink()
+    assert _of(more).state == "not measured"
+
+
+def test_a_named_step_needs_no_frozen_one(tmp_path):
+    study = write_study(tmp_path, parts(candidate=candidate()), policy={"step": 5})
+    assert freeze_window(tmp_path) is None
+    assert _of(study, policy=study.policy).figures["step"] == 5
+    assert window_problems(study, study.policy) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step": 5}, "step is 5, the rule picks 20"),
+        ({"limit": 0.1}, "limit is 0.1, the policy's 0.04"),
+        ({"reference": "fp32"}, "reference is fp32"),
+        ({"controls": ["nudge"]}, "controls are nudge, the study's nudge, nudge_b"),
+    ],
+)
+def test_a_window_written_by_hand_is_exploratory(tmp_path, change, words):
+    study = write_study(tmp_path, parts(candidate=candidate()))
+    freeze_window(tmp_path)
+    path = StudyPaths(tmp_path).window
+    write_sealed(path, {**read_sealed(path, ""), **change})
+    assert any(words in problem for problem in window_problems(study, POLICY))
+
+
+def test_a_control_trained_anew_after_the_first_look_is_exploratory(tmp_path):
+    arms = parts(candidate=candidate())
+    write_study(tmp_path, arms)
+    freeze_window(tmp_path)
+    other = Part("nudge", "nudge", off("other", chaos=0.001))
+    study = write_study(tmp_path, {**arms, "nudge": other})
+    problems = window_problems(study, POLICY)
+    assert problems == [
+        "window.json: rests on other weights of nudge with seed 0 at step 1 than are there"
+    ]
+
+
+def test_a_damaged_window_is_named_and_not_judged_by(tmp_path):
+    study = write_study(tmp_path, parts(candidate=candidate()))
+    freeze_window(tmp_path)
+    path = StudyPaths(tmp_path).window
+    content = read_sealed(path, "")
+    content["log_excess"][0].pop("seed")
+    write_sealed(path, content)
+    assert "window.json" in _of(study).sentence
+    assert _of(study).state == "not measured"
+    assert "it is no whole record of a window" in window_problems(study, POLICY)[0]
