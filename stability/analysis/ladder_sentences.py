@@ -27,7 +27,7 @@ __all__ = [
 
 CHAOS_SHARE = 0.5
 """If the nudge has gone this share of an arm's drift, most of that drift is chaos. With fewer than
-5 seeds the arm then can't be told from chaos."""
+3 seeds the arm then can't be told from chaos."""
 
 
 def sentence(ladder: Ladder, arm: str) -> str:

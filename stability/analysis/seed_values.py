@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from stability.analysis.intervals import Interval, mean_interval
+from stability.analysis.intervals import Interval, mean_interval, paired_interval
 from stability.records.sealed_json import jsonable
 
 __all__ = ["SeedValues"]
@@ -46,8 +46,13 @@ class SeedValues:
 
     @property
     def interval(self) -> Interval:
-        """The 90 % interval of the mean; its ends are NaN with fewer than 5 seeds."""
-        return mean_interval(self.per_seed)
+        """The 90 % interval of the mean; its ends are NaN with fewer than 3 seeds.
+
+        Of values that are all positive it is that of the geometric mean: drifts and ratios are
+        nearer to a normal law in their logs, and no end of theirs is negative.
+        """
+        is_positive = all(0 < value < math.inf for value in self.per_seed.values())
+        return (paired_interval if is_positive else mean_interval)(self.per_seed)
 
     def over(self, other: "SeedValues") -> "SeedValues":
         """Return this quantity divided by `other`, seed by seed.

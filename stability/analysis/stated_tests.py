@@ -202,9 +202,7 @@ def _check_seeds(caller: str, found: Interval) -> None:
     # With too few seeds an Interval has a mean but no ends. Without a finite mean the seeds are not
     # to blame, and the statement just does not hold.
     if math.isfinite(found.mean) and math.isnan(found.low):
-        raise ValueError(
-            f"{caller}: seeds must be enough for an interval, got {found.n}; 5 are for 90 %"
-        )
+        raise ValueError(f"{caller}: seeds must be enough for an interval, got {found.n}; 3 are")
 
 
 def _words(found: Interval, unit: str) -> str:

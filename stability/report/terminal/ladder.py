@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stability.analysis.intervals import replicates_needed
+from stability.analysis.intervals import FEWEST
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.ladder_sentences import candidate_sentences, messages, notes
 from stability.analysis.number_text import MISSING
@@ -22,7 +22,7 @@ from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.report.terminal.sparkline import Sparks, evenly, log_scale
 from stability.report.terminal.tables import add_row, first_that_fits, ruled_table
-from stability.report.view.error_bars import LEVEL, written_with_bar
+from stability.report.view.error_bars import written_with_bar
 from stability.report.view.ladder import Number, is_candidate, is_unpaired, numbers
 from stability.report.view.plain_text import as_text, readable, shortened
 
@@ -176,7 +176,7 @@ def _caption(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> str
         lines.append(
             "W1: 1-D Wasserstein distance of the weights' values, in units of the weights."
         )
-    if layout.ranges and len(ladder.seeds) >= replicates_needed(LEVEL):
+    if layout.ranges and len(ladder.seeds) >= FEWEST:
         lines[-1] += " [ ]: 90% interval of the mean."
     elif layout.ranges and len(ladder.seeds) > 1:
         lines[-1] += " ±: half of the seeds' range."

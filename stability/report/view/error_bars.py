@@ -1,6 +1,6 @@
 """The error bar beside a mean over the seeds: its two ends, and how they are written.
 
-The bar is the 90 % bootstrap interval of the mean. With fewer than five seeds there is no such
+The bar is the 90 % interval of the mean. With fewer than three seeds there is no such
 interval (`analysis.intervals`), and the bar is the range from the smallest to the largest seed.
 """
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 
 from stability.analysis.arm_growth import ArmGrowth
-from stability.analysis.intervals import Interval, replicates_needed
+from stability.analysis.intervals import FEWEST, Interval
 from stability.analysis.number_text import MISSING, span
 from stability.analysis.seed_values import SeedValues
 
@@ -41,11 +41,10 @@ def bar_kind(values: SeedValues) -> str:
 
 def bars_are(seeds: int) -> str:
     """Return the words that explain `bar_ends` in a study of so many seeds."""
-    needed = replicates_needed(LEVEL)
-    if seeds >= needed:
+    if seeds >= FEWEST:
         return (
             f"{LEVEL:.0%} interval of the mean over the seeds, and smallest to largest seed where "
-            f"fewer than {needed} have run"
+            f"fewer than {FEWEST} have run"
         )
     return "smallest to largest seed" if seeds > 1 else "none, with one seed"
 

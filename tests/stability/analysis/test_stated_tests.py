@@ -70,7 +70,7 @@ def test_above_and_below_one_exclude_each_other(first, second):
 )
 def test_the_whole_interval_must_lie_inside(limits, holds):
     around_two = paired_interval(_times(2))
-    assert 1.8 < around_two.low < 2 < 2.05 < around_two.high < 2.2
+    assert 1.8 < around_two.low < 1.95 < 2 < 2.05 < around_two.high < 2.2
     assert ratio_within("twice", _times(2), ONES, **limits).holds is holds
     assert mean_within("two", _times(2), unit="ULP", **limits).holds is holds
 
@@ -158,7 +158,7 @@ def test_the_statement_is_handed_on_and_nothing_is_a_control_by_itself():
     assert not equal("said", [0.0]).control
 
 
-FEW = {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}
+FEW = {0: 1.0, 1: 1.0}
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ FEW = {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}
         (lambda: ratio_within("", ONES, {0: 1.0}), r"ratio_within: seeds must be the same"),
         (lambda: ratio_within("", ONES, {**ONES, 2: 0.0}), r"must not be 0, is 0 at seed 2"),
         (lambda: ratio_within("", _times(-1), _times(-1)), r"figures must not be negative"),
-        (lambda: ratio_within("", FEW, FEW), r"enough for an interval, got 4; 5 are for 90 %"),
-        (lambda: mean_within("", FEW, unit=""), r"enough for an interval, got 4"),
+        (lambda: ratio_within("", FEW, FEW), r"enough for an interval, got 2; 3 are"),
+        (lambda: mean_within("", FEW, unit=""), r"enough for an interval, got 2"),
         (lambda: mean_within("", ONES, unit="", level=1.0), r"level must be between 0 and 1"),
         (lambda: monotone("", {"a": ONES}, rising=True), r"at least two points, got 1"),
         (
