@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from attention_kernels.testing.fault_names import FAULT_NAMES
 from stability.config.arms import Arm, expand
 from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest
@@ -170,6 +171,11 @@ def _check_ends(study: StudyConfig, arms: list[Arm], root: Place) -> None:
 
 def _check_attention(config: AttentionConfig, place: Place) -> None:
     name = config.implementation
+    if config.fault and config.fault not in FAULT_NAMES:
+        raise place.at("fault").error(
+            f"must be a planted fault, got {config.fault!r}; nearest: "
+            f"{nearest(config.fault, FAULT_NAMES)}"
+        )
     own = ":" in name or name in plugins(ATTENTIONS)  # looked up when the arm is resolved
     if name not in IMPLEMENTATIONS and not own:
         known = [*IMPLEMENTATIONS, *plugins(ATTENTIONS)]

@@ -155,7 +155,7 @@ class AttentionConfig:
     direction: Literal["both", "forward", "backward"] = "both"
     """In an arm: the direction that is computed so; the other is as the baseline's."""
     fault: str = ""
-    """A known error planted on the attention, by its name in `attention_kernels.testing.faults`."""
+    """A known error planted on the attention, by its name in `attention_kernels.testing.FAULTS`."""
 
     def __post_init__(self) -> None:
         _require(bool(self.layers), "attention", "layers must name at least one", self.layers)

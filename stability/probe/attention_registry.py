@@ -2,11 +2,12 @@
 
 A name in a config is one of `IMPLEMENTATIONS`, the table in `config.attentions` where a new one is
 added, an entry point of another package, or the `module:function` of a user's own attention. It
-becomes a `ResolvedAttention`, a plain callable that says what it is: "auto" is resolved here, once,
-so that the manifest can hold what ran. A user's attention is a function of (q, k, v, *, causal,
-scale=None) and may take more of `MaskArguments` by name; a call with a mask that it does not take
-is refused, so that no mask is dropped in silence. Leaves out the arithmetic (`attention_kernels`)
-and checking what a user's function returns (`attention_probe`).
+becomes a `ResolvedAttention`, a plain callable that says what it is, a planted fault included:
+"auto" is resolved here, once, so that the manifest can hold what ran. A user's attention is a
+function of (q, k, v, *, causal, scale=None) and may take more of `MaskArguments` by name; a call
+with a mask that it does not take is refused, so that no mask is dropped in silence. Leaves out the
+arithmetic and the faults (`attention_kernels`) and checking what a user's function returns
+(`attention_probe`).
 """
 
 import hashlib
@@ -33,6 +34,7 @@ from attention_kernels import (
     resolve_engine,
 )
 from attention_kernels.points import BackwardNumerics
+from attention_kernels.testing import plant
 from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.convert import nearest
 from stability.config.plugins import ATTENTIONS, plugins
@@ -46,6 +48,7 @@ __all__ = [
     "resolve_flash",
     "resolve_golden",
     "resolve_sdpa",
+    "with_fault",
     "with_input_format",
 ]
 
@@ -152,10 +155,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Ten
     SDPA aligns a causal mask top-left and `MaskArguments` bottom-right, so causal with other
     lengths is refused; a causal flag beside a mask SDPA itself refuses.
     """
-    causal, attn_mask = mask.get("causal", False), mask.get("attn_mask")
-    padding = mask.get("key_padding")
-    if padding is not None and attn_mask is None:
-        attn_mask = padding[:, None, None, :]
+    causal, attn_mask = mask.get("causal", False), _visible(mask)
     others = [
         name
         for name, value in mask.items()
@@ -173,6 +173,19 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Ten
         scale=mask.get("scale"),
         enable_gqa=k.shape[1] != q.shape[1],
     )
+
+
+def _visible(mask: MaskArguments) -> Tensor | None:
+    """Return what SDPA takes for `attn_mask`: the mask, the padding, or both in one."""
+    attn_mask, padding = mask.get("attn_mask"), mask.get("key_padding")
+    if padding is None:
+        return attn_mask
+    seen_B11K = padding[:, None, None, :]
+    if attn_mask is None:
+        return seen_B11K
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & seen_B11K
+    return torch.where(seen_B11K, attn_mask, -torch.inf)
 
 
 def _refuse_engine(config: AttentionConfig) -> None:
@@ -209,8 +222,8 @@ def resolve_attention(
     """Return the attention that `config` names, for tensors on `device`.
 
     `config` may be text as in `attention_from_text`, or a function like `AttentionFn`. ValueError
-    names an unknown implementation, profile or numerics field and the nearest ones, a function
-    that can't be imported or called, or an engine that this device cannot run.
+    names an unknown implementation, profile, fault or numerics field and the nearest ones, a
+    function that can't be imported or called, or an engine that this device cannot run.
     """
     if isinstance(config, ResolvedAttention):
         return config
@@ -218,6 +231,21 @@ def resolve_attention(
         config = attention_from_text(config)
     if not isinstance(config, AttentionConfig):
         return _user_attention(getattr(config, "__name__", type(config).__name__), config)
+    resolved = _resolve_named(config, device)
+    return with_fault(resolved, config.fault) if config.fault else resolved
+
+
+def with_fault(attention: ResolvedAttention, fault: str) -> ResolvedAttention:
+    """Return `attention` with a planted fault, e.g. `flash:fa2+dq_gain`; ValueError if unknown."""
+    return replace(
+        attention,
+        name=f"{attention.name}+{fault}",
+        function=plant(attention.function, fault),
+        description={**attention.description, "fault": fault},
+    )
+
+
+def _resolve_named(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
     name = config.implementation
     if name in IMPLEMENTATIONS:
         module, _, resolver = IMPLEMENTATIONS[name].resolver.partition(":")

@@ -71,6 +71,7 @@ def test_a_study_is_read_with_the_baseline_first(tmp_path):
         (_set("policy", {"step": 3}), "policy.step: .* snapshot, got 3; they are 0, 2, 5"),
         (_set("policy", {"max_ratio": 0}), "policy: max_ratio must be > 0, got 0"),
         (_set("base.precision", 32), "base.precision: must be a string, got 32"),
+        (_set("base.attention.fault", "dq_gian"), "base.attention.fault: .*; nearest: dq_gain"),
         (_set("base.model", "demmo"), "base.model: .* preset, got 'demmo'; nearest: demo"),
         (_set("base.model", {"preset": "x"}), "base.model.preset: must be a model preset, got 'x'"),
         (_set("base.model", 7), "base.model: must be a mapping, got 7"),

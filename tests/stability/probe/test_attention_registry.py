@@ -1,6 +1,7 @@
 """Attention by name: what is resolved, and what is refused."""
 
 import sys
+import types
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.nn import functional as F
 
 from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
 from attention_kernels.peers.sdpa import BACKENDS
+from attention_kernels.testing import FAULTS, plant, with_gradients
 from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.schema import AttentionConfig
 from stability.probe.attention_registry import (
@@ -164,3 +166,50 @@ def test_an_entry_point_is_known_by_its_name(tmp_path, monkeypatch):
 def test_sdpa_refuses_what_it_has_no_argument_for(mask, what):
     with pytest.raises(ValueError, match=f"sdpa: the mask must be one that it takes, got {what}"):
         resolve_attention("sdpa", CPU)(*_inputs(), **mask)
+
+
+@pytest.mark.parametrize("kind", ["bool", "added"])
+def test_sdpa_keeps_the_padding_beside_a_mask(kind):
+    q, k, v = (x.float() for x in _inputs())
+    visible = torch.ones(20, 20, dtype=torch.bool).tril()
+    mask = visible if kind == "bool" else torch.zeros(20, 20).masked_fill(~visible, -torch.inf)
+    padding = (torch.arange(20) > 2)[None]
+    padding = padding | (torch.arange(20) == 0)  # no row attends nothing
+    out = resolve_attention("sdpa", CPU)(q, k, v, attn_mask=mask, key_padding=padding)
+    exact = golden_attention(q, k, v, attn_mask=mask, key_padding=padding)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
+
+
+def test_an_attention_with_a_fault_is_the_attention_and_the_fault():
+    q, k, v = _inputs()
+    config = AttentionConfig(implementation="flash", fault="dropped_key")
+    resolved = resolve_attention(config, CPU)
+    assert resolved.name == "flash:fa2+dropped_key"
+    assert resolved.description["fault"] == "dropped_key"
+    planted = plant(flash_attention, "dropped_key")
+    assert torch.equal(resolved(q, k, v, causal=True), planted(q, k, v, causal=True))
+    out, lse = resolved.with_lse(q, k, v, causal=True)
+    expected = planted(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(out, expected.out)
+    assert torch.equal(lse, expected.lse)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["baseline", "sdpa", "golden", "tests.zoo_of_one:attend"])
+def test_every_fault_can_be_planted_on_every_kind_of_attention(name, fault, monkeypatch):
+    module = types.ModuleType("tests.zoo_of_one")
+    module.attend = lambda q, k, v, *, causal, scale=None: F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, enable_gqa=True
+    )
+    monkeypatch.setitem(sys.modules, "tests.zoo_of_one", module)
+    right = resolve_attention(AttentionConfig(implementation=name), CPU)
+    wrong = resolve_attention(AttentionConfig(implementation=name, fault=fault), CPU)
+    dout = torch.randn(1, 4, 20, 16, generator=torch.Generator().manual_seed(2))
+    before, after = (with_gradients(x, *_inputs(), dout, causal=True) for x in (right, wrong))
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    assert moved == set(FAULTS[fault].results) - {"lse"}
+
+
+def test_an_unknown_fault_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="got 'dropped_kee'; nearest: dropped_key"):
+        resolve_attention(AttentionConfig(fault="dropped_kee"), CPU)
