@@ -42,7 +42,6 @@ __all__ = [
     "answer_of",
     "judge_arms",
     "judged_candidates",
-    "role_of",
 ]
 
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NO ASSAY"]
@@ -129,8 +128,8 @@ def judge_arms(
     """
     measure = levels or _default_levels()
     candidates = judged_candidates(study, policy)
-    broken = [arm for arm in study.arms if role_of(arm) == "broken" and arm not in candidates]
-    alpha = look_alpha(_alpha(policy))
+    broken = [arm for arm in study.arms if arm.role == "broken" and arm not in candidates]
+    alpha = look_alpha(policy.alpha)
     counts = {arm.name: _complete_seeds(study, arm) for arm in (*candidates, *broken)}
     found = {
         arm.name: _evidence(study, arm, policy, measure, counts[arm.name])
@@ -157,9 +156,8 @@ def judged_candidates(study: RecordedStudy, policy: PolicyConfig) -> list[Record
 
     ValueError if there is none, or a name is no arm's or the baseline's.
     """
-    named: Sequence[str] = getattr(policy, "candidates", ())
-    if not named:
-        found = [arm for arm in study.candidates if role_of(arm) == "candidate"]
+    if not policy.candidates:
+        found = [arm for arm in study.candidates if arm.role == "candidate"]
         if not found:
             raise ValueError(
                 f"verdict: {study.name} must have an arm of role candidate, has none; "
@@ -167,7 +165,7 @@ def judged_candidates(study: RecordedStudy, policy: PolicyConfig) -> list[Record
             )
         return found
     found = []
-    for name in named:
+    for name in policy.candidates:
         arm = study.arm(name)
         if arm is None or name == BASELINE:
             names = [arm.name for arm in study.candidates]
@@ -209,7 +207,7 @@ def _judge(
         verdicts.append(
             ArmVerdict(
                 arm=arm.name,
-                role=role_of(arm),
+                role=arm.role,
                 outcome=outcome,
                 levels=levels,
                 assay=assay,
@@ -317,7 +315,7 @@ def _with_seeds(study: RecordedStudy, seeds: Sequence[int]) -> RecordedStudy:
 
 def _complete_seeds(study: RecordedStudy, arm: RecordedArm) -> int:
     """Return how many of the first seeds have ended, in the controls and in `arm`."""
-    needed = [other for other in study.arms if role_of(other) in CONTROLS] + [arm]
+    needed = [other for other in study.arms if other.role in CONTROLS] + [arm]
     for count, seed in enumerate(study.seeds):
         if not all(seed in one.runs and one.runs[seed].state in DONE for one in needed):
             return count
@@ -361,17 +359,6 @@ def _not_measured(level: Level, why: str) -> LevelEvidence:
 
 def _no_assay_needed() -> ArmAssay:
     return ArmAssay(state="not applicable", sentence="it is itself a planted fault")
-
-
-def role_of(arm: RecordedArm) -> str:
-    """Return what the arm is there for; until arms record it, what its axis says."""
-    by_axis = {"none": "rerun", "nudge": "nudge", "attention": "candidate", "broken": "broken"}
-    default = "baseline" if arm.name == BASELINE else by_axis.get(arm.axis, "yardstick")
-    return getattr(arm, "role", default)
-
-
-def _alpha(policy: PolicyConfig) -> float:
-    return getattr(policy, "alpha", 0.05)
 
 
 def _default_levels() -> dict[Level, EvidenceOf]:

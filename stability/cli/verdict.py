@@ -3,6 +3,7 @@
 A verdict judges the study's candidates; a verification proves that two runs may be compared.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +15,31 @@ from stability.cli.output import (
     print_json,
     print_line,
 )
+from stability.config.convert import nearest
 
 if TYPE_CHECKING:
     from stability.analysis.pair_contract import PairProof
+    from stability.analysis.verdict import ArmVerdict, StudyVerdict
 
 __all__ = ["verdict", "verify"]
 
 _EXIT_CODES = {"PASS": HOLDS, "FAIL": FAILS, "INCONCLUSIVE": UNDECIDED, "NO ASSAY": UNDECIDED}
 
 
-def verdict(study: Path, arm: str = "", json: bool = False) -> int:
+def verdict(
+    study: Path,
+    arm: str = "",
+    json: bool = False,
+    step: int | None = None,
+    max_error_ratio: float | None = None,
+    max_gain: float | None = None,
+    max_bias_ulp: float | None = None,
+    max_gradient_ratio: float | None = None,
+    max_share: float | None = None,
+    max_excess: float | None = None,
+    margin_nats: float | None = None,
+    alpha: float | None = None,
+) -> int:
     """Judge a study's candidates on four levels: PASS only if every level holds.
 
     Exit code 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE and NO ASSAY, 4 whatever comes out if the
@@ -34,34 +50,57 @@ def verdict(study: Path, arm: str = "", json: bool = False) -> int:
         study: the folder of a study, e.g. runs/quickstart
         arm: show and answer for this arm alone; the others still count in the correction
         json: print the verdict as JSON
+        step: judge training at this snapshot; like every limit below it makes the answer
+            exploratory where it is not what was sealed
+        max_error_ratio: operator: most of the error of plain attention
+        max_gain: operator: most that the slope of a result on the golden differs from 1
+        max_bias_ulp: operator: most of the mean signed error, in units of the last place
+        max_gradient_ratio: gradient: most of the baseline's error in the whole model's gradient
+        max_share: gradient: most of the error's power that repeats from look to look
+        max_excess: training: most of the baseline's distance to the reference
+        margin_nats: outcome: a held-out loss this much higher matters
+        alpha: the chance of a wrong answer over all looks, in each direction
     """
+    given = {
+        "step": step,
+        "max_error_ratio": max_error_ratio,
+        "max_gain": max_gain,
+        "max_bias_ulp": max_bias_ulp,
+        "max_gradient_ratio": max_gradient_ratio,
+        "max_share": max_share,
+        "max_excess": max_excess,
+        "margin_nats": margin_nats,
+        "alpha": alpha,
+    }
     from stability.analysis.study_records import read_study  # heavy: numpy
     from stability.analysis.verdict import judge_arms
-    from stability.config.convert import nearest
     from stability.report.terminal.verdict import verdict_lines
 
     recorded = read_study(study)
-    judged = judge_arms(recorded, recorded.policy)
-    shown = judged.arms
-    outcome = judged.outcome
-    if arm:
-        shown = tuple(one for one in judged.arms if one.arm == arm)
-        if not shown:
-            names = [one.arm for one in judged.arms]
-            raise ValueError(
-                f"verdict: arm must be one that is judged, got {arm!r}; "
-                f"nearest: {nearest(arm, names)}"
-            )
-        outcome = shown[0].outcome
+    changed = {name: value for name, value in given.items() if value is not None}
+    judged = judge_arms(recorded, replace(recorded.policy, **changed))
+    shown = _shown(judged, arm)
+    outcome = shown[0].outcome if arm else judged.outcome
     if json:
-        names = {one.arm for one in shown}
-        content = judged.to_dict()
-        content["arms"] = [one for one in content["arms"] if one["arm"] in names]
-        print_json(content | {"outcome": outcome})
+        content = judged.to_dict() | {"outcome": outcome}
+        print_json(content | {"arms": [one.to_dict() for one in shown]})
     else:
         for line in verdict_lines(judged, shown):
             print_line(line)
     return EXPLORATORY if judged.exploratory else _EXIT_CODES[outcome]
+
+
+def _shown(judged: "StudyVerdict", arm: str) -> "tuple[ArmVerdict, ...]":
+    """Return the verdicts to be shown; ValueError for an arm that was not judged."""
+    if not arm:
+        return judged.arms
+    shown = tuple(one for one in judged.arms if one.arm == arm)
+    if not shown:
+        names = [one.arm for one in judged.arms]
+        raise ValueError(
+            f"verdict: arm must be one that is judged, got {arm!r}; nearest: {nearest(arm, names)}"
+        )
+    return shown
 
 
 def verify(first: Path, second: Path | None = None, json: bool = False) -> int:

@@ -50,7 +50,7 @@ def with_broken(study):
 
 
 def _as_role(arm):
-    return replace(arm, axis="broken") if arm.name == "flash_all_bf16" else arm
+    return replace(arm, role="broken") if arm.name == "flash_all_bf16" else arm
 
 
 def _outcome(study, fa2, broken=HARMED, **options):
@@ -120,7 +120,7 @@ def test_without_a_sensitive_assay_nothing_passes(study):
     assert "scale_gain was missed" in _outcome(study, HOLDS, assay=NO_SCALE).sentence
     unplanted = ArmAssay(state="not measured", sentence="no faults were planted")
     assert _outcome(study, HOLDS, assay=unplanted).outcome == "NO ASSAY"
-    unbroken = replace(study, arms=tuple(a for a in study.arms if a.axis != "broken"))
+    unbroken = replace(study, arms=tuple(a for a in study.arms if a.role != "broken"))
     assert _outcome(unbroken, HOLDS).outcome == "NO ASSAY"
 
 
@@ -198,7 +198,7 @@ def test_a_study_answers_as_its_worst_candidate(study):
 
 
 def _as_candidate(arm):
-    return replace(arm, axis="attention") if arm.name == "fp32" else arm
+    return replace(arm, role="candidate") if arm.name == "fp32" else arm
 
 
 def test_the_command_prints_the_answer_first_at_80_columns(study, capsys):
@@ -210,6 +210,22 @@ def test_the_command_prints_the_answer_first_at_80_columns(study, capsys):
     assert code == 3
     assert main(["verdict", str(folder), "--arm", "flash_fa2", "--json"]) == 3
     assert '"outcome": "INCONCLUSIVE"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-excess", "0.9"], "max_excess must be above 1"),
+        (["--margin-nats", "0"], "margin_nats must be > 0 and finite, got 0"),
+        (["--alpha", "0.7"], "alpha must be in"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused(study, capsys, arguments, message):
+    folder = study.arms[0].runs[0].paths.root.parents[1]
+    with pytest.raises(SystemExit) as caught:
+        main(["verdict", str(folder), *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_an_arm_that_is_not_judged_is_one_line(study, capsys):
