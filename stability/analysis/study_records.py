@@ -114,6 +114,8 @@ class RecordedStudy:
     """The early step the config asks for; 0 means the first snapshot."""
     policy: PolicyConfig
     arms: tuple[RecordedArm, ...]
+    folder: Path
+    """Where it was read from."""
 
     def arm(self, name: str) -> RecordedArm | None:
         """Return the arm of that name, if the study has it."""
@@ -157,6 +159,7 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
             early_step=config.get("early_step", 0),
             policy=from_dict(PolicyConfig, config.get("policy"), str(path)),
             arms=_read_arms(study_dir, content, known),
+            folder=study_dir,
         )
     except (KeyError, TypeError) as error:
         raise ValueError(

@@ -49,12 +49,14 @@ def run(
     from stability.report.terminal.progress import StudyDisplay
     from stability.study.assemble import quieten_lightning
     from stability.study.run import has_ended
-    from stability.study.run_study import plan_study, run_study
+    from stability.study.run_study import changed_protocol, plan_study, run_study
     from stability.study.train_run import TrainOptions
 
     runs = plan_study(config, out)
     check_wandb(wandb)
     quieten_lightning()
+    for change in changed_protocol(config, out):
+        print_line(f"EXPLORATORY: {change}")
     console = Console()
     with StudyDisplay(console, len(runs)) as display:
         run_study(

@@ -37,6 +37,11 @@ class StudyPaths:
         return self.root / "study.json"
 
     @property
+    def protocol(self) -> Path:
+        """What was fixed before the first run, sealed."""
+        return self.root / "protocol.json"
+
+    @property
     def ladder(self) -> Path:
         """The ladder as data."""
         return self.root / "ladder.json"

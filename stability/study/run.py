@@ -56,6 +56,8 @@ class Run:
     """The paired run; None for the baseline itself."""
     fork: Fork | None = None
     """Set if the run goes on from its baseline's state."""
+    protocol: str = ""
+    """The hash of the protocol that it is trained under; empty where none was sealed."""
 
     @property
     def fork_record(self) -> dict[str, Any]:

@@ -7,14 +7,17 @@ shown to the observer.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from stability.analysis.pair_contract import axis_of
+from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, expand
 from stability.config.convert import to_dict
 from stability.config.schema import BASELINE, Axis, Role, StudyConfig
 from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
+from stability.records.protocol import has_begun, protocol_hash, read_protocol, seal_protocol
 from stability.records.sealed_json import write_sealed
 from stability.study.assemble import assemble, load_data
 from stability.study.distances import update_distances
@@ -23,7 +26,7 @@ from stability.study.run import Run, check_existing, needs_no_training
 from stability.study.train_run import TrainOptions, train
 from stability.study.window import freeze_window
 
-__all__ = ["check_study", "in_training_order", "plan_study", "run_study"]
+__all__ = ["changed_protocol", "check_study", "in_training_order", "plan_study", "run_study"]
 
 
 _ORDER: tuple[Role, ...] = ("baseline", "reference", "nudge", "rerun")
@@ -93,14 +96,19 @@ def run_study(
     Runs that have ended are kept, and interrupted ones resumed. A failure is recorded in the run's
     manifest and the other runs go on, but a candidate whose baseline failed is not started. Up to
     `jobs` runs train at once, each in a process of its own (1: in this one), with the same results.
-    DiskFullError where the disk is full: nothing that was written is lost. ValueError as
-    `check_study`, and for `jobs` below 1.
+    The protocol is sealed before the first of them, and an older one is kept. DiskFullError where
+    the disk is full: nothing that was written is lost. ValueError as `check_study`, for a damaged
+    protocol, and for `jobs` below 1.
     """
     if jobs < 1:
         raise ValueError(f"run_study: jobs must be >= 1, got {jobs}")
     runs = plan_study(study, out)
     check_study(runs)
-    _write_study(study, runs, out)
+    folder, content = StudyPaths(out / study.name).root, _content(study, runs)
+    seal_protocol(folder, make_protocol(content["config"], content["arms"]))
+    write_sealed(StudyPaths(folder).study, content)
+    sealed = protocol_hash(folder)
+    runs = [replace(run, protocol=sealed) for run in runs]
     if jobs > 1:
         train_in_processes(runs, jobs, options, observer)
     else:
@@ -136,19 +144,32 @@ def _measure_distances(runs: list[Run], seed: int, observer: StudyObserver) -> N
     update_distances(folder, seed, found, lambda arm, text: observer.run_noted(arm, seed, text))
 
 
-def _write_study(study: StudyConfig, runs: list[Run], out: Path) -> None:
+def changed_protocol(study: StudyConfig, out: Path) -> list[str]:
+    """Return what `study` asks otherwise than was sealed in `out/<name>`; empty before a first run.
+
+    Writes nothing. ValueError if the sealed protocol is damaged.
+    """
+    folder = StudyPaths(out / study.name).root
+    if not StudyPaths(folder).protocol.exists():
+        return [UNSEALED] if has_begun(folder) else []
+    content = _content(study, plan_study(study, out))
+    now = make_protocol(content["config"], content["arms"])
+    return changes_between(read_protocol(StudyPaths(folder).protocol), now)
+
+
+def _content(study: StudyConfig, runs: list[Run]) -> dict[str, Any]:
+    """Return what `study.json` holds: the config, and each arm in the order of the study."""
     axes = {run.arm.name: run.axis for run in runs}
-    content = {
+    return {
         "config": to_dict(study),
         "arms": [
             {
                 "name": arm.name,
                 "axis": axes[arm.name],
-                "diff": arm.diff,
+                "diff": to_dict(arm.diff),
                 "role": arm.role,
                 "until": arm.until,
             }
             for arm in expand(study)
         ],
     }
-    write_sealed(StudyPaths(out / study.name).study, content)

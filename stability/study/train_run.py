@@ -119,6 +119,7 @@ def _first_manifest(
             "environment": hash_environment(found),
             "init_weights": parts.init_hash,
             "text": data.text_hash,
+            "protocol": run.protocol,
         },
         state="running",
         step=0,

@@ -1,0 +1,177 @@
+"""What has been changed in a study since its protocol was sealed.
+
+A verdict is confirmatory only if what it rests on was fixed before the first result: policy,
+arms with their roles and ends, the rule for the judged step, the looks, and all that decides the
+runs' bits. Whatever differs is told in a sentence, and the verdict is then exploratory. More seeds
+are no change: the looks are made for them. Leaves out the file (`records.protocol`) and the
+judgement (`verdict`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from stability.analysis.sequential import LOOKS
+from stability.analysis.study_records import RecordedStudy
+from stability.config.convert import ConfigError, from_dict, to_dict
+from stability.config.diff import leaves
+from stability.config.schema import BASELINE, ArmConfig, PolicyConfig
+from stability.records.paths import StudyPaths, is_run, list_runs
+from stability.records.protocol import Protocol, has_begun, protocol_hash, read_protocol
+
+__all__ = ["UNSEALED", "changes_between", "make_protocol", "protocol_changes", "protocol_of"]
+
+UNSEALED = "no protocol was sealed before the first run"
+"""What is said of a study whose runs began without a protocol, and of one whose file is gone."""
+
+
+def make_protocol(config: Mapping[str, Any], arms: Sequence[Mapping[str, Any]]) -> Protocol:
+    """Return the protocol of a study: its `config` and `arms` as `study.json` holds them."""
+    policy, train = config["policy"], config["base"]["train"]
+    ends = [arm["until"] for arm in arms if arm["role"] in ("reference", "nudge")]
+    end = min(ends, default=train["steps"])
+    steps = {*train.get("snapshot_steps", ()), train["steps"]}
+    return Protocol(
+        study=config["name"],
+        policy=dict(policy),
+        arms={
+            arm["name"]: {
+                "role": arm["role"],
+                "until": arm["until"],
+                "diff": {path: list(values) for path, values in arm["diff"].items()},
+            }
+            for arm in arms
+        },
+        window={
+            "step": policy.get("step", 0),
+            "limit": policy.get("window_limit"),
+            "steps": sorted(step for step in steps if 0 < step <= end),
+        },
+        looks=list(LOOKS),
+        seeds=list(config["seeds"]),
+        base=dict(config["base"]),
+    )
+
+
+def protocol_of(study: RecordedStudy, policy: PolicyConfig) -> Protocol:
+    """Return the protocol that `study` and `policy` would be sealed with now."""
+    config = {
+        "name": study.name,
+        "policy": to_dict(policy),
+        "seeds": list(study.seeds),
+        "base": study.base,
+    }
+    arms = [
+        {"name": arm.name, "role": arm.role, "until": arm.until, "diff": arm.diff}
+        for arm in study.arms
+    ]
+    return make_protocol(config, arms)
+
+
+def protocol_changes(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
+    """Return a sentence for each change since the protocol was sealed; empty if nothing is changed.
+
+    A protocol that is missing, damaged, or not the one that the runs were trained under, is told in
+    the same way: nothing can be proven by it.
+    """
+    path = StudyPaths(study.folder).protocol
+    if not path.exists():
+        return [UNSEALED] if has_begun(study.folder) else []
+    try:
+        sealed = read_protocol(path)
+    except ValueError as error:
+        return [f"the protocol can't be relied on: {error}"]
+    changes = changes_between(sealed, protocol_of(study, policy))
+    return [*_other_protocols(study), *changes, *_left_out_seeds(study)]
+
+
+def changes_between(sealed: Protocol, now: Protocol) -> list[str]:
+    """Return a sentence for each thing that `now` asks otherwise than `sealed` did."""
+    return [
+        *_values("policy", _policy(sealed.policy), _policy(now.policy)),
+        *_arms(sealed.arms, now.arms),
+        *_values("window", _rule(sealed), _rule(now)),
+        *_values("", {"looks": sealed.looks}, {"looks": now.looks}),
+        *_seeds(sealed.seeds, now.seeds),
+        *_values("base", leaves(_base(sealed.base)), leaves(_base(now.base))),
+    ]
+
+
+def _policy(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a policy's values, with the default of a limit that it does not know yet."""
+    known = to_dict(PolicyConfig())
+    return {field.name: values.get(field.name, known[field.name]) for field in fields(PolicyConfig)}
+
+
+def _rule(protocol: Protocol) -> dict[str, Any]:
+    """Return the window less what the policy has told of it."""
+    return {"steps": protocol.window.get("steps")}
+
+
+def _base(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a base with the defaults of the keys that it does not know yet."""
+    try:
+        return to_dict(from_dict(ArmConfig, values, "protocol.json"))
+    except ConfigError:  # of another version: its values are compared as they stand
+        return values
+
+
+def _values(group: str, sealed: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys([*sealed, *now]):
+        if sealed.get(name) != now.get(name):
+            path = f"{group}.{name}" if group else name
+            yield f"{path} is {_shown(now.get(name))}, was sealed as {_shown(sealed.get(name))}"
+
+
+def _arms(
+    sealed: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    for name in dict.fromkeys([*sealed, *now]):
+        if name not in sealed:
+            yield f"arm {name} was added"
+        elif name not in now:
+            yield f"arm {name} was taken out"
+        else:
+            yield from _values(f"arm {name}", _flat(sealed[name]), _flat(now[name]))
+
+
+def _flat(arm: Mapping[str, Any]) -> dict[str, Any]:
+    own = {path: values[-1] for path, values in arm["diff"].items()}
+    return {"role": arm["role"], "until": arm["until"], **own}
+
+
+def _seeds(sealed: list[int], now: list[int]) -> Iterator[str]:
+    if now[: len(sealed)] != sealed:
+        yield (
+            f"seeds are {_shown(now)}, were sealed as {_shown(sealed)}; seeds may only be added "
+            "after those"
+        )
+
+
+def _other_protocols(study: RecordedStudy) -> Iterator[str]:
+    """Tell of runs that were not trained under the protocol that is there."""
+    here = protocol_hash(study.folder)
+    for arm in study.arms:
+        for seed, run in arm.runs.items():
+            if run.manifest is not None and run.manifest.hashes.get("protocol", "") != here:
+                known = run.manifest.hashes.get("protocol")
+                yield f"{arm.name}, seed {seed}, was trained under " + (
+                    "another protocol than protocol.json" if known else "no protocol"
+                )
+                return
+
+
+def _left_out_seeds(study: RecordedStudy) -> Iterator[str]:
+    """Tell of seeds that were trained and that the study no longer asks for."""
+    begun = {
+        run.seed for run in list_runs(study.folder) if run.arm == BASELINE and is_run(run.root)
+    }
+    left = sorted(begun - set(study.seeds))
+    if left:
+        yield f"seeds {', '.join(map(str, left))} were trained and are left out"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value))}]"
+    return "nothing" if value is None or value == "" else str(value)

@@ -1,0 +1,272 @@
+"""The sealed protocol of a trained study: written once, before the first run, and held to."""
+
+import dataclasses
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+
+from stability.analysis.protocol_check import protocol_changes
+from stability.analysis.study_records import read_study
+from stability.config.load import load_study
+from stability.config.schema import PolicyConfig
+from stability.records import protocol as protocol_file
+from stability.records.manifest import read_manifest, write_manifest
+from stability.records.paths import RunPaths, StudyPaths
+from stability.records.protocol import Protocol, protocol_hash, read_protocol, seal_protocol
+from stability.records.sealed_json import read_sealed, write_sealed
+from stability.study import run_study as module
+from stability.study.run_study import changed_protocol
+
+NONE = ["no protocol was sealed before the first run"]
+
+
+def _edit(content):
+    content["arms"] = {
+        "truth": {"role": "reference", "until": 4},
+        "nudge": {"nudge": {"ulps": 1}, "until": 4},
+        "flash": {"attention": {"implementation": "flash"}},
+    }
+    content["base"]["train"] |= {"steps": 6}
+    content["base"]["probe"] = {"every": 0}
+    content |= {"yardstick": "", "seeds": [0], "policy": {"max_excess": 1.2}}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, text_file):
+    """The YAML's path and the folder of a study of four runs, trained once."""
+    import yaml
+
+    from tests.conftest import run_quietly, tiny_content
+
+    folder = tmp_path_factory.mktemp("protocol")
+    content = yaml.safe_load(yaml.safe_dump(tiny_content(text_file)))
+    _edit(content)
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    run_quietly(load_study(path), folder / "runs")
+    return path, folder / "runs" / "tiny"
+
+
+@pytest.fixture
+def study(done, tmp_path):
+    """A copy of the trained study that a test may spoil."""
+    shutil.copytree(done[1], tmp_path / "runs" / "tiny")
+    return tmp_path / "runs" / "tiny"
+
+
+def _changes(folder: Path) -> list[str]:
+    recorded = read_study(folder)
+    return protocol_changes(recorded, recorded.policy)
+
+
+def _respell(folder: Path, edit) -> None:
+    """Write study.json as a later `stability run` with a changed YAML would."""
+    path = StudyPaths(folder).study
+    content = read_sealed(path, writer="")
+    edit(content)
+    write_sealed(path, content)
+
+
+def test_a_protocol_holds_all_that_a_verdict_rests_on(study):
+    sealed = read_protocol(StudyPaths(study).protocol)
+    assert sealed.policy["max_excess"] == 1.2
+    assert sealed.arms["truth"] == {
+        "role": "reference",
+        "until": 4,
+        "diff": {"precision": ["bf16-mixed", "32-true"]},
+    }
+    assert sealed.arms["flash"]["until"] == 6
+    assert sealed.window == {"step": 0, "limit": 0.04, "steps": [1, 2, 4]}
+    assert (sealed.looks, sealed.seeds) == ([3, 5, 8, 12, 20], [0])
+    assert sealed.base["train"]["steps"] == 6
+
+
+def test_nothing_is_changed_in_a_study_that_was_left_alone(study):
+    assert _changes(study) == []
+
+
+def test_every_run_keeps_the_hash_of_its_protocol(study):
+    here = protocol_hash(study)
+    for run in read_study(study).arms:
+        assert run.runs[0].manifest.hashes["protocol"] == here
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (
+            lambda c: c["config"]["policy"].update(max_excess=1.5),
+            ["policy.max_excess is 1.5, was sealed as 1.2"],
+        ),
+        (
+            lambda c: c["config"]["policy"].update(candidates=["flash"]),
+            ["policy.candidates is [flash], was sealed as []"],
+        ),
+        (
+            lambda c: c["arms"].append(
+                {"name": "late", "axis": "none", "diff": {}, "role": "rerun", "until": 6}
+            ),
+            ["arm late was added"],
+        ),
+        (lambda c: c["arms"].pop(3), ["arm flash was taken out"]),
+        (
+            lambda c: c["arms"][3].update(role="yardstick"),
+            ["arm flash.role is yardstick, was sealed as candidate"],
+        ),
+        (
+            lambda c: c["arms"][3]["diff"].update({"attention.profile": ["", "fa3"]}),
+            ["arm flash.attention.profile is fa3, was sealed as nothing"],
+        ),
+        (
+            lambda c: [c["arms"][i].update(until=2) for i in (1, 2)],
+            [
+                "arm truth.until is 2, was sealed as 4",
+                "arm nudge.until is 2, was sealed as 4",
+                "window.steps is [1, 2], was sealed as [1, 2, 4]",
+            ],
+        ),
+        (
+            lambda c: c["config"]["base"]["optimizer"].update(lr=2e-3),
+            ["base.optimizer.lr is 0.002, was sealed as 0.001"],
+        ),
+        (
+            lambda c: c["config"].update(seeds=[1, 0]),
+            ["seeds are [1, 0], were sealed as [0]; seeds may only be added after those"],
+        ),
+    ],
+    ids=["margin", "candidates", "added", "taken out", "role", "diff", "until", "base", "seeds"],
+)
+def test_what_is_changed_afterwards_is_told(study, edit, said):
+    _respell(study, edit)
+    assert _changes(study) == said
+
+
+def test_seeds_that_are_added_are_no_change(study):
+    _respell(study, lambda content: content["config"].update(seeds=[0, 1, 2]))
+    assert _changes(study) == []
+
+
+def test_a_policy_of_the_command_line_is_a_change(study):
+    found = protocol_changes(read_study(study), PolicyConfig(max_excess=1.2, alpha=0.2))
+    assert found == ["policy.alpha is 0.2, was sealed as 0.05"]
+
+
+def test_a_seed_that_was_trained_is_not_left_out_in_silence(study):
+    shutil.copytree(study / "baseline" / "seed-0", study / "baseline" / "seed-7")
+    assert _changes(study) == ["seeds 7 were trained and are left out"]
+
+
+def test_a_protocol_that_was_deleted_is_not_made_again(study, done, run_tiny):
+    StudyPaths(study).protocol.unlink()
+    assert _changes(study) == NONE
+    asked = load_study(done[0])
+    assert changed_protocol(asked, study.parent) == NONE
+    run_tiny(asked, study.parent)
+    assert not StudyPaths(study).protocol.exists()
+    assert _changes(study) == NONE
+
+
+def test_a_protocol_that_was_written_anew_is_not_the_one_of_the_runs(study):
+    path = StudyPaths(study).protocol
+    content = read_sealed(path, writer="")
+    content["policy"]["max_excess"] = 1.5
+    write_sealed(path, content)
+    _respell(study, lambda content: content["config"]["policy"].update(max_excess=1.5))
+    assert _changes(study) == [
+        "baseline, seed 0, was trained under another protocol than protocol.json"
+    ]
+
+
+def test_runs_of_before_there_were_protocols_are_exploratory(study):
+    path = RunPaths.for_run(study, "nudge", 0).manifest
+    manifest = read_manifest(path)
+    hashes = {name: hash for name, hash in manifest.hashes.items() if name != "protocol"}
+    write_manifest(path, dataclasses.replace(manifest, hashes=hashes))
+    assert _changes(study) == ["nudge, seed 0, was trained under no protocol"]
+
+
+def test_a_broken_seal_is_told_by_readers_and_refused_by_a_run(study, done, run_tiny):
+    path = StudyPaths(study).protocol
+    path.write_text(path.read_text().replace("1.2", "1.5"))
+    assert _changes(study) == [
+        f"the protocol can't be relied on: {path}: must have the checksum of what it says, has "
+        "not; it was damaged or edited"
+    ]
+    before = StudyPaths(study).study.read_bytes()
+    with pytest.raises(ValueError, match=r"protocol.json: must have the checksum"):
+        run_tiny(load_study(done[0]), study.parent)
+    assert StudyPaths(study).study.read_bytes() == before
+
+
+def test_a_changed_policy_keeps_the_first_seal_and_the_runs_go_on(study, done, run_tiny):
+    asked = load_study(done[0])
+    policy = dataclasses.replace(asked.policy, max_excess=1.5)
+    changed = dataclasses.replace(asked, policy=policy, seeds=(0, 1))
+    sealed = StudyPaths(study).protocol.read_bytes()
+    said = ["policy.max_excess is 1.5, was sealed as 1.2"]
+    assert changed_protocol(changed, study.parent) == said
+    run_tiny(changed, study.parent)
+    assert StudyPaths(study).protocol.read_bytes() == sealed
+    assert _changes(study) == said
+    assert {run.state for arm in read_study(study).arms for run in arm.runs.values()} == {
+        "finished"
+    }
+
+
+def test_a_kill_between_seal_and_first_run_leaves_the_seal(done, tmp_path, run_tiny, monkeypatch):
+    asked = load_study(done[0])
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_train_in_turn", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_tiny(asked, tmp_path)
+    folder = tmp_path / "tiny"
+    sealed = StudyPaths(folder).protocol.read_bytes()
+    assert not list(folder.glob("*/seed-*"))
+    policy = dataclasses.replace(asked.policy, max_excess=1.5)
+    changed = dataclasses.replace(asked, policy=policy)
+    assert changed_protocol(changed, tmp_path) == ["policy.max_excess is 1.5, was sealed as 1.2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_train_in_turn", lambda *args: None)
+        run_tiny(changed, tmp_path)
+    assert StudyPaths(folder).protocol.read_bytes() == sealed
+
+
+def test_a_study_that_is_planned_and_not_begun_has_nothing_to_change(done, tmp_path):
+    assert changed_protocol(load_study(done[0]), tmp_path) == []
+    assert not list(tmp_path.iterdir())
+
+
+def _protocol(limit: float) -> Protocol:
+    return Protocol(
+        study="s",
+        policy={"max_excess": limit},
+        arms={},
+        window={},
+        looks=[3],
+        seeds=[0],
+        base={},
+    )
+
+
+def test_of_processes_that_begin_at_once_the_first_decides_for_all(tmp_path, monkeypatch):
+    barrier, link = Barrier(8), os.link
+
+    def all_at_once(*args):
+        barrier.wait(10)
+        link(*args)
+
+    monkeypatch.setattr(protocol_file.os, "link", all_at_once)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda n: seal_protocol(tmp_path, _protocol(n)), range(1, 9)))
+    assert len({json.dumps(one.policy) for one in found if one}) == 1
+    assert all(found)
+    assert [path.name for path in tmp_path.iterdir()] == ["protocol.json"]
