@@ -6,10 +6,13 @@ from pathlib import Path
 
 import torch
 
+from stability.analysis.protocol_check import protocol_of
+from stability.analysis.study_records import read_study
 from stability.records.manifest import Manifest, write_manifest
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import TRAIN_LOSS, deviation_name, drift_name
 from stability.records.paths import RunPaths, StudyPaths
+from stability.records.protocol import protocol_hash, seal_protocol
 from stability.records.sealed_json import write_sealed
 from stability.records.snapshots import write_snapshot
 
@@ -114,6 +117,7 @@ def write_run(
     paths.root.mkdir(parents=True, exist_ok=True)
     initial = f"init-{seed}" if name != "init_seed" else f"other-{seed}"
     hashes = {"init_weights": initial * 8, "text": "text" * 16}
+    hashes["protocol"] = protocol_hash(study_dir)
     if state == "finished":
         final = "baseline" if name == "rerun" else name
         hashes |= {"batches": f"batches-{seed}" * 6, "final_weights": f"{final}-{seed}" * 6}
@@ -157,9 +161,16 @@ def write_study_json(study_dir: Path, **changes: object) -> None:
     write_sealed(StudyPaths(study_dir).study, content)
 
 
+def seal(study_dir: Path) -> None:
+    """Seal the study's protocol, which the manifests written after it will keep the hash of."""
+    study = read_study(study_dir)
+    seal_protocol(study_dir, protocol_of(study, study.policy))
+
+
 def write_synthetic(study_dir: Path, **changes: object) -> Path:
     """Write a whole finished study into `study_dir`; `changes` go into its config."""
     write_study_json(study_dir, **changes)
+    seal(study_dir)
     for seed in changes.get("seeds") or SEEDS:
         for arm in ARMS:
             paths = write_run(study_dir, arm, seed)
