@@ -42,12 +42,13 @@ __all__ = [
     "prove_pair",
 ]
 
-HASHES = ("init_weights", "text", "batches", "final_weights")
+HASHES = ("init_weights", "text", "held_out", "batches", "final_weights")
 """The hashes of a manifest, in the order of a run."""
 
 CHANGED_BY: dict[str, tuple[Axis, ...]] = {
     "init_weights": INDEPENDENT_AXES,
     "text": (),
+    "held_out": (),
     "batches": ("data_order",),
 }
 """Axes that are meant to change a hash. Final weights may differ on every axis but `none`."""
@@ -282,7 +283,7 @@ def _start_parts(
     for key in sorted({*first.environment, *second.environment}):
         name = f"environment.{key}"
         yield name, first.environment.get(key), second.environment.get(key), False
-    for key in ("text", "init_weights"):
+    for key in ("text", "held_out", "init_weights"):
         is_free = may_differ(key, differences)
         yield f"hashes.{key}", first.hashes.get(key), second.hashes.get(key), is_free
 

@@ -1,6 +1,6 @@
 """What is done with the weights after chosen numbers of updates: save, count, compare.
 
-All three read the weights and write none. Optimizer state and whatever else a resume needs are in
+All of them read the weights and write none. Optimizer state and whatever else a resume needs are in
 Lightning's checkpoint.
 """
 
@@ -11,17 +11,18 @@ from torch import nn
 
 from stability.callbacks.each_update import UpdateCallback
 from stability.metrics.drift import drift
+from stability.metrics.instability import count_nonfinite
 from stability.metrics.weight_counts import weight_counts
-from stability.records.metric_names import WEIGHT_HISTOGRAM, drift_name
+from stability.records.metric_names import NONFINITE_WEIGHTS, WEIGHT_HISTOGRAM, drift_name
 from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles, read_run_snapshot
 from stability.records.snapshots import write_snapshot
 from stability.tracking.loggers import log_counts
 
-__all__ = ["DriftProbe", "SnapshotWriter", "WeightHistogram"]
+__all__ = ["DriftProbe", "SnapshotWriter", "WeightCallback", "WeightHistogram"]
 
 
-class _WeightCallback(UpdateCallback):
+class WeightCallback(UpdateCallback):
     """Calls `at_step` with the weights of `model` after each number of updates in `steps`."""
 
     def __init__(self, model: nn.Module, steps: Collection[int]) -> None:
@@ -45,7 +46,7 @@ class _WeightCallback(UpdateCallback):
             self.at_step(trainer, trainer.global_step)
 
 
-class SnapshotWriter(_WeightCallback):
+class SnapshotWriter(WeightCallback):
     """Write a snapshot of `model` as safetensors, and list it in `files`.
 
     A snapshot that is already listed stays: a resumed run has the same bits at that step.
@@ -67,16 +68,21 @@ class SnapshotWriter(_WeightCallback):
             self._files.add(path)
 
 
-class WeightHistogram(_WeightCallback):
-    """Count all weights of `model` by size, for the records and for W&B."""
+class WeightHistogram(WeightCallback):
+    """Count all weights of `model` by size, and those that are NaN or infinite."""
 
     def at_step(self, trainer: Trainer, step: int) -> None:
         """Log the counts."""
-        counts = weight_counts(self._model.state_dict().values())
-        log_counts(trainer.loggers, {WEIGHT_HISTOGRAM: counts}, step)
+        weights = list(self._model.state_dict().values())
+        log_counts(trainer.loggers, {WEIGHT_HISTOGRAM: weight_counts(weights)}, step)
+        floating = [weight for weight in weights if weight.is_floating_point()]
+        for logger in trainer.loggers:
+            # the histogram has no bin for NaN, and one for infinity and all large numbers
+            nonfinite = float(count_nonfinite(floating)) if floating else 0.0
+            logger.log_metrics({NONFINITE_WEIGHTS: nonfinite}, step=step)
 
 
-class DriftProbe(_WeightCallback):
+class DriftProbe(WeightCallback):
     """Log `drift/<parameter or all>/<metric>` of `model` from the run `baseline`.
 
     The baseline must have been trained first: its snapshots are read from disk. `check` is called

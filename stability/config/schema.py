@@ -1,10 +1,10 @@
 """What an arm and a study are: the frozen dataclasses whose values a YAML file holds.
 
 From the inside out: the groups of an arm that decide its bits (model, attention, precision, data,
-optimizer, training, seeds), the groups that only look and change no bit (probe, watch), the arm
-they make, what a study calls a pass, and the study. Each class checks its own values. Leaves out
-reading YAML and naming where a mistake stands (`load`), the comparison of two arms (`diff`), and
-every object that a name stands for (`study.assemble`).
+held-out text, optimizer, training, seeds), the groups that only look and change no bit (probe,
+watch), the arm they make, what a study calls a pass, and the study. Each class checks its own
+values. Leaves out reading YAML and naming where a mistake stands (`load`), the comparison of two
+arms (`diff`), and every object that a name stands for (`study.assemble`).
 """
 
 import math
@@ -22,6 +22,7 @@ __all__ = [
     "AttentionConfig",
     "Axis",
     "DataConfig",
+    "HeldOutConfig",
     "ModelConfig",
     "NudgeConfig",
     "OptimizerConfig",
@@ -177,6 +178,31 @@ class DataConfig:
     tokenizer: str = "bytes"
     """`bytes`, or the name or path of a Hugging Face tokenizer."""
     workers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutConfig:
+    """The part of the text that no arm trains on, and how much of it is evaluated at snapshots.
+
+    It changes which blocks are trained on, so it belongs to what decides a run's bits.
+    """
+
+    share: float = 0.05
+    """Of the text's blocks; 0 trains on all of them and measures no loss on held-out text."""
+    batches: int = 8
+    """How many batches, of `train.batch_size` blocks each, `eval/loss` is the mean over."""
+    prediction_batches: int = 1
+    """How many of these batches' token log-probabilities are kept with each snapshot."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.share < 1, "held_out", "share must be in [0, 1)", self.share)
+        _require(self.batches >= 1, "held_out", "batches must be >= 1", self.batches)
+        _require(
+            0 <= self.prediction_batches <= self.batches,
+            "held_out",
+            f"prediction_batches must be between 0 and batches ({self.batches})",
+            self.prediction_batches,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,6 +380,7 @@ class ArmConfig:
     seed: SeedConfig = field(default_factory=SeedConfig)
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)

@@ -1,9 +1,10 @@
 """The batches of a run, as Lightning reads them: batch t is a function of text, order seed and t.
 
-The text becomes one stream of tokens, cut into blocks of fixed length; a seeded permutation says
-which blocks make up each batch. Since a batch depends on nothing that went before, a resumed run
-continues at the trainer's own step, and nothing about the data needs to be stored. Leaves out where
-text and tokens come from (`sources`, `tokenizers`).
+The text becomes one stream of tokens, cut into blocks of fixed length. Some blocks are held out:
+which ones depends on their number alone, so every run of a study holds out the same. A seeded
+permutation says which of the others make up each batch. Since a batch depends on nothing that went
+before, a resumed run continues at the trainer's own step, and nothing about the data needs to be
+stored. Leaves out where text and tokens come from (`sources`, `tokenizers`).
 """
 
 import hashlib
@@ -17,12 +18,12 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from stability.config.schema import DataConfig
+from stability.config.schema import DataConfig, HeldOutConfig
 from stability.data.fingerprint import hash_tokens
 from stability.data.sources import load_texts
 from stability.data.tokenizers import load_tokenizer
 
-__all__ = ["BatchLoader", "TextDataModule", "batch_indices", "cut_blocks"]
+__all__ = ["BatchLoader", "TextDataModule", "batch_indices", "cut_blocks", "held_out_indices"]
 
 
 def cut_blocks(tokens: Tensor, context: int) -> Tensor:
@@ -34,6 +35,22 @@ def cut_blocks(tokens: Tensor, context: int) -> Tensor:
     length = context + 1
     n_blocks = tokens.numel() // length
     return tokens[: n_blocks * length].view(n_blocks, length)
+
+
+def held_out_indices(n_blocks: int, share: float) -> Tensor:
+    """Return the numbers, int64 and ascending, of the blocks that are held out of `n_blocks`.
+
+    They are `share` of all blocks, rounded to the nearest number, one in the middle of each of as
+    many equal stretches of the text: a tail of it could be text of another kind. A pure function of
+    its arguments.
+    """
+    return _spread(round(share * n_blocks), n_blocks)
+
+
+def _spread(count: int, n: int) -> Tensor:
+    """Return `count` numbers below `n`: the middles of as many equal stretches."""
+    # in whole numbers, since (i + 0.5) * n / count may round to the next one
+    return (2 * torch.arange(count) + 1) * n // (2 * max(count, 1))
 
 
 def batch_indices(order_seed: int, step: int, batch_size: int, n_blocks: int) -> Tensor:
@@ -75,8 +92,9 @@ def _as_is(batch: Any) -> Any:
 
 
 class BatchLoader:
-    """Yields batches `first()` to `batches` - 1 of `blocks`, each `(batch_size, context + 1)`.
+    """Yields batches `first()` to `batches` - 1, each `(batch_size, context + 1)`.
 
+    They are drawn from those of `blocks` whose numbers are in `trained`, `(n_trained,)` in int64.
     The length is `batches` whatever `first` returns: after a resume Lightning continues its count.
     To Lightning the loader is stateful, so that it does not skip batches by itself on a resume; the
     state is empty, since `first` says where to continue.
@@ -85,6 +103,7 @@ class BatchLoader:
     def __init__(
         self,
         blocks: Tensor,
+        trained: Tensor,
         *,
         order_seed: int,
         batch_size: int,
@@ -93,6 +112,7 @@ class BatchLoader:
         workers: int,
     ) -> None:
         self._blocks = blocks
+        self._trained = trained
         self._order_seed = order_seed
         self._batch_size = batch_size
         self._batches = batches
@@ -103,8 +123,10 @@ class BatchLoader:
         return self._batches
 
     def __iter__(self) -> Iterator[Tensor]:
+        trained, seed, size = self._trained, self._order_seed, self._batch_size
+        # numbers of blocks, not a copy of the blocks: a text may fill much of the memory
         order = (
-            batch_indices(self._order_seed, batch, self._batch_size, len(self._blocks)).tolist()
+            trained[batch_indices(seed, batch, size, len(trained))].tolist()
             for batch in range(self._first(), self._batches)
         )
         loader = DataLoader(
@@ -127,17 +149,29 @@ class BatchLoader:
 class TextDataModule(LightningDataModule):
     """Batches `(batch_size, context + 1)` of int64 tokens, for `steps` updates.
 
-    After `setup`: `text_hash` (SHA-256 of the tokens) and `vocab_size` (of the tokenizer).
+    After `setup`: `text_hash` (SHA-256 of the tokens), `vocab_size` (of the tokenizer), and of the
+    text that is never trained on `held_out_batches` and `held_out_hash` (SHA-256 of those batches);
+    both are empty where the share of `held_out` is 0, which is also its default here.
     """
 
     text_hash: str
     vocab_size: int
+    held_out_batches: tuple[Tensor, ...]
+    held_out_hash: str
 
     def __init__(
-        self, data: DataConfig, *, context: int, batch_size: int, steps: int, order_seed: int
+        self,
+        data: DataConfig,
+        *,
+        context: int,
+        batch_size: int,
+        steps: int,
+        order_seed: int,
+        held_out: HeldOutConfig | None = None,
     ) -> None:
         super().__init__()
         self.data = data
+        self.held_out = held_out or HeldOutConfig(share=0.0)
         self.context = context
         self.batch_size = batch_size
         self.steps = steps
@@ -147,7 +181,8 @@ class TextDataModule(LightningDataModule):
     def setup(self, stage: str = "fit") -> None:
         """Read and tokenise the text, once.
 
-        ValueError for a text that is missing, empty, or too short for one batch.
+        ValueError for a text that is missing, empty, or too short for one batch, or whose held-out
+        part is too short for the held-out batches.
         """
         if self._blocks is not None:
             return
@@ -159,7 +194,30 @@ class TextDataModule(LightningDataModule):
                 f"data.source must hold {needed} blocks of {self.context + 1} tokens, got "
                 f"{self.data.source!r}, which is too short: {len(tokens)} tokens"
             )
+        chosen = held_out_indices(len(blocks), self.held_out.share)
+        self.held_out_batches = self._evaluated(blocks, chosen)
+        parts = self.held_out_batches
+        self.held_out_hash = hash_tokens(torch.stack(parts)) if parts else ""
+        is_trained = torch.ones(len(blocks), dtype=torch.bool)
+        is_trained[chosen] = False
+        self._trained = is_trained.nonzero().flatten()
         self._blocks = blocks
+
+    def _evaluated(self, blocks: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
+        """Return the held-out batches: blocks of `chosen`, spread over the text as those are."""
+        held_out, size = self.held_out, self.batch_size
+        if not held_out.share:
+            return ()
+        needed = held_out.batches * size
+        if len(chosen) < needed or len(blocks) - len(chosen) < max(2, size):
+            raise ValueError(
+                f"held_out.share must leave {needed} blocks of {self.context + 1} tokens for "
+                f"{held_out.batches} batches and a batch to train on, got {held_out.share:g} of "
+                f"the {len(blocks)} blocks of {self.data.source!r}: {len(chosen)}; give it more "
+                "text, a larger share or fewer held_out.batches, or 0 to hold out nothing"
+            )
+        picked = chosen[_spread(needed, len(chosen))]
+        return blocks[picked].to(torch.int64).split(size)
 
     def train_dataloader(self) -> BatchLoader:
         """Return the batches from the trainer's current step to the last."""
@@ -169,6 +227,7 @@ class TextDataModule(LightningDataModule):
         per_step = trainer.accumulate_grad_batches if trainer else 1
         return BatchLoader(
             self._blocks,
+            self._trained,
             order_seed=self.order_seed,
             batch_size=self.batch_size,
             batches=self.steps * per_step,

@@ -50,8 +50,8 @@ class Manifest:
     resolved: dict[str, Any]
     """What `auto` became: the attention's engine and its numerics."""
     hashes: dict[str, str]
-    """`config_less_axis`, `environment`, `init_weights` (before a nudge), `text`; at the end also
-    `batches`, `final_weights`."""
+    """`config_less_axis`, `environment`, `init_weights` (before a nudge), `text`, `held_out` (the
+    batches that are evaluated, empty without any); at the end also `batches`, `final_weights`."""
     state: RunState
     step: int
     """Updates made when the manifest was written."""

@@ -1,10 +1,10 @@
 """The names of metrics, the same in the metric log, in W&B and in the report.
 
-`train/loss`, `deviation/<layer>/<what>/<metric>`, `drift/<parameter or "all">/<metric>`,
-`watch/<name>` and `watch/<layer>/<name>`. A deviation's name has one part more for a single head
-(`head_3`) or a range of positions (`positions_0_63`), and one for the shadow if a probe has
-several. `weights/all/histogram` holds counts. Leaves out what a metric says and how it is drawn
-(`metric_table`).
+`train/loss`, `eval/loss`, `deviation/<layer>/<what>/<metric>`,
+`drift/<parameter or "all">/<metric>`, `watch/<name>` and `watch/<layer>/<name>`. A deviation's name
+has one part more for a single head (`head_3`) or a range of positions (`positions_0_63`), and one
+for the shadow if a probe has several. `weights/all/histogram` holds counts. Leaves out what a
+metric says and how it is drawn (`metric_table`).
 """
 
 import re
@@ -14,6 +14,8 @@ __all__ = [
     "ALL_WEIGHTS",
     "BATCH_HASH",
     "COMPARED",
+    "EVAL_LOSS",
+    "NONFINITE_WEIGHTS",
     "STEP_AXIS",
     "TRAIN_LOSS",
     "ULP_HISTOGRAM",
@@ -30,6 +32,8 @@ __all__ = [
 ]
 
 TRAIN_LOSS = "train/loss"
+EVAL_LOSS = "eval/loss"
+"""On text that no arm trains on, the same batches for all: nats a token."""
 ALL_WEIGHTS = "all"
 """Stands for every parameter pooled, where a drift's name has a parameter."""
 BATCH_HASH = "batch_hash"
@@ -55,6 +59,8 @@ ULP_HISTOGRAM = "ulp_histogram"
 
 WEIGHT_HISTOGRAM = "weights/all/histogram"
 """Counts of all weights by size, in the bins of `metrics.weight_counts`."""
+NONFINITE_WEIGHTS = "weights/all/nonfinite"
+"""How many weights are NaN or infinite."""
 
 _PART = re.compile(r"head_\d+|positions_\d+_\d+")
 

@@ -15,6 +15,7 @@ __all__ = [
     "checkpoint_steps",
     "is_run",
     "list_runs",
+    "prediction_steps",
     "run_at",
     "snapshot_steps",
 ]
@@ -132,9 +133,14 @@ class RunPaths:
             raise ValueError(f"RunPaths.snapshot: step must be >= 0, got {step}; count from 0")
         return self.snapshots_dir / f"step-{step:08d}.safetensors"
 
+    @property
+    def predictions_dir(self) -> Path:
+        """The folder of what the run predicts on held-out text."""
+        return self.root / "predictions"
+
     def predictions(self, step: int) -> Path:
-        """The token log-probabilities of the fixed held-out batch after `step` updates."""
-        return self.root / "predictions" / f"step-{step:08d}.safetensors"
+        """The log-probabilities of held-out tokens after `step` updates. ValueError as above."""
+        return self.predictions_dir / self.snapshot(step).name
 
     def name_of(self, path: Path) -> str:
         """Return the name of a file of the run: its path in the run's folder, with slashes."""
@@ -185,6 +191,11 @@ def list_runs(study: Path) -> list[RunPaths]:
 def snapshot_steps(run: RunPaths) -> list[int]:
     """Return the steps that a run has whole snapshots of, in order."""
     return _steps(run.snapshots_dir, _SNAPSHOT)
+
+
+def prediction_steps(run: RunPaths) -> list[int]:
+    """Return the steps that a run has whole predictions of, in order."""
+    return _steps(run.predictions_dir, _SNAPSHOT)
 
 
 def checkpoint_steps(run: RunPaths) -> list[int]:

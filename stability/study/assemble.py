@@ -6,6 +6,7 @@ This is the one place that binds names in a config to objects. It leaves out the
 
 import logging
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from attention_kernels.fp_environment import settle_vector_math
+from stability.callbacks.held_out import HeldOut
 from stability.callbacks.instability_watch import InstabilityWatch
 from stability.callbacks.probe_callbacks import DeviationProbe
 from stability.config.schema import ArmConfig, emulated_format
@@ -42,6 +44,7 @@ __all__ = [
     "Parts",
     "assemble",
     "fit",
+    "held_out",
     "load_data",
     "make_trainer",
     "quieten_lightning",
@@ -101,6 +104,7 @@ def load_data(config: ArmConfig) -> TextDataModule:
         batch_size=config.train.batch_size,
         steps=config.train.steps,
         order_seed=config.seed.base + config.seed.order_offset,
+        held_out=config.held_out,
     )
     data.setup("fit")
     if data.vocab_size > config.model.vocab_size:
@@ -214,6 +218,18 @@ def _probing(config: ArmConfig, probe: AttentionProbe, model: GPT) -> DeviationP
     wanted = config.probe
     schedule = Schedule(every=wanted.every, steps=wanted.steps, per_decade=wanted.per_decade)
     return DeviationProbe(probe, schedule, model, inherited=wanted.inherited)
+
+
+def held_out(
+    config: ArmConfig,
+    files: RunFiles,
+    parts: Parts,
+    data: TextDataModule,
+    steps: Collection[int],
+) -> list[Callback]:
+    """Return the callback that evaluates held-out text after each of `steps`, none without any."""
+    batches, kept = data.held_out_batches, config.held_out.prediction_batches
+    return [HeldOut(parts.model, files, steps, batches, kept=kept)] if batches else []
 
 
 def make_trainer(

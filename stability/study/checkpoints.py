@@ -15,7 +15,12 @@ from lightning.fabric.plugins import CheckpointIO
 
 from stability.records.atomic_files import atomic_path
 from stability.records.manifest import Manifest
-from stability.records.paths import RunPaths, checkpoint_steps, snapshot_steps
+from stability.records.paths import (
+    RunPaths,
+    checkpoint_steps,
+    prediction_steps,
+    snapshot_steps,
+)
 from stability.records.run_files import RunFiles, damaged_files, log_damage, read_run_file
 from stability.records.sealed_json import file_checksum
 
@@ -72,8 +77,8 @@ def resume_from(
         return 0, {}
     whole = manifest.files.keys() - wrong.keys()
     steps = [s for s in checkpoint_steps(paths) if paths.name_of(paths.checkpoint(s)) in whole]
-    lost = [s for s in _snapshots_of(manifest) if paths.name_of(paths.snapshot(s)) in wrong]
-    # a damaged snapshot is written again only if the run passes its step again
+    lost = [_step_of(name) for name in wrong if name.endswith(".safetensors")]
+    # damaged weights or predictions are written again only if the run passes their step again
     usable = [step for step in steps if step < min(lost, default=step + 1)]
     at = max(usable, default=0)
     if wrong:
@@ -87,12 +92,13 @@ def resume_from(
 
 
 def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
-    """Delete snapshots and checkpoints that `files` does not list, and a killed run's `.tmp` files.
+    """Delete snapshots, predictions and checkpoints that `files` does not list, and `.tmp` files.
 
-    They are damaged, or later than the step that the run resumes from, or were never listed. The
-    run writes them again, with the same bits.
+    They are damaged, or later than the step that the run resumes from, or were never listed, or a
+    kill left them half written. The run writes them again, with the same bits.
     """
     found = [paths.snapshot(step) for step in snapshot_steps(paths)]
+    found += [paths.predictions(step) for step in prediction_steps(paths)]
     found += [paths.checkpoint(step) for step in checkpoint_steps(paths)]
     found += paths.root.rglob(".*.tmp")
     for path in found:
@@ -100,17 +106,13 @@ def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
             path.unlink()
 
 
-def _snapshots_of(manifest: Manifest) -> list[int]:
-    return [_step_of(name) for name in manifest.files if name.endswith(".safetensors")]
-
-
 def _is_of_a_step(name: str) -> bool:
-    """Whether a listed file is a snapshot or checkpoint: an ended run's log is listed as well."""
+    """Whether a listed file belongs to one step: an ended run's log is listed as well."""
     return Path(name).stem.startswith("step-")
 
 
 def _step_of(name: str) -> int:
-    """Return the step in the name of a snapshot or checkpoint."""
+    """Return the step in the name of a snapshot, predictions or a checkpoint."""
     return int(Path(name).stem.removeprefix("step-"))
 
 

@@ -18,7 +18,7 @@ from stability.config.schema import ArmConfig, ProbeConfig, WatchConfig
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
-from stability.study.assemble import assemble, fit, load_data, make_trainer
+from stability.study.assemble import assemble, fit, held_out, load_data, make_trainer
 from stability.tracking.loggers import RecordsLogger
 
 __all__ = ["OBSERVER_STEPS", "ObserverCheck", "ObserverError", "check_observer"]
@@ -86,6 +86,7 @@ def _trained(config: ArmConfig, steps: int) -> str:
         callbacks: list[Callback] = list(parts.callbacks)
         if config.watch.every:
             callbacks += [TrainingLog(1), BatchHash(log), SnapshotWriter(parts.model, files, [1])]
+            callbacks += held_out(config, files, parts, data, range(steps + 1))
         try:
             trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks)
             fit(trainer, parts, data)

@@ -27,7 +27,7 @@ from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import RunFiles
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
-from stability.study.assemble import Parts, assemble, fit, load_data, make_trainer
+from stability.study.assemble import Parts, assemble, fit, held_out, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
 from stability.study.observer_gate import ObserverError, check_observer
 from stability.study.run import Run, locked
@@ -119,6 +119,7 @@ def _first_manifest(
             "environment": hash_environment(found),
             "init_weights": parts.init_hash,
             "text": data.text_hash,
+            "held_out": data.held_out_hash,
             "protocol": run.protocol,
         },
         state="running",
@@ -168,7 +169,7 @@ def _fit(
     if start == 0:
         log.truncate_to(0)
     divergence = Divergence()
-    callbacks = [*_callbacks(run, files, parts, log, observer), divergence]
+    callbacks = [*_callbacks(run, files, parts, data, log, observer), divergence]
     failed = True
     trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, run.last_step)
     try:
@@ -200,7 +201,12 @@ def _open_wandb_run(run: Run, mode: WandbMode, observer: StudyObserver) -> Wandb
 
 
 def _callbacks(
-    run: Run, files: RunFiles, parts: Parts, log: MetricLog, observer: StudyObserver
+    run: Run,
+    files: RunFiles,
+    parts: Parts,
+    data: TextDataModule,
+    log: MetricLog,
+    observer: StudyObserver,
 ) -> list[Callback]:
     steps = sorted({*run.config.train.planned_snapshots(), run.last_step})
     callbacks: list[Callback] = [
@@ -209,6 +215,7 @@ def _callbacks(
         BatchHash(log),
         SnapshotWriter(parts.model, files, steps),
         WeightHistogram(parts.model, steps),
+        *held_out(run.config, files, parts, data, steps),
     ]
     if run.baseline is not None:
         baseline = run.baseline

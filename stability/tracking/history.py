@@ -19,6 +19,7 @@ from stability.metrics.weight_counts import WEIGHT_EDGES
 from stability.records.events import Event, event_of
 from stability.records.metric_log import MetricLog, read_lines
 from stability.records.metric_names import (
+    EVAL_LOSS,
     STEP_AXIS,
     TRAIN_LOSS,
     ULP_HISTOGRAM,
@@ -65,7 +66,7 @@ class WandbRun:
         self._values: dict[str, list[float]] = {}
         self._defined: set[str] = set()
         run.define_metric(STEP_AXIS, hidden=True)
-        for name in (TRAIN_LOSS, *_PREFIXES):
+        for name in (TRAIN_LOSS, EVAL_LOSS, *_PREFIXES):
             self._define(name)
 
     def send(self, line: Mapping[str, Any]) -> None:
@@ -256,7 +257,7 @@ def _summary_of(name: str) -> str:
     prefix = _prefix_of(name)
     if prefix is not None:
         return _PREFIXES[prefix]
-    if name == TRAIN_LOSS:
+    if name in (TRAIN_LOSS, EVAL_LOSS):
         return "last,min"
     parts = parse_deviation(name)
     if parts is None or parts.metric == ULP_HISTOGRAM:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from stability.records.metric_names import (
     ALL_WEIGHTS,
     COMPARED,
+    EVAL_LOSS,
     STEP_AXIS,
     TRAIN_LOSS,
     WEIGHT_HISTOGRAM,
@@ -135,7 +136,7 @@ def _drawn(panel: Panel) -> Any:
 
 
 def _losses(metrics: Sequence[str]) -> list[Panel]:
-    return [Panel(TRAIN_LOSS, "line", (TRAIN_LOSS,))] if TRAIN_LOSS in metrics else []
+    return [Panel(name, "line", (name,)) for name in (TRAIN_LOSS, EVAL_LOSS) if name in metrics]
 
 
 def _drifts(metrics: Sequence[str]) -> list[Panel]:

@@ -2,6 +2,7 @@
 
 import logging
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from torch.nn import functional as F
 
-from stability.config.schema import DataConfig, ModelConfig, OptimizerConfig
-from stability.data.datamodule import TextDataModule, batch_indices, cut_blocks
+from stability.config.schema import DataConfig, HeldOutConfig, ModelConfig, OptimizerConfig
+from stability.data.datamodule import TextDataModule, batch_indices, cut_blocks, held_out_indices
 from stability.data.fingerprint import hash_tokens
 from stability.data.tokenizers import load_tokenizer
 from stability.model.gpt import GPT
@@ -224,3 +225,72 @@ def test_the_order_of_a_seed_is_the_same_on_every_machine():
 def test_no_block_is_refused():
     with pytest.raises(ValueError, match="n_blocks must be >= 1, got 0"):
         batch_indices(0, 0, 1, 0)
+
+
+def _splitting(text_file, order_seed=3, **held_out):
+    data = TextDataModule(
+        DataConfig(source=str(text_file)),
+        context=CONTEXT,
+        batch_size=2,
+        steps=60,  # four epochs and more
+        order_seed=order_seed,
+        held_out=HeldOutConfig(**held_out),
+    )
+    data.setup("fit")
+    return data
+
+
+def _rows(batches):
+    return [tuple(row) for batch in batches for row in batch.tolist()]
+
+
+def test_no_block_that_is_held_out_is_ever_trained_and_all_others_are(text_file):
+    data = _splitting(text_file, share=0.2, batches=2)
+    blocks = cut_blocks(load_tokenizer("bytes").encode([text_file.read_text()]), CONTEXT)
+    everything = {tuple(row) for row in blocks.tolist()}
+    assert len(everything) == len(blocks) == 30
+    held_out = {tuple(row) for row in blocks[held_out_indices(30, 0.2)].tolist()}
+    trained = set(_rows(data.train_dataloader()))
+    assert trained == everything - held_out
+    assert len(trained) == 24
+    evaluated = _rows(data.held_out_batches)
+    assert set(evaluated) <= held_out
+    assert len(set(evaluated)) == len(evaluated) == 4
+
+
+def test_the_split_depends_on_the_text_alone(text_file):
+    one, other = (_splitting(text_file, seed, share=0.2, batches=2) for seed in (3, 4))
+    assert one.held_out_hash == other.held_out_hash
+    assert _rows(one.held_out_batches) == _rows(other.held_out_batches)
+    assert _rows(one.train_dataloader()) != _rows(other.train_dataloader())
+    assert set(_rows(one.train_dataloader())) == set(_rows(other.train_dataloader()))
+
+
+def test_other_held_out_batches_have_another_hash(text_file):
+    hashes = {
+        _splitting(text_file, share=share, batches=batches).held_out_hash
+        for share, batches in ((0.2, 2), (0.2, 3), (0.4, 2), (0.0, 2))
+    }
+    assert len(hashes) == 4
+    assert "" in hashes
+
+
+@pytest.mark.parametrize(("share", "batches", "found"), [(0.05, 2, 2), (0.2, 4, 6), (0.97, 3, 29)])
+def test_a_text_too_short_to_hold_some_out_is_refused(text_file, share, batches, found):
+    rule = rf"held_out.share must leave {2 * batches} blocks.* got {share} of the 30 .*: {found};"
+    with pytest.raises(ValueError, match=rule):
+        _splitting(text_file, share=share, batches=batches)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 5000), st.floats(0, 0.999))
+def test_held_out_blocks_are_spread_over_the_text(n_blocks, share):
+    chosen = held_out_indices(n_blocks, share).tolist()
+    assert len(chosen) == round(share * n_blocks)
+    assert all(0 <= block < n_blocks for block in chosen)
+    steps = {b - a for a, b in pairwise(chosen)}
+    assert not steps or (min(steps) >= 1 and max(steps) - min(steps) <= 1)
+
+
+def test_the_held_out_blocks_are_the_same_on_every_machine():
+    assert held_out_indices(36_422, 0.05)[:3].tolist() == [10, 30, 50]

@@ -109,7 +109,7 @@ class KillBetween(SilentObserver):
             die()
 
 
-COUNTS = {"line": 60, "step": 25, "between": 3, "safetensors": 5, "ckpt": 5, "manifest.json": 12}
+COUNTS = {"line": 60, "step": 25, "between": 3, "safetensors": 10, "ckpt": 5, "manifest.json": 12}
 """How late a point of each kind may come, about as often as it happens in a study."""
 
 

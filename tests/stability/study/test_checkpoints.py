@@ -177,6 +177,7 @@ def copy(whole, tmp_path):
         "manifest.json",
         "metrics.jsonl",
         "snapshots/step-00000004.safetensors",
+        "predictions/step-00000004.safetensors",
         "checkpoints/step-00000006.ckpt",
     ],
 )
@@ -248,6 +249,7 @@ def test_a_damaged_ended_run_is_refused_and_its_snapshot_never_read(copy, run_ti
     [
         ("checkpoints/step-00000006.ckpt", ["is damaged", "going on from step 4"]),
         ("snapshots/step-00000002.safetensors", ["is damaged", "starting anew"]),
+        ("predictions/step-00000006.safetensors", ["is damaged", "going on from step 4"]),
         ("metrics.jsonl", ["line 1 must", "starting anew"]),
         ("", []),
     ],

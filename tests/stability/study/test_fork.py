@@ -14,7 +14,7 @@ from stability.cli.main import main
 from stability.config.load import load_study
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
-from stability.records.paths import RunPaths
+from stability.records.paths import RunPaths, prediction_steps
 from stability.records.run_files import damage
 from stability.study.bisect import halve
 from stability.study.fork import fork_drifts, plan_fork, run_fork
@@ -65,6 +65,8 @@ def test_a_fork_that_changes_nothing_ends_in_the_parents_bits(parent, at):
     assert ours.fork == {"from": "../../../baseline/seed-0", "at": at, "until": 10}
     losses = [read_metrics(paths.metrics)["train/loss"] for paths in (run.paths, parent)]
     assert losses[0] == losses[1]
+    evaluated = [read_metrics(paths.metrics)["eval/loss"] for paths in (run.paths, parent)]
+    assert evaluated[0] == evaluated[1]
     assert damage(run.paths) == []
 
 
@@ -76,6 +78,7 @@ def test_a_fork_is_apart_from_its_step_on_and_a_candidate_s_drifts_are_not_its_o
     candidate = RunPaths.for_run(study, "flash", 0)
     back = _fork(candidate, 4, {"attention": {"implementation": "baseline"}}, name="back")
     assert min(fork_drifts(back)) == 7
+    assert prediction_steps(run.paths) == [4, 7, 10]
     late = _fork(parent, 8, FLASH)
     assert late.paths != run.paths
     assert fork_drifts(late)[10] < drifts[10]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from stability.callbacks.held_out import HeldOut
 from stability.config.arms import expand
 from stability.config.load import load_study
 from stability.probe.attention_probe import AttentionProbe
@@ -64,6 +65,18 @@ def test_a_probe_that_disturbs_is_caught(write_study, monkeypatch, how):
         monkeypatch.setattr(AttentionProbe, "_evaluate", disturbing)
     else:
         monkeypatch.setattr(AttentionProbe, "attend", drawing)
+    assert not check_observer(_config(write_study), steps=2).equal
+
+
+def test_an_evaluation_that_disturbs_is_caught(write_study, monkeypatch):
+    predict = HeldOut._predict
+
+    def disturbing(self, trainer, batch):
+        with torch.no_grad():
+            next(self._model.parameters()).mul_(1 + 2**-20)
+        return predict(self, trainer, batch)
+
+    monkeypatch.setattr(HeldOut, "_predict", disturbing)
     assert not check_observer(_config(write_study), steps=2).equal
 
 
