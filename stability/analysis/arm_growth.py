@@ -81,7 +81,8 @@ def _lost_in_chaos(study: RecordedStudy, arm: RecordedArm, level: float) -> int 
         return None
     lost = None
     # backwards from the end: a drift that overtakes the nudge again was not lost for good
-    for step in reversed([step for step in study.drift_steps if step > 0]):
+    # past its end the nudge says nothing of chaos
+    for step in reversed([step for step in study.drift_steps if 0 < step <= nudge.until]):
         ratios = {}
         for seed, run in arm.runs.items():
             other = nudge.runs[seed].drift("rel_l2").get(step)

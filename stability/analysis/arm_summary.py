@@ -105,7 +105,7 @@ def summarise_arm(study: RecordedStudy, ladder: Ladder, name: str) -> ArmSummary
     return ArmSummary(
         row=row,
         sentence=sentence(ladder, name),
-        steps=study.steps,
+        steps=arm.until,
         diff=arm.diff,
         seeds=tuple(_seed(run) for run in arm.runs.values()),
         drifts=drifts,

@@ -24,7 +24,7 @@ from stability.analysis.study_records import (
     RunState,
 )
 from stability.config.arms import INDEPENDENT_AXES, describe_change
-from stability.config.schema import BASELINE, Axis
+from stability.config.schema import BASELINE, Axis, Role
 from stability.records.paths import snapshot_steps
 from stability.records.snapshots import count_weights
 
@@ -74,6 +74,9 @@ class Row:
 
     arm: str
     axis: Axis
+    role: Role
+    until: int
+    """The last step that it trains to."""
     change: str
     state: RunState
     message: str
@@ -120,9 +123,10 @@ class Ladder:
 def ladder_of(study: RecordedStudy) -> Ladder:
     """Return the ladder of a study that has been read."""
     early = planned_early_step(study)
-    # a study that is still running is read at the last step that has a drift
-    last = study.steps if study.steps in study.drift_steps else max(study.drift_steps, default=0)
-    last = last or study.steps
+    # arms may all end before the baseline; a study that is still running is read at the last step
+    # that has a drift
+    planned = max((arm.until for arm in study.candidates), default=study.steps)
+    last = planned if planned in study.drift_steps else max(study.drift_steps, default=planned)
     yardstick = study.arm(study.yardstick)
     scale = _drift(yardstick, "rel_l2", early, last) if yardstick else _read({}, early, last)
     rows = [_row(study, arm, early, last, scale) for arm in study.arms]
@@ -182,7 +186,9 @@ def _row(study: RecordedStudy, arm: RecordedArm, early: int, last: int, scale: E
     return Row(
         arm=arm.name,
         axis=arm.axis,
-        change=describe_change(arm.name, arm.axis, arm.diff, study.base),
+        role=arm.role,
+        until=arm.until,
+        change=describe_change(arm.name, arm.axis, arm.diff, study.base, arm.role),
         state=state,
         message=message,
         final_loss=_final_loss(arm, study.steps),
@@ -204,7 +210,12 @@ def _state(arm: RecordedArm) -> tuple[RunState, str]:
 
 
 def _final_loss(arm: RecordedArm, steps: int) -> SeedValues:
-    """Return each finished seed's mean loss over the last tenth of the steps."""
+    """Return each finished seed's mean loss over the last tenth of the steps.
+
+    An arm that ends before the others has none: its losses are those of fewer updates.
+    """
+    if arm.until < steps:
+        return SeedValues()
     first = steps - max(1, round(steps / LOSS_TAIL))
     found = {}
     for seed, run in arm.runs.items():

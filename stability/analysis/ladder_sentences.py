@@ -62,11 +62,18 @@ def notes(ladder: Ladder) -> list[str]:
     """Return what a reader must know before trusting the numbers; empty if nothing is amiss."""
     found = [_aa_note(row) for row in ladder.rows_on("none")]
     found += [_floor_note(row, ladder.last_step) for row in ladder.rows]
-    if ladder.last_step < ladder.steps:
+    found.append(_ends_note(ladder))
+    if ladder.last_step < max((row.until for row in ladder.rows if row.arm != BASELINE), default=0):
         found.append(f"No arm has reached step {ladder.steps} yet; the last figures are earlier.")
     if ladder.yardstick and ladder.row(ladder.yardstick) is None:
         found.append(f"The yardstick {ladder.yardstick} is no arm of this study: no ratios.")
     return [note for note in found if note]
+
+
+def _ends_note(ladder: Ladder) -> str:
+    """Tell of arms that end early by plan, and so have no last figure."""
+    ended = [f"{row.arm} at step {row.until}" for row in ladder.rows if row.until < ladder.steps]
+    return f"Planned to end early: {', '.join(ended)}." if ended else ""
 
 
 def messages(ladder: Ladder) -> list[str]:
@@ -103,8 +110,12 @@ def _distances(ladder: Ladder, row: Row) -> str:
     if row.arm == ladder.yardstick or not (row.ratio.early.n or row.ratio.last.n):
         early, last = (_with_range(s, scientific) for s in (row.rel_l2.early, row.rel_l2.last))
         tail = ", and is the yardstick" if row.arm == ladder.yardstick else ""
+        if row.rel_l2.early.n and not row.rel_l2.last.n:
+            return f"by {early} (relative L2) at step {steps[0]}{tail}"
         return f"by {early} (relative L2) at step {steps[0]} and {last} at step {steps[1]}{tail}"
     early, last = (_with_range(s, times) for s in (row.ratio.early, row.ratio.last))
+    if row.ratio.early.n and not row.ratio.last.n:
+        return f"{early} as far as {ladder.yardstick} does at step {steps[0]}"
     return (
         f"{early} as far as {ladder.yardstick} does at step {steps[0]} "
         f"and {last} at step {steps[1]}"
@@ -121,7 +132,8 @@ def _with_range(values: SeedValues, write: Callable[[float], str]) -> str:
 def _chaos(ladder: Ladder, row: Row) -> str:
     if row.axis == "nudge":
         return ""
-    if not any(nudge.rel_l2.last.n for nudge in ladder.rows_on("nudge")):
+    nudges = ladder.rows_on("nudge")
+    if not any(nudge.rel_l2.early.n or nudge.rel_l2.last.n for nudge in nudges):
         return "no nudge arm says how much of that is chaos"
     early = swamped_by_chaos(ladder, row, early=True)
     last = swamped_by_chaos(ladder, row, early=False)
@@ -134,6 +146,11 @@ def _chaos(ladder: Ladder, row: Row) -> str:
         return (
             f"by step {ladder.last_step} the 1-ULP nudge has itself gone {times(last.mean)} as "
             "far, so only the early figure can be told from chaos"
+        )
+    if row.rel_l2.last.n and not any(nudge.rel_l2.last.n for nudge in nudges):
+        return (
+            f"the nudge ends before step {ladder.last_step}, so nothing says how much of the last "
+            "figure is chaos"
         )
     share = nudge_share(ladder, row, early=True)
     if share.n and share.mean >= CHAOS_SHARE:

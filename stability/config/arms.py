@@ -98,21 +98,27 @@ def with_seed(config: ArmConfig, seed: int) -> ArmConfig:
 
 
 def describe_change(
-    arm: str, axis: Axis, differences: Mapping[str, list[Any]], base: Mapping[str, Any]
+    arm: str,
+    axis: Axis,
+    differences: Mapping[str, list[Any]],
+    base: Mapping[str, Any],
+    role: Role = "candidate",
 ) -> str:
     """Return what `arm` changes in the config `base`, e.g. `attention: baseline -> flash:fa2`.
 
-    `differences` are those of the arm's config, as JSON holds them; so is `base`.
+    `differences` are those of the arm's config, as JSON holds them; so is `base`. Several at once
+    are called confounded but in a `reference`, of which nobody asks which one moved it.
     """
     before = base.get("attention", {})
     if arm == BASELINE:
-        return f"the reference: {_attention_label(before)}, {base.get('precision', '?')}"
+        return f"{_attention_label(before)}, {base.get('precision', '?')}"
     if not differences:
         return "nothing (A/A)"
     attention = {k: values for k, values in differences.items() if k.startswith("attention.")}
     parts = [_describe_attention(before, attention)] if attention else []
     parts += [_describe(k, *values) for k, values in differences.items() if k not in attention]
-    return f"confounded: {'; '.join(parts)}" if axis == "many" else "; ".join(parts)
+    is_confounded = axis == "many" and role != "reference"
+    return f"confounded: {'; '.join(parts)}" if is_confounded else "; ".join(parts)
 
 
 def _attention_label(attention: Mapping[str, Any]) -> str:

@@ -108,16 +108,22 @@ def summary_of_study(study: RecordedStudy) -> Summary:
     states = [run.state for run in runs]
     counts = {state: states.count(state) for state in get_args(RunState) if state in states}
     said = ", ".join(f"{count} {state}" for state, count in counts.items())
-    reached = sum(_reached(run, study.steps) for run in runs)
+    planned = sum(arm.until * len(arm.runs) for arm in study.arms)
+    reached = sum(_reached(run, arm.until) for arm in study.arms for run in arm.runs.values())
+    is_same = all(arm.until == study.steps for arm in study.arms)
     return Summary(
         title=study.question,
         size=", ".join(
-            [_count(study.arms, "arm"), _count(study.seeds, "seed"), f"{study.steps} steps each"]
+            [
+                _count(study.arms, "arm"),
+                _count(study.seeds, "seed"),
+                f"{study.steps} steps each" if is_same else f"up to {study.steps} steps",
+            ]
         ),
         state=f"{said} of {_count(runs, 'run')}{_being_trained(study)}",
         is_bad=not {"failed", "diverged", "interrupted"}.isdisjoint(states),
         is_running="running" in states,
-        done=reached / (study.steps * len(runs)) if study.steps and runs else 0.0,
+        done=reached / planned if planned else 0.0,
         answers=answers(study, ladder),
         ladder=small_ladder(ladder, arm_styles([arm.name for arm in study.arms])),
     )
@@ -135,7 +141,7 @@ def answers(study: RecordedStudy, ladder: Ladder) -> tuple[str, ...]:
 def _being_trained(study: RecordedStudy) -> str:
     """Return how far the runs in training are, e.g. `; now nudge, seed 1, at step 80`."""
     running = [
-        f"{arm.name}, seed {seed}, at step {_reached(run, study.steps)}"
+        f"{arm.name}, seed {seed}, at step {_reached(run, arm.until)}"
         for arm in study.arms
         for seed, run in arm.runs.items()
         if run.state == "running"

@@ -71,7 +71,7 @@ def test_rerun_is_exactly_zero_and_the_baseline_has_no_drift(finished):
 def test_changes_read_as_sentences(finished):
     said = {row.arm: row.change for row in ladder_of(read_study(finished)).rows}
     assert said == {
-        "baseline": "the reference: baseline, bf16-mixed",
+        "baseline": "baseline, bf16-mixed",
         "flash_all_bf16": "attention: baseline -> flash:all_bf16",
         "flash_fa2": "attention: baseline -> flash:fa2",
         "rerun": "nothing (A/A)",
