@@ -70,6 +70,8 @@ def _max_error(x: Tensor, golden: Tensor) -> float:
 
 def _spacing(magnitude: float, dtype: torch.dtype) -> float:
     format = FORMATS[input_format(dtype)]
+    if magnitude == 0:  # frexp gives zero the exponent of 0.5
+        return 2.0 ** (format.min_exponent - format.mantissa_bits)
     exponent = torch.frexp(torch.tensor(magnitude, dtype=torch.float64)).exponent.item() - 1
     return 2.0 ** (max(exponent, format.min_exponent) - format.mantissa_bits)
 

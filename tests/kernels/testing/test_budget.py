@@ -31,6 +31,15 @@ def test_a_correctly_rounded_candidate_passes_beside_an_exact_baseline():
         assert_within_budget(wrong, golden, golden)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_beside_a_golden_of_zeros_the_budget_is_half_the_least_subnormal(dtype):
+    zeros = torch.zeros(3, dtype=torch.float64)
+    finest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert error_budget(zeros, zeros, dtype) == finest / 2
+    with pytest.raises(AssertionError, match="dq: max error 1.000e-03"):
+        assert_within_budget(torch.full((3,), 1e-3), zeros, zeros, what="dq")
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_candidate_that_is_not_finite_always_fails(value):
     with pytest.raises(AssertionError, match="out: max error"):
