@@ -1,0 +1,219 @@
+"""The cells of a check, each one attention call, and what is right there: golden, baseline, floor.
+
+A cell is a shape, a mask, a law of inputs and a dtype. The *floor* is the least error that can be
+asked of any attention in that dtype: rounding each result once, what rounding out once does to dq
+and dk through delta = rowsum(dO * O), and what rounding the LSE once, to FP32, does to the weights
+exp(scores - lse) of the backward; every flash attention has both. It is worked out from the golden
+as a variance, element by element. Where plain attention is more exact than that (a query that
+attends one key), an error ratio has the floor in its denominator.
+
+Shape suffixes: B batch, H query heads, G kv heads, Q query_len, K key_len, D head_dim.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_kernels.api import baseline_attention, golden_attention
+from attention_kernels.formats import FORMATS, input_format
+from attention_kernels.testing.formula import RESULTS, Formula
+from attention_kernels.testing.golden_faults import spacing
+from attention_kernels.testing.inputs import Shape
+from attention_kernels.testing.laws import Inputs, draw
+
+__all__ = ["DTYPES", "FULL", "QUICK", "Cell", "Reference", "given_cell", "reference"]
+
+_UNIT = 2.0**-24
+"""The relative error of one rounding in FP32, in which every attention may compute its sums."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtypes of a check by the names of their formats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One attention call of a check, but for its dtype."""
+
+    law: str
+    shape: Shape
+    causal: bool
+    scale: float | None = None
+    strided: bool = False
+    """Whether q, k and v are views of `(batch, length, heads, head_dim)` and dout is one head expanded."""
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        extra = (", scale given" if self.scale else "") + (", strided" if self.strided else "")
+        return f"{self.law}, {self.shape}, {mask}{extra}"
+
+    def visible(self) -> Tensor:
+        """Return which key each query attends, bool `(query_len, key_len)`."""
+        ones = torch.ones(self.shape.query_len, self.shape.key_len, dtype=torch.bool)
+        return ones.tril(self.shape.key_len - self.shape.query_len) if self.causal else ones
+
+    def true_scale(self) -> float:
+        """Return the scale of the scores."""
+        return self.shape.head_dim**-0.5 if self.scale is None else self.scale
+
+
+def _cells(law: str, shape: Shape, *masks: bool) -> list[Cell]:
+    return [Cell(law=law, shape=shape, causal=causal) for causal in masks or (True, False)]
+
+
+_SHAPES = [
+    Shape(2, 4, 4, 1, 1, 16),
+    Shape(2, 4, 2, 63, 63, 32),
+    Shape(2, 4, 4, 64, 64, 64),
+    Shape(2, 4, 1, 65, 65, 40),
+    Shape(2, 4, 2, 127, 127, 32),
+    Shape(2, 4, 4, 129, 129, 32),
+    Shape(2, 4, 2, 200, 200, 32),
+    Shape(1, 4, 2, 100, 100, 96),
+    Shape(2, 4, 2, 1, 65, 32),
+    Shape(2, 4, 4, 113, 203, 32),
+    Shape(2, 4, 2, 203, 113, 32),
+]
+_LAW_SHAPES = [Shape(8, 4, 2, 129, 129, 32), Shape(8, 4, 4, 150, 150, 32)]
+
+FULL: tuple[Cell, ...] = (
+    *(cell for shape in _SHAPES for cell in _cells("normal", shape)),
+    *_cells("normal", Shape(8, 4, 2, 160, 160, 32)),
+    Cell(law="normal", shape=Shape(2, 4, 2, 96, 96, 32), causal=True, scale=0.3),
+    Cell(law="normal", shape=Shape(2, 4, 2, 130, 130, 32), causal=True, strided=True),
+    *(
+        Cell(law=law, shape=shape, causal=causal)
+        for law in ("outliers", "one-signed v", "tied maxima", "rare rows", "large logits")
+        for shape, causal in zip(_LAW_SHAPES, (True, False), strict=True)
+    ),
+    *_cells("long rows", Shape(1, 4, 2, 1000, 1000, 32), True),
+    *_cells("long rows", Shape(1, 4, 2, 70, 2050, 32)),
+)
+"""Each shape under N(0, 1), every other law with 16 independent draws, long rows."""
+
+QUICK: tuple[Cell, ...] = (
+    *_cells("normal", Shape(8, 4, 2, 130, 130, 32)),
+    *_cells("normal", Shape(1, 2, 2, 1, 1, 16), True),
+    *_cells("normal", Shape(1, 4, 1, 65, 97, 40), True),
+    Cell(law="normal", shape=Shape(1, 2, 2, 64, 64, 64), causal=False, scale=0.3),
+    *_cells("outliers", Shape(8, 2, 2, 70, 70, 32), True),
+    *_cells("one-signed v", Shape(8, 2, 2, 70, 70, 32), True),
+    *_cells("tied maxima", Shape(8, 2, 2, 70, 70, 32), True),
+    *_cells("large logits", Shape(4, 2, 2, 70, 70, 32), True),
+)
+"""A few seconds' worth, for a test suite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Inputs of a cell in a dtype, and what is right: each result by name, `(B, heads, rows, D)`.
+
+    The LSE has a last axis of 1. `floor` is a variance, the other two are values.
+    """
+
+    cell: Cell
+    dtype: torch.dtype
+    inputs: Inputs
+    golden: dict[str, Tensor]
+    baseline: dict[str, Tensor]
+    floor: dict[str, Tensor]
+
+    def noise(self, result: str) -> Tensor:
+        """Return the squared error allowed for in each row, `(B, heads, rows)`.
+
+        It is the baseline's or the floor's, whichever is larger.
+        """
+        error = self.baseline[result].double() - self.golden[result]
+        error = error.masked_fill(self.golden[result] == self.baseline[result], 0.0)
+        return torch.maximum(error.square().sum(-1), self.floor[result].sum(-1))
+
+    def formula(self) -> Formula:
+        """Return the cell's attention as a formula that can be got wrong."""
+        scale, visible = self.cell.true_scale(), self.cell.visible()
+        return Formula(inputs=self.inputs, visible=visible, scale=scale)
+
+
+@functools.lru_cache(maxsize=64)
+def reference(cell: Cell, dtype: torch.dtype) -> Reference:
+    """Return the reference of a cell with drawn inputs; kept, since many checks ask for it."""
+    inputs = draw(cell.law, cell.shape, dtype, seed=_seed(cell))
+    return _reference(cell, dtype, inputs)
+
+
+def given_cell(inputs: Inputs, dtype: torch.dtype, what: str) -> Reference:
+    """Return the reference of causal attention on given inputs, rounded to `dtype`."""
+    batch, heads, query_len, head_dim = inputs.q.shape
+    shape = Shape(batch, heads, inputs.k.shape[1], query_len, inputs.k.shape[2], head_dim)
+    cell = Cell(law=what, shape=shape, causal=True)
+    return _reference(cell, dtype, Inputs(*(x.to(dtype) for x in inputs)))
+
+
+def _seed(cell: Cell) -> int:
+    """Return a number that differs from cell to cell and is the same in each process."""
+    return int.from_bytes(str(cell).encode(), "big") % (2**61 - 1)
+
+
+def _reference(cell: Cell, dtype: torch.dtype, inputs: Inputs) -> Reference:
+    if cell.strided:
+        inputs = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
+        inputs = inputs._replace(dout=inputs.dout[:, :1].expand_as(inputs.q))
+    options = {"causal": cell.causal, "scale": cell.scale}
+    wide = Inputs(*(x.double() for x in inputs))
+    golden = _results(golden_attention, wide, options)
+    return Reference(
+        cell=cell,
+        dtype=dtype,
+        inputs=inputs,
+        golden=golden,
+        baseline=_results(baseline_attention, inputs, options),
+        floor=_floor(cell, dtype, wide, golden),
+    )
+
+
+def _results(attention: object, inputs: Inputs, options: dict[str, object]) -> dict[str, Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out, lse = attention(*leaves, return_lse=True, **options)  # pyright: ignore[reportCallIssue]
+    gradients = torch.autograd.grad(out, leaves, inputs.dout)
+    values = (out.detach(), lse.detach().unsqueeze(-1), *gradients)
+    return dict(zip(RESULTS, values, strict=True))
+
+
+def _floor(
+    cell: Cell, dtype: torch.dtype, wide: Inputs, golden: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the variance that rounding alone gives each result."""
+    format, single = FORMATS[input_format(dtype)], FORMATS["fp32"]
+    floor = {name: _rounding(golden[name], format) for name in RESULTS if name != "lse"}
+    lse_BHQ1 = golden["lse"].nan_to_num(0, 0, 0)
+    floor["lse"] = _rounding(lse_BHQ1, single)
+    formula = Formula(inputs=wide, visible=cell.visible(), scale=cell.true_scale())
+    weights_BHQK = formula.weights()
+    group, scale2 = wide.q.shape[1] // wide.k.shape[1], cell.true_scale() ** 2
+    k_BHKD, v_BHKD = (x.repeat_interleave(group, dim=1) for x in (wide.k, wide.v))
+    # delta errs by out's rounding, and by the sum of its products in FP32
+    delta_BHQ1 = (wide.dout.square() * floor["out"]).sum(-1, keepdim=True)
+    delta_BHQ1 += ((wide.dout * golden["out"]).abs().sum(-1, keepdim=True) * _UNIT).square()
+    # weights computed again err as a row by the LSE's rounding, and by that of the scores
+    again_BHQ1 = floor["lse"] + scale2 * _UNIT**2 * wide.q.square().sum(-1, keepdim=True) * (
+        wide.k.square().sum(-1).mean()
+    )
+    dp_BHQK = wide.dout @ v_BHKD.mT
+    ds2_BHQK = (weights_BHQK * (dp_BHQK - (wide.dout * golden["out"]).sum(-1, True))).square()
+    weights2_BHQK = weights_BHQK.square()
+    floor["dq"] = (
+        floor["dq"]
+        + scale2 * delta_BHQ1 * (weights_BHQK @ k_BHKD).square()
+        + again_BHQ1 * golden["dq"].square()
+    )
+    of_dk = delta_BHQ1 * weights2_BHQK + again_BHQ1 * ds2_BHQK
+    of_dk_BHKD = scale2 * (of_dk.mT @ wide.q.square())
+    of_dv_BHKD = weights2_BHQK.mT @ (again_BHQ1 * wide.dout.square())
+    for name, by_head_BHKD in (("dk", of_dk_BHKD), ("dv", of_dv_BHKD)):
+        floor[name] = floor[name] + by_head_BHKD.unflatten(1, (-1, group)).sum(2)
+    return floor
+
+
+def _rounding(x: Tensor, format: object) -> Tensor:
+    """Return the variance of rounding x once to the nearest: a uniform error of one spacing."""
+    return spacing(x, format).square() / 12  # pyright: ignore[reportArgumentType]

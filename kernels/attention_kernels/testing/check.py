@@ -1,0 +1,253 @@
+"""Does this attention compute attention? A check in seconds, forward and backward.
+
+`check_attention` calls an attention on the cells of `cells.FULL` or `QUICK`, compares each result
+with the golden, asks what of it is too large (`limits`), and says in one line what is wrong
+(`diagnosis`). It needs no tolerance: an attention may err twice what plain attention in the same
+dtype errs, which is the rule of flash-attn's own tests, and may have no gain and no bias.
+
+Where it fails, it names the mistake whose FP64 results come closest. What the attention refuses is
+listed, and an attention that refuses everything does not pass: nothing was looked at. Leaves out
+speed, and masks other than causal.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_kernels.testing.calls import Breach, Called, Signature, UnsupportedError, call
+from attention_kernels.testing.cells import DTYPES, FULL, QUICK, Cell, Reference, given_cell
+from attention_kernels.testing.cells import reference as drawn_reference
+from attention_kernels.testing.diagnosis import Diagnosis, diagnose
+from attention_kernels.testing.laws import Inputs
+from attention_kernels.testing.limits import Excess, excesses
+from attention_kernels.testing.measured import Measured, measure
+from attention_kernels.testing.sentences import breach_sentence, excess_sentence
+
+__all__ = ["CheckReport", "Finding", "check_attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is wrong: `what` by a short name, the `noun` for it, and a sentence."""
+
+    what: str
+    noun: str
+    sentence: str
+    dtypes: tuple[str, ...]
+    value: float = 0.0
+    error: float = 0.0
+    limit: float = 0.0
+
+
+@dataclass(kw_only=True)
+class CheckReport:
+    """What a check found. `findings` opens with the diagnosis; the rest are what it rests on."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    cells: int = 0
+    """Calls whose results were looked at, over all dtypes."""
+    findings: tuple[Finding, ...] = ()
+    unsupported: dict[str, list[str]] = field(default_factory=dict)
+    """What was refused: the attention's own words, and the cells that it said them in."""
+    statistics: list[dict[str, Any]] = field(default_factory=list)
+    """A row for each dtype, cell and result."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether anything was looked at and nothing is wrong with it."""
+        return self.cells > 0 and not self.findings
+
+    @property
+    def sentence(self) -> str:
+        """Return the answer in one line."""
+        if not self.cells and not self.findings:
+            why = next(iter(self.unsupported), "it was asked for nothing")
+            return f"{self.name}: nothing was looked at: {why}"
+        if self.findings:
+            first = self.findings[0]
+            return f"{self.name} FAILS at {', '.join(first.dtypes)}: {first.sentence}"
+        refused = f"; {len(self.unsupported)} things unsupported" if self.unsupported else ""
+        return f"{self.name} passes at {', '.join(self.dtypes)} in {self.cells} cells{refused}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {
+            "name": self.name,
+            "passed": self.passed,
+            "sentence": self.sentence,
+            "dtypes": list(self.dtypes),
+            "cells": self.cells,
+            "findings": [vars(finding) for finding in self.findings],
+            "unsupported": self.unsupported,
+            "statistics": self.statistics,
+        }
+
+
+def check_attention(
+    attention: Callable[..., Any],
+    *,
+    dtypes: Sequence[str] = ("bf16", "fp16", "fp32"),
+    quick: bool = False,
+    name: str = "",
+    gives_lse: bool | None = None,
+    given: Inputs | None = None,
+    cells: Sequence[Cell] | None = None,
+) -> CheckReport:
+    """Check `attention(q, k, v, *, causal, scale=None)`, forward and backward, on the CPU.
+
+    It is asked for the LSE with `return_lse=True` if it has an argument of that name, or if
+    `gives_lse` says so. `given` are further inputs, of any dtype, which causal attention is checked
+    on after they were rounded. `quick` takes under three seconds a dtype. ValueError for a dtype
+    that is not one of `cells.DTYPES`.
+    """
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"check_attention: dtypes must be among {', '.join(DTYPES)}, got {dtype!r}; "
+                "leave it out for all of them"
+            )
+    report = CheckReport(name=name or _name_of(attention), dtypes=tuple(dtypes))
+    chosen = cells if cells is not None else (QUICK if quick else FULL)
+    signature = Signature(attention, gives_lse)
+    findings: list[Finding] = []
+    for format in dtypes:
+        references = (drawn_reference(cell, DTYPES[format]) for cell in chosen)
+        seen = _Seen(format)
+        for where in references:
+            _look(attention, signature, where, seen, report)
+        if given is not None:
+            where = given_cell(given, DTYPES[format], "given inputs")
+            _look(attention, signature, where, seen, report)
+        findings += seen.findings()
+        report.statistics += [_row(format, one) for one in seen.measured]
+    report.findings = _merged(findings)
+    return report
+
+
+def _name_of(attention: Callable[..., Any]) -> str:
+    inner = getattr(attention, "func", attention)
+    return getattr(inner, "__name__", type(attention).__name__)
+
+
+class _Seen:
+    """What was seen of an attention in one dtype."""
+
+    def __init__(self, format: str) -> None:
+        self.format = format
+        self.measured: list[Measured] = []
+        self.breaches: list[tuple[Breach, Reference]] = []
+        self.calls: list[tuple[Reference, Called]] = []
+
+    def findings(self) -> list[Finding]:
+        """Return what is wrong: the diagnosis first, then each excess it rests on."""
+        found = excesses(self.measured, self.format)
+        findings = [self._of_breach(*case) for case in _worst_breaches(self.breaches)]
+        if found:
+            diagnosis = diagnose(found, self.measured)
+            findings.append(self._of_diagnosis(diagnosis, found[0]))
+            findings += [self._of_excess(excess) for excess in found[:12]]
+        return findings
+
+    def _of_breach(self, breach: Breach, wheres: list[Reference]) -> Finding:
+        every = len({where.cell for where, _ in self.calls})
+        sentence = breach_sentence(breach, wheres, every)
+        return Finding(
+            what=breach.kind, noun=breach.kind, sentence=sentence, dtypes=(self.format,)
+        )
+
+    def _of_diagnosis(self, diagnosis: Diagnosis, worst: Excess) -> Finding:
+        return Finding(
+            what="diagnosis",
+            noun=diagnosis.noun,
+            sentence=diagnosis.sentence,
+            dtypes=(self.format,),
+            value=worst.value,
+            error=worst.error,
+            limit=worst.limit,
+        )
+
+    def _of_excess(self, excess: Excess) -> Finding:
+        return Finding(
+            what=excess.statistic,
+            noun=excess.result,
+            sentence=excess_sentence(excess),
+            dtypes=(self.format,),
+            value=excess.value,
+            error=excess.error,
+            limit=excess.limit,
+        )
+
+
+def _look(
+    attention: Callable[..., Any],
+    signature: Signature,
+    where: Reference,
+    seen: _Seen,
+    report: CheckReport,
+) -> None:
+    try:
+        called = call(attention, signature, where)
+    except UnsupportedError as refusal:
+        cells = report.unsupported.setdefault(str(refusal), [])
+        cells.append(f"{seen.format}, {where.cell}")
+        return
+    report.cells += 1
+    seen.calls.append((where, called))
+    seen.breaches += [(breach, where) for breach in called.breaches]
+    finite = {name for name, x in called.results.items() if not x.isnan().any()}
+    seen.measured += [
+        measure(where, name, x) for name, x in called.results.items() if name in finite
+    ]
+
+
+def _worst_breaches(
+    breaches: list[tuple[Breach, Reference]],
+) -> list[tuple[Breach, list[Reference]]]:
+    """Return one breach of each kind and result, the gravest first, and where it occurred."""
+    order = ("raises", "missing", "shape", "dtype", "NaN", "infinity", "not repeatable")
+    kinds: dict[tuple[str, str], list[tuple[Breach, Reference]]] = {}
+    for breach, where in breaches:
+        kinds.setdefault((breach.kind, breach.result), []).append((breach, where))
+    ranked = sorted(
+        kinds.values(),
+        key=lambda cases: order.index(cases[0][0].kind) if cases[0][0].kind in order else len(order),
+    )
+    return [(cases[0][0], [where for _, where in cases]) for cases in ranked]
+
+
+def _merged(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Return findings with those of several dtypes that say the same as one, diagnoses first.
+
+    Of two diagnoses with one noun that of the last dtype, the most exact, is kept.
+    """
+    merged: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        key = (finding.what, finding.noun)
+        dtypes = merged[key].dtypes if key in merged else ()
+        new = tuple(dict.fromkeys((*dtypes, *finding.dtypes)))
+        merged[key] = Finding(**{**vars(finding), "dtypes": new})
+    excess = ("error ratio", "range", "row", "gain", "bias", "bias away from zero")
+    return tuple(sorted(merged.values(), key=lambda finding: finding.what in excess))
+
+
+def _row(format: str, measured: Measured) -> dict[str, Any]:
+    log, error = measured.log_ratio()
+    ranges, _ = measured.log_ratio_of_ranges()
+    return {
+        "dtype": format,
+        "law": measured.where.cell.law,
+        "cell": str(measured.where.cell),
+        "result": measured.result,
+        "error_ratio": log.exp().amax(0).tolist(),
+        "error_ratio_error": (log.exp() * error).amax(0).tolist(),
+        "error_ratio_by_range": ranges.exp().tolist(),
+        "worst_row": measured.row_ratio().max().item(),
+        "gain": measured.gain_BH.mean(0).tolist(),
+        "bias_ulp": measured.bias_BH.mean(0).tolist(),
+        "angle": measured.angle_BH.mean(0).tolist(),
+    }

@@ -1,0 +1,286 @@
+"""Which mistake makes a wrong result: the one whose FP64 results come closest to it.
+
+On one small cell where the attention fails, every mistake of `mistakes` is computed (or, where it
+has a size, fitted), and the squared distance to what the attention gave is summed over results,
+each row in units of the error that plain attention or rounding has there. The mistake that leaves
+least is named if it takes away most of the error. A mistake may hold in some rows only: then each
+row may choose between it and no mistake, at a price.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attention_kernels.testing.cells import Reference
+from attention_kernels.testing.formula import RESULTS
+from attention_kernels.testing.laws import Inputs
+from attention_kernels.testing.limits import Excess
+from attention_kernels.testing.measured import Measured, measure
+from attention_kernels.testing.mistakes import Mistake, mistakes
+from attention_kernels.testing.sentences import (
+    excess_sentence,
+    heads_in_words,
+    numbers_in_words,
+    rows_in_words,
+    where_in_words,
+)
+
+__all__ = ["Diagnosis", "diagnose"]
+
+_BY_QUERY = ("out", "lse", "dq")
+_PRICE = 4.0
+"""What a row pays for choosing the mistake, in units of its own noise."""
+_NAMED = 0.5
+"""The share of the error that a mistake must take away to be named."""
+_SMALL = 700_000
+"""Scores of a cell, beyond which comparing it with a hundred mistakes takes too long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What is wrong in one sentence, and the noun for it."""
+
+    noun: str
+    sentence: str
+    explained: float
+    """The share of the error that it explains, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """One mistake beside the results: what it leaves, and where it holds."""
+
+    mistake: Mistake
+    explained: float
+    size: float = 0.0
+    error: float = 0.0
+    rows: tuple[int, ...] = ()
+    """The rows that chose it; empty for all of them."""
+    heads: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
+
+
+def diagnose(found: Sequence[Excess], measured: Sequence[Measured]) -> Diagnosis:
+    """Return what is most likely wrong, given the excesses of one dtype, the worst first."""
+    best: tuple[_Fit, _Case] | None = None
+    for where in _cells_to_try(found):
+        case = _Case(where, found, measured)
+        fit = case.best_fit()
+        if fit is not None and (best is None or fit.explained > best[0].explained):
+            best = fit, case
+        if best is not None and best[0].explained > 0.8:
+            break
+    common = where_in_words(
+        {x.where.cell for excess in found for x in excess.evidence},
+        {x.where.cell for x in measured},
+    )
+    ending = f"; {common}" if common else ""
+    if best is None or best[0].explained < _NAMED:
+        return Diagnosis(noun=found[0].result, sentence=_plain(found) + ending, explained=0.0)
+    fit, case = best
+    sentence = f"{_in_words(fit, case, found)}{ending}"
+    return Diagnosis(noun=fit.mistake.noun, sentence=sentence, explained=fit.explained)
+
+
+def _cells_to_try(found: Sequence[Excess]) -> list[Reference]:
+    """Return up to two cells that fail, N(0, 1) and small ones with several rows first."""
+    wheres: dict[int, tuple[tuple[bool, ...], Reference]] = {}
+    one_head = any(len(excess.heads) < excess.of_heads for excess in found)
+    for excess in found:
+        for one in excess.evidence:
+            shape = one.where.cell.shape
+            scores = min(2, shape.batch) * shape.heads * shape.query_len * shape.key_len
+            rank = (
+                scores > _SMALL,
+                shape.query_len < 60,
+                one.where.cell.law != "normal",
+                one_head and shape.heads != shape.kv_heads,
+            )
+            wheres.setdefault(id(one.where), (rank, one.where))
+    ranked = sorted(wheres.values(), key=lambda case: case[0])
+    return [where for _, where in ranked[:2]]
+
+
+class _Case:
+    """The results of an attention in one cell, cut to two batch entries, to lay mistakes beside."""
+
+    def __init__(
+        self, where: Reference, found: Sequence[Excess], measured: Sequence[Measured]
+    ) -> None:
+        ours = [one for one in measured if one.where is where]
+        worst = sum(one.row_ratio().square().sum((1, 2)) for one in ours)
+        assert isinstance(worst, Tensor)
+        self.batches = worst.topk(min(2, len(worst))).indices.sort().values
+        self.where = _cut(where, self.batches)
+        self.ours = {
+            one.result: measure(self.where, one.result, one.values[self.batches]) for one in ours
+        }
+        failing = {excess.result for excess in found}
+        self.heads = {result: _failing_heads(found, result, x) for result, x in self.ours.items()}
+        self.failing = failing & set(self.ours)
+        self.before = {name: self.cost(name, self.where.golden[name]) for name in self.ours}
+
+    def cost(self, result: str, assumed: Tensor) -> Tensor:
+        """Return the squared distance of the result from `assumed` in each row, over its noise."""
+        one = self.ours[result]
+        distance = one.values.double() - assumed
+        distance = distance.masked_fill(one.values == assumed, 0.0).nan_to_num(0, 1e30, 1e30)
+        rows = distance.square().sum(-1).clamp(max=1e30) / one.row_noise()
+        heads = self.heads[result]
+        return rows if heads is None else rows[:, heads]
+
+    def best_fit(self) -> _Fit | None:
+        """Return the mistake that explains most."""
+        best: _Fit | None = None
+        for mistake in mistakes(self.where):
+            for fit in self._fits(mistake):
+                if best is None or fit.explained > best.explained + 1e-9:
+                    best = fit
+        return best
+
+    def _fits(self, mistake: Mistake) -> Iterator[_Fit]:
+        if mistake.direction is not None:
+            yield self._fitted(mistake)
+            return
+        assert mistake.results is not None
+        assumed = mistake.results()
+        after = {name: self.cost(name, assumed[name]) for name in self.ours}
+        yield _Fit(mistake=mistake, explained=self._explained(after))
+        fit = self._in_some_rows(mistake, after)
+        if fit is not None:
+            yield fit
+
+    def _explained(self, after: dict[str, Tensor]) -> float:
+        before = sum(self.before[name].sum().item() for name in after)
+        left = sum(x.sum().item() for x in after.values())
+        noise = sum(x.clamp(max=1.0).sum().item() for x in after.values())
+        return (before - left) / max(before - 0.5 * noise, 1e-9)
+
+    def _in_some_rows(self, mistake: Mistake, after: dict[str, Tensor]) -> _Fit | None:
+        """Return the mistake as one of some rows of out, lse and dq, if any row gains by it."""
+        names = [name for name in _BY_QUERY if name in after and name in self.failing]
+        if not names:
+            return None
+        widths = {self.before[name].shape[1] for name in names}
+        if len(widths) > 1:
+            return None
+        before = torch.stack([self.before[name] for name in names]).sum(0)
+        mixed = torch.stack([after[name] for name in names]).sum(0) + _PRICE * len(names)
+        chosen = mixed < before
+        if not chosen.any() or chosen.float().mean() > 0.5:
+            return None
+        left = torch.where(chosen, mixed, before).sum().item()
+        total = before.sum().item()
+        heads = self.heads[names[0]]
+        columns = chosen.any(2).any(0).nonzero().flatten().tolist()
+        return _Fit(
+            mistake=mistake,
+            # less than a mistake of every row that leaves as much: it had a choice
+            explained=0.97 * (total - left) / max(total - 0.5 * before.clamp(max=1).sum().item(), 1e-9),
+            rows=tuple(chosen.any(0).any(0).nonzero().flatten().tolist()),
+            heads=tuple(heads[i] for i in columns) if heads is not None else tuple(columns),
+            batches=tuple(self.batches[chosen.any(2).any(1)].tolist()),
+        )
+
+    def _fitted(self, mistake: Mistake) -> _Fit:
+        """Return the mistake at the size that leaves least."""
+        assert mistake.direction is not None
+        direction = mistake.direction()
+        size, error, assumed = 0.0, math.inf, self.where.golden
+        for _ in range(3 if mistake.at is not None else 1):
+            step, error = self._step(direction, assumed)
+            size += step
+            if mistake.at is not None and abs(size) < 0.9:
+                assumed = mistake.at(size)
+            else:
+                assumed = {
+                    name: x + size * direction[name] if name in direction else x
+                    for name, x in self.where.golden.items()
+                }
+        after = {name: self.cost(name, assumed[name]) for name in self.ours}
+        return _Fit(
+            mistake=mistake, explained=self._explained(after), size=size, error=error
+        )
+
+    def _step(self, direction: dict[str, Tensor], assumed: dict[str, Tensor]) -> tuple[float, float]:
+        """Return the least-squares size of what `assumed` leaves, and its error over rows."""
+        top, bottom = [], []
+        for name in set(direction) & set(self.ours):
+            one, heads = self.ours[name], self.heads[name]
+            left = (one.values.double() - assumed[name]).nan_to_num(0, 0, 0)
+            along = direction[name].nan_to_num(0, 0, 0)
+            noise = one.row_noise()
+            rows = (left * along).sum(-1) / noise, along.square().sum(-1) / noise
+            keep = slice(None) if heads is None else heads
+            top.append(rows[0][:, keep].flatten())
+            bottom.append(rows[1][:, keep].flatten())
+        if not top:
+            return 0.0, math.inf
+        upper, lower = torch.cat(top), torch.cat(bottom)
+        power = lower.sum().item()
+        if power == 0:
+            return 0.0, math.inf
+        size = upper.sum().item() / power
+        return size, (upper - size * lower).square().sum().sqrt().item() / power
+
+
+def _cut(where: Reference, batches: Tensor) -> Reference:
+    """Return the reference of these batch entries alone."""
+    shape = where.cell.shape._replace(batch=len(batches))
+    parts = {
+        name: {result: x[batches] for result, x in getattr(where, name).items()}
+        for name in ("golden", "baseline", "floor")
+    }
+    return replace(
+        where,
+        cell=replace(where.cell, shape=shape),
+        inputs=Inputs(*(x[batches] for x in where.inputs)),
+        **parts,
+    )
+
+
+def _failing_heads(found: Sequence[Excess], result: str, one: Measured) -> list[int] | None:
+    """Return the heads of `result` to look at; None for all of them.
+
+    They are those that fail in the same kind of result, by query or by key.
+    """
+    alike = [e for e in found if (e.result in _BY_QUERY) == (result in _BY_QUERY)]
+    of_heads = one.error_BHR.shape[1]
+    heads = {head for excess in alike for head in excess.heads if excess.of_heads == of_heads}
+    return sorted(heads) if 0 < len(heads) < of_heads else None
+
+
+def _in_words(fit: _Fit, case: _Case, found: Sequence[Excess]) -> str:
+    """Return the mistake's words with its size, its heads and its rows."""
+    size, error = fit.size, fit.error
+    gains = [e for e in found if e.statistic == "gain" and e.result == fit.mistake.noun]
+    if gains and "{size}" in fit.mistake.words:
+        size, error = gains[0].value, gains[0].error
+    words = fit.mistake.words.format(
+        size=f"{1 + size:.4f} +- {error:.4f}",
+        ulp=f"{size:+.3f} +- {error:.3f}",
+        offset=f"{size:+.4g} +- {error:.1g}",
+    )
+    results = [name for name in RESULTS if name in case.failing]
+    of_heads = case.where.cell.shape.heads
+    scope = case.heads[results[0]] if results and results[0] in case.heads else None
+    heads = fit.heads or (tuple(scope) if scope is not None else tuple(range(of_heads)))
+    all_heads = of_heads if results and results[0] in _BY_QUERY else case.where.cell.shape.kv_heads
+    text = f"{words}, {heads_in_words(heads, min(of_heads, all_heads))}"
+    if fit.rows:
+        text += f", in {rows_in_words(fit.rows, case.where.cell.shape.query_len)} alone"
+    if fit.batches and len(fit.batches) < case.where.cell.shape.batch:
+        text += f", in batch entry {numbers_in_words(fit.batches)} alone"
+    return f"{text} (seen in {', '.join(results)})"
+
+
+def _plain(found: Sequence[Excess]) -> str:
+    """Return what is measured, where no mistake explains it: the worst excess of each result."""
+    worst: dict[str, Excess] = {}
+    for excess in found:
+        worst.setdefault(excess.result, excess)
+    said = [excess_sentence(worst[name]) for name in RESULTS if name in worst]
+    return f"{'; '.join(said[:3])}; no single mistake explains it, so an intermediate is too coarse"

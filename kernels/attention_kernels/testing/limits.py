@@ -1,0 +1,217 @@
+"""Which measured errors are too large: each limit with the certainty that it takes to say so.
+
+Every right attention passes these at BF16, FP16 and FP32 and every wrong one of `tests/zoo` fails
+one of them. A check looks at hundreds of values, so an excess must be certain: gain and bias by a
+t-test over independent draws, with one chance in a thousand (`CHANCE`) divided over all tests of
+the check; error ratios by `SURE` standard errors over rows or draws, which are clusters.
+
+Where plain attention itself has a gain or a bias (few distinct probabilities, all rounded the same
+way), an attention may have twice that.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_kernels.testing.measured import RANGE, Measured
+from attention_kernels.testing.statistics import Estimate, over_looks
+
+__all__ = ["CHANCE", "MAX_BIAS", "MAX_GAIN", "MAX_RATIO", "Excess", "excesses"]
+
+MAX_RATIO = 2.0
+MAX_GAIN = 1e-3
+MAX_BIAS = 0.05
+"""In ULPs; twice that under tied maxima, where a P rounded to FP16 is biased in PyTorch's SDPA."""
+MAX_ROW = {"bf16": 10.0, "fp16": 10.0, "fp32": 40.0}
+"""How large the error ratio of a single row may be: right ones have up to 5.2, and 14 in FP32."""
+CHANCE = 1e-3
+SURE = 5.0
+_LOOK_ROWS = 32
+"""Rows that a look must have to count in a gain or a bias: fewer hold too few values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excess:
+    """One statistic of one result beyond its limit, and where."""
+
+    statistic: str
+    """error ratio, row, range, gain or bias."""
+    result: str
+    law: str
+    value: float
+    error: float
+    """The standard error of the value; 0 for a single row's."""
+    limit: float
+    heads: tuple[int, ...]
+    of_heads: int
+    rows: tuple[int, ...] = ()
+    evidence: tuple[Measured, ...] = ()
+
+    def excess(self) -> float:
+        """Return how many limits the value has."""
+        return abs(self.value) / self.limit
+
+
+def excesses(measured: Sequence[Measured], format: str) -> list[Excess]:
+    """Return what is too large in one dtype, whose format is named, the worst first."""
+    found = [excess for one in measured for excess in _in_a_cell(one, MAX_ROW[format])]
+    found += _over_draws(measured, format)
+    return sorted(found, key=Excess.excess, reverse=True)
+
+
+def _in_a_cell(measured: Measured, max_row: float) -> Iterator[Excess]:
+    at = {"result": measured.result, "law": measured.where.cell.law, "evidence": (measured,)}
+    of_heads = measured.error_BHR.shape[1]
+    log, error = measured.log_ratio()
+    beyond = log - SURE * error > math.log(MAX_RATIO)
+    if beyond.any():
+        index = int(torch.where(beyond, log, -math.inf).argmax())
+        value = log.flatten()[index].exp().item()
+        yield Excess(
+            statistic="error ratio",
+            value=value,
+            error=value * error.flatten()[index].item(),
+            limit=MAX_RATIO,
+            heads=_heads(beyond),
+            of_heads=of_heads,
+            **at,
+        )
+    log, error = measured.log_ratio_of_ranges()
+    beyond = log - SURE * error > math.log(MAX_RATIO)
+    if beyond.any():
+        index = int(torch.where(beyond, log, -math.inf).argmax())
+        yield Excess(
+            statistic="range",
+            value=log[index].exp().item(),
+            error=(log[index].exp() * error[index]).item(),
+            limit=MAX_RATIO,
+            heads=tuple(range(of_heads)),
+            of_heads=of_heads,
+            rows=tuple(i * RANGE for i in beyond.nonzero().flatten().tolist()),
+            **at,
+        )
+    rows = measured.row_ratio()
+    if (rows > max_row).any():
+        beyond = rows > max_row
+        yield Excess(
+            statistic="row",
+            value=rows.max().item(),
+            error=0.0,
+            limit=max_row,
+            heads=_heads(beyond.any(-1)),
+            of_heads=of_heads,
+            rows=tuple(beyond.flatten(0, 1).any(0).nonzero().flatten().tolist()),
+            **at,
+        )
+
+
+def _heads(beyond: Tensor) -> tuple[int, ...]:
+    """Return the heads that are beyond in any batch entry."""
+    return tuple(beyond.any(0).nonzero().flatten().tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Series:
+    """A statistic of one head under one law, a value a look, and plain attention's own."""
+
+    statistic: str
+    result: str
+    law: str
+    head: int
+    """-1 for the mean of all heads."""
+    values: tuple[float, ...]
+    baseline: tuple[float, ...]
+    limit: float
+
+    def judged(self, chance: float) -> tuple[Estimate, float, bool]:
+        """Return the mean, its limit, and whether it is surely beyond."""
+        mean = over_looks(self.values)
+        limit = max(self.limit, 2 * abs(over_looks(self.baseline).value))
+        return mean, limit, mean.surely_beyond(limit, chance)
+
+
+def _over_draws(measured: Sequence[Measured], format: str) -> list[Excess]:
+    series = [one for one in _all_series(measured, format) if len(one.values) > 3]
+    found: dict[tuple[str, str, str], list[tuple[_Series, Estimate, float]]] = {}
+    for one in series:
+        mean, limit, beyond = one.judged(CHANCE / len(series))
+        if beyond:
+            found.setdefault((one.statistic, one.result, one.law), []).append((one, mean, limit))
+    return [_joined(cases, measured) for cases in found.values()]
+
+
+def _joined(cases: list[tuple[_Series, Estimate, float]], measured: Sequence[Measured]) -> Excess:
+    """Return one excess of all heads that have it."""
+    one, mean, limit = max(cases, key=lambda case: abs(case[1].value) / case[2])
+    evidence = tuple(
+        x for x in measured if x.result == one.result and x.where.cell.law == one.law
+    )
+    of_heads = max(x.error_BHR.shape[1] for x in evidence)
+    heads = tuple(sorted(case[0].head for case in cases if case[0].head >= 0))
+    return Excess(
+        statistic=one.statistic,
+        result=one.result,
+        law=one.law,
+        value=mean.value,
+        error=mean.error,
+        limit=limit,
+        heads=heads or tuple(range(of_heads)),
+        of_heads=of_heads,
+        evidence=evidence,
+    )
+
+
+def _all_series(measured: Sequence[Measured], format: str) -> Iterator[_Series]:
+    groups: dict[tuple[str, str], list[Measured]] = {}
+    for one in measured:
+        if one.error_BHR.shape[-1] >= _LOOK_ROWS:
+            groups.setdefault((one.where.cell.law, one.result), []).append(one)
+    for (law, result), ones in groups.items():
+        gains = [(x.gain_BH, x.baseline_gain_BH) for x in ones]
+        yield from _by_head("gain", law, result, MAX_GAIN, gains)
+        if _bias_is_judged(law, result, format):
+            biases = [(x.bias_BH, x.baseline_bias_BH) for x in ones]
+            limit = 2 * MAX_BIAS if law == "tied maxima" else MAX_BIAS
+            yield from _by_head("bias", law, result, limit, biases)
+        if result == "out" and format != "fp32" and law != "large logits":
+            outward = [(x.outward_BH, x.baseline_outward_BH) for x in ones]
+            limit = 2 * MAX_BIAS if law == "tied maxima" else MAX_BIAS
+            yield from _by_head("bias away from zero", law, result, limit, outward)
+
+
+def _bias_is_judged(law: str, result: str, format: str) -> bool:
+    """Whether a right attention has no bias there.
+
+    Under a symmetric law nothing prefers a sign. Elsewhere only out in a short format, whose last
+    rounding is nearly all of its error: sums of one sign in FP32 err to one side.
+    """
+    if result == "lse":
+        return False
+    if law in ("normal", "outliers", "long rows", "rare rows"):
+        return True
+    return result == "out" and format != "fp32" and law != "large logits"
+
+
+def _by_head(
+    statistic: str, law: str, result: str, limit: float, pairs: Iterable[tuple[Tensor, Tensor]]
+) -> Iterator[_Series]:
+    """Yield the series of each head, and of the mean of all; a look is a batch entry of a cell."""
+    values: dict[int, list[float]] = {}
+    baseline: dict[int, list[float]] = {}
+    for ours, theirs in pairs:
+        for to, x_BH in ((values, ours), (baseline, theirs)):
+            for head, column in [(-1, x_BH.mean(1)), *enumerate(x_BH.mT)]:
+                to.setdefault(head, []).extend(column.tolist())
+    for head in values:
+        yield _Series(
+            statistic=statistic,
+            result=result,
+            law=law,
+            head=head,
+            values=tuple(values[head]),
+            baseline=tuple(baseline[head]),
+            limit=limit,
+        )

@@ -1,0 +1,101 @@
+"""What a check measures in one cell: each result's statistics by batch entry, head and row.
+
+Shape suffixes: B batch, H heads of the result, R its rows (queries, or keys for dk and dv).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_kernels.formats import FORMATS, input_format
+from attention_kernels.testing.cells import Reference
+from attention_kernels.testing.statistics import angle, bias_ulp, gain, log_error
+
+__all__ = ["RANGE", "Measured", "measure"]
+
+RANGE = 16
+"""Rows in a range of positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One result in one cell: its errors, and those of plain attention, against the golden."""
+
+    where: Reference
+    result: str
+    values: Tensor
+    """The result itself, in its own dtype."""
+    error_BHR: Tensor
+    """Squared error of each row."""
+    noise_BHR: Tensor
+    """Squared error allowed for in each row: plain attention's, or the floor."""
+    gain_BH: Tensor
+    baseline_gain_BH: Tensor
+    bias_BH: Tensor
+    baseline_bias_BH: Tensor
+    outward_BH: Tensor
+    """The bias away from zero."""
+    baseline_outward_BH: Tensor
+    angle_BH: Tensor
+
+    def log_ratio(self) -> tuple[Tensor, Tensor]:
+        """Return the log of the error ratio by batch entry and head, and its standard error."""
+        return _log_ratio(self.error_BHR, self.noise_BHR)
+
+    def log_ratio_of_ranges(self) -> tuple[Tensor, Tensor]:
+        """Return the log of the error ratio of each range of positions, over batch and heads."""
+        error, noise = (_ranges(x).flatten(0, 1).mT for x in (self.error_BHR, self.noise_BHR))
+        return _log_ratio(error, noise)
+
+    def row_ratio(self) -> Tensor:
+        """Return the error ratio of each row, `(B, H, R)`."""
+        return (self.error_BHR / self.row_noise()).sqrt()
+
+    def row_noise(self) -> Tensor:
+        """Return the squared error to hold a single row against, `(B, H, R)`.
+
+        A row's own noise can be next to nothing by luck, since a row of dq has one delta: what the
+        rows around it have, in any batch entry and head, is its least.
+        """
+        around = _ranges(self.noise_BHR).mean((0, 1)) / RANGE
+        around = around.repeat_interleave(RANGE)[: self.noise_BHR.shape[-1]]
+        short = self.noise_BHR.shape[-1] % RANGE
+        if short:
+            around[-short:] *= RANGE / short
+        return torch.maximum(self.noise_BHR, around)
+
+
+def _log_ratio(error: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    (top, top_error), (bottom, bottom_error) = log_error(error), log_error(noise)
+    return top - bottom, (top_error.square() + bottom_error.square()).sqrt()
+
+
+def _ranges(rows: Tensor) -> Tensor:
+    """Return the sum over each range of rows, `(B, H, ranges)`."""
+    short = -rows.shape[-1] % RANGE
+    return torch.nn.functional.pad(rows, (0, short)).unflatten(-1, (-1, RANGE)).sum(-1)
+
+
+def measure(where: Reference, result: str, x: Tensor) -> Measured:
+    """Return the statistics of the result `x`; an infinity that the golden has too is no error."""
+    golden, baseline = where.golden[result], where.baseline[result].double()
+    values, x = x, x.double()
+    infinite = ~golden.isfinite()
+    x, baseline = (y.masked_fill(infinite & (y == golden), 0.0) for y in (x, baseline))
+    golden = golden.masked_fill(infinite, 0.0)
+    format = FORMATS["fp32" if result == "lse" else input_format(where.dtype)]
+    return Measured(
+        where=where,
+        result=result,
+        values=values,
+        error_BHR=(x - golden).square().sum(-1),
+        noise_BHR=where.noise(result),
+        gain_BH=gain(x, golden),
+        baseline_gain_BH=gain(baseline, golden),
+        bias_BH=bias_ulp(x, golden, format),
+        baseline_bias_BH=bias_ulp(baseline, golden, format),
+        outward_BH=bias_ulp(x, golden, format, outward=True),
+        baseline_outward_BH=bias_ulp(baseline, golden, format, outward=True),
+        angle_BH=angle(x, golden),
+    )

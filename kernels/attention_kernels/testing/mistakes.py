@@ -1,0 +1,360 @@
+"""Mistakes that an attention kernel can have, and what each would have computed, in FP64.
+
+A `Mistake` with `results` is all or nothing: a key dropped, a mask off by one, a wrong kv head. One
+with a `direction` has a size that the diagnosis fits: a factor, a bias. The `noun` is what the
+kernel's author would look for, `words` say it in a sentence.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_kernels.formats import FORMATS, input_format
+from attention_kernels.testing.cells import Reference
+from attention_kernels.testing.formula import RESULTS, Formula, Intermediates
+from attention_kernels.testing.golden_faults import spacing
+
+__all__ = ["Mistake", "mistakes"]
+
+Results = dict[str, Tensor]
+_TILES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """One hypothesis: results as they would be, or the direction in which they would be off."""
+
+    noun: str
+    words: str
+    """With `{size}` for a fitted factor, `{ulp}` or `{offset}` for another fitted size."""
+    results: Callable[[], Results] | None = None
+    direction: Callable[[], Results] | None = None
+    at: Callable[[float], Results] | None = None
+    """What a mistake of that size gives, where its direction changes with it."""
+
+
+def mistakes(where: Reference) -> Iterator[Mistake]:
+    """Yield every mistake that could be made in a cell."""
+    formula = where.formula()
+    yield from _factors(where, formula)
+    yield from _scales(where, formula)
+    yield from _masks(where, formula)
+    yield from _keys(where, formula)
+    yield from _heads(where, formula)
+    yield from _softmax(where, formula)
+    yield from _sums(where, formula)
+
+
+def _all_or_nothing(noun: str, words: str, formula: Formula, **changes: object) -> Mistake:
+    return Mistake(noun=noun, words=words, results=formula.with_(**changes).results)
+
+
+def _factors(where: Reference, formula: Formula) -> Iterator[Mistake]:
+    """Factors on results and on what they are made of, and a bias."""
+    golden = where.golden
+
+    def on(*names: str) -> Callable[[], Results]:
+        return lambda: {name: golden[name] for name in names}
+
+    def delta() -> Results:
+        off, right = formula.with_(delta=2.0).results(), formula.results()
+        return {name: off[name] - right[name] for name in ("dq", "dk")}
+
+    def out_and_delta() -> Results:
+        return {"out": golden["out"], **delta()}
+
+    def bias() -> Results:
+        format = FORMATS[input_format(where.dtype)]
+        return {"out": spacing(golden["out"], format)}
+
+    def outward() -> Results:
+        return {"out": bias()["out"] * golden["out"].sign()}
+
+    for name in RESULTS:
+        sums = "" if name in ("out", "lse") else "'s sum"
+        words = f"{name} is {{size}} times what it should be, a factor on {name}{sums}"
+        yield Mistake(noun=name, words=words, direction=on(name))
+    words = "{names} are {size} times what they should be: a factor on "
+    yield Mistake(
+        noun="dS", words=words.format(names="dq and dk", size="{size}") + "dS, the scale of dS",
+        direction=on("dq", "dk"),
+    )
+    yield Mistake(
+        noun="dk and dv",
+        words=words.format(names="dk and dv", size="{size}") + "the sum over queries",
+        direction=on("dk", "dv"),
+    )
+    yield Mistake(
+        noun="P of the backward",
+        words=words.format(names="dq, dk and dv", size="{size}")
+        + "P in the backward, as of an LSE that is off",
+        direction=on("dq", "dk", "dv"),
+    )
+    yield Mistake(
+        noun="out",
+        words=words.format(names="out and all gradients", size="{size}") + "out",
+        direction=on("out", "dq", "dk", "dv"),
+    )
+    yield Mistake(
+        noun="out",
+        words="out is {size} times what it should be, and delta reads it so: a factor on out",
+        direction=out_and_delta,
+    )
+    words = "delta = rowsum(dO * O) is {size} times what it should be"
+    yield Mistake(noun="delta", words=words, direction=delta)
+    yield Mistake(noun="bias", words="out has a bias of {ulp} ULP upwards", direction=bias)
+    words = "out has a bias of {ulp} ULP away from zero: a rounding that is not to nearest"
+    yield Mistake(noun="bias", words=words, direction=outward)
+
+
+def _scales(where: Reference, formula: Formula) -> Iterator[Mistake]:
+    """The scale of the scores, in both directions or in the backward alone."""
+    right, root = formula.scale, math.sqrt(where.cell.shape.head_dim)
+
+    def slope(field: str) -> Callable[[], Results]:
+        step = 1e-4
+
+        def direction() -> Results:
+            up = formula.with_(**{field: right * (1 + step)}).results()
+            down = formula.with_(**{field: right * (1 - step)}).results()
+            return {name: (up[name] - down[name]) / (2 * step) for name in up}
+
+        return direction
+
+    for field, words in (
+        ("scale", "the softmax scale is {size} times what it should be"),
+        ("backward_scale", "the backward's softmax scale is {size} times the forward's"),
+    ):
+        yield Mistake(
+            noun="scale",
+            words=words,
+            direction=slope(field),
+            at=lambda size, field=field: formula.with_(**{field: right * (1 + size)}).results(),
+        )
+    wrong = {
+        "missing, it is 1": 1.0,
+        "applied twice": right * right,
+        "1/head_dim": 1 / root**2,
+        "log2(e) times what it should be": right * math.log2(math.e),
+        "ln(2) times what it should be: exp2 without log2(e)": right * math.log(2),
+        "half of what it should be": right / 2,
+        "twice what it should be": right * 2,
+    }
+    if where.cell.scale is not None:
+        wrong = {"ignored, it is 1/sqrt(head_dim)": 1 / root} | wrong
+    for what, scale in wrong.items():
+        for field in ("scale", "backward_scale"):
+            whose = "the backward's softmax scale is" if field != "scale" else "the softmax scale is"
+            yield _all_or_nothing("scale", f"{whose} {what}", formula, **{field: scale})
+
+
+def _masks(where: Reference, formula: Formula) -> Iterator[Mistake]:
+    visible, shape = where.cell.visible(), where.cell.shape
+    queries, keys = shape.query_len, shape.key_len
+    ones, shift = torch.ones(queries, keys, dtype=torch.bool), keys - queries
+    wrong: dict[str, Tensor] = {}
+    if where.cell.causal:
+        wrong["causal mask lets row i see key i+1"] = ones.tril(shift + 1)
+        wrong["causal mask lets row i see key i+2"] = ones.tril(shift + 2)
+        wrong["causal mask hides key i, the diagonal, from row i"] = ones.tril(shift - 1)
+        wrong["causal mask is ignored: each row sees every key"] = ones
+        if shift:
+            words = "causal mask is aligned top-left, and must be bottom-right"
+            wrong[f"{words}, where query_len and key_len differ"] = ones.tril()
+        at = torch.arange(queries)[:, None] + shift
+        for tile in _TILES:
+            end = (at // tile + 1) * tile
+            words = f"causal mask by tile: row i sees keys to the end of its tile of {tile}"
+            wrong[words] = torch.arange(keys) < end
+            start = (at // tile) * tile
+            words = f"causal mask hides the diagonal tile of {tile}"
+            wrong[words] = torch.arange(keys) < start
+    else:
+        wrong["causal mask is applied though it was not asked for"] = ones.tril(shift)
+        wrong["causal mask is applied, top-left, though it was not asked for"] = ones.tril()
+    for window in (32, 64, 128, 256, 512, 1000, 1024):
+        if window < keys:
+            near = ~ones.tril(shift - window)
+            words = f"keys {window} and more before the row are not seen: a window, long rows"
+            wrong[words] = visible & near
+    for words, mask in wrong.items():
+        if not torch.equal(mask, visible):
+            yield _all_or_nothing("mask", words, formula, visible=mask)
+            words = f"in the backward, {words}"
+            yield _all_or_nothing("mask", words, formula, backward_visible=mask)
+
+
+def _keys(where: Reference, formula: Formula) -> Iterator[Mistake]:
+    """Keys that are missed, counted twice, padded or read from another place."""
+    keys = where.cell.shape.key_len
+    index = torch.arange(keys)
+    missed: dict[str, Tensor] = {
+        "the last key is missed": index == keys - 1,
+        "the first key is missed": index == 0,
+    }
+    for tile in _TILES:
+        tail = index >= keys // tile * tile
+        if tail.any():
+            missed[f"the tail, the last tile of {tile} keys that is not full, is missed"] = tail
+        ends = index % tile == tile - 1
+        if ends.any():
+            at = ", ".join(str(i) for i in range(tile - 1, min(keys, 3 * tile), tile))
+            missed[f"keys {at}, ... are missed: the last key of each tile of {tile}"] = ends
+        at = ", ".join(str(i) for i in range(0, min(keys, 3 * tile), tile))
+        missed[f"keys {at}, ... are missed: the first key of each tile of {tile}"] = (
+            index % tile == 0
+        )
+        missed[f"the first tile of {tile} keys is missed"] = index < tile
+    for limit in (128, 256, 512, 1000, 1024):
+        if limit < keys:
+            missed[f"keys from {limit} on are missed: long rows"] = index >= limit
+    for words, dropped in missed.items():
+        if not dropped.all():
+            yield _all_or_nothing("key", words, formula, visible=formula.visible & ~dropped)
+            words = f"dq's sum over keys is short: in dq {words}"
+            yield _all_or_nothing("key", words, formula, dq_keys=~dropped)
+    for words, twice in (
+        ("the last key counts twice", index == keys - 1),
+        ("the first key counts twice", index == 0),
+    ):
+        yield _all_or_nothing("key", words, formula, count=1 + twice)
+    yield from _stale(keys, formula)
+    for tile in _TILES:
+        pad = -keys % tile
+        if pad and not where.cell.causal:
+            words = f"the tail's {pad} keys of padding to a tile of {tile} are not masked"
+            yield _all_or_nothing("tail", words, formula, padding=pad)
+
+
+def _stale(keys: int, formula: Formula) -> Iterator[Mistake]:
+    """Tiles of k or v in which another tile's still stands."""
+    index = torch.arange(keys)
+    for tile in {*_TILES, (keys + 1) // 2} - {keys}:
+        if tile >= keys:
+            continue
+        last = (keys - 1) // tile
+        for block in sorted({1, last}):
+            held = (index >= block * tile) & (index < (block + 1) * tile)
+            for names in (("k", "v"), ("v",), ("k",)):
+                what = " and ".join(names)
+                words = (
+                    f"a stale block: tile {block} of {tile} keys reads the {what} of the tile "
+                    "before it"
+                )
+                source = torch.where(held, index - tile, index)
+                yield _all_or_nothing("stale", words, formula, source=source, sources=names)
+
+
+def _heads(where: Reference, formula: Formula) -> Iterator[Mistake]:
+    heads, kv_heads = where.cell.shape.heads, where.cell.shape.kv_heads
+    group = heads // kv_heads
+    right = tuple(h // group for h in range(heads))
+    maps = {
+        tuple(h % kv_heads for h in range(heads)),
+        (0,) * heads,
+        tuple((g + 1) % kv_heads for g in right),
+        tuple(kv_heads - 1 - g for g in right),
+        tuple(min(h, kv_heads - 1) for h in range(heads)),
+    }
+    for wrong in sorted(maps - {right}):
+        head = next(h for h in range(heads) if wrong[h] != right[h])
+        words = f"GQA mapping: head {head} reads kv head {wrong[head]}, and must read {right[head]}"
+        yield _all_or_nothing("GQA", words, formula, kv_heads=wrong)
+    if group > 1:
+        sums = {
+            "take the first query head of each group alone": lambda r: float(r == 0),
+            "take the last query head of each group alone": lambda r: float(r == group - 1),
+            "are the mean over each group, and must be its sum": lambda r: 1 / group,
+        }
+        for words, weight in sums.items():
+            weights = tuple(weight(h % group) for h in range(heads))
+            words = f"GQA: dk and dv {words}"
+            yield _all_or_nothing("GQA", words, formula, group=weights)
+
+
+def _softmax(where: Reference, formula: Formula) -> Iterator[Mistake]:
+    """Running statistics, the normalisation, and the LSE."""
+    golden = where.golden
+    lse = golden["lse"]
+
+    def lse_is(value: Tensor) -> Callable[[], Results]:
+        return lambda: {**golden, "lse": value}
+
+    largest = _largest(formula)
+    for words, value in (
+        ("LSE is in base 2, log2, and must be natural", lse / math.log(2)),
+        ("LSE is ln(2) times what it should be: natural of base-2 scores", lse * math.log(2)),
+        ("LSE lacks the maximum of the row", lse - largest),
+        ("LSE is the maximum of the row alone", largest),
+        ("LSE has the maximum of the row twice", lse + largest),
+        ("LSE is negated", -lse),
+        ("LSE is the sum of exp itself, without the log", lse.exp()),
+    ):
+        yield Mistake(noun="LSE", words=words, results=lse_is(value))
+    offset = torch.ones_like(lse)
+    words = "LSE is off by {offset}"
+    yield Mistake(noun="LSE", words=words, direction=lambda: {"lse": offset})
+
+    def not_divided(known: Intermediates) -> Tensor:
+        return known.out_BHQD * (lse - largest).nan_to_num(0, 0, 0).exp()
+
+    words = "out is not divided by its row sum l"
+    yield _all_or_nothing("normalisation", words, formula, change=not_divided)
+    for tile in _TILES:
+        words = f"the accumulator is not rescaled when the maximum grows: no alpha, tile of {tile}"
+        yield _all_or_nothing("rescale", words, formula, change=_not_rescaled(formula, tile, "acc"))
+        words = f"the row sum l is not rescaled when the maximum grows: no alpha, tile of {tile}"
+        yield _all_or_nothing("rescale", words, formula, change=_not_rescaled(formula, tile, "l"))
+
+
+def _largest(formula: Formula) -> Tensor:
+    """Return the largest score of each row, `(B, H, Q, 1)`; -inf where it attends nothing."""
+    return formula.scores().amax(-1, keepdim=True)
+
+
+def _not_rescaled(formula: Formula, tile: int, what: str) -> Callable[[Intermediates], Tensor]:
+    """Return out of a recurrence over tiles of keys in which acc or l keeps an old maximum."""
+
+    def out(known: Intermediates) -> Tensor:
+        scores_BHQK = formula.scores()
+        m_BHQ1 = scores_BHQK.new_full((*scores_BHQK.shape[:3], 1), -torch.inf)
+        l_BHQ1, acc_BHQD = torch.zeros_like(m_BHQ1), torch.zeros_like(known.out_BHQD)
+        for start in range(0, scores_BHQK.shape[-1], tile):
+            part = slice(start, start + tile)
+            new_BHQ1 = torch.maximum(m_BHQ1, scores_BHQK[..., part].amax(-1, keepdim=True))
+            shift_BHQ1 = new_BHQ1.masked_fill(new_BHQ1 == -torch.inf, 0.0)
+            p_BHQK = (scores_BHQK[..., part] - shift_BHQ1).exp()
+            alpha_BHQ1 = (m_BHQ1 - shift_BHQ1).exp()
+            l_BHQ1 = l_BHQ1 * (1.0 if what == "l" else alpha_BHQ1) + p_BHQK.sum(-1, keepdim=True)
+            acc_BHQD = acc_BHQD * (1.0 if what == "acc" else alpha_BHQ1)
+            acc_BHQD = acc_BHQD + p_BHQK @ known.v_BHKD[:, :, part]
+            m_BHQ1 = new_BHQ1
+        return (acc_BHQD / l_BHQ1).nan_to_num(0, 0, 0)
+
+    return out
+
+
+def _sums(where: Reference, formula: Formula) -> Iterator[Mistake]:
+    """Rows that no result has, and sums of the backward that end early."""
+    queries = torch.arange(where.cell.shape.query_len)
+    golden = where.golden
+    for name in ("out", "dq", "dk", "dv"):
+        yield Mistake(
+            noun=name,
+            words=f"{name} is zero, it was not written",
+            results=lambda name=name: {**golden, name: torch.zeros_like(golden[name])},
+        )
+    ends = {f"the tail, queries from {len(queries) // t * t} on (tiles of {t})": t for t in _TILES}
+    for words, tile in ends.items():
+        taken = queries < len(queries) // tile * tile
+        if taken.any() and not taken.all():
+            words = f"the sums of dk and dv miss {words}"
+            yield _all_or_nothing("tail", words, formula, dkv_queries=taken)
+    for words, missed in (("last", queries == queries[-1]), ("first", queries == 0)):
+        if len(queries) > 1:
+            words = f"the sums of dk and dv miss the {words} query"
+            yield _all_or_nothing("query", words, formula, dkv_queries=~missed)
+    yield _all_or_nothing("delta", "delta = rowsum(dO * O) is missing, it is 0", formula, delta=0.0)

@@ -1,0 +1,131 @@
+"""The words in which a check says what it found, as the author of a kernel would."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from attention_kernels.testing.calls import Breach
+from attention_kernels.testing.cells import Cell, Reference
+from attention_kernels.testing.limits import Excess
+from attention_kernels.testing.measured import RANGE
+
+__all__ = [
+    "breach_sentence",
+    "excess_sentence",
+    "heads_in_words",
+    "numbers_in_words",
+    "rows_in_words",
+    "where_in_words",
+]
+
+
+def numbers_in_words(numbers: Sequence[int], most: int = 4) -> str:
+    """Return "63", "63 and 127" or "63, 127, 191, ..."."""
+    words = [str(number) for number in numbers]
+    if len(words) > most:
+        return ", ".join(words[:3]) + ", ..."
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def heads_in_words(heads: Collection[int], of_heads: int) -> str:
+    """Return "in every head" or "in head 1"."""
+    if len(heads) >= of_heads:
+        return "in every head"
+    plural = "heads" if len(heads) > 1 else "head"
+    return f"in {plural} {numbers_in_words(sorted(heads))} alone"
+
+
+def rows_in_words(rows: Sequence[int], length: int, what: str = "row") -> str:
+    """Return which rows of so many are meant, by their pattern if they have one."""
+    if not rows or len(rows) >= 0.9 * length:
+        return f"every {what}"
+    rows = sorted(rows)
+    if len(rows) == 1:
+        last = f", the last {what}" if rows[0] == length - 1 else ""
+        return f"{what} {rows[0]} of {length}{last}"
+    if rows == list(range(rows[0], length)):
+        return f"{what}s {rows[0]} to {rows[-1]}, the tail of {length}"
+    if rows == list(range(rows[0], rows[-1] + 1)):
+        return f"{what}s {rows[0]} to {rows[-1]} of {length}"
+    steps = {b - a for a, b in zip(rows, rows[1:], strict=False)}
+    if len(steps) == 1:
+        return f"{what}s {numbers_in_words(rows)}, each {steps.pop()}th of {length}"
+    return f"{what}s {numbers_in_words(rows)} of {length}"
+
+
+def where_in_words(failing: Iterable[Cell], healthy: Iterable[Cell]) -> str:
+    """Return what the failing cells have in common that no healthy one has, or "".
+
+    Each trait is a sentence's end: "only under a causal mask".
+    """
+    failing, healthy = set(failing), set(healthy) - set(failing)
+    if not failing or not healthy:
+        return ""
+    for trait, has in _TRAITS.items():
+        if all(map(has, failing)) and not any(map(has, healthy)):
+            return trait
+    laws = {cell.law for cell in failing}
+    if len(laws) == 1 and laws != {"normal"}:
+        return f"only under the law {laws.pop()!r}"
+    shared = [
+        trait
+        for trait, has in _TRAITS.items()
+        if all(map(has, failing)) and not all(map(has, healthy))
+    ]
+    return shared[0] if shared else ""
+
+
+_TRAITS = {
+    "only where query_len != key_len": lambda cell: cell.shape.query_len != cell.shape.key_len,
+    "only under a causal mask": lambda cell: cell.causal,
+    "only without a causal mask": lambda cell: not cell.causal,
+    "only where a scale is given": lambda cell: cell.scale is not None,
+    "only on strided inputs, which are not contiguous": lambda cell: cell.strided,
+    "only with GQA, fewer kv heads than heads": lambda cell: (
+        cell.shape.kv_heads < cell.shape.heads
+    ),
+    "only where the length is no multiple of 64: the tail, the last tile": lambda cell: (
+        cell.shape.key_len % 64 != 0
+    ),
+    "only with more than 1024 keys, in long rows": lambda cell: cell.shape.key_len > 1024,
+    "only with 1000 keys and more, in long rows": lambda cell: cell.shape.key_len >= 1000,
+    "only with more than 64 keys": lambda cell: cell.shape.key_len > 64,
+    "only with more than 128 keys": lambda cell: cell.shape.key_len > 128,
+}
+
+
+def breach_sentence(breach: Breach, wheres: Sequence[Reference], cells: int) -> str:
+    """Return a breach's sentence with how many cells have it, and where if not all."""
+    if len(wheres) == cells:
+        return f"{breach.sentence}, in every cell"
+    laws = {where.cell.law for where in wheres}
+    law = f", only under the law {laws.pop()!r}" if len(laws) == 1 and laws != {"normal"} else ""
+    return f"{breach.sentence}, in {len(wheres)} of {cells} cells, e.g. {wheres[0].cell}{law}"
+
+
+def excess_sentence(excess: Excess) -> str:
+    """Return one excess with its number, standard error and limit."""
+    heads, law = heads_in_words(excess.heads, excess.of_heads), f"under {excess.law!r}"
+    if excess.statistic == "gain":
+        return (
+            f"{excess.result} is {1 + excess.value:.4f} +- {excess.error:.4f} times what it should "
+            f"be, {heads}, {law}"
+        )
+    if excess.statistic.startswith("bias"):
+        return (
+            f"{excess.result} has a {excess.statistic} of {excess.value:+.3f} +- "
+            f"{excess.error:.3f} ULP, {heads}, {law}"
+        )
+    if excess.statistic == "error ratio":
+        return (
+            f"{excess.result} errs {excess.value:.3g} +- {excess.error:.2g} times as much as plain "
+            f"attention, {heads}, {law}"
+        )
+    length = excess.evidence[0].error_BHR.shape[-1]
+    what = "key" if excess.result in ("dk", "dv") else "row"
+    if excess.statistic == "row":
+        at = rows_in_words(excess.rows, length, what)
+    else:
+        at = f"ranges of {RANGE} {what}s from {numbers_in_words(excess.rows)} on"
+    return (
+        f"{excess.result} errs up to {excess.value:.3g} times as much as plain attention in {at}, "
+        f"{heads}, {law}"
+    )
