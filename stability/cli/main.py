@@ -26,6 +26,7 @@ from stability.records.atomic_files import DiskFullError
 __all__ = ["main"]
 
 VERBS = {
+    "check": ("stability.cli.check", "say whether an attention computes attention, or what is off"),
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
     "verdict": ("stability.cli.verdict", "say PASS, FAIL or INCONCLUSIVE of a candidate"),
     "verify": ("stability.cli.verdict", "prove that runs keep the pair contract"),

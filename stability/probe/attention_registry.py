@@ -43,6 +43,7 @@ from stability.config.schema import AttentionConfig
 __all__ = [
     "ResolvedAttention",
     "attention_from_text",
+    "attention_function",
     "resolve_attention",
     "resolve_baseline",
     "resolve_flash",
@@ -259,6 +260,19 @@ def _resolve_named(config: AttentionConfig, device: torch.device) -> ResolvedAtt
     _refuse_engine(config)
     _refuse_settings(config, "a function of your own knows its own numerics")
     return _user_attention(name, _import_user_function(name))
+
+
+def attention_function(name: str, device: torch.device) -> Callable[..., Any]:
+    """Return the attention that `name` stands for as its author wrote it, with its own arguments.
+
+    ValueError as `resolve_attention`, which wraps a user's function so that only the arguments of
+    an `AttentionFn` reach it.
+    """
+    resolved = resolve_attention(name, device)
+    config = attention_from_text(name)
+    if config.implementation in IMPLEMENTATIONS:
+        return resolved.function
+    return _import_user_function(config.implementation)
 
 
 def with_input_format(config: AttentionConfig, format: Format | None) -> AttentionConfig:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         nan_filled,
         with_gradients,
     )
+    from attention_kernels.testing.check import CheckReport, Finding, check_attention
     from attention_kernels.testing.fault_names import FAULT_NAMES
     from attention_kernels.testing.faults import (
         FAULTS,
@@ -29,9 +30,12 @@ __all__ = [
     "FAULTS",
     "FAULT_NAMES",
     "HARD_SHAPES",
+    "CheckReport",
     "Fault",
+    "Finding",
     "Shape",
     "assert_within_budget",
+    "check_attention",
     "error_budget",
     "injected_bias",
     "make_packed",
@@ -47,9 +51,12 @@ _HOMES = {
     "FAULTS": "faults",
     "FAULT_NAMES": "fault_names",
     "HARD_SHAPES": "inputs",
+    "CheckReport": "check",
     "Fault": "faults",
+    "Finding": "check",
     "Shape": "inputs",
     "assert_within_budget": "budget",
+    "check_attention": "check",
     "error_budget": "budget",
     "injected_bias": "faults",
     "make_packed": "inputs",

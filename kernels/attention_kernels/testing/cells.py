@@ -41,7 +41,7 @@ class Cell:
     causal: bool
     scale: float | None = None
     strided: bool = False
-    """Whether q, k and v are views of `(batch, length, heads, head_dim)` and dout is one head expanded."""
+    """Whether q, k, v are views of `(batch, length, heads, head_dim)` and dout is one head's."""
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
@@ -195,7 +195,7 @@ def _floor(
     delta_BHQ1 = (wide.dout.square() * floor["out"]).sum(-1, keepdim=True)
     delta_BHQ1 += ((wide.dout * golden["out"]).abs().sum(-1, keepdim=True) * _UNIT).square()
     # weights computed again err as a row by the LSE's rounding, and by that of the scores
-    again_BHQ1 = floor["lse"] + scale2 * _UNIT**2 * wide.q.square().sum(-1, keepdim=True) * (
+    againsQ1 = floor["lse"] + scale2 * _UNIT**2 * wide.q.square().sum(-1, keepdim=True) * (
         wide.k.square().sum(-1).mean()
     )
     dp_BHQK = wide.dout @ v_BHKD.mT
@@ -204,11 +204,11 @@ def _floor(
     floor["dq"] = (
         floor["dq"]
         + scale2 * delta_BHQ1 * (weights_BHQK @ k_BHKD).square()
-        + again_BHQ1 * golden["dq"].square()
+        + againsQ1 * golden["dq"].square()
     )
-    of_dk = delta_BHQ1 * weights2_BHQK + again_BHQ1 * ds2_BHQK
+    of_dk = delta_BHQ1 * weights2_BHQK + againsQ1 * ds2_BHQK
     of_dk_BHKD = scale2 * (of_dk.mT @ wide.q.square())
-    of_dv_BHKD = weights2_BHQK.mT @ (again_BHQ1 * wide.dout.square())
+    of_dv_BHKD = weights2_BHQK.mT @ (againsQ1 * wide.dout.square())
     for name, by_head_BHKD in (("dk", of_dk_BHKD), ("dv", of_dv_BHKD)):
         floor[name] = floor[name] + by_head_BHKD.unflatten(1, (-1, group)).sum(2)
     return floor

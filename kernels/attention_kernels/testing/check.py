@@ -10,20 +10,17 @@ listed, and an attention that refuses everything does not pass: nothing was look
 speed, and masks other than causal.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from attention_kernels.testing.calls import Breach, Called, Signature, UnsupportedError, call
 from attention_kernels.testing.cells import DTYPES, FULL, QUICK, Cell, Reference, given_cell
 from attention_kernels.testing.cells import reference as drawn_reference
 from attention_kernels.testing.diagnosis import Diagnosis, diagnose
+from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.laws import Inputs
-from attention_kernels.testing.limits import Excess, excesses
+from attention_kernels.testing.limits import LOOK_ROWS, Excess, excesses
 from attention_kernels.testing.measured import Measured, measure
 from attention_kernels.testing.sentences import breach_sentence, excess_sentence
 
@@ -157,7 +154,7 @@ class _Seen:
         every = len({where.cell for where, _ in self.calls})
         sentence = breach_sentence(breach, wheres, every)
         return Finding(
-            what=breach.kind, noun=breach.kind, sentence=sentence, dtypes=(self.format,)
+            what=breach.kind, noun=breach.result, sentence=sentence, dtypes=(self.format,)
         )
 
     def _of_diagnosis(self, diagnosis: Diagnosis, worst: Excess) -> Finding:
@@ -209,14 +206,17 @@ def _worst_breaches(
     breaches: list[tuple[Breach, Reference]],
 ) -> list[tuple[Breach, list[Reference]]]:
     """Return one breach of each kind and result, the gravest first, and where it occurred."""
-    order = ("raises", "missing", "shape", "dtype", "NaN", "infinity", "not repeatable")
+    order = ("raises", "shape", "dtype", "missing", "NaN", "infinity", "not repeatable")
     kinds: dict[tuple[str, str], list[tuple[Breach, Reference]]] = {}
     for breach, where in breaches:
         kinds.setdefault((breach.kind, breach.result), []).append((breach, where))
-    ranked = sorted(
-        kinds.values(),
-        key=lambda cases: order.index(cases[0][0].kind) if cases[0][0].kind in order else len(order),
-    )
+
+    def gravity(cases: list[tuple[Breach, Reference]]) -> tuple[int, int]:
+        breach = cases[0][0]
+        kind = order.index(breach.kind) if breach.kind in order else len(order)
+        return kind, RESULTS.index(breach.result) if breach.result in RESULTS else len(RESULTS)
+
+    ranked = sorted(kinds.values(), key=gravity)
     return [(cases[0][0], [where for _, where in cases]) for cases in ranked]
 
 
@@ -236,6 +236,8 @@ def _merged(findings: list[Finding]) -> tuple[Finding, ...]:
 
 
 def _row(format: str, measured: Measured) -> dict[str, Any]:
+    # of a few rows, where dq may be zero, a gain or a bias says nothing
+    judged = measured.squared_errors.shape[-1] >= LOOK_ROWS
     log, error = measured.log_ratio()
     ranges, _ = measured.log_ratio_of_ranges()
     return {
@@ -247,7 +249,7 @@ def _row(format: str, measured: Measured) -> dict[str, Any]:
         "error_ratio_error": (log.exp() * error).amax(0).tolist(),
         "error_ratio_by_range": ranges.exp().tolist(),
         "worst_row": measured.row_ratio().max().item(),
-        "gain": measured.gain_BH.mean(0).tolist(),
-        "bias_ulp": measured.bias_BH.mean(0).tolist(),
-        "angle": measured.angle_BH.mean(0).tolist(),
+        "gain": measured.gains.mean(0).tolist() if judged else [],
+        "bias_ulp": measured.biases.mean(0).tolist() if judged else [],
+        "angle": measured.angles.mean(0).tolist(),
     }

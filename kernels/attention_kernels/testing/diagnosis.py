@@ -17,7 +17,7 @@ from torch import Tensor
 from attention_kernels.testing.cells import Reference
 from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.laws import Inputs
-from attention_kernels.testing.limits import Excess
+from attention_kernels.testing.limits import MAX_RATIO, Excess
 from attention_kernels.testing.measured import Measured, measure
 from attention_kernels.testing.mistakes import Mistake, mistakes
 from attention_kernels.testing.sentences import (
@@ -35,8 +35,11 @@ _PRICE = 4.0
 """What a row pays for choosing the mistake, in units of its own noise."""
 _NAMED = 0.5
 """The share of the error that a mistake must take away to be named."""
-_SMALL = 700_000
-"""Scores of a cell, beyond which comparing it with a hundred mistakes takes too long."""
+_SURE = 8.0
+"""Standard errors that a fitted size must have to be named though most of the error is rounding."""
+_SMALL = 150_000
+"""Scores of a cell that are compared with a hundred mistakes in a second or two; those cells are
+taken first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +60,17 @@ class _Fit:
     explained: float
     size: float = 0.0
     error: float = 0.0
+    left: float = 0.0
+    """The squared error that a row keeps, in units of its noise."""
     rows: tuple[int, ...] = ()
     """The rows that chose it; empty for all of them."""
     heads: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
+
+    def names_it(self) -> bool:
+        """Whether it explains enough to be named: most of the error, or all but rounding."""
+        sized = self.error > 0 and abs(self.size) > _SURE * self.error and self.left < 4
+        return self.explained > _NAMED or sized
 
 
 def diagnose(found: Sequence[Excess], measured: Sequence[Measured]) -> Diagnosis:
@@ -71,14 +81,14 @@ def diagnose(found: Sequence[Excess], measured: Sequence[Measured]) -> Diagnosis
         fit = case.best_fit()
         if fit is not None and (best is None or fit.explained > best[0].explained):
             best = fit, case
-        if best is not None and best[0].explained > 0.8:
+        if best is not None and (best[0].explained > 0.8 or best[0].names_it()):
             break
     common = where_in_words(
         {x.where.cell for excess in found for x in excess.evidence},
         {x.where.cell for x in measured},
     )
     ending = f"; {common}" if common else ""
-    if best is None or best[0].explained < _NAMED:
+    if best is None or not best[0].names_it():
         return Diagnosis(noun=found[0].result, sentence=_plain(found) + ending, explained=0.0)
     fit, case = best
     sentence = f"{_in_words(fit, case, found)}{ending}"
@@ -94,6 +104,8 @@ def _cells_to_try(found: Sequence[Excess]) -> list[Reference]:
             shape = one.where.cell.shape
             scores = min(2, shape.batch) * shape.heads * shape.query_len * shape.key_len
             rank = (
+                # under a law that fails there are cells that do not
+                one.log_ratio()[0].max().item() < math.log(MAX_RATIO),
                 scores > _SMALL,
                 shape.query_len < 60,
                 one.where.cell.law != "normal",
@@ -179,7 +191,9 @@ class _Case:
         return _Fit(
             mistake=mistake,
             # less than a mistake of every row that leaves as much: it had a choice
-            explained=0.97 * (total - left) / max(total - 0.5 * before.clamp(max=1).sum().item(), 1e-9),
+            explained=0.97
+            * (total - left)
+            / max(total - 0.5 * before.clamp(max=1).sum().item(), 1e-9),
             rows=tuple(chosen.any(0).any(0).nonzero().flatten().tolist()),
             heads=tuple(heads[i] for i in columns) if heads is not None else tuple(columns),
             batches=tuple(self.batches[chosen.any(2).any(1)].tolist()),
@@ -201,11 +215,18 @@ class _Case:
                     for name, x in self.where.golden.items()
                 }
         after = {name: self.cost(name, assumed[name]) for name in self.ours}
+        rows = sum(x.numel() for x in after.values())
         return _Fit(
-            mistake=mistake, explained=self._explained(after), size=size, error=error
+            mistake=mistake,
+            explained=self._explained(after),
+            size=size,
+            error=error,
+            left=sum(x.sum().item() for x in after.values()) / rows,
         )
 
-    def _step(self, direction: dict[str, Tensor], assumed: dict[str, Tensor]) -> tuple[float, float]:
+    def _step(
+        self, direction: dict[str, Tensor], assumed: dict[str, Tensor]
+    ) -> tuple[float, float]:
         """Return the least-squares size of what `assumed` leaves, and its error over rows."""
         top, bottom = [], []
         for name in set(direction) & set(self.ours):
@@ -248,7 +269,7 @@ def _failing_heads(found: Sequence[Excess], result: str, one: Measured) -> list[
     They are those that fail in the same kind of result, by query or by key.
     """
     alike = [e for e in found if (e.result in _BY_QUERY) == (result in _BY_QUERY)]
-    of_heads = one.error_BHR.shape[1]
+    of_heads = one.squared_errors.shape[1]
     heads = {head for excess in alike for head in excess.heads if excess.of_heads == of_heads}
     return sorted(heads) if 0 < len(heads) < of_heads else None
 
@@ -280,7 +301,7 @@ def _in_words(fit: _Fit, case: _Case, found: Sequence[Excess]) -> str:
 def _plain(found: Sequence[Excess]) -> str:
     """Return what is measured, where no mistake explains it: the worst excess of each result."""
     worst: dict[str, Excess] = {}
-    for excess in found:
+    for excess in sorted(found, key=lambda excess: excess.statistic != "error ratio"):
         worst.setdefault(excess.result, excess)
     said = [excess_sentence(worst[name]) for name in RESULTS if name in worst]
     return f"{'; '.join(said[:3])}; no single mistake explains it, so an intermediate is too coarse"

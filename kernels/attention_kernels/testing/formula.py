@@ -26,11 +26,14 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 class Intermediates:
     """What the forward knows: weights and the LSE, and v by query head."""
 
-    weights_BHQK: Tensor
-    lse_BHQ: Tensor
-    out_BHQD: Tensor
-    k_BHKD: Tensor
-    v_BHKD: Tensor
+    weights: Tensor
+    """`(B, H, Q, K)`."""
+    lse: Tensor
+    """`(B, H, Q)`."""
+    out: Tensor
+    k: Tensor
+    """`(B, H, K, D)`, as is v."""
+    v: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +81,11 @@ class Formula:
         out_BHQD = weights_BHQK @ v_BHKD
         if self.change is not None:
             known = Intermediates(
-                weights_BHQK=weights_BHQK,
-                lse_BHQ=lse_BHQ,
-                out_BHQD=out_BHQD,
-                k_BHKD=k_BHKD,
-                v_BHKD=v_BHKD,
+                weights=weights_BHQK,
+                lse=lse_BHQ,
+                out=out_BHQD,
+                k=k_BHKD,
+                v=v_BHKD,
             )
             out_BHQD = self.change(known)
         if self.backward_scale is not None or self.backward_visible is not None:

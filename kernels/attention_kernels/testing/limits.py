@@ -19,7 +19,7 @@ from torch import Tensor
 from attention_kernels.testing.measured import RANGE, Measured
 from attention_kernels.testing.statistics import Estimate, over_looks
 
-__all__ = ["CHANCE", "MAX_BIAS", "MAX_GAIN", "MAX_RATIO", "Excess", "excesses"]
+__all__ = ["CHANCE", "LOOK_ROWS", "MAX_BIAS", "MAX_GAIN", "MAX_RATIO", "Excess", "excesses"]
 
 MAX_RATIO = 2.0
 MAX_GAIN = 1e-3
@@ -29,7 +29,7 @@ MAX_ROW = {"bf16": 10.0, "fp16": 10.0, "fp32": 40.0}
 """How large the error ratio of a single row may be: right ones have up to 5.2, and 14 in FP32."""
 CHANCE = 1e-3
 SURE = 5.0
-_LOOK_ROWS = 32
+LOOK_ROWS = 32
 """Rows that a look must have to count in a gain or a bias: fewer hold too few values."""
 
 
@@ -64,7 +64,7 @@ def excesses(measured: Sequence[Measured], format: str) -> list[Excess]:
 
 def _in_a_cell(measured: Measured, max_row: float) -> Iterator[Excess]:
     at = {"result": measured.result, "law": measured.where.cell.law, "evidence": (measured,)}
-    of_heads = measured.error_BHR.shape[1]
+    of_heads = measured.squared_errors.shape[1]
     log, error = measured.log_ratio()
     beyond = log - SURE * error > math.log(MAX_RATIO)
     if beyond.any():
@@ -146,10 +146,8 @@ def _over_draws(measured: Sequence[Measured], format: str) -> list[Excess]:
 def _joined(cases: list[tuple[_Series, Estimate, float]], measured: Sequence[Measured]) -> Excess:
     """Return one excess of all heads that have it."""
     one, mean, limit = max(cases, key=lambda case: abs(case[1].value) / case[2])
-    evidence = tuple(
-        x for x in measured if x.result == one.result and x.where.cell.law == one.law
-    )
-    of_heads = max(x.error_BHR.shape[1] for x in evidence)
+    evidence = tuple(x for x in measured if x.result == one.result and x.where.cell.law == one.law)
+    of_heads = max(x.squared_errors.shape[1] for x in evidence)
     heads = tuple(sorted(case[0].head for case in cases if case[0].head >= 0))
     return Excess(
         statistic=one.statistic,
@@ -167,17 +165,17 @@ def _joined(cases: list[tuple[_Series, Estimate, float]], measured: Sequence[Mea
 def _all_series(measured: Sequence[Measured], format: str) -> Iterator[_Series]:
     groups: dict[tuple[str, str], list[Measured]] = {}
     for one in measured:
-        if one.error_BHR.shape[-1] >= _LOOK_ROWS:
+        if one.squared_errors.shape[-1] >= LOOK_ROWS:
             groups.setdefault((one.where.cell.law, one.result), []).append(one)
     for (law, result), ones in groups.items():
-        gains = [(x.gain_BH, x.baseline_gain_BH) for x in ones]
+        gains = [(x.gains, x.baseline_gains) for x in ones]
         yield from _by_head("gain", law, result, MAX_GAIN, gains)
         if _bias_is_judged(law, result, format):
-            biases = [(x.bias_BH, x.baseline_bias_BH) for x in ones]
+            biases = [(x.biases, x.baseline_biases) for x in ones]
             limit = 2 * MAX_BIAS if law == "tied maxima" else MAX_BIAS
             yield from _by_head("bias", law, result, limit, biases)
         if result == "out" and format != "fp32" and law != "large logits":
-            outward = [(x.outward_BH, x.baseline_outward_BH) for x in ones]
+            outward = [(x.outward, x.baseline_outward) for x in ones]
             limit = 2 * MAX_BIAS if law == "tied maxima" else MAX_BIAS
             yield from _by_head("bias away from zero", law, result, limit, outward)
 

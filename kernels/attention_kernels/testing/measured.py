@@ -26,31 +26,33 @@ class Measured:
     result: str
     values: Tensor
     """The result itself, in its own dtype."""
-    error_BHR: Tensor
+    squared_errors: Tensor
     """Squared error of each row."""
-    noise_BHR: Tensor
+    squared_noise: Tensor
     """Squared error allowed for in each row: plain attention's, or the floor."""
-    gain_BH: Tensor
-    baseline_gain_BH: Tensor
-    bias_BH: Tensor
-    baseline_bias_BH: Tensor
-    outward_BH: Tensor
+    gains: Tensor
+    baseline_gains: Tensor
+    biases: Tensor
+    baseline_biases: Tensor
+    outward: Tensor
     """The bias away from zero."""
-    baseline_outward_BH: Tensor
-    angle_BH: Tensor
+    baseline_outward: Tensor
+    angles: Tensor
 
     def log_ratio(self) -> tuple[Tensor, Tensor]:
         """Return the log of the error ratio by batch entry and head, and its standard error."""
-        return _log_ratio(self.error_BHR, self.noise_BHR)
+        return _log_ratio(self.squared_errors, self.squared_noise)
 
     def log_ratio_of_ranges(self) -> tuple[Tensor, Tensor]:
         """Return the log of the error ratio of each range of positions, over batch and heads."""
-        error, noise = (_ranges(x).flatten(0, 1).mT for x in (self.error_BHR, self.noise_BHR))
+        error, noise = (
+            _ranges(x).flatten(0, 1).mT for x in (self.squared_errors, self.squared_noise)
+        )
         return _log_ratio(error, noise)
 
     def row_ratio(self) -> Tensor:
         """Return the error ratio of each row, `(B, H, R)`."""
-        return (self.error_BHR / self.row_noise()).sqrt()
+        return (self.squared_errors / self.row_noise()).sqrt()
 
     def row_noise(self) -> Tensor:
         """Return the squared error to hold a single row against, `(B, H, R)`.
@@ -58,12 +60,12 @@ class Measured:
         A row's own noise can be next to nothing by luck, since a row of dq has one delta: what the
         rows around it have, in any batch entry and head, is its least.
         """
-        around = _ranges(self.noise_BHR).mean((0, 1)) / RANGE
-        around = around.repeat_interleave(RANGE)[: self.noise_BHR.shape[-1]]
-        short = self.noise_BHR.shape[-1] % RANGE
+        around = _ranges(self.squared_noise).mean((0, 1)) / RANGE
+        around = around.repeat_interleave(RANGE)[: self.squared_noise.shape[-1]]
+        short = self.squared_noise.shape[-1] % RANGE
         if short:
             around[-short:] *= RANGE / short
-        return torch.maximum(self.noise_BHR, around)
+        return torch.maximum(self.squared_noise, around)
 
 
 def _log_ratio(error: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,13 +91,13 @@ def measure(where: Reference, result: str, x: Tensor) -> Measured:
         where=where,
         result=result,
         values=values,
-        error_BHR=(x - golden).square().sum(-1),
-        noise_BHR=where.noise(result),
-        gain_BH=gain(x, golden),
-        baseline_gain_BH=gain(baseline, golden),
-        bias_BH=bias_ulp(x, golden, format),
-        baseline_bias_BH=bias_ulp(baseline, golden, format),
-        outward_BH=bias_ulp(x, golden, format, outward=True),
-        baseline_outward_BH=bias_ulp(baseline, golden, format, outward=True),
-        angle_BH=angle(x, golden),
+        squared_errors=(x - golden).square().sum(-1),
+        squared_noise=where.noise(result),
+        gains=gain(x, golden),
+        baseline_gains=gain(baseline, golden),
+        biases=bias_ulp(x, golden, format),
+        baseline_biases=bias_ulp(baseline, golden, format),
+        outward=bias_ulp(x, golden, format, outward=True),
+        baseline_outward=bias_ulp(baseline, golden, format, outward=True),
+        angles=angle(x, golden),
     )

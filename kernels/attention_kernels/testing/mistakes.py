@@ -79,7 +79,8 @@ def _factors(where: Reference, formula: Formula) -> Iterator[Mistake]:
         yield Mistake(noun=name, words=words, direction=on(name))
     words = "{names} are {size} times what they should be: a factor on "
     yield Mistake(
-        noun="dS", words=words.format(names="dq and dk", size="{size}") + "dS, the scale of dS",
+        noun="dS",
+        words=words.format(names="dq and dk", size="{size}") + "dS, the scale of dS",
         direction=on("dq", "dk"),
     )
     yield Mistake(
@@ -147,7 +148,9 @@ def _scales(where: Reference, formula: Formula) -> Iterator[Mistake]:
         wrong = {"ignored, it is 1/sqrt(head_dim)": 1 / root} | wrong
     for what, scale in wrong.items():
         for field in ("scale", "backward_scale"):
-            whose = "the backward's softmax scale is" if field != "scale" else "the softmax scale is"
+            whose = (
+                "the backward's softmax scale is" if field != "scale" else "the softmax scale is"
+            )
             yield _all_or_nothing("scale", f"{whose} {what}", formula, **{field: scale})
 
 
@@ -191,42 +194,56 @@ def _keys(where: Reference, formula: Formula) -> Iterator[Mistake]:
     """Keys that are missed, counted twice, padded or read from another place."""
     keys = where.cell.shape.key_len
     index = torch.arange(keys)
-    missed: dict[str, Tensor] = {
+    for words, dropped in _missed(index).items():
+        if dropped.any() and not dropped.all():
+            yield _all_or_nothing("key", words, formula, visible=formula.visible & ~dropped)
+            words = f"dq's sum over keys is short: in dq {words}"
+            yield _all_or_nothing("key", words, formula, dq_keys=~dropped)
+    twice = {"the last key counts twice": index == keys - 1}
+    twice["the first key counts twice"] = index == 0
+    for tile in _TILES:
+        if keys > tile and keys % tile:
+            # the last tile begins early, so that it is full
+            again = (index >= keys - tile) & (index < keys // tile * tile)
+            words = f"keys before the tail count twice: the last tile of {tile} begins early"
+            twice[words] = again
+    for words, again in twice.items():
+        yield _all_or_nothing("key", words, formula, count=1 + again.double())
+    yield from _stale(keys, formula)
+    for tile in _TILES:
+        if keys % tile:
+            words = f"the tail's {-keys % tile} keys of padding to a tile of {tile} are not masked"
+            yield _all_or_nothing("tail", words, formula, padding=-keys % tile)
+
+
+def _missed(index: Tensor) -> dict[str, Tensor]:
+    """Return which keys could be missed, by the words for them."""
+    keys = len(index)
+    missed = {
         "the last key is missed": index == keys - 1,
         "the first key is missed": index == 0,
     }
     for tile in _TILES:
-        tail = index >= keys // tile * tile
-        if tail.any():
-            missed[f"the tail, the last tile of {tile} keys that is not full, is missed"] = tail
-        ends = index % tile == tile - 1
-        if ends.any():
-            at = ", ".join(str(i) for i in range(tile - 1, min(keys, 3 * tile), tile))
-            missed[f"keys {at}, ... are missed: the last key of each tile of {tile}"] = ends
-        at = ", ".join(str(i) for i in range(0, min(keys, 3 * tile), tile))
-        missed[f"keys {at}, ... are missed: the first key of each tile of {tile}"] = (
-            index % tile == 0
-        )
-        missed[f"the first tile of {tile} keys is missed"] = index < tile
+        last, first = range(tile - 1, keys, tile), range(0, keys, tile)
+        missed |= {
+            f"the tail, the last tile of {tile} keys that is not full, is missed": (
+                index >= keys // tile * tile
+            ),
+            f"{_listed(last)} missed: the last key of each tile of {tile}": (
+                index % tile == tile - 1
+            ),
+            f"{_listed(first)} missed: the first key of each tile of {tile}": index % tile == 0,
+            f"the first tile of {tile} keys is missed": index < tile,
+        }
     for limit in (128, 256, 512, 1000, 1024):
-        if limit < keys:
-            missed[f"keys from {limit} on are missed: long rows"] = index >= limit
-    for words, dropped in missed.items():
-        if not dropped.all():
-            yield _all_or_nothing("key", words, formula, visible=formula.visible & ~dropped)
-            words = f"dq's sum over keys is short: in dq {words}"
-            yield _all_or_nothing("key", words, formula, dq_keys=~dropped)
-    for words, twice in (
-        ("the last key counts twice", index == keys - 1),
-        ("the first key counts twice", index == 0),
-    ):
-        yield _all_or_nothing("key", words, formula, count=1 + twice)
-    yield from _stale(keys, formula)
-    for tile in _TILES:
-        pad = -keys % tile
-        if pad and not where.cell.causal:
-            words = f"the tail's {pad} keys of padding to a tile of {tile} are not masked"
-            yield _all_or_nothing("tail", words, formula, padding=pad)
+        missed[f"keys from {limit} on are missed: long rows"] = index >= limit
+    return missed
+
+
+def _listed(keys: range) -> str:
+    if len(keys) == 1:
+        return f"key {keys[0]} is"
+    return f"keys {', '.join(map(str, keys[:3]))}{', ...' if len(keys) > 3 else ''} are"
 
 
 def _stale(keys: int, formula: Formula) -> Iterator[Mistake]:
@@ -299,7 +316,7 @@ def _softmax(where: Reference, formula: Formula) -> Iterator[Mistake]:
     yield Mistake(noun="LSE", words=words, direction=lambda: {"lse": offset})
 
     def not_divided(known: Intermediates) -> Tensor:
-        return known.out_BHQD * (lse - largest).nan_to_num(0, 0, 0).exp()
+        return known.out * (lse - largest).nan_to_num(0, 0, 0).exp()
 
     words = "out is not divided by its row sum l"
     yield _all_or_nothing("normalisation", words, formula, change=not_divided)
@@ -321,7 +338,7 @@ def _not_rescaled(formula: Formula, tile: int, what: str) -> Callable[[Intermedi
     def out(known: Intermediates) -> Tensor:
         scores_BHQK = formula.scores()
         m_BHQ1 = scores_BHQK.new_full((*scores_BHQK.shape[:3], 1), -torch.inf)
-        l_BHQ1, acc_BHQD = torch.zeros_like(m_BHQ1), torch.zeros_like(known.out_BHQD)
+        l_BHQ1, acc_BHQD = torch.zeros_like(m_BHQ1), torch.zeros_like(known.out)
         for start in range(0, scores_BHQK.shape[-1], tile):
             part = slice(start, start + tile)
             new_BHQ1 = torch.maximum(m_BHQ1, scores_BHQK[..., part].amax(-1, keepdim=True))
@@ -330,7 +347,7 @@ def _not_rescaled(formula: Formula, tile: int, what: str) -> Callable[[Intermedi
             alpha_BHQ1 = (m_BHQ1 - shift_BHQ1).exp()
             l_BHQ1 = l_BHQ1 * (1.0 if what == "l" else alpha_BHQ1) + p_BHQK.sum(-1, keepdim=True)
             acc_BHQD = acc_BHQD * (1.0 if what == "acc" else alpha_BHQ1)
-            acc_BHQD = acc_BHQD + p_BHQK @ known.v_BHKD[:, :, part]
+            acc_BHQD = acc_BHQD + p_BHQK @ known.v[:, :, part]
             m_BHQ1 = new_BHQ1
         return (acc_BHQD / l_BHQ1).nan_to_num(0, 0, 0)
 

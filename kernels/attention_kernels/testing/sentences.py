@@ -1,5 +1,6 @@
 """The words in which a check says what it found, as the author of a kernel would."""
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from attention_kernels.testing.calls import Breach
@@ -45,7 +46,7 @@ def rows_in_words(rows: Sequence[int], length: int, what: str = "row") -> str:
         return f"{what}s {rows[0]} to {rows[-1]}, the tail of {length}"
     if rows == list(range(rows[0], rows[-1] + 1)):
         return f"{what}s {rows[0]} to {rows[-1]} of {length}"
-    steps = {b - a for a, b in zip(rows, rows[1:], strict=False)}
+    steps = {b - a for a, b in itertools.pairwise(rows)}
     if len(steps) == 1:
         return f"{what}s {numbers_in_words(rows)}, each {steps.pop()}th of {length}"
     return f"{what}s {numbers_in_words(rows)} of {length}"
@@ -79,9 +80,7 @@ _TRAITS = {
     "only without a causal mask": lambda cell: not cell.causal,
     "only where a scale is given": lambda cell: cell.scale is not None,
     "only on strided inputs, which are not contiguous": lambda cell: cell.strided,
-    "only with GQA, fewer kv heads than heads": lambda cell: (
-        cell.shape.kv_heads < cell.shape.heads
-    ),
+    "only with GQA, fewer kv heads than heads": lambda cell: cell.shape.kv_heads < cell.shape.heads,
     "only where the length is no multiple of 64: the tail, the last tile": lambda cell: (
         cell.shape.key_len % 64 != 0
     ),
@@ -119,7 +118,7 @@ def excess_sentence(excess: Excess) -> str:
             f"{excess.result} errs {excess.value:.3g} +- {excess.error:.2g} times as much as plain "
             f"attention, {heads}, {law}"
         )
-    length = excess.evidence[0].error_BHR.shape[-1]
+    length = excess.evidence[0].squared_errors.shape[-1]
     what = "key" if excess.result in ("dk", "dv") else "row"
     if excess.statistic == "row":
         at = rows_in_words(excess.rows, length, what)

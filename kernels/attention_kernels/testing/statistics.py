@@ -121,5 +121,3 @@ def _t_tail(t: float, freedom: int) -> float:
     width = (math.pi / 2 - start) / steps
     middles = (start + (i + 0.5) * width for i in range(steps))
     return min(1.0, 2 * norm * width * math.fsum(math.cos(x) ** (freedom - 1) for x in middles))
-
-

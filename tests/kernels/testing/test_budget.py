@@ -36,7 +36,7 @@ def test_beside_a_golden_of_zeros_the_budget_is_half_the_least_subnormal(dtype):
     zeros = torch.zeros(3, dtype=torch.float64)
     finest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     assert error_budget(zeros, zeros, dtype) == finest / 2
-    with pytest.raises(AssertionError, match="dq: max error 1.000e-03"):
+    with pytest.raises(AssertionError, match=r"dq: max error 1\.000e-03"):
         assert_within_budget(torch.full((3,), 1e-3), zeros, zeros, what="dq")
 
 

@@ -1,0 +1,167 @@
+"""`stability check`: says whether an attention computes attention, or what is wrong with it.
+
+The check itself is `attention_kernels.testing.check_attention`, for a test suite of one's own.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attention_kernels.testing.fault_names import FAULT_NAMES
+from stability.cli.output import FAILS, HOLDS, WRONG, print_json, print_line
+from stability.config.convert import nearest
+
+if TYPE_CHECKING:
+    from attention_kernels.testing.check import CheckReport
+    from attention_kernels.testing.laws import Inputs
+
+__all__ = ["check", "option_help", "split_options"]
+
+_DTYPES = ("bf16", "fp16", "fp32")
+_RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def check(
+    attention: str,
+    dtype: str = "bf16,fp16,fp32",
+    quick: bool = False,
+    fault: str = "",
+    layer: int = 0,
+    step: int | None = None,
+    json: bool = False,
+    changes: str = "",
+) -> int:
+    """Check an attention against FP64, forward and backward, and say what is wrong with it.
+
+    Args:
+        attention: MODULE:FUNCTION of (q, k, v, *, causal, scale=None), or a name, e.g. flash:fa2
+        dtype: bf16, fp16 and fp32, or some of them with commas
+        quick: fewer cells, a few seconds
+        fault: a planted fault, e.g. dk_gain, to see that it is found
+        layer: the layer of --from
+        step: the snapshot of --from; the last if not given
+        json: print everything as JSON
+        changes: the run of --from
+    """
+    dtypes = [word.strip() for word in dtype.split(",") if word.strip()]
+    for word in dtypes:
+        if word not in _DTYPES:
+            raise ValueError(
+                f"check: dtype must be among {', '.join(_DTYPES)}, got {word!r}; "
+                f"nearest: {nearest(word, _DTYPES)}"
+            )
+    if not dtypes:
+        raise ValueError("check: dtype must be at least one of bf16, fp16, fp32, got none")
+    if fault and fault not in FAULT_NAMES:
+        raise ValueError(
+            f"check: fault must be a planted fault, got {fault!r}; "
+            f"nearest: {nearest(fault, FAULT_NAMES)}"
+        )
+    if changes and not Path(changes).is_dir():
+        raise ValueError(
+            f"check: --from must be a run's folder, got {changes!r}; "
+            "give runs/<study>/<arm>/seed-<n>"
+        )
+    report = _check(attention, dtypes, quick, fault, _given(changes, layer, step))
+    if json:
+        print_json(report.to_dict())
+    else:
+        _print(report)
+    if not report.cells:
+        return WRONG
+    return HOLDS if report.passed else FAILS
+
+
+def option_help() -> str:
+    """Return the line of the verb's help on the option that `split_options` takes."""
+    return "--from RUN  also q, k and v of a recorded run, e.g. runs/quickstart/flash_fa2/seed-0"
+
+
+def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split `--from RUN`, a name that no parameter can have, from the verb's other arguments.
+
+    ValueError if RUN is missing.
+    """
+    rest, run, remaining = [], "", list(words)
+    while remaining:
+        word = remaining.pop(0)
+        if word != "--from" and not word.startswith("--from="):
+            rest.append(word)
+            continue
+        run = word[7:] if "=" in word else (remaining.pop(0) if remaining else "")
+        if not run:
+            raise ValueError("--from must be followed by a run's folder, got nothing")
+    return rest, {"changes": run}
+
+
+def _given(run: str, layer: int, step: int | None) -> "Inputs | None":
+    """Return q, k and v of a run, and a random gradient of out."""
+    if not run:
+        return None
+    from attention_kernels.testing.laws import Inputs  # heavy: torch
+    from stability.study.capture import capture
+
+    return Inputs(*capture(Path(run), layer, step))
+
+
+def _check(
+    attention: str, dtypes: list[str], quick: bool, fault: str, given: "Inputs | None"
+) -> "CheckReport":
+    import torch  # heavy
+
+    from attention_kernels.testing import check_attention, plant
+    from stability.probe.attention_registry import attention_function
+
+    # as with `python -m`: a module beside the user is found, whose command lies elsewhere
+    sys.path.insert(0, "")
+    function = attention_function(attention, torch.device("cpu"))
+    name = attention
+    if fault:
+        function, name = plant(function, fault), f"{attention} with the fault {fault}"
+    return check_attention(function, dtypes=dtypes, quick=quick, name=name, given=given)
+
+
+def _print(report: "CheckReport") -> None:
+    """Print the answer, what it rests on, what was refused, and the worst of each result."""
+    from rich.console import Console  # heavy
+    from rich.table import Table
+
+    print_line(report.sentence)
+    for finding in report.findings[1:9]:
+        print_line(f"  {', '.join(finding.dtypes)}: {finding.sentence}")
+    for reason, cells in report.unsupported.items():
+        print_line(f"  unsupported in {len(cells)} cells: {reason}")
+    if not report.statistics:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    columns = ("dtype", "result", "error ratio", "worst row", "gain", "bias, ULP", "angle")
+    for column in columns:
+        table.add_column(column, justify="left" if column in columns[:2] else "right")
+    for dtype in report.dtypes:
+        for result in _RESULTS:
+            row = _worst(report, dtype, result)
+            if row:
+                table.add_row(dtype, result, *row)
+    console = Console()
+    console.print()
+    console.print(table, highlight=False)
+
+
+def _worst(report: "CheckReport", dtype: str, result: str) -> list[str]:
+    """Return the largest of each statistic over cells and heads, as text."""
+    rows = [r for r in report.statistics if r["dtype"] == dtype and r["result"] == result]
+    if not rows:
+        return []
+    usual = [row for row in rows if row["law"] == "normal"] or rows
+
+    def largest(name: str) -> float:
+        return max((value for row in usual for value in row[name]), key=abs)
+
+    return [
+        f"{max(max(row['error_ratio']) for row in rows):.2f}",
+        f"{max(row['worst_row'] for row in rows):.1f}",
+        f"{largest('gain'):+.1e}",
+        f"{largest('bias_ulp'):+.3f}",
+        f"{largest('angle'):.1e}",
+    ]
