@@ -74,19 +74,20 @@ def _show_study(folder: Path, wandb: WandbMode, console: "Console") -> None:
     """Write the report, publish to W&B, and print the ladder and the study's answer."""
     from stability.analysis.ladder import ladder_of  # heavy: numpy, and plotly for the page
     from stability.analysis.study_records import read_study
-    from stability.analysis.verdict import answer_of
     from stability.cli.workspace import publish_study
     from stability.report.page.html import write_page
     from stability.report.terminal.ladder import drift_sparks, print_ladder
+    from stability.report.terminal.verdict import print_answer
+    from stability.report.view.evidence import verdict_of
 
     recorded = read_study(folder)
     report = write_page(recorded, folder)
     trouble = publish_study(recorded, folder, wandb)
+    print_answer(recorded.question, verdict_of(recorded), console)
     print_ladder(ladder_of(recorded), console, drift_sparks(recorded, console))
     print_line(f"\nreport: {report}")
-    for line in (answer_of(recorded), trouble):
-        if line:
-            print_line(line)
+    if trouble:
+        print_line(trouble)
 
 
 def option_help() -> str:

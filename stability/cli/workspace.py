@@ -43,12 +43,13 @@ def publish_study(study: "RecordedStudy", folder: Path, mode: "WandbMode") -> st
     `report.html` must have been written into `folder`.
     """
     from stability.analysis.ladder import ladder_of
-    from stability.analysis.verdict import answer_of
     from stability.records.manifest import ENDED
     from stability.records.paths import StudyPaths
+    from stability.report.view.evidence import headline, verdict_of
     from stability.tracking.publish import StudyContent, publish  # heavy: torch
 
     runs = [run for arm in study.arms for run in arm.runs.values()]
+    verdict = verdict_of(study)
     content = StudyContent(
         paths=StudyPaths(folder),
         config={
@@ -58,7 +59,8 @@ def publish_study(study: "RecordedStudy", folder: Path, mode: "WandbMode") -> st
             "yardstick": study.yardstick,
             "base": dict(study.base),
         },
-        verdict=str(answer_of(study) or "no policy: the study names no candidate"),
+        verdict=headline(verdict) if verdict else "nothing to judge: no arm is a candidate",
+        evidence=verdict.to_dict()["arms"] if verdict else (),
         ladder=ladder_of(study).to_json(),
         deviations=(
             (arm.name, name, series.values)

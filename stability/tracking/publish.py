@@ -1,9 +1,10 @@
 """Publishes a study to W&B once its runs have ended: histories, summaries, tables and the report.
 
 Each run gets what W&B lacks of its history, then its row of the ladder as summary. The study has a
-run of its own, which holds the ladder and the deviations of each layer as tables, the HTML report
-and the verdict. What was published already is left alone: a stamp beside W&B's files says what that
-was. This file reads no study (the command line passes plain values) and shows no panels (`panels`).
+run of its own, which holds the verdict, the HTML report, and as tables the evidence on four levels,
+the ladder and the deviations of each layer. What was published already is left alone: a stamp
+beside W&B's files says what that was. This file reads no study (the command line passes plain
+values) and shows no panels (`panels`).
 """
 
 import hashlib
@@ -19,7 +20,13 @@ from stability.records.paths import RunPaths, StudyPaths, snapshot_steps
 from stability.records.sealed_json import file_checksum
 from stability.tracking.environment import WandbMode, destination, resolve_mode
 from stability.tracking.history import open_wandb_run
-from stability.tracking.tables import MetricValues, deviation_rows, ladder_rows, row_summary
+from stability.tracking.tables import (
+    MetricValues,
+    deviation_rows,
+    evidence_rows,
+    ladder_rows,
+    row_summary,
+)
 from stability.tracking.wandb_run import start_run
 
 if TYPE_CHECKING:
@@ -40,6 +47,9 @@ class StudyContent:
     config: Mapping[str, Any]
     """study, question, seeds, yardstick and base."""
     verdict: str
+    """The answer in one line."""
+    evidence: Sequence[Mapping[str, Any]]
+    """The verdict on each arm that was judged, as `ArmVerdict.to_dict`."""
     ladder: str
     """The text of ladder.json."""
     deviations: Iterable[MetricValues]
@@ -116,7 +126,9 @@ def _publish_study(mode: WandbMode, content: StudyContent) -> None:
         try:
             _send_tables(run, content)
             question = content.config["question"]
-            run.summary.update({"verdict": content.verdict, "question": question})
+            outcomes = {f"verdict/{arm['arm']}": arm["outcome"] for arm in content.evidence}
+            answer = {"verdict": content.verdict, "question": question}
+            run.summary.update(answer | outcomes)
         finally:  # else the next study would be written into this run
             run.finish()
 
@@ -124,6 +136,7 @@ def _publish_study(mode: WandbMode, content: StudyContent) -> None:
         "report": file_checksum(paths.report),
         "ladder": content.ladder,
         "verdict": content.verdict,
+        "evidence": list(content.evidence),
     }
     _publish_once(mode, paths.wandb_dir, stamped, send)
 
@@ -148,9 +161,11 @@ def _send_tables(run: "wandb.Run", content: StudyContent) -> None:
     import wandb  # heavy
 
     columns, rows = ladder_rows(json.loads(content.ladder))
+    evidence_columns, evidence = evidence_rows(content.evidence)
     layer_columns, layer_rows = deviation_rows(content.deviations)
     run.log(
         {
+            "evidence": wandb.Table(columns=evidence_columns, data=evidence),
             "ladder": wandb.Table(columns=columns, data=rows, allow_mixed_types=True),
             "deviations": wandb.Table(
                 columns=layer_columns, data=layer_rows, allow_mixed_types=True

@@ -1,4 +1,4 @@
-"""Builds the rows of W&B's summaries and tables from a study's ladder and deviations.
+"""Builds the rows of W&B's summaries and tables from a study's verdict, ladder and deviations.
 
 The input is plain: `ladder` is the content of ladder.json, and the numbers here are its numbers,
 every digit. This file does not send anything (`publish`).
@@ -12,7 +12,14 @@ from stability.records.metric_names import parse_deviation
 from stability.records.metric_table import LAYER_METRICS
 from stability.records.sealed_json import NON_FINITE
 
-__all__ = ["SHOWN_DEVIATIONS", "MetricValues", "deviation_rows", "ladder_rows", "row_summary"]
+__all__ = [
+    "SHOWN_DEVIATIONS",
+    "MetricValues",
+    "deviation_rows",
+    "evidence_rows",
+    "ladder_rows",
+    "row_summary",
+]
 
 MetricValues = tuple[str, str, Iterable[float]]
 """An arm, one of its metrics, and the values that one run logged."""
@@ -47,6 +54,20 @@ def ladder_rows(ladder: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     rows = [_flattened(row) for row in ladder["rows"]]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return columns, [[row.get(name) for name in columns] for row in rows]
+
+
+def evidence_rows(arms: Iterable[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """Return columns, and a row for each judged arm and level of evidence.
+
+    `arms` are verdicts on arms as JSON values (`analysis.verdict.ArmVerdict.to_dict`).
+    """
+    said = ("state", "cell", "sentence", "decides")
+    rows: list[Any] = [
+        [arm["arm"], arm["outcome"], level, *(found[name] for name in said)]
+        for arm in arms
+        for level, found in arm["levels"].items()
+    ]
+    return ["arm", "verdict", "level", *said], rows
 
 
 def deviation_rows(logged: Iterable[MetricValues]) -> tuple[list[Any], list[Any]]:

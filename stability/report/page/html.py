@@ -14,12 +14,12 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from stability.analysis.arm_growth import study_growth
+from stability.analysis.evidence import LEVELS
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.ladder_sentences import candidate_sentences, notes
 from stability.analysis.pair_contract import HASHES
 from stability.analysis.probe_records import RecordedProbe, metrics_of_study, read_probe
 from stability.analysis.study_records import RecordedStudy
-from stability.analysis.verdict import answer_of
 from stability.config.schema import BASELINE
 from stability.records.atomic_files import write_text
 from stability.records.paths import StudyPaths
@@ -39,6 +39,7 @@ from stability.report.page.training_charts import drift_section, loss_section, w
 from stability.report.page.weight_charts import parameter_section, weight_section
 from stability.report.terminal.probe import located_lines
 from stability.report.view.error_bars import bars_are, growth_cells
+from stability.report.view.evidence import evidence_rows, headline, verdict_of
 from stability.report.view.palette import arm_styles
 
 __all__ = ["fill", "render", "render_probe", "write_page", "write_probe_page"]
@@ -78,6 +79,7 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
     """
     styles = arm_styles([arm.name for arm in study.arms])
     chart = ladder_chart(ladder, styles)
+    verdict = verdict_of(study)
     sections = [
         loss_section(study, styles),
         event_section(study, styles),
@@ -99,8 +101,11 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         reload_s=reload_s,
         baseline=BASELINE,
         styles=styles,
-        answer=answer_of(study),
-        verdicts=candidate_sentences(ladder),
+        verdict=verdict,
+        answer=headline(verdict) if verdict else "",
+        evidence=evidence_rows(verdict) if verdict else [],
+        levels=LEVELS,
+        drift_sentences=candidate_sentences(ladder),
         notes=notes(ladder),
         lines=ladder_lines(ladder),
         small_print=bars_are(len(ladder.seeds)),

@@ -94,15 +94,13 @@ LAYOUTS = (
 
 
 def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = None) -> None:
-    """Print the question, the table, how to read it, and what it says about the candidates.
+    """Print the table, how to read it, and what it says about the candidates.
 
     `sparks` draws each arm's drift over the steps, where there is room.
     """
     layouts = [layout for layout in LAYOUTS if sparks or not layout.sparks]
     place, table = first_that_fits((_table(ladder, each, sparks) for each in layouts), console)
     layout = layouts[place]
-    console.print()
-    console.print(as_text(ladder.question, style="bold"))
     console.print()
     console.print(table)
     console.print()

@@ -1,13 +1,64 @@
-"""A verdict as lines of text: the answer first, then one sentence a level for each arm."""
+"""A verdict in the terminal: the answer first, then the evidence.
+
+`print_answer` shows the table of four levels by arms, which fits 80 columns; `verdict_lines` are
+one sentence a level for each arm, with figure, interval and limit.
+"""
 
 import textwrap
 
-from stability.analysis.evidence import LevelEvidence
-from stability.analysis.verdict import ArmVerdict, StudyVerdict
+from rich.console import Console
+from rich.text import Text
 
-__all__ = ["WIDTH", "verdict_lines"]
+from stability.analysis.evidence import LEVELS, LevelEvidence
+from stability.analysis.verdict import ArmVerdict, StudyVerdict
+from stability.report.terminal.tables import add_row, ruled_table
+from stability.report.view.evidence import EvidenceCell, EvidenceRow, evidence_rows, headline
+from stability.report.view.plain_text import as_text
+
+__all__ = ["WIDTH", "print_answer", "verdict_lines"]
 
 WIDTH = 80
+OUTCOME_STYLE = {"PASS": "bold green", "FAIL": "bold red"}
+STATE_STYLE = {"holds": "green", "harmed": "bold red", "undecided": "yellow"}
+
+
+def print_answer(question: str, verdict: StudyVerdict | None, console: Console) -> None:
+    """Print a study's question, the answer, and the evidence of four levels by arms.
+
+    Without a verdict, since no arm is a candidate, the question stands alone.
+    """
+    console.print()
+    console.print(as_text(question, style="bold"))
+    if verdict is None:
+        return
+    console.print()
+    console.print(as_text(headline(verdict), style="bold"))
+    for reason in verdict.exploratory:
+        console.print(as_text(f"exploratory: {reason}", style="yellow"))
+    console.print()
+    table = ruled_table(["arm"], LEVELS)
+    rows = evidence_rows(verdict)
+    for row in rows:
+        add_row(table, _arm(row), *(_cell(cell) for cell in row.cells))
+    console.print(table)
+    console.print()
+    for row in rows:
+        must = " (broken on purpose, so it must fail)" if row.is_control else ""
+        console.print(as_text(f"{row.arm} {row.outcome}{must}: {row.sentence}."))
+    again = f"; the next look is at {verdict.next_look}" if verdict.next_look else ""
+    at = f"judged at the look at {verdict.look} seeds" if verdict.look else "no look yet"
+    said = f"{at}{again}. `stability verdict` has a sentence for each cell."
+    console.print(as_text(said, style="dim"))
+
+
+def _arm(row: EvidenceRow) -> Text:
+    style = OUTCOME_STYLE.get(row.outcome, "bold yellow")
+    return Text.assemble(as_text(row.arm), "\n", (row.outcome, style))
+
+
+def _cell(cell: EvidenceCell) -> Text:
+    figure = as_text(cell.figure, style="dim")
+    return Text.assemble((cell.word, STATE_STYLE.get(cell.state, "dim")), "\n", figure)
 
 
 def verdict_lines(verdict: StudyVerdict, arms: tuple[ArmVerdict, ...]) -> list[str]:

@@ -1,0 +1,96 @@
+"""The verdict as every view shows it: a line for each arm, four cells of evidence, an outcome.
+
+Each cell has a state and a figure of at most 16 characters; the sentence behind it says the same
+with interval and limit. Leaves out the judgement (`analysis.verdict`) and how a cell is drawn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stability.analysis.evidence import LEVELS, LevelState
+from stability.analysis.sequential import LOOKS
+from stability.analysis.study_records import RecordedStudy
+from stability.analysis.verdict import ArmVerdict, StudyVerdict, judge_arms
+
+__all__ = ["STATE_WORDS", "EvidenceCell", "EvidenceRow", "evidence_rows", "headline", "verdict_of"]
+
+STATE_WORDS: dict[LevelState, str] = {
+    "holds": "holds",
+    "harmed": "HARMED",
+    "undecided": "undecided",
+    "not applicable": "n/a",
+    "not measured": "not measured",
+}
+"""A state in a table's cell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvidenceCell:
+    """What one level says of one arm."""
+
+    state: LevelState
+    figure: str
+    """At most 16 characters; empty where there is no figure."""
+    sentence: str
+    """The finding with its limit, and what would decide it."""
+
+    @property
+    def word(self) -> str:
+        """The state in a table."""
+        return STATE_WORDS[self.state]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvidenceRow:
+    """One arm: its outcome, why, and a cell for each of `LEVELS`."""
+
+    arm: str
+    outcome: str
+    """With a note where the arm is broken on purpose, and so has to fail."""
+    is_control: bool
+    sentence: str
+    cells: tuple[EvidenceCell, ...]
+
+
+def verdict_of(study: RecordedStudy) -> StudyVerdict | None:
+    """Return the verdict by the study's own policy; None if it has no candidate."""
+    try:
+        return judge_arms(study, study.policy)
+    except ValueError:
+        return None
+
+
+def headline(verdict: StudyVerdict) -> str:
+    """Return the answer in one line: each candidate with its outcome, and how sure that is."""
+    said = ", ".join(f"{arm.arm} {arm.outcome}" for arm in verdict.candidates)
+    if not verdict.look:
+        return f"{said}: no verdict before the first look, at {LOOKS[0]} seeds"
+    return f"EXPLORATORY: {said}" if verdict.exploratory else said
+
+
+def evidence_rows(verdict: StudyVerdict) -> list[EvidenceRow]:
+    """Return the lines of the table: candidates first, then what is broken on purpose."""
+    return [_row(arm) for arm in verdict.arms]
+
+
+def _row(arm: ArmVerdict) -> EvidenceRow:
+    return EvidenceRow(
+        arm=arm.arm,
+        outcome=arm.outcome,
+        is_control=arm.role == "broken",
+        sentence=arm.sentence,
+        cells=tuple(
+            EvidenceCell(
+                state=arm.levels[level].state,
+                # a silent level has its state for a figure, and once is enough
+                figure="" if arm.levels[level].cell in STATE_WORDS else arm.levels[level].cell,
+                sentence=_joined((arm.levels[level].sentence, arm.levels[level].decides)),
+            )
+            for level in LEVELS
+            if level in arm.levels
+        ),
+    )
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return " To decide it: ".join(part for part in parts if part)

@@ -1,0 +1,119 @@
+"""The verdict in the terminal: the answer first, the table of evidence within 80 columns."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from stability.analysis.assay import ArmAssay
+from stability.analysis.evidence import LEVELS, LevelEvidence
+from stability.analysis.verdict import ArmVerdict, StudyVerdict
+from stability.report.terminal.verdict import print_answer, verdict_lines
+from stability.report.view.evidence import evidence_rows, headline
+from stability.tracking.tables import evidence_rows as wandb_rows
+
+QUESTION = "Is [bold red]x[/] y?"
+STATES = ("holds", "harmed", "undecided", "not measured")
+
+
+def arm_verdict(name, outcome, role="candidate", states=STATES):
+    levels = {
+        level: LevelEvidence(
+            level=level,
+            state=state,
+            sentence=f"{name} at the {level} is {state}, [bold]1.02[/] of 1.10",
+            cell="1.02x +0.0001%ab" if state != "not measured" else "not measured",
+            decides="5 seeds" if state == "undecided" else "",
+        )
+        for level, state in zip(LEVELS, states, strict=True)
+    }
+    return ArmVerdict(
+        arm=name,
+        role=role,
+        outcome=outcome,
+        levels=levels,
+        assay=ArmAssay(state="sensitive", sentence="all were found"),
+        sentence=f"{name} is what it is",
+        seeds=3,
+    )
+
+
+def study_verdict(look=3, exploratory=()):
+    arms = (
+        arm_verdict("a_candidate_of_a_long_name", "FAIL"),
+        arm_verdict("flash_fa2", "PASS", states=("holds",) * 4),
+        arm_verdict("broken", "FAIL", role="broken", states=("harmed",) * 4),
+    )
+    return StudyVerdict(
+        outcome="FAIL",
+        sentence="",
+        arms=arms,
+        look=look,
+        next_look=5,
+        alpha=0.014,
+        exploratory=exploratory,
+    )
+
+
+def printed(verdict, width=80):
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    print_answer(QUESTION, verdict, console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_and_every_figure_is_whole(width):
+    text = printed(study_verdict(), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text
+    # three of the first arm, four of fa2, four of the broken one
+    assert text.count("1.02x +0.0001%ab") == 11
+    assert "broken FAIL (broken on purpose, so it must fail): " in text.replace("\n", " ")
+    assert text.count("not measured") == 1
+
+
+def test_the_answer_is_the_first_line():
+    question, first = printed(study_verdict()).strip().split("\n\n")[:2]
+    assert question == QUESTION
+    assert first == "a_candidate_of_a_long_name FAIL, flash_fa2 PASS"
+    assert "broken" not in headline(study_verdict())
+
+
+def test_what_was_changed_after_the_seal_is_said_before_the_table():
+    text = printed(study_verdict(exploratory=("margin_nats was 0.005, is 0.5",)))
+    assert text.strip().split("\n\n")[1].startswith("EXPLORATORY: a_candidate")
+    assert text.index("margin_nats was 0.005") < text.index("operator")
+
+
+def test_before_the_first_look_there_is_no_verdict():
+    assert headline(study_verdict(look=0)).endswith("no verdict before the first look, at 3 seeds")
+
+
+def test_a_cell_says_what_would_decide_it():
+    cells = evidence_rows(study_verdict())[0].cells
+    assert [cell.state for cell in cells] == list(STATES)
+    assert cells[2].sentence.endswith("of 1.10 To decide it: 5 seeds")
+    assert "To decide" not in cells[0].sentence
+
+
+def test_each_level_has_its_sentence_in_the_lines():
+    verdict = study_verdict()
+    text = " ".join(" ".join(verdict_lines(verdict, verdict.arms)).split())
+    for level, state in zip(LEVELS, STATES, strict=True):
+        assert f"a_candidate_of_a_long_name at the {level} is {state}" in text
+
+
+def test_wandb_gets_a_row_for_each_arm_and_level():
+    columns, rows = wandb_rows(study_verdict().to_dict()["arms"])
+    assert len(rows) == 3 * len(LEVELS)
+    first = dict(zip(columns, rows[1], strict=True))
+    assert (first["arm"], first["verdict"], first["level"]) == (
+        "a_candidate_of_a_long_name",
+        "FAIL",
+        "gradient",
+    )
+    assert first["state"] == "harmed"
+
+
+def test_a_study_without_a_candidate_has_its_question_alone():
+    assert printed(None).strip() == QUESTION
