@@ -1,0 +1,391 @@
+"""Outcome evidence: is the result of training worse, on text that no arm trains on?
+
+Judged is the held-out loss at the end, in nats a token, on the same batches for every run. The
+difference from the baseline's is taken seed by seed, and two one-sided tests (TOST, as
+`statsmodels` has it) hold its mean against the margin that the policy fixes: non-inferior if a
+loss worse by the margin is excluded, harmed if the loss is surely worse by more. Better than the
+baseline is no harm, however much; whether the arm is also equivalent stands in the figures. From 8
+seeds on the p-values are also those of the studentised bootstrap, where it is the more cautious.
+
+Some facts leave nothing to chance: a run that diverges, or whose weights or held-out loss are no
+numbers at any step, where the baseline of its seed is sound. A NaN in the weights never heals, so
+that each later snapshot shows it. A seed whose baseline is lost itself can't be judged. Spikes of
+the training loss that the baseline of the seed does not have are counted (`loss_spikes`); they fail
+an arm if chance is improbable, and keep the answer open if a coin would give as many less than once
+in four. n sound seeds do not show that there is no bad one: they exclude rates of bad seeds above
+1 - alpha^(1/n), which is 57 % for 5 seeds at one look.
+
+What it can't see: a harm that appears after the end, on text of another kind, or in fewer seeds
+than that rate. In short runs the loss sees little: it is the other levels that look closely.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stability.analysis.evidence import LevelEvidence, LevelState
+from stability.analysis.intervals import Interval, mean_interval, p_values
+from stability.analysis.loss_spikes import SpikeTest, spike_test
+from stability.analysis.seed_values import SeedValues
+from stability.analysis.sequential import LOOKS, look_alpha, look_at
+from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
+from stability.config.schema import BASELINE, PolicyConfig
+from stability.records.metric_names import EVAL_LOSS, NONFINITE_WEIGHTS
+
+__all__ = ["held_out_differences", "held_out_losses", "outcome_evidence"]
+
+SUSPICIOUS = 0.25
+"""Spikes in more seeds than a coin gives this often keep the answer open: 2 seeds against none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Findings:
+    """What is on record of one arm beside its baseline, by seed."""
+
+    arm: RecordedArm
+    margin: float
+    alpha: float
+    """The one-sided error rate of this look."""
+    end: int
+    """The step at which the arm ends."""
+    seeds: Sequence[int]
+    """Those that the look judges."""
+    lost: Mapping[int, str]
+    """What is no number in the arm, though the baseline of the seed is sound."""
+    lost_baseline: Mapping[int, str]
+    """The same of the baseline: these seeds can't be judged."""
+    unfinished: Mapping[int, str]
+    """Seeds that have no held-out loss at the end in one of the two runs, and why."""
+    differences: Mapping[int, float]
+    """Held-out loss at the end, less the baseline's."""
+    through: Mapping[int, SeedValues]
+    """The same by step."""
+    spikes: SpikeTest
+    scatter: float
+    """Standard deviation of the held-out loss over the seeds of an arm with other initial weights,
+    NaN without one."""
+
+    @property
+    def clean(self) -> int:
+        """How many seeds are sound, and have no spikes of their own."""
+        return sum(not self.spikes.candidate.get(seed) for seed in self.differences)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LossTest:
+    """The two one-sided tests of the mean difference."""
+
+    interval: Interval
+    p_worse: float
+    """How likely such differences are if the loss is worse by no more than the margin."""
+    p_not_worse: float
+    """How likely they are if it is worse by the margin or more."""
+    p_not_better: float
+    """How likely they are if it is better by the margin or more."""
+
+
+def held_out_losses(arm: RecordedArm, step: int) -> SeedValues:
+    """Return the held-out loss of each seed of `arm` that has one on record at `step`."""
+    found = {seed: run.series(EVAL_LOSS) for seed, run in arm.runs.items()}
+    return SeedValues({seed: losses[step] for seed, losses in found.items() if step in losses})
+
+
+def held_out_differences(study: RecordedStudy, arm: RecordedArm) -> dict[int, SeedValues]:
+    """Return the held-out loss of `arm` less the baseline's of the same seed, by step."""
+    baseline = study.arm(BASELINE)
+    by_step: dict[int, dict[int, float]] = {}
+    for seed, run in arm.runs.items():
+        other = baseline.runs.get(seed) if baseline else None
+        losses = other.series(EVAL_LOSS) if other else {}
+        for step, loss in run.series(EVAL_LOSS).items():
+            if step in losses:
+                by_step.setdefault(step, {})[seed] = loss - losses[step]
+    return {step: SeedValues(by_step[step]) for step in sorted(by_step)}
+
+
+def outcome_evidence(
+    study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig, alpha: float | None = None
+) -> LevelEvidence:
+    """Return what the end of training says of `arm`; it never raises.
+
+    `alpha` is the one-sided error rate of this look, by default the look's share of the policy's.
+    """
+    if arm.name == BASELINE:
+        return _silent("not applicable", "it is the baseline itself")
+    found = _findings(study, arm, policy, alpha or look_alpha(policy.alpha))
+    if found.lost:
+        return _lost(found)
+    if not found.differences and not found.lost_baseline:
+        if any(run.series(EVAL_LOSS) for run in arm.runs.values()):
+            return _silent("not measured", _why_unfinished(found), "let the study run to its end")
+        return _silent(
+            "not measured",
+            "no run has a loss on text that is held out",
+            "run the study with held_out.share above 0",
+        )
+    return _judged(found, _loss_test(found))
+
+
+def _findings(
+    study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig, alpha: float
+) -> _Findings:
+    end = min(arm.until or study.steps, study.steps)
+    seeds = study.seeds[: look_at(len(study.seeds)) or None]
+    baseline = study.arm(BASELINE)
+    pairs = {
+        seed: (run, baseline.runs[seed])
+        for seed, run in arm.runs.items()
+        if baseline and seed in baseline.runs
+    }
+    lost_baseline = {seed: said for seed, (_, run) in pairs.items() if (said := _no_number(run))}
+    lost = {
+        seed: said
+        for seed, (run, _) in pairs.items()
+        if seed not in lost_baseline and (said := _no_number(run))
+    }
+    through = held_out_differences(study, arm)
+    at_end = through.get(end, SeedValues()).per_seed
+    whole = [seed for seed in seeds if seed not in lost_baseline and seed not in lost]
+    return _Findings(
+        arm=arm,
+        margin=policy.margin_nats,
+        alpha=alpha,
+        end=end,
+        seeds=seeds,
+        lost=lost,
+        lost_baseline={seed: lost_baseline[seed] for seed in seeds if seed in lost_baseline},
+        unfinished={
+            seed: _unfinished(study, arm, seed, end) for seed in whole if seed not in at_end
+        },
+        differences={seed: at_end[seed] for seed in whole if seed in at_end},
+        through=through,
+        spikes=_spike_test({seed: pairs[seed] for seed in whole if seed in pairs}, end),
+        scatter=_scatter(study),
+    )
+
+
+def _no_number(run: RecordedRun) -> str:
+    """Return what in a run is no number, and since when; empty if nothing is."""
+    if run.state == "diverged":
+        return run.message or "it diverged"
+    for step, count in sorted(run.series(NONFINITE_WEIGHTS).items()):
+        # NaN or more: a count that can't be read is none of zero
+        if count != 0:
+            return f"{count:.0f} weights are NaN or infinite at step {step}"
+    for step, loss in sorted(run.series(EVAL_LOSS).items()):
+        if not math.isfinite(loss):
+            return f"the held-out loss is {loss} at step {step}"
+    return ""
+
+
+def _unfinished(study: RecordedStudy, arm: RecordedArm, seed: int, end: int) -> str:
+    for one in (study.arm(BASELINE), arm):
+        run = one.runs.get(seed) if one else None
+        if run is None or end not in run.series(EVAL_LOSS):
+            name, state = one.name if one else BASELINE, run.state if run else "missing"
+            said = f": {run.message}" if run and run.message else ""
+            return f"{name} has no held-out loss at step {end} with seed {seed} ({state}{said})"
+    return ""
+
+
+def _spike_test(pairs: Mapping[int, tuple[RecordedRun, RecordedRun]], end: int) -> SpikeTest:
+    def losses(run: RecordedRun) -> dict[int, float]:
+        return {step: loss for step, loss in run.loss().items() if step < end}
+
+    return spike_test(
+        {seed: losses(run) for seed, (run, _) in pairs.items()},
+        {seed: losses(other) for seed, (_, other) in pairs.items()},
+    )
+
+
+def _scatter(study: RecordedStudy) -> float:
+    """Return by how much the loss at the end differs between seeds that begin elsewhere."""
+    for arm in study.arms:
+        if arm.axis == "seed":
+            values = list(held_out_losses(arm, study.steps).per_seed.values())
+            if len(values) > 1:
+                mean = math.fsum(values) / len(values)
+                return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
+    return math.nan
+
+
+def _loss_test(found: _Findings) -> _LossTest:
+    values, margin = found.differences, found.margin
+    interval = mean_interval(values, 1 - 2 * found.alpha)
+    p_worse, p_not_worse = p_values(values, margin)
+    p_not_better, _ = p_values(values, -margin)
+    # equal differences have no variance to divide by, and `p_values` knows what they say
+    if interval.n > 1 and len(set(values.values())) > 1 and math.isfinite(interval.mean):
+        from statsmodels.stats.weightstats import ttost_paired  # heavy: pandas, 1 s of CPU
+
+        differences = np.array(list(values.values()))
+        # of the differences and zeros, because the losses' own size would round them
+        _, lower, upper = ttost_paired(differences, np.zeros_like(differences), -margin, margin)
+        p_not_better = max(p_not_better, float(lower[1]))
+        p_not_worse = max(p_not_worse, float(upper[1]))
+        p_worse = max(p_worse, 1 - float(upper[1]))
+    return _LossTest(
+        interval=interval, p_worse=p_worse, p_not_worse=p_not_worse, p_not_better=p_not_better
+    )
+
+
+def _lost(found: _Findings) -> LevelEvidence:
+    first = next(iter(found.lost))
+    count, of = len(found.lost), len(found.arm.runs)
+    return LevelEvidence(
+        level="outcome",
+        state="harmed",
+        sentence=(
+            f"Outcome: {found.arm.name} is lost in {count} of {of} seeds where the baseline is "
+            f"sound: {found.lost[first]} (seed {first})."
+        ),
+        cell=f"lost in {count}/{of}",
+        p_harmed=0.0,
+        p_holds=1.0,
+        figures={"lost_seeds": count, "seeds": of, "margin": found.margin},
+    )
+
+
+def _judged(found: _Findings, test: _LossTest) -> LevelEvidence:
+    spikes = found.spikes
+    # two tests share the error rate, unless the spikes are too few to reach it at all
+    tests = 2 if spikes.smallest_p <= found.alpha else 1
+    p_harmed = min(1.0, tests * min(test.p_worse, spikes.p if tests == 2 else 1.0))
+    state, decides = _state(found, test, p_harmed)
+    mean = test.interval.mean
+    cell = f"{mean:+.4f} nats" if abs(mean) < 1000 else f"{mean:+.0e} nats"
+    return LevelEvidence(
+        level="outcome",
+        state=state,
+        sentence=_sentence(found, test),
+        cell=cell if found.differences else "no baseline",
+        decides=decides,
+        p_harmed=p_harmed,
+        p_holds=test.p_not_worse,
+        figures=_figures(found, test),
+    )
+
+
+def _state(found: _Findings, test: _LossTest, p_harmed: float) -> tuple[LevelState, str]:
+    """Return the state, and what would decide it."""
+    if p_harmed <= found.alpha:
+        return "harmed", ""
+    if found.unfinished:
+        return "undecided", f"let the study run to its end: {_why_unfinished(found)}"
+    if found.lost_baseline:
+        seed, said = next(iter(found.lost_baseline.items()))
+        return "undecided", f"a baseline that trains: with seed {seed} {said}"
+    if len(found.differences) < LOOKS[0]:
+        return "undecided", f"{LOOKS[0]} seeds are the fewest that are judged: --seeds {LOOKS[0]}"
+    spikes = found.spikes
+    if spikes.more > spikes.fewer and spikes.p <= SUSPICIOUS:
+        return "undecided", "more seeds, which tell whether its spikes are chance"
+    if test.p_not_worse <= found.alpha:
+        return "holds", ""
+    look = _deciding_look(found, test.interval.mean)
+    if look is None:
+        return "undecided", f"no number of seeds up to {LOOKS[-1]} would, at this scatter"
+    return "undecided", f"{look} seeds would, at this scatter: --seeds {look}"
+
+
+def _deciding_look(found: _Findings, mean: float) -> int | None:
+    """Return the look that would decide if mean and scatter stayed as they are."""
+    from scipy.stats import t  # heavy: 1.2 s of CPU
+
+    values = list(found.differences.values())
+    spread = math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
+    for look in LOOKS:
+        reach = float(t.isf(found.alpha, look - 1)) * spread / math.sqrt(look)
+        if look > len(values) and abs(found.margin - mean) > reach:
+            return look
+    return None
+
+
+def _sentence(found: _Findings, test: _LossTest) -> str:
+    interval, count = test.interval, len(found.differences)
+    parts = []
+    if count:
+        bounds = ""
+        if not math.isnan(interval.low):
+            bounds = f" ({interval.low:+.2g} to {interval.high:+.2g})"
+        parts.append(
+            f"at step {found.end} the held-out loss of {found.arm.name} is {interval.mean:+.2g} "
+            f"nats a token{bounds} beside the baseline's, over {count} "
+            f"seed{'s' if count > 1 else ''}; {found.margin:g} more is too much"
+        )
+    if not math.isnan(found.scatter):
+        parts.append(f"other initial weights scatter it by {found.scatter:.2g}")
+    if count:
+        parts.append(_said_of_seeds(found))
+    if found.lost_baseline:
+        seeds = ", ".join(map(str, found.lost_baseline))
+        said = next(iter(found.lost_baseline.values()))
+        parts.append(f"seeds not judged, since the baseline itself is lost there: {seeds} ({said})")
+    if found.unfinished:
+        parts.append(_why_unfinished(found))
+    first, *others = parts
+    return f"Outcome: {'. '.join([first, *(part[0].upper() + part[1:] for part in others)])}."
+
+
+def _said_of_seeds(found: _Findings) -> str:
+    """Return how many seeds were sound, and what that excludes."""
+    spikes, count = found.spikes, len(found.differences)
+    with_spikes = [seed for seed, steps in spikes.candidate.items() if steps]
+    if with_spikes:
+        seed = with_spikes[0]
+        said = (
+            f"its training loss spikes alone in {spikes.more} seeds, the baseline's alone in "
+            f"{spikes.fewer} (p {spikes.p:.2g}; first at step {spikes.candidate[seed][0]} of seed "
+            f"{seed})"
+        )
+    else:
+        said = "no seed is lost or has spikes of its own"
+    rate = _excluded_rate(found)
+    clean = f"{found.clean} of {count} seeds" if with_spikes else f"{count} seeds"
+    return f"{said}; {clean} without fault exclude a rate of bad seeds above {rate:.0%}"
+
+
+def _excluded_rate(found: _Findings) -> float:
+    """Return the rate of bad seeds above which so many sound ones are improbable; 1: none is."""
+    return 1 - found.alpha ** (1 / found.clean) if found.clean else 1.0
+
+
+def _figures(found: _Findings, test: _LossTest) -> dict[str, float]:
+    means = {step: values.mean for step, values in found.through.items() if step <= found.end}
+    worst = max(means, key=lambda step: means[step], default=0)
+    return {
+        "difference": test.interval.mean,
+        "difference_low": test.interval.low,
+        "difference_high": test.interval.high,
+        "margin": found.margin,
+        "p_not_better": test.p_not_better,
+        "step": found.end,
+        "seeds": len(found.differences),
+        "init_seed_sd": found.scatter,
+        "spike_seeds": found.spikes.more,
+        "spike_seeds_baseline": found.spikes.fewer,
+        "spike_p": found.spikes.p,
+        "clean_seeds": found.clean,
+        "bad_seed_rate_excluded": _excluded_rate(found),
+        "lost_baselines": len(found.lost_baseline),
+        "worst_difference": means.get(worst, math.nan),
+        "worst_step": worst,
+        **{f"difference_step_{step}": mean for step, mean in means.items()},
+        **{f"difference_seed_{seed}": value for seed, value in found.differences.items()},
+    }
+
+
+def _why_unfinished(found: _Findings) -> str:
+    return next(iter(found.unfinished.values()), "")
+
+
+def _silent(state: LevelState, reason: str, decides: str = "") -> LevelEvidence:
+    return LevelEvidence(
+        level="outcome",
+        state=state,
+        sentence=f"Outcome: {state}: {reason}.",
+        cell=state,
+        decides=decides,
+    )
