@@ -53,7 +53,7 @@ def inverse_power(reference: Tensor, floor: Tensor, target: Format) -> Tensor:
         (torch.int64, 1023, 52) if wide.dtype == torch.float64 else (torch.int32, 127, 23)
     )
     lowest = max(target.min_exponent, 1 - bias) + bias
-    highest = min(1 - target.min_exponent, bias - 1) + bias
+    highest = min(target.max_exponent, bias - 1) + bias
     mask = (2 * bias + 1) << mantissa
     power = wide.view(integer) & mask
     power.clamp_(min=floor.to(wide.dtype).view(integer) & mask)

@@ -26,7 +26,7 @@ def ulp_size(x: Tensor, format: str | Format) -> Tensor:
     target = format if isinstance(format, Format) else format_named(format)
     x64 = x.detach().double()
     exponent = (x64.view(torch.int64) >> _FP64_MANTISSA_BITS) & _FP64_EXPONENT_MASK
-    exponent.sub_(_FP64_BIAS).clamp_(min=target.min_exponent, max=1 - target.min_exponent)
+    exponent.sub_(_FP64_BIAS).clamp_(min=target.min_exponent, max=target.max_exponent)
     power = (exponent.add_(_FP64_BIAS) << _FP64_MANTISSA_BITS).view(torch.float64)
     return torch.where(torch.isfinite(x64), power * 2.0**-target.mantissa_bits, torch.nan)
 

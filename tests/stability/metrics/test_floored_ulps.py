@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from attention_kernels.formats import FORMATS
 from attention_kernels.rounding import DTYPES
+from stability.metrics.ulp import to_ulps_
 from tests.stability.metrics.floored_ulps import ulp_size
 
 
@@ -40,7 +41,24 @@ def test_ulp_size_of_fp64_is_nextafters(value):
         assert size.tolist() == [above - value] * 2
 
 
-@pytest.mark.parametrize(("name", "spacing"), [("fp16", 32.0), ("bf16", 2.0**120)])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_ulp_size_of_8_bits_is_the_gap_to_the_next_value_for_every_pattern(name):
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    values = torch.arange(128, dtype=torch.uint8).view(dtype).double()
+    values = values[torch.isfinite(values)]
+    gaps = values[1:] - values[:-1]
+    assert torch.equal(ulp_size(values[:-1], name), gaps)
+    # an error of one gap is one ULP
+    floor = torch.zeros((), dtype=torch.float64)
+    ulps = to_ulps_(gaps.clone(), values[:-1], floor, FORMATS[name])
+    assert torch.equal(ulps, torch.ones_like(gaps))
+    narrow = to_ulps_(gaps.float(), values[:-1].float(), floor, FORMATS[name])
+    assert torch.equal(narrow, torch.ones_like(gaps, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "spacing"), [("fp16", 32.0), ("bf16", 2.0**120), ("e4m3", 32.0), ("e5m2", 8192.0)]
+)
 def test_beyond_the_largest_value_the_spacing_is_the_one_below_it(name, spacing):
     x = torch.tensor([FORMATS[name].max_value, 1e300], dtype=torch.float64)
     assert ulp_size(x, FORMATS[name]).tolist() == [spacing] * 2
