@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from stability.config.schema import OptimizerConfig
 from stability.model.gpt import GPT
 
-__all__ = ["LanguageModel", "learning_rate_factor"]
+__all__ = ["LanguageModel", "learning_rate_factor", "next_token_loss"]
 
 _FINAL_FACTOR = 0.1
 
@@ -32,6 +32,16 @@ def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
     return _FINAL_FACTOR + (1 - _FINAL_FACTOR) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def next_token_loss(logits: Tensor, batch: Tensor) -> Tensor:
+    """Return the mean cross-entropy of each next token of `batch`, in nats, FP32 or FP64.
+
+    `batch` is int64 `(batch, context + 1)`, `logits` are the model's for all but the last token.
+    """
+    # half-precision logits would put their own rounding, 2**-8 at most, into the loss
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), batch[:, 1:].flatten())
+
+
 class LanguageModel(LightningModule):
     """Trains `model` on blocks of tokens `(batch, context + 1)`, int64, for `steps` updates."""
 
@@ -43,10 +53,7 @@ class LanguageModel(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the mean cross-entropy of each next token, in nats, FP32 or FP64."""
-        logits = self.model(batch[:, :-1])
-        # half-precision logits would put their own rounding, 2**-8 at most, into the loss
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(wide.flatten(0, 1), batch[:, 1:].flatten())
+        loss = next_token_loss(self.model(batch[:, :-1]), batch)
         # the loggers get it from callbacks.training_loss, in time for the step's checkpoint
         self.log("train/loss", loss, prog_bar=True, logger=False)
         return loss

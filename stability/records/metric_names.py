@@ -1,10 +1,11 @@
 """The names of metrics, the same in the metric log, in W&B and in the report.
 
 `train/loss`, `eval/loss`, `deviation/<layer>/<what>/<metric>`,
-`drift/<parameter or "all">/<metric>`, `watch/<name>` and `watch/<layer>/<name>`. A deviation's name
-has one part more for a single head (`head_3`) or a range of positions (`positions_0_63`), and one
-for the shadow if a probe has several. `weights/all/histogram` holds counts. Leaves out what a
-metric says and how it is drawn (`metric_table`).
+`gradient/<group or "all">/<metric>`, `drift/<parameter or "all">/<metric>`, `watch/<name>` and
+`watch/<layer>/<name>`. A deviation's name has one part more for a single head (`head_3`) or a range
+of positions (`positions_0_63`), and one for the shadow if a probe has several.
+`weights/all/histogram` holds counts. Leaves out what a metric says and how it is drawn
+(`metric_table`).
 """
 
 import re
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 __all__ = [
     "ALL_WEIGHTS",
+    "AS_TRAINED",
     "BATCH_HASH",
     "COMPARED",
     "EVAL_LOSS",
@@ -22,11 +24,14 @@ __all__ = [
     "WEIGHT_HISTOGRAM",
     "DeviationName",
     "DriftName",
+    "GradientName",
     "deviation_name",
     "drift_name",
+    "gradient_name",
     "head_part",
     "parse_deviation",
     "parse_drift",
+    "parse_gradient",
     "positions_part",
     "watch_name",
 ]
@@ -35,7 +40,9 @@ TRAIN_LOSS = "train/loss"
 EVAL_LOSS = "eval/loss"
 """On text that no arm trains on, the same batches for all: nats a token."""
 ALL_WEIGHTS = "all"
-"""Stands for every parameter pooled, where a drift's name has a parameter."""
+"""Stands for every parameter pooled, where a name has a parameter or a group of them."""
+AS_TRAINED = "_as_trained"
+"""Ends the name of a gradient metric that was measured in the run's own precision throughout."""
 BATCH_HASH = "batch_hash"
 """The text entry that holds the running hash of every batch so far."""
 
@@ -82,6 +89,13 @@ class DriftName(NamedTuple):
     metric: str
 
 
+class GradientName(NamedTuple):
+    """The parts of a gradient metric's name; the group is "all" for the whole model."""
+
+    group: str
+    metric: str
+
+
 def deviation_name(layer: str, what: str, metric: str, *, shadow: str = "", part: str = "") -> str:
     """Return the name of a deviation; `what` is a key of `COMPARED`, the layer has no "/"."""
     return "/".join(("deviation", layer, *filter(None, (shadow, part)), what, metric))
@@ -100,6 +114,11 @@ def positions_part(positions: range) -> str:
 def drift_name(parameter: str, metric: str) -> str:
     """Return the name of a drift; `parameter` is "all" for the pooled weights."""
     return f"drift/{parameter}/{metric}"
+
+
+def gradient_name(group: str, metric: str, *, as_trained: bool = False) -> str:
+    """Return the name of a metric of the gradient of a group of parameters, or of "all"."""
+    return f"gradient/{group}/{metric}{AS_TRAINED if as_trained else ''}"
 
 
 def watch_name(name: str, *, layer: str = "", part: str = "") -> str:
@@ -124,3 +143,9 @@ def parse_drift(name: str) -> DriftName | None:
     head, _, rest = name.partition("/")
     parts = rest.rsplit("/", 1)
     return DriftName(*parts) if head == "drift" and len(parts) == 2 else None
+
+
+def parse_gradient(name: str) -> GradientName | None:
+    """Return the parts of a gradient metric's name, None for any other name."""
+    head, *parts = name.split("/")
+    return GradientName(*parts) if head == "gradient" and len(parts) == 2 else None

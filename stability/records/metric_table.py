@@ -13,6 +13,7 @@ from typing import Literal
 __all__ = [
     "DEVIATION_METRICS",
     "DRIFT_METRICS",
+    "GRADIENT_METRICS",
     "LAYER_METRICS",
     "SHOWN_DRIFTS",
     "WATCH_METRICS",
@@ -189,6 +190,38 @@ LAYER_METRICS = {
 }
 """The deviations that are shown of each layer. What judges an attention, against FP64, comes first;
 then its distance from the baseline, which contains the baseline's own error."""
+
+GRADIENT_METRICS = _by_name(
+    (
+        Metric(
+            name="ratio",
+            label="error of the model's gradient, candidate over baseline attention",
+            short="error over\nthe baseline's",
+            centre=1.0,
+        ),
+        Metric(
+            name="share",
+            label="share of the gradient's error that is the same at every look",
+            scale="linear",
+            worse="farther",
+            centre=0.0,
+        ),
+        Metric(name="share_se", label="standard error of the share"),
+        Metric(
+            name="coherence",
+            label="coherence of the gradient's errors: 1 for rounding noise",
+            scale="linear",
+            centre=1.0,
+        ),
+        Metric(name="looks", label="looks that share and coherence are over", scale="linear"),
+        Metric(name="error", label="error of the gradient / the gradient, candidate attention"),
+        Metric(
+            name="baseline_error", label="error of the gradient / the gradient, baseline attention"
+        ),
+    )
+)
+"""The whole model's gradient against the one with attention in FP64: of one look the ratio and the
+errors, of all looks so far the others. `probe.gradient_evidence` defines them."""
 
 WATCH_METRICS = _by_name(
     (

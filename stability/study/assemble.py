@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from attention_kernels.fp_environment import settle_vector_math
+from stability.callbacks.gradient_callback import GradientProbe
 from stability.callbacks.held_out import HeldOut
 from stability.callbacks.instability_watch import InstabilityWatch
 from stability.callbacks.probe_callbacks import DeviationProbe
@@ -39,6 +40,7 @@ from stability.probe.schedule import Schedule
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.study.checkpoints import CheckpointFiles
+from stability.study.gpt_gradients import gradients_of_arm
 
 __all__ = [
     "Parts",
@@ -143,6 +145,9 @@ def assemble(config: ArmConfig) -> Parts:
         callbacks.append(_probing(config, probe, model))
     if config.watch.every:
         callbacks.append(InstabilityWatch(config.watch.every))
+    gradients = gradients_of_arm(config, device) if config.probe.gradient_every else None
+    if gradients is not None:
+        callbacks.append(GradientProbe(model, gradients.of, config.probe.gradient_every))
     if config.train.compile:
         # not the module itself: hooks on it stay outside of the graph
         model.forward = torch.compile(model.forward, backend=config.train.compile)

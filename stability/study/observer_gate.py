@@ -53,7 +53,8 @@ def check_observer(config: ArmConfig, steps: int = OBSERVER_STEPS) -> ObserverCh
     """Train `config` for `steps` updates with everything on and everything off.
 
     "On" is the arm's own shadows with the golden, gradients, heads, positions, logits and a second
-    forward pass, at every step and layer, and the instability watch; ValueError as `assemble`.
+    forward pass, at every step and layer, the whole model's gradient where the arm changes the
+    attention, and the instability watch; ValueError as `assemble`.
     """
     on = replace(
         config.probe,
@@ -66,9 +67,10 @@ def check_observer(config: ArmConfig, steps: int = OBSERVER_STEPS) -> ObserverCh
         inside=True,
         inherited=True,
         overhead=0.0,
+        gradient_every=1,
         shadows=config.probe.shadows or ProbeConfig().shadows,
     )
-    off = replace(config.probe, every=0, steps=(), per_decade=0)
+    off = replace(config.probe, every=0, steps=(), per_decade=0, gradient_every=0)
     return ObserverCheck(
         steps=steps,
         watched=_trained(replace(config, probe=on, watch=WatchConfig(every=1)), steps),

@@ -66,11 +66,16 @@ def in_training_order(arms: list[Arm]) -> list[Arm]:
 
 
 def _as_probed(arm: Arm, *, is_first: bool) -> Arm:
-    """Return `arm` as a seed trains it: unwatched where the first seed alone is to be looked at."""
+    """Return `arm` as a seed trains it: unwatched where the first seed alone is to be looked at.
+
+    The whole model's gradient, six backward passes a look, is always the first seed's alone.
+    """
     probe = arm.config.probe
-    if is_first or probe.seeds == "all":
+    if is_first:
         return arm
-    off = replace(probe, every=0, steps=(), per_decade=0, gradient_every=0)
+    off = replace(probe, gradient_every=0)
+    if probe.seeds == "first":
+        off = replace(off, every=0, steps=(), per_decade=0)
     return replace(arm, config=replace(arm.config, probe=off))
 
 

@@ -8,9 +8,11 @@ from stability.records.metric_names import (
     TRAIN_LOSS,
     deviation_name,
     drift_name,
+    gradient_name,
     head_part,
     parse_deviation,
     parse_drift,
+    parse_gradient,
     positions_part,
     watch_name,
 )
@@ -32,6 +34,8 @@ def test_names_are_the_documented_ones():
     assert name == "deviation/layer_3/flash_fa2/head_1/dq/rel_fro"
     assert positions_part(range(0, 64)) == "positions_0_63"
     assert drift_name("all", "w1") == "drift/all/w1"
+    assert gradient_name("all", "share") == "gradient/all/share"
+    assert gradient_name("mlp", "ratio", as_trained=True) == "gradient/mlp/ratio_as_trained"
     assert watch_name("max_logit", layer="layer_3") == "watch/layer_3/max_logit"
     assert watch_name("grad_norm") == "watch/grad_norm"
 
@@ -47,6 +51,14 @@ def test_a_deviation_is_read_back(layer, what, metric, shadow, part):
 @given(parameter=st.text("ab/.", min_size=1, max_size=6), metric=WORDS)
 def test_a_drift_is_read_back_also_where_a_parameter_has_slashes(parameter, metric):
     assert parse_drift(drift_name(parameter, metric)) == (parameter, metric)
+
+
+def test_a_gradient_metric_is_read_back():
+    assert parse_gradient(gradient_name("mlp", "share")) == ("mlp", "share")
+    name = parse_gradient(gradient_name("all", "ratio", as_trained=True))
+    assert name == ("all", "ratio_as_trained")
+    for other in (TRAIN_LOSS, "gradient", "gradient/all", "gradient/a/b/c", "drift/all/w1"):
+        assert parse_gradient(other) is None
 
 
 def test_other_names_are_told_apart():

@@ -10,6 +10,7 @@ from stability.records.metric_names import ALL_WEIGHTS
 from stability.records.metric_table import (
     DEVIATION_METRICS,
     DRIFT_METRICS,
+    GRADIENT_METRICS,
     LAYER_METRICS,
     SHOWN_DRIFTS,
     WATCH_METRICS,
@@ -36,7 +37,9 @@ def test_deviation_returns_exactly_the_metrics_of_the_table():
     assert (*LAYER_COLUMNS, *GOLDEN_COLUMNS) == tuple(DEVIATION_METRICS)
 
 
-@pytest.mark.parametrize("table", [DRIFT_METRICS, DEVIATION_METRICS, WATCH_METRICS])
+@pytest.mark.parametrize(
+    "table", [DRIFT_METRICS, DEVIATION_METRICS, GRADIENT_METRICS, WATCH_METRICS]
+)
 def test_each_metric_stands_under_its_name_and_has_a_label(table):
     for name, metric in table.items():
         assert metric.name == name
@@ -44,7 +47,8 @@ def test_each_metric_stands_under_its_name_and_has_a_label(table):
 
 
 def test_values_that_are_negative_when_all_is_well_are_never_drawn_on_a_log_axis():
-    for metric in (*DRIFT_METRICS.values(), *DEVIATION_METRICS.values()):
+    tables = (DRIFT_METRICS, DEVIATION_METRICS, GRADIENT_METRICS)
+    for metric in (metric for table in tables for metric in table.values()):
         assert metric.scale == "linear" or metric.centre != 0
         assert metric.shown_scale == "log" or not metric.complement
 

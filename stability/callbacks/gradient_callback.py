@@ -1,0 +1,85 @@
+"""Takes gradient evidence of a run at due steps, and logs `gradient/...`.
+
+A look at step s is at the weights after s updates and at the batch that they are trained on next
+(its first micro-batch, where gradients are accumulated), before that training step begins. Leaves
+out how a gradient is computed, which is the caller's, and what is measured of it
+(`probe.gradient_evidence`).
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from stability.callbacks.each_update import UpdateCallback
+from stability.probe.gradient_evidence import AttentionRole, GradientMeter
+from stability.records.events import Event
+from stability.tracking.loggers import emit
+
+__all__ = ["GradientProbe", "GradientsOf"]
+
+
+class GradientsOf(Protocol):
+    """Computes the gradient of a batch's loss; `study.gpt_gradients` has the one of our GPT."""
+
+    def __call__(
+        self,
+        weights: Mapping[str, Tensor],
+        batch: Tensor,
+        role: AttentionRole,
+        is_isolated: bool,
+        scale: float = 1.0,
+    ) -> Mapping[str, Tensor]:
+        """Return the gradient by parameter, divided by `scale`, by which the loss is multiplied."""
+        ...
+
+
+class GradientProbe(UpdateCallback):
+    """Log the gradient evidence of `model` at every `every`-th step, from step 0 on."""
+
+    def __init__(self, model: nn.Module, gradients: GradientsOf, every: int) -> None:
+        self._model = model
+        self._gradients = gradients
+        self._every = every
+        self._meter = GradientMeter()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Look, if this micro-batch is the first of a due step."""
+        begins = trainer.global_step != self._step
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if begins and trainer.global_step % self._every == 0:
+            self._look(trainer, batch)
+
+    def _look(self, trainer: Trainer, batch: Tensor) -> None:
+        take = partial(
+            self._gradients,
+            {name: value.detach() for name, value in self._model.named_parameters()},
+            batch,
+            scale=_loss_scale(trainer),
+        )
+        measured = self._meter.look(take)
+        if measured.metrics:
+            for logger in trainer.loggers:
+                logger.log_metrics(measured.metrics, step=trainer.global_step)
+        for layer, text in measured.findings:
+            emit(trainer.loggers, Event(trainer.global_step, "finding", layer, text))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sketches of the errors so far: shares go on over all looks."""
+        return self._meter.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue as the run that wrote the checkpoint would have."""
+        self._meter.load_state_dict(state_dict)
+
+
+def _loss_scale(trainer: Trainer) -> float:
+    """Return what the trainer multiplies a loss by, to keep FP16's gradients from underflow."""
+    plugin = trainer.precision_plugin
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    return float(scaler.get_scale()) if scaler is not None else 1.0

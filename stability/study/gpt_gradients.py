@@ -1,0 +1,152 @@
+"""The gradient of our GPT on given weights and batch, under any attention, isolated or as trained.
+
+A second GPT without weights of its own is called on detached weights of the run's model. So neither
+the run's model nor its gradients, hooks, compiled forward or attention is touched: there is nothing
+to put back. Leaves out what is measured of the gradients (`probe.gradient_evidence`) and when
+(`callbacks.gradient_callback`).
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from attention_kernels import Format
+from stability.config.schema import ArmConfig, ModelConfig, emulated_format
+from stability.intercept.replacement import Replacement
+from stability.model.gpt import GPT
+from stability.model.lightning_module import next_token_loss
+from stability.model.precision import EmulatedLinear
+from stability.probe.attention_probe import isolated
+from stability.probe.attention_registry import resolve_attention
+from stability.probe.gradient_evidence import (
+    Attention,
+    AttentionRole,
+    isolated_attention,
+    isolated_golden,
+    surrounding_dtype,
+)
+
+__all__ = ["GptGradients", "attention_rounding", "gradients_of_arm"]
+
+_ROUNDINGS = {
+    "64-true": torch.float64,
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+
+
+def attention_rounding(precision: str) -> torch.dtype | Format:
+    """Return what q, k and v are rounded to where they reach the attention of a run."""
+    return emulated_format(precision) or _ROUNDINGS[precision]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GptGradients:
+    """Gradients of a GPT of `config` that trains in `precision`.
+
+    `candidate` and `baseline` hold an attention for each layer. In the layers that are `changed`
+    the golden takes their place; the others attend as the baseline's in all three roles.
+    """
+
+    config: ModelConfig
+    precision: str
+    candidate: Sequence[Attention]
+    baseline: Sequence[Attention]
+    changed: Sequence[bool]
+
+    def of(
+        self,
+        weights: Mapping[str, Tensor],
+        batch: Tensor,
+        role: AttentionRole,
+        is_isolated: bool,
+        scale: float = 1.0,
+    ) -> dict[str, Tensor]:
+        """Return the gradient of the loss by parameter, in the dtype that it is computed in.
+
+        `weights` are the model's by name, `batch` is int64 `(batch, context + 1)`. `scale` is that
+        of a loss scaler, which keeps FP16 from underflow; the result is divided by it. Weights,
+        random state and autocast are left as they are found.
+        """
+        rounding = attention_rounding(self.precision)
+        attentions = self._attentions(role, rounding if is_isolated else None, batch.device)
+        with torch.device("meta"):
+            model = GPT(self.config, attentions)
+        if is_isolated:
+            dtype, rest = surrounding_dtype(rounding), nullcontext()
+        else:
+            dtype, rest = _weights_dtype(self.precision), _rest(self.precision, batch.device)
+        leaves = {
+            name: value.detach().to(dtype).requires_grad_() for name, value in weights.items()
+        }
+        with isolated(batch.device), torch.enable_grad():
+            with rest:
+                logits = functional_call(model, leaves, (batch[:, :-1],))
+                loss = next_token_loss(logits, batch) * scale
+            found = torch.autograd.grad(loss, list(leaves.values()))
+        return {name: x / scale for name, x in zip(leaves, found, strict=True)}
+
+    def _attentions(
+        self, role: AttentionRole, rounding: torch.dtype | Format | None, device: torch.device
+    ) -> list[Attention]:
+        chosen = self.candidate if role == "candidate" else self.baseline
+        attentions = []
+        for attention, changed in zip(chosen, self.changed, strict=True):
+            exact = role == "golden" and changed
+            if rounding is None:
+                golden = resolve_attention("golden", device).function
+                attentions.append(golden if exact else attention)
+            elif exact:
+                attentions.append(isolated_golden(rounding))
+            else:
+                attentions.append(isolated_attention(attention, rounding))
+        return attentions
+
+
+def gradients_of_arm(config: ArmConfig, device: torch.device) -> GptGradients | None:
+    """Return the gradients of an arm that changes the attention, None of any other.
+
+    The candidate is the arm's own attention and the baseline its first shadow, which in such an arm
+    is the study's. ValueError as `resolve_attention`.
+    """
+    if config.probe.shadows_are != "baseline":
+        return None
+    changed = config.attention
+    own = resolve_attention(config.probe.shadows[0], device)
+    replacement = Replacement(
+        candidate=resolve_attention(changed, device),
+        layers=changed.layers,
+        direction=changed.direction,
+    )
+    covered = [replacement.covers(f"layer_{index}") for index in range(config.model.depth)]
+    candidate = replacement.mixed(own).function
+    return GptGradients(
+        config=config.model,
+        precision=config.precision,
+        candidate=[candidate if covers else own.function for covers in covered],
+        baseline=[own.function] * len(covered),
+        changed=covered,
+    )
+
+
+def _weights_dtype(precision: str) -> torch.dtype:
+    if precision.endswith("-true"):
+        return _ROUNDINGS[precision]
+    return torch.float32
+
+
+def _rest(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which a run of `precision` calls its model."""
+    format = emulated_format(precision)
+    if format is not None:
+        return EmulatedLinear(format)
+    if precision.endswith("-mixed"):
+        return torch.autocast(device.type, dtype=_ROUNDINGS[precision])
+    return nullcontext()
