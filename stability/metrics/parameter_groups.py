@@ -18,8 +18,8 @@ PARAMETER_GROUPS = {
     "query": r"(^|[._])(query|q_proj|q_lin|wq|to_q|q)\.",
     "key": r"(^|[._])(key|k_proj|k_lin|wk|to_k|k)\.",
     "value": r"(^|[._])(value|v_proj|v_lin|wv|to_v|v)\.",
-    "attention_out": r"attention_residual|attn.*(c_|out_|o_)?proj\.|out_proj|o_proj|(^|\.)wo\.|to_out"
-    r"|attention.*output|out_lin",
+    "attention_out": r"attention_residual|attn.*proj\.|out_proj|o_proj|(^|\.)wo\.|to_out|out_lin"
+    r"|attention.*output",
     "mlp": r"mlp|ffn|feed_?forward|(^|\.)(fc|linear)_?\d|(up|down|gate)_proj|intermediate|lin[12]",
     "other": r"",
 }

@@ -9,10 +9,10 @@ for the whole model and by group of parameters:
 - *coherence* and *share* over looks on different batches (`metrics.coherence`): whether errors add
   up from step to step, as a bias does, or average out, as rounding does.
 
-*Isolated* means that all but the attention is one precision wider than it: FP32 around attention in
-16 bits or fewer, FP64 around FP32. Otherwise the rounding of all other layers, which falls anew with
-each change of the attention, covers what is looked for: 5 to 8 times less sensitive on a GPT of
-3 layers in BF16. The attention is given q, k and v, and in the backward dO, rounded to the format
+*Isolated* means that all but the attention is one precision wider than it: FP32 around attention
+in 16 bits or fewer, FP64 around FP32. Otherwise the rounding of all other layers, which falls anew
+with each change of the attention, covers what is looked for: 5 to 8 times less sensitive on a GPT
+of 3 layers in BF16. The attention is given q, k and v, and in the backward dO, rounded to the format
 that it gets in the run, and so is the golden, which computes in FP64 from there and rounds nothing
 more. *As trained* leaves the run's own precision everywhere; that is description.
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import Format, MaskArguments, golden_attention, round_to
-from stability.metrics.coherence import Coherence, coherence_of
+from stability.metrics.coherence import coherence_of
 from stability.metrics.parameter_groups import grouped
 from stability.metrics.sketch import SKETCH_BUCKETS, sketch
 from stability.probe.measurements import ProbeFinding, StepMeasurements
@@ -194,6 +194,9 @@ class _KeptErrors:
     def __init__(self) -> None:
         self._groups: list[str] = []
         self._kept: list[np.ndarray] = []
+        """Of each look (groups, buckets), in FP32."""
+        self._grams = np.zeros((0, 0, 0))
+        """Dot products of each two looks in each group (groups, looks, looks)."""
         self._seen = 0
         self._stride = 1
 
@@ -201,15 +204,26 @@ class _KeptErrors:
         """Keep one look's sketches, or leave them out where looks are thinned."""
         self._groups = list(sketches)
         if self._seen % self._stride == 0:
-            self._kept.append(np.stack(list(sketches.values())))
+            self._keep(np.stack(list(sketches.values())))
         self._seen += 1
         if len(self._kept) > MOST_LOOKS:
-            self._kept = self._kept[::2]
+            self._kept, self._grams = self._kept[::2], self._grams[:, ::2, ::2]
             self._stride *= 2
+
+    def _keep(self, new: np.ndarray) -> None:
+        self._kept.append(new)
+        wide = new.astype(np.float64)
+        n = len(self._kept)
+        grams = np.zeros((len(new), n, n))
+        grams[:, : n - 1, : n - 1] = self._grams.reshape(len(new), n - 1, n - 1)
+        for look, old in enumerate(self._kept):
+            grams[:, look, -1] = grams[:, -1, look] = (old * wide).sum(axis=1)
+        self._grams = grams
 
     def figures(self, group: str) -> dict[str, float]:
         """Return coherence, share, its standard error and the number of kept looks."""
-        found = self.coherence(group)
+        grams = dict(zip(self._groups, self._grams, strict=True))
+        found = coherence_of(self._grams.sum(axis=0) if group == ALL_WEIGHTS else grams[group])
         return {
             "share": found.share,
             "share_se": found.share_se,
@@ -217,26 +231,20 @@ class _KeptErrors:
             "looks": float(found.looks),
         }
 
-    def coherence(self, group: str) -> Coherence:
-        """Return the coherence of the kept looks in a group, or in all of them."""
-        errors = np.stack(self._kept).astype(np.float64)
-        if group != ALL_WEIGHTS:
-            errors = errors[:, self._groups.index(group)]
-        errors = errors.reshape(len(errors), -1)
-        return coherence_of(errors @ errors.T)
-
     def state_dict(self) -> dict[str, Any]:
         kept = np.stack(self._kept) if self._kept else np.zeros((0, 0, SKETCH_BUCKETS), np.float32)
         return {
             "groups": list(self._groups),
             "kept": torch.from_numpy(kept),
+            "grams": torch.from_numpy(self._grams.copy()),
             "seen": self._seen,
             "stride": self._stride,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._groups, self._seen = list(state["groups"]), state["seen"]
+        self._groups, self._grams = list(state["groups"]), state["grams"].numpy()
         self._kept, self._stride = list(state["kept"].numpy()), state["stride"]
+        self._seen = state["seen"]
 
 
 class _ErrorSum:

@@ -114,9 +114,10 @@ def gradients_of_arm(config: ArmConfig, device: torch.device) -> GptGradients | 
     """Return the gradients of an arm that changes the attention, None of any other.
 
     The candidate is the arm's own attention and the baseline its first shadow, which in such an arm
-    is the study's. ValueError as `resolve_attention`.
+    is the study's. None as well at 64-true, where the golden is no finer than what it would judge.
+    ValueError as `resolve_attention`.
     """
-    if config.probe.shadows_are != "baseline":
+    if config.probe.shadows_are != "baseline" or config.precision == "64-true":
         return None
     changed = config.attention
     own = resolve_attention(config.probe.shadows[0], device)

@@ -104,11 +104,9 @@ def test_the_bounds_miss_about_as_often_as_they_say():
 @pytest.mark.parametrize("looks", [20, 40])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.05])
 @pytest.mark.parametrize("law", ["flat", "1/k"])
-def test_coverage(looks, share, law, capsys):
+def test_coverage(looks, share, law):
     spectrum = None if law == "flat" else 1 / np.arange(1, 301)
     rates = {p: _misses(looks, share, 5000, p, spectrum=spectrum) for p in (0.05, 0.014)}
-    with capsys.disabled():
-        print(f"\n{looks} looks, share {share}, {law}: misses above and below {rates}")
     # a common error that lies along the few directions in which noise is largest is the worst case
     most = 2.0 if law == "flat" else 3.6
     for nominal, both in rates.items():

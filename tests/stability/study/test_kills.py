@@ -30,7 +30,7 @@ def _edit(content):
     content["yardstick"] = "fp16"
     content["base"]["train"] |= {"steps": 9, "checkpoint_every": 3}
     content["base"]["watch"] = {"every": 3}
-    content["base"]["probe"] |= {"inside": True}
+    content["base"]["probe"] |= {"inside": True, "gradient_every": 2}
 
 
 @pytest.mark.slow

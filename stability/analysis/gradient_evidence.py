@@ -1,0 +1,281 @@
+"""Does an arm's attention harm the gradient of the whole model? Judged by its isolated looks.
+
+Two figures are judged, and both must hold: the ratio of errors, by its geometric mean over looks
+and a t-interval of the logs, against `max_gradient_ratio`; and the share of the error's energy that
+is the same at every look, by its jackknife error and Student's t, against `max_share`. The share is
+judged from LOOKS_NEEDED looks on. A candidate that fails to compute, or whose gradient is not
+finite where the golden's is, is harmed for sure. What was measured as trained is in the sentence
+and decides nothing: there the rounding of all other layers covers most of it.
+
+Looks belong to one seed, and the intervals are over looks: on other weights the figures may be
+others. Leaves out measuring (`probe.gradient_evidence`) and what is made of the level (`verdict`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from stability.analysis.evidence import LevelEvidence, LevelState
+from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
+from stability.config.schema import PolicyConfig
+from stability.records.metric_names import ALL_WEIGHTS, gradient_name
+
+__all__ = ["LOOKS_NEEDED", "gradient_evidence"]
+
+LOOKS_NEEDED = 20
+"""Below, a bias of 0.1 ULP is not told from none: the share's error is then 0.006 and more on a
+GPT of 3 layers, and its law is skewed."""
+
+_ATTENTION = "attention."
+
+
+def gradient_evidence(
+    study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig
+) -> LevelEvidence:
+    """Return what the gradient level says of `arm`, from the first of its runs that was looked at.
+
+    A state of `holds` or `harmed` is at `policy.alpha`, one-sided, for this level of this arm
+    alone; the p-values are there to be judged by stricter rules.
+    """
+    if not any(path.startswith(_ATTENTION) for path in arm.diff):
+        return _silent("not applicable", f"{arm.name} does not change the attention")
+    if study.base.get("precision") == "64-true":
+        return _silent("not applicable", "at 64-true the golden is no finer than the run")
+    looked = [run for run in arm.runs.values() if run.series(gradient_name(ALL_WEIGHTS, "ratio"))]
+    if not looked:
+        decides = "probe.gradient_every in the study's YAML, e.g. 2, and 20 looks"
+        return _silent("not measured", "no look at the model's gradient is on record", decides)
+    run = min(looked, key=lambda one: list(study.seeds).index(one.seed))
+    return _judged(run, policy)
+
+
+def _silent(state: LevelState, reason: str, decides: str = "") -> LevelEvidence:
+    return LevelEvidence(
+        level="gradient", state=state, sentence=f"{reason}.".capitalize(), decides=decides
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Figure:
+    """One judged figure: its estimate and bounds, and how surely it is beyond its limit."""
+
+    value: float
+    low: float
+    high: float
+    p_harmed: float
+    p_holds: float
+
+
+def _judged(run: RecordedRun, policy: PolicyConfig) -> LevelEvidence:
+    ratios = run.series(gradient_name(ALL_WEIGHTS, "ratio"))
+    failed = [step for step, value in sorted(ratios.items()) if math.isnan(value)]
+    if failed:
+        return _failed(run, failed, len(ratios))
+    values = np.array([ratios[step] for step in sorted(ratios)])
+    if not values.any():
+        return _exact(len(values))
+    if np.isinf(values).any():
+        return _no_yardstick()
+    ratio = _of_logs(values, policy.max_gradient_ratio, policy.alpha)
+    share = _share(run, policy)
+    looks = int(_last(run, "looks"))
+    return _evidence(run, policy, ratio, share, looks)
+
+
+def _failed(run: RecordedRun, failed: list[int], looks: int) -> LevelEvidence:
+    texts = [event.text for event in run.events if event.where == "gradient"]
+    said = next((text for text in texts if text.startswith("candidate: ")), "")
+    reason = said.removeprefix("candidate: ") or "its gradient is not finite"
+    return LevelEvidence(
+        level="gradient",
+        state="harmed",
+        sentence=f"The candidate gave no gradient at {len(failed)} of {looks} looks, first at step "
+        f"{failed[0]}: {reason}.",
+        cell="no gradient",
+        p_harmed=0.0,
+        p_holds=1.0,
+        figures={"failed_looks": float(len(failed)), "looks": float(looks)},
+    )
+
+
+def _exact(looks: int) -> LevelEvidence:
+    return LevelEvidence(
+        level="gradient",
+        state="holds",
+        sentence=f"The candidate's gradient is the golden's to the bit at all {looks} looks.",
+        cell="exact",
+        p_harmed=1.0,
+        p_holds=0.0,
+        figures={"ratio": 0.0, "share": 0.0, "looks": float(looks)},
+    )
+
+
+def _no_yardstick() -> LevelEvidence:
+    return LevelEvidence(
+        level="gradient",
+        state="undecided",
+        sentence="The baseline's gradient is the golden's to the bit, so that any error is "
+        "infinitely larger.",
+        cell="baseline exact",
+        decides="a baseline with rounding of its own",
+    )
+
+
+def _of_logs(values: np.ndarray, limit: float, alpha: float) -> _Figure:
+    """Return the geometric mean of ratios; one that is 0 counts as the least of the others."""
+    logs = np.log(np.where(values > 0, values, values[values > 0].min()))
+    error = logs.std(ddof=1) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+    found = _by_t(float(logs.mean()), error, len(logs) - 1, math.log(limit), alpha)
+    return _Figure(
+        value=math.exp(found.value),
+        low=math.exp(found.low),
+        high=math.exp(found.high),
+        p_harmed=found.p_harmed,
+        p_holds=found.p_holds,
+    )
+
+
+def _by_t(value: float, error: float, freedom: int, limit: float, alpha: float) -> _Figure:
+    """Return one-sided bounds at `alpha` each, and p-values of lying above and below `limit`."""
+    if not (freedom > 0 and math.isfinite(error) and math.isfinite(value)):
+        nothing = {"low": math.nan, "high": math.nan, "p_harmed": math.nan, "p_holds": math.nan}
+        return _Figure(value=value, **nothing)
+    if error == 0:
+        return _Figure(
+            value=value,
+            low=value,
+            high=value,
+            p_harmed=0.0 if value > limit else 1.0,
+            p_holds=0.0 if value <= limit else 1.0,
+        )
+    from scipy.stats import t  # heavy: 1.2 s of CPU
+
+    width = float(t.ppf(1 - alpha, freedom)) * error
+    distance = (value - limit) / error
+    return _Figure(
+        value=value,
+        low=value - width,
+        high=value + width,
+        p_harmed=float(t.sf(distance, freedom)),
+        p_holds=float(t.cdf(distance, freedom)),
+    )
+
+
+def _last(run: RecordedRun, metric: str) -> float:
+    series = run.series(gradient_name(ALL_WEIGHTS, metric))
+    return series[max(series)] if series else math.nan
+
+
+def _share(run: RecordedRun, policy: PolicyConfig) -> _Figure:
+    looks = _last(run, "looks")
+    freedom = int(looks) - 1 if looks >= LOOKS_NEEDED else 0
+    return _by_t(
+        _last(run, "share"), _last(run, "share_se"), freedom, policy.max_share, policy.alpha
+    )
+
+
+def _evidence(
+    run: RecordedRun, policy: PolicyConfig, ratio: _Figure, share: _Figure, looks: int
+) -> LevelEvidence:
+    # harmed if either is: the smaller p-value, doubled for having had two chances (Bonferroni)
+    known = [p for p in (ratio.p_harmed, share.p_harmed) if not math.isnan(p)]
+    p_harmed = min(1.0, len(known) * min(known)) if known else math.nan
+    # holds only if both do: the larger one, at no price (intersection-union)
+    p_holds = max(ratio.p_holds, share.p_holds) if len(known) == 2 else math.nan
+    state: LevelState = "undecided"
+    if p_harmed <= policy.alpha:
+        state = "harmed"
+    elif p_holds <= policy.alpha:
+        state = "holds"
+    return LevelEvidence(
+        level="gradient",
+        state=state,
+        sentence=_sentence(run, policy, ratio, share, looks),
+        cell=_cell(ratio.value, share.value),
+        decides=_decides(ratio, share, looks, policy) if state == "undecided" else "",
+        p_harmed=p_harmed,
+        p_holds=p_holds,
+        figures=_figures(run, ratio, share, looks),
+    )
+
+
+def _figures(run: RecordedRun, ratio: _Figure, share: _Figure, looks: int) -> Mapping[str, float]:
+    found = {
+        "ratio": ratio.value,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+        "share": share.value,
+        "share_low": share.low,
+        "share_high": share.high,
+        "coherence": _last(run, "coherence"),
+        "looks": float(looks),
+        "ratio_as_trained": _as_trained(run),
+        "share_as_trained": _last(run, "share_as_trained"),
+    }
+    return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+def _as_trained(run: RecordedRun) -> float:
+    values = run.series(gradient_name(ALL_WEIGHTS, "ratio", as_trained=True)).values()
+    logs = [math.log(value) for value in values if value > 0 and math.isfinite(value)]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def _sentence(
+    run: RecordedRun, policy: PolicyConfig, ratio: _Figure, share: _Figure, looks: int
+) -> str:
+    said = (
+        f"The error of the whole model's gradient is {ratio.value:.2f}x the baseline's"
+        f"{_bounds(ratio, '.2f')} (limit {policy.max_gradient_ratio:g}x)"
+    )
+    if looks >= LOOKS_NEEDED:
+        said += (
+            f", and a share of {share.value:.3f}{_bounds(share, '.3f')} of it is the same at all "
+            f"{looks} looks (limit {policy.max_share:g})"
+        )
+    else:
+        said += f"; {looks} looks are too few to tell whether it adds up"
+    as_trained = _as_trained(run)
+    if not math.isnan(as_trained):
+        said += f"; as trained the ratio is {as_trained:.2f}x"
+    return said + "."
+
+
+def _bounds(figure: _Figure, form: str) -> str:
+    if math.isnan(figure.low):
+        return ""
+    return f" [{figure.low:{form}}, {figure.high:{form}}]"
+
+
+def _decides(ratio: _Figure, share: _Figure, looks: int, policy: PolicyConfig) -> str:
+    if looks < LOOKS_NEEDED:
+        return f"{LOOKS_NEEDED - looks} more looks"
+    # bounds shrink at least with the root of the number of looks
+    undecided = [
+        (abs(one.value - limit), (one.high - one.low) / 2)
+        for one, limit in (
+            (share, policy.max_share),
+            (_logs(ratio), math.log(policy.max_gradient_ratio)),
+        )
+        if one.low <= limit < one.high
+    ]
+    needed = max((width / distance for distance, width in undecided if distance > 0), default=1.0)
+    more = math.ceil(looks * (needed**2 - 1))
+    return f"about {more} more looks" if 0 < more <= 10 * looks else "more looks"
+
+
+def _logs(figure: _Figure) -> _Figure:
+    return _Figure(
+        value=math.log(figure.value),
+        low=math.log(figure.low),
+        high=math.log(figure.high),
+        p_harmed=figure.p_harmed,
+        p_holds=figure.p_holds,
+    )
+
+
+def _cell(ratio: float, share: float) -> str:
+    shown = f"{ratio:.2f}x" if ratio < 10 else f"{min(ratio, 99999):.0f}x"
+    return shown if math.isnan(share) else f"{shown} f {share:.3f}"
