@@ -3,8 +3,9 @@
 Two figures are judged, and both must hold: the ratio of errors, by its geometric mean over looks
 and a t-interval of the logs, against `max_gradient_ratio`; and the share of the error's energy that
 is the same at every look, by its jackknife error and Student's t, against `max_share`. The share is
-judged from LOOKS_NEEDED looks on. A candidate that fails to compute, or whose gradient is not
-finite where the golden's is, is harmed for sure. What was measured as trained is in the sentence
+judged from LOOKS_NEEDED looks on, and cannot matter where the whole error's energy is surely below
+that share of the baseline's: to be more exact is never harm. A candidate that fails to compute, or
+whose gradient is not finite where the golden's is, is harmed for sure. What was measured as trained is in the sentence
 and decides nothing: there the rounding of all other layers covers most of it.
 
 Looks belong to one seed, and the intervals are over looks: on other weights the figures may be
@@ -13,7 +14,7 @@ others. Leaves out measuring (`probe.gradient_evidence`) and what is made of the
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,21 +41,19 @@ def gradient_evidence(
     alone; the p-values are there to be judged by stricter rules.
     """
     if not any(path.startswith(_ATTENTION) for path in arm.diff):
-        return _silent("not applicable", f"{arm.name} does not change the attention")
+        return _silent("not applicable", f"The arm {arm.name} does not change the attention")
     if study.base.get("precision") == "64-true":
-        return _silent("not applicable", "at 64-true the golden is no finer than the run")
+        return _silent("not applicable", "At 64-true the golden is no finer than the run")
     looked = [run for run in arm.runs.values() if run.series(gradient_name(ALL_WEIGHTS, "ratio"))]
     if not looked:
         decides = "probe.gradient_every in the study's YAML, e.g. 2, and 20 looks"
-        return _silent("not measured", "no look at the model's gradient is on record", decides)
+        return _silent("not measured", "No look at the model's gradient is on record", decides)
     run = min(looked, key=lambda one: list(study.seeds).index(one.seed))
     return _judged(run, policy)
 
 
 def _silent(state: LevelState, reason: str, decides: str = "") -> LevelEvidence:
-    return LevelEvidence(
-        level="gradient", state=state, sentence=f"{reason}.".capitalize(), decides=decides
-    )
+    return LevelEvidence(level="gradient", state=state, sentence=f"{reason}.", decides=decides)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,13 +78,13 @@ def _judged(run: RecordedRun, policy: PolicyConfig) -> LevelEvidence:
     if np.isinf(values).any():
         return _no_yardstick()
     ratio = _of_logs(values, policy.max_gradient_ratio, policy.alpha)
-    share = _share(run, policy)
+    share = _share(run, policy, values)
     looks = int(_last(run, "looks"))
     return _evidence(run, policy, ratio, share, looks)
 
 
 def _failed(run: RecordedRun, failed: list[int], looks: int) -> LevelEvidence:
-    texts = [event.text for event in run.events if event.where == "gradient"]
+    texts = [event.text for event in run.events if event.layer == "gradient"]
     said = next((text for text in texts if text.startswith("candidate: ")), "")
     reason = said.removeprefix("candidate: ") or "its gradient is not finite"
     return LevelEvidence(
@@ -128,13 +127,8 @@ def _of_logs(values: np.ndarray, limit: float, alpha: float) -> _Figure:
     logs = np.log(np.where(values > 0, values, values[values > 0].min()))
     error = logs.std(ddof=1) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
     found = _by_t(float(logs.mean()), error, len(logs) - 1, math.log(limit), alpha)
-    return _Figure(
-        value=math.exp(found.value),
-        low=math.exp(found.low),
-        high=math.exp(found.high),
-        p_harmed=found.p_harmed,
-        p_holds=found.p_holds,
-    )
+    value, low, high = (math.exp(x) for x in (found.value, found.low, found.high))
+    return replace(found, value=value, low=low, high=high)
 
 
 def _by_t(value: float, error: float, freedom: int, limit: float, alpha: float) -> _Figure:
@@ -168,12 +162,17 @@ def _last(run: RecordedRun, metric: str) -> float:
     return series[max(series)] if series else math.nan
 
 
-def _share(run: RecordedRun, policy: PolicyConfig) -> _Figure:
+def _share(run: RecordedRun, policy: PolicyConfig, ratios: np.ndarray) -> _Figure:
     looks = _last(run, "looks")
     freedom = int(looks) - 1 if looks >= LOOKS_NEEDED else 0
-    return _by_t(
+    found = _by_t(
         _last(run, "share"), _last(run, "share_se"), freedom, policy.max_share, policy.alpha
     )
+    # |e|^2 <= max_share |b|^2: if all of e were common, it would still be that little
+    small = _of_logs(ratios, math.sqrt(policy.max_share), policy.alpha)
+    if freedom and small.p_holds <= policy.alpha:
+        return replace(found, p_harmed=1.0, p_holds=min(small.p_holds, found.p_holds))
+    return found
 
 
 def _evidence(
@@ -267,13 +266,8 @@ def _decides(ratio: _Figure, share: _Figure, looks: int, policy: PolicyConfig) -
 
 
 def _logs(figure: _Figure) -> _Figure:
-    return _Figure(
-        value=math.log(figure.value),
-        low=math.log(figure.low),
-        high=math.log(figure.high),
-        p_harmed=figure.p_harmed,
-        p_holds=figure.p_holds,
-    )
+    value, low, high = (math.log(x) for x in (figure.value, figure.low, figure.high))
+    return replace(figure, value=value, low=low, high=high)
 
 
 def _cell(ratio: float, share: float) -> str:

@@ -14,8 +14,8 @@ counts their variance twice (Efron and Stein, 1981). That part is taken off once
 is never below it. One-sided bounds at 5 % by Student's t with N - 1 degrees of freedom then miss a
 share of 0 in 2.3 to 2.6 % and one of 0.01 in 3.4 to 6.4 % of 5,000 draws of 20 or 40 errors in 300
 directions (`tests/stability/metrics/test_coherence.py`). Assumes that looks are independent, which
-is why they are taken on different batches. Leaves out what the errors are of (`probe.gradient_evidence`) and every decision
-(`analysis.gradient_evidence`).
+is why they are taken on different batches. Leaves out what the errors are of
+(`probe.gradient_evidence`) and every decision (`analysis.gradient_evidence`).
 """
 
 from dataclasses import dataclass

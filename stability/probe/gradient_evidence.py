@@ -12,9 +12,9 @@ for the whole model and by group of parameters:
 *Isolated* means that all but the attention is one precision wider than it: FP32 around attention
 in 16 bits or fewer, FP64 around FP32. Otherwise the rounding of all other layers, which falls anew
 with each change of the attention, covers what is looked for: 5 to 8 times less sensitive on a GPT
-of 3 layers in BF16. The attention is given q, k and v, and in the backward dO, rounded to the format
-that it gets in the run, and so is the golden, which computes in FP64 from there and rounds nothing
-more. *As trained* leaves the run's own precision everywhere; that is description.
+of 3 layers in BF16. The attention is given q, k and v, and in the backward dO, rounded to the
+format that it gets in the run, and so is the golden, which computes in FP64 from there and rounds
+nothing more. *As trained* leaves the run's own precision everywhere; that is description.
 
 Leaves out how a model's attention is exchanged (`study.gpt_gradients`, `intercept.gradients`), when
 to look, and what is decided from it (`analysis.gradient_evidence`).

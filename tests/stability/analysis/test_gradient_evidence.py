@@ -1,0 +1,188 @@
+"""What the gradient level says of an arm, from looks with known figures."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stability.analysis.gradient_evidence import gradient_evidence
+from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
+from stability.config.schema import PolicyConfig
+from stability.records.events import Event
+from stability.records.metric_log import Series
+from stability.records.metric_names import gradient_name
+from stability.records.paths import RunPaths
+
+POLICY = PolicyConfig()
+ATTENTION = {"attention.implementation": ["baseline", "flash"]}
+
+
+def _run(ratios, *, share=0.001, share_se=0.002, seed=0, events=()):
+    steps = list(range(len(ratios)))
+    looks = sum(not math.isnan(ratio) for ratio in ratios)
+    last = {"share": share, "share_se": share_se, "coherence": 1 + share * (looks - 1)}
+    metrics = {gradient_name("all", "ratio"): Series(steps, list(ratios))}
+    metrics |= {gradient_name("all", name): Series([steps[-1]], [x]) for name, x in last.items()}
+    metrics[gradient_name("all", "looks")] = Series([steps[-1]], [float(looks)])
+    as_trained = gradient_name("all", "ratio", as_trained=True)
+    metrics[as_trained] = Series(steps, [1.1] * len(steps))
+    return RecordedRun(
+        paths=RunPaths(Path("nowhere")),
+        seed=seed,
+        manifest=None,
+        metrics=metrics,
+        events=tuple(events),
+        error="",
+    )
+
+
+def _judge(*runs, diff=None, policy=POLICY, precision="bf16-mixed"):
+    arm = RecordedArm(
+        name="candidate",
+        axis="attention",
+        diff=ATTENTION if diff is None else diff,
+        role="candidate",
+        until=60,
+        runs={run.seed: run for run in runs},
+    )
+    study = RecordedStudy(
+        name="study",
+        question="",
+        yardstick="",
+        base={"precision": precision},
+        seeds=(3, 0, 1),
+        steps=60,
+        early_step=0,
+        policy=policy,
+        arms=(arm,),
+    )
+    return gradient_evidence(study, arm, policy)
+
+
+def _ratios(mean, n=20, spread=0.05):
+    logs = spread * np.random.default_rng(0).standard_normal(n)
+    return list(mean * np.exp(logs - logs.mean()))
+
+
+def test_small_errors_that_average_out_hold():
+    found = _judge(_run(_ratios(0.93)))
+    assert found.state == "holds"
+    assert found.cell == "0.93x f 0.001"
+    assert len(found.cell) <= 16
+    assert found.sentence == (
+        "The error of the whole model's gradient is 0.93x the baseline's [0.91, 0.95] (limit 2x), "
+        "and a share of 0.001 [-0.002, 0.004] of it is the same at all 20 looks (limit 0.01); as "
+        "trained the ratio is 1.10x."
+    )
+    assert found.decides == ""
+    assert found.p_holds < 0.05 < found.p_harmed
+    assert found.figures["ratio"] == pytest.approx(0.93)
+    assert found.figures["share_high"] == pytest.approx(0.001 + 1.729 * 0.002, abs=1e-5)
+
+
+def test_a_large_error_is_harm_even_where_it_averages_out():
+    found = _judge(_run(_ratios(22)))
+    assert found.state == "harmed"
+    assert found.cell == "22x f 0.001"
+    assert found.p_harmed < 1e-6
+
+
+def test_a_bias_is_harm_even_where_it_is_small():
+    found = _judge(_run(_ratios(1.2), share=0.039, share_se=0.006))
+    assert found.state == "harmed"
+    assert found.cell == "1.20x f 0.039"
+    assert found.p_harmed < 0.001
+
+
+def test_a_share_at_its_limit_is_undecided_and_more_looks_would_tell():
+    found = _judge(_run(_ratios(1.0), share=0.008, share_se=0.003))
+    assert found.state == "undecided"
+    assert found.decides == "about 115 more looks"
+    assert min(found.p_harmed, found.p_holds) > 0.05
+
+
+def test_a_ratio_about_its_limit_is_undecided():
+    found = _judge(_run(_ratios(2.0, spread=0.4)))
+    assert found.state == "undecided"
+    assert "more looks" in found.decides
+
+
+def test_with_few_looks_the_ratio_alone_is_judged():
+    few = _judge(_run(_ratios(0.93, n=12)))
+    assert few.state == "undecided"
+    assert few.decides == "8 more looks"
+    assert "12 looks are too few to tell whether it adds up" in few.sentence
+    assert math.isnan(few.p_holds)
+    assert _judge(_run(_ratios(9, n=12))).state == "harmed"
+    # a share that would be judged harmed, were there enough looks
+    assert _judge(_run(_ratios(1, n=12), share=0.5, share_se=0.01)).state == "undecided"
+
+
+def test_one_look_says_nothing():
+    found = _judge(_run([1.0]))
+    assert found.state == "undecided"
+    assert math.isnan(found.p_harmed)
+
+
+def test_a_candidate_that_gives_no_number_is_harmed_for_sure():
+    text = "candidate: RuntimeError: no kernel for this shape"
+    event = Event(4, "finding", "gradient", text)
+    ratios = [1.0] * 4 + [math.nan] * 2
+    found = _judge(_run(ratios, events=[event]))
+    assert (found.state, found.p_harmed) == ("harmed", 0.0)
+    assert found.sentence == (
+        "The candidate gave no gradient at 2 of 6 looks, first at step 4: RuntimeError: no kernel "
+        "for this shape."
+    )
+    assert found.cell == "no gradient"
+    assert "its gradient is not finite" in _judge(_run(ratios)).sentence
+
+
+def test_an_exact_candidate_holds():
+    found = _judge(_run([0.0] * 20, share=0.0, share_se=0.0))
+    assert (found.state, found.p_holds, found.cell) == ("holds", 0.0, "exact")
+
+
+def test_to_be_far_more_exact_is_no_harm_whatever_is_common():
+    found = _judge(_run(_ratios(0.02), share=0.5, share_se=0.01))
+    assert found.state == "holds"
+    assert found.p_harmed > 0.5
+    assert _judge(_run(_ratios(0.5), share=0.5, share_se=0.01)).state == "harmed"
+
+
+def test_an_exact_baseline_is_no_yardstick():
+    found = _judge(_run([math.inf] * 20))
+    assert found.state == "undecided"
+    assert found.decides == "a baseline with rounding of its own"
+
+
+def test_where_it_does_not_apply_the_level_says_so():
+    found = _judge(diff={"optimizer.eps": [1e-8, 1e-6]})
+    assert found.state == "not applicable"
+    assert found.sentence == "The arm candidate does not change the attention."
+    assert _judge(_run([1.0]), precision="64-true").state == "not applicable"
+
+
+def test_without_a_look_it_is_not_measured():
+    found = _judge(replace(_run([1.0]), metrics={}))
+    assert found.state == "not measured"
+    assert "probe.gradient_every" in found.decides
+
+
+def test_the_first_seed_that_was_looked_at_is_judged():
+    found = _judge(_run(_ratios(5), seed=1), _run(_ratios(0.9), seed=3))
+    assert found.figures["ratio"] == pytest.approx(0.9)
+
+
+def test_limits_are_the_policys():
+    run = _run(_ratios(3), share=0.03)
+    assert _judge(run).state == "harmed"
+    wide = PolicyConfig(max_gradient_ratio=4.0, max_share=0.05)
+    assert _judge(run, policy=wide).state == "holds"
+
+
+def test_cells_are_short_for_any_figure():
+    for mean, share in ((1e7, 0.99), (123.4, -0.004), (0.001, 0.5)):
+        assert len(_judge(_run(_ratios(mean), share=share)).cell) <= 16
