@@ -5,8 +5,8 @@ and a t-interval of the logs, against `max_gradient_ratio`; and the share of the
 is the same at every look, by its jackknife error and Student's t, against `max_share`. The share is
 judged from LOOKS_NEEDED looks on, and cannot matter where the whole error's energy is surely below
 that share of the baseline's: to be more exact is never harm. A candidate that fails to compute, or
-whose gradient is not finite where the golden's is, is harmed for sure. What was measured as trained is in the sentence
-and decides nothing: there the rounding of all other layers covers most of it.
+whose gradient is not finite where the golden's is, is harmed for sure. What was measured as trained
+is in the sentence and decides nothing: the rounding of all other layers covers most of it.
 
 Looks belong to one seed, and the intervals are over looks: on other weights the figures may be
 others. Leaves out measuring (`probe.gradient_evidence`) and what is made of the level (`verdict`).

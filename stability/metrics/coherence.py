@@ -12,8 +12,9 @@ The standard error of f is the jackknife's over looks, corrected: f is a ratio o
 degree two, and where the errors share nothing the pairs (i, j) are uncorrelated, so the jackknife
 counts their variance twice (Efron and Stein, 1981). That part is taken off once, and what is left
 is never below it. One-sided bounds at 5 % by Student's t with N - 1 degrees of freedom then miss a
-share of 0 in 2.3 to 2.6 % and one of 0.01 in 3.4 to 6.4 % of 5,000 draws of 20 or 40 errors in 300
-directions (`tests/stability/metrics/test_coherence.py`). Assumes that looks are independent, which
+share of 0 in 2.3 to 3.8 % and one of 0.01 in 3.4 to 6.4 % of 5,000 draws of 20 or 40 errors in 300
+directions. Where the common error lies along a few directions in which noise is largest as well,
+the upper bound misses a share of 0.05 in 10 to 15 %. Assumes that looks are independent, which
 is why they are taken on different batches. Leaves out what the errors are of
 (`probe.gradient_evidence`) and every decision (`analysis.gradient_evidence`).
 """

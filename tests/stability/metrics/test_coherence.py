@@ -102,14 +102,24 @@ def test_the_bounds_miss_about_as_often_as_they_say():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("looks", [20, 40])
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.05])
+@pytest.mark.parametrize("share", [0.0, 0.01])
 @pytest.mark.parametrize("law", ["flat", "1/k"])
-def test_coverage(looks, share, law):
+def test_the_bounds_miss_as_often_as_they_say_up_to_the_usual_limit(looks, share, law):
     spectrum = None if law == "flat" else 1 / np.arange(1, 301)
-    rates = {p: _misses(looks, share, 5000, p, spectrum=spectrum) for p in (0.05, 0.014)}
-    # a common error that lies along the few directions in which noise is largest is the worst case
-    most = 2.0 if law == "flat" else 3.6
-    for nominal, both in rates.items():
-        margin = 3 * math.sqrt(nominal / 5000)
-        assert both[0] < 1.5 * nominal + margin
-        assert both[1] < (most if share > 0.01 else 1.5) * nominal + margin
+    for nominal in (0.05, 0.014):
+        rates = _misses(looks, share, 5000, nominal, spectrum=spectrum)
+        assert max(rates) < 1.5 * nominal + 3 * math.sqrt(nominal / 5000), (nominal, rates)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("looks", [20, 40])
+def test_a_share_well_above_the_limit_is_not_taken_for_one_below_it(looks):
+    # the worst law: the common error lies along the few directions in which noise is largest, and
+    # the upper bound misses a share of 0.05 itself in 10 to 15 % at a nominal 5 %
+    rng, spectrum = np.random.default_rng(4), 1 / np.arange(1, 301)
+    quantile = t.ppf(0.95, looks - 1)
+    wrong = 0
+    for _ in range(5000):
+        found = _of(_errors(looks, 300, 0.05, rng, spectrum))
+        wrong += found.share + quantile * found.share_se < 0.01
+    assert wrong / 5000 < 0.05

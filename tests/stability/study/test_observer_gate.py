@@ -11,6 +11,7 @@ from stability.config.load import load_study
 from stability.probe.attention_probe import AttentionProbe
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
+from stability.study.gpt_gradients import GptGradients
 from stability.study.observer_gate import check_observer
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
@@ -33,7 +34,8 @@ def _config(write_study, arm="baseline", **train):
         ("fp32", {}),
         ("baseline", {"trainer": {"accumulate_grad_batches": 2}}),
         pytest.param(
-            "baseline",
+            # with the whole model's gradient, which an arm of the same attention does not look at
+            "flash_fa2",
             {"compile": "aot_eager"},
             # Dynamo looks at .grad of what flows between the graphs: torch/_dynamo/variables
             marks=pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not"),
@@ -78,6 +80,31 @@ def test_an_evaluation_that_disturbs_is_caught(write_study, monkeypatch):
 
     monkeypatch.setattr(HeldOut, "_predict", disturbing)
     assert not check_observer(_config(write_study), steps=2).equal
+
+
+@pytest.mark.parametrize("what", ["batch", "random state", "weights"])
+def test_a_look_at_the_gradient_that_disturbs_is_caught(write_study, monkeypatch, what):
+    of = GptGradients.of
+
+    def disturbing(self, weights, batch, role, is_isolated, scale=1.0):
+        found = of(self, weights, batch, role, is_isolated, scale)
+        with torch.no_grad():
+            if what == "batch":
+                batch.copy_(batch.flip(0))
+                batch[:, -1] = 7
+            elif what == "weights":
+                next(iter(weights.values())).mul_(1.0001)
+            else:
+                torch.rand(3)
+        return found
+
+    config = _config(write_study, "flash_all_bf16")
+    if what == "random state":
+        # something has to draw from the state that was moved
+        numerics = {"rounding": "stochastic"}
+        config = replace(config, attention=replace(config.attention, numerics=numerics))
+    monkeypatch.setattr(GptGradients, "of", disturbing)
+    assert not check_observer(config, steps=2).equal
 
 
 def test_the_manifest_holds_the_result_and_a_broken_gate_stops_the_run(
