@@ -8,15 +8,17 @@ attention is as far from a BF16 baseline as a poor candidate is. Seen from the r
 have errors of their own: a candidate that rounds as well as the baseline has E = 1, a better one
 less, and one with twice the error, far beyond the baseline's, nearly 2.
 
-E is a ratio of two positive numbers whose errors multiply, so all statistics are of log E. Over
-seeds its interval is Student's. Leaves out at which step E is read (`window`), the files with the
+E is a ratio of two positive numbers whose errors multiply, so all statistics are of log E. Leaves
+out at which step E is read (`window`), the files with the
 distances (`records.distances`) and the sentence (`training_evidence`).
 """
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stability.analysis.intervals import p_values, paired_interval
 from stability.config.schema import BASELINE
 from stability.records.distances import DistanceMatrix
 
@@ -32,7 +34,7 @@ class Excess:
     per_seed: Mapping[int, float]
     mean: float
     low: float
-    """One-sided bound at the look's level, as is `high`; NaN below two seeds."""
+    """One-sided bound at the look's level, as is `high`; NaN below three seeds."""
     high: float
     p_harmed: float
     """The chance of an E this large if the true one is at most the limit."""
@@ -63,8 +65,8 @@ def log_excess_of(matrix: DistanceMatrix, arm: str, reference: str) -> float | N
 def excess_over_seeds(per_seed: Mapping[int, float], limit: float, alpha: float) -> Excess:
     """Return the geometric mean of E over seeds with one-sided bounds at `alpha` each.
 
-    The bounds and both p-values are those of Student's t on log E. Values must be positive; with
-    equal ones the bounds are the mean. ValueError for no value, or one that is no positive number.
+    Bounds and p-values are those of log E (`intervals`), NaN below three seeds; with equal values
+    the bounds are the mean. ValueError for no value, or one that is no positive number.
     """
     values = list(per_seed.values())
     if not values or not all(0 < value < math.inf for value in values):
@@ -72,34 +74,16 @@ def excess_over_seeds(per_seed: Mapping[int, float], limit: float, alpha: float)
             f"excess_over_seeds: values must be positive numbers, one at least, got {values}; "
             "leave a seed out or say why it has none"
         )
-    # not exp of the mean log: of equal values it may miss them by an ULP
-    equal = len(set(values)) == 1
-    logs = [math.log(value) for value in values]
-    centre = logs[0] if equal else math.fsum(logs) / len(logs)
-    mean = values[0] if equal else math.exp(centre)
-    if len(values) < 2:
-        return Excess(
-            per_seed=dict(per_seed),
-            mean=mean,
-            low=math.nan,
-            high=math.nan,
-            p_harmed=math.nan,
-            p_holds=math.nan,
-        )
-    from scipy.stats import t  # heavy: 1.2 s of CPU
-
-    error = _standard_error(logs, centre)
-    degrees = len(values) - 1
-    half_width = float(t.isf(alpha, degrees)) * error
-    above = centre - math.log(limit)
-    score = above / error if error else math.copysign(math.inf, above) if above else 0.0
+    found = paired_interval(per_seed, 1 - 2 * alpha)
+    harmed, holds = p_values({s: math.log(e) for s, e in per_seed.items()}, math.log(limit))
+    known = not math.isnan(found.low)
     return Excess(
         per_seed=dict(per_seed),
-        mean=mean,
-        low=mean if equal else math.exp(centre - half_width),
-        high=mean if equal else math.exp(centre + half_width),
-        p_harmed=float(t.sf(score, degrees)),
-        p_holds=float(t.cdf(score, degrees)),
+        mean=found.mean,
+        low=found.low,
+        high=found.high,
+        p_harmed=harmed if known else math.nan,
+        p_holds=holds if known else math.nan,
     )
 
 
@@ -113,15 +97,9 @@ def seeds_that_decide(per_seed: Mapping[int, float], limit: float, alpha: float)
     from scipy.stats import t  # heavy: 1.2 s of CPU
 
     logs = [math.log(value) for value in per_seed.values()]
-    centre = math.fsum(logs) / len(logs)
-    spread = _standard_error(logs, centre) * math.sqrt(len(logs))
-    distance = abs(centre - math.log(limit))
+    spread = statistics.stdev(logs)
+    distance = abs(statistics.fmean(logs) - math.log(limit))
     for count in range(len(logs), MOST_SEEDS + 1):
         if float(t.isf(alpha, count - 1)) * spread / math.sqrt(count) < distance:
             return count
     return None
-
-
-def _standard_error(logs: list[float], centre: float) -> float:
-    squares = math.fsum((value - centre) ** 2 for value in logs)
-    return math.sqrt(squares / (len(logs) - 1) / len(logs))

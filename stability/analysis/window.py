@@ -4,9 +4,14 @@ Tiny differences grow until every change of the numerics has drifted alike; from
 or take, whatever the candidate does. The rule sees the controls only, 1-ULP nudges of the baseline
 and reruns where they differ from it, and never a candidate, so that no step is picked for its
 result: it takes the last snapshot before the first one at which any control of any seed has
-|log E| above the policy's limit. It does not look at how far a nudge has moved: by Adam's signs a
-nudge is half of the baseline's distance to the reference after a single step, while its E is still
-1 within 0.003.
+|log E| above the policy's limit.
+
+A restless snapshot of the first ten updates is passed over and does not end the window: there Adam
+moves each weight by the sign of its gradient, so that the few weights whose gradient is rounding
+alone decide what E is. In a GPT of 2 layers and width 64 the largest |log E| of nine nudges was
+0.065 at step 1, 0.043 at step 5 and 0.024 at step 10, and rose again from step 20 on. The rule does
+not look at how far a nudge has moved: by the same signs a nudge is half of the baseline's distance
+to the reference after a single update, while its E is 1 within 0.003 in a model of 5 layers.
 
 What the rule picked at the first look is frozen in `window.json` and read by all later ones. A step
 named in the policy, sealed before the first run, takes the rule's place. Leaves out the file
@@ -21,6 +26,9 @@ from stability.analysis.excess import log_excess_of
 from stability.config.schema import BASELINE
 from stability.records.distances import SeedDistances
 from stability.records.window import WindowRecord
+
+SETTLING = 10
+"""Updates in which a control may leave the limit and come back: 1 / (1 - beta1) of Adam."""
 
 __all__ = ["Window", "pick_window", "window_changes", "window_of", "window_record"]
 
@@ -55,19 +63,15 @@ def pick_window(
     table: dict[int, dict[tuple[str, int], float]] = {}
     step, reason = 0, ""
     for candidate in _steps(distances):
-        found, missing = _log_excess(distances, controls, reference, candidate)
-        if missing:
-            reason = reason or f"at step {candidate} {missing}"
+        found, trouble = _log_excess(distances, controls, reference, candidate)
+        if not trouble:
+            table[candidate] = found
+            trouble = _restless(found, limit)
+        reason = f"at step {candidate} {trouble}" if trouble else ""
+        if not trouble:
+            step = candidate
+        elif candidate > SETTLING:
             break
-        table[candidate] = found
-        worst = max(found, key=lambda key: _size(found[key]))
-        if not _size(found[worst]) <= limit:
-            reason = (
-                f"at step {candidate} {worst[0]} has |log E| {_size(found[worst]):.3f} with seed "
-                f"{worst[1]}, above {limit:g}"
-            )
-            break
-        step = candidate
     return Window(
         step=step,
         reason=reason or ("no control leaves the limit" if step else "there is no snapshot"),
@@ -75,6 +79,15 @@ def pick_window(
         seeds=seeds,
         log_excess=table,
     )
+
+
+def _restless(found: Mapping[tuple[str, int], float], limit: float) -> str:
+    """Return which control is furthest beyond the limit; empty if none is."""
+    arm, seed = max(found, key=lambda key: _size(found[key]))
+    size = _size(found[arm, seed])
+    if size <= limit:
+        return ""
+    return f"{arm} has |log E| {size:.3f} with seed {seed}, above {limit:g}"
 
 
 def _steps(distances: Mapping[int, SeedDistances]) -> list[int]:

@@ -19,7 +19,7 @@ from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import write_sealed
 
 SIZE = 64
-STEPS = (1, 5, 10, 20)
+STEPS = (1, 10, 15, 20)
 CHANGES = {
     "attention": {"attention.implementation": ["baseline", "flash"]},
     "precision": {"precision": ["bf16-mixed", "32-true"]},
