@@ -92,7 +92,7 @@ class ArmSummary:
 
 
 def _growth(growth: ArmGrowth) -> dict[str, Any]:
-    return jsonable({**asdict(growth), "doubling_time": growth.doubling_time})
+    return jsonable({**asdict(growth), "doubling_time": growth.dynamics.doubling_time})
 
 
 def summarise_arm(study: RecordedStudy, ladder: Ladder, name: str) -> ArmSummary:

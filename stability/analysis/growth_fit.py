@@ -13,11 +13,13 @@ Lyapunov exponent of a time series is: the slope of the log distance over its st
 2. If there is a bend, the fit says by how much saturation lowers each log drift. The phase ends
    where a longer window would add more of that bias than it takes away of the variance.
 3. The rate is the Theil-Sen slope in the window (Theil 1950; Sen 1968).
+4. A power law of the step has no such phase: it bends everywhere, shrinks the window to its first
+   points and would be given whatever rate these happen to have, so that a straight line doubled in
+   2 to 76 steps by the schedule of its snapshots. So a power law, which has two parameters like the
+   exponential, is fitted to the same points, and `exponential_over_power` says which fits better.
 
 A second bend, a slow start before the exponential phase and the correlation of neighbouring points
-are not modelled; a drift that grows as a power of the step has no such phase, and shrinks the
-window to its first four points. Leaves out what a rate means beside another arm's, and its spread
-over seeds.
+are not modelled. Leaves out whether a rate may be stated, which takes several seeds (`arm_growth`).
 """
 
 import math
@@ -63,6 +65,12 @@ class Growth:
     last_step: int
     points: int
     """How many drifts the phase holds."""
+    exponential_over_power: float
+    """Log likelihood of the exponential less that of a power law of the step, on these points.
+
+    Negative where the power law fits better, and the rate then means nothing. Both are fitted by
+    least absolute deviations, with the Laplace likelihood that belongs to that.
+    """
 
     @property
     def doubling_time(self) -> float:
@@ -103,7 +111,17 @@ def fit_growth(steps: Sequence[int], drifts: Sequence[float]) -> Growth | None:
         first_step=int(x[0]),
         last_step=int(x[points - 1]),
         points=points,
+        exponential_over_power=_exponential_over_power(x[:points], logs[:points]),
     )
+
+
+def _exponential_over_power(x: Array, logs: Array) -> float:
+    """Compare lines over the step and over its logarithm; both on 0 to 1, for the reweighting."""
+    power, exponential = (
+        _mean_error(_line_residuals((place - place[0]) / (place[-1] - place[0]), logs[None]))[0]
+        for place in (np.log(x), x)
+    )
+    return len(x) * math.log(power / exponential)
 
 
 def drift_slope(steps: Sequence[int], drifts: Sequence[float]) -> float:

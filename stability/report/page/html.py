@@ -5,7 +5,6 @@ A page is a view of the records: the same records give the same bytes. Leaves ou
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from stability.report.page.tables import (
 from stability.report.page.training_charts import drift_section, loss_section, watch_section
 from stability.report.page.weight_charts import parameter_section, weight_section
 from stability.report.terminal.probe import located_lines
-from stability.report.view.error_bars import bars_are, growth_cells
+from stability.report.view.error_bars import bars_are, growth_cells, growth_sentence
 from stability.report.view.evidence import evidence_rows, headline, verdict_of
 from stability.report.view.palette import arm_styles
 
@@ -91,6 +90,7 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         watch_section(study, styles),
         weight_section(study, styles),
     ]
+    growth = [row for row in study_growth(study) if row.slope.n and row.slope.mean != 0]
     return fill(
         "report.html.j2",
         charts=[chart],
@@ -110,7 +110,8 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         lines=ladder_lines(ladder),
         small_print=bars_are(len(ladder.seeds)),
         chart=chart,
-        growth=[growth_cells(row) for row in study_growth(study) if not math.isnan(row.rate.mean)],
+        growth=[growth_cells(row) for row in growth],
+        growth_sentence=growth_sentence(growth[0].dynamics) if growth else "",
         changes=changes(study),
         numerics=[(arm.name, numerics_text(arm)) for arm in study.arms],
         hash_names=HASHES,

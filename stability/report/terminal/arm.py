@@ -5,7 +5,6 @@ positions and gradients are on the page alone.
 """
 
 import json
-import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -24,7 +23,7 @@ from stability.report.terminal.tables import (
     plain_table,
     ruled_table,
 )
-from stability.report.view.error_bars import growth_cells, written_with_bar
+from stability.report.view.error_bars import growth_cells, growth_sentence, written_with_bar
 from stability.report.view.plain_text import as_text
 
 __all__ = ["print_arm", "print_growth"]
@@ -50,34 +49,29 @@ def print_arm(view: ArmSummary, console: Console) -> None:
     console.print()
     console.print(_seed_table(view))
     _print_drifts(view, console)
-    if view.growth and view.growth.rate.n:
+    if view.growth:
         console.print()
         print_growth([view.growth], console)
-    elif view.growth:
-        console.print()
-        if view.last_step:
-            said = "no growth law: the drift has no early phase in which it grows"
-            console.print(as_text(said, "dim"))
     _print_parameters(view, console)
     _print_layers(view, console)
     _print_events(view, console)
 
 
 def print_growth(rows: list[ArmGrowth], console: Console) -> None:
-    """Print a row for each arm that grows, the slowest to double first; nothing if none does."""
-    growing = [row for row in rows if not math.isnan(row.rate.mean)]
-    if not growing:
+    """Print how fast chaos grows, and a row for each arm that drifts; nothing if none does."""
+    moving = [row for row in rows if row.slope.n and row.slope.mean != 0]
+    if not moving:
         return
-    heads = ["doubles in steps", "early\nphase", "slope per step", "chaos\nfrom"]
-    table = plain_table(["arm"], heads)
-    for row in sorted(growing, key=lambda row: -row.doubling_time):
+    console.print(as_text(growth_sentence(moving[0].dynamics)))
+    table = plain_table(["arm"], ["ahead of the\nnudges", "slope per step", "chaos\nfrom"])
+    for row in moving:
         add_row(table, *growth_cells(row))
     console.print(table)
-    level, seeds = growing[0].rate.level, growing[0].rate.n
+    level, seeds = moving[0].slope.level, moving[0].slope.n
     caption = (
-        f"the drift's growth in its early phase, mean [{level:.0%} interval] of {seeds} seeds; "
-        "slope: over the whole run.\nchaos from: the step from which an arm can't be told from "
-        "the 1-ULP nudge."
+        f"mean [{level:.0%} interval] of {seeds} seeds. ahead: the drift over the nudges' while "
+        "they grow exponentially; slope: over the whole run.\nchaos from: the step from which an "
+        "arm can't be told from the 1-ULP nudge."
     )
     console.print(as_text(caption, "dim"))
 

@@ -7,9 +7,9 @@ interval (`analysis.intervals`), and the bar is the range from the smallest to t
 import math
 from collections.abc import Callable
 
-from stability.analysis.arm_growth import ArmGrowth
+from stability.analysis.arm_growth import ArmGrowth, Dynamics
 from stability.analysis.intervals import FEWEST, Interval
-from stability.analysis.number_text import MISSING, span
+from stability.analysis.number_text import MISSING, span, times
 from stability.analysis.seed_values import SeedValues
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "bar_kind",
     "bars_are",
     "growth_cells",
+    "growth_sentence",
     "written_bar",
     "written_with_bar",
 ]
@@ -90,24 +91,46 @@ def _bracketed(mean: str, low: float, high: float, write: Callable[[float], str]
 
 
 def growth_cells(row: ArmGrowth) -> list[str]:
-    """Return an arm's growth law as text: arm, doubling time, early phase, slope, chaos from."""
-    first, last = row.phase
+    """Return an arm's growth as text: arm, offset to the nudges, slope, chaos from."""
     return [
         row.arm,
-        _doubling(row),
-        f"{first} to {last}",
+        _offset(row.offset),
         _slope(row.slope),
         MISSING if row.lost_in_chaos is None else str(row.lost_in_chaos),
     ]
 
 
-def _doubling(row: ArmGrowth) -> str:
+def growth_sentence(dynamics: Dynamics) -> str:
+    """Return how fast the training drives tiny differences apart, or why no rate is stated."""
+    if not dynamics.is_exponential:
+        return f"No rate of growth is stated: {dynamics.reason}."
+    first, last = dynamics.phase
+    return (
+        f"A tiny difference doubles in {_doubling(dynamics)} steps, from step {first} to {last}: "
+        f"the nudges' drift, over {dynamics.seeds} seeds."
+    )
+
+
+def _offset(value: Interval) -> str:
+    """Write an offset and its interval: `12x [10, 14]`; a dash where there is none."""
+    if math.isnan(value.mean):
+        return MISSING
+    mean = times(value.mean)
+    return (
+        mean
+        if math.isnan(value.low)
+        else f"{mean} {_bracketed(mean, value.low, value.high, times)}"
+    )
+
+
+def _doubling(dynamics: Dynamics) -> str:
     """Write the doubling time and its interval: `10.9 [9.9, 12.8]`; a rate of 0 never doubles."""
-    if math.isnan(row.rate.low):
-        return _steps(row.doubling_time)
-    slowest = math.log(2) / row.rate.low if row.rate.low > 0 else math.inf
-    fastest = math.log(2) / row.rate.high if row.rate.high > 0 else math.inf
-    return f"{_steps(row.doubling_time)} [{_steps(fastest)}, {_steps(slowest)}]"
+    rate = dynamics.rate
+    if math.isnan(rate.low):
+        return _steps(dynamics.doubling_time)
+    slowest = math.log(2) / rate.low if rate.low > 0 else math.inf
+    fastest = math.log(2) / rate.high if rate.high > 0 else math.inf
+    return f"{_steps(dynamics.doubling_time)} [{_steps(fastest)}, {_steps(slowest)}]"
 
 
 def _steps(count: float) -> str:

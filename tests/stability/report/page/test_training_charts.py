@@ -27,15 +27,19 @@ def test_watched_measurements_are_those_of_the_logs(full_study, page):
     assert dict(zip(thick["x"], thick["y"], strict=True)) == pytest.approx(want, rel=1e-6)
 
 
-def test_growth_laws_stand_below_the_drift(full_study, page):
+def test_growth_stands_below_the_drift(full_study, page):
     section = re.search(r'<section id="section-drift".*?</section>', page, re.DOTALL).group(0)
-    laws = {law.arm: law for law in study_growth(read_study(full_study))}
-    found = re.findall(r'data-arm-row="([^"]*)">.*?<td class="num">([^<]*)', section)
-    assert {arm: float(doubling.split()[0]) for arm, doubling in found} == {
-        arm: pytest.approx(law.doubling_time, rel=5e-3)
-        for arm, law in laws.items()
-        if law.rate.mean == law.rate.mean
-    }
+    rows = {row.arm: row for row in study_growth(read_study(full_study))}
+    found = dict(re.findall(r'data-arm-row="([^"]*)">(.*?)</tr>', section))
+    assert set(found) == {arm for arm, row in rows.items() if row.slope.mean}
+    for arm, cells in found.items():
+        slope = re.findall(r'<td class="num">([^<]*)', cells)[1]
+        mantissa, exponent = slope.split()[0].split("e")[0], slope.split("e")[-1]
+        assert float(f"{mantissa}e{exponent}") == pytest.approx(rows[arm].slope.mean, rel=0.06)
+    said = re.search(r"grows</h3>\s*<p>(.*?)</p>", section, re.DOTALL).group(1)
+    dynamics = next(iter(rows.values())).dynamics
+    assert dynamics.reason in said
+    assert ("doubles in" in said) == dynamics.is_exponential
 
 
 def test_charts_hold_the_numbers_of_the_records(finished):

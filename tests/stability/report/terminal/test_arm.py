@@ -7,7 +7,7 @@ import math
 import pytest
 from rich.console import Console
 
-from stability.analysis.arm_growth import ArmGrowth
+from stability.analysis.arm_growth import ArmGrowth, Dynamics
 from stability.analysis.arm_summary import summarise_arm
 from stability.analysis.intervals import Interval
 from stability.analysis.ladder import ladder_of
@@ -146,11 +146,15 @@ def interval(low, mean, high):
     return Interval(low=low, mean=mean, high=high, n=5, level=0.9)
 
 
+def dynamics(rate, reason=""):
+    return Dynamics(rate=rate, phase=(1, 20), seeds=5, reason=reason)
+
+
 def growth(arm, rate, **changes):
     values = {
         "arm": arm,
-        "rate": rate,
-        "phase": (1, 20),
+        "dynamics": dynamics(rate),
+        "offset": interval(9.1, 12.3, 15.2),
         "slope": interval(2.46e-6, 2.7e-6, 2.91e-6),
         "lost_in_chaos": None,
     }
@@ -166,23 +170,32 @@ def grown(rows):
 def test_figures_have_their_intervals_and_fit_80_columns():
     rate = interval(0.0542, math.log(2) / 10.9, 0.07)
     shown = grown([growth("flash_all_bf16", rate, lost_in_chaos=100)])
-    assert "10.9 [9.9, 12.8]" in shown
+    assert "A tiny difference doubles in 10.9 [9.9, 12.8] steps, from step 1 to 20" in shown
+    assert "12x [9.1, 15]" in shown
     assert "2.7 [2.5, 2.9]e-06" in shown
-    assert "1 to 20" in shown
     assert " 100" in shown
     assert "90% interval] of 5 seeds" in shown
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
 
 
-def test_the_slowest_to_double_comes_first_and_arms_without_a_law_are_left_out():
-    nan = math.nan
-    rows = [
-        growth("fast", interval(0.2, 0.3, 0.4)),
-        growth("slow", interval(-0.1, 0.1, 0.2)),
-        growth("rerun", Interval(low=nan, mean=nan, high=nan, n=0, level=0.9)),
-    ]
-    shown = grown(rows)
-    assert shown.index("slow") < shown.index("fast")
+def test_arms_that_do_not_drift_are_left_out():
+    still = growth("rerun", interval(0.2, 0.3, 0.4), slope=interval(0.0, 0.0, 0.0))
+    moving = growth("fast", interval(-0.1, 0.1, 0.2))
+    shown = grown([moving, still])
+    assert "fast" in shown
     assert "rerun" not in shown
     assert "6.93 [3.47, inf]" in shown
-    assert grown(rows[2:]) == ""
+    assert grown([still]) == ""
+
+
+def test_without_a_rate_the_reason_stands_in_its_place():
+    nan = math.nan
+    nothing = Interval(low=nan, mean=nan, high=nan, n=0, level=0.9)
+    row = growth("flash_fa2", nothing, dynamics=dynamics(nothing, "there is no nudge"))
+    shown = grown([ArmGrowth(**{**_values(row), "offset": nothing})])
+    assert "No rate of growth is stated: there is no nudge." in shown
+    assert "2.7 [2.5, 2.9]e-06" in shown
+
+
+def _values(row):
+    return {name: getattr(row, name) for name in row.__slots__}
