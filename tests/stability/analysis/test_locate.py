@@ -2,7 +2,9 @@
 
 import pytest
 
-from stability.analysis.locate import Location, locate, sentences
+from stability.analysis.locate import EVERY_LAYER, MOST_LAYERS, Location, locate, sentences
+from stability.analysis.looks import OperatorLimits
+from stability.analysis.place_table import MADE_HERE
 from stability.analysis.probe_records import metrics_of_probe, read_probe
 from tests.stability.report.synthetic_probe import write_probe
 
@@ -38,8 +40,9 @@ def test_most_heads_of_a_layer_are_the_layer(tmp_path):
     assert {each.place for each in locate(metrics)} == {Location(_layer(1))}
 
 
-def test_a_fifth_of_an_ulp_is_found_by_its_sign_where_max_abs_shows_nothing(tmp_path):
-    probed = read_probe(write_probe(tmp_path, biased=3))
+@pytest.mark.parametrize("golden", [True, False], ids=["against FP64", "against the baseline"])
+def test_a_fifth_of_an_ulp_is_found_by_its_sign_where_max_abs_shows_nothing(tmp_path, golden):
+    probed = read_probe(write_probe(tmp_path, biased=3, golden=golden))
     found = locate(probed.metrics)
     assert {(each.kind, each.place, each.what) for each in found} == {
         ("bias", Location(_layer(3)), "out")
@@ -48,29 +51,36 @@ def test_a_fifth_of_an_ulp_is_found_by_its_sign_where_max_abs_shows_nothing(tmp_
     (shadow,) = metrics_of_probe(probed)
     largest = [shadow.worst(layer, "out", "max_abs") for layer in probed.layers]
     assert len(set(largest)) == 1
+    against = "FP64" if golden else "the baseline"
     assert sentences(found)[0].startswith(
-        f"{_layer(3)}: signed error is biased since step 0: out +0"
+        f"{_layer(3)}: signed error against {against} is biased since step 0: out +0"
     )
 
 
-def test_a_bias_must_last_and_keep_its_sign(tmp_path):
-    """One step, or one head, proves less than it seems: errors of a layer are not independent."""
+def test_a_bias_must_keep_its_sign(tmp_path):
     metrics = dict(read_probe(write_probe(tmp_path)).metrics)
     layer, head = f"deviation/{_layer(0)}/dv", f"deviation/{_layer(1)}/head_1/dv"
-    metrics[f"{layer}/bias_ulp"].values = [0.0, 0.0, 0.2, 0.0, 0.2, 0.2]
-    metrics[f"{head}/bias_ulp"].values = [0.2, -0.2, 0.2, -0.2, 0.2, -0.2]
+    metrics[f"{layer}/golden_bias_ulp"].values = [0.2, -0.21, 0.2, -0.2, 0.2, -0.2]
+    metrics[f"{head}/golden_bias_ulp"].values = [0.0, 0.0, 0.2, 0.0, 0.2, 0.2]
     assert locate(metrics) == []
-    metrics[f"{layer}/bias_ulp"].values = [0.0, 0.2, 0.2, 0.0, 0.2, 0.2]
-    metrics[f"{head}/bias_ulp"].values = [0.2, -0.2, 0.2, 0.2, 0.2, -0.2]
+    metrics[f"{head}/golden_bias_ulp"].values = [0.2, 0.201, 0.2, 0.2, 0.199, 0.2]
     found = locate(metrics)
-    assert {(each.place, each.since) for each in found} == {
-        (Location(_layer(0)), 10),
-        (Location(_layer(1), 1), 0),
-    }
-    once = {name: type(series)([0], series.values[1:2]) for name, series in metrics.items()}
-    assert locate(once) == []
-    once[f"{layer}/bias_ulp"].values = [0.25]
-    assert [each.place for each in locate(once)] == [Location(_layer(0))]
+    assert [(each.place, each.since) for each in found] == [(Location(_layer(1), 1), 0)]
+
+
+def test_a_wrong_factor_is_named_with_its_size(tmp_path):
+    metrics = dict(read_probe(write_probe(tmp_path)).metrics)
+    series = metrics[f"deviation/{_layer(1)}/head_2/dk/gain"]
+    series.values = [5e-3 + 1e-6 * step for step in (1, -1, 2, 0, -2, 1)]
+    found = locate(metrics)
+    assert [(each.kind, each.what, each.place) for each in found] == [
+        ("gain", "dk", Location(_layer(1), 2))
+    ]
+    assert sentences(found) == [
+        f"{_layer(1)}, head 2: a wrong factor since step 0: dk is 1.0050 ± 6e-07 times what it "
+        "should be"
+    ]
+    assert locate(metrics, OperatorLimits(gain=1e-2)) == []
 
 
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 2), (4, 4), (12, 0)])
@@ -82,23 +92,47 @@ def test_a_healthy_run_points_at_nothing(tmp_path, layers, heads):
         assert locate(probed.metrics) == []
 
 
-def test_what_is_bad_everywhere_alike_points_at_no_place(tmp_path):
+@pytest.mark.parametrize("steps", [1, 6])
+def test_what_is_bad_everywhere_alike_is_said_of_the_whole_model(tmp_path, steps):
+    """An error 20,000 times the baseline's in every layer: no layer stands out, and all are bad."""
     metrics = dict(read_probe(write_probe(tmp_path)).metrics)
     for name, series in metrics.items():
         if name.endswith(("error_ratio", "rel_fro")):
-            series.values = [10 * value for value in series.values]
-    assert locate(metrics) == []
+            series.values = [2e4 * value for value in series.values]
+        metrics[name] = type(series)(series.steps[:steps], series.values[:steps])
+    found = locate(metrics)
+    assert {each.place for each in found} == {EVERY_LAYER}
+    assert {each.what for each in found} == set(MADE_HERE)
+    (line,) = sentences(found)
+    assert line.startswith("every layer: error ratio is beyond its limit since step 0: out ")
+    assert all(1e4 < each.value < 4e4 for each in found)
 
 
-def test_an_error_below_the_accepted_factor_is_none(tmp_path):
+def test_where_most_layers_are_bad_one_that_is_far_worse_still_has_a_name(tmp_path):
+    metrics = dict(read_probe(write_probe(tmp_path, heads=0)).metrics)
+    for name, series in metrics.items():
+        if name.endswith("out/error_ratio"):
+            times = 1e4 if _layer(1) in name else 1 if _layer(2) in name else 40
+            series.values = [times * value for value in series.values]
+    found = locate(metrics)
+    assert [each.place for each in found] == [MOST_LAYERS, Location(_layer(1))]
+    assert found[1].peers < 1e3 < found[1].value
+
+
+def test_an_error_below_the_accepted_factor_is_none_and_a_lasting_one_above_is(tmp_path):
     metrics = dict(read_probe(write_probe(tmp_path, heads=0)).metrics)
     for name, series in metrics.items():
         if name.endswith("error_ratio"):
             series.values = [0.1 for _ in series.values]
-    metrics[f"deviation/{_layer(0)}/out/error_ratio"].values = [1.9] * 6
+    series = metrics[f"deviation/{_layer(0)}/out/error_ratio"]
+    series.values = [1.9, 1.91, 1.89, 1.9, 1.9, 1.92]
     assert locate(metrics) == []
-    metrics[f"deviation/{_layer(0)}/out/error_ratio"].values = [1.9] * 5 + [2.1]
-    assert [each.since for each in locate(metrics)] == [50]
+    series.values = [1.9] * 5 + [2.1]
+    assert locate(metrics) == []
+    series.values = [3.0, 3.01, 2.99, 3.0, 3.02, 3.0]
+    assert [each.since for each in locate(metrics)] == [0]
+    series.values = [1.9] * 5 + [21.0]
+    assert [(each.since, each.value) for each in locate(metrics)] == [(50, pytest.approx(21.0))]
 
 
 def test_each_shadow_is_held_against_itself(tmp_path):

@@ -27,7 +27,7 @@ def measurements(rng: random.Random, times: float = 1.0, bias: float = 0.0) -> d
         "gain_baseline": rng.gauss(0, 1e-4),
         "golden_bias_ulp": bias + rng.gauss(0, 0.005),
         "golden_bias_ulp_baseline": rng.gauss(0, 0.005),
-        "baseline_over_rounding": rng.uniform(1.0, 1.5),
+        "baseline_over_rounding": 1.2 + rng.gauss(0, 0.01),
         "golden_nonfinite": 0.0,
         "max_abs": 0.0156 * rng.choice((1, 2)),
     }
