@@ -99,18 +99,22 @@ def standard_error(values: Array) -> Array:
     return _moments(values)[1]
 
 
-def p_above(values: Array, limit: float = 0.0) -> Array:
+def p_above(values: Array, limit: float = 0.0, *, equal_is_sure: bool = False) -> Array:
     """Return, for each place, p of a one-sided t-test over looks that the mean exceeds the limit.
 
     NaN values are no looks. 1 with fewer than two looks, and where all are equal: values that
-    repeat to the last bit are one look at one input, however often it was made.
+    repeat to the last bit are one look at one input, however often it was made. With
+    `equal_is_sure` they are taken at their word, as the error ratio of an attention that has the
+    baseline's own bits: 1 at every look.
     """
     mean, error, count = _moments(values)
     with np.errstate(divide="ignore", invalid="ignore"):
         t = (mean - limit) / error
         # of the lower tail: 1 - stdtr would lose what is below 1e-16
         p = stdtr(count - 1, -t)
-    return np.where((count > 1) & (error > 0), p, 1.0)
+        sure = equal_is_sure & (mean > limit)
+    repeated = np.where(sure, 0.0, 1.0)
+    return np.where(count < 2, 1.0, np.where(error > 0, p, repeated))
 
 
 def p_harmed(samples: Samples) -> Array:
@@ -125,10 +129,10 @@ def p_harmed(samples: Samples) -> Array:
 def p_holds(samples: Samples) -> Array:
     """Return, for each place, how likely such values are if the harm exceeds its limit."""
     if not samples.signed:
-        return p_above(-samples.values, -samples.limit)
+        return p_above(-samples.values, -samples.limit, equal_is_sure=True)
     allowance = _allowance(samples)
-    above = p_above(allowance - samples.values, -samples.limit)
-    below = p_above(allowance + samples.values, -samples.limit)
+    above = p_above(allowance - samples.values, -samples.limit, equal_is_sure=True)
+    below = p_above(allowance + samples.values, -samples.limit, equal_is_sure=True)
     return np.maximum(above, below)
 
 

@@ -1,0 +1,279 @@
+"""Operator evidence: is the attention of an arm computed right, on the inputs of its own runs?
+
+The probe has compared each call with plain attention and with an FP64 golden. Judged are, of every
+result of every layer and head on record, the error ratio, the gain and the signed error against
+the golden (`looks`); distance to the baseline is description. The level holds if each of them is
+surely within its limit, which as an intersection of tests needs no correction; it is harmed if one
+is surely beyond, corrected for the number of places (Bonferroni, a third of the level each for the
+whole model, for layers and for heads). A candidate that returns values that are not finite where
+the golden's are is harmed whatever else it does.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+
+from stability.analysis.evidence import LevelEvidence
+from stability.analysis.looks import (
+    OperatorLimits,
+    Samples,
+    p_harmed,
+    p_holds,
+    standard_error,
+)
+from stability.analysis.place_table import (
+    JUDGED,
+    Judged,
+    PlaceTable,
+    joined,
+    place_tables,
+    samples_of,
+)
+from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.config.schema import PolicyConfig
+from stability.records.metric_log import Series
+
+__all__ = ["changes_attention", "judge_operator", "operator_evidence"]
+
+Array = NDArray[np.float64]
+
+KINDS: tuple[Judged, ...] = ("error", "gain", "bias")
+MOST_LOOKS = 10_000
+"""No more looks are ever asked for."""
+
+
+def operator_evidence(
+    study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig
+) -> LevelEvidence:
+    """Return what the probes of the arm's runs say of its attention."""
+    if not changes_attention(arm):
+        return LevelEvidence(
+            level="operator",
+            state="not applicable",
+            sentence=f"the attention is the baseline's: the arm changes {arm.axis}, and no other "
+            "operator is measured yet",
+            cell="-",
+        )
+    runs = [run for run in arm.runs.values() if run.metrics]
+    tables = joined([place_tables(run.metrics) for run in runs])
+    bad = sum(_nonfinite(run.metrics) for run in runs)
+    return judge_operator(tables, policy, nonfinite=bad)
+
+
+def changes_attention(arm: RecordedArm) -> bool:
+    """Whether the arm changes the attention, alone or with other things."""
+    return arm.axis == "attention" or any(path.split(".")[0] == "attention" for path in arm.diff)
+
+
+def _nonfinite(metrics: Mapping[str, Series]) -> float:
+    """Return how many values were not finite where the golden's were, over looks and results."""
+    counts = [series for name, series in metrics.items() if name.endswith("/golden_nonfinite")]
+    return sum(value for series in counts for value in series.values if math.isfinite(value))
+
+
+class _Place(NamedTuple):
+    """One judged number at one place, over looks."""
+
+    kind: Judged
+    what: str
+    layer: str
+    """Empty for the whole model."""
+    head: int | None
+    mean: float
+    """A factor for an error ratio, else the value in its own unit."""
+    error: float
+    """The standard error, of an error ratio that of its log."""
+    limit: float
+    p_harmed: float
+    p_holds: float
+    samples: Samples
+
+    def __str__(self) -> str:
+        if not self.layer:
+            return f"{self.what} in the mean of all layers"
+        of_head = "" if self.head is None else f", head {self.head}"
+        return f"{self.what} of {self.layer}{of_head}"
+
+
+def judge_operator(
+    tables: Sequence[PlaceTable], policy: PolicyConfig, *, nonfinite: float = 0.0
+) -> LevelEvidence:
+    """Return the evidence in tables of looks; `nonfinite` counts values that are NaN or infinite
+    where the golden's are not.
+    """
+    limits = OperatorLimits.of(policy)
+    families = [list(_places(tables, limits, family)) for family in ("model", "layer", "head")]
+    places = [place for family in families[1:] for place in family]
+    looks = max((int(np.isfinite(one.samples.values).sum()) for one in places), default=0)
+    if nonfinite:
+        return LevelEvidence(
+            level="operator",
+            state="harmed",
+            sentence=f"{nonfinite:g} values are not finite where FP64's are",
+            cell="not finite",
+            p_harmed=0.0,
+            p_holds=1.0,
+            figures={"nonfinite": nonfinite, "looks": looks},
+        )
+    if not places:
+        return LevelEvidence(
+            level="operator",
+            state="not measured",
+            sentence="no look of a probe with a golden is on record",
+            cell="no look",
+            decides="runs with `probe.every` or `probe.steps`, and `probe.golden: true`",
+        )
+    least = [3 * len(family) * min(one.p_harmed for one in family) for family in families if family]
+    harmed, holds = min(1.0, *least), max(one.p_holds for one in places)
+    worst: dict[Judged, _Place | None] = {kind: _worst(places, kind) for kind in KINDS}
+    state = (
+        "harmed" if harmed <= policy.alpha else "holds" if holds <= policy.alpha else "undecided"
+    )
+    return LevelEvidence(
+        level="operator",
+        state=state,
+        sentence=_sentence(state, families, worst, looks),
+        cell=_cell(worst),
+        decides=_decides(places, looks, policy.alpha) if state == "undecided" else "",
+        p_harmed=harmed,
+        p_holds=holds,
+        figures=_figures(places, worst, looks, policy.alpha),
+    )
+
+
+def _places(tables: Sequence[PlaceTable], limits: OperatorLimits, family: str) -> Iterator[_Place]:
+    for table in tables:
+        for kind in KINDS:
+            found = samples_of(table, kind, limits)
+            if found is None:
+                continue
+            layers, heads = found
+            if family == "model" and len(table.layers) > 1:
+                yield from _of(table, kind, layers.mean(axis=1), family)
+            elif family == "layer":
+                yield from _of(table, kind, layers, family)
+            elif family == "head" and heads is not None:
+                yield from _of(table, kind, heads, family)
+
+
+def _of(table: PlaceTable, kind: Judged, samples: Samples, family: str) -> Iterator[_Place]:
+    harmed, holds, error = p_harmed(samples), p_holds(samples), standard_error(samples.values)
+    with np.errstate(invalid="ignore"):
+        mean = np.nansum(samples.values, 0) / np.isfinite(samples.values).sum(0)
+    for at in np.ndindex(harmed.shape):
+        if not math.isfinite(mean[at]):
+            continue
+        one = (slice(None), *at)
+        value = float(mean[at])
+        yield _Place(
+            kind=kind,
+            what=table.what,
+            layer="" if family == "model" else table.layers[at[0]],
+            head=at[1] if family == "head" else None,
+            mean=math.exp(value) if kind == "error" else value,
+            error=float(error[at]),
+            limit=math.exp(samples.limit) if kind == "error" else samples.limit,
+            p_harmed=float(harmed[at]),
+            p_holds=float(holds[at]),
+            samples=Samples(
+                values=samples.values[one],
+                limit=samples.limit,
+                signed=samples.signed,
+                baseline=None if samples.baseline is None else samples.baseline[one],
+            ),
+        )
+
+
+def _worst(places: Sequence[_Place], kind: Judged) -> _Place | None:
+    return max((one for one in places if one.kind == kind), key=lambda x: abs(x.mean), default=None)
+
+
+def _sentence(
+    state: str,
+    families: Sequence[Sequence[_Place]],
+    worst: dict[Judged, _Place | None],
+    looks: int,
+) -> str:
+    if state == "harmed":
+        # of the families' smallest p, each times its size, the least
+        family = min((f for f in families if f), key=lambda f: len(f) * min(x.p_harmed for x in f))
+        one = min(family, key=lambda x: (x.p_harmed, -abs(x.mean) / x.limit))
+        return f"{one} {_finding(one)}, over {looks} looks"
+    found = "; ".join(f"{_short(one)} ({one})" for one in worst.values() if one)
+    count = sum(len(family) for family in families[1:])
+    sure = {"holds": "each surely within its limit", "undecided": "not all surely within"}[state]
+    return f"at worst {found}; {count} figures over {looks} looks, {sure}"
+
+
+def _finding(one: _Place) -> str:
+    if one.kind == "error":
+        return f"has {one.mean:.3g} times the error of plain attention (limit {one.limit:g})"
+    if one.kind == "gain":
+        return (
+            f"is {1 + one.mean:.4f} ± {one.error:.1g} times what it should be "
+            f"(limit {one.limit:.2%})"
+        )
+    return f"errs by {one.mean:+.3f} ± {one.error:.1g} ULP in the mean (limit {one.limit:g})"
+
+
+def _short(one: _Place) -> str:
+    if one.kind == "error":
+        return f"error {one.mean:.2f} times plain attention's, limit {one.limit:g}"
+    if one.kind == "gain":
+        return f"gain {one.mean:+.3%}, limit {one.limit:.2%}"
+    return f"signed error {one.mean:+.3f} ULP, limit {one.limit:g}"
+
+
+def _cell(worst: dict[Judged, _Place | None]) -> str:
+    error, gain = worst["error"], worst["gain"]
+    parts = [f"{error.mean:.2g}x" if error else "", f"{gain.mean:+.2%}" if gain else ""]
+    text = " ".join(part for part in parts if part)
+    return text if len(text) <= 16 else parts[0]
+
+
+def _decides(places: Sequence[_Place], looks: int, alpha: float) -> str:
+    """Return how many looks would do if means and spreads stay as they are."""
+    needed = max(_looks_needed(one, alpha) for one in places if one.p_holds > alpha)
+    if needed >= MOST_LOOKS:
+        return f"more looks than {MOST_LOOKS}: a figure lies at its limit"
+    return f"about {max(needed, looks + 1)} looks, there are {looks}"
+
+
+def _looks_needed(one: _Place, alpha: float) -> int:
+    values = one.samples.values[np.isfinite(one.samples.values)]
+    if len(values) < 2:
+        return 3
+    spread = float(values.std(ddof=1))
+    mean = float(values.mean())
+    room = abs(one.samples.limit - (abs(mean) if one.samples.signed else mean))
+    counts = np.unique(np.geomspace(2, MOST_LOOKS, 200).astype(int))
+    enough = stdtrit(counts - 1, 1 - alpha) * spread / np.sqrt(counts) < room
+    return int(counts[enough.argmax()]) if enough.any() else MOST_LOOKS
+
+
+def _figures(
+    places: Sequence[_Place], worst: dict[Judged, _Place | None], looks: int, alpha: float
+) -> dict[str, float]:
+    """Return the worst of each kind, and what larger value would have been seen at any place."""
+    figures: dict[str, float] = {"looks": looks, "figures": len(places)}
+    for kind, one in worst.items():
+        if one is None:
+            continue
+        name = JUDGED[kind]
+        figures[name] = one.mean
+        bounds = [_bound(each, alpha) for each in places if each.kind == kind]
+        figures[f"{name}_excluded"] = max(bounds)
+    return figures
+
+
+def _bound(one: _Place, alpha: float) -> float:
+    """Return the size that a one-sided t-bound excludes: larger ones would have been seen."""
+    count = int(np.isfinite(one.samples.values).sum())
+    if count < 2:
+        return math.inf
+    reach = float(stdtrit(count - 1, 1 - alpha)) * one.error
+    return one.mean * math.exp(min(reach, 700.0)) if one.kind == "error" else abs(one.mean) + reach
