@@ -134,9 +134,19 @@ class ShadowMetrics:
 
     @property
     def compared(self) -> list[str]:
-        """The results that were compared, in the order of `COMPARED`."""
+        """The results that were compared: the one of the largest error ratio, then in order."""
         found = {name.what for name in self.names}
-        return [what for what in COMPARED if what in found]
+        ordered = [what for what in COMPARED if what in found]
+        ratios = {what: self._largest_ratio(what) for what in ordered}
+        if not any(ratios.values()):
+            return ordered
+        worst = max(ordered, key=lambda what: ratios[what])
+        return [worst, *(what for what in ordered if what != worst)]
+
+    def _largest_ratio(self, what: str) -> float:
+        return max(
+            (self.worst(layer, what, "error_ratio") or 0.0 for layer in self.layers), default=0.0
+        )
 
     def parts(self, prefix: str) -> list[str]:
         """Return the parts of names that begin with `prefix` (`head`, `positions`), in order."""

@@ -31,7 +31,7 @@ def figure(
         format: pdf, svg or png; as the ending of --out, or pdf
         arm: the arm to draw: drift draws all if not given, heatmap and waterfall the first
         compared: of a heat map: out, lse, dq, dk or dv
-        metric: of drift: rel_l2, w1, ...; of a heat map: rel_fro, error_ratio or bias_ulp
+        metric: of drift: rel_l2, w1, ...; of a heat map: rel_fro, error_ratio, gain, ...
         width: column (3.35 in) or page (6.9 in)
         out: the picture's file; figures/<what>-<arm>.<format> in the study's folder if not given
     """
@@ -41,7 +41,8 @@ def figure(
     _check("width", width, WIDTHS)
     _check("compared", compared, RESULTS)
     metrics = LAYER_METRICS if what == "heatmap" else SHOWN_DRIFTS
-    metric = metric or next(iter(metrics))
+    # every probe has it, with a golden or without
+    metric = metric or ("rel_fro" if what == "heatmap" else next(iter(metrics)))
     _check("metric", metric, metrics)
     if what == "ladder" and arm:
         raise ValueError(f"figure: arm must not be given for a ladder of all arms, got {arm!r}")

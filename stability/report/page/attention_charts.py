@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from plotly.colors import sample_colorscale
 
+from stability.analysis.probe_answer import worst_result
 from stability.analysis.probe_records import (
     LayerTable,
     RecordedProbe,
@@ -72,6 +73,12 @@ def study_deviation(study: RecordedStudy) -> Section | None:
         "candidate against baseline attention, and both against an FP64 golden. In arms that do "
         "not change the attention, the study's first shadow is the candidate. Mean over the seeds."
     )
+    shown = next((arm for arm in arms if any(key[0] == arm.name for key in tables)), None)
+    for run in shown.runs.values() if shown else ():
+        worst = worst_result(run.metrics)
+        if shown and worst is not None:
+            tables = _opening_on(tables, (shown.name, *worst[1:]))
+            break
     return deviation_section(tables, "arm", intro)
 
 
@@ -92,9 +99,22 @@ def probe_sections(probed: RecordedProbe) -> list[Section]:
         "Each attention call that was looked at has been repeated on the same inputs, forward and, "
         "under the gradient that the run itself sent back, backward."
     )
+    worst = worst_result(probed.metrics)
+    if worst is not None:
+        tables = _opening_on(tables, (shadow_label(worst[0]), *worst[1:]))
     deviation = deviation_section(tables, "shadow", intro)
     inside = inside_sections(metrics_of_probe(probed))
     return [deviation, *inside] if deviation else inside
+
+
+def _opening_on(tables: Tables, worst: tuple[str, str, str]) -> Tables:
+    """Return the tables in such an order that a reader is shown the worst of them first."""
+    if worst not in tables:
+        return tables
+    # by shadow, then result, then metric: each choice opens on the first that it meets
+    alike = [[key for key in tables if key[:place] == worst[:place]] for place in (3, 2, 1, 0)]
+    order = dict.fromkeys([worst, *(key for keys in alike for key in keys)])
+    return {key: tables[key] for key in order}
 
 
 def inside_sections(observed: Sequence[ShadowMetrics]) -> list[Section]:
@@ -118,11 +138,8 @@ def deviation_section(tables: Tables, group: str, intro: str) -> Section | None:
         title="Deviation inside attention",
         intro=intro,
         charts=(_layer_by_step(traced, remarks), _layer_curves(traced, remarks)),
-        choices={
-            group: groups,
-            "what": [what for what in COMPARED if what in results],
-            "metric": [metric for metric in LAYER_METRICS if metric in metrics],
-        },
+        # the first of each is what the page opens on: the worst comes first
+        choices={group: groups, "what": results, "metric": metrics},
     )
 
 

@@ -17,6 +17,7 @@ from stability.analysis.evidence import LEVELS
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.ladder_sentences import candidate_sentences, notes
 from stability.analysis.pair_contract import HASHES
+from stability.analysis.probe_answer import answer_of_probe
 from stability.analysis.probe_records import RecordedProbe, metrics_of_study, read_probe
 from stability.analysis.study_records import RecordedStudy
 from stability.config.schema import BASELINE
@@ -36,7 +37,7 @@ from stability.report.page.tables import (
 )
 from stability.report.page.training_charts import drift_section, loss_section, watch_section
 from stability.report.page.weight_charts import parameter_section, weight_section
-from stability.report.terminal.probe import located_lines
+from stability.report.terminal.probe import shown_lines
 from stability.report.view.error_bars import bars_are, growth_cells, growth_sentence
 from stability.report.view.evidence import evidence_rows, headline, verdict_of
 from stability.report.view.palette import arm_styles
@@ -127,6 +128,7 @@ def render_probe(probed: RecordedProbe, stamp: str = "") -> str:
     `stamp` is as in `fill`.
     """
     steps = [str(step) for step in probed.steps()]
+    answer = answer_of_probe(probed)
     described = {"the model's": probed.record.primary, **probed.record.shadows}
     return fill(
         "probe.html.j2",
@@ -135,7 +137,8 @@ def render_probe(probed: RecordedProbe, stamp: str = "") -> str:
         stamp=stamp,
         probed=probed,
         steps=", ".join(steps if len(steps) <= 8 else [*steps[:4], "...", *steps[-3:]]),
-        located=located_lines(probed),
+        answer=answer,
+        located=shown_lines(answer),
         descriptions=[(name, json.dumps(text, indent=1)) for name, text in described.items()],
     )
 

@@ -30,6 +30,8 @@ __all__ = ["print_arm", "print_growth"]
 
 DRIFT_STEPS, LAYER_STEPS = 9, 10
 """More steps than this are thinned."""
+MOST_METRICS = 3
+"""Of each layer, so that they fit 80 columns."""
 TOP = 10
 """How many parameters, and how many events, are shown."""
 WIDE = 110
@@ -167,10 +169,13 @@ def _print_layers(view: ArmSummary, console: Console) -> None:
     if not recorded:
         return
     steps, sparks = evenly(recorded, LAYER_STEPS), Sparks.for_console(console)
-    scales = {metric: _layer_scale(view, metric) for metric in LAYER_METRICS}
+    there = (m for m in LAYER_METRICS if any(found[m] for found in view.layers.values()))
+    # against FP64 where there is a golden: those come first
+    metrics = list(there)[:MOST_METRICS]
+    scales = {metric: _layer_scale(view, metric) for metric in metrics}
     table = ruled_table(["layer"], [])
-    for metric in LAYER_METRICS:
-        add_numbers(table, metric)
+    for metric in metrics:
+        add_numbers(table, metric.replace("golden_", "golden\n"))
         table.add_column("by step", no_wrap=True)
     for layer, found in view.layers.items():
         cells = []

@@ -1,7 +1,7 @@
-"""A probe in the terminal: what stands out, then a line a layer, then what happened.
+"""A probe in the terminal: what is wrong, then a line a layer, then what happened.
 
 Each figure is shown at the step where it was largest, because an error that comes and goes must not
-hide behind the last step. Leaves out the rule by which a place stands out (`analysis.locate`).
+hide behind the last step. Leaves out what is wrong and how that is told (`analysis.probe_answer`).
 """
 
 import math
@@ -16,6 +16,8 @@ from rich.text import Text
 
 from stability.analysis.locate import locate, sentences
 from stability.analysis.number_text import MISSING
+from stability.analysis.place_table import MADE_HERE
+from stability.analysis.probe_answer import ProbeAnswer, answer_of_probe, failures_of
 from stability.analysis.probe_records import RecordedProbe, read_probe
 from stability.analysis.study_records import RecordedStudy
 from stability.records.events import Event
@@ -23,7 +25,7 @@ from stability.records.metric_names import watch_name
 from stability.report.terminal.tables import add_numbers, add_row, first_that_fits, ruled_table
 from stability.report.view.plain_text import as_text, readable
 
-__all__ = ["event_lines", "located_lines", "print_found", "print_probe"]
+__all__ = ["event_lines", "located_lines", "print_found", "print_probe", "shown_lines"]
 
 SHOWN = 8
 """Located places and events that are printed; the page has all of them."""
@@ -39,7 +41,12 @@ class _Column:
     form: str
 
 
+WORST = "worst"
+"""Stands for the result in which a layer is worst."""
 COLUMNS = (
+    _Column(WORST, "error_ratio", "worst\nratio", ".3g"),
+    _Column(WORST, "gain", "worst\ngain", "+.2%"),
+    _Column(WORST, "golden_bias_ulp", "worst bias\nin ULP", "+.2g"),
     _Column("out", "rel_fro", "error\nof out", ".1e"),
     _Column("out", "error_ratio", "ratio\nout", ".3g"),
     _Column("dq", "error_ratio", "ratio\ndq", ".3g"),
@@ -51,8 +58,9 @@ COLUMNS = (
     _Column("carried", "rel_fro", "carried\nin", ".1e"),
     _Column("dk", "error_ratio", "ratio\ndk", ".3g"),
 )
-"""The most important first, because a narrow terminal leaves out the last ones. With a golden on
-record the gradients' ratios to it take the place of their relative errors."""
+"""The most important first, because a narrow terminal leaves out the last ones: the worst of all
+results against FP64. With a golden on record the gradients' ratios to it take the place of their
+relative errors."""
 
 
 def print_probe(folder: Path, console: Console) -> None:
@@ -64,10 +72,12 @@ def print_probe(folder: Path, console: Console) -> None:
     names = ", ".join(record.shadows)
     console.print(as_text(f"{record.model}: {names} beside {_name(record.primary)}", "bold"))
     seen = f"{len(steps)} step{'s' if len(steps) != 1 else ''} looked at"
-    console.print(as_text(f"{len(probed.layers)} layers, {seen} of {record.steps}", "dim"))
+    caught = len(probed.layers or record.layers)
+    console.print(as_text(f"{caught} layers, {seen} of {record.steps}", "dim"))
     console.print()
-    for line in located_lines(probed):
-        console.print(as_text(line))
+    answer = answer_of_probe(probed)
+    for line in shown_lines(answer):
+        console.print(as_text(line, "bold red" if line in answer.failures else ""))
     for shadow in probed.shadows:
         console.print()
         if shadow:
@@ -87,6 +97,8 @@ def print_found(study: RecordedStudy, console: Console) -> None:
     for arm in study.arms:
         for seed, run in arm.runs.items():
             where = f"{arm.name}, seed {seed}"
+            for line in failures_of(run.metrics, (), (), ()):
+                console.print(as_text(f"{where}: {line}", "bold red"))
             for line in sentences(locate(run.metrics))[:SHOWN]:
                 console.print(as_text(f"{where}: {line}"))
             for line in event_lines(run.events):
@@ -94,12 +106,16 @@ def print_found(study: RecordedStudy, console: Console) -> None:
 
 
 def located_lines(probed: RecordedProbe) -> list[str]:
-    """Return what stands out as sentences, or one that says that nothing does."""
-    found = sentences(locate(probed.metrics))
-    lines = found[:SHOWN]
-    if len(found) > SHOWN:
-        lines.append(f"and {len(found) - SHOWN} more places")
-    return lines or ["No layer or head stands out from the others, and none is biased."]
+    """Return what is wrong as sentences, the worst first, or one that says that nothing is."""
+    return shown_lines(answer_of_probe(probed))
+
+
+def shown_lines(answer: ProbeAnswer) -> list[str]:
+    """Return the first sentences of an answer, and one that counts the rest."""
+    lines = list(answer.lines[:SHOWN])
+    if len(answer.lines) > SHOWN:
+        lines.append(f"and {len(answer.lines) - SHOWN} more places")
+    return lines
 
 
 def event_lines(events: Iterable[Event]) -> list[Text]:
@@ -137,11 +153,19 @@ def _wanted(probed: RecordedProbe, shadow: str, column: _Column) -> bool:
     if probed.record.golden and column.what in ("dq", "dv") and column.metric == "rel_fro":
         return False
     return any(
-        probed.series(layer, column.what, column.metric, shadow=shadow) for layer in probed.layers
+        probed.series(layer, what, column.metric, shadow=shadow)
+        for layer in probed.layers
+        for what in _results(column)
     )
 
 
+def _results(column: _Column) -> tuple[str, ...]:
+    return MADE_HERE if column.what == WORST else (column.what,)
+
+
 def _cell(probed: RecordedProbe, shadow: str, layer: str, column: _Column) -> str:
+    if column.what == WORST:
+        return _worst(probed, shadow, layer, column)
     values = probed.series(layer, column.what, column.metric, shadow=shadow)
     if column.metric != "bias_ulp" or not values:
         return _largest(values.values(), column.form)
@@ -153,6 +177,22 @@ def _cell(probed: RecordedProbe, shadow: str, layer: str, column: _Column) -> st
     return f"{values[step]:{column.form}} ±{errors[step]:.1g}"
 
 
+def _worst(probed: RecordedProbe, shadow: str, layer: str, column: _Column) -> str:
+    """Return the worst value of all results, and whose it is; of a gain or bias the mean's."""
+    found = {}
+    for what in MADE_HERE:
+        values = probed.series(layer, what, column.metric, shadow=shadow).values()
+        finite = [value for value in values if math.isfinite(value)]
+        if finite:
+            # a single look of these is mostly noise
+            mean = sum(finite) / len(finite)
+            found[what] = max(finite) if column.metric == "error_ratio" else mean
+    if not found:
+        return MISSING
+    what = max(found, key=lambda name: abs(found[name]))
+    return f"{found[what]:{column.form}} {what}"
+
+
 def _largest(values: Iterable[float], form: str) -> str:
     finite = [value for value in values if math.isfinite(value)]
     return format(max(finite, key=abs), form) if finite else MISSING
@@ -162,6 +202,7 @@ def _caption(probed: RecordedProbe) -> str:
     lines = ["error: |candidate - baseline| / |baseline|, at the step where it was largest."]
     if probed.record.golden:
         lines.append("ratio: |candidate - FP64| / |baseline - FP64|; flash-attn's tests allow 2.")
+        lines.append("gain: slope on FP64, less 1; bias: mean signed error against FP64; the mean.")
     if "total" in probed.compared:
         lines.append(
             "in all: in the candidate's own stream; carried in: what that stream's inputs add."

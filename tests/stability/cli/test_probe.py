@@ -93,7 +93,7 @@ def test_every_layer_is_compared_forward_and_backward_and_recorded(
     printed = capsys.readouterr().out
     assert "random weights, bf16-mixed; tokens: bytes" in printed
     assert ("set to 0, since a shadow cannot repeat it" in printed) == (model != "llama")
-    assert "No layer or head stands out" in printed
+    assert "No layer or head is beyond its limit: error ratio 2, gain 0.10%" in printed
     assert (tmp_path / "p" / "probe.html").is_file()
 
 
@@ -122,15 +122,62 @@ def test_a_kernel_of_ones_own_is_located_and_a_failing_one_is_a_finding(
     (tmp_path / "ownkernel.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     words = ("--candidate", "ownkernel:bad", "--json", "--precision", "32")
-    assert _probe(folders, tmp_path / "a", *words) == 0
+    assert _probe(folders, tmp_path / "a", *words) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["stands_out"][0].startswith("model.layers.1.self_attn, head 1: error ratio stan")
     several = "ownkernel:good,ownkernel:fails"
-    assert _probe(folders, tmp_path / "b", "--candidate", several) == 0
+    assert _probe(folders, tmp_path / "b", "--candidate", several) == 1
     events = read_log_and_events(tmp_path / "b" / "p" / "metrics.jsonl")[1]
     assert len(events) == 3
     assert {event.text for event in events} == {"ownkernel:fails: RuntimeError: no such kernel"}
     assert "finding" in capsys.readouterr().out
+
+
+WRONG = """
+from attention_kernels import flash_attention
+
+def _flash(q, k, v, causal, scale, attn_mask):
+    return flash_attention(q, k, v, causal=causal, scale=scale, attn_mask=attn_mask)
+
+def scaled(q, k, v, *, causal, scale=None, attn_mask=None):
+    return 40 * _flash(q, k, v, causal, scale, attn_mask)
+
+def raises(q, k, v, *, causal, scale=None, attn_mask=None):
+    raise RuntimeError("no such kernel")
+
+def nan(q, k, v, *, causal, scale=None, attn_mask=None):
+    return _flash(q, k, v, causal, scale, attn_mask) * float("nan")
+"""
+
+
+@pytest.mark.parametrize(
+    ("candidate", "headline"),
+    [
+        ("scaled", "every layer: error ratio is beyond its limit since step 0: out 2"),
+        ("raises", "wrongkernels:raises failed in every layer: RuntimeError: no such kernel"),
+        (
+            "nan",
+            "wrongkernels:nan returned values that are not finite in every layer, since step 0: "
+            "out, dq, dk, dv",
+        ),
+    ],
+)
+def test_what_is_wrong_in_every_layer_is_the_headline_and_the_exit_code(
+    folders, tmp_path, monkeypatch, capsys, candidate, headline
+):
+    """An error 20,000 times the baseline's everywhere stands out from nothing, nor does a crash."""
+    (tmp_path / "wrongkernels.py").write_text(WRONG)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _probe(folders, tmp_path, "--candidate", f"wrongkernels:{candidate}") == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert headline in printed
+    # before the table and the footnotes
+    assert printed.index(headline) < printed.index("error: |candidate")
+    page = (tmp_path / "p" / "probe.html").read_text()
+    body = page[page.index("<header>") : page.index("</header>")]
+    assert headline in body
+    main(["show", str(tmp_path / "p")])
+    assert headline in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_candidate_can_compute_in_some_layers(folders, tmp_path, capsys):
