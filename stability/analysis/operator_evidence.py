@@ -1,12 +1,13 @@
 """Operator evidence: is the attention of an arm computed right, on the inputs of its own runs?
 
 The probe has compared each call with plain attention and with an FP64 golden. Judged are, of every
-result of every layer and head on record, the error ratio, the gain and the signed error against
-the golden (`looks`); distance to the baseline is description. The level holds if each of them is
-surely within its limit, which as an intersection of tests needs no correction; it is harmed if one
-is surely beyond, corrected for the number of places (Bonferroni, a third of the level each for the
-whole model, for layers and for heads). A candidate that returns values that are not finite where
-the golden's are is harmed whatever else it does.
+result, the error ratio, the gain and the signed error against the golden (`looks`); distance to the
+baseline is description. The level is harmed if one of them is surely beyond its limit anywhere: in
+the whole model, a layer or a head (Bonferroni, a third of the level for each of these). It holds if
+they are surely within: the error ratio in every layer and head, the gain in every layer, and the
+signed error in the mean of the whole model, since a head's scatters by 0.1 ULP from look to look
+and would take hundreds of looks. As an intersection of tests that needs no correction. A candidate
+that returns values that are not finite where the golden's are is harmed whatever else it does.
 """
 
 import math
@@ -107,7 +108,8 @@ def judge_operator(
     """
     limits = OperatorLimits.of(policy)
     families = [list(_places(tables, limits, family)) for family in ("model", "layer", "head")]
-    places = [place for family in families[1:] for place in family]
+    places = [place for family in families for place in family]
+    deciding = [place for place in places if _decides_holding(place, bool(families[0]))]
     looks = max((int(np.isfinite(one.samples.values).sum()) for one in places), default=0)
     if nonfinite:
         return LevelEvidence(
@@ -128,21 +130,31 @@ def judge_operator(
             decides="runs with `probe.every` or `probe.steps`, and `probe.golden: true`",
         )
     least = [3 * len(family) * min(one.p_harmed for one in family) for family in families if family]
-    harmed, holds = min(1.0, *least), max(one.p_holds for one in places)
-    worst: dict[Judged, _Place | None] = {kind: _worst(places, kind) for kind in KINDS}
+    harmed, holds = min(1.0, *least), max(one.p_holds for one in deciding)
     state = (
         "harmed" if harmed <= policy.alpha else "holds" if holds <= policy.alpha else "undecided"
     )
+    shown = places if state == "harmed" else deciding
+    worst: dict[Judged, _Place | None] = {kind: _worst(shown, kind) for kind in KINDS}
     return LevelEvidence(
         level="operator",
         state=state,
-        sentence=_sentence(state, families, worst, looks),
+        sentence=_sentence(state, families, worst, looks, len(deciding)),
         cell=_cell(worst),
-        decides=_decides(places, looks, policy.alpha) if state == "undecided" else "",
+        decides=_decides(deciding, looks, policy.alpha) if state == "undecided" else "",
         p_harmed=harmed,
         p_holds=holds,
-        figures=_figures(places, worst, looks, policy.alpha),
+        figures=_figures(deciding, worst, looks, policy.alpha),
     )
+
+
+def _decides_holding(place: _Place, several_layers: bool) -> bool:
+    """Whether a place must surely be within its limit for the level to hold."""
+    if place.kind == "error":
+        return bool(place.layer)
+    if place.kind == "gain":
+        return bool(place.layer) and place.head is None
+    return place.head is None and bool(place.layer) != several_layers
 
 
 def _places(tables: Sequence[PlaceTable], limits: OperatorLimits, family: str) -> Iterator[_Place]:
@@ -197,6 +209,7 @@ def _sentence(
     families: Sequence[Sequence[_Place]],
     worst: dict[Judged, _Place | None],
     looks: int,
+    count: int,
 ) -> str:
     if state == "harmed":
         # of the families' smallest p, each times its size, the least
@@ -204,7 +217,6 @@ def _sentence(
         one = min(family, key=lambda x: (x.p_harmed, -abs(x.mean) / x.limit))
         return f"{one} {_finding(one)}, over {looks} looks"
     found = "; ".join(f"{_short(one)} ({one})" for one in worst.values() if one)
-    count = sum(len(family) for family in families[1:])
     sure = {"holds": "each surely within its limit", "undecided": "not all surely within"}[state]
     return f"at worst {found}; {count} figures over {looks} looks, {sure}"
 

@@ -185,12 +185,21 @@ def _worst(probed: RecordedProbe, shadow: str, layer: str, column: _Column) -> s
         finite = [value for value in values if math.isfinite(value)]
         if finite:
             # a single look of these is mostly noise
-            mean = sum(finite) / len(finite)
+            mean = sum(finite) / len(finite) / _unit(probed, shadow, layer, what, column.metric)
             found[what] = max(finite) if column.metric == "error_ratio" else mean
     if not found:
         return MISSING
     what = max(found, key=lambda name: abs(found[name]))
     return f"{found[what]:{column.form}} {what}"
+
+
+def _unit(probed: RecordedProbe, shadow: str, layer: str, what: str, metric: str) -> float:
+    """Return how many ULPs a bias is shown in units of: where the baseline errs by more, more."""
+    if metric != "golden_bias_ulp":
+        return 1.0
+    found = probed.series(layer, what, "baseline_over_rounding", shadow=shadow).values()
+    finite = [value for value in found if math.isfinite(value)]
+    return max(1.0, sum(finite) / len(finite)) if finite else 1.0
 
 
 def _largest(values: Iterable[float], form: str) -> str:
@@ -202,7 +211,8 @@ def _caption(probed: RecordedProbe) -> str:
     lines = ["error: |candidate - baseline| / |baseline|, at the step where it was largest."]
     if probed.record.golden:
         lines.append("ratio: |candidate - FP64| / |baseline - FP64|; flash-attn's tests allow 2.")
-        lines.append("gain: slope on FP64, less 1; bias: mean signed error against FP64; the mean.")
+        lines.append("gain: slope on FP64, less 1; bias: mean signed error against FP64, in ULPs,")
+        lines.append("or in k ULPs where the baseline errs by k roundings; means over the looks.")
     if "total" in probed.compared:
         lines.append(
             "in all: in the candidate's own stream; carried in: what that stream's inputs add."

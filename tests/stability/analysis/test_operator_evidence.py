@@ -65,7 +65,8 @@ def test_a_right_attention_holds_and_says_what_would_have_been_seen():
     assert found.p_holds < 1e-3
     assert found.p_harmed == 1.0
     assert found.figures["looks"] == 12
-    assert found.figures["figures"] == 3 * 4 * 5 * 3
+    # error ratios of layers and heads, gains of layers, biases of the model
+    assert found.figures["figures"] == 3 * 4 * 5 + 3 * 4 + 4
     assert 0 < found.figures["gain_excluded"] < POLICY.max_gain
     assert found.figures["error_ratio"] < found.figures["error_ratio_excluded"] < 2
     assert "each surely within its limit" in found.sentence
@@ -83,6 +84,12 @@ def test_a_gain_of_half_a_percent_in_one_place_is_harm_with_its_name(part):
     assert found.sentence.startswith(f"dk of {place} is 1.0050 ± ")
     assert "times what it should be (limit 0.10%), over 12 looks" in found.sentence
     assert found.figures["gain"] == pytest.approx(5e-3, abs=3e-4)
+
+
+def test_a_single_layer_is_judged_by_itself():
+    found = _judge(np.random.default_rng(13), layers=1)
+    assert found.state == "holds"
+    assert found.figures["figures"] == 4 * 5 + 4 + 4
 
 
 def test_a_bias_is_judged_against_fp64():
