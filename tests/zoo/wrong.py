@@ -79,7 +79,7 @@ class _OutGain(Flash):
         super().store(out, lse, rows, m, l, 1.005 * acc)
 
 
-@_wrong("P x 1.005 in the backward", r"P\b|dq, dk and dv|LSE")
+@_wrong("P x 1.005 in the backward", r"\bP\b|dq, dk,? (and )?dv|LSE")
 class _BackwardP(Flash):
     def finite(self, lse):
         return super().finite(lse) - 0.005

@@ -387,6 +387,10 @@ FAULTS: dict[str, Fault] = {
 }
 """The faults that an assay plants on every candidate, by name, in the order of `FAULT_NAMES`.
 
-Where each must be found was measured: small factors on the scale, dq and dk change neither the
-whole gradient nor the weights more than rounding does, so that only the operator shows them.
+Where each must be found was measured. In the whole gradient of a GPT (3 layers, width 64, 20 looks,
+`flash:fa2` in BF16, everything else FP32) the error over plain attention's, and the share of it
+that adds up over looks, are 1.0 and 0.01 without a fault; 1.0 to 1.2 with a factor on the scale, dq
+or dk, so that only the operator must show those; 3.2 and 0.08 for `dv_gain`, 5.3 and 0.48 for
+`out_gain`, 11 and 0.52 for `out_gain_1pct`, 1.9 and 0.07 for `delta_off`, 1.1 and 0.06 for
+`bias_tenth_ulp`, and ratios of 32 to 280 for the rest.
 """
