@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from stability.analysis.held_out_losses import held_out_losses
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import (
     RecordedArm,
@@ -81,6 +82,8 @@ class Row:
     state: RunState
     message: str
     final_loss: SeedValues
+    held_out_loss: SeedValues
+    """At the last step, on text that no arm trains on; empty where none was held out."""
     rel_l2: EarlyLast
     w1: EarlyLast
     ratio: EarlyLast
@@ -192,6 +195,7 @@ def _row(study: RecordedStudy, arm: RecordedArm, early: int, last: int, scale: E
         state=state,
         message=message,
         final_loss=_final_loss(arm, study.steps),
+        held_out_loss=held_out_losses(arm, study.steps),
         rel_l2=rel_l2,
         w1=_drift(arm, "w1", early, last),
         ratio=rel_l2.over(scale),

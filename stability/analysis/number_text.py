@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from stability.analysis.seed_values import SeedValues
 
-__all__ = ["EXACT_ZERO", "MISSING", "plain", "scientific", "span", "times"]
+__all__ = ["EXACT_ZERO", "MISSING", "finely", "plain", "scientific", "span", "times"]
 
 EXACT_ZERO = "0 (exact)"
 MISSING = "\N{EN DASH}"
@@ -28,6 +28,11 @@ def times(value: float) -> str:
 def plain(value: float) -> str:
     """Write a loss: `1.234`."""
     return f"{value:.3f}"
+
+
+def finely(value: float) -> str:
+    """Write a held-out loss, whose paired differences are small: `1.23456`."""
+    return f"{value:.5f}"
 
 
 def span(values: SeedValues, write: Callable[[float], str], between: str) -> str:

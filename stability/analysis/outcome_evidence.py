@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stability.analysis.evidence import LevelEvidence, LevelState
+from stability.analysis.held_out_losses import held_out_differences, held_out_losses
 from stability.analysis.intervals import Interval, mean_interval, p_values
 from stability.analysis.loss_spikes import SpikeTest, spike_test
 from stability.analysis.seed_values import SeedValues
@@ -34,7 +35,7 @@ from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedS
 from stability.config.schema import BASELINE, PolicyConfig
 from stability.records.metric_names import EVAL_LOSS, NONFINITE_WEIGHTS
 
-__all__ = ["held_out_differences", "held_out_losses", "outcome_evidence"]
+__all__ = ["outcome_evidence"]
 
 SUSPICIOUS = 0.25
 """Spikes in more seeds than a coin gives this often keep the answer open: 2 seeds against none."""
@@ -84,25 +85,6 @@ class _LossTest:
     """How likely they are if it is worse by the margin or more."""
     p_not_better: float
     """How likely they are if it is better by the margin or more."""
-
-
-def held_out_losses(arm: RecordedArm, step: int) -> SeedValues:
-    """Return the held-out loss of each seed of `arm` that has one on record at `step`."""
-    found = {seed: run.series(EVAL_LOSS) for seed, run in arm.runs.items()}
-    return SeedValues({seed: losses[step] for seed, losses in found.items() if step in losses})
-
-
-def held_out_differences(study: RecordedStudy, arm: RecordedArm) -> dict[int, SeedValues]:
-    """Return the held-out loss of `arm` less the baseline's of the same seed, by step."""
-    baseline = study.arm(BASELINE)
-    by_step: dict[int, dict[int, float]] = {}
-    for seed, run in arm.runs.items():
-        other = baseline.runs.get(seed) if baseline else None
-        losses = other.series(EVAL_LOSS) if other else {}
-        for step, loss in run.series(EVAL_LOSS).items():
-            if step in losses:
-                by_step.setdefault(step, {})[seed] = loss - losses[step]
-    return {step: SeedValues(by_step[step]) for step in sorted(by_step)}
 
 
 def outcome_evidence(

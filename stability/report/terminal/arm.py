@@ -12,7 +12,7 @@ from rich.table import Table
 
 from stability.analysis.arm_growth import ArmGrowth
 from stability.analysis.arm_summary import ArmSummary, BySteps
-from stability.analysis.number_text import MISSING, plain, scientific, times
+from stability.analysis.number_text import MISSING, finely, plain, scientific, times
 from stability.config.schema import BASELINE
 from stability.records.metric_table import LAYER_METRICS
 from stability.report.terminal.sparkline import Scale, Sparks, evenly, linear_scale, log_scale
@@ -86,16 +86,21 @@ def _diff_table(view: ArmSummary) -> Table:
 
 
 def _seed_table(view: ArmSummary) -> Table:
-    table = ruled_table([], ["seed", "step", "final loss"])
+    shown = {"final loss": (view.row.final_loss.per_seed, plain)}
+    if view.row.held_out_loss.n:
+        shown["held-out loss"] = (view.row.held_out_loss.per_seed, finely)
+    table = ruled_table([], ["seed", "step", *shown])
     table.add_column("state", no_wrap=True)
     add_names(table, "")
-    losses = view.row.final_loss.per_seed
     for run in view.seeds:
         add_row(
             table,
             str(run.seed),
             f"{run.step} of {view.steps}",
-            plain(losses[run.seed]) if run.seed in losses else MISSING,
+            *(
+                write(losses[run.seed]) if run.seed in losses else MISSING
+                for losses, write in shown.values()
+            ),
             as_text(run.state, style=STATE_STYLE.get(run.state, "yellow")),
             run.message,
         )

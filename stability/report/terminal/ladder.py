@@ -23,7 +23,7 @@ from stability.config.schema import BASELINE
 from stability.report.terminal.sparkline import Sparks, evenly, log_scale
 from stability.report.terminal.tables import add_row, first_that_fits, ruled_table
 from stability.report.view.error_bars import written_with_bar
-from stability.report.view.ladder import Number, is_candidate, is_unpaired, numbers
+from stability.report.view.ladder import LOSSES, Number, is_candidate, is_unpaired, numbers
 from stability.report.view.plain_text import as_text, readable, shortened
 
 __all__ = ["DriftSparks", "drift_sparks", "print_ladder"]
@@ -80,6 +80,8 @@ class _Layout:
     w1: bool = False
     """With the range of the final loss."""
     sparks: bool = False
+    held_out: bool = True
+    """Where there is a loss on held-out text."""
 
 
 LAYOUTS = (
@@ -89,6 +91,7 @@ LAYOUTS = (
     _Layout(ranges=True),
     _Layout(sparks=True),
     _Layout(),
+    _Layout(held_out=False),
 )
 """From the widest to the narrowest, which is taken even where it does not fit."""
 
@@ -118,7 +121,7 @@ def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = 
 def _table(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> Table:
     heads = _heads(ladder, layout)
     table = ruled_table(["arm", "what changed"], [*heads.values()], gap=2 if layout.w1 else 1)
-    if layout != _Layout():
+    if layout not in (_Layout(), _Layout(held_out=False)):
         longest = max(cell_len(readable(row.arm)) for row in ladder.rows)
         table.columns[0].min_width = min(ARM_WIDTH, longest)
         table.columns[1].min_width = CHANGE_WIDTH
@@ -134,8 +137,10 @@ def _table(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> Table
 def _heads(ladder: Ladder, layout: _Layout) -> Mapping[str, str]:
     """Return the heading of each number that is shown, by its name in `view.ladder`."""
     early, last = f"step {ladder.early_step}", f"step {ladder.last_step}"
-    heads = {
-        "final_loss": "final\nloss",
+    heads = {"final_loss": "final\nloss"}
+    if layout.held_out and _has_held_out(ladder):
+        heads["held_out_loss"] = "held-out\nloss"
+    heads |= {
         "drift_early": f"drift\n{early}",
         "drift_last": f"drift\n{last}",
     }
@@ -145,6 +150,10 @@ def _heads(ladder: Ladder, layout: _Layout) -> Mapping[str, str]:
         name = shortened(ladder.yardstick, ARM_WIDTH)
         heads |= {"ratio_early": f"x {name}\n{early}", "ratio_last": f"x {name}\n{last}"}
     return heads
+
+
+def _has_held_out(ladder: Ladder) -> bool:
+    return any(row.held_out_loss.n for row in ladder.rows)
 
 
 def _cells(row: Row, layout: _Layout, shown: Iterable[str]) -> list[Text]:
@@ -161,7 +170,7 @@ def _cell(name: str, number: Number, layout: _Layout) -> Text:
     values, write = number
     if not values.n:
         return Text(MISSING)
-    is_loss = name == "final_loss"
+    is_loss = name in LOSSES
     if layout.w1 if is_loss else layout.ranges:
         return Text(written_with_bar(values, write, relative=not is_loss))
     return Text(write(values.mean))
@@ -185,4 +194,6 @@ def _caption(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> str
     if layout.sparks and sparks:
         lines.append(sparks.caption())
     lines.append(f"final loss: mean of the last tenth of {ladder.steps} steps.")
+    if layout.held_out and _has_held_out(ladder):
+        lines.append("held-out loss: at the last step, on text that no arm trains on.")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from stability.analysis.ladder import INDEPENDENT_AXES, EarlyLast, Ladder, Row
-from stability.analysis.number_text import plain, scientific, times
+from stability.analysis.number_text import finely, plain, scientific, times
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedArm
 from stability.config.schema import BASELINE
@@ -104,13 +104,18 @@ def is_candidate(arm: Row | RecordedArm) -> bool:
     return arm.axis == "attention"
 
 
+LOSSES = ("final_loss", "held_out_loss")
+"""The numbers of a row that the baseline has too."""
+
+
 def numbers(row: Row) -> Mapping[str, Number]:
-    """Return the numbers of an arm's row in a table; all but the loss are empty for the baseline.
+    """Return the numbers of an arm's row in a table; all but the losses are empty for the baseline.
 
     Drifts are relative L2, W1 is in units of the weights, ratios are to the yardstick.
     """
     found = {
         "final_loss": Number(row.final_loss, plain),
+        "held_out_loss": Number(row.held_out_loss, finely),
         "drift_early": Number(row.rel_l2.early, scientific),
         "drift_last": Number(row.rel_l2.last, scientific),
         "w1_last": Number(row.w1.last, scientific),
@@ -118,7 +123,7 @@ def numbers(row: Row) -> Mapping[str, Number]:
         "ratio_last": Number(row.ratio.last, times),
     }
     if row.arm == BASELINE:
-        found |= {n: Number(SeedValues(), plain) for n in found if n != "final_loss"}
+        found |= {n: Number(SeedValues(), plain) for n in found if n not in LOSSES}
     return found
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stability.analysis.outcome_evidence import held_out_differences, outcome_evidence
+from stability.analysis.held_out_losses import held_out_differences
+from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.schema import PolicyConfig
 from stability.records.manifest import Manifest

@@ -17,7 +17,8 @@ from stability.cli.main import main
 from stability.records.events import Event, log_event
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import MetricLog
-from stability.records.metric_names import TRAIN_LOSS, deviation_name, drift_name
+from stability.records.metric_names import EVAL_LOSS, TRAIN_LOSS, deviation_name, drift_name
+from stability.records.paths import RunPaths
 from stability.report.terminal.arm import print_arm, print_growth
 
 LONG = "blocks." + "x" * 290 + ".weight"
@@ -199,3 +200,15 @@ def test_without_a_rate_the_reason_stands_in_its_place():
 
 def _values(row):
     return {name: getattr(row, name) for name in row.__slots__}
+
+
+def test_a_seed_s_held_out_loss_stands_beside_its_final_one(synthetic, tmp_path):
+    study = synthetic.write_synthetic(tmp_path / "evaluated")
+    log = MetricLog(RunPaths.for_run(study, "flash_fa2", 1).metrics)
+    log.append(synthetic.STEPS, {EVAL_LOSS: 1.23456})
+    log.close()
+    said = [" ".join(line.split()) for line in printed(study, "flash_fa2", 120).splitlines()]
+    losses = viewed(study, "flash_fa2").row.final_loss.per_seed
+    assert "seed step final loss held-out loss state" in said
+    assert f"0 200 of 200 {losses[0]:.3f} {MISSING} finished" in said
+    assert f"1 200 of 200 {losses[1]:.3f} 1.23456 finished" in said

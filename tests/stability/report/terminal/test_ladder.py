@@ -8,6 +8,9 @@ from rich.console import Console
 from stability.analysis.ladder import ladder_of
 from stability.analysis.number_text import MISSING, times
 from stability.analysis.study_records import read_study
+from stability.records.metric_log import MetricLog
+from stability.records.metric_names import EVAL_LOSS
+from stability.records.paths import RunPaths
 from stability.report.terminal.ladder import DriftSparks, print_ladder
 from stability.report.terminal.sparkline import Sparks
 
@@ -93,6 +96,24 @@ def test_candidates_get_their_sentence_and_controls_their_notes(finished):
     assert "flash_fa2 moves the weights" in text
     assert "note: A/A is zero" in text
     assert "mean of 2 seeds" in text
+
+
+@pytest.mark.parametrize("width", [80, 130, 200])
+def test_the_held_out_loss_stands_beside_the_final_one(synthetic, tmp_path, width):
+    study = synthetic.write_synthetic(tmp_path / "evaluated")
+    for arm in synthetic.ARMS:
+        for seed in synthetic.SEEDS:
+            log = MetricLog(RunPaths.for_run(study, arm["name"], seed).metrics)
+            log.append(synthetic.STEPS, {EVAL_LOSS: 1.25 + 0.5 * seed + 0.00004})
+            log.close()
+    row = ladder_of(read_study(study)).row("flash_fa2")
+    assert row.held_out_loss.per_seed == {0: 1.25004, 1: 1.75004}
+    text = printed(study, width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    is_shown = "on text that no arm trains on" in " ".join(text.split())
+    assert is_shown or width == 80
+    for arm in ("baseline", "flash_fa2"):
+        assert ("1.50004" in line_of(text, arm)) == is_shown
 
 
 def test_names_and_messages_are_not_read_as_markup(synthetic, tmp_path):
