@@ -6,28 +6,27 @@ and every drift is also divided by the yardstick's. A number is always read at a
 share, and keeps its value for each seed.
 
 The W1 distance ignores positions, so between arms whose initial weights were drawn independently it
-compares two samples. Two samples of n values of one law with standard deviation sigma differ by
-about 1.8 * sigma / sqrt(n) anyway; a W1 below this sampling floor says nothing. Sentences are left
-to `ladder_sentences`, confidence intervals to `intervals`.
+compares two samples, and two samples of one law differ anyway; a W1 below this sampling floor says
+nothing. The floor is measured: W1 at step 0 between the baseline and an arm with other initial
+weights of the same scheme. The textbook's 1.8 * sigma / sqrt(n) holds for samples of one normal
+law, and the weights of a model are many, some of them constants: with the pooled sigma it came out
+3 to 4 times too high. Sentences are left to `ladder_sentences`, confidence intervals to
+`intervals`.
 """
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stability.analysis.held_out_losses import held_out_losses
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import (
     RecordedArm,
-    RecordedRun,
     RecordedStudy,
     RunState,
 )
 from stability.config.arms import INDEPENDENT_AXES, describe_change
 from stability.config.schema import BASELINE, Axis, Role
-from stability.records.paths import snapshot_steps
-from stability.records.snapshots import count_weights
 
 __all__ = [
     "INDEPENDENT_AXES",
@@ -89,7 +88,9 @@ class Row:
     ratio: EarlyLast
     """rel_l2 divided by the yardstick's, seed by seed."""
     w1_floor: EarlyLast
-    """Below this W1 says nothing; only for arms on an axis with independent initial weights."""
+    """Below this W1 says nothing; only for arms on an axis with independent initial weights.
+
+    Measured at step 0, so the same at both steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,25 +156,15 @@ def planned_early_step(study: RecordedStudy) -> int:
     return max((step for step in planned if step <= study.early_step), default=planned[0])
 
 
-def w1_floor(run: RecordedRun, step: int) -> float | None:
-    """Return the sampling floor of `run`'s pooled W1 at `step`, in units of the weights.
+def w1_floor(study: RecordedStudy, seed: int) -> float | None:
+    """Return the sampling floor of a seed's pooled W1, in units of the weights.
 
-    None without a drift at that step, without a spread, or without a snapshot to count values in.
+    That is W1 at step 0 of the arm on the axis "seed": the scheme is the baseline's, the draw
+    another. None without such an arm, or without its drift at step 0.
     """
-    w1 = run.drift("w1").get(step)
-    w1_over_std = run.drift("w1_over_std").get(step)
-    count = _values(run)
-    if not w1 or not w1_over_std or not count:
-        return None
-    # w1 / w1_over_std is the standard deviation of the baseline's weights (`metrics.drift`), so no
-    # snapshot has to be loaded for it
-    return 1.8 * (w1 / w1_over_std) / math.sqrt(count)
-
-
-def _values(run: RecordedRun) -> int:
-    """Return how many values the run's weights have; 0 without a snapshot to count from."""
-    steps = snapshot_steps(run.paths)
-    return count_weights(run.paths.snapshot(steps[-1])) if steps else 0
+    arm = next((arm for arm in study.arms if arm.axis == "seed"), None)
+    run = arm.runs.get(seed) if arm else None
+    return (run.drift("w1").get(0) if run else None) or None
 
 
 def _rung(row: Row) -> tuple[bool, bool, float]:
@@ -199,7 +190,7 @@ def _row(study: RecordedStudy, arm: RecordedArm, early: int, last: int, scale: E
         rel_l2=rel_l2,
         w1=_drift(arm, "w1", early, last),
         ratio=rel_l2.over(scale),
-        w1_floor=_floor(arm, early, last),
+        w1_floor=_floor(study, arm),
     )
 
 
@@ -247,20 +238,12 @@ def _read(by_seed: Mapping[int, Mapping[int, float]], early: int, last: int) -> 
     return EarlyLast(early=at(early), last=at(last))
 
 
-def _floor(arm: RecordedArm, early: int, last: int) -> EarlyLast:
+def _floor(study: RecordedStudy, arm: RecordedArm) -> EarlyLast:
     # runs that start from the same bits start at W1 = 0: no sampling lies between them
-    runs = arm.runs if arm.axis in INDEPENDENT_AXES else {}
-    return EarlyLast(
-        early=_collect(runs, lambda run: w1_floor(run, early)),
-        last=_collect(runs, lambda run: w1_floor(run, last)),
-    )
-
-
-def _collect(
-    runs: Mapping[int, RecordedRun], measure: Callable[[RecordedRun], float | None]
-) -> SeedValues:
-    values = {seed: measure(run) for seed, run in runs.items()}
-    return SeedValues({seed: value for seed, value in values.items() if value is not None})
+    seeds = arm.runs if arm.axis in INDEPENDENT_AXES else {}
+    found = {seed: w1_floor(study, seed) for seed in seeds}
+    floor = SeedValues({seed: value for seed, value in found.items() if value is not None})
+    return EarlyLast(early=floor, last=floor)
 
 
 def _row_dict(row: Row) -> dict[str, object]:

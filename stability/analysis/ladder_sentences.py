@@ -190,13 +190,13 @@ def _floor_note(row: Row, step: int) -> str:
     if row.axis not in INDEPENDENT_AXES or not w1.n:
         return ""
     note = (
-        f"{row.arm} starts from independently drawn weights: two such samples of n values differ "
-        "by a W1 of about 1.8*sigma/sqrt(n) anyway"
+        f"{row.arm} starts from independently drawn weights: two such draws differ by a W1 of "
+        "their own"
     )
     if not floor.n:
-        return f"{note}; a W1 below that says nothing."
+        return f"{note}, and no arm with another init seed was compared at step 0 to measure it."
     relation = "below" if w1.mean < floor.mean else "above"
     return (
-        f"{note}, here {scientific(floor.mean)}; its W1 of {scientific(w1.mean)} at step {step} is "
-        f"{relation} it{' and says nothing' if relation == 'below' else ''}."
+        f"{note}, {scientific(floor.mean)} at step 0; its W1 of {scientific(w1.mean)} at step "
+        f"{step} is {relation} it{' and says nothing' if relation == 'below' else ''}."
     )

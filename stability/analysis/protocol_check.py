@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from stability.analysis.sequential import LOOKS
+from stability.analysis.study_distances import window_problems
 from stability.analysis.study_records import RecordedStudy
 from stability.config.convert import ConfigError, from_dict, to_dict
 from stability.config.diff import leaves
@@ -82,7 +83,12 @@ def protocol_changes(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
     except ValueError as error:
         return [f"the protocol can't be relied on: {error}"]
     changes = changes_between(sealed, protocol_of(study, policy))
-    return [*_other_protocols(study), *changes, *_left_out_seeds(study)]
+    return [
+        *_other_protocols(study),
+        *changes,
+        *_left_out_seeds(study),
+        *window_problems(study, policy),
+    ]
 
 
 def changes_between(sealed: Protocol, now: Protocol) -> list[str]:

@@ -21,15 +21,8 @@ __all__ = [
     "judged_window",
     "reference_of",
     "study_distances",
-    "study_folder",
     "window_problems",
 ]
-
-
-def study_folder(study: RecordedStudy) -> Path:
-    """Return the folder that the study was read from."""
-    run = next(iter(study.arms[0].runs.values()))
-    return run.paths.root.parent.parent
 
 
 def reference_of(study: RecordedStudy) -> RecordedArm | None:
@@ -48,7 +41,7 @@ def study_distances(study: RecordedStudy, seeds: Sequence[int]) -> dict[int, See
 
     ValueError, naming the file, for a record that is damaged.
     """
-    folder = study_folder(study)
+    folder = study.folder
     found = {}
     for seed in seeds:
         runs = {arm.name: arm.runs[seed] for arm in study.arms}
@@ -69,7 +62,7 @@ def judged_window(study: RecordedStudy, policy: PolicyConfig, seeds: Sequence[in
     """
     reference = reference_of(study)
     controls = controls_of(study)
-    frozen = read_window(study_folder(study))
+    frozen = read_window(study.folder)
     if frozen is not None and not policy.step:
         window = window_of(frozen)
         said = f"frozen at the look at {len(window.seeds)} seeds: {window.reason}"
@@ -94,7 +87,7 @@ def window_problems(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
     if policy.step:
         return []
     try:
-        frozen = read_window(study_folder(study))
+        frozen = read_window(study.folder)
         if frozen is None:
             return []
         seeds = [seed for seed in study.seeds if seed in frozen.seeds]

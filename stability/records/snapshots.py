@@ -1,13 +1,10 @@
 """Snapshots: a run's weights on disk as safetensors, and the hash that says two are the same bits.
 
-A file begins with the length of its header in 8 bytes, then the header in JSON: each tensor's
-dtype, shape and place. So shapes are read without the values, and without torch. Leaves out when a
-snapshot is written (`callbacks.weight_callbacks`) and weights from elsewhere (`weight_files`).
+Leaves out when a snapshot is written (`callbacks.weight_callbacks`) and weights from elsewhere
+(`weight_files`).
 """
 
 import hashlib
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +14,7 @@ from stability.records.atomic_files import atomic_path
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["count_weights", "hash_state", "read_snapshot", "write_snapshot"]
+__all__ = ["hash_state", "read_snapshot", "write_snapshot"]
 
 
 def write_snapshot(path: Path, state: "Mapping[str, Tensor]") -> None:
@@ -42,21 +39,6 @@ def read_snapshot(path: Path) -> "dict[str, Tensor]":
         return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: must be a whole snapshot: {error}") from error
-
-
-def count_weights(path: Path) -> int:
-    """Return how many values the tensors of a snapshot hold together, as its header says.
-
-    ValueError, naming the file, if it is missing or has no such header.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        return sum(math.prod(entry["shape"]) for entry in header.values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{path}: must be a whole snapshot: {error!r}") from error
 
 
 def hash_state(state: "Mapping[str, Tensor]") -> str:

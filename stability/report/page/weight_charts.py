@@ -139,9 +139,9 @@ def _histogram(
 ) -> Iterator[dict[str, Any]]:
     seeds = [run.counts.get(WEIGHT_HISTOGRAM, {}).get(step) for run in arm.runs.values()]
     bins = [counts for counts in seeds if counts and len(counts) == len(WEIGHT_EDGES) + 1]
-    if not bins:
-        return
     total = sum(map(sum, bins))
+    if not total:
+        return  # no histogram, or weights that are all NaN, which lie in no bin
     shares = [sum(counts) / total for counts in zip(*bins, strict=True)]
     filled = [place for place, share in enumerate(shares) if share]
     shown = range(filled[0], filled[-1] + 1) if filled else range(0)

@@ -4,9 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from stability.analysis.ladder import ladder_of, w1_floor
 from stability.analysis.study_records import read_study
+from stability.metrics.drift import drift
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
 from stability.records.sealed_json import read_sealed, write_sealed
@@ -216,13 +218,29 @@ def test_with_five_seeds_each_figure_has_its_interval(synthetic, tmp_path):
     assert ratio.low <= low < ratio.mean < high <= ratio.high
 
 
-def test_sampling_floor_is_that_of_two_samples_of_the_weights(finished):
-    run = read_study(finished).arm("init_seed").runs[0]
-    sigma = run.drift("w1")[200] / run.drift("w1_over_std")[200]
-    assert w1_floor(run, 200) == pytest.approx(1.8 * sigma / (30 * 40 + 25) ** 0.5, rel=1e-12)
-    ladder = ladder_of(read_study(finished))
+def test_sampling_floor_is_what_two_draws_differ_by_before_the_first_update(finished):
+    study = read_study(finished)
+    run = study.arm("init_seed").runs[0]
+    assert w1_floor(study, 0) == run.drift("w1")[0] > 0
+    ladder = ladder_of(study)
     assert ladder.row("init_seed").w1_floor.last.n == 2
+    assert ladder.row("init_seed").w1_floor.early == ladder.row("init_seed").w1_floor.last
     assert ladder.row("fp32").w1_floor.last.n == 0
+    without = replace(study, arms=tuple(arm for arm in study.arms if arm.axis != "seed"))
+    assert w1_floor(without, 0) is None
+
+
+def test_the_pooled_sigma_is_no_measure_of_what_two_draws_differ_by():
+    """Why the floor is measured: gains that every draw sets to 1 widen sigma and add no noise."""
+
+    def draw(seed):
+        dice = torch.Generator().manual_seed(seed)
+        return {"matrices": 0.02 * torch.randn(30_000, generator=dice), "gains": torch.ones(100)}
+
+    found = [drift(draw(2 * seed), draw(2 * seed + 1))["all"] for seed in range(10)]
+    measured = sum(one["w1"] for one in found) / 10
+    pooled = sum(one["w1"] / one["w1_over_std"] for one in found) / 10 * 1.8 / 30_100**0.5
+    assert measured < pooled / 2.5
 
 
 def test_final_loss_needs_a_finished_run(study):

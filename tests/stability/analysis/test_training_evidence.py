@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from stability.analysis.protocol_check import protocol_changes, protocol_of
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_distances import judged_window, window_problems
 from stability.analysis.study_records import read_study
@@ -12,6 +13,7 @@ from stability.analysis.training_evidence import training_evidence
 from stability.config.schema import PolicyConfig
 from stability.records.distances import read_distances, write_distances
 from stability.records.paths import StudyPaths
+from stability.records.protocol import seal_protocol
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.study.window import freeze_window
 from tests.stability.analysis.distance_studies import (
@@ -408,3 +410,17 @@ def test_a_damaged_window_is_named_and_not_judged_by(tmp_path):
     assert "window.json" in _of(study).sentence
     assert _of(study).state == "not measured"
     assert "it is no whole record of a window" in window_problems(study, POLICY)[0]
+
+
+def test_a_window_written_by_hand_is_told_among_the_changes_of_the_protocol(tmp_path):
+    arms = parts(candidate=candidate())
+    planned = protocol_of(write_study(tmp_path / "planned", arms), POLICY)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    seal_protocol(folder, planned)
+    study = write_study(folder, arms)
+    freeze_window(folder)
+    assert not any("window.json" in change for change in protocol_changes(study, POLICY))
+    path = StudyPaths(folder).window
+    write_sealed(path, {**read_sealed(path, ""), "step": 10})
+    assert "window.json: step is 10, the rule picks 20" in protocol_changes(study, POLICY)

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import torch
 
-from stability.metrics.weight_counts import WEIGHT_EDGES
+from stability.metrics.weight_counts import WEIGHT_EDGES, weight_counts
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import WEIGHT_HISTOGRAM, drift_name
 from stability.records.paths import RunPaths
@@ -42,6 +43,16 @@ def test_only_so_many_parameters_are_drawn_and_it_is_said(synthetic, tmp_path):
     assert trace["y"][0] == f"p{2 * SHOWN - 1}"
     assert len(trace["y"]) == SHOWN
     assert f"The {SHOWN} of {2 * SHOWN + 1} parameters" in page
+
+
+def test_weights_that_are_all_nan_have_no_histogram_and_the_page_is_whole(synthetic, tmp_path):
+    folder = synthetic.write_synthetic(tmp_path / "study", seeds=[0])
+    for arm, count in ((ARM, 0), ("baseline", 10)):
+        log = MetricLog(RunPaths.for_run(folder, arm, 0).metrics)
+        counts = weight_counts([torch.full((5,), math.nan)])
+        log.append(STEPS, {}, {WEIGHT_HISTOGRAM: [count + each for each in counts]})
+        log.close()
+    assert [trace["meta"]["arm"] for trace in traces_of(page_of(folder), "weights")] == ["baseline"]
 
 
 def test_histogram_of_weights_pools_the_seeds(synthetic, tmp_path):
