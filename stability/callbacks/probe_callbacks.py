@@ -112,6 +112,17 @@ class DeviationProbe(UpdateCallback):
         """Log the measurements of the last probed step."""
         self._write()
 
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave the model without hooks, and log the measurements of the last whole step."""
+        self._trainer = trainer
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+        self._probe.abandon()
+        self._write()
+
     def _write(self) -> None:
         """Log the measurements that are not logged yet, after waiting for their copy."""
         if self._transfer is not None and self._trainer is not None:
@@ -164,8 +175,10 @@ class ShadowCallback(UpdateCallback):
             )
         )
         # Lightning loads callback states before training starts, when there was no probe yet.
+        # Once: a second `fit` that resumes from nothing begins its sums anew.
         if self._state:
             self._session.probe.load_state_dict(self._state)
+            self._state = {}
 
     def after_update(self, trainer: Trainer, step: int) -> None:
         """Tell the comparison that the weights were updated."""

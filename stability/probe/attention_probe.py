@@ -117,6 +117,11 @@ class AttentionProbe:
         """Look at no more calls; `start_transfer` finishes those that were captured."""
         self.is_armed = False
 
+    def abandon(self) -> None:
+        """Forget the calls of a step that an exception has ended, and look at no more."""
+        self.is_armed = False
+        self._captured.clear()
+
     def attend(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
         """Return the primary's result, untouched, and capture the call if it is due."""
         if self._in_second_forward:

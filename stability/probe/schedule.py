@@ -76,7 +76,8 @@ class Budget:
             self._began = now
         self._read_events()
         count = 1
-        if self._n_looks:
+        # a granted call may not have been compared, and CUDA's time is read later: still one
+        if self._n_looks and self._spent:
             # as many layers as the time still granted pays for, at the mean cost of those so far
             # since the first step and not this one alone, so that what is not spent can be saved up
             left = self._share * (now - self._began) - self._spent

@@ -1,5 +1,8 @@
 """`shadow` as a callback of any LightningModule: same bits, same names, every logger, resumable."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -8,7 +11,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from stability import ShadowCallback
+from stability.callbacks.probe_callbacks import DeviationProbe
+from stability.config.schema import ProbeConfig
 from stability.metrics.ulp import ULP_EDGES
+from stability.probe.attention_probe import AttentionProbe, as_shadows
+from stability.probe.attention_registry import resolve_attention
+from stability.probe.captured_call import AttentionCall
+from stability.probe.measurements import HostTransfer, MeasurementBuffer
+from stability.probe.schedule import Schedule
 from stability.records.events import read_log_and_events
 from stability.records.metric_log import MetricLog, read_log, read_metrics
 from stability.tracking.loggers import RecordsLogger
@@ -116,6 +126,48 @@ def test_a_resumed_run_goes_on_with_its_sums_and_reports_nothing_twice(tmp_path)
     assert events[0] == events[1]
     assert {event.layer for event in events[0]} == {"decoder.layers.0", "decoder.layers.1"}
     assert len(events[0]) == 2
+
+
+def test_a_second_fit_starts_its_sums_anew_and_not_from_the_old_checkpoint(tmp_path):
+    _, first = _fit(tmp_path, [ShadowCallback(inside=True)], steps=2, batches=1, dropout=0.0)
+    path = tmp_path / "half.ckpt"
+    first.save_checkpoint(path)
+    callback = ShadowCallback(inside=True)
+    _fit(tmp_path / "resumed", [callback], steps=3, checkpoint=path, batches=1, dropout=0.0)
+    _fit(tmp_path / "again", [callback], steps=1, batches=1, dropout=0.0)
+    name = "watch/decoder.layers.1/delta_gap_sum"
+    sums = [
+        read_metrics(tmp_path / where / "metrics.jsonl")[name].values for where in (".", "again")
+    ]
+    assert sums[0][0] == sums[1][0]
+
+
+def test_an_exception_in_a_probed_step_leaves_no_hook_and_loses_no_figure(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    probe = AttentionProbe(
+        ProbeConfig(every=1, inherited=True),
+        as_shadows([resolve_attention("flash:fa2", torch.device("cpu"))]),
+        shadow_is_candidate=True,
+    )
+    callback = DeviationProbe(probe, Schedule(every=1), model, inherited=True)
+    log = MetricLog(tmp_path / "metrics.jsonl")
+    trainer: Any = SimpleNamespace(loggers=[RecordsLogger(log)])
+    # a copy that is still under way, as on CUDA
+    pending = MeasurementBuffer()
+    pending.add(["watch/x/max_logit"], torch.ones(1))
+    callback._transfer = (3, cast("HostTransfer", pending.transfer(())))
+    callback.before_update(trainer, 4)
+    assert probe.is_armed
+    assert any(module._forward_hooks for module in model.modules())
+    q = torch.randn(1, 1, 4, 8)
+    probe.attend(AttentionCall(layer="x", q=q, k=q, v=q), lambda q, k, v: (q, None))
+    callback.on_exception(trainer, cast("Any", model), RuntimeError("out of memory"))
+    log.close()
+    assert not probe.is_armed
+    assert not any(module._forward_hooks for module in model.modules())
+    assert read_metrics(tmp_path / "metrics.jsonl")["watch/x/max_logit"].steps == [3]
+    # the broken step's calls are forgotten: the same layer is looked at in the next fit
+    assert probe.collect().metrics == {}
 
 
 def test_a_threshold_that_is_crossed_is_one_alert(tmp_path):

@@ -76,6 +76,18 @@ def test_a_budget_is_held_and_shared_among_layers(monkeypatch):
     assert max(looks.values()) - min(looks.values()) <= 1
 
 
+def test_a_look_that_was_granted_and_never_timed_leaves_the_next_step_its_one_look(monkeypatch):
+    """A granted call may not be compared, and CUDA's time of one is read steps later."""
+    clock, budget = _Clock(monkeypatch), Budget(0.05)
+    granted = []
+    for _ in range(4):
+        budget.begin_step()
+        granted.append([layer for layer in "ab" if budget.grants(layer)])
+        clock.now += 1.0
+    assert granted[0] == ["a"]
+    assert all(len(layers) == 1 for layers in granted)
+
+
 def test_no_budget_grants_everything(monkeypatch):
     looks = _train(_Clock(monkeypatch), Budget(0.0), "abc", 5, step_cost=1.0, look_cost=100.0)
     assert set(looks.values()) == {5}
