@@ -146,7 +146,10 @@ class _Seen:
         findings = [self._of_breach(*case) for case in _worst_breaches(self.breaches)]
         if found:
             diagnosis = diagnose(found, self.measured)
-            findings.append(self._of_diagnosis(diagnosis, found[0]))
+            finding = self._of_diagnosis(diagnosis, found[0])
+            # a mistake that is named tells more than an infinity that it makes
+            infinite = bool(findings) and findings[0].what == "infinity"
+            findings.insert(0 if infinite and diagnosis.explained else len(findings), finding)
             findings += [self._of_excess(excess) for excess in found[:12]]
         return findings
 

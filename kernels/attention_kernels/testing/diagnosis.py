@@ -22,6 +22,7 @@ from attention_kernels.testing.measured import Measured, measure
 from attention_kernels.testing.mistakes import Mistake, mistakes
 from attention_kernels.testing.sentences import (
     excess_sentence,
+    factor_in_words,
     heads_in_words,
     numbers_in_words,
     rows_in_words,
@@ -233,7 +234,8 @@ class _Case:
             one, heads = self.ours[name], self.heads[name]
             left = (one.values.double() - assumed[name]).nan_to_num(0, 0, 0)
             along = direction[name].nan_to_num(0, 0, 0)
-            noise = one.row_noise()
+            # one weight a head: where plain attention happens to be exact, a result is no more so
+            noise = one.row_noise().mean(-1, keepdim=True)
             rows = (left * along).sum(-1) / noise, along.square().sum(-1) / noise
             keep = slice(None) if heads is None else heads
             top.append(rows[0][:, keep].flatten())
@@ -279,9 +281,10 @@ def _in_words(fit: _Fit, case: _Case, found: Sequence[Excess]) -> str:
     size, error = fit.size, fit.error
     gains = [e for e in found if e.statistic == "gain" and e.result == fit.mistake.noun]
     if gains and "{size}" in fit.mistake.words:
-        size, error = gains[0].value, gains[0].error
+        best = min(gains, key=lambda e: (e.law != "normal", e.error))
+        size, error = best.value, best.error
     words = fit.mistake.words.format(
-        size=f"{1 + size:.4f} +- {error:.4f}",
+        size=factor_in_words(size, error),
         ulp=f"{size:+.3f} +- {error:.3f}",
         offset=f"{size:+.4g} +- {error:.1g}",
     )

@@ -11,6 +11,7 @@ from attention_kernels.testing.measured import RANGE
 __all__ = [
     "breach_sentence",
     "excess_sentence",
+    "factor_in_words",
     "heads_in_words",
     "numbers_in_words",
     "rows_in_words",
@@ -24,6 +25,12 @@ def numbers_in_words(numbers: Sequence[int], most: int = 4) -> str:
     if len(words) > most:
         return ", ".join(words[:3]) + ", ..."
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def factor_in_words(gain: float, error: float) -> str:
+    """Return "1.0050 +- 0.0001", with a digit more where the error is smaller than that."""
+    digits = 4 if error >= 5e-5 else 6
+    return f"{1 + gain:.{digits}f} +- {error:.{digits}f}"
 
 
 def heads_in_words(heads: Collection[int], of_heads: int) -> str:
@@ -105,8 +112,8 @@ def excess_sentence(excess: Excess) -> str:
     heads, law = heads_in_words(excess.heads, excess.of_heads), f"under {excess.law!r}"
     if excess.statistic == "gain":
         return (
-            f"{excess.result} is {1 + excess.value:.4f} +- {excess.error:.4f} times what it should "
-            f"be, {heads}, {law}"
+            f"{excess.result} is {factor_in_words(excess.value, excess.error)} times what it "
+            f"should be, {heads}, {law}"
         )
     if excess.statistic.startswith("bias"):
         return (

@@ -14,6 +14,7 @@ error is always taken over looks, which are independent draws (`over_looks`), an
 over rows (`log_error`). Leaves out which of them is too large (`limits`).
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -102,6 +103,7 @@ def log_error(rows: Tensor) -> tuple[Tensor, Tensor]:
     return 0.5 * (safe / rows.shape[-1]).log(), error
 
 
+@functools.cache
 def t_quantile(chance: float, freedom: int) -> float:
     """Return the t that |T| exceeds with probability `chance` at so many degrees of freedom."""
     low, high = 0.0, 1.0

@@ -117,6 +117,7 @@ BROKEN = {
         "out is not repeatable",
     ),
     "input changed": (lambda out, q: (q.detach().mul_(1), out)[1], "q, an input, is changed"),
+    "infinity": (lambda out, q: out.masked_fill(out == out.amax(), torch.inf), "infinity in out"),
     "unwritten": (lambda out, q: out + torch.empty_like(out) * 0, "NaN in out"),
 }
 

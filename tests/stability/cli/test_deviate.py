@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import save_file
 
 from stability.cli.main import main
@@ -24,23 +23,6 @@ SMALL = ["--length", "64", "--head_dim", "16", "--heads", "2"]
 def shown(capsys, *words):
     assert main(["deviate", *words]) == 0
     return capsys.readouterr().out
-
-
-@pytest.fixture(scope="module")
-def trained_run(tmp_path_factory):
-    """A run of two layers and two steps, with its snapshots."""
-    folder = tmp_path_factory.mktemp("study")
-    content = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
-    content["base"]["model"] = {"depth": 2, "width": 32, "heads": 2, "context": 16}
-    content["base"]["train"].update(steps=2, batch_size=2, snapshot_steps=[1], accelerator="cpu")
-    content |= {"seeds": [0], "early_step": 1}
-    arms = content["arms"]
-    content["arms"] = {name: arms[name] for name in arms if name == content["yardstick"]}
-    del content["policy"]
-    (folder / "study.yaml").write_text(yaml.safe_dump(content))
-    words = ["run", str(folder / "study.yaml"), "--out", str(folder), "--wandb", "disabled"]
-    assert main(words) == 0
-    return next(folder.glob("*/baseline/seed-0"))
 
 
 def test_every_combination_is_a_row_with_its_numerics(capsys):

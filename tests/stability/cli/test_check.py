@@ -1,0 +1,57 @@
+"""`stability check` answers in a line and an exit code, and what it looked at in JSON."""
+
+import json
+
+import pytest
+
+from stability.cli.main import main
+
+
+@pytest.fixture
+def my_kernels(tmp_path, monkeypatch):
+    """A folder with a module of attentions, in which the command is called."""
+    (tmp_path / "my_kernels_for_check.py").write_text(
+        "from attention_kernels import baseline_attention\n"
+        "def right(q, k, v, *, causal, scale=None):\n"
+        "    return baseline_attention(q, k, v, causal=causal, scale=scale)\n"
+        "def unready(q, k, v, *, causal, scale=None):\n"
+        "    raise NotImplementedError('no CPU')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+
+
+def test_a_right_attention_of_ones_own_holds(my_kernels, capsys):
+    words = ["check", "my_kernels_for_check:right", "--quick", "--dtype", "bf16", "--json"]
+    assert main(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"]
+    assert report["cells"] == len({row["cell"] for row in report["statistics"]})
+
+
+def test_a_planted_fault_fails_in_words(capsys):
+    assert main(["check", "baseline", "--quick", "--dtype", "fp32", "--fault", "dk_gain"]) == 1
+    said = capsys.readouterr().out
+    assert "dk is 1.005" in said.splitlines()[0]
+    assert "error ratio" in said
+
+
+def test_an_attention_that_supports_nothing_cannot_be_judged(my_kernels, capsys):
+    words = ["check", "my_kernels_for_check:unready", "--quick", "--dtype", "bf16"]
+    assert main(words) == 2
+    said = capsys.readouterr().out
+    assert "nothing was looked at: no CPU" in said
+    assert "unsupported in 9 cells: no CPU" in said
+
+
+def test_inputs_of_a_recorded_run_are_checked(trained_run, capsys):
+    words = ["check", "baseline", "--quick", "--dtype", "fp32", "--json"]
+    assert main([*words, "--from", str(trained_run)]) == 0
+    laws = {row["law"] for row in json.loads(capsys.readouterr().out)["statistics"]}
+    assert "given inputs" in laws
+
+
+def test_from_needs_a_run():
+    with pytest.raises(SystemExit) as stop:
+        main(["check", "baseline", "--from"])
+    assert stop.value.code == 2
