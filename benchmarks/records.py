@@ -1,7 +1,8 @@
 """What records cost a run: snapshots, drifts and checkpoints, as shares of the demo's own time.
 
-`python benchmarks/records.py` trains the quickstart's baseline and its FP32 arm as the demo does,
-in a temporary folder, and times the three callbacks' own work. The limit is 5 % for snapshots.
+`python benchmarks/records.py` trains the quickstart's baseline and its FP32 reference as the demo
+does, in a temporary folder, and times the three callbacks' own work. The limit is 5 % for
+snapshots.
 """
 
 import sys
@@ -65,7 +66,7 @@ def main() -> None:
     study = load_study(ROOT / "configs" / "quickstart.yaml")
     with tempfile.TemporaryDirectory() as folder:
         for run in plan_study(study, Path(folder)):
-            if run.seed == study.seeds[0] and run.arm.name in ("baseline", "fp32"):
+            if run.seed == study.seeds[0] and run.arm.name in ("baseline", "reference"):
                 start = time.perf_counter()
                 train(run, TrainOptions(wandb_mode="disabled"), Silent())
                 spent["training"] += time.perf_counter() - start

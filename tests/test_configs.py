@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from stability.analysis.pair_contract import axis_of
+from stability.analysis.sequential import LOOKS
 from stability.config.arms import expand
 from stability.config.convert import from_dict
 from stability.config.load import load_study
@@ -38,12 +39,31 @@ def test_quickstart_has_the_promised_arms():
     arms = expand(study)
     assert {arm.name: axis_of(arm) for arm in arms} == {
         "baseline": "none",
-        "flash_all_bf16": "attention",
         "flash_fa2": "attention",
+        "flash_all_bf16": "attention",
+        "broken": "attention",
+        "reference": "precision",
         "rerun": "none",
         "nudge": "nudge",
-        "fp32": "precision",
+        "nudge_2": "nudge",
         "init_seed": "seed",
     }
-    assert len(study.seeds) == 2
-    assert all(arm.config.probe.golden and arm.config.probe.every for arm in arms)
+    assert {arm.name: arm.role for arm in arms} == {
+        "baseline": "baseline",
+        "flash_fa2": "candidate",
+        "flash_all_bf16": "candidate",
+        "broken": "broken",
+        "reference": "reference",
+        "rerun": "rerun",
+        "nudge": "nudge",
+        "nudge_2": "nudge",
+        "init_seed": "yardstick",
+    }
+    judged = [arm for arm in arms if arm.role in ("candidate", "broken")]
+    assert all(arm.config.probe.golden and arm.config.probe.every for arm in judged)
+
+
+def test_quickstart_has_the_seeds_of_a_first_look_and_the_looks_of_coherence():
+    study = load_study(ROOT / "configs" / "quickstart.yaml", None)
+    assert len(study.seeds) == LOOKS[0]
+    assert study.base.train.steps // study.base.probe.gradient_every >= 20

@@ -31,9 +31,10 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     """Return the study that the YAML file `path` describes.
 
     `overrides` maps dotted paths below `base`, e.g. `train.steps`, to values written as YAML. When
-    they end training before the study's early step or an arm's `until`, the last step takes its
-    place. A model preset is a file `<name>.yaml` in `model/` or `../model/` beside the study, or
-    shipped with the repository. ConfigError, one line with file and key, for every mistake.
+    they end training before the study's early or judged step, or before an arm's `until`, the last
+    step takes its place. A model preset is a file `<name>.yaml` in `model/` or `../model/` beside
+    the study, or shipped with the repository. ConfigError, one line with file and key, for every
+    mistake.
     """
     path = Path(path)
     changes = dict(overrides or {})
@@ -205,8 +206,9 @@ def _with_steps_in_reach(study: StudyConfig, root: Place) -> StudyConfig:
     """Return `study` with no step past an end that the command line has brought forward."""
     train = study.base.train
     planned = train.planned_snapshots()
-    early, arms = study.early_step, study.arms
+    early, arms, policy = study.early_step, study.arms, study.policy
     if root.overridden:
+        policy = replace(policy, step=min(policy.step, train.steps))
         early = min(early, train.steps)
         arms = {name: _ending_by(entry, train.steps) for name, entry in arms.items()}
     if early not in planned:
@@ -214,7 +216,7 @@ def _with_steps_in_reach(study: StudyConfig, root: Place) -> StudyConfig:
             f"must be a step with a snapshot, got {early}; nearest: "
             f"{min(planned, key=lambda step: abs(step - early))}"
         )
-    return replace(study, early_step=early, arms=arms)
+    return replace(study, early_step=early, arms=arms, policy=policy)
 
 
 def _ending_by(entry: dict[str, Any], last: int) -> dict[str, Any]:
