@@ -188,7 +188,9 @@ def compare_hashes(
 ) -> dict[str, dict[int, ProofLine]]:
     """Return each hash of `arm` beside its baseline's, by name and seed; "" is not on record yet.
 
-    `first` is the baseline's.
+    `first` is the baseline's. Where one of the two has made fewer updates, by plan or because it
+    diverged, its batches are held against the other's of that many, and its final weights are
+    other ones by design.
     """
 
     def hash_of(run: RecordedRun | None, name: str) -> str:
@@ -198,11 +200,32 @@ def compare_hashes(
     for name in HASHES:
         is_free = may_differ(name, arm.diff)
         for seed, run in arm.runs.items():
-            first = hash_of(baseline.runs.get(seed) if baseline else None, name)
-            second = hash_of(run, name)
-            sameness = _sameness(first, second, is_free) if first and second else "unknown"
+            paired = baseline.runs.get(seed) if baseline else None
+            first, second = hash_of(paired, name), hash_of(run, name)
+            is_short = bool(first and second) and _steps_of(paired) != _steps_of(run)
+            if is_short and name == "batches":
+                first, second = _batches_of_both(paired, run)
+            may_be_other = is_free or (is_short and name == "final_weights")
+            sameness = _sameness(first, second, may_be_other) if first and second else "unknown"
             lines[name][seed] = ProofLine(field=name, first=first, second=second, sameness=sameness)
     return lines
+
+
+def _steps_of(run: RecordedRun | None) -> int:
+    return run.manifest.step if run and run.manifest else 0
+
+
+def _batches_of_both(first: RecordedRun | None, second: RecordedRun) -> tuple[str, str]:
+    """Return the running hashes of two runs' batches after the updates that both have made."""
+    shared = min(_steps_of(first), _steps_of(second))
+    assert first is not None  # it has a hash
+    found = []
+    for run in (first, second):
+        try:
+            found.append(read_text(run.paths.metrics, BATCH_HASH).get(shared, ""))
+        except (ValueError, OSError):  # a damaged log is told of elsewhere, and proves nothing
+            found.append("")
+    return found[0], found[1]
 
 
 def environments_of(study: RecordedStudy) -> dict[str, list[Any]]:
@@ -239,7 +262,12 @@ def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
         ),
         # a log that is not the one its manifest lists proves nothing about batches
         _batches(first, second, differences) if are_whole else _line("batches", None, None),
-        _line("hashes.final_weights", *final, is_free=may_differ("final_weights", differences)),
+        _line(
+            "hashes.final_weights",
+            *final,
+            is_free=may_differ("final_weights", differences)
+            or manifests[0].step != manifests[1].step,
+        ),
     ]
     return PairProof(
         first=str(first.root),

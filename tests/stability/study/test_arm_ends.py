@@ -4,6 +4,7 @@ The study is trained once: a rerun, a nudge and a reference of four steps beside
 """
 
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -11,17 +12,19 @@ import yaml
 
 from stability.analysis.ladder import ladder_of
 from stability.analysis.ladder_sentences import notes, sentence
+from stability.analysis.pair_contract import compare_hashes, prove_pair
 from stability.analysis.study_records import read_study
 from stability.config.arms import describe_change
 from stability.config.load import load_study
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
-from stability.records.metric_names import TRAIN_LOSS
+from stability.records.metric_names import BATCH_HASH, TRAIN_LOSS
 from stability.records.paths import RunPaths, snapshot_steps
 from stability.report.live.study_summary import summary_of_study
 from stability.study.run import RunConflictError
 from stability.study.run_study import plan_study
 from tests.conftest import run_quietly, tiny_content
+from tests.stability.sealing import seal
 
 FLASH = {"attention": {"implementation": "flash", "profile": "fa2"}}
 ORDER = ["baseline", "truth", "nudge", "rerun", "flash", "init_seed"]
@@ -112,6 +115,26 @@ def test_a_run_of_before_there_were_ends_is_one_of_the_whole_length(done, study,
     write_manifest(path, dataclasses.replace(read_manifest(path), until=0))
     with pytest.raises(RunConflictError, match="holds a run with until = 6, asked for 4"):
         run_tiny(load_study(done[0]), study.parent)
+
+
+@pytest.mark.parametrize("arm", ["rerun", "truth", "nudge"])
+def test_an_arm_that_ended_early_is_still_a_pair_with_its_baseline(done, arm):
+    recorded = read_study(done[1])
+    found = compare_hashes(recorded.arm(arm), recorded.arm("baseline"))
+    assert {line.sameness for line in found["batches"].values()} == {"same"}
+    assert {line.sameness for line in found["final_weights"].values()} == {"different by design"}
+    runs = [RunPaths.for_run(done[1], name, 1) for name in ("baseline", arm)]
+    assert prove_pair(*runs).breach is None
+
+
+def test_other_batches_of_an_arm_that_ended_early_are_seen(study):
+    paths = RunPaths.for_run(study, "nudge", 0)
+    lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    spoiled = [line | ({BATCH_HASH: "0" * 64} if BATCH_HASH in line else {}) for line in lines]
+    paths.metrics.write_text("".join(seal(line) for line in spoiled))
+    recorded = read_study(study)
+    found = compare_hashes(recorded.arm("nudge"), recorded.arm("baseline"))
+    assert found["batches"][0].sameness == "different"
 
 
 def test_only_the_first_seed_is_probed(done):
