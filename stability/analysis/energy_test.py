@@ -16,9 +16,11 @@ all enumerated up to 200,000, else 9,999 are drawn and p counts the one that was
 
 The test is a description and no judgement. Early on it tells exact FP64 attention from a nudge too:
 any other rounding is another law. And what can't be told from a nudge may be a candidate whose harm
-is small, or a design too small to tell anything, which `smallest_p` says. Just after the start the
-baseline lies in the middle of its nudges and is no draw like them; after an update or two, Adam's
-signs have moved all of them alike (`docs/verdict.md` has what was measured).
+is small, or a design too small to tell anything, which `smallest_p` says. Before the
+first update the baseline lies in the middle of its nudges and is no draw like them: in a GPT of 2
+layers and width 64 they are 1.35 times as far from one another as from it. From the first update
+on Adam's signs have moved all alike, and that ratio is 0.98 to 1.07 (3 seeds, steps 1 to 40). There
+a further nudge had p from 0.09 to 0.83, fa2 and golden 0.008 up to step 30, 0.016 and 0.024 at 40.
 """
 
 import math
