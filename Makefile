@@ -59,6 +59,7 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 # the picture of the rooms in docs/architecture.md, from the import contracts in pyproject.toml
 docs: $(INSTALLED)
 	$(BIN)/python docs/draw_rooms.py
+	$(BIN)/python docs/draw_verdict.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

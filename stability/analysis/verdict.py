@@ -25,8 +25,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from stability.analysis.assay import ArmAssay
+from stability.analysis.assay import ArmAssay, arm_assay, would_have_shown
 from stability.analysis.evidence import LEVELS, Level, LevelEvidence
+from stability.analysis.protocol_check import protocol_changes
 from stability.analysis.sequential import LOOKS, holm, look_alpha, look_at, next_look
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.convert import nearest
@@ -137,7 +138,7 @@ def judge_arms(
     }
     judge = partial(_judge, study, found, counts, alpha)
     planted = judge(broken, {}, [])
-    assays = {arm.name: (assay or _default_assay)(study, arm, policy) for arm in candidates}
+    assays = {arm.name: (assay or arm_assay)(study, arm, policy) for arm in candidates}
     judged = judge(candidates, assays, _unseen(planted))
     look = min((look_at(counts[arm.name]) for arm in candidates), default=0)
     return StudyVerdict(
@@ -147,7 +148,7 @@ def judge_arms(
         look=look,
         next_look=next_look(look),
         alpha=alpha,
-        exploratory=tuple((changes or _default_changes)(study, policy)),
+        exploratory=tuple((changes or protocol_changes)(study, policy)),
     )
 
 
@@ -267,7 +268,9 @@ def _outcome(
     blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
     if blind or unseen:
         return "NO ASSAY", "; ".join([f"{_listed(by_state['holds'])} hold, but", *blind, *unseen])
-    return "PASS", f"all hold: {_listed(by_state['holds'])}{rest}"
+    shown = would_have_shown(levels)
+    seen = f"; would have been seen: {shown}" if shown else ""
+    return "PASS", f"all hold: {_listed(by_state['holds'])}{rest}; {assay.sentence}{seen}"
 
 
 def _unseen(planted: Iterable[ArmVerdict]) -> list[str]:
@@ -373,17 +376,6 @@ def _default_levels() -> dict[Level, EvidenceOf]:
         else:
             found[level] = getattr(importlib.import_module(name), f"{level}_evidence")
     return found
-
-
-def _default_assay(study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig) -> ArmAssay:
-    return ArmAssay(state="not measured", sentence="no faults were planted")
-
-
-def _default_changes(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
-    name = "stability.analysis.protocol_check"
-    if importlib.util.find_spec(name) is None:
-        return []
-    return importlib.import_module(name).protocol_changes(study, policy)
 
 
 @dataclass(frozen=True, slots=True)

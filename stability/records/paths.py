@@ -51,6 +51,10 @@ class StudyPaths:
         """The distances between the arms of a seed; an arm `distances` may share the folder."""
         return self.root / "distances" / f"seed-{seed}.json"
 
+    def assay(self, arm: str) -> Path:
+        """What faults that were planted on an arm have shown."""
+        return self.root / "assay" / f"{arm}.json"
+
     @property
     def window(self) -> Path:
         """The step at which candidates are judged, as it was frozen at the first look."""

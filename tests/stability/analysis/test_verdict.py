@@ -61,7 +61,9 @@ def _outcome(study, fa2, broken=HARMED, **options):
 def test_all_levels_hold_and_harm_would_have_been_seen(study):
     found = _outcome(study, HOLDS)
     assert found.outcome == "PASS"
-    assert found.sentence == "all hold: operator, gradient, training, outcome"
+    assert found.sentence == (
+        f"all hold: operator, gradient, training, outcome; {SENSITIVE.sentence}"
+    )
     assert found.seeds == 3
 
 
@@ -82,7 +84,7 @@ def test_a_level_that_does_not_apply_is_named_and_the_rest_decides(study):
     silent = _evidence("operator", "not applicable")
     found = _outcome(study, _with(HOLDS, one=silent))
     assert found.outcome == "PASS"
-    assert found.sentence.endswith("; not applicable: operator")
+    assert "; not applicable: operator;" in found.sentence
     none = {level: _evidence(level, "not applicable") for level in LEVELS}
     assert _outcome(study, none).outcome == "INCONCLUSIVE"
 
