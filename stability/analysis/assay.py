@@ -87,9 +87,17 @@ def arm_assay(study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig) -> A
     )
 
 
-def found_at(level: str, fault: FaultRecord, alpha: float, policy: PolicyConfig) -> bool:
-    """Return whether a fault is surely beyond a limit of `policy` at `level`."""
-    tests = list(_operator_tests(fault, policy) if level == "operator" else _tests(fault, policy))
+def found_at(
+    level: str, fault: FaultRecord, own: FaultRecord, alpha: float, policy: PolicyConfig
+) -> bool:
+    """Return whether a fault is surely beyond a limit of `policy` at `level`.
+
+    A figure that is beyond its limit without the fault as well (`own`) shows nothing of it.
+    """
+    if level == "operator":
+        tests = list(_operator_tests(fault, own, policy))
+    else:
+        tests = list(_tests(fault, policy))
     return bool(tests) and min(tests) <= alpha / len(tests)
 
 
@@ -121,26 +129,37 @@ _SEEN = (
 def _missed(record: AssayRecord, alpha: float, policy: PolicyConfig) -> Iterator[str]:
     for fault in record.faults:
         for level in fault.levels:
-            if not found_at(level, fault, alpha, policy):
+            if not found_at(level, fault, record.own, alpha, policy):
                 where = "at the operator" if level == "operator" else "in the gradient"
                 yield f"{fault.name} {where}"
 
 
-def _operator_tests(fault: FaultRecord, policy: PolicyConfig) -> Iterator[float]:
+def _operator_tests(fault: FaultRecord, own: FaultRecord, policy: PolicyConfig) -> Iterator[float]:
     """Yield a p-value for each figure of each result: that it stays within its limit."""
-    for metrics in fault.operator.values():
-        # logs: a ratio is as far from 1 at a half as at two
-        ratios = [math.log(x) if x > 0 else -math.inf for x in metrics["error_ratio"]]
-        yield _p_above(ratios, math.log(policy.max_error_ratio))
-        yield _p_beyond(metrics["gain"], policy.max_gain)
-        yield _p_beyond(metrics["golden_bias_ulp"], policy.max_bias_ulp)
+    limits = {"gain": policy.max_gain, "golden_bias_ulp": policy.max_bias_ulp}
+    for result, metrics in fault.operator.items():
+        control = own.operator.get(result, {})
+        for metric, limit in limits.items():
+            if abs(_mean(control.get(metric, ()))) <= limit:
+                yield _p_beyond(metrics[metric], limit)
+        most = math.log(policy.max_error_ratio)
+        if _mean(_logs(control.get("error_ratio", ()))) <= most:
+            yield _p_above(_logs(metrics["error_ratio"]), most)
+
+
+def _logs(values: Sequence[float]) -> list[float]:
+    # logs: a ratio is as far from 1 at a half as at two
+    return [math.log(value) if value > 0 else -math.inf for value in values]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def _tests(fault: FaultRecord, policy: PolicyConfig) -> Iterator[float]:
     if not fault.ratios:
         return
-    logs = [math.log(ratio) if ratio > 0 else -math.inf for ratio in fault.ratios]
-    yield _p_above(logs, math.log(policy.max_gradient_ratio))
+    yield _p_above(_logs(fault.ratios), math.log(policy.max_gradient_ratio))
     yield _p_share(fault, policy.max_share)
 
 

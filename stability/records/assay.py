@@ -46,6 +46,8 @@ class AssayRecord:
     seed: int
     parents: Mapping[str, str]
     """SHA-256 of each snapshot by its name below the run's folder."""
+    own: FaultRecord
+    """The candidate's own figures at the operator, with no fault."""
     faults: tuple[FaultRecord, ...]
 
 
@@ -54,6 +56,7 @@ class _File:
     arm: str
     seed: int
     parents: dict[str, Any]
+    own: dict[str, Any]
     faults: list[Any]
 
 
@@ -64,6 +67,7 @@ def write_assay(study: Path, record: AssayRecord) -> Path:
         arm=record.arm,
         seed=record.seed,
         parents=dict(record.parents),
+        own=asdict(record.own),
         faults=[asdict(fault) for fault in record.faults],
     )
     write_sealed(path, jsonable(asdict(content)))
@@ -84,6 +88,7 @@ def read_assay(study: Path, arm: str) -> AssayRecord | None:
             arm=content.arm,
             seed=content.seed,
             parents=content.parents,
+            own=_fault(content.own),
             faults=tuple(_fault(entry) for entry in content.faults),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from attention_kernels import golden_attention
 from attention_kernels.testing.faults import FAULTS, Fault, plant
+from stability.analysis.intervals import p_values
+from stability.analysis.sequential import look_alpha
 from stability.config.schema import PolicyConfig
 from stability.metrics.coherence import coherence_of
 from stability.metrics.golden_error import GOLDEN_COLUMNS, golden_tensor
@@ -42,8 +44,8 @@ FEW = 3
 """Looks at the operator, and at a gradient whose error is far too large."""
 SHARE_LOOKS = 24
 """Looks at a gradient whose error is not; the study's own evidence asks for 20."""
-SURELY = 1.5
-"""So many times the policy's limit, at each of FEW looks, is enough for a ratio of errors."""
+STAGES = (FEW, 6, 12)
+"""Looks after which a ratio of errors may be enough, each with its share of the error rate."""
 SEQUENCES = 4
 """Of a batch, as many as take part in a gradient, and half of them at the operator: a fault is a
 thousand roundings large there, and time is what an assay costs."""
@@ -69,8 +71,10 @@ def update_assays(
         return []
     made = []
     for run in first:
-        judged = run.arm.name in policy.candidates or run.arm.role == "candidate"
-        if not judged or not has_ended(run.paths) or _is_known(study, run):
+        # no policy's arms: those of role candidate are judged
+        named = run.arm.name in policy.candidates
+        is_judged = named if policy.candidates else run.arm.role == "candidate"
+        if not is_judged or not has_ended(run.paths) or _is_known(study, run):
             continue
         try:
             record = assay_run(run, policy)
@@ -100,11 +104,13 @@ def assay_run(run: Run, policy: PolicyConfig) -> AssayRecord | None:
     # an out that is not rounded has no bias of its rounding
     faults = [f for f in FAULTS.values() if f.name != BIAS or rounding != torch.float64]
     operator = _operator(gradients, looks[:FEW], faults)
+    own = FaultRecord(name="", what="no fault", levels=(), operator=operator[""])
     found = [_in_gradient(gradients, looks, fault, policy) for fault in faults]
     return AssayRecord(
         arm=run.arm.name,
         seed=run.seed,
         parents=_parents(run.paths),
+        own=own,
         faults=tuple(
             FaultRecord(
                 name=fault.name,
@@ -157,27 +163,31 @@ def _looks(run: Run, steps: Sequence[int], device: torch.device) -> list[_Look]:
     loader = load_data(run.config).train_dataloader()
     looks = []
     for index, batch in zip(range(SHARE_LOOKS), loader, strict=False):
-        looks.append(_Look(weights=weights[index % len(weights)], batch=batch[:SEQUENCES].to(device)))
+        looks.append(
+            _Look(weights=weights[index % len(weights)], batch=batch[:SEQUENCES].to(device))
+        )
     return looks
 
 
 def _operator(
     gradients: GptGradients, looks: Sequence[_Look], faults: Sequence[Fault]
 ) -> dict[str, dict[str, dict[str, tuple[float, ...]]]]:
-    """Return by fault, result and metric a value for each look and layer."""
+    """Return by fault, result and metric a value for each look and layer; "" is no fault."""
     columns = [GOLDEN_COLUMNS.index(metric) for metric in METRICS]
-    found: dict[str, dict[str, dict[str, list[float]]]] = {fault.name: {} for fault in faults}
+    names = ["", *(fault.name for fault in faults)]
+    found: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in names}
     for look in looks:
         for index, (qkv, dout) in enumerate(_captured(gradients, look)):
             if not gradients.changed[index]:
                 continue
             golden = _results(golden_attention, tuple(x.double() for x in qkv), dout.double())
             baseline = _results(gradients.baseline[index], qkv, dout)
-            for fault in faults:
-                planted = plant(gradients.candidate[index], fault.name)
+            for name in names:
+                own = gradients.candidate[index]
+                planted = plant(own, name) if name else own
                 for result, value in _results(planted, qkv, dout).items():
                     values = golden_tensor(value, baseline[result], golden[result])
-                    of_result = found[fault.name].setdefault(result, {m: [] for m in METRICS})
+                    of_result = found[name].setdefault(result, {m: [] for m in METRICS})
                     for metric, number in zip(METRICS, values[columns].tolist(), strict=True):
                         of_result[metric].append(number)
     return {
@@ -249,7 +259,7 @@ def _in_gradient(
         error = _error(planted.of(look.weights, look.batch, "candidate", True), look.golden)
         ratios.append(_norm(error) / look.baseline if look.baseline else math.inf)
         sketches.append(sketch(error))
-        if len(ratios) == FEW and min(ratios) > SURELY * policy.max_gradient_ratio:
+        if len(ratios) in STAGES and _is_surely_above(ratios, policy):
             break
     errors = torch.stack(sketches).double()
     found = coherence_of((errors @ errors.mT).cpu().numpy())
@@ -259,6 +269,15 @@ def _in_gradient(
         "share_se": float(found.share_se),
         "share_looks": found.looks,
     }
+
+
+def _is_surely_above(ratios: Sequence[float], policy: PolicyConfig) -> bool:
+    if not all(0 < ratio < math.inf for ratio in ratios):
+        return False
+    logs = {look: math.log(ratio) for look, ratio in enumerate(ratios)}
+    # half is the share's, and a ratio is tried at each stage and at the end
+    alpha = look_alpha(policy.alpha) / 2 / (len(STAGES) + 1)
+    return p_values(logs, math.log(policy.max_gradient_ratio))[0] <= alpha
 
 
 def _error(one: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> list[Tensor]:

@@ -19,6 +19,7 @@ from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.protocol import has_begun, protocol_hash, read_protocol, seal_protocol
 from stability.records.sealed_json import write_sealed
+from stability.study.assay import update_assays
 from stability.study.assemble import assemble, load_data
 from stability.study.distances import update_distances
 from stability.study.processes import train_in_processes
@@ -122,6 +123,7 @@ def run_study(
         # a second time where they were trained in turn: what is on record is not measured again
         _measure_distances(runs, seed, observer)
     freeze_window(out / study.name)
+    update_assays(folder, runs, study.policy, observer.run_noted)
     return runs
 
 

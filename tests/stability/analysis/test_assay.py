@@ -38,6 +38,9 @@ def _fault(name="dq_gain", levels=("operator",), operator=None, **figures):
     )
 
 
+OWN = _fault("", ())
+
+
 @pytest.mark.parametrize(
     ("figures", "found"),
     [
@@ -56,12 +59,20 @@ def _fault(name="dq_gain", levels=("operator",), operator=None, **figures):
 def test_a_fault_is_found_at_the_operator_where_one_figure_is_surely_beyond_its_limit(
     figures, found
 ):
-    assert found_at("operator", _fault(operator=_operator(**figures)), ALPHA, POLICY) is found
+    assert found_at("operator", _fault(operator=_operator(**figures)), OWN, ALPHA, POLICY) is found
 
 
 def test_a_limit_that_is_raised_lets_faults_through():
     fault = _fault(operator=_operator(gain=5e-3))
-    assert not found_at("operator", fault, ALPHA, replace(POLICY, max_gain=6e-3))
+    assert not found_at("operator", fault, OWN, ALPHA, replace(POLICY, max_gain=6e-3))
+
+
+def test_what_the_candidate_shows_without_the_fault_is_no_sign_of_it():
+    own = _fault("", (), operator=_operator(ratio=2.3))
+    assert found_at("operator", _fault(operator=_operator(ratio=2.3)), OWN, ALPHA, POLICY)
+    assert not found_at("operator", _fault(operator=_operator(ratio=2.3)), own, ALPHA, POLICY)
+    both = _fault(operator=_operator(ratio=2.3, gain=5e-3))
+    assert found_at("operator", both, own, ALPHA, POLICY)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +87,7 @@ def test_a_limit_that_is_raised_lets_faults_through():
 )
 def test_a_fault_is_found_in_the_gradient_by_its_ratio_or_by_what_repeats(figures, found):
     fault = _fault(levels=("gradient",), **figures)
-    assert found_at("gradient", fault, ALPHA, POLICY) is found
+    assert found_at("gradient", fault, OWN, ALPHA, POLICY) is found
 
 
 @pytest.fixture
@@ -91,7 +102,7 @@ def _assay(study, *faults):
     run = arm.runs[0]
     run = replace(run, manifest=replace(run.manifest, files=parents))
     arm = replace(arm, runs={0: run})
-    write_assay(study, AssayRecord(arm=arm.name, seed=0, parents=parents, faults=faults))
+    write_assay(study, AssayRecord(arm=arm.name, seed=0, parents=parents, own=OWN, faults=faults))
     return lambda: arm_assay(read_study(study), arm, POLICY)
 
 
