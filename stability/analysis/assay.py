@@ -14,7 +14,7 @@ takes more training than a study has.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -116,7 +116,7 @@ def would_have_shown(levels: Mapping[Level, LevelEvidence]) -> str:
     return ", ".join(said)
 
 
-_SEEN = (
+_SEEN: tuple[tuple[Level, str, Callable[[float], str]], ...] = (
     ("operator", "gain_excluded", lambda value: f"a gain error of {100 * value:.2g} %"),
     ("operator", "golden_bias_ulp_excluded", lambda value: f"a bias of {value:.2g} ULP"),
     ("gradient", "ratio_high", lambda value: f"{value:.3g} times the gradient's error"),

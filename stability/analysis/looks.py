@@ -24,7 +24,6 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtr
 
 from stability.config.schema import PolicyConfig
 
@@ -107,6 +106,8 @@ def p_above(values: Array, limit: float = 0.0, *, equal_is_sure: bool = False) -
     `equal_is_sure` they are taken at their word, as the error ratio of an attention that has the
     baseline's own bits: 1 at every look.
     """
+    from scipy.special import stdtr  # heavy: a quarter of a second
+
     mean, error, count = _moments(values)
     with np.errstate(divide="ignore", invalid="ignore"):
         t = (mean - limit) / error

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
 
 from stability.analysis.evidence import LevelEvidence
 from stability.analysis.looks import (
@@ -263,6 +262,8 @@ def _looks_needed(one: _Place, alpha: float) -> int:
     mean = float(values.mean())
     room = abs(one.samples.limit - (abs(mean) if one.samples.signed else mean))
     counts = np.unique(np.geomspace(2, MOST_LOOKS, 200).astype(int))
+    from scipy.special import stdtrit  # heavy: a quarter of a second
+
     enough = stdtrit(counts - 1, 1 - alpha) * spread / np.sqrt(counts) < room
     return int(counts[enough.argmax()]) if enough.any() else MOST_LOOKS
 
@@ -287,5 +288,7 @@ def _bound(one: _Place, alpha: float) -> float:
     count = int(np.isfinite(one.samples.values).sum())
     if count < 2:
         return math.inf
+    from scipy.special import stdtrit  # heavy: a quarter of a second
+
     reach = float(stdtrit(count - 1, 1 - alpha)) * one.error
     return one.mean * math.exp(min(reach, 700.0)) if one.kind == "error" else abs(one.mean) + reach

@@ -17,8 +17,6 @@ Leaves out how a level is measured (`operator_evidence` and its three siblings),
 it, and exit codes, which are the command line's.
 """
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,9 +25,13 @@ from typing import Any, Literal
 
 from stability.analysis.assay import ArmAssay, arm_assay, would_have_shown
 from stability.analysis.evidence import LEVELS, Level, LevelEvidence
+from stability.analysis.gradient_evidence import gradient_evidence
+from stability.analysis.operator_evidence import operator_evidence
+from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.protocol_check import protocol_changes
 from stability.analysis.sequential import LOOKS, holm, look_alpha, look_at, next_look
 from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.analysis.training_evidence import training_evidence
 from stability.config.convert import nearest
 from stability.config.schema import BASELINE, PolicyConfig
 from stability.records.sealed_json import jsonable
@@ -51,6 +53,12 @@ WORST_FIRST: tuple[Outcome, ...] = ("FAIL", "NO ASSAY", "INCONCLUSIVE", "PASS")
 EvidenceOf = Callable[[RecordedStudy, RecordedArm, PolicyConfig], LevelEvidence]
 AssayOf = Callable[[RecordedStudy, RecordedArm, PolicyConfig], ArmAssay]
 ChangesOf = Callable[[RecordedStudy, PolicyConfig], list[str]]
+LEVEL_EVIDENCE: Mapping[Level, EvidenceOf] = {
+    "operator": operator_evidence,
+    "gradient": gradient_evidence,
+    "training": training_evidence,
+    "outcome": outcome_evidence,
+}
 CONTROLS = ("baseline", "reference", "nudge", "rerun", "broken")
 """Roles whose runs of a seed must have ended before that seed counts."""
 DONE = ("finished", "diverged")
@@ -127,7 +135,7 @@ def judge_arms(
     `levels`, `assay` and `changes` stand in for the project's own evidence, assay and comparison
     with the sealed protocol. ValueError if there is no candidate, or one that is no arm.
     """
-    measure = levels or _default_levels()
+    measure = levels or LEVEL_EVIDENCE
     candidates = judged_candidates(study, policy)
     broken = [arm for arm in study.arms if arm.role == "broken" and arm not in candidates]
     alpha = look_alpha(policy.alpha)
@@ -362,20 +370,6 @@ def _not_measured(level: Level, why: str) -> LevelEvidence:
 
 def _no_assay_needed() -> ArmAssay:
     return ArmAssay(state="not applicable", sentence="it is itself a planted fault")
-
-
-def _default_levels() -> dict[Level, EvidenceOf]:
-    """Return the project's evidence by level; one whose module is not there is not measured."""
-    found: dict[Level, EvidenceOf] = {}
-    for level in LEVELS:
-        name = f"stability.analysis.{level}_evidence"
-        if importlib.util.find_spec(name) is None:
-            found[level] = lambda study, arm, policy, level=level: _not_measured(
-                level, "nothing measures it yet"
-            )
-        else:
-            found[level] = getattr(importlib.import_module(name), f"{level}_evidence")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
