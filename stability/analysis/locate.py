@@ -13,7 +13,7 @@ data; the peers share all three, so that a place is named if it stands out from 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -258,7 +258,8 @@ def _named(scores: _Scores, alpha: float) -> list[_Place]:
             single += [_Place(layer, head, at) for head, at in heads.named.items()]
         elif looks or heads.named:
             whole.append(_Place(layer, None, max(int(looks), *heads.named.values(), 0)))
-    model = _of_the_model(scores, whole, 0 if scores.relative else sure.model)
+    explained = {place.layer for place in single}
+    model = _of_the_model(scores, whole, 0 if scores.relative else sure.model, explained)
     return [model, *single] if model else [*whole, *single]
 
 
@@ -281,15 +282,21 @@ class _Heads(NamedTuple):
         return cls(int(there.sum()), named, bool(2 * beyond.sum() > there.sum()))
 
 
-def _of_the_model(scores: _Scores, layers: Sequence[_Place], looks: int) -> _Place | None:
-    """Return the whole model if most of its layers are beyond: each surely, or all together."""
+def _of_the_model(
+    scores: _Scores, layers: Sequence[_Place], looks: int, explained: Collection[int | None]
+) -> _Place | None:
+    """Return the whole model if most of its layers are beyond: each surely, or all together.
+
+    Layers whose error a few heads explain count not.
+    """
     count = scores.layers.values.shape[1]
     if scores.relative or count < 2:
         return None
     if 2 * len(layers) > count:
         every = len(layers) == count
         return _Place(None, None, max(layer.looks for layer in layers), every)
-    beyond = int(_mean_beyond(scores.layers).sum())
+    found = np.flatnonzero(_mean_beyond(scores.layers))
+    beyond = sum(int(layer) not in explained for layer in found)
     return _Place(None, None, looks, beyond == count) if looks and 2 * beyond > count else None
 
 

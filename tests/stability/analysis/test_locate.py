@@ -108,6 +108,15 @@ def test_what_is_bad_everywhere_alike_is_said_of_the_whole_model(tmp_path, steps
     assert all(1e4 < each.value < 4e4 for each in found)
 
 
+def test_one_head_that_is_bad_in_every_layer_is_named_in_each_and_not_the_model(tmp_path):
+    metrics = dict(read_probe(write_probe(tmp_path)).metrics)
+    for name, series in metrics.items():
+        is_head = "/head_" not in name or "/head_1/" in name
+        if name.endswith("out/error_ratio") and is_head:
+            series.values = [1e3 * value for value in series.values]
+    assert {each.place for each in locate(metrics)} == {Location(_layer(i), 1) for i in range(4)}
+
+
 def test_where_most_layers_are_bad_one_that_is_far_worse_still_has_a_name(tmp_path):
     metrics = dict(read_probe(write_probe(tmp_path, heads=0)).metrics)
     for name, series in metrics.items():

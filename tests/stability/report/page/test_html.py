@@ -85,7 +85,7 @@ def test_every_choice_has_traces_and_attention_comes_first(page):
     assert {name: options[0] for name, options in choices.items()} == {
         "arm": "flash_all_bf16",
         "what": "out",
-        "metric": "rel_fro",
+        "metric": "error_ratio",
     }
     for key in ("deviation-map", "deviation-curves"):
         metas = [trace["meta"] for trace in figures[key]["data"]]
