@@ -8,13 +8,13 @@ the next probed step, at a checkpoint or at the end, whichever comes first, so t
 waits for the copy. The comparison itself is in `probe.attention_probe`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
-from torch import nn
+from torch import Tensor, nn
 
 from stability.callbacks.each_update import UpdateCallback
 from stability.intercept.session import Candidate, Shadow, shadow
@@ -149,13 +149,23 @@ class ShadowCallback(UpdateCallback):
     """Compare `candidate` with the attention of the trained module; log to the trainer's loggers.
 
     `options` are the keyword arguments of `stability.shadow`, without `sinks` and `first_step`.
-    Steps are the trainer's global steps. `shadow` is called when training starts, and its
-    ValueErrors are raised then.
+    With `gradient_every`, `loss` is a function of the module and the batch; it is called in the
+    trainer's precision, with the last micro-batch of a step. Steps are the trainer's global steps.
+    `shadow` is called when training starts, and its ValueErrors are raised then.
     """
 
-    def __init__(self, candidate: Candidate = "flash:fa2", **options: Any) -> None:
+    def __init__(
+        self,
+        candidate: Candidate = "flash:fa2",
+        *,
+        loss: Callable[[LightningModule, Any], Tensor] | None = None,
+        **options: Any,
+    ) -> None:
         self._candidate = candidate
         self._options = options
+        self._loss = loss
+        self._batch: Any = None
+        """The last micro-batch, until its hook has ended."""
         self._open = ExitStack()
         self._session: Shadow | None = None
         self._log = _ProbeLog()
@@ -170,6 +180,7 @@ class ShadowCallback(UpdateCallback):
                 pl_module,
                 self._candidate,
                 **self._options,
+                loss=None if self._loss is None else self._loss_of_batch,
                 sinks=[self._write],
                 first_step=trainer.global_step,
             )
@@ -177,13 +188,25 @@ class ShadowCallback(UpdateCallback):
         # Lightning loads callback states before training starts, when there was no probe yet.
         # Once: a second `fit` that resumes from nothing begins its sums anew.
         if self._state:
-            self._session.probe.load_state_dict(self._state)
+            self._session.probe.load_state_dict(self._state["probe"])
+            self._session.gradient_meter.load_state_dict(self._state["gradient"])
             self._state = {}
+
+    def _loss_of_batch(self) -> Tensor:
+        assert self._trainer is not None
+        assert self._loss is not None
+        with self._trainer.precision_plugin.forward_context():
+            return self._loss(self._trainer.lightning_module, self._batch)
+
+    def after_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
+        """Remember the batch for `loss`."""
+        self._batch = batch if self._loss is not None else None
 
     def after_update(self, trainer: Trainer, step: int) -> None:
         """Tell the comparison that the weights were updated."""
         if self._session is not None:
             self._session.step()
+        self._batch = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last measurements, and leave the module as it was."""
@@ -208,9 +231,13 @@ class ShadowCallback(UpdateCallback):
         if self._session is None:
             return {}
         self._session.deliver()
-        return {"probe": self._session.probe.state_dict(), "watched": self._log.state_dict()}
+        return {
+            "probe": self._session.probe.state_dict(),
+            "gradient": self._session.gradient_meter.state_dict(),
+            "watched": self._log.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore from a checkpoint what `state_dict` returned."""
-        self._state = state_dict.get("probe", {})
+        self._state = state_dict if "probe" in state_dict else {}
         self._log.load_state_dict(state_dict.get("watched", {}))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stability.config.schema import ProbeConfig
+from stability.intercept.gradients import CaughtGradients, Loss
 from stability.intercept.replacement import Direction, Replacement
 from stability.intercept.sdpa import catch_sdpa
 from stability.intercept.transformers import (
@@ -26,6 +27,7 @@ from stability.intercept.transformers import (
 from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shadows
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 from stability.probe.captured_call import AttentionCall, BoundAttention, Interceptor
+from stability.probe.gradient_evidence import GradientMeter
 from stability.probe.measurements import HostTransfer, StepMeasurements
 from stability.probe.probe_recorder import ProbeRecorder
 from stability.probe.schedule import Schedule
@@ -62,6 +64,8 @@ def shadow(
     inside: bool = False,
     inherited: bool = False,
     overhead: float | str = 0.0,
+    gradient_every: int = 0,
+    loss: Loss | None = None,
     replace: Sequence[str] = (),
     direction: Direction = "both",
     records: Path | str | None = None,
@@ -79,11 +83,14 @@ def shadow(
     measures both against FP64, `backward` also dq, dk and dv; `heads` and `positions` (a number of
     ranges) also measure each head and range, `inside` logits, entropy and the like,
     `inherited` runs the forward a second time in the candidate's stream. `overhead`, e.g. "5%",
-    bounds the probe's share of the time. `records` is a folder for the measurements, which
-    `stability show` and `stability report` read; `sinks` are given each step's, e.g.
-    `lambda step, measured: wandb.log(measured.metrics)`. `first_step` is the number of updates made
-    before. ValueError, before anything runs, for an unknown candidate, attention dropout or a
-    compiled model; and after the first due step, if no attention call could be caught in it.
+    bounds the probe's share of the time. Every `gradient_every` steps `loss`, a function that
+    computes the loss of the current batch as the training does, autocast included, is called six
+    times inside `step()`: for the whole model's gradient under the (first) candidate, the model's
+    own attention and FP64, isolated and as trained (`probe.gradient_evidence`). `records` is a
+    folder for the measurements, which `stability show` and `stability report` read; `sinks` are
+    given each step's, e.g. `lambda step, measured: wandb.log(measured.metrics)`. `first_step` is
+    the number of updates made before. ValueError, before anything runs, for an unknown candidate,
+    attention dropout or a compiled model; and after the first due step, if no attention call could be caught in it.
     """
     config = ProbeConfig(
         every=every,
@@ -97,7 +104,13 @@ def shadow(
         inside=inside,
         inherited=inherited,
         overhead=overhead,
+        gradient_every=gradient_every,
     )
+    if gradient_every and loss is None:
+        raise ValueError(
+            "shadow: loss must be a function where gradient_every is given, got None; e.g. "
+            "loss=lambda: criterion(model(x), y)"
+        )
     _check_model(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     several = candidate if isinstance(candidate, list) else [candidate]
@@ -111,7 +124,7 @@ def shadow(
     if records is not None:
         recorder = _recorder(Path(records), model, named, replacement, golden)
         sinks = [*sinks, recorder.write]
-    session = Shadow(model, config, named, replacement, sinks, first_step)
+    session = Shadow(model, config, named, replacement, sinks, first_step, loss)
     if recorder is not None:
         recorder.describe((), first_step)
     try:
@@ -153,12 +166,17 @@ class Shadow:
         replacement: Replacement | None,
         sinks: Sequence[Sink] = (),
         first_step: int = 0,
+        loss: Loss | None = None,
     ) -> None:
         self.candidates = tuple(candidates)
         self.findings: list[tuple[int, str, str]] = []
         """(step, layer, what was wrong), as they arrive."""
+        self.gradient_meter = GradientMeter()
+        self.gradient_metrics: dict[str, float] = {}
+        """The values of the last look at the whole model's gradient, by name."""
         self._model = model
         self._config = config
+        self._loss = loss
         self._replacement = replacement
         self._sinks = tuple(sinks)
         self._schedule = Schedule(
@@ -215,6 +233,8 @@ class Shadow:
         if was_due and not self._layers:
             raise ValueError(_nothing_caught(self._model))
         self._step += 1
+        if self._config.gradient_every and self._step % self._config.gradient_every == 0:
+            self._look_at_gradient()
         self._begin()
 
     def close(self) -> None:
@@ -244,6 +264,27 @@ class Shadow:
         transfer = self.probe.start_transfer()
         if transfer is not None:
             self._transfer = (self._step, transfer)
+
+    def _look_at_gradient(self) -> None:
+        """Look at the gradient on the weights as they are now, and the batch that made them so."""
+        assert self._loss is not None
+        self.deliver()  # sinks are given steps in order
+        replacement = self._replacement
+        # the model's own attention is the baseline, also where it is replaced
+        self._replacing.close()
+        compared = replacement or Replacement(
+            candidate=self.candidates[0], layers=self._config.layers
+        )
+        try:
+            taken = CaughtGradients(self._model, self._loss, compared, self._catch)
+            measured = self.gradient_meter.look(taken.of)
+        finally:
+            if replacement is not None:
+                self._replacing.enter_context(self._catch(self._model, self._attend))
+        self.gradient_metrics = measured.metrics
+        self.findings += [(self._step, layer, text) for layer, text in measured.findings]
+        for sink in self._sinks:
+            sink(self._step, measured)
 
     def deliver(self) -> None:
         """Hand the last due step's measurements to the sinks; waits for them on CUDA."""

@@ -73,8 +73,8 @@ class GradientMeter:
         self._as_trained = _ErrorSum()
         self._reported: set[str] = set()
 
-    def look(self, take: TakeGradients) -> StepMeasurements:
-        """Return the metrics of one look.
+    def look(self, take: TakeGradients, *, as_trained: bool = True) -> StepMeasurements:
+        """Return the metrics of one look; without `as_trained` those of the isolated one alone.
 
         Where the candidate raises, or its gradient is not finite, the ratio is NaN. Where baseline
         or golden do, nothing is measured. Either is a finding, each reported once.
@@ -82,7 +82,7 @@ class GradientMeter:
         metrics: dict[str, float] = {}
         findings: list[str] = []
         # as trained first: a model that is not ours tells in it what its attention is given
-        for isolated in (False, True):
+        for isolated in (False, True) if as_trained else (True,):
             try:
                 metrics |= self._measure(take, isolated)
             except _UnusableLookError as error:

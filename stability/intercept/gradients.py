@@ -1,0 +1,193 @@
+"""The gradient of any torch model's loss under three attentions, isolated or as trained.
+
+The caller's `loss` is called again for each: the model's attention calls are caught as the probe
+catches them, and computed by the candidate, by the model's own attention or by the golden. While it
+runs, copies stand in the place of the model's parameters and buffers, so that the model's own,
+their gradients and whatever hooks are on them never see it. Isolated, the copies are widened and
+autocast is switched off for every operation but the attention, whatever `loss` itself asks for.
+Values that the model's own code casts to a narrow dtype stay narrow. Leaves out what is measured of
+the gradients (`probe.gradient_evidence`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from attention_kernels import golden_attention
+from stability.intercept.replacement import Replacement
+from stability.probe.attention_probe import isolated
+from stability.probe.captured_call import AttentionCall, BoundAttention, Interceptor
+from stability.probe.gradient_evidence import (
+    AttentionRole,
+    isolated_attention,
+    isolated_golden,
+    surrounding_dtype,
+)
+
+__all__ = ["CaughtGradients", "Loss"]
+
+Loss = Callable[[], Tensor]
+"""Computes the loss of the current batch with the model, as the training does, and returns it."""
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class CaughtGradients:
+    """Gradients of `loss` by parameter of `model`; the replacement's layers are those compared."""
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, replacement: Replacement, catch: Interceptor
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._replacement = replacement
+        self._catch = catch
+        self._dtypes: dict[str, torch.dtype] = {}
+        """What each layer's attention computes in as trained, once that has been looked at."""
+
+    def of(self, role: AttentionRole, is_isolated: bool) -> Mapping[str, Tensor]:
+        """Return the gradient; as trained has to come first, since it shows the dtypes.
+
+        ValueError if no attention call of the compared layers is made, or no gradient arrives.
+        """
+        device = next(self._model.parameters()).device
+        dtype = self._widest() if is_isolated else None
+        leaves = {
+            parameter: parameter.detach()
+            .to(_widened(parameter, dtype), copy=True)
+            .requires_grad_(parameter.requires_grad)
+            for parameter in self._model.parameters()
+        }
+        trained = {parameter: leaf for parameter, leaf in leaves.items() if leaf.requires_grad}
+        mode = _AutocastOff(device.type) if is_isolated else None
+        seen: list[str] = []
+
+        def handle(call: AttentionCall, primary: BoundAttention) -> Tensor:
+            if not self._replacement.covers(call.layer):
+                if is_isolated:
+                    return self._isolated("baseline", call, primary, mode)
+                return primary(call.q, call.k, call.v)[0]
+            seen.append(call.layer)
+            if is_isolated:
+                return self._isolated(role, call, primary, mode)
+            return self._as_trained(role, call, primary)
+
+        with isolated(device), torch.enable_grad(), _standing_in(self._model, leaves, dtype):
+            with self._catch(self._model, handle), mode or nullcontext():
+                loss = self._loss()
+            _check(seen, loss)
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        return {
+            names[parameter]: torch.zeros_like(leaf) if x is None else x
+            for (parameter, leaf), x in zip(trained.items(), found, strict=True)
+        }
+
+    def _as_trained(
+        self, role: AttentionRole, call: AttentionCall, primary: BoundAttention
+    ) -> Tensor:
+        dtype = self._dtypes[call.layer] = call.dtype or call.q.dtype
+        if role == "baseline":
+            return primary(call.q, call.k, call.v)[0]
+        # refuses what a candidate can't be given, for the golden too
+        candidate = self._replacement.of(call, primary)
+        if role == "candidate":
+            return candidate(call.q, call.k, call.v)[0]
+        q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
+        return golden_attention(q, k, v, **call.mask).to(dtype)
+
+    def _isolated(
+        self,
+        role: AttentionRole,
+        call: AttentionCall,
+        primary: BoundAttention,
+        mode: "_AutocastOff | None",
+    ) -> Tensor:
+        rounding = self._dtypes.get(call.layer, call.dtype or call.q.dtype)
+        bound = primary if role == "baseline" else self._replacement.of(call, primary)
+        # the model's own casts its mask where autocast does; a candidate may not know autocast
+        autocast = role == "baseline" and rounding in _NARROW
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with torch.autocast(q.device.type, dtype=rounding, enabled=autocast):
+                return bound(q, k, v)[0]
+
+        with mode.paused() if mode else nullcontext():
+            if role == "golden":
+                return isolated_golden(rounding)(call.q, call.k, call.v, **call.mask)
+            return isolated_attention(attend, rounding)(call.q, call.k, call.v)
+
+    def _widest(self) -> torch.dtype:
+        wide = [surrounding_dtype(dtype) for dtype in self._dtypes.values()]
+        return torch.float64 if torch.float64 in wide else torch.float32
+
+
+def _check(seen: list[str], loss: Any) -> None:
+    if not seen:
+        raise ValueError(
+            "shadow: loss must run the model, got no attention call of the compared layers in it"
+        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = type(loss).__name__
+        if isinstance(loss, Tensor):
+            got = f"a tensor {tuple(loss.shape)} that requires grad: {loss.requires_grad}"
+        raise ValueError(f"shadow: loss must return one number with its graph, got {got}")
+
+
+def _widened(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return x.dtype if dtype is None or not x.is_floating_point() else dtype
+
+
+@contextmanager
+def _standing_in(
+    model: nn.Module, leaves: Mapping[nn.Parameter, Tensor], dtype: torch.dtype | None
+) -> Iterator[None]:
+    """Inside, `leaves` are the parameters of `model`, and copies its buffers.
+
+    Tensors go where `torch.func.functional_call` would put them; `loss` is not ours to call so.
+    """
+    members: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        for group in (module._parameters, module._buffers):
+            members += [(group, name, x) for name, x in group.items() if x is not None]
+    # one copy for a buffer that several modules share
+    buffers = {x: x.clone().to(_widened(x, dtype)) for x in model.buffers()}
+    stand_ins = {**leaves, **buffers}
+    try:
+        for group, name, x in members:
+            group[name] = stand_ins[x]
+        yield
+    finally:
+        for group, name, x in members:
+            group[name] = x
+
+
+class _AutocastOff(TorchFunctionMode):
+    """Switches autocast off for each operation, also where the code inside has switched it on."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._off = partial(torch.autocast, device, enabled=False)
+        self._is_paused = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
+        with self._off():
+            return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave autocast alone inside."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
