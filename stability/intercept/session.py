@@ -90,7 +90,8 @@ def shadow(
     folder for the measurements, which `stability show` and `stability report` read; `sinks` are
     given each step's, e.g. `lambda step, measured: wandb.log(measured.metrics)`. `first_step` is
     the number of updates made before. ValueError, before anything runs, for an unknown candidate,
-    attention dropout or a compiled model; and after the first due step, if no attention call could be caught in it.
+    attention dropout or a compiled model; and after the first due step, if no attention call could
+    be caught in it.
     """
     config = ProbeConfig(
         every=every,

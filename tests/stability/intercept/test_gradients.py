@@ -101,9 +101,6 @@ def test_isolated_is_one_precision_wider_whatever_the_model_is_in(dtype):
 def test_isolated_switches_off_the_autocast_that_the_loss_switches_on():
     model, dtypes = _model(), []
     model.head.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
-    candidate = Replacement(
-        candidate=resolve_attention("flash:fa2", torch.device("cpu")), layers="*"
-    )
     inside = []
 
     def attend(q, k, v, *, causal, scale=None):
@@ -164,9 +161,9 @@ def test_a_loss_must_be_given_and_must_run_the_model():
     other = nn.Linear(2, 2)
     bad = {
         "loss must run the model, got no attention call": lambda: other(torch.ones(2)).sum(),
-        "loss must return one number with its graph, got float": lambda: float(
-            _loss(model, 0, torch.float32)
-        ),
+        "loss must return one number with its graph, got float": lambda: _loss(
+            model, 0, torch.float32
+        ).item(),
     }
     for message, loss in bad.items():
         with shadow(model, every=0, gradient_every=1, loss=loss) as session:
