@@ -157,7 +157,7 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
             seeds=tuple(config["seeds"]),
             steps=config["base"]["train"]["steps"],
             early_step=config.get("early_step", 0),
-            policy=from_dict(PolicyConfig, config.get("policy"), str(path)),
+            policy=_policy(config.get("policy") or {}, path),
             arms=_read_arms(study_dir, content, known),
             folder=study_dir,
         )
@@ -165,6 +165,12 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
         raise ValueError(
             f"read_study: {path} must hold a study's config and arms, got {error!r}"
         ) from error
+
+
+def _policy(values: Mapping[str, Any], path: Path) -> PolicyConfig:
+    """Return the recorded policy; a limit of an older version, which judged drift, is left out."""
+    known = {name: value for name, value in values.items() if name in PolicyConfig.__slots__}
+    return from_dict(PolicyConfig, known, str(path))
 
 
 def find_arm(study: RecordedStudy, name: str) -> RecordedArm:

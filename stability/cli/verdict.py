@@ -72,11 +72,14 @@ def verdict(
         "margin_nats": margin_nats,
         "alpha": alpha,
     }
-    from stability.analysis.study_records import read_study  # heavy: numpy
+    from stability.analysis.study_records import find_arm, read_study  # heavy: numpy
+
+    recorded = read_study(study)
+    if arm:
+        find_arm(recorded, arm)  # a misspelled one is told before anything else is loaded
     from stability.analysis.verdict import judge_arms
     from stability.report.terminal.verdict import verdict_lines
 
-    recorded = read_study(study)
     changed = {name: value for name, value in given.items() if value is not None}
     judged = judge_arms(recorded, replace(recorded.policy, **changed))
     shown = _shown(judged, arm)

@@ -139,13 +139,11 @@ def _check_names(study: StudyConfig, root: Place) -> None:
 def _check_policy(study: StudyConfig, root: Place) -> None:
     arms = [arm for arm in study.arms if arm != BASELINE]
     policy = root.at("policy")
-    named = [(policy.at(what), getattr(study.policy, what)) for what in ("candidate", "yardstick")]
     listed = policy.at("candidates")
-    named += [(listed.at(str(i)), name) for i, name in enumerate(study.policy.candidates)]
-    for place, name in named:
-        if name and name not in arms:
+    for index, name in enumerate(study.policy.candidates):
+        if name not in arms:
             problem = f"must be an arm besides {BASELINE}, got {name!r}; nearest: "
-            raise place.error(problem + nearest(name, arms))
+            raise listed.at(str(index)).error(problem + nearest(name, arms))
     steps = study.base.train.planned_snapshots()
     if study.policy.step and study.policy.step not in steps and not root.overridden:
         raise policy.at("step").error(

@@ -394,13 +394,6 @@ class ArmConfig:
 class PolicyConfig:
     """What a study's candidates must hold to, on each of the four levels of evidence."""
 
-    candidate: str = ""
-    """An arm; empty: `stability verdict` must be told."""
-    yardstick: str = ""
-    """An arm; empty is the study's own yardstick."""
-    max_ratio: float = 0.5
-    level: float = 0.9
-    """Of the interval that has to lie on one side of `max_ratio`."""
     candidates: tuple[str, ...] = ()
     """The arms that are judged; none: every arm whose role is `candidate`."""
     step: int = 0
@@ -425,9 +418,7 @@ class PolicyConfig:
     """The chance of a wrong answer, over all looks and in each direction."""
 
     def __post_init__(self) -> None:
-        _require(self.max_ratio > 0, "policy", "max_ratio must be > 0", self.max_ratio)
         _require(self.step >= 0, "policy", "step must be >= 0", self.step)
-        _require(0 < self.level < 1, "policy", "level must be between 0 and 1", self.level)
         for name in ("window_limit", "max_gain", "max_bias_ulp", "margin_nats"):
             value = getattr(self, name)
             _require(0 < value < math.inf, "policy", f"{name} must be > 0 and finite", value)

@@ -121,7 +121,7 @@ def _plant(content: Any, place: Place, text: str) -> None:
 def _write_plain_study(folder: Path) -> Path:
     """Write three short runs: the baseline, one under an odd name, and one that failed."""
     arms = [ARMS[0], {**ARMS[2], "name": ODD_ARM}, ARMS[5]]
-    write_study_json(folder, seeds=[0], policy={"candidate": ODD_ARM, "yardstick": "fp32"})
+    write_study_json(folder, seeds=[0], policy={"candidates": [ODD_ARM]})
     study = StudyPaths(folder).study
     write_sealed(study, {**read_sealed(study, ""), "arms": arms})
     write_run(folder, ARMS[0], 0, until=50)
