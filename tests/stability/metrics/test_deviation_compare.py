@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_kernels.formats import format_named
 from attention_kernels.rounding import INPUT_DTYPES
+from attention_kernels.testing import statistics
 from stability.metrics import result_sums
 from stability.metrics.deviation import (
     LAYER_COLUMNS,
@@ -184,3 +186,15 @@ def test_parts_need_four_dimensions():
         ValueError, match=r"x must be \(batch, heads, length, head_dim\).*got \(3, "
     ):
         compare(x, reference, heads=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gain_and_bias_are_those_of_the_kernels_own_check(dtype):
+    x, reference, golden = _results((1, 3, 10, 16), dtype)
+    found = compare(x, reference, golden=golden, heads=True).heads[:, len(PART_COLUMNS) :]
+    columns = dict(zip(PART_GOLDEN_COLUMNS, found.unbind(1), strict=True))
+    format = format_named(INPUT_DTYPES[dtype])
+    for result, suffix in ((x, ""), (reference, "_baseline")):
+        _close(columns[f"gain{suffix}"], statistics.gain(result, golden)[0])
+        bias = statistics.bias_ulp(result, golden, format)[0]
+        _close(columns[f"golden_bias_ulp{suffix}"], bias)
