@@ -365,7 +365,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _not_measured(level: Level, why: str) -> LevelEvidence:
-    return LevelEvidence(level=level, state="not measured", sentence=f"{level}: {why}.")
+    return LevelEvidence(level=level, state="not measured", sentence=f"{why[:1].upper()}{why[1:]}.")
 
 
 def _no_assay_needed() -> ArmAssay:
