@@ -140,7 +140,10 @@ def _interval(values: Array, level: float) -> Interval:
 def _ends(values: Array, mean: float, level: float) -> tuple[float, float]:
     from scipy.stats import t  # heavy: 1.2 s of CPU
 
-    n, error = len(values), _standard_error(values)
+    # in units of the range: squares of values below 1e-160 would underflow to no spread at all
+    scale = float(values[-1] - values[0])
+    values = (values - mean) / scale
+    n, error = len(values), scale * _standard_error(values)
     # in units of the standard error: how far the mean of n values may lie above and below the truth
     above = below = float(t.ppf(0.5 + level / 2, n - 1))
     if n >= BOOTSTRAP_FROM:

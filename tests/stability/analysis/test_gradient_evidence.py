@@ -48,6 +48,7 @@ def _judge(*runs, diff=None, policy=POLICY, precision="bf16-mixed"):
         runs={run.seed: run for run in runs},
     )
     study = RecordedStudy(
+        folder=Path("nowhere"),
         name="study",
         question="",
         yardstick="",
