@@ -3,7 +3,8 @@
 An attention is called as `function(q, k, v, *, causal, scale=None)`, with `return_lse=True` where
 it has that argument, and must leave alone what it was given, return tensors shaped and typed as q,
 k and v with no NaN in them, and give the same bits when it is called again. What it refuses in so
-many words (NotImplementedError, or ValueError that names an option) it does not support.
+many words it does not support: NotImplementedError, or a ValueError that says that an option of
+this very call is not taken ("head_dim must be at most 64, got 96"). Any other error is a mistake.
 
 Both calls find NaN where they might read memory that nobody has written: in tensors that Python
 makes empty, and in memory that has just been freed.
@@ -13,7 +14,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +26,40 @@ from attention_kernels.testing.formula import RESULTS
 
 __all__ = ["Breach", "Called", "Signature", "UnsupportedError", "call"]
 
-_OPTIONS = re.compile(
-    "dtype|float|half|bf16|fp16|fp32|causal|len|head|kv|group|gqa|mqa|scale|shape|multiple|stride|"
-    "contiguous|batch|dim|size|support|mask",
+
+class _Option(NamedTuple):
+    """The words for an option of a call, and the values that a cell has for it; none if unused."""
+
+    words: str
+    values: Callable[[Reference], tuple[object, ...]]
+
+
+def _lengths(where: Reference) -> tuple[object, ...]:
+    return where.cell.shape.query_len, where.cell.shape.key_len
+
+
+def _groups(where: Reference) -> tuple[object, ...]:
+    shape = where.cell.shape
+    return () if shape.heads == shape.kv_heads else (shape.heads, shape.kv_heads)
+
+
+_OPTIONS = (
+    _Option(r"causal", lambda where: (where.cell.causal,)),
+    _Option(
+        r"dtype|float\d*|bfloat16|half|bf16|fp16|fp32",
+        lambda where: (where.dtype, str(where.dtype).removeprefix("torch.")),
+    ),
+    _Option(r"head[_ ]?dim|head[_ ]size", lambda where: (where.cell.shape.head_dim,)),
+    _Option(r"gqa|mqa|grouped|(kv|num)[_ ]heads|heads", _groups),
+    _Option(r"(query|key|kv|seq|sequence)[_ ]?len\w*|lengths?|seqlens?", _lengths),
+    _Option(r"scale", lambda where: () if where.cell.scale is None else (where.cell.scale,)),
+    _Option(r"contiguous|strides?", lambda where: (True,) if where.cell.strided else ()),
+)
+_REFUSES = re.compile(
+    r"support|not implemented|unavailable|\bonly\b|\bmust\b|requires?\b|multiple of|divisible",
     re.IGNORECASE,
 )
-"""Words of options; a ValueError that names none of them is a mistake, not a refusal."""
+_GOT = re.compile(r"\bgot:? +([\w.]+)", re.IGNORECASE)
 
 
 class UnsupportedError(Exception):
@@ -94,7 +123,7 @@ def call(attention: Callable[..., Any], signature: Signature, where: Reference) 
     except (NotImplementedError, PeerRefusalError) as error:
         raise UnsupportedError(_first_line(error)) from error
     except ValueError as error:
-        if _OPTIONS.search(str(error)):
+        if _is_refusal(str(error), where):
             raise UnsupportedError(_first_line(error)) from error
         return Called(results={}, breaches=(_raised(error),))
     except Exception as error:  # whatever a kernel under test may raise is its own finding
@@ -137,6 +166,23 @@ def _taken_apart(returned: Any, with_lse: bool) -> tuple[Any, Any]:
         lse = returned[1] if with_lse and len(returned) > 1 else None
         return returned[0] if returned else None, lse
     return returned, None
+
+
+def _is_refusal(message: str, where: Reference) -> bool:
+    """Whether a ValueError refuses an option that the cell has, rather than being a mistake.
+
+    It must say in a word of refusal that an option is not taken, and one that the cell uses. Where
+    it ends "got <value>", that value must be the cell's own.
+    """
+    if not _REFUSES.search(message):
+        return False
+    got = _GOT.search(message)
+    for option in _OPTIONS:
+        values = [str(value).lower() for value in option.values(where)]
+        named = values and re.search(rf"\b({option.words})\b", message, re.IGNORECASE)
+        if named and (got is None or got[1].lower().rstrip(".") in values):
+            return True
+    return False
 
 
 def _first_line(error: Exception) -> str:

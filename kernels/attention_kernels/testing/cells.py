@@ -11,6 +11,7 @@ Shape suffixes: B batch, H query heads, G kv heads, Q query_len, K key_len, D he
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,16 @@ from attention_kernels.testing.golden_faults import spacing
 from attention_kernels.testing.inputs import Shape
 from attention_kernels.testing.laws import Inputs, draw
 
-__all__ = ["DTYPES", "FULL", "QUICK", "Cell", "Reference", "given_cell", "reference"]
+__all__ = [
+    "DTYPES",
+    "FULL",
+    "QUICK",
+    "Cell",
+    "Reference",
+    "given_cell",
+    "not_looked_at",
+    "reference",
+]
 
 _UNIT = 2.0**-24
 """The relative error of one rounding in FP32, in which every attention may compute its sums."""
@@ -47,6 +57,12 @@ class Cell:
         mask = "causal" if self.causal else "full"
         extra = (", scale given" if self.scale else "") + (", strided" if self.strided else "")
         return f"{self.law}, {self.shape}, {mask}{extra}"
+
+    def is_plain(self) -> bool:
+        """Whether any attention should take it: as many kv heads, equal lengths, head_dim 64."""
+        shape = self.shape
+        usual = shape.heads == shape.kv_heads and shape.query_len == shape.key_len
+        return usual and shape.head_dim == 64 and self.scale is None and not self.strided
 
     def visible(self) -> Tensor:
         """Return which key each query attends, bool `(query_len, key_len)`."""
@@ -96,13 +112,41 @@ QUICK: tuple[Cell, ...] = (
     *_cells("normal", Shape(8, 4, 2, 130, 130, 32)),
     *_cells("normal", Shape(1, 2, 2, 1, 1, 16), True),
     *_cells("normal", Shape(1, 4, 1, 65, 97, 40), True),
+    *_cells("normal", Shape(1, 2, 2, 64, 64, 64)),
     Cell(law="normal", shape=Shape(1, 2, 2, 64, 64, 64), causal=False, scale=0.3),
+    Cell(law="normal", shape=Shape(2, 4, 2, 66, 66, 32), causal=True, strided=True),
+    # rows 0 to 29 attend no key
+    *_cells("normal", Shape(2, 2, 1, 70, 40, 32), True),
     *_cells("outliers", Shape(8, 2, 2, 70, 70, 32), True),
     *_cells("one-signed v", Shape(8, 2, 2, 70, 70, 32), True),
     *_cells("tied maxima", Shape(8, 2, 2, 70, 70, 32), True),
     *_cells("large logits", Shape(4, 2, 2, 70, 70, 32), True),
+    *_cells("long rows", Shape(1, 2, 1, 40, 1160, 32), True),
+    # sums of one sign over many keys, and dk's and dv's over many queries
+    *_cells("one-signed v", Shape(1, 2, 1, 40, 1160, 32), True),
+    *_cells("long rows", Shape(1, 2, 2, 2400, 40, 32), False),
 )
-"""A few seconds' worth, for a test suite."""
+"""A few seconds' worth, for a test suite: of each class of mistakes a cell that shows it."""
+
+
+def not_looked_at(cells: Sequence[Cell]) -> str:
+    """Return what of the full check's laws and shapes these cells leave out; "" if nothing."""
+    words = [f"the law {law!r}" for law in _laws(FULL) if law not in _laws(cells)]
+    full_alone = [law for law in _laws(FULL, False) if law not in _laws(cells, False)]
+    words += [f"laws but normal without a causal mask ({len(full_alone)})"] if full_alone else []
+    for what in ("head_dim", "length"):
+        unseen = sorted(_sizes(FULL, what) - _sizes(cells, what))
+        words += [f"{what} {', '.join(map(str, unseen))}"] if unseen else []
+    return "; ".join(words)
+
+
+def _laws(cells: Sequence[Cell], *masks: bool) -> list[str]:
+    return list(dict.fromkeys(x.law for x in cells if x.causal in (masks or (True, False))))
+
+
+def _sizes(cells: Sequence[Cell], what: str) -> set[int]:
+    names = ("query_len", "key_len") if what == "length" else (what,)
+    return {getattr(cell.shape, name) for cell in cells for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +162,8 @@ class Reference:
     golden: dict[str, Tensor]
     baseline: dict[str, Tensor]
     floor: dict[str, Tensor]
+    misread: Inputs | None = None
+    """The inputs of a strided cell as a kernel that takes them for contiguous reads them."""
 
     def noise(self, result: str) -> Tensor:
         """Return the squared error allowed for in each row, `(B, heads, rows)`.
@@ -155,9 +201,11 @@ def _seed(cell: Cell) -> int:
 
 
 def _reference(cell: Cell, dtype: torch.dtype, inputs: Inputs) -> Reference:
+    misread = None
     if cell.strided:
         inputs = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
         inputs = inputs._replace(dout=inputs.dout[:, :1].expand_as(inputs.q))
+        misread = Inputs(*map(_as_if_contiguous, inputs))
     options = {"causal": cell.causal, "scale": cell.scale}
     wide = Inputs(*(x.double() for x in inputs))
     golden = _results(golden_attention, wide, options)
@@ -168,7 +216,13 @@ def _reference(cell: Cell, dtype: torch.dtype, inputs: Inputs) -> Reference:
         golden=golden,
         baseline=_results(baseline_attention, inputs, options),
         floor=_floor(cell, dtype, wide, golden),
+        misread=misread,
     )
+
+
+def _as_if_contiguous(x: Tensor) -> Tensor:
+    plain = torch.empty(x.shape, device="meta").stride()
+    return x.as_strided(x.shape, plain).clone()
 
 
 def _results(attention: object, inputs: Inputs, options: dict[str, object]) -> dict[str, Tensor]:

@@ -5,9 +5,9 @@ with the golden, asks what of it is too large (`limits`), and says in one line w
 (`diagnosis`). It needs no tolerance: an attention may err twice what plain attention in the same
 dtype errs, which is the rule of flash-attn's own tests, and may have no gain and no bias.
 
-Where it fails, it names the mistake whose FP64 results come closest. What the attention refuses is
-listed, and an attention that refuses everything does not pass: nothing was looked at. Leaves out
-speed, and masks other than causal.
+Where it fails, it names the mistake whose FP64 results come closest. What the attention refuses
+stands in the answer, a plain cell first, and an attention that refuses everything does not pass:
+nothing was looked at. Leaves out speed, and masks other than causal.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attention_kernels.testing.calls import Breach, Called, Signature, UnsupportedError, call
-from attention_kernels.testing.cells import DTYPES, FULL, QUICK, Cell, Reference, given_cell
+from attention_kernels.testing.cells import (
+    DTYPES,
+    FULL,
+    QUICK,
+    Cell,
+    Reference,
+    given_cell,
+    not_looked_at,
+)
 from attention_kernels.testing.cells import reference as drawn_reference
 from attention_kernels.testing.diagnosis import Diagnosis, diagnose
 from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.laws import Inputs
 from attention_kernels.testing.limits import LOOK_ROWS, Excess, excesses
 from attention_kernels.testing.measured import Measured, measure
-from attention_kernels.testing.sentences import breach_sentence, excess_sentence
+from attention_kernels.testing.sentences import (
+    breach_sentence,
+    excess_sentence,
+    refusals_in_words,
+)
 
 __all__ = ["CheckReport", "Finding", "check_attention"]
 
@@ -51,6 +63,11 @@ class CheckReport:
     findings: tuple[Finding, ...] = ()
     unsupported: dict[str, list[str]] = field(default_factory=dict)
     """What was refused: the attention's own words, and the cells that it said them in."""
+    plain_refused: tuple[str, ...] = ()
+    """Which of the refused cells are plain: what any attention should take."""
+    kind: str = "the check"
+    not_looked_at: str = ""
+    """What the full check looks at and the quick one does not."""
     statistics: list[dict[str, Any]] = field(default_factory=list)
     """A row for each dtype, cell and result."""
 
@@ -68,8 +85,11 @@ class CheckReport:
         if self.findings:
             first = self.findings[0]
             return f"{self.name} FAILS at {', '.join(first.dtypes)}: {first.sentence}"
-        refused = f"; {len(self.unsupported)} things unsupported" if self.unsupported else ""
-        return f"{self.name} passes at {', '.join(self.dtypes)} in {self.cells} cells{refused}"
+        looked_at = [x for x in self.dtypes if any(row["dtype"] == x for row in self.statistics)]
+        said = f"{self.name} passes {self.kind} at {', '.join(looked_at)} in {self.cells} cells"
+        refused = refusals_in_words(self.unsupported, self.plain_refused)
+        left_out = f"; not looked at: {self.not_looked_at}" if self.not_looked_at else ""
+        return f"{said}{refused}{left_out}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -81,6 +101,8 @@ class CheckReport:
             "cells": self.cells,
             "findings": [vars(finding) for finding in self.findings],
             "unsupported": self.unsupported,
+            "plain_refused": list(self.plain_refused),
+            "not_looked_at": self.not_looked_at,
             "statistics": self.statistics,
         }
 
@@ -99,8 +121,8 @@ def check_attention(
 
     It is asked for the LSE with `return_lse=True` if it has an argument of that name, or if
     `gives_lse` says so. `given` are further inputs, of any dtype, which causal attention is checked
-    on after they were rounded. `quick` takes under three seconds a dtype. ValueError for a dtype
-    that is not one of `cells.DTYPES`.
+    on after they were rounded. `quick` takes a few seconds a dtype, and its sentence says what it
+    leaves out. ValueError for a dtype that is not one of `cells.DTYPES`.
     """
     for dtype in dtypes:
         if dtype not in DTYPES:
@@ -108,8 +130,13 @@ def check_attention(
                 f"check_attention: dtypes must be among {', '.join(DTYPES)}, got {dtype!r}; "
                 "leave it out for all of them"
             )
-    report = CheckReport(name=name or _name_of(attention), dtypes=tuple(dtypes))
     chosen = cells if cells is not None else (QUICK if quick else FULL)
+    report = CheckReport(
+        name=name or _name_of(attention),
+        dtypes=tuple(dtypes),
+        kind="the quick check" if chosen is QUICK else "the check",
+        not_looked_at=not_looked_at(QUICK) if chosen is QUICK else "",
+    )
     signature = Signature(attention, gives_lse)
     findings: list[Finding] = []
     for format in dtypes:
@@ -195,6 +222,8 @@ def _look(
     except UnsupportedError as refusal:
         cells = report.unsupported.setdefault(str(refusal), [])
         cells.append(f"{seen.format}, {where.cell}")
+        if where.cell.is_plain():
+            report.plain_refused = (*report.plain_refused, cells[-1])
         return
     report.cells += 1
     seen.calls.append((where, called))

@@ -34,8 +34,12 @@ __all__ = ["Diagnosis", "diagnose"]
 _BY_QUERY = ("out", "lse", "dq")
 _PRICE = 4.0
 """What a row pays for choosing the mistake, in units of its own noise."""
-_NAMED = 0.5
+_MOST = 1e10
+"""The largest squared error of a row, in units of its noise."""
+_NAMED = 0.8
 """The share of the error that a mistake must take away to be named."""
+_FREE = 0.9999
+"""The worth of a share that a fitted size takes away: one without a choice is named before it."""
 _SURE = 8.0
 """Standard errors that a fitted size must have to be named though most of the error is rounding."""
 _SMALL = 150_000
@@ -67,6 +71,8 @@ class _Fit:
     """The rows that chose it; empty for all of them."""
     heads: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
+    alike: tuple[str, ...] = ()
+    """The words of mistakes that give the very same results in this cell."""
 
     def names_it(self) -> bool:
         """Whether it explains enough to be named: most of the error, or all but rounding."""
@@ -105,11 +111,15 @@ def _cells_to_try(found: Sequence[Excess]) -> list[Reference]:
             shape = one.where.cell.shape
             scores = min(2, shape.batch) * shape.heads * shape.query_len * shape.key_len
             rank = (
+                shape.query_len < 8,
+                not bool(one.where.cell.visible().any(-1).all()),
                 # under a law that fails there are cells that do not
                 one.log_ratio()[0].max().item() < math.log(MAX_RATIO),
                 scores > _SMALL,
                 shape.query_len < 60,
                 one.where.cell.law != "normal",
+                # where nothing is left of a tile, many mistakes are alike
+                shape.key_len % 16 == 0,
                 one_head and shape.heads != shape.kv_heads,
             )
             wheres.setdefault(id(one.where), (rank, one.where))
@@ -141,7 +151,8 @@ class _Case:
         one = self.ours[result]
         distance = one.values.double() - assumed
         distance = distance.masked_fill(one.values == assumed, 0.0).nan_to_num(0, 1e30, 1e30)
-        rows = distance.square().sum(-1).clamp(max=1e30) / one.row_noise()
+        # capped: an infinity in a row that must be finite would drown what other rows tell
+        rows = (distance.square().sum(-1) / one.row_noise()).clamp(max=_MOST)
         heads = self.heads[result]
         return rows if heads is None else rows[:, heads]
 
@@ -152,7 +163,13 @@ class _Case:
             for fit in self._fits(mistake):
                 if best is None or fit.explained > best.explained + 1e-9:
                     best = fit
+                elif fit.explained == best.explained and self._alike(fit, best):
+                    best = replace(best, alike=(*best.alike, mistake.words))
         return best
+
+    def _alike(self, one: _Fit, other: _Fit) -> bool:
+        fitted = one.error > 0 or other.error > 0
+        return one.mistake is not other.mistake and not fitted
 
     def _fits(self, mistake: Mistake) -> Iterator[_Fit]:
         if mistake.direction is not None:
@@ -219,7 +236,7 @@ class _Case:
         rows = sum(x.numel() for x in after.values())
         return _Fit(
             mistake=mistake,
-            explained=self._explained(after),
+            explained=_FREE * self._explained(after),
             size=size,
             error=error,
             left=sum(x.sum().item() for x in after.values()) / rows,
@@ -261,6 +278,7 @@ def _cut(where: Reference, batches: Tensor) -> Reference:
         where,
         cell=replace(where.cell, shape=shape),
         inputs=Inputs(*(x[batches] for x in where.inputs)),
+        misread=where.misread and Inputs(*(x[batches] for x in where.misread)),
         **parts,
     )
 
@@ -271,6 +289,8 @@ def _failing_heads(found: Sequence[Excess], result: str, one: Measured) -> list[
     They are those that fail in the same kind of result, by query or by key.
     """
     alike = [e for e in found if (e.result in _BY_QUERY) == (result in _BY_QUERY)]
+    # a range of positions is taken over all heads, and tells of none
+    alike = [e for e in alike if e.statistic != "range"] or alike
     of_heads = one.squared_errors.shape[1]
     heads = {head for excess in alike for head in excess.heads if excess.of_heads == of_heads}
     return sorted(heads) if 0 < len(heads) < of_heads else None
@@ -298,7 +318,8 @@ def _in_words(fit: _Fit, case: _Case, found: Sequence[Excess]) -> str:
         text += f", in {rows_in_words(fit.rows, case.where.cell.shape.query_len)} alone"
     if fit.batches and len(fit.batches) < case.where.cell.shape.batch:
         text += f", in batch entry {numbers_in_words(fit.batches)} alone"
-    return f"{text} (seen in {', '.join(results)})"
+    alike = f"; or {'; or '.join(fit.alike[:2])}: alike in this cell" if fit.alike else ""
+    return f"{text} (seen in {', '.join(results)}){alike}"
 
 
 def _plain(found: Sequence[Excess]) -> str:
@@ -307,4 +328,4 @@ def _plain(found: Sequence[Excess]) -> str:
     for excess in sorted(found, key=lambda excess: excess.statistic != "error ratio"):
         worst.setdefault(excess.result, excess)
     said = [excess_sentence(worst[name]) for name in RESULTS if name in worst]
-    return f"{'; '.join(said[:3])}; no single mistake explains it, so an intermediate is too coarse"
+    return f"{'; '.join(said[:3])}; nothing known explains it"

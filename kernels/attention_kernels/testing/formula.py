@@ -46,6 +46,8 @@ class Formula:
     scale: float
     kv_heads: tuple[int, ...] = ()
     """The kv head that each query head reads; empty is the right one."""
+    sums_right: bool = False
+    """Whether dk and dv are summed as is right, whatever `kv_heads` says."""
     count: Tensor | None = None
     """How often each key counts, `(K,)` or broadcastable to `(B, H, Q, K)`."""
     backward_scale: float | None = None
@@ -61,13 +63,13 @@ class Formula:
     padding: int = 0
     """Keys of zeros beyond the last that count in the softmax of each row."""
     dq_keys: Tensor | None = None
-    """Bool `(K,)`: the keys that dq's sum takes."""
+    """Bool `(K,)` or `(Q, K)`: the keys that dq's sum takes."""
     dkv_queries: Tensor | None = None
     """Bool `(Q,)`: the queries that the sums of dk and dv take."""
     group: tuple[float, ...] = ()
     """The weight of each query head in the sums of dk and dv."""
-    change: Callable[[Intermediates], Tensor] | None = None
-    """What turns the forward's intermediates into another out; the backward reads it in delta."""
+    change: Callable[[Intermediates], tuple[Tensor, Tensor]] | None = None
+    """What turns the forward's intermediates into another out and LSE, which the backward reads."""
 
     def with_(self, **changes: object) -> "Formula":
         """Return this formula with other fields."""
@@ -78,7 +80,7 @@ class Formula:
         q_BHQD, _, _, dout_BHQD = (x.double() for x in self.inputs)
         k_BHKD, v_BHKD = self._keys()
         weights_BHQK, lse_BHQ = self._weights(q_BHQD, k_BHKD, self.scale, self.visible)
-        out_BHQD = weights_BHQK @ v_BHKD
+        known_lse_BHQ, out_BHQD = lse_BHQ, weights_BHQK @ v_BHKD
         if self.change is not None:
             known = Intermediates(
                 weights=weights_BHQK,
@@ -87,8 +89,8 @@ class Formula:
                 k=k_BHKD,
                 v=v_BHKD,
             )
-            out_BHQD = self.change(known)
-        if self.backward_scale is not None or self.backward_visible is not None:
+            out_BHQD, lse_BHQ = self.change(known)
+        if lse_BHQ is not known_lse_BHQ or self._backward_differs():
             weights_BHQK = self._weights_again(q_BHQD, k_BHKD, lse_BHQ)
         delta_BHQ1 = self.delta * (dout_BHQD * out_BHQD).sum(-1, keepdim=True)
         ds_BHQK = self.scale * weights_BHQK * (dout_BHQD @ v_BHKD.mT - delta_BHQ1)
@@ -103,6 +105,9 @@ class Formula:
             "dv": self._to_keys(weights_BHQK.mT @ dout_BHQD, "v"),
         }
 
+    def _backward_differs(self) -> bool:
+        return self.backward_scale is not None or self.backward_visible is not None
+
     def _keys(self) -> tuple[Tensor, Tensor]:
         """Return k and v by query head, as they are read."""
         index = torch.tensor(self._kv_index())
@@ -110,6 +115,10 @@ class Formula:
         for name in self.sources if self.source is not None else ():
             read[name] = read[name][:, :, self.source]
         return read["k"], read["v"]
+
+    def values(self) -> Tensor:
+        """Return v by query head, as it is read, `(B, H, K, D)`."""
+        return self._keys()[1]
 
     def weights(self) -> Tensor:
         """Return softmax(scores), `(B, H, Q, K)`; 0 in a row that attends nothing."""
@@ -122,9 +131,10 @@ class Formula:
         scores_BHQK = self.scale * self.inputs.q.double() @ self._keys()[0].mT
         return scores_BHQK.masked_fill(~self.visible, -torch.inf)
 
-    def _kv_index(self) -> tuple[int, ...]:
+    def _kv_index(self, wrongly: bool = True) -> tuple[int, ...]:
         heads, kv_heads = self.inputs.q.shape[1], self.inputs.k.shape[1]
-        return self.kv_heads or tuple(h * kv_heads // heads for h in range(heads))
+        right = tuple(h * kv_heads // heads for h in range(heads))
+        return self.kv_heads if self.kv_heads and wrongly else right
 
     def _weights(
         self, q_BHQD: Tensor, k_BHKD: Tensor, scale: float, visible: Tensor
@@ -154,4 +164,5 @@ class Formula:
         if self.group:
             by_head_BHKD = by_head_BHKD * by_head_BHKD.new_tensor(self.group)[:, None, None]
         total_BGKD = torch.zeros(self.inputs.k.shape, dtype=torch.float64)
-        return total_BGKD.index_add_(1, torch.tensor(self._kv_index()), by_head_BHKD)
+        index = torch.tensor(self._kv_index(wrongly=not self.sums_right))
+        return total_BGKD.index_add_(1, index, by_head_BHKD)

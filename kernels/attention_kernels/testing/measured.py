@@ -66,7 +66,9 @@ class Measured:
         short = self.squared_noise.shape[-1] % RANGE
         if short:
             around[-short:] *= RANGE / short
-        return torch.maximum(self.squared_noise, around)
+        # rows that attend no key have no noise, and every error in them is too large
+        least = (1e-6 * self.squared_noise.mean()).clamp(min=1e-60)
+        return torch.maximum(self.squared_noise, around).clamp(min=least)
 
 
 def _log_ratio(error: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

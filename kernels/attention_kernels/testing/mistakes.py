@@ -5,6 +5,7 @@ with a `direction` has a size that the diagnosis fits: a factor, a bias. The `no
 kernel's author would look for, `words` say it in a sentence.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ def mistakes(where: Reference) -> Iterator[Mistake]:
     yield from _heads(where, formula)
     yield from _softmax(where, formula)
     yield from _sums(where, formula)
+    yield from _strides(where, formula)
+    yield from _empty_rows(where, formula)
 
 
 def _all_or_nothing(noun: str, words: str, formula: Formula, **changes: object) -> Mistake:
@@ -164,6 +167,10 @@ def _masks(where: Reference, formula: Formula) -> Iterator[Mistake]:
         wrong["causal mask lets row i see key i+2"] = ones.tril(shift + 2)
         wrong["causal mask hides key i, the diagonal, from row i"] = ones.tril(shift - 1)
         wrong["causal mask is ignored: each row sees every key"] = ones
+        before = ~(ones.tril(shift - 1) & ~ones.tril(shift - 2))
+        wrong["causal mask hides key i-1, the one before the diagonal, from row i"] = (
+            visible & before
+        )
         if shift:
             words = "causal mask is aligned top-left, and must be bottom-right"
             wrong[f"{words}, where query_len and key_len differ"] = ones.tril()
@@ -280,16 +287,31 @@ def _heads(where: Reference, formula: Formula) -> Iterator[Mistake]:
         head = next(h for h in range(heads) if wrong[h] != right[h])
         words = f"GQA mapping: head {head} reads kv head {wrong[head]}, and must read {right[head]}"
         yield _all_or_nothing("GQA", words, formula, kv_heads=wrong)
+        words += ", though dk and dv are summed over the right heads"
+        yield _all_or_nothing("GQA", words, formula, kv_heads=wrong, sums_right=True)
     if group > 1:
         sums = {
-            "take the first query head of each group alone": lambda r: float(r == 0),
-            "take the last query head of each group alone": lambda r: float(r == group - 1),
-            "are the mean over each group, and must be its sum": lambda r: 1 / group,
+            "the first query head of each group alone": lambda r: float(r == 0),
+            "the last query head of each group alone": lambda r: float(r == group - 1),
+            "the mean over each group, and must be its sum": lambda r: 1 / group,
         }
         for words, weight in sums.items():
             weights = tuple(weight(h % group) for h in range(heads))
-            words = f"GQA: dk and dv {words}"
-            yield _all_or_nothing("GQA", words, formula, group=weights)
+            wrong = formula.with_(group=weights)
+            yield from _of_dk_dv(where, "GQA", f"are of {words}: GQA", wrong)
+
+
+def _of_dk_dv(where: Reference, noun: str, words: str, wrong: Formula) -> Iterator[Mistake]:
+    """Yield a mistake of the sums of dk and dv, as one of both and of either alone."""
+
+    results = functools.cache(wrong.results)
+
+    def some(names: tuple[str, ...]) -> Callable[[], Results]:
+        return lambda: where.golden | {name: results()[name] for name in names}
+
+    for names in (("dk", "dv"), ("dk",), ("dv",)):
+        said = f"the sums of {' and '.join(names)} {words}"
+        yield Mistake(noun=noun, words=said, results=some(names))
 
 
 def _softmax(where: Reference, formula: Formula) -> Iterator[Mistake]:
@@ -315,8 +337,8 @@ def _softmax(where: Reference, formula: Formula) -> Iterator[Mistake]:
     words = "LSE is off by {offset}"
     yield Mistake(noun="LSE", words=words, direction=lambda: {"lse": offset})
 
-    def not_divided(known: Intermediates) -> Tensor:
-        return known.out * (lse - largest).nan_to_num(0, 0, 0).exp()
+    def not_divided(known: Intermediates) -> tuple[Tensor, Tensor]:
+        return known.out * (lse - largest).nan_to_num(0, 0, 0).exp(), known.lse
 
     words = "out is not divided by its row sum l"
     yield _all_or_nothing("normalisation", words, formula, change=not_divided)
@@ -332,10 +354,15 @@ def _largest(formula: Formula) -> Tensor:
     return formula.scores().amax(-1, keepdim=True)
 
 
-def _not_rescaled(formula: Formula, tile: int, what: str) -> Callable[[Intermediates], Tensor]:
-    """Return out of a recurrence over tiles of keys in which acc or l keeps an old maximum."""
+def _not_rescaled(
+    formula: Formula, tile: int, what: str
+) -> Callable[[Intermediates], tuple[Tensor, Tensor]]:
+    """Return a recurrence over tiles of keys in which acc or l keeps an old maximum.
 
-    def out(known: Intermediates) -> Tensor:
+    It gives out and the LSE, which is off where l is.
+    """
+
+    def changed(known: Intermediates) -> tuple[Tensor, Tensor]:
         scores_BHQK = formula.scores()
         m_BHQ1 = scores_BHQK.new_full((*scores_BHQK.shape[:3], 1), -torch.inf)
         l_BHQ1, acc_BHQD = torch.zeros_like(m_BHQ1), torch.zeros_like(known.out)
@@ -349,9 +376,10 @@ def _not_rescaled(formula: Formula, tile: int, what: str) -> Callable[[Intermedi
             acc_BHQD = acc_BHQD * (1.0 if what == "acc" else alpha_BHQ1)
             acc_BHQD = acc_BHQD + p_BHQK @ known.v[:, :, part]
             m_BHQ1 = new_BHQ1
-        return (acc_BHQD / l_BHQ1).nan_to_num(0, 0, 0)
+        lse_BHQ = (m_BHQ1 + l_BHQ1.log()).squeeze(-1) if what == "l" else known.lse
+        return (acc_BHQD / l_BHQ1).nan_to_num(0, 0, 0), lse_BHQ
 
-    return out
+    return changed
 
 
 def _sums(where: Reference, formula: Formula) -> Iterator[Mistake]:
@@ -364,14 +392,61 @@ def _sums(where: Reference, formula: Formula) -> Iterator[Mistake]:
             words=f"{name} is zero, it was not written",
             results=lambda name=name: {**golden, name: torch.zeros_like(golden[name])},
         )
-    ends = {f"the tail, queries from {len(queries) // t * t} on (tiles of {t})": t for t in _TILES}
-    for words, tile in ends.items():
-        taken = queries < len(queries) // tile * tile
-        if taken.any() and not taken.all():
-            words = f"the sums of dk and dv miss {words}"
-            yield _all_or_nothing("tail", words, formula, dkv_queries=taken)
-    for words, missed in (("last", queries == queries[-1]), ("first", queries == 0)):
-        if len(queries) > 1:
-            words = f"the sums of dk and dv miss the {words} query"
-            yield _all_or_nothing("query", words, formula, dkv_queries=~missed)
+    count = len(queries)
+    missed = {
+        "miss the last query": queries == count - 1,
+        "miss the first query": queries == 0,
+    }
+    for tile in _TILES:
+        last = (count - 1) // tile * tile
+        missed[f"miss the tail, the last tile of queries, from {last} on"] = queries >= last
+        words = f"have the last tile of {tile} queries alone: written, not added"
+        missed[words] = queries < last
+    for words, without in missed.items():
+        if without.any() and not without.all():
+            wrong = formula.with_(dkv_queries=~without)
+            yield from _of_dk_dv(where, "queries", words, wrong)
+    keys = torch.arange(where.cell.shape.key_len)
+    for tile in _TILES:
+        # the last tile of keys that a tile of queries attends
+        ends = (queries // tile + 1) * tile - 1 + len(keys) - count
+        ends = ends.clamp(0, len(keys) - 1) if where.cell.causal else keys[-1].expand(count)
+        words = f"dq has the last tile of {tile} keys alone: written, not added"
+        last_Q1 = (ends // tile * tile)[:, None]
+        if last_Q1.any():
+            yield _all_or_nothing("dq", words, formula, dq_keys=keys >= last_Q1)
     yield _all_or_nothing("delta", "delta = rowsum(dO * O) is missing, it is 0", formula, delta=0.0)
+
+
+def _strides(where: Reference, formula: Formula) -> Iterator[Mistake]:
+    """Inputs that are not contiguous, read as if they were."""
+    if where.misread is None:
+        return
+    for names in ("q k v dout", "q k v", "q dout", "k v", "q", "k", "v", "dout"):
+        which = names.split()
+        read = where.inputs._replace(**{name: getattr(where.misread, name) for name in which})
+        words = f"strides of {' and '.join(which)} are ignored: read as if contiguous"
+        yield _all_or_nothing("strides", words, formula, inputs=read)
+
+
+def _empty_rows(where: Reference, formula: Formula) -> Iterator[Mistake]:
+    """Rows that attend no key, as a mask of a large negative number in place of -inf makes them."""
+    empty_Q1 = ~where.cell.visible().any(-1, keepdim=True)
+    if not empty_Q1.any():
+        return
+    v_BHKD = formula.values()
+    mean_BHQD = torch.where(empty_Q1, v_BHKD.mean(2, keepdim=True), where.golden["out"])
+    words = "rows that attend no key are the mean of v, and must be 0: empty rows"
+    yield Mistake(
+        noun="empty rows", words=words, results=lambda: {**where.golden, "out": mean_BHQD}
+    )
+    dout_BHQD = where.inputs.dout.double() * empty_Q1
+    to_v_BHKD = dout_BHQD.sum(2, keepdim=True).expand_as(v_BHKD) / v_BHKD.shape[2]
+
+    def with_dv() -> Results:
+        group = where.cell.shape.heads // where.cell.shape.kv_heads
+        dv = where.golden["dv"] + to_v_BHKD.unflatten(1, (-1, group)).sum(2)
+        return {**where.golden, "out": mean_BHQD, "dv": dv}
+
+    words = f"{words}, and dv has their gradient"
+    yield Mistake(noun="empty rows", words=words, results=with_dv)

@@ -1,7 +1,7 @@
 """The words in which a check says what it found, as the author of a kernel would."""
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from attention_kernels.testing.calls import Breach
 from attention_kernels.testing.cells import Cell, Reference
@@ -14,6 +14,7 @@ __all__ = [
     "factor_in_words",
     "heads_in_words",
     "numbers_in_words",
+    "refusals_in_words",
     "rows_in_words",
     "where_in_words",
 ]
@@ -105,6 +106,20 @@ def breach_sentence(breach: Breach, wheres: Sequence[Reference], cells: int) -> 
     laws = {where.cell.law for where in wheres}
     law = f", only under the law {laws.pop()!r}" if len(laws) == 1 and laws != {"normal"} else ""
     return f"{breach.sentence}, in {len(wheres)} of {cells} cells, e.g. {wheres[0].cell}{law}"
+
+
+def refusals_in_words(unsupported: Mapping[str, Sequence[str]], plain: Sequence[str]) -> str:
+    """Return what was refused, as the end of a sentence: the plain cells first; "" if nothing."""
+    if not unsupported:
+        return ""
+    count = sum(map(len, unsupported.values()))
+    text = f"; it refuses {count} more"
+    if plain:
+        more = f" and {len(plain) - 1} more" if len(plain) > 1 else ""
+        text += f", {len(plain)} of them plain attention ({plain[0]}{more})"
+    reasons = [f"{reason!r} ({len(cells)})" for reason, cells in unsupported.items()]
+    others = f" and {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
+    return f"{text}: {', '.join(reasons[:3])}{others}"
 
 
 def excess_sentence(excess: Excess) -> str:

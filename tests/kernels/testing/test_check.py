@@ -8,7 +8,7 @@ import torch
 
 from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
 from attention_kernels.testing import Shape, check_attention, plant
-from attention_kernels.testing.cells import DTYPES, QUICK, Cell, reference
+from attention_kernels.testing.cells import DTYPES, FULL, QUICK, Cell, not_looked_at, reference
 from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.laws import LAWS, draw
 from attention_kernels.testing.limits import excesses
@@ -23,6 +23,7 @@ FEW = [
     Cell(law="normal", shape=Shape(6, 2, 1, 65, 65, 32), causal=True),
     Cell(law="normal", shape=Shape(6, 2, 2, 70, 70, 32), causal=False),
 ]
+PLAIN = [cell for cell in QUICK if cell.is_plain()]
 UNEQUAL = [cell for cell in QUICK if cell.shape.query_len != cell.shape.key_len]
 
 
@@ -34,11 +35,11 @@ def plain(q, k, v, *, causal, scale=None):
     return baseline_attention(q, k, v, causal=causal, scale=scale)
 
 
-def test_flash_passes_the_quick_cells():
-    report = quick(FA2)
-    assert report.passed, report.sentence
-    assert report.cells == len(QUICK)
-    assert not report.unsupported
+def test_the_quick_cells_hold_each_class_and_plain_attention_with_both_masks():
+    assert [cell.causal for cell in PLAIN] == [True, False]
+    assert any(cell.strided for cell in QUICK)
+    assert any(not cell.visible().any(-1).all() for cell in QUICK)
+    assert any(cell.shape.key_len > 1024 for cell in QUICK)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,15 +80,101 @@ def test_what_is_refused_is_listed_and_all_of_it_is_no_pass():
         return plain(q, k, v, causal=causal, scale=scale)
 
     def nothing(q, k, v, *, causal, scale=None):
-        raise ValueError("causal must be a colour")
+        raise ValueError("dtype must be float64, got torch.bfloat16")
 
     report = quick(equal_lengths, cells=[*FEW, *UNEQUAL])
     assert report.passed
     assert list(report.unsupported) == ["query_len other than key_len"]
+    assert f"it refuses {len(UNEQUAL)} more: 'query_len other than key_len'" in report.sentence
+    assert not report.plain_refused
     report = quick(nothing, cells=FEW)
     assert not report.passed
     assert not report.cells
-    assert report.sentence.endswith("nothing was looked at: causal must be a colour")
+    assert report.sentence.endswith(
+        "nothing was looked at: dtype must be float64, got torch.bfloat16"
+    )
+
+
+def test_plain_attention_refused_stands_in_the_answer():
+    def causal_alone(q, k, v, *, causal, scale=None):
+        if not causal:
+            raise ValueError("only causal=True is supported, got False")
+        return plain(q, k, v, causal=causal, scale=scale)
+
+    report = quick(causal_alone, cells=[*FEW, *PLAIN])
+    assert report.passed
+    assert "it refuses 2 more, 1 of them plain attention (bf16, normal" in report.sentence
+    assert report.to_dict()["plain_refused"] == [f"bf16, {PLAIN[1]}"]
+
+
+def test_a_dtype_that_is_refused_is_not_said_to_pass():
+    def narrow(q, k, v, *, causal, scale=None):
+        if q.dtype == torch.float32:
+            raise NotImplementedError("FP32")
+        return plain(q, k, v, causal=causal, scale=scale)
+
+    report = check_attention(narrow, dtypes=["bf16", "fp32"], cells=PLAIN)
+    assert " passes the check at bf16 in 2 cells; it refuses 2 more, 2 of them plain" in (
+        report.sentence
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "of", "refused"),
+    [
+        ("head_dim must be at most 16, got 64", "plain", True),
+        ("head_dim must be 64, got 128", "plain", False),  # a mistake: it was given 64
+        ("key_len must be a multiple of 128", "plain", True),
+        ("GQA is not supported", "plain", False),  # this call has none
+        ("GQA is not supported", "gqa", True),
+        ("expected sequence of length 3 at dim 1 (got 2)", "plain", False),
+        ("not enough values to unpack (expected 4, got 3)", "plain", False),
+        ("q must be contiguous", "plain", False),
+        ("q must be contiguous", "strided", True),
+        ("only torch.float16 is supported, got torch.bfloat16", "plain", True),
+        ("only float16 is supported, got float32", "plain", False),
+        ("a head is wrong", "plain", False),
+    ],
+)
+def test_a_value_error_is_a_refusal_only_of_an_option_of_the_call(message, of, refused):
+    def attend(q, k, v, *, causal, scale=None):
+        raise ValueError(message)
+
+    cells = {
+        "plain": PLAIN[0],
+        "gqa": FEW[0],
+        "strided": next(cell for cell in QUICK if cell.strided),
+    }
+    report = quick(attend, cells=[cells[of]])
+    assert list(report.unsupported) == ([message] if refused else [])
+    assert [finding.what for finding in report.findings] == ([] if refused else ["raises"])
+
+
+def test_the_quick_check_says_what_it_leaves_out_and_the_full_one_leaves_out_nothing():
+    left_out = not_looked_at(QUICK)
+    assert "the law 'rare rows'" in left_out
+    assert "head_dim 96" in left_out
+    assert not not_looked_at(FULL)
+    report = quick(FA2)
+    assert report.passed
+    assert report.cells == len(QUICK)
+    assert not report.unsupported
+    assert report.sentence.startswith(
+        f"flash_attention passes the quick check at bf16 in {len(QUICK)}"
+    )
+    assert report.sentence.endswith(f"not looked at: {left_out}")
+    assert "not looked at" not in quick(plain, cells=FEW).sentence
+
+
+def test_an_error_that_no_mistake_explains_is_said_to_be_unexplained():
+    def coarse(q, k, v, *, causal, scale=None):
+        out = plain(q, k, v, causal=causal, scale=scale)
+        noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+        return out + (0.1 * noise).to(out.dtype)
+
+    sentence = quick(coarse, cells=FEW).sentence
+    assert "nothing known explains it" in sentence
+    assert "too coarse" not in sentence
 
 
 def test_no_cells_are_no_pass():
