@@ -289,6 +289,13 @@ def _heads(where: Reference, formula: Formula) -> Iterator[Mistake]:
         yield _all_or_nothing("GQA", words, formula, kv_heads=wrong)
         words += ", though dk and dv are summed over the right heads"
         yield _all_or_nothing("GQA", words, formula, kv_heads=wrong, sums_right=True)
+    if heads > 1:
+        before = torch.tensor([*range(heads - 1), heads - 2])
+        for names in (("q", "dout"), ("q",)):
+            read = {name: getattr(where.inputs, name)[:, before] for name in names}
+            words = f"the last head reads {' and '.join(names)} of the head before it"
+            inputs = where.inputs._replace(**read)
+            yield _all_or_nothing("head", words, formula, inputs=inputs)
     if group > 1:
         sums = {
             "the first query head of each group alone": lambda r: float(r == 0),
