@@ -96,10 +96,13 @@ def test_every_profile_is_in_the_table():
     assert [named(row[0])[0] for row in tables()["profile"]] == list(PROFILES)
 
 
-def test_the_examples_run():
+def test_the_examples_run(capsys):
     namespace = {}
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(block, namespace)
+        said = re.search(r"print\(.*\)  # (.*)", block)
+        printed = capsys.readouterr().out
+        assert said is None or said[1] in printed
     assert namespace["lse"].shape == (1, 4, 128)
