@@ -21,6 +21,9 @@ from stability.tracking.loggers import emit
 
 __all__ = ["GradientProbe", "GradientsOf"]
 
+AS_TRAINED_EVERY = 4
+"""What is judged is the isolated gradient; the one as trained describes, and costs as much."""
+
 
 class GradientsOf(Protocol):
     """Computes the gradient of a batch's loss; `study.gpt_gradients` has the one of our GPT."""
@@ -38,12 +41,19 @@ class GradientsOf(Protocol):
 
 
 class GradientProbe(UpdateCallback):
-    """Log the gradient evidence of `model` at every `every`-th step, from step 0 on."""
+    """Log the gradient evidence of `model` at every `every`-th step, from step 0 on.
 
-    def __init__(self, model: nn.Module, gradients: GradientsOf, every: int) -> None:
+    Of a batch it takes the first `sequences`, or all if that is 0. Each `AS_TRAINED_EVERY`-th look
+    also has the gradients as trained.
+    """
+
+    def __init__(
+        self, model: nn.Module, gradients: GradientsOf, every: int, *, sequences: int = 0
+    ) -> None:
         self._model = model
         self._gradients = gradients
         self._every = every
+        self._sequences = sequences
         self._meter = GradientMeter()
 
     def on_train_batch_start(
@@ -59,10 +69,11 @@ class GradientProbe(UpdateCallback):
         take = partial(
             self._gradients,
             {name: value.detach() for name, value in self._model.named_parameters()},
-            batch,
+            batch[: self._sequences or None],
             scale=_loss_scale(trainer),
         )
-        measured = self._meter.look(take)
+        look = trainer.global_step // self._every
+        measured = self._meter.look(take, as_trained=look % AS_TRAINED_EVERY == 0)
         if measured.metrics:
             for logger in trainer.loggers:
                 logger.log_metrics(measured.metrics, step=trainer.global_step)

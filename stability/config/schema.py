@@ -325,11 +325,13 @@ class ProbeConfig:
     """Most of the run's time that the probe may take, e.g. `5%`: layers take turns. 0: no bound."""
     gradient_every: int = 0
     """Every so many steps also the whole model's gradient; 0 switches it off."""
+    gradient_sequences: int = 0
+    """How many sequences of the batch gradient evidence looks at; 0: all."""
     seeds: Literal["all", "first"] = "all"
     """`first`: the study's first seed alone is looked at, and the others train unwatched."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "per_decade", "positions", "gradient_every"):
+        for name in ("every", "per_decade", "positions", "gradient_every", "gradient_sequences"):
             _require(getattr(self, name) >= 0, "probe", f"{name} must be >= 0", getattr(self, name))
         _require(min(self.steps, default=0) >= 0, "probe", "steps must be >= 0", list(self.steps))
         share = self.overhead_share

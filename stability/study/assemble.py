@@ -147,7 +147,14 @@ def assemble(config: ArmConfig) -> Parts:
         callbacks.append(InstabilityWatch(config.watch.every))
     gradients = gradients_of_arm(config, device) if config.probe.gradient_every else None
     if gradients is not None:
-        callbacks.append(GradientProbe(model, gradients.of, config.probe.gradient_every))
+        callbacks.append(
+            GradientProbe(
+                model,
+                gradients.of,
+                config.probe.gradient_every,
+                sequences=config.probe.gradient_sequences,
+            )
+        )
     if config.train.compile:
         # not the module itself: hooks on it stay outside of the graph
         model.forward = torch.compile(model.forward, backend=config.train.compile)

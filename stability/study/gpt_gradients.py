@@ -97,11 +97,12 @@ class GptGradients:
         self, role: AttentionRole, rounding: torch.dtype | Format | None, device: torch.device
     ) -> list[Attention]:
         chosen = self.candidate if role == "candidate" else self.baseline
+        # once and not for each layer: to resolve a name reads the metadata of every package
+        golden = resolve_attention("golden", device).function
         attentions = []
         for attention, changed in zip(chosen, self.changed, strict=True):
             exact = role == "golden" and changed
             if rounding is None:
-                golden = resolve_attention("golden", device).function
                 attentions.append(golden if exact else attention)
             elif exact:
                 attentions.append(isolated_golden(rounding))
