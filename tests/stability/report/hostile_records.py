@@ -138,7 +138,9 @@ def _log(log: MetricLog, texts: Sequence[str]) -> None:
         for shadow, what, part, metric in product(
             ("", text), ("out", "dq", "carried", "total"), ("", head_part(0)), METRICS
         ):
-            values[deviation_name(text, what, metric, shadow=shadow, part=part)] = 2e-3
+            name = deviation_name(text, what, metric, shadow=shadow, part=part)
+            # the worst of all error ratios, since that is what a page opens on
+            values[name] = 9.0 if metric == "error_ratio" else 2e-3
         counts = [1] * (len(ULP_EDGES) + 1)
         log.append(step, values, {deviation_name(text, "out", ULP_HISTOGRAM): counts})
         log_event(log, Event(step, "finding", text, text))
