@@ -325,13 +325,18 @@ def _gain(name: str, of: Result, factor: float, levels: tuple[Level, ...]) -> Fa
 
 
 def _fault(
-    name: str, what: str, results: tuple[Result, ...], golden: GoldenFault, **fields: Any
+    name: str,
+    what: str,
+    results: tuple[Result, ...],
+    golden: GoldenFault,
+    levels: tuple[Level, ...] = _EARLY,
+    **fields: Any,
 ) -> Fault:
     return Fault(
         name=name,
         what=what,
         results=results,
-        levels=_EARLY,
+        levels=levels,
         plant=_by_golden(golden, results),
         **fields,
     )
@@ -369,6 +374,7 @@ FAULTS: dict[str, Fault] = {
             "a factor 0.95 on delta = rowsum(dO * O) in the backward",
             ("dq", "dk"),
             golden_faults.delta_off(0.95),
+            levels=("operator",),
         ),
         _fault(
             "bias_tenth_ulp",
@@ -391,6 +397,7 @@ Where each must be found was measured. In the whole gradient of a GPT (3 layers,
 `flash:fa2` in BF16, everything else FP32) the error over plain attention's, and the share of it
 that adds up over looks, are 1.0 and 0.01 without a fault; 1.0 to 1.2 with a factor on the scale, dq
 or dk, so that only the operator must show those; 3.2 and 0.08 for `dv_gain`, 5.3 and 0.48 for
-`out_gain`, 11 and 0.52 for `out_gain_1pct`, 1.9 and 0.07 for `delta_off`, 1.1 and 0.06 for
-`bias_tenth_ulp`, and ratios of 32 to 280 for the rest.
+`out_gain`, 11 and 0.52 for `out_gain_1pct`, 1.1 and 0.06 for `bias_tenth_ulp`, and ratios of 32 to 280 for
+the rest. With `delta_off` they are 1.9 and 0.07, and 2.4 and 0.16 on the demo's model, about the
+usual limit of 2: it is found there by luck, and the operator, where dq errs 50 times as far, must.
 """

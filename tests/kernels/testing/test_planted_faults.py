@@ -116,8 +116,8 @@ def test_the_names_are_the_table_s():
     assert all(fault.name == name for name, fault in FAULTS.items())
 
 
-def test_small_factors_on_scale_dq_and_dk_are_asked_of_the_operator_alone():
-    early = {"scale_gain", "dq_gain", "dk_gain"}
+def test_what_the_whole_gradient_hardly_shows_is_asked_of_the_operator_alone():
+    early = {"scale_gain", "dq_gain", "dk_gain", "delta_off"}
     assert {name for name, fault in FAULTS.items() if fault.levels == ("operator",)} == early
     assert all(fault.levels[0] == "operator" for fault in FAULTS.values())
 
