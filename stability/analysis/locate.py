@@ -131,7 +131,7 @@ def locate(metrics: Mapping[str, Series], limits: OperatorLimits | None = None) 
     The whole model comes before its places, and of these the one that is furthest beyond.
     """
     limits = limits or OperatorLimits()
-    tests = [
+    tests: list[tuple[PlaceTable, Judged]] = [
         (table, kind) for table in place_tables(metrics) for kind in KINDS if _has(table, kind)
     ]
     found = [

@@ -132,8 +132,8 @@ def golden_sums(
     table = zero_sums(len(GoldenSums._fields), candidate, ranges)
     for groups, rows, at in chunks(candidate, ranges):
         keep = None if inside is None else inside[groups, rows].unsqueeze(-1)
-        results = (t[groups, rows].detach() for t in (candidate, baseline, golden))
-        table[:, groups, at] += _sum_against_golden(*results, keep, floor[groups], target, ulp)
+        c, b, g = (t[groups, rows].detach() for t in (candidate, baseline, golden))
+        table[:, groups, at] += _sum_against_golden(c, b, g, keep, floor[groups], target, ulp)
     return GoldenSums(*table)
 
 

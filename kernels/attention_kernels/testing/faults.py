@@ -359,7 +359,7 @@ FAULTS: dict[str, Fault] = {
         _gain("out_gain_1pct", "out", 1.01, (*_EARLY, "training")),
         _fault(
             "dropped_key",
-            f"every {golden_faults.DROPPED}nd key is not attended",
+            f"one key in {golden_faults.DROPPED} is not attended",
             _ALL,
             golden_faults.dropped_key,
         ),
@@ -397,7 +397,7 @@ Where each must be found was measured. In the whole gradient of a GPT (3 layers,
 `flash:fa2` in BF16, everything else FP32) the error over plain attention's, and the share of it
 that adds up over looks, are 1.0 and 0.01 without a fault; 1.0 to 1.2 with a factor on the scale, dq
 or dk, so that only the operator must show those; 3.2 and 0.08 for `dv_gain`, 5.3 and 0.48 for
-`out_gain`, 11 and 0.52 for `out_gain_1pct`, 1.1 and 0.06 for `bias_tenth_ulp`, and ratios of 32 to 280 for
-the rest. With `delta_off` they are 1.9 and 0.07, and 2.4 and 0.16 on the demo's model, about the
+`out_gain`, 11 and 0.52 for `out_gain_1pct`, 1.1 and 0.06 for `bias_tenth_ulp`, and ratios of 32 to
+280 for the rest. With `delta_off` they are 1.9 and 0.07, and 2.4 and 0.16 on the demo's model, about the
 usual limit of 2: it is found there by luck, and the operator, where dq errs 50 times as far, must.
 """
