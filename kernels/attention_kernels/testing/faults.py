@@ -398,6 +398,6 @@ Where each must be found was measured. In the whole gradient of a GPT (3 layers,
 that adds up over looks, are 1.0 and 0.01 without a fault; 1.0 to 1.2 with a factor on the scale, dq
 or dk, so that only the operator must show those; 3.2 and 0.08 for `dv_gain`, 5.3 and 0.48 for
 `out_gain`, 11 and 0.52 for `out_gain_1pct`, 1.1 and 0.06 for `bias_tenth_ulp`, and ratios of 32 to
-280 for the rest. With `delta_off` they are 1.9 and 0.07, and 2.4 and 0.16 on the demo's model, about
-the usual limit of 2: there it is found by luck, so the operator must, where dq errs 50 times as far.
+280 for the rest. With `delta_off` they are 1.9 and 0.07, and 2.4 and 0.16 on the demo's model,
+about the limit of 2: there luck finds it, so the operator must, where dq errs 50 times as far.
 """
