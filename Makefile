@@ -20,11 +20,13 @@ demo: $(INSTALLED)
 # one thread a worker: two workers of two threads each would fight over two cores
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --no-showlocals
 test: $(INSTALLED)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not long"
 
-# kill and resume at many points, the whole zoo of attentions, simulations with 100,000 repetitions
+# slow: kill and resume at many points, every dial of the kernels; long: the whole zoo of attentions,
+# simulations with 100,000 repetitions
+SLOW = slow or long
 test-slow: $(INSTALLED)
-	$(PYTEST) -m slow
+	$(PYTEST) -m "$(SLOW)"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -65,14 +65,14 @@ def test_the_samples_are_in_the_zoo():
     assert {x.name for x in WRONG} >= WRONG_SAMPLE
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("entry", "format"), _in_their_dtypes(RIGHT))
 def test_every_right_attention_passes(entry, format):
     report = _check(entry, format, quick=False)
     assert report.passed, report.sentence
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
 @pytest.mark.parametrize("format", DTYPES)
 def test_every_wrong_attention_fails_and_nine_in_ten_are_named(format, quick):

@@ -12,6 +12,9 @@ from attention_kernels.testing import (
     with_gradients,
 )
 
+# the interpreter takes minutes over them; forward and backward at chosen dials are in every run
+pytestmark = pytest.mark.slow
+
 SHAPE = Shape(2, 2, 1, 35, 50, 20)
 TILES = {"block_q": 16, "block_k": 16}
 DIALS = {

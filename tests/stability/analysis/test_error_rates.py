@@ -3,7 +3,7 @@
 A study adds seeds until a look decides. Its candidate lies exactly at the limit, where every answer
 is wrong as often as it can be: then PASS and FAIL each come out in at most 5 %. What comes out
 under laws that are not normal is measured for `docs/verdict.md`, not promised; it is printed by
-`pytest -m slow -s`.
+`pytest -m long -s`.
 """
 
 import math
@@ -92,7 +92,7 @@ def test_the_simulation_sees_looks_that_spend_too_much():
     assert min(spent.passed, spent.failed) > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.01, 0.05, 0.1])
 def test_error_rates_of_100_000_studies_under_normal_laws(alpha):
     rates = simulate("normal", 100_000, alpha=alpha)
@@ -100,7 +100,7 @@ def test_error_rates_of_100_000_studies_under_normal_laws(alpha):
     assert max(rates.passed, rates.failed) <= _most(alpha, 100_000)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("law", LAWS)
 def test_error_rates_and_coverage_that_the_documentation_reports(law):
     rates = simulate(law, 100_000, coverage=True)

@@ -166,7 +166,7 @@ def test_few_looks_of_many_layers_speak_for_the_model():
         assert not name_places(Samples(values=one, limit=1e-3, signed=True), None).model
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_clean_run_of_48_layers_32_heads_and_1000_looks_is_named_once_in_100_at_most():
     """At every doubling and some looks between; with no limit to help, and heads that share."""
     rng = np.random.default_rng(7)

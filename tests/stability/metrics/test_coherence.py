@@ -100,7 +100,7 @@ def test_the_bounds_miss_about_as_often_as_they_say():
         assert above + below > 0.01  # and not because they are endlessly wide
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("looks", [20, 40])
 @pytest.mark.parametrize("share", [0.0, 0.01])
 @pytest.mark.parametrize("law", ["flat", "1/k"])
@@ -111,7 +111,7 @@ def test_the_bounds_miss_as_often_as_they_say_up_to_the_usual_limit(looks, share
         assert max(rates) < 1.5 * nominal + 3 * math.sqrt(nominal / 5000), (nominal, rates)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("looks", [20, 40])
 def test_a_share_well_above_the_limit_is_not_taken_for_one_below_it(looks):
     # the worst law: the common error lies along the few directions in which noise is largest, and

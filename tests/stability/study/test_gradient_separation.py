@@ -92,7 +92,7 @@ def _rows(found):
     return "\n".join(f"{name:16} {r:8.3f} {f:+.4f} {se:.4f}" for name, (r, f, se) in found.items())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_right_attention_a_biased_and_a_broken_one_are_told_apart():
     found = _measured(list(ATTENTIONS), 20)
     ratio, share, error = found["fa2"]
