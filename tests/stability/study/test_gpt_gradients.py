@@ -196,7 +196,8 @@ def test_a_candidate_that_raises_in_a_look_does_not_stop_the_run(
     log = RunPaths.for_run(tmp_path / "tiny", "flash_fa2", 0).metrics
     metrics = read_metrics(log)
     assert "gradient/all/ratio" not in metrics  # the baseline is needed first, and raises too
-    assert len(metrics["gradient/all/ratio_as_trained"].steps) == 3
+    # of the looks, each fourth one alone has the gradient as trained
+    assert metrics["gradient/all/ratio_as_trained"].steps == [0]
     assert "baseline: RuntimeError: no kernel here" in log.read_text()
 
 
