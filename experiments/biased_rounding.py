@@ -50,8 +50,8 @@ from experiments.kit.biased_training import (
 from experiments.kit.plots import draw_series
 from experiments.kit.record import Findings
 from experiments.kit.rows import BySeed, Rows, by_seed, mean, values_by
+from experiments.kit.stated_tests import StatedTest, equal, mean_within, ratio_within
 from experiments.kit.tie_cases import ALL, ALONE, DOWN, UP, beta_case, tie_rows
-from stability.analysis.stated_tests import StatedTest, equal, mean_within, ratio_within
 from stability.config.schema import AttentionConfig, DataConfig, ModelConfig, OptimizerConfig
 from stability.probe.attention_registry import resolve_attention
 from stability.report.paper.style import GREY, log_axis, new_figure, print_styles

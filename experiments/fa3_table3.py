@@ -35,8 +35,8 @@ from attention_kernels import (
 )
 from experiments.kit.record import Findings
 from experiments.kit.rows import BySeed, Rows, by_seed
+from experiments.kit.stated_tests import StatedTest, ratio_within
 from stability.analysis.intervals import paired_interval
-from stability.analysis.stated_tests import StatedTest, ratio_within
 from stability.probe.attention_inputs import draw_inputs
 from stability.probe.published_presets import FA3_TABLE3, fa3_table3
 from stability.report.paper.style import log_axis, new_figure

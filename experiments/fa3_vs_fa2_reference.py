@@ -30,8 +30,8 @@ from attention_kernels.peers.registry import peers
 from attention_kernels.testing import Shape
 from experiments.kit.record import Findings
 from experiments.kit.rows import BySeed, Rows, by_seed
+from experiments.kit.stated_tests import StatedTest, equal, ratio_within
 from stability.analysis.intervals import paired_interval
-from stability.analysis.stated_tests import StatedTest, equal, ratio_within
 from stability.probe.attention_inputs import draw_inputs
 from stability.report.paper.style import log_axis, new_figure
 from stability.report.view.palette import OKABE_ITO

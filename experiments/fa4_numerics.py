@@ -34,7 +34,7 @@ from attention_kernels.twin.arithmetic import exponential
 from experiments.kit.plots import draw_series
 from experiments.kit.record import Findings
 from experiments.kit.rows import BySeed, Rows, by_seed, over
-from stability.analysis.stated_tests import StatedTest, mean_within, ratio_within
+from experiments.kit.stated_tests import StatedTest, mean_within, ratio_within
 from stability.metrics.deviation import deviation
 from stability.probe.attention_inputs import AttentionInputs, draw_inputs, round_inputs
 from stability.probe.microbenchmark import at_format

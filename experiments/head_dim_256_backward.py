@@ -46,7 +46,7 @@ from experiments.kit.cost import tflops
 from experiments.kit.mismatches import mismatches, together
 from experiments.kit.record import Findings
 from experiments.kit.rows import Rows, by_seed, chosen
-from stability.analysis.stated_tests import StatedTest, equal, every, mean_within, ratio_within
+from experiments.kit.stated_tests import StatedTest, equal, every, mean_within, ratio_within
 from stability.probe.attention_inputs import draw_inputs
 from stability.report.paper.style import GREY, log_axis, new_figure
 from stability.report.view.palette import OKABE_ITO

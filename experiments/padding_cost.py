@@ -39,7 +39,7 @@ from experiments.kit.padded_llama import (
 from experiments.kit.plots import draw_series
 from experiments.kit.record import Findings
 from experiments.kit.rows import Rows, by_seed, chosen, over
-from stability.analysis.stated_tests import StatedTest, mean_within
+from experiments.kit.stated_tests import StatedTest, mean_within
 from stability.report.paper.style import GREY, log_axis, new_figure
 
 SHORT = 3000

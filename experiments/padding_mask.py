@@ -42,7 +42,7 @@ from experiments.kit.padded_llama import (
 from experiments.kit.plots import draw_dots
 from experiments.kit.record import Findings
 from experiments.kit.rows import Rows, by_seed, chosen, over
-from stability.analysis.stated_tests import StatedTest, equal, every
+from experiments.kit.stated_tests import StatedTest, equal, every
 from stability.report.paper.style import GREY, log_axis, new_figure
 
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -41,7 +41,7 @@ from attention_kernels.testing import error_budget, make_packed, scale_off, skip
 from experiments.kit.plots import draw_dots, draw_series
 from experiments.kit.record import Findings
 from experiments.kit.rows import Rows, by_seed, chosen, mean
-from stability.analysis.stated_tests import StatedTest, equal, every, mean_within
+from experiments.kit.stated_tests import StatedTest, equal, every, mean_within
 from stability.report.paper.style import GREY, log_axis, new_figure
 
 FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}

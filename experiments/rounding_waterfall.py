@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 
 from experiments.kit.record import Findings
 from experiments.kit.rows import Rows, by_seed, over
-from stability.analysis.stated_tests import StatedTest, mean_within, ratio_within
+from experiments.kit.stated_tests import StatedTest, mean_within, ratio_within
 from stability.probe.attention_inputs import draw_inputs
 from stability.probe.microbenchmark import POINTS, Problem, waterfall
 from stability.report.paper.style import GREY, new_figure

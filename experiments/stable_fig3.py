@@ -27,7 +27,7 @@ from experiments.kit.numerics import round_everywhere
 from experiments.kit.plots import draw_series
 from experiments.kit.record import Findings
 from experiments.kit.rows import BySeed, Rows, by_seed, values_by
-from stability.analysis.stated_tests import equal, monotone
+from experiments.kit.stated_tests import equal, monotone
 from stability.probe.attention_inputs import draw_inputs
 from stability.report.paper.style import new_figure
 

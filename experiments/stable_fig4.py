@@ -35,7 +35,7 @@ from experiments.kit.numerics import round_everywhere
 from experiments.kit.plots import draw_dots, draw_series
 from experiments.kit.record import Findings
 from experiments.kit.rows import Rows, by_seed, mean, values_by
-from stability.analysis.stated_tests import StatedTest, equal, monotone, ratio_within
+from experiments.kit.stated_tests import StatedTest, equal, monotone, ratio_within
 from stability.metrics.deviation import deviation
 from stability.probe.attention_inputs import draw_inputs
 from stability.report.paper.style import GREY, new_figure

@@ -25,8 +25,8 @@ from matplotlib.figure import Figure
 from experiments.kit.plots import draw_series
 from experiments.kit.record import Findings
 from experiments.kit.rows import Rows, values_by
+from experiments.kit.stated_tests import StatedTest, equal, monotone, ratio_within
 from experiments.kit.study import KEPT, STABLE, at_step, drift_of_pairs, shipped_study
-from stability.analysis.stated_tests import StatedTest, equal, monotone, ratio_within
 from stability.report.paper.style import log_axis, new_figure
 
 FLASH = {"flash, all BF16": "flash_all_bf16", "flash, fa2": "flash_fa2"}

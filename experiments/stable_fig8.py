@@ -30,6 +30,7 @@ from matplotlib.figure import Figure
 from experiments.kit.plots import draw_series
 from experiments.kit.record import Findings
 from experiments.kit.rows import Rows, values_by
+from experiments.kit.stated_tests import StatedTest, mean_within, monotone, ratio_within
 from experiments.kit.study import (
     KEPT,
     STABLE,
@@ -40,7 +41,6 @@ from experiments.kit.study import (
     shipped_study,
     slopes,
 )
-from stability.analysis.stated_tests import StatedTest, mean_within, monotone, ratio_within
 from stability.report.paper.style import new_figure
 
 FLASH, FA2, INITS, NUDGE = "flash, all BF16", "flash, fa2", "two inits", "1-ULP nudge"

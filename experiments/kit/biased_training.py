@@ -26,8 +26,8 @@ from attention_kernels import flash_attention
 from attention_kernels.fp_environment import settle_vector_math
 from attention_kernels.testing import injected_bias
 from attention_kernels.testing.faults import Move
+from experiments.kit.stated_tests import StatedTest, equal, every, mean_within
 from stability.analysis.intervals import paired_interval
-from stability.analysis.stated_tests import StatedTest, equal, every, mean_within
 from stability.config.schema import DataConfig, ModelConfig, OptimizerConfig, ProbeConfig
 from stability.data.datamodule import batch_indices, cut_blocks
 from stability.data.sources import load_texts

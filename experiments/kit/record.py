@@ -9,7 +9,7 @@ from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from stability.analysis.stated_tests import StatedTest
+from experiments.kit.stated_tests import StatedTest
 from stability.records.sealed_json import NON_FINITE, jsonable, read_sealed, write_sealed
 
 __all__ = [

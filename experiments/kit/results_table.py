@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.kit.record import ExperimentRecord
-from stability.analysis.stated_tests import StatedTest
+from experiments.kit.stated_tests import StatedTest
 
 __all__ = ["Described", "described", "filled_in", "print_experiment", "print_experiments"]
 

@@ -18,7 +18,7 @@ from experiments.kit.results_table import (
     print_experiment,
     print_experiments,
 )
-from stability.analysis.stated_tests import StatedTest
+from experiments.kit.stated_tests import StatedTest
 
 DOCSTRING = """Toy numbers fall.
 

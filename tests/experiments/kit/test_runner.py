@@ -26,7 +26,7 @@ Sizes: cpu: 2 places; gpu: 3; quick: 1
 from dataclasses import dataclass
 
 from experiments.kit.record import Findings
-from stability.analysis.stated_tests import StatedTest
+from experiments.kit.stated_tests import StatedTest
 from stability.report.paper.style import new_figure
 
 

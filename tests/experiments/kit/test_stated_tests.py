@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.kit.stated_tests import equal, every, mean_within, monotone, ratio_within
 from stability.analysis.intervals import mean_interval, paired_interval
-from stability.analysis.stated_tests import equal, every, mean_within, monotone, ratio_within
 
 SEEDS = range(5)
 ONES = dict.fromkeys(SEEDS, 1.0)
