@@ -17,6 +17,7 @@ Leaves out the arithmetic itself (`twin`, `triton`, `baseline`) and the named va
 Imports no torch, as `formats` does not.
 """
 
+import abc
 import difflib
 import functools
 import json
@@ -128,7 +129,7 @@ class Arithmetic:
         _check_flag(self, "fp_fusion")
 
 
-class _Numerics:
+class _Numerics(abc.ABC):
     """Base of both numerics: the text that carries them, and the format between rounding points.
 
     Operators of torch take strings, and `torch.compile` compares strings by value. Frozen
@@ -143,8 +144,9 @@ class _Numerics:
         # the dataclass is frozen: an assignment would raise, also in its own __post_init__
         object.__setattr__(self, "text", json.dumps(values))
 
+    @abc.abstractmethod
     def _formats(self) -> Iterable[str]:
-        raise NotImplementedError
+        """Return the names of the formats between the rounding points."""
 
     @functools.cached_property
     def work_format(self) -> str:
