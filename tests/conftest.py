@@ -83,16 +83,21 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
+def _write_tiny(folder: Path, text: Path, edit: Callable[[dict], None]) -> Path:
+    # through YAML and back: `edit` may not reach what two arms share
+    content = yaml.safe_load(yaml.safe_dump(tiny_content(text)))
+    edit(content)
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
 @pytest.fixture
 def write_study(tmp_path, text_file) -> Callable[..., Path]:
     """Return a function that writes the tiny study, changed by `edit`, and returns its path."""
 
     def write(edit: Callable[[dict], None] = lambda content: None) -> Path:
-        content = yaml.safe_load(yaml.safe_dump(tiny_content(text_file)))
-        edit(content)
-        path = tmp_path / "tiny.yaml"
-        path.write_text(yaml.safe_dump(content, sort_keys=False))
-        return path
+        return _write_tiny(tmp_path, text_file, edit)
 
     return write
 
@@ -108,11 +113,16 @@ def run_tiny() -> Callable[..., SilentObserver]:
     return run_quietly
 
 
+def train_edited(
+    folder: Path, text: Path, edit: Callable[[dict], None] = lambda content: None
+) -> tuple[Path, Path]:
+    """Train the tiny study, changed by `edit`; return the path of its YAML and its folder."""
+    path = _write_tiny(folder, text, edit)
+    run_quietly(load_study(path), folder / "runs")
+    return path, folder / "runs" / "tiny"
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, text_file) -> Path:
     """The folder of the tiny study, trained once; tests only read it."""
-    folder = tmp_path_factory.mktemp("trained")
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(tiny_content(text_file), sort_keys=False))
-    run_quietly(load_study(path, None), folder / "runs")
-    return folder / "runs" / "tiny"
+    return train_edited(tmp_path_factory.mktemp("trained"), text_file)[1]

@@ -8,7 +8,6 @@ import json
 import shutil
 
 import pytest
-import yaml
 
 from stability.analysis.ladder import ladder_of
 from stability.analysis.ladder_sentences import notes, sentence
@@ -23,18 +22,14 @@ from stability.records.paths import RunPaths, snapshot_steps
 from stability.report.live.study_summary import summary_of_study
 from stability.study.run import RunConflictError
 from stability.study.run_study import plan_study
-from tests.conftest import run_quietly, tiny_content
+from tests.conftest import train_edited
 from tests.stability.sealing import seal
 
 FLASH = {"attention": {"implementation": "flash", "profile": "fa2"}}
 ORDER = ["baseline", "truth", "nudge", "rerun", "flash", "init_seed"]
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory, text_file):
-    """The YAML's path, and the folder of the study."""
-    folder = tmp_path_factory.mktemp("ends")
-    content = yaml.safe_load(yaml.safe_dump(tiny_content(text_file)))
+def _edit(content):
     content["arms"] = {
         "flash": FLASH,
         "init_seed": {"seed": {"init_offset": 9}},
@@ -44,10 +39,12 @@ def done(tmp_path_factory, text_file):
     }
     content["base"]["probe"] |= {"seeds": "first"}
     content |= {"yardstick": "truth", "early_step": 2}
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-    run_quietly(load_study(path), folder / "runs")
-    return path, folder / "runs" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, text_file):
+    """The YAML's path, and the folder of the study."""
+    return train_edited(tmp_path_factory.mktemp("ends"), text_file, _edit)
 
 
 @pytest.fixture

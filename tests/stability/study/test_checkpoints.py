@@ -21,6 +21,7 @@ from stability.records.paths import RunPaths
 from stability.records.run_files import damage, read_run_snapshot
 from stability.study.run import RunConflictError, check_existing, locked
 from stability.study.run_study import plan_study
+from tests.conftest import train_edited
 from tests.stability.study.recorded_bits import recorded_bits
 
 ROOT = Path(__file__).parents[3]
@@ -152,15 +153,8 @@ def _flip(path, position, bit):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, text_file):
     """The records of a short study that ended undisturbed; tests copy them."""
-    import yaml
-
-    from tests.conftest import run_quietly, tiny_content
-
     folder = tmp_path_factory.mktemp("whole")
-    content = tiny_content(text_file)
-    _one_seed(content)
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    run_quietly(load_study(folder / "tiny.yaml"), folder / "runs")
+    train_edited(folder, text_file, _one_seed)
     return folder
 
 

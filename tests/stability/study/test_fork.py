@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from stability.cli.main import main
-from stability.config.load import load_study
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.paths import RunPaths, prediction_steps
@@ -20,27 +19,24 @@ from stability.study.bisect import halve
 from stability.study.fork import fork_drifts, plan_fork, run_fork
 from stability.study.run import RunConflictError
 from stability.study.train_run import TrainOptions
-from tests.conftest import SilentObserver, run_quietly, tiny_content
+from tests.conftest import SilentObserver, train_edited
 
 ROOT = Path(__file__).parents[3]
 FLASH = {"attention": {"implementation": "flash", "profile": "all_bf16"}}
 
 
-@pytest.fixture(scope="module")
-def study(tmp_path_factory, text_file):
-    """A study of a baseline with a loss scaler and a candidate, that keeps every checkpoint."""
-    import yaml
-
-    folder = tmp_path_factory.mktemp("forked")
-    content = tiny_content(text_file)
+def _edit(content):
     content["base"]["precision"] = "16-mixed"
     content["base"]["train"] |= {"steps": 10, "snapshot_steps": [4, 7], "keep_checkpoints": 0}
     partial = {"attention": {**FLASH["attention"], "layers": ["layer_1"]}}
     content["arms"] = {"baseline": {}, "flash": FLASH, "flash_layer_1": partial}
     content.update(seeds=[0], yardstick="flash", early_step=4)
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    run_quietly(load_study(folder / "tiny.yaml"), folder / "runs")
-    return folder / "runs" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory, text_file):
+    """A study of a baseline with a loss scaler and a candidate, that keeps every checkpoint."""
+    return train_edited(tmp_path_factory.mktemp("forked"), text_file, _edit)[1]
 
 
 @pytest.fixture

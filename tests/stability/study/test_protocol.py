@@ -21,6 +21,7 @@ from stability.records.protocol import Protocol, protocol_hash, read_protocol, s
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.study import run_study as module
 from stability.study.run_study import changed_protocol
+from tests.conftest import train_edited
 
 NONE = ["no protocol was sealed before the first run"]
 
@@ -39,17 +40,7 @@ def _edit(content):
 @pytest.fixture(scope="module")
 def done(tmp_path_factory, text_file):
     """The YAML's path and the folder of a study of four runs, trained once."""
-    import yaml
-
-    from tests.conftest import run_quietly, tiny_content
-
-    folder = tmp_path_factory.mktemp("protocol")
-    content = yaml.safe_load(yaml.safe_dump(tiny_content(text_file)))
-    _edit(content)
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-    run_quietly(load_study(path), folder / "runs")
-    return path, folder / "runs" / "tiny"
+    return train_edited(tmp_path_factory.mktemp("protocol"), text_file, _edit)
 
 
 @pytest.fixture
