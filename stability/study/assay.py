@@ -26,6 +26,8 @@ from attention_kernels import golden_attention
 from attention_kernels.testing.faults import FAULTS, Fault, plant
 from stability.analysis.intervals import p_values
 from stability.analysis.sequential import look_alpha
+from stability.analysis.study_records import read_study
+from stability.analysis.verdict import judge_arms
 from stability.config.schema import PolicyConfig
 from stability.metrics.coherence import coherence_of
 from stability.metrics.golden_error import GOLDEN_COLUMNS, golden_tensor
@@ -63,18 +65,22 @@ def update_assays(
 ) -> list[AssayRecord]:
     """Assay each candidate of the first seed whose record is missing or has other parents.
 
-    Nothing is done in a study without an arm that is broken on purpose. `note` is told of an arm,
-    its seed and why it could not be assayed.
+    Nothing is done in a study without an arm that is broken on purpose, nor on a candidate that
+    fails already: an assay can only keep an arm from passing. `note` is told of an arm, its seed
+    and why it could not be assayed.
     """
     first = [run for run in runs if run.seed == runs[0].seed]
     if not any(run.arm.role == "broken" for run in first):
         return []
+    failed = _failed(study, policy)
     made = []
     for run in first:
         # no policy's arms: those of role candidate are judged
         named = run.arm.name in policy.candidates
         is_judged = named if policy.candidates else run.arm.role == "candidate"
-        if not is_judged or not has_ended(run.paths) or _is_known(study, run):
+        if not is_judged or run.arm.name in failed:
+            continue
+        if not has_ended(run.paths) or _is_known(study, run):
             continue
         try:
             record = assay_run(run, policy)
@@ -85,6 +91,15 @@ def update_assays(
             write_assay(study, record)
             made.append(record)
     return made
+
+
+def _failed(study: Path, policy: PolicyConfig) -> set[str]:
+    """Return the candidates that fail by what is on record; none where nothing can be judged."""
+    try:
+        judged = judge_arms(read_study(study), policy)
+    except ValueError:  # damaged records, or no candidate: a verdict says so
+        return set()
+    return {arm.arm for arm in judged.candidates if arm.outcome == "FAIL"}
 
 
 def assay_run(run: Run, policy: PolicyConfig) -> AssayRecord | None:

@@ -1,9 +1,12 @@
 """Faults planted on a trained candidate: measured on its own weights, found, and made once."""
 
+from dataclasses import replace
+
 import pytest
 
 from stability.analysis.assay import arm_assay
 from stability.analysis.study_records import read_study
+from stability.analysis.verdict import judge_arms
 from stability.config.load import load_study
 from stability.config.schema import PolicyConfig
 from stability.records.assay import read_assay
@@ -51,3 +54,22 @@ def test_a_studys_candidates_are_assayed_at_its_end(trained_study, tmp_path, mon
     monkeypatch.setattr(assay, "assay_run", lambda *_: pytest.fail("measured again"))
     runs = plan_study(study, tmp_path)
     assert assay.update_assays(folder, runs, study.policy, lambda *_: None) == []
+
+
+def test_an_arm_that_fails_already_is_not_assayed(trained_study, tmp_path, monkeypatch):
+    study, folder = trained_study
+    path = folder / "assay" / "fa2.json"
+    path.unlink()
+    runs = plan_study(study, tmp_path)
+
+    def failing(recorded, policy):
+        judged = judge_arms(recorded, policy)
+        arms = tuple(replace(arm, outcome="FAIL") for arm in judged.arms)
+        return replace(judged, arms=arms)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(assay, "judge_arms", failing)
+        assert assay.update_assays(folder, runs, study.policy, lambda *_: None) == []
+    assert not path.exists()
+    (made,) = assay.update_assays(folder, runs, study.policy, lambda *_: None)
+    assert made.arm == "fa2", "it is undecided after one seed"
