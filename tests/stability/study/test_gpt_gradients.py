@@ -209,3 +209,16 @@ def test_flash_is_what_the_candidate_runs(write_study):
     expected = flash_attention(q, q, q, causal=True, numerics=numerics)
     assert torch.equal(gradients.candidate[0](q, q, q, causal=True), expected)
     assert not torch.equal(gradients.baseline[0](q, q, q, causal=True), expected)
+
+
+def test_a_gradient_reads_no_packages_metadata(write_study, monkeypatch):
+    config = _config(write_study)
+    _, weights, batch = _at(config)
+    gradients = gradients_of_arm(config, CPU)
+    monkeypatch.setattr(
+        "stability.probe.attention_registry.plugins",
+        lambda group: pytest.fail(f"{group} was read again, at each look"),
+    )
+    for role in ("candidate", "baseline", "golden"):
+        assert gradients.of(weights, batch, role, True)
+        assert gradients.of(weights, batch, role, False)
