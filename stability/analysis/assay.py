@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from stability.analysis.evidence import Level, LevelEvidence
 from stability.analysis.intervals import p_values
+from stability.analysis.number_text import nats
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import PolicyConfig
@@ -37,7 +38,7 @@ class ArmAssay:
 
     state: AssayState
     sentence: str
-    """The finding in one sentence for a reader, with what was missed."""
+    """The finding as a clause for a reader, with what was missed; without a full stop."""
     missed: Sequence[str] = ()
     """Each fault with the level at which it was missed: `dk_gain at the operator`."""
     faults: int = 0
@@ -71,8 +72,15 @@ def arm_assay(study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig) -> A
     missed = list(_missed(record, look_alpha(policy.alpha), policy))
     count = len(record.faults)
     if missed or not count:
-        said = f"missed were {', '.join(missed)}" if missed else "no fault was planted"
-        return ArmAssay(state="blind", sentence=said, missed=missed, faults=count)
+        lost = len({name.split()[0] for name in missed})
+        were = "was" if lost == 1 else "were"
+        said = f"{lost} of {count} planted faults {were} missed: {', '.join(missed)}"
+        return ArmAssay(
+            state="blind",
+            sentence=said if missed else "no fault was planted on it",
+            missed=missed,
+            faults=count,
+        )
     by_level = {
         level: sum(level in fault.levels for fault in record.faults)
         for level in ("operator", "gradient")
@@ -121,7 +129,7 @@ _SEEN: tuple[tuple[Level, str, Callable[[float], str]], ...] = (
     ("operator", "golden_bias_ulp_excluded", lambda value: f"a bias of {value:.2g} ULP"),
     ("gradient", "ratio_high", lambda value: f"{value:.3g} times the gradient's error"),
     ("training", "excess_high", lambda value: f"E {value:.3g}"),
-    ("outcome", "difference_high", lambda value: f"a loss {value:.2g} nats worse"),
+    ("outcome", "difference_high", lambda value: f"a loss {nats(value).lstrip('+')} nats worse"),
 )
 """Level, the figure that is the far end of its interval, and how it is said."""
 

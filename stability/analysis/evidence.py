@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-__all__ = ["LEVELS", "Level", "LevelEvidence", "LevelState"]
+__all__ = ["LEVELS", "Level", "LevelEvidence", "LevelState", "silent_level"]
 
 Level = Literal["operator", "gradient", "training", "outcome"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -36,11 +36,12 @@ class LevelEvidence:
     level: Level
     state: LevelState
     sentence: str
-    """The finding with figure, interval and limit, in one sentence for a reader."""
+    """The finding as a plain sentence with the worst place, the figure, its interval `[low, high]`
+    and its limit; what may follow it is description. Each sentence ends in a full stop."""
     cell: str = ""
     """The same in at most 16 characters, for the table of four levels by arms: `E 1.02`."""
     decides: str = ""
-    """What would decide it; empty where it is decided."""
+    """What would decide it, without a full stop; empty where it is decided."""
     p_harmed: float = math.nan
     """How likely such evidence is if the harm stays within its limit; NaN where there is none."""
     p_holds: float = math.nan
@@ -48,8 +49,23 @@ class LevelEvidence:
     figures: Mapping[str, float] = field(default_factory=dict)
     """The numbers behind the sentence by name, e.g. `error_ratio`, `gain`, `excess_low`."""
 
+    @property
+    def text(self) -> str:
+        """The sentence, and what would decide it."""
+        return f"{self.sentence} To decide it: {self.decides}." if self.decides else self.sentence
+
     def to_dict(self) -> dict[str, Any]:
         """Return the values by name; NaN and infinities are still numbers."""
         return {name: getattr(self, name) for name in self.__slots__} | {
             "figures": dict(self.figures)
         }
+
+
+def silent_level(
+    level: Level, state: LevelState, reason: str, decides: str = "", *, cell: str = ""
+) -> LevelEvidence:
+    """Return the evidence of a level that says nothing; `reason` is a clause without full stop."""
+    said = "The level does not apply" if state == "not applicable" else "Nothing was measured"
+    return LevelEvidence(
+        level=level, state=state, sentence=f"{said}: {reason}.", cell=cell, decides=decides
+    )

@@ -18,9 +18,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stability.analysis.evidence import LevelEvidence, LevelState
+from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
+from stability.analysis.number_text import bounds, three_figures
+from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.schema import PolicyConfig
+from stability.metrics.parameter_groups import PARAMETER_GROUPS
 from stability.records.metric_names import ALL_WEIGHTS, gradient_name
 
 __all__ = ["LOOKS_NEEDED", "gradient_evidence"]
@@ -37,23 +40,26 @@ def gradient_evidence(
 ) -> LevelEvidence:
     """Return what the gradient level says of `arm`, from the first of its runs that was looked at.
 
-    A state of `holds` or `harmed` is at `policy.alpha`, one-sided, for this level of this arm
-    alone; the p-values are there to be judged by stricter rules.
+    A state of `holds` or `harmed`, and each bound, is at the share of `policy.alpha` that one look
+    of a study has, one-sided, for this level of this arm alone; the p-values are there to be judged
+    by stricter rules.
     """
     if not any(path.startswith(_ATTENTION) for path in arm.diff):
-        return _silent("not applicable", f"The arm {arm.name} does not change the attention")
+        return silent_level(
+            "gradient", "not applicable", f"{arm.name} does not change the attention"
+        )
     if study.base.get("precision") == "64-true":
-        return _silent("not applicable", "At 64-true the golden is no finer than the run")
+        return silent_level(
+            "gradient", "not applicable", "at 64-true the golden is no finer than the run"
+        )
     looked = [run for run in arm.runs.values() if run.series(gradient_name(ALL_WEIGHTS, "ratio"))]
     if not looked:
         decides = "probe.gradient_every in the study's YAML, e.g. 2, and 20 looks"
-        return _silent("not measured", "No look at the model's gradient is on record", decides)
+        return silent_level(
+            "gradient", "not measured", "no look at the model's gradient is on record", decides
+        )
     run = min(looked, key=lambda one: list(study.seeds).index(one.seed))
     return _judged(run, policy)
-
-
-def _silent(state: LevelState, reason: str, decides: str = "") -> LevelEvidence:
-    return LevelEvidence(level="gradient", state=state, sentence=f"{reason}.", decides=decides)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +83,9 @@ def _judged(run: RecordedRun, policy: PolicyConfig) -> LevelEvidence:
         return _exact(len(values))
     if np.isinf(values).any():
         return _no_yardstick()
-    ratio = _of_logs(values, policy.max_gradient_ratio, policy.alpha)
-    share = _share(run, policy, values)
+    alpha = look_alpha(policy.alpha)
+    ratio = _of_logs(values, policy.max_gradient_ratio, alpha)
+    share = _share(run, policy, values, alpha)
     looks = int(_last(run, "looks"))
     return _evidence(run, policy, ratio, share, looks)
 
@@ -162,15 +169,13 @@ def _last(run: RecordedRun, metric: str) -> float:
     return series[max(series)] if series else math.nan
 
 
-def _share(run: RecordedRun, policy: PolicyConfig, ratios: np.ndarray) -> _Figure:
+def _share(run: RecordedRun, policy: PolicyConfig, ratios: np.ndarray, alpha: float) -> _Figure:
     looks = _last(run, "looks")
     freedom = int(looks) - 1 if looks >= LOOKS_NEEDED else 0
-    found = _by_t(
-        _last(run, "share"), _last(run, "share_se"), freedom, policy.max_share, policy.alpha
-    )
+    found = _by_t(_last(run, "share"), _last(run, "share_se"), freedom, policy.max_share, alpha)
     # |e|^2 <= max_share |b|^2: if all of e were common, it would still be that little
-    small = _of_logs(ratios, math.sqrt(policy.max_share), policy.alpha)
-    if freedom and small.p_holds <= policy.alpha:
+    small = _of_logs(ratios, math.sqrt(policy.max_share), alpha)
+    if freedom and small.p_holds <= alpha:
         return replace(found, p_harmed=1.0, p_holds=min(small.p_holds, found.p_holds))
     return found
 
@@ -184,9 +189,10 @@ def _evidence(
     # holds only if both do: the larger one, at no price (intersection-union)
     p_holds = max(ratio.p_holds, share.p_holds) if len(known) == 2 else math.nan
     state: LevelState = "undecided"
-    if p_harmed <= policy.alpha:
+    alpha = look_alpha(policy.alpha)
+    if p_harmed <= alpha:
         state = "harmed"
-    elif p_holds <= policy.alpha:
+    elif p_holds <= alpha:
         state = "holds"
     return LevelEvidence(
         level="gradient",
@@ -217,7 +223,12 @@ def _figures(run: RecordedRun, ratio: _Figure, share: _Figure, looks: int) -> Ma
 
 
 def _as_trained(run: RecordedRun) -> float:
-    values = run.series(gradient_name(ALL_WEIGHTS, "ratio", as_trained=True)).values()
+    return _mean_ratio(run.series(gradient_name(ALL_WEIGHTS, "ratio", as_trained=True)))
+
+
+def _mean_ratio(by_step: Mapping[int, float]) -> float:
+    """Return the geometric mean of the ratios that have one; NaN if none has."""
+    values = by_step.values()
     logs = [math.log(value) for value in values if value > 0 and math.isfinite(value)]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
@@ -226,26 +237,34 @@ def _sentence(
     run: RecordedRun, policy: PolicyConfig, ratio: _Figure, share: _Figure, looks: int
 ) -> str:
     said = (
-        f"The error of the whole model's gradient is {ratio.value:.2f}x the baseline's"
-        f"{_bounds(ratio, '.2f')} (limit {policy.max_gradient_ratio:g}x)"
+        f"The error of the whole model's gradient is {three_figures(ratio.value)}"
+        f"{bounds(ratio.low, ratio.high, three_figures)} times the baseline's (limit "
+        f"{policy.max_gradient_ratio:g}){_worst_group(run)}"
     )
     if looks >= LOOKS_NEEDED:
         said += (
-            f", and a share of {share.value:.3f}{_bounds(share, '.3f')} of it is the same at all "
-            f"{looks} looks (limit {policy.max_share:g})"
+            f", and a share of {share.value:.3f}{bounds(share.low, share.high, '{:.3f}'.format)} "
+            f"of it is the same at all {looks} looks (limit {policy.max_share:g})."
         )
     else:
-        said += f"; {looks} looks are too few to tell whether it adds up"
+        said += f"; {looks} looks are too few to tell whether it adds up."
     as_trained = _as_trained(run)
     if not math.isnan(as_trained):
-        said += f"; as trained the ratio is {as_trained:.2f}x"
-    return said + "."
+        said += f" As trained, the error is {three_figures(as_trained)} times the baseline's."
+    return said
 
 
-def _bounds(figure: _Figure, form: str) -> str:
-    if math.isnan(figure.low):
+def _worst_group(run: RecordedRun) -> str:
+    """Return the parameters with the largest ratio of errors; empty if none are on record."""
+    ratios = {
+        group: ratio
+        for group in PARAMETER_GROUPS
+        if not math.isnan(ratio := _mean_ratio(run.series(gradient_name(group, "ratio"))))
+    }
+    if not ratios:
         return ""
-    return f" [{figure.low:{form}}, {figure.high:{form}}]"
+    worst = max(ratios, key=lambda group: ratios[group])
+    return f", {three_figures(ratios[worst])} times in the worst parameters, {worst}"
 
 
 def _decides(ratio: _Figure, share: _Figure, looks: int, policy: PolicyConfig) -> str:

@@ -6,7 +6,18 @@ from collections.abc import Callable
 
 from stability.analysis.seed_values import SeedValues
 
-__all__ = ["EXACT_ZERO", "MISSING", "finely", "plain", "scientific", "span", "times"]
+__all__ = [
+    "EXACT_ZERO",
+    "MISSING",
+    "bounds",
+    "finely",
+    "nats",
+    "plain",
+    "scientific",
+    "span",
+    "three_figures",
+    "times",
+]
 
 EXACT_ZERO = "0 (exact)"
 MISSING = "\N{EN DASH}"
@@ -25,6 +36,11 @@ def times(value: float) -> str:
     return f"{value:#.2g}x"
 
 
+def three_figures(value: float) -> str:
+    """Write a factor beside its interval: `0.983`, `1.01`, `26.2`, `2.03e+04`."""
+    return f"{value:#.3g}".rstrip(".")
+
+
 def plain(value: float) -> str:
     """Write a loss: `1.234`."""
     return f"{value:.3f}"
@@ -33,6 +49,24 @@ def plain(value: float) -> str:
 def finely(value: float) -> str:
     """Write a held-out loss, whose paired differences are small: `1.23456`."""
     return f"{value:.5f}"
+
+
+def nats(value: float) -> str:
+    """Write a difference of losses with its sign and two figures: `-1.7e-5`, `+0.012`.
+
+    Decimals would round the small ones, which are most of them, to `-0.0000`.
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:+g}" if value else "0"
+    if 1e-3 <= abs(value) < 100:
+        return f"{value:+.2g}"
+    digits, exponent = f"{value:+.1e}".split("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def bounds(low: float, high: float, write: Callable[[float], str]) -> str:
+    """Write an interval that follows its figure: ` [0.98, 1.03]`; empty where there is none."""
+    return "" if math.isnan(low) or math.isnan(high) else f" [{write(low)}, {write(high)}]"
 
 
 def span(values: SeedValues, write: Callable[[float], str], between: str) -> str:

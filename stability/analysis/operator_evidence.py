@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stability.analysis.evidence import LevelEvidence
+from stability.analysis.evidence import LevelEvidence, silent_level
 from stability.analysis.looks import (
     OperatorLimits,
     Samples,
@@ -25,6 +25,7 @@ from stability.analysis.looks import (
     p_holds,
     standard_error,
 )
+from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.place_table import (
     JUDGED,
     Judged,
@@ -33,6 +34,7 @@ from stability.analysis.place_table import (
     place_tables,
     samples_of,
 )
+from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import PolicyConfig
 from stability.records.metric_log import Series
@@ -51,11 +53,10 @@ def operator_evidence(
 ) -> LevelEvidence:
     """Return what the probes of the arm's runs say of its attention."""
     if not changes_attention(arm):
-        return LevelEvidence(
-            level="operator",
-            state="not applicable",
-            sentence=f"the attention is the baseline's: the arm changes {arm.axis}, and no other "
-            "operator is measured yet",
+        return silent_level(
+            "operator",
+            "not applicable",
+            f"the arm changes {arm.axis}, and no other operator than attention is measured yet",
             cell="-",
         )
     runs = [run for run in arm.runs.values() if run.metrics]
@@ -92,11 +93,19 @@ class _Place(NamedTuple):
     p_holds: float
     samples: Samples
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """The layer, and the head in it; or the whole model."""
         if not self.layer:
-            return f"{self.what} in the mean of all layers"
-        of_head = "" if self.head is None else f", head {self.head}"
-        return f"{self.what} of {self.layer}{of_head}"
+            return "the mean of all layers"
+        return self.layer if self.head is None else f"head {self.head} of {self.layer}"
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """Return one-sided t-bounds of the mean at `alpha` each; NaN with fewer than two looks."""
+        reach = _reach(self, alpha)
+        if self.kind == "error":
+            return self.mean * math.exp(-min(reach, 700.0)), self.mean * math.exp(min(reach, 700.0))
+        return self.mean - reach, self.mean + reach
 
 
 def judge_operator(
@@ -114,36 +123,41 @@ def judge_operator(
         return LevelEvidence(
             level="operator",
             state="harmed",
-            sentence=f"{nonfinite:g} values are not finite where FP64's are",
+            sentence=f"{nonfinite:g} values are not finite where FP64's are, over {looks} looks "
+            "(limit 0).",
             cell="not finite",
             p_harmed=0.0,
             p_holds=1.0,
             figures={"nonfinite": nonfinite, "looks": looks},
         )
     if not places:
-        return LevelEvidence(
-            level="operator",
-            state="not measured",
-            sentence="no look of a probe with a golden is on record",
+        return silent_level(
+            "operator",
+            "not measured",
+            "no look of a probe with a golden is on record",
+            "runs with `probe.every` or `probe.steps`, and `probe.golden: true`",
             cell="no look",
-            decides="runs with `probe.every` or `probe.steps`, and `probe.golden: true`",
         )
     least = [3 * len(family) * min(one.p_harmed for one in family) for family in families if family]
     harmed, holds = min(1.0, *least), max(one.p_holds for one in deciding)
-    state = (
-        "harmed" if harmed <= policy.alpha else "holds" if holds <= policy.alpha else "undecided"
-    )
+    # one look of the study has a share of the policy's error rate
+    alpha = look_alpha(policy.alpha)
+    state = "harmed" if harmed <= alpha else "holds" if holds <= alpha else "undecided"
     shown = places if state == "harmed" else deciding
     worst: dict[Judged, _Place | None] = {kind: _worst(shown, kind) for kind in KINDS}
     return LevelEvidence(
         level="operator",
         state=state,
-        sentence=_sentence(state, families, worst, looks, len(deciding)),
+        sentence=(
+            _harm_sentence(families, looks, alpha)
+            if state == "harmed"
+            else _worst_sentence(deciding, worst, looks, alpha)
+        ),
         cell=_cell(worst),
-        decides=_decides(deciding, looks, policy.alpha) if state == "undecided" else "",
+        decides=_decides(deciding, looks, alpha) if state == "undecided" else "",
         p_harmed=harmed,
         p_holds=holds,
-        figures=_figures(deciding, worst, looks, policy.alpha),
+        figures=_figures(deciding, worst, looks, alpha),
     )
 
 
@@ -203,55 +217,81 @@ def _worst(places: Sequence[_Place], kind: Judged) -> _Place | None:
     return max((one for one in places if one.kind == kind), key=lambda x: abs(x.mean), default=None)
 
 
-def _sentence(
-    state: str,
-    families: Sequence[Sequence[_Place]],
-    worst: dict[Judged, _Place | None],
-    looks: int,
-    count: int,
+def _harm_sentence(families: Sequence[Sequence[_Place]], looks: int, alpha: float) -> str:
+    """Return where harm is surest, how much it is, and the limit."""
+    # of the families' smallest p, each times its size, the least
+    family = min((f for f in families if f), key=lambda f: len(f) * min(x.p_harmed for x in f))
+    one = min(family, key=lambda x: (x.p_harmed, -abs(x.mean) / x.limit))
+    value, limit = _written(one, alpha), _limit(one)
+    said = {
+        "error": f"has {value} times the error of plain attention ({limit})",
+        "gain": f"is {value} times what it should be ({limit})",
+        "bias": f"errs by {value} ULP on average ({limit})",
+    }[one.kind]
+    return f"In {one.where}, {one.what} {said}, over {looks} looks."
+
+
+def _worst_sentence(
+    deciding: Sequence[_Place], worst: Mapping[Judged, _Place | None], looks: int, alpha: float
 ) -> str:
-    if state == "harmed":
-        # of the families' smallest p, each times its size, the least
-        family = min((f for f in families if f), key=lambda f: len(f) * min(x.p_harmed for x in f))
-        one = min(family, key=lambda x: (x.p_harmed, -abs(x.mean) / x.limit))
-        return f"{one} {_finding(one)}, over {looks} looks"
-    found = "; ".join(f"{_short(one)} ({one})" for one in worst.values() if one)
-    sure = {"holds": "each surely within its limit", "undecided": "not all surely within"}[state]
-    return f"at worst {found}; {count} figures over {looks} looks, {sure}"
-
-
-def _finding(one: _Place) -> str:
-    if one.kind == "error":
-        return f"has {one.mean:.3g} times the error of plain attention (limit {one.limit:g})"
-    if one.kind == "gain":
-        return (
-            f"is {1 + one.mean:.4f} ± {one.error:.1g} times what it should be "
-            f"(limit {one.limit:.2%})"
+    """Return the largest figure of each kind with its place, and how many are within limits."""
+    verbs = {
+        "error": "errs {} times as far as plain attention",
+        "gain": "is {} times what it should be",
+        "bias": "errs by {} ULP on average",
+    }
+    found = [
+        f"{one.what} in {one.where} {verbs[one.kind].format(_written(one, alpha))} ({_limit(one)})"
+        for one in worst.values()
+        if one
+    ]
+    unsure = [one for one in deciding if one.p_holds > alpha]
+    sure = f"all {len(deciding)} figures are surely within their limits"
+    if unsure:
+        last = max(unsure, key=lambda one: one.p_holds)
+        metric = JUDGED[last.kind].replace("_", " ").replace("golden bias ulp", "signed bias")
+        sure = (
+            f"{len(unsure)} of {len(deciding)} figures are not surely within their limits, least "
+            f"of all the {metric} of {last.what} in {last.where}"
         )
-    return f"errs by {one.mean:+.3f} ± {one.error:.1g} ULP in the mean (limit {one.limit:g})"
+    return f"At worst, {'; '.join(found)}. Over {looks} looks {sure}."
 
 
-def _short(one: _Place) -> str:
+def _written(one: _Place, alpha: float) -> str:
+    """Return a figure with its interval; of a gain the factor, with as many decimals as count."""
+    low, high = one.interval(alpha)
     if one.kind == "error":
-        return f"error {one.mean:.2f} times plain attention's, limit {one.limit:g}"
-    if one.kind == "gain":
-        return f"gain {one.mean:+.3%}, limit {one.limit:.2%}"
-    return f"signed error {one.mean:+.3f} ULP, limit {one.limit:g}"
+        return f"{three_figures(one.mean)}{bounds(low, high, three_figures)}"
+    if one.kind == "bias":
+        return f"{one.mean:+.2g}{bounds(low, high, '{:+.2g}'.format)}"
+    width = high - low
+    places = min(6, max(4, 1 - math.floor(math.log10(width)))) if width > 0 else 4
+    write = f"{{:.{places}f}}".format
+    return f"{write(1 + one.mean)}{bounds(1 + low, 1 + high, write)}"
+
+
+def _limit(one: _Place) -> str:
+    return f"limit {one.limit:.2%} from 1" if one.kind == "gain" else f"limit {one.limit:g}"
 
 
 def _cell(worst: dict[Judged, _Place | None]) -> str:
     error, gain = worst["error"], worst["gain"]
-    parts = [f"{error.mean:.2g}x" if error else "", f"{gain.mean:+.2%}" if gain else ""]
+    parts = [f"{error.mean:.2g}x" if error else "", _percent(gain.mean) if gain else ""]
     text = " ".join(part for part in parts if part)
     return text if len(text) <= 16 else parts[0]
+
+
+def _percent(gain: float) -> str:
+    # two decimals would make a zero of a small one, and keep its sign
+    return f"{gain:+.2%}" if abs(gain) >= 1e-4 or not gain else f"{100 * gain:+.1g}%"
 
 
 def _decides(places: Sequence[_Place], looks: int, alpha: float) -> str:
     """Return how many looks would do if means and spreads stay as they are."""
     needed = max(_looks_needed(one, alpha) for one in places if one.p_holds > alpha)
     if needed >= MOST_LOOKS:
-        return f"more looks than {MOST_LOOKS}: a figure lies at its limit"
-    return f"about {max(needed, looks + 1)} looks, there are {looks}"
+        return f"more than {MOST_LOOKS} looks, since a figure lies at its limit"
+    return f"about {max(needed, looks + 1)} looks (there are {looks})"
 
 
 def _looks_needed(one: _Place, alpha: float) -> int:
@@ -285,10 +325,17 @@ def _figures(
 
 def _bound(one: _Place, alpha: float) -> float:
     """Return the size that a one-sided t-bound excludes: larger ones would have been seen."""
+    low, high = one.interval(alpha)
+    if math.isnan(high):
+        return math.inf
+    return high if one.kind == "error" else max(-low, high)
+
+
+def _reach(one: _Place, alpha: float) -> float:
+    """Return how far a one-sided t-bound lies from the mean; NaN with fewer than two looks."""
     count = int(np.isfinite(one.samples.values).sum())
     if count < 2:
-        return math.inf
+        return math.nan
     from scipy.special import stdtrit  # heavy: a quarter of a second
 
-    reach = float(stdtrit(count - 1, 1 - alpha)) * one.error
-    return one.mean * math.exp(min(reach, 700.0)) if one.kind == "error" else abs(one.mean) + reach
+    return float(stdtrit(count - 1, 1 - alpha)) * one.error

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stability.analysis.evidence import LevelEvidence, LevelState
+from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.held_out_losses import held_out_differences, held_out_losses
 from stability.analysis.intervals import Interval, mean_interval, p_values
 from stability.analysis.loss_spikes import SpikeTest, spike_test
+from stability.analysis.number_text import bounds, nats
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.sequential import LOOKS, look_alpha, look_at
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
@@ -220,8 +221,8 @@ def _lost(found: _Findings) -> LevelEvidence:
         level="outcome",
         state="harmed",
         sentence=(
-            f"Outcome: {found.arm.name} is lost in {count} of {of} seeds where the baseline is "
-            f"sound: {found.lost[first]} (seed {first})."
+            f"In {count} of {of} seeds {found.arm.name} is lost where the baseline is sound (limit "
+            f"0), first in seed {first}: {found.lost[first]}."
         ),
         cell=f"lost in {count}/{of}",
         p_harmed=0.0,
@@ -236,13 +237,11 @@ def _judged(found: _Findings, test: _LossTest) -> LevelEvidence:
     tests = 2 if spikes.smallest_p <= found.alpha else 1
     p_harmed = min(1.0, tests * min(test.p_worse, spikes.p if tests == 2 else 1.0))
     state, decides = _state(found, test, p_harmed)
-    mean = test.interval.mean
-    cell = f"{mean:+.4f} nats" if abs(mean) < 1000 else f"{mean:+.0e} nats"
     return LevelEvidence(
         level="outcome",
         state=state,
         sentence=_sentence(found, test),
-        cell=cell if found.differences else "no baseline",
+        cell=f"{nats(test.interval.mean)} nats" if found.differences else "no baseline",
         decides=decides,
         p_harmed=p_harmed,
         p_holds=test.p_not_worse,
@@ -260,7 +259,7 @@ def _state(found: _Findings, test: _LossTest, p_harmed: float) -> tuple[LevelSta
         seed, said = next(iter(found.lost_baseline.items()))
         return "undecided", f"a baseline that trains: with seed {seed} {said}"
     if len(found.differences) < LOOKS[0]:
-        return "undecided", f"{LOOKS[0]} seeds are the fewest that are judged: --seeds {LOOKS[0]}"
+        return "undecided", f"at least {LOOKS[0]} seeds (--seeds {LOOKS[0]})"
     spikes = found.spikes
     if spikes.more > spikes.fewer and spikes.p <= SUSPICIOUS:
         return "undecided", "more seeds, which tell whether its spikes are chance"
@@ -268,8 +267,8 @@ def _state(found: _Findings, test: _LossTest, p_harmed: float) -> tuple[LevelSta
         return "holds", ""
     look = _deciding_look(found, test.interval.mean)
     if look is None:
-        return "undecided", f"no number of seeds up to {LOOKS[-1]} would, at this scatter"
-    return "undecided", f"{look} seeds would, at this scatter: --seeds {look}"
+        return "undecided", f"more than {LOOKS[-1]} seeds, at this scatter"
+    return "undecided", f"{look} seeds, at this scatter (--seeds {look})"
 
 
 def _deciding_look(found: _Findings, mean: float) -> int | None:
@@ -289,26 +288,26 @@ def _sentence(found: _Findings, test: _LossTest) -> str:
     interval, count = test.interval, len(found.differences)
     parts = []
     if count:
-        bounds = ""
-        if not math.isnan(interval.low):
-            bounds = f" ({interval.low:+.2g} to {interval.high:+.2g})"
-        parts.append(
-            f"at step {found.end} the held-out loss of {found.arm.name} is {interval.mean:+.2g} "
-            f"nats a token{bounds} beside the baseline's, over {count} "
-            f"seed{'s' if count > 1 else ''}; {found.margin:g} more is too much"
+        worst = max(found.differences, key=lambda seed: found.differences[seed])
+        said = (
+            f"at step {found.end} the held-out loss of {found.arm.name} differs from the "
+            f"baseline's by {nats(interval.mean)}{bounds(interval.low, interval.high, nats)} nats "
+            f"a token (limit {nats(found.margin)}), over {count} seed{'s' if count > 1 else ''}"
         )
+        if count > 1:
+            said += f", by {nats(found.differences[worst])} in the worst, seed {worst}"
+        parts.append(said)
     if not math.isnan(found.scatter):
-        parts.append(f"other initial weights scatter it by {found.scatter:.2g}")
+        parts.append(f"other initial weights scatter it by {found.scatter:.2g} nats")
     if count:
         parts.append(_said_of_seeds(found))
     if found.lost_baseline:
         seeds = ", ".join(map(str, found.lost_baseline))
         said = next(iter(found.lost_baseline.values()))
-        parts.append(f"seeds not judged, since the baseline itself is lost there: {seeds} ({said})")
+        parts.append(f"seed {seeds} is not judged, since the baseline is lost there ({said})")
     if found.unfinished:
-        parts.append(_why_unfinished(found))
-    first, *others = parts
-    return f"Outcome: {'. '.join([first, *(part[0].upper() + part[1:] for part in others)])}."
+        parts.append(f"a seed is unfinished: {_why_unfinished(found)}")
+    return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)
 
 
 def _said_of_seeds(found: _Findings) -> str:
@@ -364,10 +363,4 @@ def _why_unfinished(found: _Findings) -> str:
 
 
 def _silent(state: LevelState, reason: str, decides: str = "") -> LevelEvidence:
-    return LevelEvidence(
-        level="outcome",
-        state=state,
-        sentence=f"Outcome: {state}: {reason}.",
-        cell=state,
-        decides=decides,
-    )
+    return silent_level("outcome", state, reason, decides, cell=state)

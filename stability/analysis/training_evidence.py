@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stability.analysis.energy_test import EnergyTest, energy_test
-from stability.analysis.evidence import LevelEvidence, LevelState
+from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.excess import Excess, excess_at, excess_over_seeds, seeds_that_decide
+from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.sequential import LOOKS, look_alpha, look_at
 from stability.analysis.study_distances import (
     controls_of,
@@ -134,8 +135,9 @@ def _judge(question: _Question) -> LevelEvidence:
             level="training",
             state="harmed",
             sentence=(
-                f"Training: {arm.name} has no finite weights at step {step} in {len(lost)} of "
-                f"{len(question.seeds)} seeds, where the baseline has."
+                f"At step {step} the weights of {arm.name} are not finite in {len(lost)} of "
+                f"{len(question.seeds)} seeds, first in seed {lost[0]}, where the baseline's are "
+                "(limit 0 seeds)."
             ),
             cell="no number",
             p_harmed=0.0,
@@ -234,7 +236,7 @@ def _state(question: _Question, found: Excess, alpha: float, exact: bool) -> tup
     if exact:
         return "holds", ""
     if not question.is_look:
-        return "undecided", f"{LOOKS[0]} seeds are the fewest that are judged: --seeds {LOOKS[0]}"
+        return "undecided", f"at least {LOOKS[0]} seeds (--seeds {LOOKS[0]})"
     if found.low > limit:
         return "harmed", ""
     if found.high < limit:
@@ -242,15 +244,15 @@ def _state(question: _Question, found: Excess, alpha: float, exact: bool) -> tup
         noise = question.window.largest_at(question.window.step)
         if not noise <= question.policy.window_limit:
             return "undecided", (
-                f"judge at an earlier step: at step {question.window.step} a control has |log E| "
+                f"an earlier step, since at step {question.window.step} a control has |log E| "
                 f"{noise:.3f}, above {question.policy.window_limit:g}"
             )
         return "holds", ""
     needed = seeds_that_decide(found.per_seed, limit, alpha)
     look = next((look for look in LOOKS if needed is not None and look >= needed), None)
     if look is None:
-        return "undecided", f"no number of seeds up to {LOOKS[-1]} would, at this scatter"
-    return "undecided", f"{look} seeds would, at this scatter: --seeds {look}"
+        return "undecided", f"more than {LOOKS[-1]} seeds, at this scatter"
+    return "undecided", f"{look} seeds, at this scatter (--seeds {look})"
 
 
 def _sentence(
@@ -258,19 +260,25 @@ def _sentence(
 ) -> str:
     window, policy = question.window, question.policy
     count = len(question.seeds)
-    bounds = "" if math.isnan(found.low) else f" ({found.low:.3g} to {found.high:.3g})"
+    worst = max(found.per_seed, key=lambda seed: found.per_seed[seed])
+    bracket = bounds(found.low, found.high, three_figures)
     said = (
-        f"Training: at step {window.step} ({window.reason}) {question.arm.name} is "
-        f"{found.mean:.3g}{bounds} times as far from {question.reference} as the baseline, over "
-        f"{count} seed{'s' if count > 1 else ''}; at most {policy.max_excess:.3g} is allowed"
+        f"At step {window.step} ({window.reason}) the weights of {question.arm.name} are "
+        f"{three_figures(found.mean)}{bracket} times as far from {question.reference}'s as "
+        f"the baseline's are (limit {policy.max_excess:.3g}), over {count} seed"
+        f"{'s' if count > 1 else ''}"
     )
-    said += f": {exact}." if exact else "."
+    if exact:
+        said += f": {exact}"
+    elif count > 1:
+        said += f", {three_figures(found.per_seed[worst])} times in the worst, seed {worst}"
+    said += "."
     spread = window.largest_at(window.step)
     if not math.isnan(spread):
         said += f" Nudges stay within {math.expm1(spread):.1%} of 1 there."
     in_predictions = _excess_of_predictions(question)
     if not math.isnan(in_predictions):
-        said += f" Of its predictions it is {in_predictions:.3g}."
+        said += f" Its predictions are {three_figures(in_predictions)} times as far."
     for what, test in tests.items():
         if what == "weights" or question.predictions:
             said += f" By its {what} it {test.sentence}."
@@ -308,11 +316,4 @@ def _figures(
 
 
 def _silent(state: LevelState, reason: str = "", decides: str = "") -> LevelEvidence:
-    """Return evidence of a level that says nothing, with the reason and what to add."""
-    return LevelEvidence(
-        level="training",
-        state=state,
-        sentence=f"Training: {state}: {reason}.",
-        cell=state if len(state) <= 16 else "",
-        decides=decides,
-    )
+    return silent_level("training", state, reason, decides, cell=state if len(state) <= 16 else "")

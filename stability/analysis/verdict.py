@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Literal
 
 from stability.analysis.assay import ArmAssay, arm_assay, would_have_shown
-from stability.analysis.evidence import LEVELS, Level, LevelEvidence
+from stability.analysis.evidence import LEVELS, Level, LevelEvidence, silent_level
 from stability.analysis.gradient_evidence import gradient_evidence
 from stability.analysis.operator_evidence import operator_evidence
 from stability.analysis.outcome_evidence import outcome_evidence
@@ -81,9 +81,22 @@ class ArmVerdict:
     confounded: bool = False
     """Whether the arm changes several axes."""
 
+    @property
+    def is_control(self) -> bool:
+        """Whether the arm is broken on purpose, so that a FAIL is what is wanted."""
+        return self.role == "broken"
+
+    @property
+    def answer(self) -> str:
+        """The outcome, and of a control whether it is the wanted one: `FAIL, as it must`."""
+        if not self.is_control or (self.seeds < LOOKS[0] and self.outcome != "FAIL"):
+            return self.outcome
+        return f"{self.outcome}, {'as it must' if self.outcome == 'FAIL' else 'but it must FAIL'}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the values by name."""
         return {name: getattr(self, name) for name in self.__slots__} | {
+            "answer": self.answer,
             "levels": {level: evidence.to_dict() for level, evidence in self.levels.items()},
             "assay": self.assay.to_dict(),
         }
@@ -110,7 +123,12 @@ class StudyVerdict:
     @property
     def candidates(self) -> tuple[ArmVerdict, ...]:
         """The verdicts on the candidates."""
-        return tuple(arm for arm in self.arms if arm.role != "broken")
+        return tuple(arm for arm in self.arms if not arm.is_control)
+
+    @property
+    def controls(self) -> tuple[ArmVerdict, ...]:
+        """The verdicts on the arms that are broken on purpose."""
+        return tuple(arm for arm in self.arms if arm.is_control)
 
     def arm(self, name: str) -> ArmVerdict | None:
         """Return the verdict on the arm of that name, if it was judged."""
@@ -230,12 +248,16 @@ def _judge(
 
 def _at_look(evidence: LevelEvidence, p_harmed: float, share: float) -> LevelEvidence:
     """Return `evidence` with the state that it has at the error rate of this look."""
-    if evidence.state == "harmed" and p_harmed > share:
-        return replace(evidence, state="undecided")
+    p = {"harmed": p_harmed, "holds": evidence.p_holds}.get(evidence.state, math.nan)
     # NaN: a level that holds by something else than a test
-    if evidence.state == "holds" and evidence.p_holds > share:
-        return replace(evidence, state="undecided")
-    return evidence
+    if not p > share:
+        return evidence
+    decides = (
+        f"more seeds; p is {p:.2g}, corrected for all arms and levels, and has to be {share:.2g}"
+        if share
+        else f"at least {LOOKS[0]} seeds (--seeds {LOOKS[0]})"
+    )
+    return replace(evidence, state="undecided", decides=decides)
 
 
 def _outcome(
@@ -255,30 +277,33 @@ def _outcome(
         for state in ("holds", "harmed", "undecided", "not applicable", "not measured")
     }
     if by_state["harmed"]:
-        return "FAIL", f"it is surely harmed: {_listed(by_state['harmed'])}"
+        return "FAIL", f"it is surely harmed at {_listed(by_state['harmed'])}"
     lost = _baseline_lost(study, look_at(count) or count)
     if lost:
         return "INCONCLUSIVE", f"the baseline diverged, {lost}; nothing can be compared"
     silent = by_state["not applicable"]
-    rest = f"; not applicable: {_listed(silent)}" if silent else ""
+    rest = f"; {_listed(silent)} {_verb(silent, 'does')} not apply" if silent else ""
     if not look_at(count):
         return "INCONCLUSIVE", (
             f"it has {count} of the {LOOKS[0]} seeds of the first look{_trouble(arm)}{rest}"
         )
     if by_state["not measured"]:
-        return "INCONCLUSIVE", f"not measured: {_listed(by_state['not measured'])}{rest}"
+        lacking = by_state["not measured"]
+        return "INCONCLUSIVE", f"{_listed(lacking)} {_verb(lacking, 'is')} not measured{rest}"
     if len(silent) == len(levels):
         return "INCONCLUSIVE", "no level applies to what it changes"
     if by_state["undecided"]:
         more = next_look(count)
         then = f"; the next look is at {more} seeds" if more else "; this was the last look"
-        return "INCONCLUSIVE", f"undecided: {_listed(by_state['undecided'])}{then}{rest}"
+        open_ = by_state["undecided"]
+        return "INCONCLUSIVE", f"{_listed(open_)} {_verb(open_, 'is')} undecided{then}{rest}"
+    hold = f"{_listed(by_state['holds'])} {_verb(by_state['holds'], 'holds')}"
     blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
     if blind or unseen:
-        return "NO ASSAY", "; ".join([f"{_listed(by_state['holds'])} hold, but", *blind, *unseen])
+        return "NO ASSAY", f"{hold}, but {', and '.join([*blind, *unseen])}"
     shown = would_have_shown(levels)
-    seen = f"; would have been seen: {shown}" if shown else ""
-    return "PASS", f"all hold: {_listed(by_state['holds'])}{rest}; {assay.sentence}{seen}"
+    seen = f"; it would have shown {shown}" if shown else ""
+    return "PASS", f"{hold}{rest}; {assay.sentence}{seen}"
 
 
 def _unseen(planted: Iterable[ArmVerdict]) -> list[str]:
@@ -305,14 +330,16 @@ def _evidence(
 ) -> dict[Level, LevelEvidence]:
     """Return what each level says of `arm` on the seeds of its look."""
     if not count:
-        return {level: _not_measured(level, "no seed has ended yet") for level in LEVELS}
+        return {
+            level: silent_level(level, "not measured", "no seed has ended yet") for level in LEVELS
+        }
     judged = _with_seeds(study, study.seeds[: look_at(count) or count])
     found = {}
     for level in LEVELS:
         try:
             found[level] = levels[level](judged, judged.arm(arm.name) or arm, policy)
         except ValueError as error:
-            found[level] = _not_measured(level, str(error))
+            found[level] = silent_level(level, "not measured", str(error))
     return found
 
 
@@ -360,12 +387,16 @@ def _trouble(arm: RecordedArm) -> str:
     return f"; seed {failed[0][0]} failed: {failed[0][1]}" if failed else ""
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
+def _listed(levels: Sequence[Level]) -> str:
+    """Return levels as a subject: `the gradient level`, `the operator and outcome levels`."""
+    *first, last = levels
+    names = f"{', '.join(first)} and {last}" if first else last
+    return f"the {names} level{'s' if first else ''}"
 
 
-def _not_measured(level: Level, why: str) -> LevelEvidence:
-    return LevelEvidence(level=level, state="not measured", sentence=f"{why[:1].upper()}{why[1:]}.")
+def _verb(levels: Sequence[Level], verb: Literal["is", "does", "holds"]) -> str:
+    """Return the form of a verb that agrees with levels as a subject."""
+    return verb if len(levels) == 1 else {"is": "are", "does": "do", "holds": "hold"}[verb]
 
 
 def _no_assay_needed() -> ArmAssay:
@@ -374,14 +405,15 @@ def _no_assay_needed() -> ArmAssay:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The study's answer in one sentence: its policy's verdict, or why there is none yet."""
+    """The study's answer, arm by arm: its policy's verdict, or why there is none yet."""
 
     outcome: Outcome | Literal["OPEN"]
-    """OPEN if it can't be judged yet."""
-    sentence: str
+    """The worst of the candidates'; OPEN if it can't be judged yet."""
+    sentences: tuple[str, ...]
+    """One for each candidate, then one for each arm that is broken on purpose."""
 
     def __str__(self) -> str:
-        return self.sentence if self.outcome == "OPEN" else f"{self.outcome}: {self.sentence}"
+        return " ".join(self.sentences)
 
 
 def answer_of(study: RecordedStudy) -> Answer | None:
@@ -392,6 +424,7 @@ def answer_of(study: RecordedStudy) -> Answer | None:
         return None
     if not verdict.look:
         # the same for every candidate, so said once
-        return Answer("OPEN", f"No verdict yet: the first look is at {LOOKS[0]} seeds.")
-    said = "; ".join(f"{arm.arm} {arm.outcome}: {arm.sentence}" for arm in verdict.candidates)
-    return Answer(verdict.outcome, f"{said}.")
+        return Answer("OPEN", (f"No verdict yet: the first look is at {LOOKS[0]} seeds.",))
+    said = [f"{arm.arm} {arm.answer}: {arm.sentence}." for arm in verdict.candidates]
+    said += [f"{arm.arm} {arm.answer}." for arm in verdict.controls]
+    return Answer(verdict.outcome, tuple(said))

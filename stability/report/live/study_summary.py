@@ -133,7 +133,7 @@ def answers(study: RecordedStudy, ladder: Ladder) -> tuple[str, ...]:
     """Return the verdict by the study's own policy, else a sentence on each candidate's drift."""
     answer = answer_of(study)
     if answer and answer.outcome != "OPEN":
-        return (str(answer),)
+        return answer.sentences
     said = tuple(candidate_sentences(ladder))
     return said or ("No arm of this study changes the attention; the ladder shows its controls.",)
 

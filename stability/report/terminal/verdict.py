@@ -9,16 +9,16 @@ import textwrap
 from rich.console import Console
 from rich.text import Text
 
-from stability.analysis.evidence import LEVELS, LevelEvidence
+from stability.analysis.evidence import LEVELS
 from stability.analysis.verdict import ArmVerdict, StudyVerdict
 from stability.report.terminal.tables import add_row, ruled_table
-from stability.report.view.evidence import EvidenceCell, EvidenceRow, evidence_rows, headline
+from stability.report.view.evidence import EvidenceCell, EvidenceRow, Tone, evidence_rows, headline
 from stability.report.view.plain_text import as_text
 
 __all__ = ["WIDTH", "print_answer", "verdict_lines"]
 
 WIDTH = 80
-OUTCOME_STYLE = {"PASS": "bold green", "FAIL": "bold red"}
+TONE_STYLE: dict[Tone, str] = {"good": "bold green", "bad": "bold red", "open": "bold yellow"}
 STATE_STYLE = {"holds": "green", "harmed": "bold red", "undecided": "yellow"}
 
 
@@ -39,12 +39,11 @@ def print_answer(question: str, verdict: StudyVerdict | None, console: Console) 
     table = ruled_table(["arm"], LEVELS)
     rows = evidence_rows(verdict)
     for row in rows:
-        add_row(table, _arm(row), *(_cell(cell) for cell in row.cells))
+        add_row(table, _arm(row), *(_cell(cell, row) for cell in row.cells))
     console.print(table)
     console.print()
     for row in rows:
-        must = " (broken on purpose, so it must fail)" if row.is_control else ""
-        console.print(as_text(f"{row.arm} {row.outcome}{must}: {row.sentence}."))
+        console.print(as_text(f"{row.arm} {row.answer}. {row.sentence}"))
     again = f"; the next look is at {verdict.next_look}" if verdict.next_look else ""
     at = f"judged at the look at {verdict.look} seeds" if verdict.look else "no look yet"
     said = f"{at}{again}. `stability verdict` has a sentence for each cell."
@@ -52,40 +51,37 @@ def print_answer(question: str, verdict: StudyVerdict | None, console: Console) 
 
 
 def _arm(row: EvidenceRow) -> Text:
-    style = OUTCOME_STYLE.get(row.outcome, "bold yellow")
-    return Text.assemble(as_text(row.arm), "\n", (row.outcome, style))
+    return Text.assemble(as_text(row.arm), "\n", (row.answer, TONE_STYLE[row.tone]))
 
 
-def _cell(cell: EvidenceCell) -> Text:
+def _cell(cell: EvidenceCell, row: EvidenceRow) -> Text:
     figure = as_text(cell.figure, style="dim")
-    return Text.assemble((cell.word, STATE_STYLE.get(cell.state, "dim")), "\n", figure)
+    # harm to what is broken on purpose is no alarm
+    style = "bold" if row.is_control else STATE_STYLE.get(cell.state, "dim")
+    return Text.assemble((cell.word, style), "\n", figure)
 
 
 def verdict_lines(verdict: StudyVerdict, arms: tuple[ArmVerdict, ...]) -> list[str]:
     """Return the lines of the verdict on `arms`, none longer than WIDTH."""
-    lines = []
+    lines = _wrapped(f"{headline(verdict)}.") if len(arms) == len(verdict.arms) else []
     if verdict.exploratory:
         lines += _wrapped(f"EXPLORATORY, so nothing is proven: {'; '.join(verdict.exploratory)}.")
     for arm in arms:
         lines += _arm_lines(arm)
     more = f"; the next look is at {verdict.next_look}" if verdict.next_look else ""
-    at = f"look at {verdict.look} seeds" if verdict.look else "no look yet"
-    return [*lines, *_wrapped(f"{at}, one-sided error rate {verdict.alpha:.3g}{more}.")]
+    at = f"Look at {verdict.look} seeds" if verdict.look else "No look yet"
+    return [*lines, "", *_wrapped(f"{at}, one-sided error rate {verdict.alpha:.3g}{more}.")]
 
 
 def _arm_lines(arm: ArmVerdict) -> list[str]:
-    is_control = " (broken on purpose)" if arm.role == "broken" else ""
-    lines = _wrapped(f"{arm.outcome}: {arm.arm}{is_control}: {arm.sentence}.")
+    said = f"{arm.sentence[:1].upper()}{arm.sentence[1:]}."
+    lines = ["", *_wrapped(f"{arm.arm} {arm.answer}. {said}")]
     for evidence in arm.levels.values():
-        lines += _wrapped(_level_text(evidence), "  ")
-    if arm.role != "broken":
-        lines += _wrapped(f"assay {arm.assay.state}: {arm.assay.sentence}", "  ")
+        lines += _wrapped(f"{evidence.level} {evidence.state}: {evidence.text}", "  ")
+    if not arm.is_control:
+        found = arm.assay.sentence
+        lines += _wrapped(f"assay {arm.assay.state}: {found[:1].upper()}{found[1:]}.", "  ")
     return lines
-
-
-def _level_text(evidence: LevelEvidence) -> str:
-    decides = f" To decide it: {evidence.decides}" if evidence.decides else ""
-    return f"{evidence.level} {evidence.state}: {evidence.sentence}{decides}"
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:

@@ -4,15 +4,26 @@ Each cell has a state and a figure of at most 16 characters; the sentence behind
 with interval and limit. Leaves out the judgement (`analysis.verdict`) and how a cell is drawn.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from stability.analysis.evidence import LEVELS, LevelState
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_records import RecordedStudy
 from stability.analysis.verdict import ArmVerdict, StudyVerdict, judge_arms
 
-__all__ = ["STATE_WORDS", "EvidenceCell", "EvidenceRow", "evidence_rows", "headline", "verdict_of"]
+__all__ = [
+    "STATE_WORDS",
+    "EvidenceCell",
+    "EvidenceRow",
+    "Tone",
+    "evidence_rows",
+    "headline",
+    "verdict_of",
+]
+
+Tone = Literal["good", "bad", "open"]
+"""How an arm's answer is coloured. A control that fails is good: it was planted to be found."""
 
 STATE_WORDS: dict[LevelState, str] = {
     "holds": "holds",
@@ -46,9 +57,12 @@ class EvidenceRow:
 
     arm: str
     outcome: str
-    """With a note where the arm is broken on purpose, and so has to fail."""
+    answer: str
+    """The outcome, with a note where the arm is broken on purpose, and so has to fail."""
+    tone: Tone
     is_control: bool
     sentence: str
+    """The reason, with a full stop."""
     cells: tuple[EvidenceCell, ...]
 
 
@@ -61,10 +75,11 @@ def verdict_of(study: RecordedStudy) -> StudyVerdict | None:
 
 
 def headline(verdict: StudyVerdict) -> str:
-    """Return the answer in one line: each candidate with its outcome, and how sure that is."""
-    said = ", ".join(f"{arm.arm} {arm.outcome}" for arm in verdict.candidates)
+    """Return the answer in one line: each candidate with its outcome, then the controls."""
+    said = ", ".join(f"{arm.arm} {arm.answer}" for arm in verdict.candidates)
     if not verdict.look:
         return f"{said}: no verdict before the first look, at {LOOKS[0]} seeds"
+    said = "; ".join([said, *(f"{arm.arm} {arm.answer}" for arm in verdict.controls)])
     return f"EXPLORATORY: {said}" if verdict.exploratory else said
 
 
@@ -77,14 +92,16 @@ def _row(arm: ArmVerdict) -> EvidenceRow:
     return EvidenceRow(
         arm=arm.arm,
         outcome=arm.outcome,
-        is_control=arm.role == "broken",
-        sentence=arm.sentence,
+        answer=arm.answer,
+        tone=_tone(arm),
+        is_control=arm.is_control,
+        sentence=f"{arm.sentence[:1].upper()}{arm.sentence[1:]}.",
         cells=tuple(
             EvidenceCell(
                 state=arm.levels[level].state,
                 # a silent level has its state for a figure, and once is enough
                 figure="" if arm.levels[level].cell in STATE_WORDS else arm.levels[level].cell,
-                sentence=_joined((arm.levels[level].sentence, arm.levels[level].decides)),
+                sentence=arm.levels[level].text,
             )
             for level in LEVELS
             if level in arm.levels
@@ -92,5 +109,7 @@ def _row(arm: ArmVerdict) -> EvidenceRow:
     )
 
 
-def _joined(parts: Sequence[str]) -> str:
-    return " To decide it: ".join(part for part in parts if part)
+def _tone(arm: ArmVerdict) -> Tone:
+    if not arm.is_control:
+        return {"PASS": "good", "FAIL": "bad"}.get(arm.outcome, "open")
+    return "good" if arm.outcome == "FAIL" else "open" if arm.answer == arm.outcome else "bad"

@@ -115,7 +115,7 @@ def test_an_arm_is_seen_clearly_where_every_fault_is_found(study):
     assert (seen.state, seen.faults) == ("sensitive", 1)
     blind = _assay(study, FOUND, MISSED)()
     assert (blind.state, blind.missed) == ("blind", ["dk_gain at the operator"])
-    assert blind.sentence == "missed were dk_gain at the operator"
+    assert blind.sentence == "1 of 2 planted faults was missed: dk_gain at the operator"
     assert _assay(study)().state == "blind", "no fault at all proves nothing"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import t
 
 from stability.analysis.gradient_evidence import gradient_evidence
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
@@ -14,6 +15,7 @@ from stability.records.events import Event
 from stability.records.metric_log import Series
 from stability.records.metric_names import gradient_name
 from stability.records.paths import RunPaths
+from tests.stability.analysis.evidence_form import check_form
 
 POLICY = PolicyConfig()
 ATTENTION = {"attention.implementation": ["baseline", "flash"]}
@@ -73,20 +75,38 @@ def test_small_errors_that_average_out_hold():
     assert found.cell == "0.93x f 0.001"
     assert len(found.cell) <= 16
     assert found.sentence == (
-        "The error of the whole model's gradient is 0.93x the baseline's [0.91, 0.95] (limit 2x), "
-        "and a share of 0.001 [-0.002, 0.004] of it is the same at all 20 looks (limit 0.01); as "
-        "trained the ratio is 1.10x."
+        "The error of the whole model's gradient is 0.930 [0.909, 0.952] times the baseline's "
+        "(limit 2), and a share of 0.001 [-0.004, 0.006] of it is the same at all 20 looks (limit "
+        "0.01). As trained, the error is 1.10 times the baseline's."
     )
     assert found.decides == ""
     assert found.p_holds < 0.05 < found.p_harmed
     assert found.figures["ratio"] == pytest.approx(0.93)
-    assert found.figures["share_high"] == pytest.approx(0.001 + 1.729 * 0.002, abs=1e-5)
+    assert found.figures["share_high"] == pytest.approx(0.001 + 2.378 * 0.002, abs=1e-5)
+
+
+@pytest.mark.parametrize(("p", "state"), [(0.01, "holds"), (0.03, "undecided")])
+def test_the_share_is_judged_at_the_error_rate_of_one_look_of_the_study(p, state):
+    se = 0.002 / float(t.isf(p, 19))
+    found = _judge(_run(_ratios(0.93), share=0.008, share_se=se))
+    assert found.p_holds == pytest.approx(p)
+    assert found.state == state
+
+
+def test_the_parameters_that_err_most_are_named():
+    run = _run(_ratios(0.93))
+    steps = list(range(20))
+    for group, ratio in (("query", 0.8), ("mlp", 1.7)):
+        run.metrics[f"gradient/{group}/ratio"] = Series(steps, [ratio] * 20)
+    said = "(limit 2), 1.70 times in the worst parameters, mlp, and a share"
+    assert said in _judge(run).sentence
 
 
 def test_a_large_error_is_harm_even_where_it_averages_out():
     found = _judge(_run(_ratios(22)))
     assert found.state == "harmed"
     assert found.cell == "22x f 0.001"
+    check_form(found)
     assert found.p_harmed < 1e-6
 
 
@@ -98,9 +118,10 @@ def test_a_bias_is_harm_even_where_it_is_small():
 
 
 def test_a_share_at_its_limit_is_undecided_and_more_looks_would_tell():
-    found = _judge(_run(_ratios(1.0), share=0.008, share_se=0.003))
+    found = _judge(_run(_ratios(1.0), share=0.008, share_se=0.002))
     assert found.state == "undecided"
-    assert found.decides == "about 115 more looks"
+    assert found.decides == "about 94 more looks"
+    check_form(found)
     assert min(found.p_harmed, found.p_holds) > 0.05
 
 
@@ -162,7 +183,7 @@ def test_an_exact_baseline_is_no_yardstick():
 def test_where_it_does_not_apply_the_level_says_so():
     found = _judge(diff={"optimizer.eps": [1e-8, 1e-6]})
     assert found.state == "not applicable"
-    assert found.sentence == "The arm candidate does not change the attention."
+    assert found.sentence == ("The level does not apply: candidate does not change the attention.")
     assert _judge(_run([1.0]), precision="64-true").state == "not applicable"
 
 

@@ -1,6 +1,7 @@
 """Operator evidence: right attentions hold, wrong ones are harmed with their place."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,13 @@ import pytest
 
 from stability.analysis.operator_evidence import judge_operator, operator_evidence
 from stability.analysis.place_table import joined, place_tables
+from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.schema import PolicyConfig
 from stability.records.metric_log import Series
 from stability.records.metric_names import deviation_name, head_part
 from stability.records.paths import RunPaths
+from tests.stability.analysis.evidence_form import check_form
 
 POLICY = PolicyConfig()
 RESULTS = ("out", "dq", "dk", "dv")
@@ -69,9 +72,13 @@ def test_a_right_attention_holds_and_says_what_would_have_been_seen():
     assert found.figures["figures"] == 3 * 4 * 5 + 3 * 4 + 4
     assert 0 < found.figures["gain_excluded"] < POLICY.max_gain
     assert found.figures["error_ratio"] < found.figures["error_ratio_excluded"] < 2
-    assert "each surely within its limit" in found.sentence
+    assert found.sentence.startswith("At worst, dq in head 3 of layer_0 errs 1.16 [1.08, 1.24] ")
+    assert found.sentence.endswith("Over 12 looks all 76 figures are surely within their limits.")
+    for limit in ("(limit 2)", "(limit 0.10% from 1)", "(limit 0.05)"):
+        assert limit in found.sentence
     assert len(found.cell) <= 16
     assert found.cell.startswith("1.")
+    check_form(found)
 
 
 @pytest.mark.parametrize("part", ["", "head_2"])
@@ -80,10 +87,14 @@ def test_a_gain_of_half_a_percent_in_one_place_is_harm_with_its_name(part):
     found = _judge(np.random.default_rng(1), gain=5e-3, where=where)
     assert found.state == "harmed"
     assert found.p_harmed < 1e-3
-    place = "layer_1, head 2" if part else "layer_1"
-    assert found.sentence.startswith(f"dk of {place} is 1.0050 ± ")
-    assert "times what it should be (limit 0.10%), over 12 looks" in found.sentence
+    place = "head 2 of layer_1" if part else "layer_1"
+    assert re.fullmatch(
+        rf"In {place}, dk is 1\.00\d{{3}} \[1\.004\d\d, 1\.005\d\d\] times what it should be "
+        r"\(limit 0\.10% from 1\), over 12 looks\.",
+        found.sentence,
+    )
     assert found.figures["gain"] == pytest.approx(5e-3, abs=3e-4)
+    check_form(found)
 
 
 def test_a_single_layer_is_judged_by_itself():
@@ -95,7 +106,7 @@ def test_a_single_layer_is_judged_by_itself():
 def test_a_bias_is_judged_against_fp64():
     found = _judge(np.random.default_rng(2), bias=-0.1, where=(0, "head_1", "out"))
     assert found.state == "harmed"
-    assert found.sentence.startswith("out of layer_0, head 1 errs by -0.09")
+    assert found.sentence.startswith("In head 1 of layer_0, out errs by -0.09")
 
 
 def test_better_than_the_baseline_is_no_harm():
@@ -110,7 +121,7 @@ def test_better_than_the_baseline_is_no_harm():
 def test_an_error_far_beyond_everywhere_is_harm_in_the_mean_of_all():
     found = _judge(np.random.default_rng(4), ratio=2e4)
     assert found.state == "harmed"
-    assert "in the mean of all layers has 2" in found.sentence
+    assert re.match(r"In the mean of all layers, \w+ has 2\.\d\de\+04 \[", found.sentence)
     assert found.cell.startswith("2.1e+04x ")
 
 
@@ -118,7 +129,30 @@ def test_too_few_looks_are_undecided_and_say_how_many_would_do():
     found = _judge(np.random.default_rng(5), looks=2)
     assert found.state == "undecided"
     assert "there are 2" in found.decides
+    check_form(found)
     assert found.p_holds > POLICY.alpha
+    assert " figures are not surely within their limits, least of all the " in found.sentence
+
+
+def test_the_level_is_judged_at_the_error_rate_of_one_look_of_the_study():
+    """Evidence of 0.03 would do for a study that looks once, and none looks only once."""
+    between = []
+    for seed in range(60):
+        found = _judge(np.random.default_rng(seed), looks=5, layers=1, heads=1, ratio=1.65)
+        if look_alpha(POLICY.alpha) < found.p_holds <= POLICY.alpha:
+            between.append(found)
+    assert len(between) >= 5
+    assert {found.state for found in between} == {"undecided"}
+    # and so is what would have been seen: larger than a bound at 0.05
+    assert all(found.figures["error_ratio_excluded"] > POLICY.max_error_ratio for found in between)
+
+
+def test_a_tiny_gain_keeps_its_digits_in_the_table():
+    metrics = _log(np.random.default_rng(0))
+    for name, series in metrics.items():
+        if name.endswith("/gain"):
+            series.values = [-2e-5 + 1e-7 * look for look in range(12)]
+    assert judge_operator(place_tables(metrics), POLICY).cell.endswith("x -0.002%")
 
 
 def test_limits_are_the_policys():
@@ -145,7 +179,7 @@ def test_values_that_are_not_finite_are_harm_whatever_else():
     metrics["deviation/layer_1/dq/golden_nonfinite"].values[3] = 7.0
     found = operator_evidence(STUDY, _arm([metrics]), POLICY)
     assert (found.state, found.p_harmed) == ("harmed", 0.0)
-    assert found.sentence == "7 values are not finite where FP64's are"
+    assert found.sentence == "7 values are not finite where FP64's are, over 12 looks (limit 0)."
 
 
 def test_looks_of_all_seeds_are_taken_together():

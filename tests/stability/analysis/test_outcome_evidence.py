@@ -15,6 +15,7 @@ from stability.records.manifest import Manifest
 from stability.records.metric_log import Series
 from stability.records.metric_names import EVAL_LOSS, NONFINITE_WEIGHTS, TRAIN_LOSS
 from stability.records.paths import RunPaths
+from tests.stability.analysis.evidence_form import check_form
 
 POLICY = PolicyConfig()
 ALPHA = 0.014
@@ -100,11 +101,12 @@ def test_small_differences_of_either_sign_hold():
     found = _judge(_worse_by(*RIGHT))
     assert found.state == "holds"
     assert found.p_holds <= ALPHA < found.p_harmed
-    assert found.cell == "+0.0000 nats"
+    assert found.cell == "+3.0e-5 nats"
     assert found.decides == ""
     assert found.sentence == (
-        "Outcome: at step 200 the held-out loss of candidate is +3e-05 nats a token "
-        "(-0.00026 to +0.00032) beside the baseline's, over 5 seeds; 0.005 more is too much. "
+        "At step 200 the held-out loss of candidate differs from the baseline's by +3.0e-5 "
+        "[-2.6e-4, +3.2e-4] nats a token (limit +0.005), over 5 seeds, by +3.0e-4 in the worst, "
+        "seed 4. "
         "No seed is lost or has spikes of its own; 5 seeds without fault exclude a rate of bad "
         "seeds above 57%."
     )
@@ -114,7 +116,15 @@ def test_a_loss_worse_than_the_margin_in_every_seed_is_harm():
     found = _judge(_worse_by(0.010, 0.011, 0.009, 0.0105, 0.0095))
     assert found.state == "harmed"
     assert found.p_harmed <= ALPHA < found.p_holds
-    assert found.cell == "+0.0100 nats"
+    assert found.cell == "+0.01 nats"
+    check_form(found)
+
+
+def test_a_tiny_difference_keeps_its_sign_and_digits():
+    found = _judge(_worse_by(-1.7e-5, -1.6e-5, -1.8e-5))
+    assert found.cell == "-1.7e-5 nats"
+    assert "by -1.7e-5 [-2.0e-5, -1.4e-5] nats a token" in found.sentence
+    assert _judge(_worse_by(0.0, 0.0, 0.0)).cell == "0 nats"
 
 
 @pytest.mark.parametrize("gain", [0.004, 0.05, 3.0])
@@ -129,9 +139,10 @@ def test_better_than_the_baseline_is_never_harm(gain):
 def test_a_difference_that_may_lie_on_either_side_of_the_margin_is_undecided():
     found = _judge(_worse_by(0.001, 0.006, -0.002, 0.004, 0.0))
     assert found.state == "undecided"
-    assert found.decides == "8 seeds would, at this scatter: --seeds 8"
+    assert found.decides == "8 seeds, at this scatter (--seeds 8)"
+    check_form(found)
     wide = _judge(_worse_by(0.001, 0.012, -0.004, 0.008, 0.0))
-    assert wide.decides == "no number of seeds up to 20 would, at this scatter"
+    assert wide.decides == "more than 20 seeds, at this scatter"
 
 
 @pytest.mark.parametrize("count", [3, 5, 7])
@@ -158,7 +169,7 @@ def test_the_bits_of_the_baseline_hold():
 def test_fewer_seeds_than_the_first_look_are_undecided(count):
     found = _judge(_worse_by(*RIGHT[:count]))
     assert found.state == "undecided"
-    assert found.decides == "3 seeds are the fewest that are judged: --seeds 3"
+    assert found.decides == "at least 3 seeds (--seeds 3)"
 
 
 def test_a_candidate_that_diverges_late_in_every_seed_is_harmed():
@@ -168,8 +179,8 @@ def test_a_candidate_that_diverges_late_in_every_seed_is_harmed():
     assert (found.state, found.p_harmed, found.p_holds) == ("harmed", 0.0, 1.0)
     assert found.cell == "lost in 5/5"
     assert found.sentence == (
-        "Outcome: candidate is lost in 5 of 5 seeds where the baseline is sound: the loss is not "
-        "finite (seed 0)."
+        "In 5 of 5 seeds candidate is lost where the baseline is sound (limit 0), first in seed 0: "
+        "the loss is not finite."
     )
 
 
@@ -203,7 +214,7 @@ def test_a_seed_whose_baseline_is_lost_is_not_judged():
     found = _judge(runs, baseline=baseline)
     assert found.state == "undecided"
     assert found.decides == "a baseline that trains: with seed 2 not finite from 9 on"
-    assert "Seeds not judged, since the baseline itself is lost there: 2" in found.sentence
+    assert "Seed 2 is not judged, since the baseline is lost there (not finite" in found.sentence
     assert found.figures["seeds"] == 4
     runs[4] = _run("candidate", 4, state="diverged", until=9)
     assert _judge(runs, baseline=baseline).state == "harmed"

@@ -1,6 +1,7 @@
 """Training evidence: what is judged harmed, held or open, and every reason to say nothing."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from tests.stability.analysis.distance_studies import (
     write_run,
     write_study,
 )
+from tests.stability.analysis.evidence_form import check_form
 
 POLICY = PolicyConfig()
 
@@ -52,27 +54,33 @@ def test_the_excess_decides(tmp_path, error, state, cell):
     sure = found.p_harmed if state == "harmed" else found.p_holds
     assert sure < look_alpha(0.05) < max(found.p_harmed, found.p_holds)
     assert found.decides == ""
-    assert "times as far from reference as the baseline, over 5 seeds" in found.sentence
-    assert "at most 1.1 is allowed" in found.sentence
+    assert re.match(
+        rf"At step 20 \(.*\) the weights of candidate are {error:.2f}\d? \[.+, .+\] times as far "
+        r"from reference's as the baseline's are \(limit 1\.1\), over 5 seeds, .* times in the "
+        r"worst, seed \d\.",
+        found.sentence,
+    )
 
 
 def test_the_limit_is_the_policys(tmp_path):
     study = write_study(tmp_path, parts(candidate=candidate(1.5)))
+    check_form(_of(study))
     assert _of(study, policy=PolicyConfig(max_excess=1.6)).state == "holds"
 
 
 def test_a_candidate_at_the_limit_is_undecided_and_told_how_many_seeds_would_do(tmp_path):
     found = _of(write_study(tmp_path, parts(candidate=candidate(1.095, chaos=0.4)), seeds=3))
     assert found.state == "undecided"
-    assert "seeds would, at this scatter" in found.decides or "no number" in found.decides
+    assert found.decides == "5 seeds, at this scatter (--seeds 5)"
+    check_form(found)
 
 
 def test_a_single_seed_gives_the_figure_and_no_judgement(tmp_path):
     found = _of(write_study(tmp_path, parts(candidate=candidate(2.0)), seeds=1))
     assert (found.state, found.cell) == ("undecided", "E 2.00")
-    assert found.decides == "3 seeds are the fewest that are judged: --seeds 3"
+    assert found.decides == "at least 3 seeds (--seeds 3)"
     assert math.isnan(found.p_harmed)
-    assert "over 1 seed;" in found.sentence
+    assert "over 1 seed. " in found.sentence
 
 
 def test_a_candidate_that_is_the_baseline_to_the_bit_holds_with_one_exactly(tmp_path):
@@ -106,7 +114,7 @@ def test_weights_that_are_no_numbers_are_harm_for_certain(tmp_path):
 
     found = _of(write_study(tmp_path, parts(candidate=Part("candidate", "attention", weights))))
     assert (found.state, found.p_harmed) == ("harmed", 0.0)
-    assert "no finite weights at step 20 in 1 of 5 seeds" in found.sentence
+    assert "of candidate are not finite in 1 of 5 seeds, first in seed 3, " in found.sentence
 
 
 def test_a_candidate_that_diverged_before_the_step_is_harmed(tmp_path):
@@ -219,7 +227,7 @@ def test_a_step_named_late_can_harm_but_not_hold(tmp_path):
     assert _of(good).state == "holds"
     found = _of(good, policy=late)
     assert found.state == "undecided"
-    assert "judge at an earlier step: at step 20 a control has |log E|" in found.decides
+    assert "an earlier step, since at step 20 a control has |log E|" in found.decides
     assert "(named in the policy)" in found.sentence
     bad = write_study(tmp_path / "bad", {**arms, "candidate": candidate(2.0)})
     assert _of(bad, policy=late).state == "harmed"

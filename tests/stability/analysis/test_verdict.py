@@ -11,6 +11,7 @@ from stability.analysis.study_records import read_study
 from stability.analysis.verdict import answer_of, judge_arms
 from stability.cli.main import main
 from stability.config.schema import PolicyConfig
+from stability.report.view.evidence import evidence_rows, headline
 
 SENSITIVE = ArmAssay(state="sensitive", sentence="all 11 planted faults were found", faults=11)
 NO_SCALE = ArmAssay(state="blind", sentence="scale_gain was missed at the operator", faults=11)
@@ -62,7 +63,7 @@ def test_all_levels_hold_and_harm_would_have_been_seen(study):
     found = _outcome(study, HOLDS)
     assert found.outcome == "PASS"
     assert found.sentence == (
-        f"all hold: operator, gradient, training, outcome; {SENSITIVE.sentence}"
+        f"the operator, gradient, training and outcome levels hold; {SENSITIVE.sentence}"
     )
     assert found.seeds == 3
 
@@ -84,7 +85,7 @@ def test_a_level_that_does_not_apply_is_named_and_the_rest_decides(study):
     silent = _evidence("operator", "not applicable")
     found = _outcome(study, _with(HOLDS, one=silent))
     assert found.outcome == "PASS"
-    assert "; not applicable: operator;" in found.sentence
+    assert "; the operator level does not apply;" in found.sentence
     none = {level: _evidence(level, "not applicable") for level in LEVELS}
     assert _outcome(study, none).outcome == "INCONCLUSIVE"
 
@@ -104,6 +105,9 @@ def test_harm_is_corrected_for_arms_and_levels(study):
     found = _outcome(study, _with(HOLDS, one=one))
     assert found.outcome == "INCONCLUSIVE"
     assert found.levels["training"].state == "undecided"
+    assert found.levels["training"].decides == (
+        "more seeds; p is 0.04, corrected for all arms and levels, and has to be 0.014"
+    )
     two = _evidence("operator", "harmed", 0.003, 0.99)
     assert _outcome(study, _with(HOLDS, one=one, two=two)).levels["operator"].state == "harmed"
 
@@ -117,11 +121,45 @@ def test_what_is_broken_on_purpose_has_to_be_seen(study, broken):
     assert harmed.outcome == "FAIL", "no assay saves what is harmed"
 
 
+@pytest.mark.parametrize(
+    ("broken", "answer", "tone"),
+    [(HARMED, "FAIL, as it must", "good"), (HOLDS, "NO ASSAY, but it must FAIL", "bad")],
+)
+def test_what_is_broken_on_purpose_says_whether_it_fails_as_it_must(study, broken, answer, tone):
+    by_arm = {"flash_fa2": HOLDS, "flash_all_bf16": broken}
+    judged = _judge(study, by_arm)
+    (control,) = judged.controls
+    # an outcome of its own: the control needs no assay
+    assert control.answer == answer.replace("NO ASSAY", control.outcome)
+    assert headline(judged).endswith(f"; flash_all_bf16 {control.answer}")
+    assert evidence_rows(judged)[-1].tone == tone
+    assert judged.outcome == ("PASS" if broken is HARMED else "NO ASSAY")
+
+
+def test_a_control_without_seeds_enough_raises_no_alarm(synthetic, tmp_path):
+    folder = synthetic.write_synthetic(tmp_path / "two", seeds=[0, 1])
+    judged = _judge(with_broken(read_study(folder)), {"flash_fa2": HOLDS, "flash_all_bf16": HOLDS})
+    assert judged.controls[0].answer == "INCONCLUSIVE"
+    assert evidence_rows(judged)[-1].tone == "open"
+
+
+def test_the_answer_in_sentences_has_candidates_first(study, monkeypatch):
+    judged = _judge(study, {"flash_fa2": HOLDS, "flash_all_bf16": HARMED})
+    monkeypatch.setattr("stability.analysis.verdict.judge_arms", lambda *_: judged)
+    first, last = answer_of(study).sentences
+    assert first.startswith("flash_fa2 PASS: the operator, ")
+    assert last == "flash_all_bf16 FAIL, as it must."
+
+
 def test_without_a_sensitive_assay_nothing_passes(study):
     assert _outcome(study, HOLDS, assay=NO_SCALE).outcome == "NO ASSAY"
     assert "scale_gain was missed" in _outcome(study, HOLDS, assay=NO_SCALE).sentence
     unplanted = ArmAssay(state="not measured", sentence="no faults were planted")
-    assert _outcome(study, HOLDS, assay=unplanted).outcome == "NO ASSAY"
+    unproven = _outcome(study, HOLDS, assay=unplanted)
+    assert unproven.outcome == "NO ASSAY"
+    assert unproven.sentence == (
+        "the operator, gradient, training and outcome levels hold, but no faults were planted"
+    )
     unbroken = replace(study, arms=tuple(a for a in study.arms if a.role != "broken"))
     assert _outcome(unbroken, HOLDS).outcome == "NO ASSAY"
 
@@ -207,7 +245,8 @@ def test_the_command_prints_the_answer_first_at_80_columns(study, capsys):
     folder = study.arms[0].runs[0].paths.root.parents[1]
     code = main(["verdict", str(folder)])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("INCONCLUSIVE: flash_all_bf16: ")
+    assert lines[0] == "flash_all_bf16 INCONCLUSIVE, flash_fa2 INCONCLUSIVE."
+    assert lines[2].startswith("flash_all_bf16 INCONCLUSIVE. The gradient, training and ")
     assert max(map(len, lines)) <= 80
     assert code == 3
     assert main(["verdict", str(folder), "--arm", "flash_fa2", "--json"]) == 3

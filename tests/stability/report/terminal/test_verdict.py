@@ -21,7 +21,7 @@ def arm_verdict(name, outcome, role="candidate", states=STATES):
         level: LevelEvidence(
             level=level,
             state=state,
-            sentence=f"{name} at the {level} is {state}, [bold]1.02[/] of 1.10",
+            sentence=f"{name} at the {level} is {state}, [bold]1.02[/] of 1.10.",
             cell="1.02x +0.0001%ab" if state != "not measured" else "not measured",
             decides="5 seeds" if state == "undecided" else "",
         )
@@ -38,11 +38,11 @@ def arm_verdict(name, outcome, role="candidate", states=STATES):
     )
 
 
-def study_verdict(look=3, exploratory=()):
+def study_verdict(look=3, exploratory=(), broken="FAIL"):
     arms = (
         arm_verdict("a_candidate_of_a_long_name", "FAIL"),
         arm_verdict("flash_fa2", "PASS", states=("holds",) * 4),
-        arm_verdict("broken", "FAIL", role="broken", states=("harmed",) * 4),
+        arm_verdict("broken", broken, role="broken", states=("harmed",) * 4),
     )
     return StudyVerdict(
         outcome="FAIL",
@@ -68,15 +68,22 @@ def test_the_table_fits_and_every_figure_is_whole(width):
     assert "…" not in text
     # three of the first arm, four of fa2, four of the broken one
     assert text.count("1.02x +0.0001%ab") == 11
-    assert "broken FAIL (broken on purpose, so it must fail): " in text.replace("\n", " ")
+    assert "broken FAIL, as it must. " in text.replace("\n", " ")
     assert text.count("not measured") == 1
 
 
 def test_the_answer_is_the_first_line():
     question, first = printed(study_verdict()).strip().split("\n\n")[:2]
     assert question == QUESTION
-    assert first == "a_candidate_of_a_long_name FAIL, flash_fa2 PASS"
-    assert "broken" not in headline(study_verdict())
+    assert first == "a_candidate_of_a_long_name FAIL, flash_fa2 PASS; broken FAIL, as it must"
+    assert verdict_lines(study_verdict(), study_verdict().arms)[0] == f"{first}."
+
+
+def test_a_control_that_does_not_fail_is_in_the_first_line_and_in_red():
+    text = printed(study_verdict(broken="PASS"))
+    assert text.strip().split("\n\n")[1].endswith("; broken PASS, but it must FAIL")
+    assert evidence_rows(study_verdict(broken="PASS"))[-1].tone == "bad"
+    assert evidence_rows(study_verdict())[-1].tone == "good"
 
 
 def test_what_was_changed_after_the_seal_is_said_before_the_table():
@@ -92,7 +99,7 @@ def test_before_the_first_look_there_is_no_verdict():
 def test_a_cell_says_what_would_decide_it():
     cells = evidence_rows(study_verdict())[0].cells
     assert [cell.state for cell in cells] == list(STATES)
-    assert cells[2].sentence.endswith("of 1.10 To decide it: 5 seeds")
+    assert cells[2].sentence.endswith("of 1.10. To decide it: 5 seeds.")
     assert "To decide" not in cells[0].sentence
 
 
