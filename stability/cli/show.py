@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stability.cli.output import HOLDS, print_json
+from stability.cli.output import FAILS, HOLDS, print_json
 from stability.records.probe_record import PROBE_FILE
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ __all__ = ["holds_probe", "show"]
 
 def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
     """Print the ladder of a study, all about one of its arms, or the table of a probe.
+
+    Of a probe the exit code is that of `stability probe`: 1 if a candidate failed or a limit is
+    exceeded. A study is only shown: its answer by exit code is `stability verdict`.
 
     Args:
         folder: the folder of a study, e.g. runs/quickstart, or of a probe
@@ -37,8 +40,7 @@ def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
 
     console = Console()
     if is_probe:
-        print_probe(folder, console)
-        return HOLDS
+        return HOLDS if print_probe(folder, console).holds else FAILS
     study = read_study(folder)
     ladder = ladder_of(study)
     if arm is not None:

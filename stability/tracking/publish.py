@@ -25,6 +25,7 @@ from stability.tracking.tables import (
     deviation_rows,
     evidence_rows,
     ladder_rows,
+    outcome_summary,
     row_summary,
 )
 from stability.tracking.wandb_run import start_run
@@ -126,9 +127,8 @@ def _publish_study(mode: WandbMode, content: StudyContent) -> None:
         try:
             _send_tables(run, content)
             question = content.config["question"]
-            outcomes = {f"verdict/{arm['arm']}": arm["outcome"] for arm in content.evidence}
             answer = {"verdict": content.verdict, "question": question}
-            run.summary.update(answer | outcomes)
+            run.summary.update(answer | outcome_summary(content.evidence))
         finally:  # else the next study would be written into this run
             run.finish()
 

@@ -18,6 +18,7 @@ __all__ = [
     "deviation_rows",
     "evidence_rows",
     "ladder_rows",
+    "outcome_summary",
     "row_summary",
 ]
 
@@ -63,11 +64,22 @@ def evidence_rows(arms: Iterable[Mapping[str, Any]]) -> tuple[list[Any], list[An
     """
     said = ("state", "cell", "sentence", "decides")
     rows: list[Any] = [
-        [arm["arm"], arm["outcome"], level, *(found[name] for name in said)]
+        [arm["arm"], arm["answer"], level, *(found[name] for name in said)]
         for arm in arms
         for level, found in arm["levels"].items()
     ]
     return ["arm", "verdict", "level", *said], rows
+
+
+def outcome_summary(arms: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the answer on each arm for the study's summary; `arms` as in `evidence_rows`.
+
+    What is broken on purpose stands under `control/`, since its FAIL is no failure of the study.
+    """
+    return {
+        f"{'control' if arm['role'] == 'broken' else 'verdict'}/{arm['arm']}": arm["answer"]
+        for arm in arms
+    }
 
 
 def deviation_rows(logged: Iterable[MetricValues]) -> tuple[list[Any], list[Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from stability.report.view.drift import mean_over_seeds
-from stability.report.view.palette import ArmStyle
+from stability.report.view.palette import GREY, ArmStyle
 
 __all__ = [
     "ALL_AT_ONCE",
@@ -22,17 +22,24 @@ __all__ = [
     "STEP_AXIS",
     "Chart",
     "Section",
+    "arm_axis",
     "arm_lines",
+    "beyond_limit",
     "label",
+    "log_ticks",
     "make_chart",
     "make_figure",
+    "range_around",
     "section_of",
     "thinning_remarks",
+    "vertical_line",
 ]
 
 POINTS, SEED_POINTS = 600, 150
 """The most points of a mean's line and of a seed's. A longer line is thinned: each stretch of steps
 keeps its lowest and its highest point."""
+HARM = "#d55e00"
+"""The colour of what is beyond a limit."""
 STEP_AXIS = {"title": {"text": "step"}}
 LOG_AXIS = {"type": "log", "tickformat": ".2~e", "nticks": 6}
 """A log axis of numbers in scientific notation. By default plotly writes the digits between the
@@ -179,6 +186,68 @@ def arm_lines(
     if len(by_seed) < 2 or all_zero:
         return [mean]
     return [*(_seed_line(shared, seed, v, style, positive) for seed, v in by_seed.items()), mean]
+
+
+def arm_axis(names: Sequence[str]) -> dict[str, Any]:
+    """Return a vertical axis with a name beside each line, the first on top."""
+    return {
+        "tickvals": list(range(len(names))),
+        "ticktext": names,
+        "range": [len(names) - 0.5, -0.5],
+        "showgrid": False,
+    }
+
+
+def vertical_line(x: float, dash: str) -> dict[str, Any]:
+    """Return a grey line across the whole chart at `x`."""
+    ends = {"x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
+    return {
+        "type": "line",
+        **ends,
+        "layer": "below",
+        "line": {"color": GREY, "width": 1.5, "dash": dash},
+    }
+
+
+def log_ticks(low: float, high: float, most: int) -> list[tuple[int, int]]:
+    """Return about `most` ticks as (digit, decade): at 1, 2 and 5 of each decade, else at 1 alone.
+
+    Of more decades than `most`, every second, third, ... has a tick.
+    """
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = []
+    for digits in ((1, 2, 5), (1,)):
+        every = [(digit, decade) for decade in decades for digit in digits]
+        ticks = [(d, e) for d, e in every if low <= d * 10.0**e <= high]
+        if len(ticks) <= most:
+            break
+    return ticks[:: math.ceil(len(ticks) / most) or 1]
+
+
+def beyond_limit(limit: float, end: float, axis: str) -> list[dict[str, Any]]:
+    """Return the shade from `limit` to `end` on "x" or "y", and its dashed edge."""
+    across = "y" if axis == "x" else "x"
+    whole = {f"{across}ref": "paper", f"{across}0": 0, f"{across}1": 1, "layer": "below"}
+    edge = {f"{axis}0": limit, f"{axis}1": limit}
+    return [
+        {
+            **whole,
+            "type": "rect",
+            f"{axis}0": limit,
+            f"{axis}1": end,
+            "fillcolor": HARM,
+            "opacity": 0.15,
+            "line": {"width": 0},
+        },
+        {**whole, **edge, "type": "line", "line": {"color": HARM, "width": 1.5, "dash": "dash"}},
+    ]
+
+
+def range_around(values: Iterable[float]) -> list[float]:
+    """Return a range around `values`, a tenth wider at both ends."""
+    values = list(values)
+    room = 0.1 * (max(values) - min(values)) or 1e-6
+    return [min(values) - room, max(values) + room]
 
 
 def thinning_remarks(longest: int, seeds: int) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from stability.records.paths import StudyPaths
 from stability.report.page.attention_charts import inside_sections, probe_sections, study_deviation
 from stability.report.page.chart import Chart, Section
 from stability.report.page.event_chart import event_section, marks_of
+from stability.report.page.gradient_charts import gradient_section
 from stability.report.page.ladder_chart import ladder_chart
 from stability.report.page.operator_charts import waterfall_section
 from stability.report.page.tables import (
@@ -35,11 +36,17 @@ from stability.report.page.tables import (
     ladder_lines,
     numerics_text,
 )
-from stability.report.page.training_charts import drift_section, loss_section, watch_section
+from stability.report.page.training_charts import (
+    drift_section,
+    held_out_section,
+    loss_section,
+    watch_section,
+)
 from stability.report.page.weight_charts import parameter_section, weight_section
 from stability.report.terminal.probe import shown_lines
 from stability.report.view.error_bars import bars_are, growth_cells, growth_sentence
 from stability.report.view.evidence import evidence_rows, headline, verdict_of
+from stability.report.view.ladder import has_held_out
 from stability.report.view.palette import arm_styles
 
 __all__ = ["fill", "render", "render_probe", "write_page", "write_probe_page"]
@@ -82,6 +89,8 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
     verdict = verdict_of(study)
     sections = [
         loss_section(study, styles),
+        held_out_section(study, styles),
+        gradient_section(verdict, study.policy, styles),
         event_section(study, styles),
         drift_section(study, styles),
         parameter_section(study),
@@ -109,6 +118,7 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         drift_sentences=candidate_sentences(ladder),
         notes=notes(ladder),
         lines=ladder_lines(ladder),
+        held_out=has_held_out(ladder),
         small_print=bars_are(len(ladder.seeds)),
         chart=chart,
         growth=[growth_cells(row) for row in growth],

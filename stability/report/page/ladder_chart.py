@@ -11,7 +11,7 @@ from typing import Any
 
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.number_text import EXACT_ZERO, scientific, times
-from stability.report.page.chart import Chart, label, make_chart
+from stability.report.page.chart import Chart, arm_axis, label, log_ticks, make_chart, vertical_line
 from stability.report.view.error_bars import bar_ends, bars_are
 from stability.report.view.ladder import (
     AxisValue,
@@ -60,7 +60,7 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
             **_drift_ticks(shown),
             "tickangle": 0,
         },
-        yaxis=_arm_axis([_name(rung.row) for rung in shown]),
+        yaxis=arm_axis([_name(rung.row) for rung in shown]),
         shapes=_yardstick_lines(ladder),
         annotations=[note for note in notes if note],
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0},
@@ -98,20 +98,10 @@ def ladders_chart(ladders: Mapping[str, Ladder], styles: Mapping[str, ArmStyle])
         height=110 + 32 * len(names),
         xaxis={"type": "log", "title": {"text": "drift / drift of the study's own yardstick"}}
         | _ratio_ticks([rung for shown in of_each for rung in shown]),
-        yaxis=_arm_axis(names),
-        shapes=[_vertical_line(1, "dash")],
+        yaxis=arm_axis(names),
+        shapes=[vertical_line(1, "dash")],
         annotations=[note for note in notes if note],
     )
-
-
-def _arm_axis(names: Sequence[str]) -> dict[str, Any]:
-    """Return a vertical axis with a name beside each line, the first on top."""
-    return {
-        "tickvals": list(range(len(names))),
-        "ticktext": names,
-        "range": [len(names) - 0.5, -0.5],
-        "showgrid": False,
-    }
 
 
 def _drifts(place: int, rung: Rung, style: ArmStyle) -> list[dict[str, Any]]:
@@ -244,19 +234,9 @@ def _legend(ladder: Ladder) -> list[dict[str, Any]]:
 def _yardstick_lines(ladder: Ladder) -> list[dict[str, Any]]:
     row = ladder.row(ladder.yardstick)
     return [
-        {"name": ladder.yardstick, **_vertical_line(values.mean, "dot" if is_early else "dash")}
+        {"name": ladder.yardstick, **vertical_line(values.mean, "dot" if is_early else "dash")}
         for values, is_early in (on_log_axis(row.rel_l2) if row else ())
     ]
-
-
-def _vertical_line(x: float, dash: str) -> dict[str, Any]:
-    ends = {"x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
-    return {
-        "type": "line",
-        **ends,
-        "layer": "below",
-        "line": {"color": GREY, "width": 1.5, "dash": dash},
-    }
 
 
 def _drift_ticks(shown: Sequence[Rung]) -> dict[str, Any]:
@@ -264,7 +244,7 @@ def _drift_ticks(shown: Sequence[Rung]) -> dict[str, Any]:
     values = _drawn_values(shown)
     if not values:
         return {}
-    ticks = _ticks(min(values) / 1.2, max(values) * 1.2, 5)
+    ticks = log_ticks(min(values) / 1.2, max(values) * 1.2, 5)
     return {
         "tickvals": [digit * 10.0**decade for digit, decade in ticks],
         "ticktext": [f"{digit}e{decade}".replace("-", "\N{MINUS SIGN}") for digit, decade in ticks],
@@ -277,7 +257,7 @@ def _ratio_ticks(shown: Sequence[Rung]) -> dict[str, Any]:
     if not values:
         return {"range": [-1, 1]}
     low, high = min(1.0, *values) / 1.2, max(1.0, *values) * 1.2
-    ticks = [digit * 10.0**decade for digit, decade in _ticks(low, high, 6)]
+    ticks = [digit * 10.0**decade for digit, decade in log_ticks(low, high, 6)]
     return {
         "range": [math.log10(low), math.log10(high)],
         "tickvals": ticks,
@@ -290,21 +270,6 @@ def _drawn_values(shown: Iterable[Rung]) -> list[float]:
     """Return both ends of each drawn mark that a log axis can show."""
     ends = [end for rung in shown for values, _ in rung.marks for end in bar_ends(values)]
     return [end for end in ends if 0 < end < math.inf]
-
-
-def _ticks(low: float, high: float, most: int) -> list[tuple[int, int]]:
-    """Return about `most` ticks as (digit, decade): at 1, 2 and 5 of each decade, else at 1 alone.
-
-    Of more decades than `most`, every second, third, ... has a tick.
-    """
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = []
-    for digits in ((1, 2, 5), (1,)):
-        every = [(digit, decade) for decade in decades for digit in digits]
-        ticks = [(d, e) for d, e in every if low <= d * 10.0**e <= high]
-        if len(ticks) <= most:
-            break
-    return ticks[:: math.ceil(len(ticks) / most) or 1]
 
 
 def _name(row: Row) -> str:

@@ -5,16 +5,17 @@ Leaves out markup and escaping, which are the template's.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from stability.analysis.ladder import Ladder
-from stability.analysis.number_text import MISSING
+from stability.analysis.ladder import Ladder, Row
+from stability.analysis.number_text import MISSING, finely, nats
 from stability.analysis.pair_contract import HASHES, ProofLine, compare_hashes, environments_of
+from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.report.view.error_bars import written_bar
-from stability.report.view.ladder import Number, is_candidate, numbers
+from stability.report.view.ladder import Number, has_held_out, is_candidate, numbers
 
 __all__ = [
     "Cell",
@@ -29,7 +30,15 @@ __all__ = [
     "value_text",
 ]
 
-NUMBERS = ("final_loss", "drift_early", "drift_last", "w1_last", "ratio_early", "ratio_last")
+NUMBERS = (
+    "final_loss",
+    "held_out_loss",
+    "drift_early",
+    "drift_last",
+    "w1_last",
+    "ratio_early",
+    "ratio_last",
+)
 SHORT_HASH = 10
 MARKS = {"same": "✓", "different by design": "≠", "different": "✗", "unknown": "?"}
 
@@ -73,14 +82,23 @@ class HashLine(NamedTuple):
 
 
 def ladder_lines(ladder: Ladder, shown: Sequence[str] = NUMBERS) -> list[LadderLine]:
-    """Return the rows of the ladder's table with the numbers `shown`, named as in `view.ladder`."""
+    """Return the rows of the ladder's table with the numbers `shown`, named as in `view.ladder`.
+
+    Losses on held-out text have no column where there are none.
+    """
+    shown = [name for name in shown if name != "held_out_loss" or has_held_out(ladder)]
     return [
         LadderLine(
             arm=row.arm,
             kind="candidate" if is_candidate(row) else "",
             change=row.change,
             message=row.message,
-            cells=[_number_cell(found[name]) for name in shown],
+            cells=[
+                _held_out_cell(ladder, row)
+                if name == "held_out_loss"
+                else _number_cell(found[name])
+                for name in shown
+            ],
         )
         for row in ladder.rows
         for found in [numbers(row)]
@@ -131,6 +149,17 @@ def _number_cell(number: Number) -> Cell:
         return Cell(MISSING)
     seeds = ", ".join(f"seed {seed}: {value:.6g}" for seed, value in values.per_seed.items())
     return Cell(write(values.mean), small=written_bar(values, write), title=seeds)
+
+
+def _held_out_cell(ladder: Ladder, row: Row) -> Cell:
+    """Return the mean loss, below it the difference from the baseline, paired by seed."""
+    cell = _number_cell(Number(row.held_out_loss, finely))
+    baseline = ladder.row(BASELINE)
+    if row.arm == BASELINE or not row.held_out_loss.n or baseline is None:
+        return cell
+    own, other = row.held_out_loss.per_seed, baseline.held_out_loss.per_seed
+    paired = SeedValues({seed: own[seed] - other[seed] for seed in own if seed in other})
+    return replace(cell, small=nats(paired.mean) if paired.n else "")
 
 
 def _own_hashes(arm: RecordedArm) -> list[list[Cell]]:

@@ -1,13 +1,16 @@
-"""Charts of training over its steps, a line an arm: loss, drift of all weights, what was watched.
+"""Charts of training over its steps, a line an arm: losses, drift of all weights, what was watched.
 
 Leaves out what happens inside attention (`attention_charts`) and single parameters
 (`weight_charts`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from stability.analysis.held_out_losses import held_out_differences
+from stability.analysis.number_text import nats
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.records.metric_names import watch_name
@@ -19,7 +22,9 @@ from stability.report.page.chart import (
     Chart,
     Section,
     arm_lines,
+    beyond_limit,
     make_chart,
+    range_around,
     section_of,
     thinning_remarks,
 )
@@ -27,7 +32,13 @@ from stability.report.view.drift import drift_by_seed
 from stability.report.view.ladder import is_candidate, is_unpaired
 from stability.report.view.palette import ArmStyle
 
-__all__ = ["drift_layout", "drift_section", "loss_section", "watch_section"]
+__all__ = [
+    "drift_layout",
+    "drift_section",
+    "held_out_section",
+    "loss_section",
+    "watch_section",
+]
 
 STEPS = {
     "log steps": {"xaxis.type": "log", "xaxis.tickmode": "linear"},
@@ -92,6 +103,72 @@ def _loss_difference_chart(study: RecordedStudy, styles: Mapping[str, ArmStyle])
             *thinning_remarks(_longest(map(_losses, study.candidates)), len(study.seeds)),
         ),
     )
+
+
+def held_out_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section | None:
+    """Return the held-out loss of each arm, less the baseline's; None if no text was held out.
+
+    The margin of the policy is shaded: a loss in there is worse by more than may be.
+    """
+    differences = {arm.name: _held_out_differences(study, arm) for arm in study.candidates}
+    arms = [arm for arm in study.candidates if any(differences[arm.name].values())]
+    if not arms:
+        return None
+    margin = study.policy.margin_nats
+    paired = [
+        value
+        for arm in arms
+        if not is_unpaired(arm)
+        for by_step in differences[arm.name].values()
+        for value in by_step.values()
+        if math.isfinite(value)
+    ]
+    chart = make_chart(
+        "held-out",
+        "Held-out loss minus the baseline's, on the same text",
+        _lines(
+            arms, lambda arm: differences[arm.name], styles, hide_far=True, hover="%{y:+.3g} nats"
+        ),
+        caption=(
+            "On text that no arm trains on, the same batches for every run, paired by seed and "
+            f"step. Shaded: worse by more than the margin, {nats(margin)} nats a token."
+        ),
+        good="all arms stay below the shade, to the last step.",
+        bad="an arm rises into it. Below 0 an arm is better than the baseline, which is no harm.",
+        height=HEIGHT,
+        xaxis=STEP_AXIS,
+        yaxis={
+            "title": {"text": "held-out loss - baseline's (nats)"},
+            "zeroline": True,
+            "tickformat": "~g",
+            "range": range_around([*paired, -margin / 4, 1.25 * margin]),
+        },
+        **ALL_AT_ONCE,
+        # higher than anything that is drawn, whatever scale a reader chooses
+        shapes=beyond_limit(margin, 10 * max(margin, 1.0, *map(abs, paired)), "y"),
+        meta={
+            "scale": {
+                "with the margin": {},
+                "the arms alone": {"yaxis.range": range_around([*paired, 0.0])},
+            }
+        },
+        remarks=_hidden_remarks(study),
+    )
+    return Section(
+        key="held-out",
+        title="Held-out loss",
+        intro="",
+        charts=(chart,),
+        choices={"scale": ("with the margin", "the arms alone")},
+    )
+
+
+def _held_out_differences(study: RecordedStudy, arm: RecordedArm) -> BySeed:
+    by_seed: dict[int, dict[int, float]] = {}
+    for step, values in held_out_differences(study, arm).items():
+        for seed, value in values.per_seed.items():
+            by_seed.setdefault(seed, {})[step] = value
+    return by_seed
 
 
 def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section:

@@ -23,7 +23,14 @@ from stability.config.schema import BASELINE
 from stability.report.terminal.sparkline import Sparks, evenly, log_scale
 from stability.report.terminal.tables import add_row, first_that_fits, ruled_table
 from stability.report.view.error_bars import written_with_bar
-from stability.report.view.ladder import LOSSES, Number, is_candidate, is_unpaired, numbers
+from stability.report.view.ladder import (
+    LOSSES,
+    Number,
+    has_held_out,
+    is_candidate,
+    is_unpaired,
+    numbers,
+)
 from stability.report.view.plain_text import as_text, readable, shortened
 
 __all__ = ["DriftSparks", "drift_sparks", "print_ladder"]
@@ -138,7 +145,7 @@ def _heads(ladder: Ladder, layout: _Layout) -> Mapping[str, str]:
     """Return the heading of each number that is shown, by its name in `view.ladder`."""
     early, last = f"step {ladder.early_step}", f"step {ladder.last_step}"
     heads = {"final_loss": "final\nloss"}
-    if layout.held_out and _has_held_out(ladder):
+    if layout.held_out and has_held_out(ladder):
         heads["held_out_loss"] = "held-out\nloss"
     heads |= {
         "drift_early": f"drift\n{early}",
@@ -150,10 +157,6 @@ def _heads(ladder: Ladder, layout: _Layout) -> Mapping[str, str]:
         name = shortened(ladder.yardstick, ARM_WIDTH)
         heads |= {"ratio_early": f"x {name}\n{early}", "ratio_last": f"x {name}\n{last}"}
     return heads
-
-
-def _has_held_out(ladder: Ladder) -> bool:
-    return any(row.held_out_loss.n for row in ladder.rows)
 
 
 def _cells(row: Row, layout: _Layout, shown: Iterable[str]) -> list[Text]:
@@ -194,6 +197,6 @@ def _caption(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> str
     if layout.sparks and sparks:
         lines.append(sparks.caption())
     lines.append(f"final loss: mean of the last tenth of {ladder.steps} steps.")
-    if layout.held_out and _has_held_out(ladder):
+    if layout.held_out and has_held_out(ladder):
         lines.append("held-out loss: at the last step, on text that no arm trains on.")
     return "\n".join(lines)

@@ -63,8 +63,8 @@ results against FP64. With a golden on record the gradients' ratios to it take t
 relative errors."""
 
 
-def print_probe(folder: Path, console: Console) -> None:
-    """Print the probe recorded in `folder`; ValueError as `read_probe`."""
+def print_probe(folder: Path, console: Console) -> ProbeAnswer:
+    """Print the probe recorded in `folder`, and return its answer; ValueError as `read_probe`."""
     probed = read_probe(folder)
     record = probed.record
     steps = probed.steps()
@@ -90,6 +90,7 @@ def print_probe(folder: Path, console: Console) -> None:
     console.print(as_text(_caption(probed), "dim"))
     for line in event_lines(probed.events):
         console.print(line)
+    return answer
 
 
 def print_found(study: RecordedStudy, console: Console) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "AxisValue",
     "Number",
     "Rung",
+    "has_held_out",
     "is_candidate",
     "is_unpaired",
     "numbers",
@@ -102,6 +103,11 @@ def is_unpaired(arm: Row | RecordedArm) -> bool:
 def is_candidate(arm: Row | RecordedArm) -> bool:
     """Whether the arm changes the attention; every other one is a control."""
     return arm.axis == "attention"
+
+
+def has_held_out(ladder: Ladder) -> bool:
+    """Whether any arm has a loss on held-out text."""
+    return any(row.held_out_loss.n for row in ladder.rows)
 
 
 LOSSES = ("final_loss", "held_out_loss")

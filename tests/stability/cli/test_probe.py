@@ -176,7 +176,7 @@ def test_what_is_wrong_in_every_layer_is_the_headline_and_the_exit_code(
     page = (tmp_path / "p" / "probe.html").read_text()
     body = page[page.index("<header>") : page.index("</header>")]
     assert headline in body
-    main(["show", str(tmp_path / "p")])
+    assert main(["show", str(tmp_path / "p")]) == 1
     assert headline in " ".join(capsys.readouterr().out.split())
 
 

@@ -18,6 +18,7 @@ from stability.report.page.html import render, write_page, write_probe_page
 from tests.stability.report.pages import figures_of, page_of, traces_of
 from tests.stability.report.synthetic import write_synthetic
 from tests.stability.report.synthetic_probe import write_probe
+from tests.stability.report.synthetic_verdict import study_verdict
 
 HOSTILE = "<script>alert(1)</script>"
 PLANTED = "model.layers.2.self_attn, head 1: error ratio stands out since step 20"
@@ -182,9 +183,33 @@ def test_diff_that_holds_no_pairs_is_refused(study):
 )
 def test_answer_of_the_policy_comes_first(tmp_path, seeds, outcome):
     page = page_of(write_synthetic(tmp_path / "study", seeds=list(seeds)))
-    assert page.index(f'<p class="answer {outcome}">') < page.index("<main>")
+    badge = f'<p class="answer tone-open"><b>{outcome}</b>'
+    assert page.index(badge) < page.index("<main>")
     whiskers = "90% interval of the mean" if len(seeds) == 5 else "smallest to largest seed"
     assert f"whiskers: {whiskers}" in page
+
+
+def answers_on(page):
+    """The tone, badge and arm of each line of the page's answer."""
+    top = page[: page.index("<main>")]
+    return re.findall(r'<p class="answer tone-(\w+)"><b>([^<]*)</b> <strong>([^<]*)</strong>', top)
+
+
+def test_the_page_leads_with_an_answer_for_each_candidate(finished, monkeypatch):
+    monkeypatch.setattr("stability.report.page.html.verdict_of", lambda _: study_verdict())
+    page = page_of(finished)
+    assert answers_on(page) == [
+        ("bad", "FAIL", "a_candidate_of_a_long_name"),
+        ("good", "PASS", "flash_fa2"),
+        ("good", "FAIL, as it must", "broken"),
+    ]
+    assert 'class="control"><th scope="row">broken<' in page
+
+
+def test_a_control_that_is_not_found_is_as_loud_as_a_failure(finished, monkeypatch):
+    verdict = study_verdict(broken="PASS")
+    monkeypatch.setattr("stability.report.page.html.verdict_of", lambda _: verdict)
+    assert answers_on(page_of(finished))[-1] == ("bad", "PASS, but it must FAIL", "broken")
 
 
 def test_whiskers_are_the_interval_once_there_are_seeds_enough(tmp_path):
@@ -240,7 +265,7 @@ def test_show_and_report_take_a_probe_and_refuse_other_folders(tmp_path, capsys)
     folder = tmp_path / "probe"
     folder.mkdir()
     write_probe(folder)
-    assert main(["show", str(folder)]) == 0
+    assert main(["show", str(folder)]) == 0, "nothing is wrong in it"
     assert main(["report", str(folder)]) == 0
     assert (folder / "probe.html").stat().st_size > 10**6
     with pytest.raises(SystemExit) as caught:

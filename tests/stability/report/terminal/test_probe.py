@@ -5,6 +5,7 @@ import re
 import pytest
 from rich.console import Console
 
+from stability.cli.main import main
 from stability.records.events import Event
 from stability.report.terminal.probe import print_probe
 from tests.stability.report.synthetic_probe import write_probe
@@ -51,3 +52,16 @@ def test_events_are_listed_and_the_rest_counted(tmp_path):
     assert "alert  step 3: too big" in text
     assert "finding  step 0, layer_0: wrong 0" in text
     assert "and 5 more" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({}, 0),
+        ({"planted": (2, 1)}, 1),
+        ({"events": (Event(0, "finding", "layer_0", "flash:fa2: RuntimeError: no kernel"),)}, 1),
+    ],
+    ids=["healthy", "beyond a limit", "raised"],
+)
+def test_show_answers_by_the_exit_code_of_the_probe(tmp_path, options, code):
+    assert main(["show", str(write_probe(tmp_path, **options))]) == code

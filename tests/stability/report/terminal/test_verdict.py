@@ -5,54 +5,14 @@ import io
 import pytest
 from rich.console import Console
 
-from stability.analysis.assay import ArmAssay
-from stability.analysis.evidence import LEVELS, LevelEvidence
-from stability.analysis.verdict import ArmVerdict, StudyVerdict
+from stability.analysis.evidence import LEVELS
 from stability.report.terminal.verdict import print_answer, verdict_lines
 from stability.report.view.evidence import evidence_rows, headline
 from stability.tracking.tables import evidence_rows as wandb_rows
+from stability.tracking.tables import outcome_summary
+from tests.stability.report.synthetic_verdict import STATES, study_verdict
 
 QUESTION = "Is [bold red]x[/] y?"
-STATES = ("holds", "harmed", "undecided", "not measured")
-
-
-def arm_verdict(name, outcome, role="candidate", states=STATES):
-    levels = {
-        level: LevelEvidence(
-            level=level,
-            state=state,
-            sentence=f"{name} at the {level} is {state}, [bold]1.02[/] of 1.10.",
-            cell="1.02x +0.0001%ab" if state != "not measured" else "not measured",
-            decides="5 seeds" if state == "undecided" else "",
-        )
-        for level, state in zip(LEVELS, states, strict=True)
-    }
-    return ArmVerdict(
-        arm=name,
-        role=role,
-        outcome=outcome,
-        levels=levels,
-        assay=ArmAssay(state="sensitive", sentence="all were found"),
-        sentence=f"{name} is what it is",
-        seeds=3,
-    )
-
-
-def study_verdict(look=3, exploratory=(), broken="FAIL"):
-    arms = (
-        arm_verdict("a_candidate_of_a_long_name", "FAIL"),
-        arm_verdict("flash_fa2", "PASS", states=("holds",) * 4),
-        arm_verdict("broken", broken, role="broken", states=("harmed",) * 4),
-    )
-    return StudyVerdict(
-        outcome="FAIL",
-        sentence="",
-        arms=arms,
-        look=look,
-        next_look=5,
-        alpha=0.014,
-        exploratory=exploratory,
-    )
 
 
 def printed(verdict, width=80):
@@ -120,6 +80,18 @@ def test_wandb_gets_a_row_for_each_arm_and_level():
         "gradient",
     )
     assert first["state"] == "harmed"
+
+
+def test_wandb_keeps_the_controls_apart_from_the_verdicts():
+    summary = outcome_summary(study_verdict().to_dict()["arms"])
+    assert summary == {
+        "verdict/a_candidate_of_a_long_name": "FAIL",
+        "verdict/flash_fa2": "PASS",
+        "control/broken": "FAIL, as it must",
+    }
+    assert outcome_summary(study_verdict(broken="PASS").to_dict()["arms"])["control/broken"] == (
+        "PASS, but it must FAIL"
+    )
 
 
 def test_a_study_without_a_candidate_has_its_question_alone():
