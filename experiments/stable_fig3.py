@@ -88,12 +88,14 @@ def measure(settings: Settings) -> Findings:
 
 def _explanation(usual: Mapping[str, BySeed], wide: Mapping[str, BySeed]) -> str:
     """Say what is left where the points have as many bits as the arithmetic between them."""
+    formats = list(usual)
+    before = formats[formats.index("e8m23") - 1]
     return (
         "At e8m23 the points round to FP32, which is also the format of the arithmetic between "
         "them: what is left is that the two add in another order, and no format of the points "
-        f"lowers that. The mean of the seeds goes from {_mean(usual['e8m22']):.2g} at e8m22 to "
+        f"lowers that. The mean of the seeds goes from {_mean(usual[before]):.2g} at {before} to "
         f"{_mean(usual['e8m23']):.2g} at e8m23; with the arithmetic alone in FP64 from "
-        f"{_mean(wide['e8m22']):.2g} to {_mean(wide['e8m23']):.2g}."
+        f"{_mean(wide[before]):.2g} to {_mean(wide['e8m23']):.2g}."
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.kit.stated_tests import StatedTest
+from experiments.kit.stated_tests import DECISIONS, Decision, StatedTest
 from stability.records.sealed_json import NON_FINITE, jsonable, read_sealed, write_sealed
 
 __all__ = [
@@ -36,7 +36,8 @@ class Findings:
     explanation: str = ""
     """Why published and measured figures differ: which control shows it, and its figures."""
     explain: InitVar[Callable[[], str] | None] = None
-    """Makes the explanation, and is called only if a published statement does not hold."""
+    """Makes the explanation, and is called only if a published statement is refuted or undecided.
+    """
 
     def __post_init__(self, explain: Callable[[], str] | None) -> None:
         if explain and not all(test.holds for test in self.published):
@@ -72,19 +73,36 @@ class ExperimentRecord:
 
     @property
     def agrees(self) -> str:
-        """`yes` if every published statement holds, `no` if none does, else `in part`.
+        """What the published statements say together; an undecided one is no disagreement.
 
-        `nothing published` if all that is stated are controls.
+        `yes` if all hold, `no` if all are refuted, `in part` if some hold and some are refuted, and
+        `undecided` if none of them is decided. `yes, where decided` and `no, where decided` if some
+        are undecided and the rest agree with each other. `nothing published` if all that is stated
+        are controls.
         """
-        held = [test.holds for test in self.stated if not test.control]
-        if not held:
+        found = {word for word, times in self.decisions.items() if times}
+        if not found:
             return "nothing published"
-        return "yes" if all(held) else "in part" if any(held) else "no"
+        if {"holds", "refuted"} <= found:
+            return "in part"
+        if found == {"undecided"}:
+            return "undecided"
+        return ("yes" if "holds" in found else "no") + ", where decided" * ("undecided" in found)
 
     @property
-    def controls_hold(self) -> bool:
-        """Whether every control came out as stated: without that the rest proves nothing."""
-        return all(test.holds for test in self.stated if test.control)
+    def decisions(self) -> dict[Decision, int]:
+        """How many of the published statements hold, are refuted, and are undecided."""
+        words = [test.decision for test in self.stated if not test.control]
+        return {word: words.count(word) for word in DECISIONS}
+
+    @property
+    def controls(self) -> Decision:
+        """`holds` if every control does, `refuted` if one is, else `undecided`.
+
+        Unless they hold, the rest proves nothing.
+        """
+        words = {test.decision for test in self.stated if test.control}
+        return "refuted" if "refuted" in words else "undecided" if "undecided" in words else "holds"
 
 
 def write_experiment(path: Path, record: ExperimentRecord) -> None:
@@ -106,7 +124,16 @@ def read_experiment(path: Path) -> ExperimentRecord:
         raise ValueError(f"{path}: must be the record of an experiment; see {', '.join(odd)}")
     tests = {each.name for each in fields(StatedTest)}
     if not all(isinstance(test, dict) and set(test) == tests for test in content["tests"]):
-        raise ValueError(f"{path}: tests must each have {', '.join(sorted(tests))}")
+        raise ValueError(
+            f"{path}: tests must each have {', '.join(sorted(tests))}; a record without their "
+            "decision can't tell refuted from undecided, so run the experiment again"
+        )
+    odd = {test["decision"] for test in content["tests"]} - {*DECISIONS}
+    if odd:
+        raise ValueError(
+            f"{path}: decision of tests must be one of {', '.join(DECISIONS)}, got "
+            f"{', '.join(sorted(map(repr, odd)))}"
+        )
     content["rows"] = [
         {name: _number(value) for name, value in row.items()} for row in content["rows"]
     ]

@@ -32,6 +32,7 @@ from experiments.kit.results_table import (
     print_experiment,
     print_experiments,
 )
+from stability.cli.output import FAILS, HOLDS, UNDECIDED
 from stability.config.convert import nearest
 from stability.records.atomic_files import atomic_path, write_text
 from stability.records.sealed_json import jsonable
@@ -49,8 +50,10 @@ KEPT = ("cpu", "gpu")
 def run_experiments(folder: Path, name: str | None, size: Size, redraw: bool) -> int:
     """Run the experiment `name` of `folder`, or `all`; without a name list them.
 
-    Returns 1 if a control fails, else 0. Raises ValueError for an unknown name, and for the size
-    gpu where there is no CUDA device. With `redraw` nothing runs: figure and table are drawn anew.
+    Returns an exit code: FAILS if a control is refuted or an experiment raises, else UNDECIDED if a
+    control is. What becomes of published statements does not change it. Raises ValueError for an
+    unknown name, and for the size gpu where there is no CUDA device. With `redraw` nothing runs:
+    figure and table are drawn anew.
     """
     known = names(folder)
     console = Console()
@@ -74,26 +77,29 @@ def run_experiments(folder: Path, name: str | None, size: Size, redraw: bool) ->
             "experiment: size must be one that this machine can run, got 'gpu' without a CUDA "
             "device; try cpu"
         )
-    fine = [_run_and_keep(folder, each, size, console, others=len(chosen) > 1) for each in chosen]
-    return 0 if all(fine) else 1
+    codes = {_run_and_keep(folder, each, size, console, others=len(chosen) > 1) for each in chosen}
+    return next((code for code in (FAILS, UNDECIDED) if code in codes), HOLDS)
 
 
-def _run_and_keep(folder: Path, name: str, size: str, console: Console, *, others: bool) -> bool:
-    """Run one experiment; False if a control failed, or it did and there are `others` to run."""
+def _run_and_keep(folder: Path, name: str, size: str, console: Console, *, others: bool) -> int:
+    """Run one experiment and return the exit code that its controls make.
+
+    It is FAILS for an experiment that raised, if there are `others` still to run.
+    """
     try:
         record = _run(folder, name, size)
     except (ValueError, RuntimeError) as error:
         if not others:
             raise
         console.print(f"{name}: {error}", markup=False, highlight=False)
-        return False
+        return FAILS
     if size in KEPT:  # first of all: it took minutes
         write_experiment(_result(folder, name, size), record)
     print_experiment(_described(folder, name), record, console)
     if size in KEPT:
         _draw(folder, name, size)
         _write_page(folder)
-    return record.controls_hold
+    return {"holds": HOLDS, "refuted": FAILS, "undecided": UNDECIDED}[record.controls]
 
 
 def names(folder: Path) -> list[str]:

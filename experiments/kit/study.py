@@ -7,6 +7,9 @@ before its drift is measured.
 The next experiment uses runs that have finished and resumes runs that were interrupted. The runs
 lie in a folder whose name is a hash of the environment (versions, machine, threads) and of the
 source of `stability` and of the attention kernels. So runs that other code trained are never read.
+The code of `experiments` is left out of the hash on purpose: none of it runs inside a training, and
+what it does with the weights it does anew each time. What it decides of a training is the config,
+which each run is held against, and the threads, which are part of the environment.
 """
 
 import hashlib
@@ -15,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -118,16 +122,24 @@ def ratio_at(rows: Rows, pair: str, other: str, metric: str, step: int) -> dict[
     return over(at_step(rows, pair, metric, step), at_step(rows, other, metric, step))
 
 
-def log_scatter(values: Mapping[int, float]) -> dict[int, float]:
-    """Return by seed the distance of the value's natural log from the mean of the others' logs.
+def log_scatter(values: Mapping[int, float]) -> float:
+    """Return the standard deviation over seeds of the natural logs of `values`.
 
-    This is a measure of scatter with one value per seed, so that two pairs can be compared seed by
-    seed; a coefficient of variation is a single number. ValueError for a value that is not
-    positive. Needs at least two seeds.
+    `stated_tests.scatter_within` compares two of them. ValueError for fewer than two seeds, and for
+    a value that is not positive.
     """
-    logs = {seed: math.log(value) for seed, value in values.items()}
-    total, others = sum(logs.values()), len(logs) - 1
-    return {seed: abs(log - (total - log) / others) for seed, log in logs.items()}
+    if len(values) < 2:
+        raise ValueError(
+            f"log_scatter: values must be of at least two seeds, got {len(values)}; one seed "
+            "does not scatter"
+        )
+    for seed, value in values.items():
+        if not value > 0:
+            raise ValueError(
+                f"log_scatter: values must be positive, got {value} at seed {seed}; others have "
+                "no log"
+            )
+    return stdev(math.log(value) for value in values.values())
 
 
 def shipped_study(name: str, overrides: Mapping[str, str]) -> StudyConfig:

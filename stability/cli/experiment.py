@@ -17,7 +17,9 @@ def experiment(
     size: Literal["quick", "cpu", "gpu"] = "cpu",
     redraw: bool = False,
 ) -> int:
-    """Run an experiment, or `all`; without a name list them. Exit code 1 if a control fails.
+    """Run an experiment, or `all`; without a name list them.
+
+    Exit code 1 if a control is refuted, 3 if one is undecided.
 
     Args:
         name: the experiment, e.g. stable_fig3, or all

@@ -73,7 +73,7 @@ def test_kept_result_is_of_the_settings_of_today_and_drawn(path):
     settings = load(FOLDER, record.name).SIZES[record.size]
     assert record.settings == jsonable(dataclasses.asdict(settings)), "stale: run it again"
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert record.controls_hold
+    assert record.controls == "holds"
     assert re.fullmatch(r"[0-9a-f]{7,40}", record.commit), "not of a commit: run it again"
     assert record.agrees == "yes" or record.explanation, "a control must show why"
 

@@ -20,6 +20,18 @@ def test_difference_falls_with_mantissa_bits(experiment, found):
     assert len(found.rows) == 2 * 4 * 5
 
 
+def test_a_difference_that_does_not_fall_is_explained_at_this_size_too(experiment, found):
+    usual, wide = (
+        {
+            format: by_seed(found.rows, "max_abs", format=format, between=between)
+            for format in ("e8m7", "e8m15", "e8m23", "fp64")
+        }
+        for between in experiment.BETWEEN
+    )
+    mean = sum(usual["e8m15"].values()) / 5
+    assert f"from {mean:.2g} at e8m15 to" in experiment._explanation(usual, wide)
+
+
 def test_arithmetic_between_the_points_matters_only_where_it_is_as_narrow_as_they_are(found):
     for format, matters in (("e8m7", False), ("e8m23", True), ("fp64", False)):
         narrow, wide = (

@@ -15,8 +15,8 @@ from experiments.kit.record import (
 )
 from stability.records.sealed_json import read_sealed, write_sealed
 
-PUBLISHED = StatedTest(statement="falls", found="0.5x", holds=True)
-CONTROL = StatedTest(statement="rerun differs by nothing", found="0", holds=True, control=True)
+PUBLISHED = StatedTest(statement="falls", found="0.5x", decision="holds")
+CONTROL = StatedTest(statement="rerun is the same", found="0", decision="holds", control=True)
 RECORD = ExperimentRecord(
     name="toy",
     size="cpu",
@@ -54,26 +54,41 @@ def test_numbers_that_json_lacks_are_numbers_again(tmp_path):
     assert row == {"b": math.inf, "c": -math.inf, "d": "nano", "e": None, "f": [1.0]}
 
 
-REFUTED = replace(PUBLISHED, holds=False)
-FAILED = replace(CONTROL, holds=False)
+REFUTED = replace(PUBLISHED, decision="refuted")
+OPEN = replace(PUBLISHED, decision="undecided")
+WRONG = replace(CONTROL, decision="refuted")
+VAGUE = replace(CONTROL, decision="undecided")
 
 
 @pytest.mark.parametrize(
-    ("tests", "agrees", "controls_hold"),
+    ("tests", "agrees", "controls"),
     [
-        ((PUBLISHED, PUBLISHED, CONTROL), "yes", True),
-        ((PUBLISHED, REFUTED, CONTROL), "in part", True),
-        ((REFUTED, REFUTED, CONTROL), "no", True),
-        ((REFUTED, FAILED), "no", False),
-        ((PUBLISHED, FAILED, CONTROL), "yes", False),
-        ((PUBLISHED,), "yes", True),
-        ((CONTROL,), "nothing published", True),
-        ((), "nothing published", True),
+        ((PUBLISHED, PUBLISHED, CONTROL), "yes", "holds"),
+        ((PUBLISHED, REFUTED, CONTROL), "in part", "holds"),
+        ((PUBLISHED, REFUTED, OPEN), "in part", "holds"),
+        ((PUBLISHED, OPEN, CONTROL), "yes, where decided", "holds"),
+        ((OPEN, CONTROL), "undecided", "holds"),
+        ((REFUTED, OPEN), "no, where decided", "holds"),
+        ((REFUTED, REFUTED, CONTROL), "no", "holds"),
+        ((REFUTED, WRONG), "no", "refuted"),
+        ((PUBLISHED, VAGUE, WRONG, CONTROL), "yes", "refuted"),
+        ((PUBLISHED, VAGUE, CONTROL), "yes", "undecided"),
+        ((PUBLISHED,), "yes", "holds"),
+        ((CONTROL,), "nothing published", "holds"),
+        ((), "nothing published", "holds"),
     ],
 )
-def test_only_published_statements_agree_and_every_control_must_hold(tests, agrees, controls_hold):
+def test_only_published_statements_agree_and_every_control_must_hold(tests, agrees, controls):
     record = _with(*tests)
-    assert (record.agrees, record.controls_hold) == (agrees, controls_hold)
+    assert (record.agrees, record.controls) == (agrees, controls)
+
+
+def test_what_is_undecided_is_counted_apart_from_what_is_refuted():
+    assert _with(PUBLISHED, REFUTED, OPEN, OPEN, WRONG, VAGUE).decisions == {
+        "holds": 1,
+        "refuted": 1,
+        "undecided": 2,
+    }
 
 
 def _edit(path):
@@ -86,9 +101,11 @@ def _without(path, key):
     write_sealed(path, content)
 
 
-def _old_test(path):
+def _tests(path, **changed):
     content = read_sealed(path, "")
-    content["tests"] = [{"statement": "falls", "passed": True}]
+    for test in content["tests"]:
+        del test["decision"]
+        test.update(changed)
     write_sealed(path, content)
 
 
@@ -99,7 +116,14 @@ def _old_test(path):
         (lambda path: path.write_text(path.read_text()[:-9]), "torn or damaged"),
         (lambda path: path.unlink(), "no such file; `stability experiment` writes it"),
         (lambda path: _without(path, "commit"), "record of an experiment; see commit"),
-        (_old_test, "tests must each have control, found, holds, statement"),
+        (
+            lambda path: _tests(path, holds=False),
+            "tests must each have control, decision, found, statement; .* run the experiment again",
+        ),
+        (
+            lambda path: _tests(path, decision="no"),
+            "decision of tests must be one of holds, refuted, undecided, got 'no'",
+        ),
     ],
 )
 def test_a_damaged_record_is_named(tmp_path, spoil, said):
@@ -112,9 +136,9 @@ def test_a_damaged_record_is_named(tmp_path, spoil, said):
 
 
 def test_controls_are_marked_and_an_explanation_is_made_only_where_one_is_due():
-    holds = StatedTest(statement="falls", found="0.5x", holds=True)
-    fails = replace(holds, holds=False)
-    for published, explanation in ((holds, ""), (fails, "because")):
+    holds = StatedTest(statement="falls", found="0.5x", decision="holds")
+    fails, vague = (replace(holds, decision=word) for word in ("refuted", "undecided"))
+    for published, explanation in ((holds, ""), (fails, "because"), (vague, "because")):
         found = Findings(
             measured="0.5x",
             published=[published],

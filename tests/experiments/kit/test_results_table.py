@@ -42,9 +42,14 @@ RECORD = ExperimentRecord(
     measured="5 to 2",
     explanation="",
     tests=[
-        asdict(StatedTest(statement="falls", found="0.5x", holds=True)),
-        asdict(StatedTest(statement="by half", found="0.4x", holds=False)),
-        asdict(StatedTest(statement="rerun is the same", found="0 in 3", holds=True, control=True)),
+        asdict(StatedTest(statement="falls", found="0.5x", decision="holds")),
+        asdict(StatedTest(statement="by half", found="0.4x", decision="refuted")),
+        asdict(StatedTest(statement="to a third", found="0.3x", decision="undecided")),
+        asdict(
+            StatedTest(
+                statement="rerun is the same", found="0 in 3", decision="holds", control=True
+            )
+        ),
     ],
     rows=[],
     hardware={"name": "Intel(R) Xeon(R) Processor", "cores": 2},
@@ -102,7 +107,7 @@ def test_row_has_claim_published_measured_hardware_and_the_count_that_agrees():
         "4 to 1 (a book, page 3)",
         "5 to 2",
         "Intel Xeon, 2 cores",
-        "in part: 1 of 2",
+        "in part: 1 of 3 hold, 1 refuted, 1 undecided",
     ]
 
 
@@ -111,8 +116,10 @@ def test_section_has_figure_numbers_commit_its_own_size_and_every_test():
     assert "![Toy numbers fall](results/toy.cpu.png)" in text
     assert "[every number](results/toy.cpu.json); 12 s on" in text
     assert "Intel Xeon, 2 cores, torch 2.13.0 at abc1234. Size: 3 places, 2 heads.\n" in text
-    assert "| falls | 0.5x | yes |\n| by half | 0.4x | **no** |\n" in text
-    assert "| control: rerun is the same | 0 in 3 | yes |" in text
+    assert "| stated test | found | decision |" in text
+    assert "| falls | 0.5x | holds |\n| by half | 0.4x | **refuted** |\n" in text
+    assert "| to a third | 0.3x | **undecided** |\n" in text
+    assert "| control: rerun is the same | 0 in 3 | holds |" in text
     assert "Why:" not in text
     gpu = replace(RECORD, size="gpu", commit="", hardware={"name": "NVIDIA H100"})
     text = _generated(gpu)
@@ -148,7 +155,7 @@ HOSTILE = (
 
 
 def test_hostile_words_stay_words_in_cells_and_prose():
-    test = asdict(StatedTest(statement=HOSTILE, found=HOSTILE, holds=True))
+    test = asdict(StatedTest(statement=HOSTILE, found=HOSTILE, decision="holds"))
     record = replace(RECORD, measured=HOSTILE, explanation=HOSTILE, tests=[test])
     text = _generated(record)
     row = text.splitlines()[3]
@@ -206,10 +213,11 @@ def _record(*tests: StatedTest, size: str = "cpu", explanation: str = "") -> Exp
     )
 
 
-FALLS = StatedTest(statement="number [b] falls", found="0.5x [red] 3 seeds", holds=True)
-HALVES = StatedTest(statement="number halves", found="0.4x", holds=False)
-RERUN = StatedTest(statement="rerun is the same", found="0 in 3", holds=True, control=True)
-FAILED = StatedTest(statement="known bug is found", found="0 of 3", holds=False, control=True)
+FALLS = StatedTest(statement="number [b] falls", found="0.5x [red] 3 seeds", decision="holds")
+HALVES = StatedTest(statement="number halves", found="0.4x", decision="refuted")
+RERUN = StatedTest(statement="rerun is the same", found="0 in 3", decision="holds", control=True)
+THIRDS = StatedTest(statement="number thirds", found="0.3x", decision="undecided")
+FAILED = StatedTest(statement="a bug is found", found="0 of 3", decision="refuted", control=True)
 
 
 def _printed(record: ExperimentRecord, width: int = 120) -> str:
@@ -228,22 +236,30 @@ def test_every_word_is_printed_within_the_width(width):
 
 
 def test_the_verdict_counts_published_statements_and_says_if_a_control_failed():
-    assert _printed(_record(FALLS, HALVES, RERUN)).endswith("agrees: in part; 12 s\n")
-    assert "agrees: yes; 12 s; a control failed" in _printed(_record(FALLS, FAILED))
+    assert _printed(_record(FALLS, HALVES, RERUN)).endswith(
+        "agrees: in part: 1 of 2 hold, 1 refuted; 12 s\n"
+    )
+    assert "agrees: undecided: 0 of 1 hold, 1 undecided; 12 s" in _printed(_record(THIRDS))
+    assert "agrees: nothing published; 12 s" in _printed(_record(RERUN))
+    text = _printed(_record(FALLS, FAILED))
+    assert "agrees: yes: 1 of 1 holds; 12 s; a control is refuted" in text
+    vague = replace(FAILED, decision="undecided")
+    assert "12 s; a control is undecided" in _printed(_record(FALLS, vague))
 
 
 def test_each_test_has_its_line():
-    lines = _printed(_record(FALLS, HALVES, RERUN)).splitlines()
+    lines = _printed(_record(FALLS, HALVES, THIRDS, RERUN)).splitlines()
     tests = [line.split()[0] for line in lines if "number " in line or "rerun" in line]
-    assert tests == ["yes", "no", "yes"]
+    assert tests == ["holds", "refuted", "undecided", "holds"]
 
 
 def test_the_list_tells_each_size_on_record():
     console = Console(file=io.StringIO(), width=100)
     other = Described(name="other", title="Never run", sections={})
-    records = {"toy": [_record(FALLS), _record(HALVES, size="gpu")]}
+    records = {"toy": [_record(FALLS, THIRDS), _record(HALVES, size="gpu")]}
     print_experiments([PLAIN, other], records, console)
     lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert ["toy", "Toy", "numbers", "fall", "cpu:", "yes"] in lines
-    assert ["gpu:", "no"] in lines
+    agrees = ["cpu:", "yes,", "where", "decided:", "1", "of", "2", "hold,", "1", "undecided"]
+    assert ["toy", "Toy", "numbers", "fall", *agrees] in lines
+    assert ["gpu:", "no:", "0", "of", "1", "hold,", "1", "refuted"] in lines
     assert ["other", "Never", "run", "not", "run"] in lines

@@ -40,8 +40,8 @@ SIZES = {"quick": Settings((1,)), "cpu": Settings((1, 2)), "gpu": Settings((1, 2
 
 def measure(settings):
     rows = [{"place": place, "number": 4.0 / place} for place in settings.places]
-    falls = StatedTest(statement="falls", found="0.5x", holds=True)
-    rerun = StatedTest(statement="rerun", found="0", holds=CONTROL)
+    falls = StatedTest(statement="falls", found="0.5x", decision="holds")
+    rerun = StatedTest(statement="rerun", found="0", decision=CONTROL)
     said = f"{len(rows)} places"
     return Findings(measured=said, published=[falls], controls=[rerun], rows=rows)
 
@@ -55,13 +55,13 @@ def draw(rows):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A checkout with two experiments of which the second's control fails."""
+    """A checkout with two experiments of which the second's control is refuted."""
     experiments = tmp_path / "experiments"
     experiments.mkdir()
     (experiments / "README.md").write_text(f"By hand.\n{BEGIN}\n{END}\n")
     (experiments / "no_experiment.py").write_text("raise RuntimeError\n")
-    (experiments / "toy.py").write_text(TOY.replace("CONTROL", "True"))
-    (experiments / "unsound.py").write_text(TOY.replace("CONTROL", "False"))
+    (experiments / "toy.py").write_text(TOY.replace("CONTROL", "'holds'"))
+    (experiments / "unsound.py").write_text(TOY.replace("CONTROL", "'refuted'"))
     (experiments / "kit").symlink_to(Path(kit.__file__).parent)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -100,14 +100,19 @@ def test_quick_size_keeps_nothing(folder, capsys):
 
 
 @pytest.mark.parametrize("size", ["quick", "cpu"])
-def test_a_failed_control_is_exit_code_1_whatever_was_published(folder, size, capsys):
-    assert main(["experiment", "unsound", "--size", size]) == 1
-    assert "agrees: yes" in (said := _said(capsys))
-    assert "a control failed: the rest proves nothing yet" in said
+@pytest.mark.parametrize(("word", "code"), [("refuted", 1), ("undecided", 3)])
+def test_a_control_that_does_not_hold_is_an_exit_code_whatever_was_published(
+    folder, size, word, code, capsys
+):
+    (folder / "unsound.py").write_text(TOY.replace("CONTROL", f"'{word}'"))
+    assert main(["experiment", "unsound", "--size", size]) == code
+    assert "agrees: yes: 1 of 1 holds" in (said := _said(capsys))
+    assert f"a control is {word}: the rest proves nothing yet" in said
     assert (folder / "results" / "unsound.cpu.json").exists() == (size == "cpu")
 
 
-def test_all_runs_each_and_one_failed_control_fails_it(folder):
+def test_all_runs_each_and_one_refuted_control_fails_it_whatever_is_undecided(folder):
+    (folder / "vague.py").write_text(TOY.replace("CONTROL", "'undecided'"))
     assert main(["experiment", "all"]) == 1
     page = (folder / "README.md").read_text()
     assert page.index("[toy](#toy-cpu)") < page.index("[unsound](#unsound-cpu)")
@@ -178,7 +183,7 @@ def test_after_an_error_the_old_figure_and_row_stand_and_a_measurement_is_not_lo
     assert main(["experiment", "toy"]) == 0
     picture, page = folder / "results" / "toy.cpu.png", folder / "README.md"
     before = picture.read_bytes(), page.read_bytes()
-    changed = TOY.replace("CONTROL", "True").replace("4.0 / place", "8.0 / place")
+    changed = TOY.replace("CONTROL", "'holds'").replace("4.0 / place", "8.0 / place")
     (folder / "toy.py").write_text(changed.replace(f" {broken}", f" nothing.{broken}"))
     with pytest.raises(NameError):
         main(["experiment", "toy"])
@@ -216,7 +221,7 @@ def test_the_commit_is_marked_only_if_code_differs_from_it(folder):
     commit = read_experiment(result).commit
     assert len(commit) >= 7
     assert "-" not in commit
-    (folder / "toy.py").write_text(TOY.replace("CONTROL", "2 > 1"))
+    (folder / "toy.py").write_text(TOY.replace("CONTROL", "str('holds')"))
     assert main(["experiment", "toy"]) == 0
     assert read_experiment(result).commit == f"{commit}-changed"
 
@@ -230,7 +235,7 @@ def test_outside_of_a_checkout_the_folder_beside_the_package_is_taken(
 
 
 def test_an_experiment_hides_no_module_of_its_name(folder):
-    (folder / "json.py").write_text(TOY.replace("CONTROL", "True"))
+    (folder / "json.py").write_text(TOY.replace("CONTROL", "'holds'"))
     assert load(folder, "json").SIZES["quick"].places == (1,)
     import json as imported
 

@@ -160,6 +160,21 @@ def test_rows_are_picked_by_pair_and_step_and_slopes_are_robust():
     assert ratio_at(rows, "b", "a", "w1", 2) == {0: 2.5, 1: 2.5}
 
 
-def test_log_scatter_is_each_seeds_distance_from_the_others():
-    found = log_scatter({0: 1.0, 1: 1.0, 2: math.e})
-    assert found == pytest.approx({0: 0.5, 1: 0.5, 2: 1.0})
+def test_log_scatter_is_the_standard_deviation_of_the_logs():
+    assert log_scatter({0: 1.0, 1: 1.0, 2: math.e}) == pytest.approx(math.sqrt(1 / 3))
+    assert log_scatter({0: 2.0, 1: 2.0}) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "log_scatter: values must be of at least two seeds, got 0"),
+        ({0: 1.0}, "log_scatter: values must be of at least two seeds, got 1; one seed does not"),
+        ({0: 1.0, 1: 0.0}, r"values must be positive, got 0\.0 at seed 1"),
+        ({0: -2.0, 1: 1.0}, r"values must be positive, got -2\.0 at seed 0"),
+        ({0: math.nan, 1: 1.0}, r"values must be positive, got nan at seed 0"),
+    ],
+)
+def test_what_has_no_scatter_of_logs_is_an_error(values, said):
+    with pytest.raises(ValueError, match=said):
+        log_scatter(values)
