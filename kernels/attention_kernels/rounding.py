@@ -99,8 +99,21 @@ def round_into(x: Tensor, format: str | Format, dtype: torch.dtype) -> Tensor:
     It rounds in the wider of both dtypes and narrows afterwards, which is then exact, so that no
     value is rounded twice.
     """
+    target = format if isinstance(format, Format) else format_named(format)
+    native = _native(target)
+    if native is not None and (x.dtype == native or native in _CASTS.get(x.dtype, {}).values()):
+        # values that are stored so are on the grid already, and one cast rounds those of a carrier
+        return x.to(native).to(dtype)
     widest = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
-    return round_to(x.to(widest), format).to(dtype)
+    return round_to(x.to(widest), target).to(dtype)
+
+
+def _native(target: Format) -> torch.dtype | None:
+    """Return the dtype to which torch's cast is one correct rounding from its carrier, or None."""
+    if not target.infinities or target.saturate or not target.subnormals:
+        return None
+    shape = target.exponent_bits, target.mantissa_bits
+    return next((casts[shape] for casts in _CASTS.values() if shape in casts), None)
 
 
 def _round_unlimited(x: Tensor, target: Format, rounding: str, bits: Tensor | None) -> Tensor:
