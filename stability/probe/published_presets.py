@@ -5,8 +5,9 @@ outliers. The paper names neither the softmax scale nor the length. At head_dim 
 our FP16 column agrees with the printed one at softmax scale 1, and our FP8 column at
 1/sqrt(head_dim); at the other's scale each is off by a factor of 4 to 20. At 1/sqrt(head_dim) the
 FP16 column agrees as well if what is printed there is relative to the RMS of the golden, which the
-paper does not say (`experiments/fa3_table3.py`). `tie_bias` builds the failure of arXiv 2510.04212: rows in which P is exactly 1 twice, with small residuals, over values
-of one sign. Leaves out tables and the command (`cli.deviate`).
+paper does not say (`experiments/fa3_table3.py`). `tie_bias` builds the failure of arXiv 2510.04212:
+rows in which P is exactly 1 twice, with small residuals, over values of one sign. Leaves out tables
+and the command (`cli.deviate`).
 """
 
 import math

@@ -87,7 +87,7 @@ def test_relative_is_rmse_over_the_size_of_the_golden(experiment):
 def test_figure_shows_three_readings_and_what_is_printed(experiment, found):
     with paper_style():
         (axes,) = experiment.draw(found.rows).axes
-    assert "relative RMSE" in axes.get_xlabel()
+    assert axes.get_xlabel().startswith("RMSE (units of v), or relative")
     assert len(axes.get_yticks()) == CELLS
     assert axes.get_xscale() == "log"
     labels = axes.get_legend_handles_labels()[1]
