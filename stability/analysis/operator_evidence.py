@@ -154,7 +154,7 @@ def judge_operator(
             else _worst_sentence(deciding, worst, looks, alpha)
         ),
         cell=_cell(worst),
-        decides=_decides(deciding, looks, alpha) if state == "undecided" else "",
+        decides=_decides(families, deciding, looks, alpha) if state == "undecided" else "",
         p_harmed=harmed,
         p_holds=holds,
         figures=_figures(deciding, worst, looks, alpha),
@@ -286,9 +286,20 @@ def _percent(gain: float) -> str:
     return f"{gain:+.2%}" if abs(gain) >= 1e-4 or not gain else f"{100 * gain:+.1g}%"
 
 
-def _decides(places: Sequence[_Place], looks: int, alpha: float) -> str:
+def _decides(
+    families: Sequence[Sequence[_Place]], deciding: Sequence[_Place], looks: int, alpha: float
+) -> str:
     """Return how many looks would do if means and spreads stay as they are."""
-    needed = max(_looks_needed(one, alpha) for one in places if one.p_holds > alpha)
+    if any(abs(one.mean) > one.limit for one in deciding):
+        # it can't come to hold: a place that is surely beyond decides, at its share of the level
+        needed = min(
+            _looks_needed(one, alpha / (3 * len(family) * (2 if one.samples.signed else 1)))
+            for family in families
+            for one in family
+            if abs(one.mean) > one.limit
+        )
+    else:
+        needed = max(_looks_needed(one, alpha) for one in deciding if one.p_holds > alpha)
     if needed >= MOST_LOOKS:
         return f"more than {MOST_LOOKS} looks, since a figure lies at its limit"
     return f"about {max(needed, looks + 1)} looks (there are {looks})"

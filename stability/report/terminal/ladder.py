@@ -38,6 +38,9 @@ __all__ = ["DriftSparks", "drift_sparks", "print_ladder"]
 CHANGE_WIDTH = 22
 """What changed gets at least this much room before any column is added that can be left out."""
 ARM_WIDTH = 24
+NARROW_CHANGE_WIDTH, NARROW_ARM_WIDTH = 12, 16
+"""The same where every column that can be left out has been: a name of an arm is not broken for a
+sentence that can wrap."""
 STEPS = 12
 """A sparkline of more steps than this is thinned."""
 STATE_STYLE = {"finished": "", "failed": "red", "running": "cyan"}
@@ -101,6 +104,7 @@ LAYOUTS = (
     _Layout(held_out=False),
 )
 """From the widest to the narrowest, which is taken even where it does not fit."""
+NARROW = LAYOUTS[-2:]
 
 
 def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = None) -> None:
@@ -128,10 +132,10 @@ def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = 
 def _table(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> Table:
     heads = _heads(ladder, layout)
     table = ruled_table(["arm", "what changed"], [*heads.values()], gap=2 if layout.w1 else 1)
-    if layout not in (_Layout(), _Layout(held_out=False)):
-        longest = max(cell_len(readable(row.arm)) for row in ladder.rows)
-        table.columns[0].min_width = min(ARM_WIDTH, longest)
-        table.columns[1].min_width = CHANGE_WIDTH
+    longest = max(cell_len(readable(row.arm)) for row in ladder.rows)
+    is_narrow = layout in NARROW
+    table.columns[0].min_width = min(NARROW_ARM_WIDTH if is_narrow else ARM_WIDTH, longest)
+    table.columns[1].min_width = NARROW_CHANGE_WIDTH if is_narrow else CHANGE_WIDTH
     if layout.sparks:
         table.add_column(Text("drift\nby step"), no_wrap=True)
     for row in ladder.rows:
@@ -154,8 +158,10 @@ def _heads(ladder: Ladder, layout: _Layout) -> Mapping[str, str]:
     if layout.w1:
         heads["w1_last"] = f"W1\n{last}"
     if ladder.yardstick:
-        name = shortened(ladder.yardstick, ARM_WIDTH)
-        heads |= {"ratio_early": f"x {name}\n{early}", "ratio_last": f"x {name}\n{last}"}
+        # a long name of the yardstick would take the room of the arms' own
+        times = "x\n" if layout in NARROW else "x "
+        name = f"{times}{shortened(ladder.yardstick, ARM_WIDTH)}"
+        heads |= {"ratio_early": f"{name}\n{early}", "ratio_last": f"{name}\n{last}"}
     return heads
 
 

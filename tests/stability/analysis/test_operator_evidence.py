@@ -134,6 +134,24 @@ def test_too_few_looks_are_undecided_and_say_how_many_would_do():
     assert " figures are not surely within their limits, least of all the " in found.sentence
 
 
+def test_what_lies_beyond_its_limit_is_decided_by_the_looks_that_would_show_harm():
+    """A place near its limit would take thousands of looks, and none of them would matter."""
+    metrics = _log(np.random.default_rng(0), looks=4, layers=1, heads=1)
+    for name, series in metrics.items():
+        if name == "deviation/layer_0/dq/error_ratio":
+            series.values = [5.0, 10.0, 4.0, 7.0]
+        elif name == "deviation/layer_0/dk/error_ratio":
+            series.values = [1.9, 2.1, 2.0, 1.99]
+    found = judge_operator(place_tables(metrics), POLICY)
+    assert found.state == "undecided"
+    needed = int(re.fullmatch(r"about (\d+) looks \(there are 4\)", found.decides).group(1))
+    assert 4 < needed < 20
+    for series in metrics.values():
+        series.steps = [*range(needed)]
+        series.values = (series.values * needed)[:needed]
+    assert judge_operator(place_tables(metrics), POLICY).state == "harmed"
+
+
 def test_the_level_is_judged_at_the_error_rate_of_one_look_of_the_study():
     """Evidence of 0.03 would do for a study that looks once, and none looks only once."""
     between = []

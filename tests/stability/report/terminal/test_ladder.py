@@ -1,6 +1,7 @@
 """The table in the terminal: the ladder's numbers, at any width."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -42,6 +43,21 @@ def test_nothing_is_wider_than_the_terminal_or_cut_off(finished, five_seeds, wid
     for row in ladder_of(read_study(study)).rows:
         assert line_of(text, row.arm)
         assert f"{row.final_loss.mean:.3f}" in line_of(text, row.arm)
+
+
+def test_a_name_is_whole_at_80_columns_beside_a_yardstick_with_a_long_one(finished):
+    study = read_study(finished)
+    arms = tuple(
+        replace(arm, name="reference") if arm.name == "fp32" else arm for arm in study.arms
+    )
+    renamed = replace(study, arms=arms, yardstick="reference")
+    console = Console(width=80, file=io.StringIO(), force_terminal=False)
+    print_ladder(ladder_of(renamed), console)
+    text = console.file.getvalue()
+    assert max(len(line) for line in text.splitlines()) <= 80
+    table = text[: text.index("drift: distance")]
+    for arm in arms:
+        assert line_of(table, arm.name)
 
 
 def test_the_sparkline_leaves_before_the_figures(finished):
