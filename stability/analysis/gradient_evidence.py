@@ -23,8 +23,7 @@ from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.schema import PolicyConfig
-from stability.metrics.parameter_groups import PARAMETER_GROUPS
-from stability.records.metric_names import ALL_WEIGHTS, gradient_name
+from stability.records.metric_names import ALL_WEIGHTS, gradient_name, parse_gradient
 
 __all__ = ["LOOKS_NEEDED", "gradient_evidence"]
 
@@ -256,10 +255,13 @@ def _sentence(
 
 def _worst_group(run: RecordedRun) -> str:
     """Return the parameters with the largest ratio of errors; empty if none are on record."""
+    named = [parts for name in run.metrics if (parts := parse_gradient(name))]
+    groups = [parts.group for parts in named if parts.metric == "ratio"]
     ratios = {
         group: ratio
-        for group in PARAMETER_GROUPS
-        if not math.isnan(ratio := _mean_ratio(run.series(gradient_name(group, "ratio"))))
+        for group in groups
+        if group != ALL_WEIGHTS
+        and not math.isnan(ratio := _mean_ratio(run.series(gradient_name(group, "ratio"))))
     }
     if not ratios:
         return ""
