@@ -2,9 +2,10 @@
 
 Registers, shared memory and spills are read from the cubin by cuobjdump, in Triton's package.
 Compilation happens in child processes that run this file, since a failed assertion inside Triton's
-passes ends its process. `make test` compiles the fast path for each chip, every format and dial for
-sm_90, and some for the others; `python tests/kernels/triton/test_compile.py 80 90 100` prints all
-of it as JSON, in ten minutes.
+passes ends its process. `make test` compiles the fast path for sm_90 and FP64 for sm_80, the slow
+tests the rest: the fast path for each chip, every format and dial for sm_90, and some for the
+others; `python tests/kernels/triton/test_compile.py 80 90 100` prints all of
+it as JSON, in ten minutes.
 """
 
 import contextlib
@@ -197,13 +198,17 @@ def in_child(arch, only, folder):
         env=os.environ | cache | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)[str(arch)]
 
 
-@pytest.mark.parametrize("arch", SHARED_MEMORY, ids="sm_{}".format)
+@pytest.mark.parametrize(
+    "arch",
+    [arch if arch == 90 else pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED_MEMORY],
+    ids="sm_{}".format,
+)
 def test_the_fast_path_of_each_head_dim_fits_and_spills_nothing(arch, tmp_path):
     kernels = in_child(arch, "^bf16-", tmp_path)
     assert len(kernels) == 2 * 3 * 3
@@ -219,10 +224,12 @@ def test_the_fast_path_of_each_head_dim_fits_and_spills_nothing(arch, tmp_path):
     ("arch", "only", "count"),
     [
         (80, "^fp64-d64", 3),
-        (90, "^(fp16|fp32|tf32)-", 27),
-        (90, "^(e4m3|all_bf16)-|^fp64-d64", 21),
-        (90, "^(stochastic|splits|fa1|fa4|beta|fused|every)", 22),
-        (100, "^(fp32|e4m3|all_bf16)-d64|^every", 12),
+        pytest.param(90, "^(fp16|fp32|tf32)-", 27, marks=pytest.mark.slow),
+        pytest.param(90, "^(e4m3|all_bf16)-|^fp64-d64", 21, marks=pytest.mark.slow),
+        pytest.param(
+            90, "^(stochastic|splits|fa1|fa4|beta|fused|every)", 22, marks=pytest.mark.slow
+        ),
+        pytest.param(100, "^(fp32|e4m3|all_bf16)-d64|^every", 12, marks=pytest.mark.slow),
     ],
 )
 def test_every_format_dial_and_mask_compiles_and_fits(arch, only, count, tmp_path):
