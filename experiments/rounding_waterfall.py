@@ -12,7 +12,7 @@ Measured: relative error (Frobenius) of out, dq, dk and dv against the golden, c
     = rowsum(dP P), for which there is no dial
 Refuted if: with V of one sign and P V (accumulator) in BF16 another point makes more of dq's error,
     or O in FP64 leaves half of it
-Sizes: cpu: length 512, 2 heads, head_dim 64, 8 seeds; gpu: length 1024 and 12 heads of GPT-2 small;
+Sizes: cpu: length 512, 2 heads, head_dim 64, 12 seeds; gpu: length 1024 and 12 heads of GPT-2 small;
     quick: length 256, 5 seeds
 
     stability experiment rounding_waterfall [--size cpu|gpu]
@@ -76,7 +76,7 @@ class Settings:
 
 SIZES = {
     "quick": Settings(length=256, heads=2, seeds=5),
-    "cpu": Settings(length=512, heads=2, seeds=8),
+    "cpu": Settings(length=512, heads=2, seeds=12),
     "gpu": Settings(length=1024, heads=12, seeds=8, device="cuda"),
 }
 
