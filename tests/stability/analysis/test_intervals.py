@@ -198,3 +198,12 @@ def test_a_level_that_is_no_probability_is_refused(level):
     ):
         with pytest.raises(ValueError, match=r"level must be between 0 and 1"):
             call()
+
+
+@pytest.mark.parametrize("count", [3, 5, 8])
+@pytest.mark.parametrize("scale", [1e-300, 1e-170, 1e150])
+def test_p_values_of_tiny_and_of_huge_values_are_those_of_ordinary_ones(count, scale):
+    values = {seed: 1 + 0.1 * seed**1.5 for seed in range(count)}
+    for bound in (0.9, 1.4):
+        scaled = p_values({seed: value * scale for seed, value in values.items()}, bound * scale)
+        assert scaled == pytest.approx(p_values(values, bound), rel=1e-6)
