@@ -12,7 +12,7 @@ Measured: relative error (Frobenius) of out, dq, dk and dv against the golden, c
     = rowsum(dP P), for which there is no dial
 Refuted if: with V of one sign and P V (accumulator) in BF16 another point makes more of dq's error,
     or O in FP64 leaves half of it
-Sizes: cpu: length 512, 2 heads, head_dim 64, 12 seeds; gpu: length 1024 and 12 heads of GPT-2 small;
+Sizes: cpu: length 512, 2 heads, head_dim 64, 12 seeds; gpu: length 1024, 12 heads (GPT-2 small);
     quick: length 256, 5 seeds
 
     stability experiment rounding_waterfall [--size cpu|gpu]
