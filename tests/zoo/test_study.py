@@ -203,7 +203,6 @@ def test_the_yardstick_has_no_part_in_the_answer(sample):
         assert _judged_wrong(changed, SCALE).outcome == "FAIL"
 
 
-@pytest.mark.slow
 def test_what_the_study_cannot_reach_is_listed(monkeypatch):
     # an oracle of its own: it shares no code with the evidence
     heads, kv_heads, length = MODEL["heads"], MODEL["kv_heads"], MODEL["context"]
