@@ -60,6 +60,13 @@ def test_a_sample_of_wrong_attentions_fails_and_is_named(entry):
     assert _named(entry, report), report.sentence
 
 
+def test_a_mistake_whose_errors_are_ten_million_roundings_is_named_in_fp32():
+    (entry,) = (x for x in WRONG if x.name == "strides ignored")
+    strided = [x for x in QUICK if x.strided][:1]
+    report = check_attention(entry.function, dtypes=["fp32"], cells=strided, name=entry.name)
+    assert "strides of" in report.sentence, report.sentence
+
+
 def test_the_samples_are_in_the_zoo():
     assert {x.name for x in RIGHT} >= RIGHT_SAMPLE
     assert {x.name for x in WRONG} >= WRONG_SAMPLE

@@ -34,8 +34,9 @@ __all__ = ["Diagnosis", "diagnose"]
 _BY_QUERY = ("out", "lse", "dq")
 _PRICE = 4.0
 """What a row pays for choosing the mistake, in units of its own noise."""
-_MOST = 1e10
-"""The largest squared error of a row, in units of its noise."""
+_MOST = 1e16
+"""The largest squared error of a row, in units of its noise: 100 times that of an FP32 row that is
+wrong altogether."""
 _NAMED = 0.8
 """The share of the error that a mistake must take away to be named."""
 _FREE = 0.9999
