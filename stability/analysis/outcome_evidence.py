@@ -7,9 +7,9 @@ loss worse by the margin is excluded, harmed if the loss is surely worse by more
 baseline is no harm, however much; whether the arm is also equivalent stands in the figures. From 8
 seeds on the p-values are also those of the studentised bootstrap, where it is the more cautious.
 
-Some facts leave nothing to chance: a run that diverges, or whose weights or held-out loss are no
-numbers at any step, where the baseline of its seed is sound. A NaN in the weights never heals, so
-that each later snapshot shows it. A seed whose baseline is lost itself can't be judged. Spikes of
+Some facts leave nothing to chance: a run that diverges, or whose weights, held-out loss or training
+loss are no numbers at any recorded step at which the baseline of its seed is sound (`lost_runs`).
+A seed whose baseline is lost itself can't be judged. Spikes of
 the training loss that the baseline of the seed does not have are counted (`loss_spikes`); they fail
 an arm if chance is improbable, and keep the answer open if a coin would give as many less than once
 in four. n sound seeds do not show that there is no bad one: they exclude rates of bad seeds above
@@ -29,12 +29,13 @@ from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.held_out_losses import held_out_differences, held_out_losses
 from stability.analysis.intervals import Interval, mean_interval, p_values
 from stability.analysis.loss_spikes import SpikeTest, spike_test
+from stability.analysis.lost_runs import lost_seeds, what_is_lost
 from stability.analysis.number_text import bounds, nats
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.sequential import LOOKS, look_alpha, look_at
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.schema import BASELINE, PolicyConfig
-from stability.records.metric_names import EVAL_LOSS, NONFINITE_WEIGHTS
+from stability.records.metric_names import EVAL_LOSS
 
 __all__ = ["outcome_evidence"]
 
@@ -55,7 +56,7 @@ class _Findings:
     seeds: Sequence[int]
     """Those that the look judges."""
     lost: Mapping[int, str]
-    """What is no number in the arm, though the baseline of the seed is sound."""
+    """What is no number in the arm at a step at which the baseline of the seed is sound."""
     lost_baseline: Mapping[int, str]
     """The same of the baseline: these seeds can't be judged."""
     unfinished: Mapping[int, str]
@@ -122,12 +123,8 @@ def _findings(
         for seed, run in arm.runs.items()
         if baseline and seed in baseline.runs
     }
-    lost_baseline = {seed: said for seed, (_, run) in pairs.items() if (said := _no_number(run))}
-    lost = {
-        seed: said
-        for seed, (run, _) in pairs.items()
-        if seed not in lost_baseline and (said := _no_number(run))
-    }
+    lost_baseline = {seed: said for seed, (_, run) in pairs.items() if (said := what_is_lost(run))}
+    lost = lost_seeds(study, arm)
     through = held_out_differences(study, arm)
     at_end = through.get(end, SeedValues()).per_seed
     whole = [seed for seed in seeds if seed not in lost_baseline and seed not in lost]
@@ -147,20 +144,6 @@ def _findings(
         spikes=_spike_test({seed: pairs[seed] for seed in whole if seed in pairs}, end),
         scatter=_scatter(study),
     )
-
-
-def _no_number(run: RecordedRun) -> str:
-    """Return what in a run is no number, and since when; empty if nothing is."""
-    if run.state == "diverged":
-        return run.message or "it diverged"
-    for step, count in sorted(run.series(NONFINITE_WEIGHTS).items()):
-        # NaN or more: a count that can't be read is none of zero
-        if count != 0:
-            return f"{count:.0f} weights are NaN or infinite at step {step}"
-    for step, loss in sorted(run.series(EVAL_LOSS).items()):
-        if not math.isfinite(loss):
-            return f"the held-out loss is {loss} at step {step}"
-    return ""
 
 
 def _unfinished(study: RecordedStudy, arm: RecordedArm, seed: int, end: int) -> str:

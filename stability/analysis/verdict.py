@@ -8,10 +8,10 @@ that is a union, so the p-values of all candidates and levels are corrected (Hol
 right candidates fails one more often than one test would. All else is INCONCLUSIVE. Better than
 the baseline is no harm on any level.
 
-Divergence leaves nothing to chance: an arm that diverges where the baseline of its seed does not
-fails at once, in whichever seed. All else is judged on the first seeds, as many as the look has
-(`sequential`). The arm `broken` carries a fault that must be seen: where it does not fail, no
-other arm can pass.
+Divergence leaves nothing to chance: an arm whose weights or losses are no numbers at a step at
+which the baseline of the seed is sound fails at once, in whichever seed (`lost_runs`). All else is
+judged on the first seeds, as many as the look has (`sequential`). The arm `broken` carries a fault
+that must be seen: where it does not fail, no other arm can pass.
 
 Leaves out how a level is measured (`operator_evidence` and its three siblings), what is shown of
 it, and exit codes, which are the command line's.
@@ -26,6 +26,7 @@ from typing import Any, Literal
 from stability.analysis.assay import ArmAssay, arm_assay, would_have_shown
 from stability.analysis.evidence import LEVELS, Level, LevelEvidence, silent_level
 from stability.analysis.gradient_evidence import gradient_evidence
+from stability.analysis.lost_runs import lost_seeds
 from stability.analysis.operator_evidence import operator_evidence
 from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.protocol_check import protocol_changes
@@ -269,18 +270,18 @@ def _outcome(
     count: int,
 ) -> tuple[Outcome, str]:
     """Return the outcome of one arm and the reason, which ends a sentence."""
-    diverged = _diverged(study, arm)
-    if diverged:
-        return "FAIL", f"it diverged where the baseline did not, {diverged}"
+    lost = _lost(study, arm)
+    if lost:
+        return "FAIL", f"it is lost where the baseline is sound, {lost}"
     by_state = {
         state: [level for level, evidence in levels.items() if evidence.state == state]
         for state in ("holds", "harmed", "undecided", "not applicable", "not measured")
     }
     if by_state["harmed"]:
         return "FAIL", f"it is surely harmed at {_listed(by_state['harmed'])}"
-    lost = _baseline_lost(study, look_at(count) or count)
-    if lost:
-        return "INCONCLUSIVE", f"the baseline diverged, {lost}; nothing can be compared"
+    no_baseline = _baseline_lost(study, look_at(count) or count)
+    if no_baseline:
+        return "INCONCLUSIVE", f"the baseline diverged, {no_baseline}; nothing can be compared"
     silent = by_state["not applicable"]
     rest = f"; {_listed(silent)} {_verb(silent, 'does')} not apply" if silent else ""
     if not look_at(count):
@@ -360,19 +361,13 @@ def _complete_seeds(study: RecordedStudy, arm: RecordedArm) -> int:
     return len(study.seeds)
 
 
-def _diverged(study: RecordedStudy, arm: RecordedArm) -> str:
-    """Return where an arm diverged though the baseline of the seed did not; mostly empty."""
-    baseline = study.arm(BASELINE)
-    lost = [
-        (seed, run)
-        for seed, run in arm.runs.items()
-        if run.state == "diverged"
-        and not (baseline and seed in baseline.runs and baseline.runs[seed].state == "diverged")
-    ]
-    if not lost:
+def _lost(study: RecordedStudy, arm: RecordedArm) -> str:
+    """Return where an arm is lost though the baseline of the seed is sound; mostly empty."""
+    found = lost_seeds(study, arm)
+    if not found:
         return ""
-    seeds = "seed" if len(lost) == 1 else "seeds"
-    return f"{seeds} {', '.join(str(seed) for seed, _ in lost)}: {lost[0][1].message}"
+    seeds = "seed" if len(found) == 1 else "seeds"
+    return f"{seeds} {', '.join(map(str, found))}: {next(iter(found.values()))}"
 
 
 def _baseline_lost(study: RecordedStudy, count: int) -> str:

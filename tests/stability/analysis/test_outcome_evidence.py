@@ -196,6 +196,7 @@ def test_one_seed_that_diverges_is_enough_even_before_the_first_look():
         ({NONFINITE_WEIGHTS: {0: 0.0, 100: 7.0, 200: 9.0}}, "7 weights are NaN or infinite at"),
         ({EVAL_LOSS: {0: 2.0, 100: 2.0, 200: math.nan}}, "the held-out loss is nan at step 200"),
         ({EVAL_LOSS: {0: 2.0, 100: math.inf, 200: 2.0}}, "the held-out loss is inf at step 100"),
+        ({TRAIN_LOSS: {0: 2.0, 60: math.nan, 61: 2.0}}, "the training loss is nan at step 60"),
     ],
 )
 def test_what_is_no_number_at_any_step_is_harm(metrics, said):
@@ -204,6 +205,35 @@ def test_what_is_no_number_at_any_step_is_harm(metrics, said):
     found = _judge(runs)
     assert (found.state, found.p_harmed) == ("harmed", 0.0)
     assert said in found.sentence
+
+
+def test_a_candidate_lost_before_its_baseline_is_harmed_and_one_lost_with_it_is_not_judged():
+    baseline = [_run("baseline", seed) for seed in range(5)]
+    baseline[2] = _run("baseline", 2, **{NONFINITE_WEIGHTS: {0: 0.0, 100: 3.0, 200: 3.0}})
+    for first, state in ((20, "harmed"), (100, "undecided"), (200, "undecided")):
+        runs = _worse_by(*RIGHT)
+        lost = {step: 5.0 if step >= first else 0.0 for step in SNAPSHOTS}
+        runs[2] = _run("candidate", 2, **{NONFINITE_WEIGHTS: lost})
+        assert _judge(runs, baseline=baseline).state == state, first
+
+
+def test_a_step_that_the_baseline_has_not_reached_tells_nothing_yet():
+    runs = _worse_by(*RIGHT)
+    runs[4] = _run("candidate", 4, **{TRAIN_LOSS: {0: 2.0, 150: math.nan}})
+    for until, state in ((100, "undecided"), (160, "harmed")):
+        baseline = [_run("baseline", seed) for seed in range(5)]
+        baseline[4] = _run("baseline", 4, state="running", until=until)
+        assert _judge(runs, baseline=baseline).state == state, until
+
+
+def test_one_loss_that_is_no_number_in_both_runs_is_no_harm():
+    bad = {TRAIN_LOSS: {step: math.inf if step == 60 else _loss(3, step) for step in range(STEPS)}}
+    baseline = [_run("baseline", seed) for seed in range(5)]
+    baseline[3] = _run("baseline", 3, **bad)
+    runs = _worse_by(*RIGHT)
+    runs[3] = _run("candidate", 3, **bad)
+    assert _judge(runs, baseline=baseline).state == "holds"
+    assert _judge(runs).state == "harmed"
 
 
 def test_a_seed_whose_baseline_is_lost_is_not_judged():

@@ -11,6 +11,8 @@ from stability.analysis.study_records import read_study
 from stability.analysis.verdict import answer_of, judge_arms
 from stability.cli.main import main
 from stability.config.schema import PolicyConfig
+from stability.records.metric_log import Series
+from stability.records.metric_names import EVAL_LOSS, NONFINITE_WEIGHTS, TRAIN_LOSS
 from stability.report.view.evidence import evidence_rows, headline
 
 SENSITIVE = ArmAssay(state="sensitive", sentence="all 11 planted faults were found", faults=11)
@@ -171,9 +173,45 @@ def test_divergence_fails_in_whichever_seed_and_whatever_the_levels_say(syntheti
     assert _outcome(whole, HOLDS).outcome == "PASS"
     lost = with_state(whole, "flash_fa2", 3, "diverged")
     assert _outcome(lost, HOLDS).outcome == "FAIL"
-    assert _outcome(lost, HOLDS).sentence.startswith("it diverged where the baseline did not, se")
+    assert _outcome(lost, HOLDS).sentence == (
+        "it is lost where the baseline is sound, seed 3: the loss is NaN"
+    )
     both = with_state(lost, "baseline", 3, "diverged")
     assert _outcome(both, HOLDS).outcome == "PASS", "the baseline's own divergence is no harm"
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "said"),
+    [
+        (NONFINITE_WEIGHTS, 7.0, "7 weights are NaN or infinite at step 200"),
+        (EVAL_LOSS, math.nan, "the held-out loss is nan at step 200"),
+        (TRAIN_LOSS, math.nan, "the training loss is nan at step 197"),
+    ],
+)
+def test_what_is_no_number_fails_in_whichever_seed_though_the_run_has_finished(
+    synthetic, tmp_path, metric, value, said
+):
+    """In the fourth seed, which no look has reached: four bad losses at the end stop no run."""
+    folder = synthetic.write_synthetic(tmp_path / "late", seeds=[0, 1, 2, 3])
+    whole = with_broken(read_study(folder))
+    steps = [197, 198, 199] if metric == TRAIN_LOSS else [200]
+    sound = with_metric(whole, 3, metric, steps, 0.0)
+    assert _outcome(sound, HOLDS).outcome == "PASS"
+    found = _outcome(with_metric(whole, 3, metric, steps, value), HOLDS)
+    assert found.outcome == "FAIL"
+    assert found.sentence == f"it is lost where the baseline is sound, seed 3: {said}"
+
+
+def with_metric(study, seed, metric, steps, value):
+    """Add records to the runs of a seed: `value` to flash_fa2's, 0 to the baseline's."""
+    arms = []
+    for arm in study.arms:
+        if arm.name in ("baseline", "flash_fa2"):
+            logged = Series(steps, [value if arm.name == "flash_fa2" else 0.0] * len(steps))
+            run = replace(arm.runs[seed], metrics={**arm.runs[seed].metrics, metric: logged})
+            arm = replace(arm, runs={**arm.runs, seed: run})
+        arms.append(arm)
+    return replace(study, arms=tuple(arms))
 
 
 def with_state(study, name, seed, state):
