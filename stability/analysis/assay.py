@@ -9,7 +9,9 @@ or none was planted, there is NO ASSAY: nothing was found, and it is not known t
 have been.
 
 The faults are planted in the first seed, by `study.assay`. That training sees harm is shown by the
-arm that is broken on purpose (`verdict`). Leaves out the outcome: a fault that the loss would show
+arm that is broken on purpose (`verdict`), which has to carry the fault that the table asks training
+to see: an arm that is broken otherwise, however grossly, shows nothing of a small error of an
+attention. Leaves out the outcome: a fault that the loss would show
 takes more training than a study has.
 """
 
@@ -18,15 +20,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from attention_kernels.testing.fault_names import FAULT_LEVELS
 from stability.analysis.evidence import Level, LevelEvidence
 from stability.analysis.intervals import p_values
 from stability.analysis.number_text import nats
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.config.diff import changed_axes
 from stability.config.schema import PolicyConfig
 from stability.records.assay import AssayRecord, FaultRecord, read_assay
 
-__all__ = ["ArmAssay", "AssayState", "arm_assay", "found_at", "would_have_shown"]
+__all__ = [
+    "ArmAssay",
+    "AssayState",
+    "arm_assay",
+    "faults_due",
+    "found_at",
+    "stale_part",
+    "would_have_shown",
+]
 
 AssayState = Literal["sensitive", "blind", "not measured", "not applicable"]
 """`blind`: a fault was missed. `not applicable`: the arm changes nothing a fault is planted on."""
@@ -62,37 +74,64 @@ def arm_assay(study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig) -> A
         record = read_assay(study.folder, arm.name)
     except ValueError as error:
         return ArmAssay(state="not measured", sentence=f"the assay can't be read: {error}")
+    precision = _precision(study, arm)
     if record is None:
-        return ArmAssay(state="not measured", sentence="no faults were planted on it")
-    if not _has_parents(record, arm):
-        return ArmAssay(
-            state="not measured",
-            sentence="faults were planted on other weights than those on record; run it again",
-        )
-    missed = list(_missed(record, look_alpha(policy.alpha), policy))
-    count = len(record.faults)
-    if missed or not count:
+        trouble = _unplanted(study) or "no faults were planted on it"
+    else:
+        trouble = _unplanted(study) or _not_its_own(record, arm) or stale_part(record, precision)
+    if record is None or trouble:
+        return ArmAssay(state="not measured", sentence=trouble)
+    return _judged(record, faults_due(precision), policy)
+
+
+def _judged(
+    record: AssayRecord, due: Mapping[str, Sequence[str]], policy: PolicyConfig
+) -> ArmAssay:
+    missed = list(_missed(record, due, look_alpha(policy.alpha), policy))
+    if missed:
         lost = len({name.split()[0] for name in missed})
         were = "was" if lost == 1 else "were"
-        said = f"{lost} of {count} planted faults {were} missed: {', '.join(missed)}"
         return ArmAssay(
             state="blind",
-            sentence=said if missed else "no fault was planted on it",
+            sentence=f"{lost} of {len(due)} planted faults {were} missed: {', '.join(missed)}",
             missed=missed,
-            faults=count,
+            faults=len(due),
         )
-    by_level = {
-        level: sum(level in fault.levels for fault in record.faults)
-        for level in ("operator", "gradient")
-    }
+    counts = {level: sum(level in levels for levels in due.values()) for level in _WHERE}
+    where = [f"{count} {_WHERE[level]}" for level, count in counts.items() if count]
     return ArmAssay(
         state="sensitive",
-        sentence=(
-            f"all {count} planted faults were found: {by_level['operator']} at the operator, "
-            f"{by_level['gradient']} in the gradient"
-        ),
-        faults=count,
+        sentence=f"all {len(due)} planted faults were found: {', '.join(where)}",
+        faults=len(due),
     )
+
+
+def faults_due(precision: str) -> dict[str, tuple[str, ...]]:
+    """Return the faults that must be planted on a candidate of `precision`, with their levels.
+
+    Training is asked of the arm that is broken on purpose. At 64-true there is no gradient that is
+    finer than the candidate's, and an out that is not rounded has no bias of its rounding.
+    """
+    is_exact = precision == "64-true"
+    levels = ("operator",) if is_exact else ("operator", "gradient")
+    return {
+        name: tuple(level for level in asked if level in levels)
+        for name, asked in FAULT_LEVELS.items()
+        if not (is_exact and name == "bias_tenth_ulp")
+    }
+
+
+def stale_part(record: AssayRecord, precision: str) -> str:
+    """Return which fault of today's table the record lacks, as a clause; empty if it has all."""
+    levels = {fault.name: fault.levels for fault in record.faults}
+    lacking = [
+        name
+        for name, asked in faults_due(precision).items()
+        if not set(asked) <= set(levels.get(name, ())) or name not in levels
+    ]
+    if not lacking:
+        return ""
+    return f"not every fault was planted on it: {', '.join(lacking)} is lacking; run it again"
 
 
 def found_at(
@@ -134,12 +173,16 @@ _SEEN: tuple[tuple[Level, str, Callable[[float], str]], ...] = (
 """Level, the figure that is the far end of its interval, and how it is said."""
 
 
-def _missed(record: AssayRecord, alpha: float, policy: PolicyConfig) -> Iterator[str]:
+_WHERE = {"operator": "at the operator", "gradient": "in the gradient"}
+
+
+def _missed(
+    record: AssayRecord, due: Mapping[str, Sequence[str]], alpha: float, policy: PolicyConfig
+) -> Iterator[str]:
     for fault in record.faults:
-        for level in fault.levels:
+        for level in due.get(fault.name, ()):
             if not found_at(level, fault, record.own, alpha, policy):
-                where = "at the operator" if level == "operator" else "in the gradient"
-                yield f"{fault.name} {where}"
+                yield f"{fault.name} {_WHERE[level]}"
 
 
 def _operator_tests(fault: FaultRecord, own: FaultRecord, policy: PolicyConfig) -> Iterator[float]:
@@ -190,9 +233,42 @@ def _p_beyond(values: Sequence[float], limit: float) -> float:
     return min(1.0, 2 * min(above, below))
 
 
-def _has_parents(record: AssayRecord, arm: RecordedArm) -> bool:
+def _precision(study: RecordedStudy, arm: RecordedArm) -> str:
+    changed = arm.diff.get("precision")
+    return str(changed[-1] if changed else study.base.get("precision", ""))
+
+
+def _not_its_own(record: AssayRecord, arm: RecordedArm) -> str:
+    """Return why a record is not one of this arm's weights; empty if it is."""
+    if record.arm != arm.name:
+        return f"faults were planted on {record.arm}, not on it; run it again"
     run = arm.runs.get(record.seed)
     files = run.manifest.files if run and run.manifest else {}
-    return bool(record.parents) and all(
-        files.get(name) == checksum for name, checksum in record.parents.items()
+    if not record.parents or any(files.get(name) != sha for name, sha in record.parents.items()):
+        return "faults were planted on other weights than those on record; run it again"
+    if run and run.manifest and not record.is_of(run.manifest.resolved, run.manifest.environment):
+        return "faults were planted on another source of its attention than it was trained with"
+    return ""
+
+
+def _unplanted(study: RecordedStudy) -> str:
+    """Return that no arm carries the fault that training must see; empty if one does.
+
+    Where no arm is broken on purpose at all, the verdict says so itself.
+    """
+    broken = [arm for arm in study.arms if arm.role == "broken"]
+    if not broken or any(map(_shows_training, broken)):
+        return ""
+    return (
+        f"{broken[0].name} is broken by something else than {_TRAINED} alone on an attention, so "
+        "nothing shows that training sees an attention's error of 1 %"
     )
+
+
+def _shows_training(arm: RecordedArm) -> bool:
+    fault = arm.diff.get("attention.fault", ("", ""))[-1]
+    # of another change at once it would not be known which of them was seen
+    return fault == _TRAINED and changed_axes(arm.diff) == ["attention"]
+
+
+_TRAINED = next(name for name, levels in FAULT_LEVELS.items() if "training" in levels)

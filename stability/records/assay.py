@@ -2,20 +2,22 @@
 
 The file holds the raw figures, look by look, so that the limits of a policy can be applied to them
 by whoever reads it. It names its parents: the SHA-256 of each snapshot whose weights the faults
-were tried on, as the run's manifest lists it. Leaves out the measuring (`study.assay`) and whether
-a fault was found (`analysis.assay`).
+were tried on, as the run's manifest lists it, and of the sources that computed the attention.
+Leaves out the measuring (`study.assay`) and whether a fault was found (`analysis.assay`).
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stability.records.paths import StudyPaths
 from stability.records.sealed_json import jsonable, read_record, write_sealed
 
-__all__ = ["AssayRecord", "FaultRecord", "read_assay", "write_assay"]
+__all__ = ["AssayRecord", "FaultRecord", "read_assay", "sources_of", "write_assay"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,25 @@ class AssayRecord:
     own: FaultRecord
     """The candidate's own figures at the operator, with no fault."""
     faults: tuple[FaultRecord, ...]
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """`sources_of` what the faults were planted with; empty in records of an older version."""
+
+    def is_of(self, resolved: Mapping[str, Any], environment: Mapping[str, Any]) -> bool:
+        """Whether it was made with the sources of a manifest; an older record does not say."""
+        return not self.sources or dict(self.sources) == sources_of(resolved, environment)
+
+
+def sources_of(resolved: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return a hash of an attention as it was resolved, and that of the attention library.
+
+    The arguments are those fields of a run's manifest. An attention of one's own has the SHA-256 of
+    its file in its description.
+    """
+    described = json.dumps(resolved, sort_keys=True).encode()
+    return {
+        "attention": hashlib.sha256(described).hexdigest(),
+        "kernel_source": environment.get("kernel_source", ""),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +79,7 @@ class _File:
     parents: dict[str, Any]
     own: dict[str, Any]
     faults: list[Any]
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 def write_assay(study: Path, record: AssayRecord) -> Path:
@@ -69,6 +91,7 @@ def write_assay(study: Path, record: AssayRecord) -> Path:
         parents=dict(record.parents),
         own=asdict(record.own),
         faults=[asdict(fault) for fault in record.faults],
+        sources=dict(record.sources),
     )
     write_sealed(path, jsonable(asdict(content)))
     return path
@@ -90,6 +113,7 @@ def read_assay(study: Path, arm: str) -> AssayRecord | None:
             parents=content.parents,
             own=_fault(content.own),
             faults=tuple(_fault(entry) for entry in content.faults),
+            sources=content.sources,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(

@@ -7,7 +7,8 @@ baseline and to the golden, and compared by the functions that the probe uses. I
 the whole model's gradient is taken with the faulty candidate, the baseline and the golden, isolated
 as in the study's own gradient evidence. A fault whose error is surely larger than the policy allows
 is done after FEW looks; one that can only be seen by what repeats from look to look, a bias, takes
-SHARE_LOOKS of them, on different batches.
+SHARE_LOOKS of them, on different batches. At 64-true, where the golden's gradient is no finer than
+the candidate's, faults are planted at the operator alone.
 
 Only a study with an arm of role `broken` is assayed: without one nothing can pass anyway. Leaves
 out the file (`records.assay`) and what counts as found (`analysis.assay`).
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from attention_kernels import golden_attention
 from attention_kernels.testing.faults import FAULTS, Fault, plant
+from stability.analysis.assay import faults_due, stale_part
 from stability.analysis.intervals import p_values
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import read_study
@@ -32,12 +34,18 @@ from stability.config.schema import PolicyConfig
 from stability.metrics.coherence import coherence_of
 from stability.metrics.golden_error import GOLDEN_COLUMNS, golden_tensor
 from stability.metrics.sketch import sketch
-from stability.records.assay import AssayRecord, FaultRecord, read_assay, write_assay
-from stability.records.manifest import read_manifest
+from stability.records.assay import (
+    AssayRecord,
+    FaultRecord,
+    read_assay,
+    sources_of,
+    write_assay,
+)
+from stability.records.manifest import environment, read_manifest
 from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import read_run_snapshot
-from stability.study.assemble import load_data, resolve_device
-from stability.study.gpt_gradients import GptGradients, attention_rounding, gradients_of_arm
+from stability.study.assemble import assemble, load_data, resolve_device
+from stability.study.gpt_gradients import GptGradients, attention_rounding, attentions_of_arm
 from stability.study.run import Run, has_ended
 
 __all__ = ["assay_run", "update_assays"]
@@ -52,7 +60,6 @@ SEQUENCES = 4
 """Of a batch, as many as take part in a gradient, and half of them at the operator: a fault is a
 thousand roundings large there, and time is what an assay costs."""
 METRICS = ("error_ratio", "gain", "golden_bias_ulp")
-BIAS = "bias_tenth_ulp"
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
@@ -63,7 +70,7 @@ def update_assays(
     policy: PolicyConfig,
     note: Callable[[str, int, str], None],
 ) -> list[AssayRecord]:
-    """Assay each candidate of the first seed whose record is missing or has other parents.
+    """Assay each candidate of the first seed whose record is missing, stale, or not of its run.
 
     Nothing is done in a study without an arm that is broken on purpose, nor on a candidate that
     fails already: an assay can only keep an arm from passing. `note` is told of an arm, its seed
@@ -105,22 +112,26 @@ def _failed(study: Path, policy: PolicyConfig) -> set[str]:
 def assay_run(run: Run, policy: PolicyConfig) -> AssayRecord | None:
     """Return what each planted fault shows on the candidate of `run`; None if it is no attention.
 
-    ValueError for a run without snapshots of trained weights, or a damaged one.
+    ValueError for a run without snapshots of trained weights, a damaged one, and one that was
+    trained with other sources than those that would be measured now.
     """
     device = resolve_device(run.config)
-    gradients = gradients_of_arm(run.config, device)
+    gradients = attentions_of_arm(run.config, device)
     if gradients is None:
         return None
+    sources = _sources_now(run)
     steps = _steps(run.paths)
     if not steps:
         raise ValueError(f"assay: {run.paths.root} must have a snapshot after step 0, has none")
     looks = list(_looks(run, steps, device))
-    rounding = attention_rounding(run.config.precision)
-    # an out that is not rounded has no bias of its rounding
-    faults = [f for f in FAULTS.values() if f.name != BIAS or rounding != torch.float64]
+    due = faults_due(run.config.precision)
+    faults = [FAULTS[name] for name in due]
     operator = _operator(gradients, looks[:FEW], faults)
     own = FaultRecord(name="", what="no fault", levels=(), operator=operator[""])
-    found = [_in_gradient(gradients, looks, fault, policy) for fault in faults]
+    found = [
+        _in_gradient(gradients, looks, fault, policy) if "gradient" in due[fault.name] else {}
+        for fault in faults
+    ]
     return AssayRecord(
         arm=run.arm.name,
         seed=run.seed,
@@ -130,21 +141,44 @@ def assay_run(run: Run, policy: PolicyConfig) -> AssayRecord | None:
             FaultRecord(
                 name=fault.name,
                 what=fault.what,
-                levels=tuple(level for level in fault.levels if level != "training"),
+                levels=due[fault.name],
                 operator=operator[fault.name],
                 **figures,
             )
             for fault, figures in zip(faults, found, strict=True)
         ),
+        sources=sources,
     )
 
 
 def _is_known(study: Path, run: Run) -> bool:
+    """Whether the record of a run holds all that would be measured now, on its own weights."""
     try:
         known = read_assay(study, run.arm.name)
     except ValueError:  # damaged: it can be measured again
         return False
-    return known is not None and dict(known.parents) == _parents(run.paths)
+    if known is None or known.arm != run.arm.name or known.seed != run.seed:
+        return False
+    manifest = read_manifest(run.paths.manifest)
+    return (
+        dict(known.parents) == _parents(run.paths)
+        and known.is_of(manifest.resolved, manifest.environment)
+        and not stale_part(known, run.config.precision)
+    )
+
+
+def _sources_now(run: Run) -> dict[str, str]:
+    """Return the sources that faults would be planted with; ValueError unless the run's own."""
+    manifest = read_manifest(run.paths.manifest)
+    trained = sources_of(manifest.resolved, manifest.environment)
+    now = sources_of(assemble(run.config).attention.description, environment())
+    other = [name.replace("_", " ") for name in now if now[name] != trained[name]]
+    if other:
+        raise ValueError(
+            f"assay: {run.arm.name} must have the {other[0]} that it was trained with, has another "
+            f"now; restore it, or remove {run.paths.root} to train it anew"
+        )
+    return now
 
 
 def _steps(paths: RunPaths) -> list[int]:
@@ -254,9 +288,7 @@ def _results(
 def _in_gradient(
     gradients: GptGradients, looks: Sequence[_Look], fault: Fault, policy: PolicyConfig
 ) -> dict[str, Any]:
-    """Return the figures of `FaultRecord` on the gradient; none if it need not be found there."""
-    if "gradient" not in fault.levels:
-        return {}
+    """Return the figures of `FaultRecord` on the gradient."""
     planted = replace(
         gradients,
         candidate=[

@@ -31,7 +31,7 @@ from stability.probe.gradient_evidence import (
     surrounding_dtype,
 )
 
-__all__ = ["GptGradients", "attention_rounding", "gradients_of_arm"]
+__all__ = ["GptGradients", "attention_rounding", "attentions_of_arm", "gradients_of_arm"]
 
 _ROUNDINGS = {
     "64-true": torch.float64,
@@ -118,7 +118,15 @@ def gradients_of_arm(config: ArmConfig, device: torch.device) -> GptGradients | 
     is the study's. None as well at 64-true, where the golden is no finer than what it would judge.
     ValueError as `resolve_attention`.
     """
-    if config.probe.shadows_are != "baseline" or config.precision == "64-true":
+    return None if config.precision == "64-true" else attentions_of_arm(config, device)
+
+
+def attentions_of_arm(config: ArmConfig, device: torch.device) -> GptGradients | None:
+    """Return what `gradients_of_arm` does, at any precision.
+
+    At 64-true it gives the calls of each layer as the run makes them, but judges no gradient.
+    """
+    if config.probe.shadows_are != "baseline":
         return None
     changed = config.attention
     own = resolve_attention(config.probe.shadows[0], device)

@@ -40,6 +40,7 @@ from attention_kernels.formats import FORMATS, input_format
 from attention_kernels.masks import MaskArguments
 from attention_kernels.rounding import INPUT_DTYPES, round_into, round_to
 from attention_kernels.testing import golden_faults
+from attention_kernels.testing.fault_names import FAULT_LEVELS, Level
 from attention_kernels.testing.golden_faults import GoldenFault, spacing
 
 __all__ = [
@@ -54,7 +55,6 @@ __all__ = [
     "skip_last_key",
 ]
 
-Level = Literal["operator", "gradient", "training"]
 Result = Literal["out", "lse", "dq", "dk", "dv"]
 
 Move = Literal["up", "coin"]
@@ -314,13 +314,15 @@ class _InjectedBias(torch.autograd.Function):
 
 
 _ALL: tuple[Result, ...] = ("out", "lse", "dq", "dk", "dv")
-_EARLY: tuple[Level, ...] = ("operator", "gradient")
 
 
-def _gain(name: str, of: Result, factor: float, levels: tuple[Level, ...]) -> Fault:
-    what = f"a factor {factor:g} on {of} as it is stored"
+def _gain(name: str, of: Result, factor: float) -> Fault:
     return Fault(
-        name=name, what=what, results=(of,), levels=levels, plant=_by_golden(factor, (of,))
+        name=name,
+        what=f"a factor {factor:g} on {of} as it is stored",
+        results=(of,),
+        levels=FAULT_LEVELS[name],
+        plant=_by_golden(factor, (of,)),
     )
 
 
@@ -329,14 +331,13 @@ def _fault(
     what: str,
     results: tuple[Result, ...],
     golden: GoldenFault,
-    levels: tuple[Level, ...] = _EARLY,
     **fields: Any,
 ) -> Fault:
     return Fault(
         name=name,
         what=what,
         results=results,
-        levels=levels,
+        levels=FAULT_LEVELS[name],
         plant=_by_golden(golden, results),
         **fields,
     )
@@ -349,14 +350,14 @@ FAULTS: dict[str, Fault] = {
             name="scale_gain",
             what="a factor 1.005 on the softmax scale",
             results=_ALL,
-            levels=("operator",),
+            levels=FAULT_LEVELS["scale_gain"],
             plant=functools.partial(scale_off, factor=1.005),
         ),
-        _gain("dq_gain", "dq", 1.005, ("operator",)),
-        _gain("dk_gain", "dk", 1.005, ("operator",)),
-        _gain("dv_gain", "dv", 1.005, _EARLY),
-        _gain("out_gain", "out", 1.005, _EARLY),
-        _gain("out_gain_1pct", "out", 1.01, (*_EARLY, "training")),
+        _gain("dq_gain", "dq", 1.005),
+        _gain("dk_gain", "dk", 1.005),
+        _gain("dv_gain", "dv", 1.005),
+        _gain("out_gain", "out", 1.005),
+        _gain("out_gain_1pct", "out", 1.01),
         _fault(
             "dropped_key",
             f"one key in {golden_faults.DROPPED} is not attended",
@@ -374,7 +375,6 @@ FAULTS: dict[str, Fault] = {
             "a factor 0.95 on delta = rowsum(dO * O) in the backward",
             ("dq", "dk"),
             golden_faults.delta_off(0.95),
-            levels=("operator",),
         ),
         _fault(
             "bias_tenth_ulp",

@@ -1,16 +1,24 @@
 """Whether planted faults were found: each at its own levels, by this study's limits and looks."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from attention_kernels.testing.fault_names import FAULT_LEVELS
 from stability.analysis.assay import arm_assay, found_at, would_have_shown
 from stability.analysis.evidence import LevelEvidence
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import read_study
 from stability.config.schema import PolicyConfig
-from stability.records.assay import AssayRecord, FaultRecord, read_assay, write_assay
+from stability.records.assay import (
+    AssayRecord,
+    FaultRecord,
+    read_assay,
+    sources_of,
+    write_assay,
+)
 from stability.records.sealed_json import read_sealed, write_sealed
 
 POLICY = PolicyConfig()
@@ -90,53 +98,184 @@ def test_a_fault_is_found_in_the_gradient_by_its_ratio_or_by_what_repeats(figure
     assert found_at("gradient", fault, OWN, ALPHA, POLICY) is found
 
 
+BROKEN = {
+    "attention.implementation": ["baseline", "flash"],
+    "attention.fault": ["", "out_gain_1pct"],
+}
+PARENTS = {"snapshots/step-00000020.safetensors": "a" * 64}
+GRADIENT = {"ratios": (20.0, 21.0, 19.0), "share": 0.0, "share_se": 0.1, "share_looks": 3}
+
+
+@pytest.fixture(scope="module")
+def written(synthetic, tmp_path_factory):
+    return synthetic.write_synthetic(tmp_path_factory.mktemp("assay") / "quickstart", seeds=[0])
+
+
 @pytest.fixture
-def study(synthetic, tmp_path):
-    return synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0])
+def study(written, tmp_path):
+    """A study of one seed that a test may add an assay to."""
+    return shutil.copytree(written, tmp_path / "quickstart")
 
 
-def _assay(study, *faults):
+def _planted(**instead):
+    """A record's faults, each of the table, all found but those given `instead`; None: left out."""
+    found = {
+        name: _fault(
+            name,
+            tuple(level for level in levels if level != "training"),
+            operator=_operator(gain=5e-3),
+            **(GRADIENT if "gradient" in levels else {}),
+        )
+        for name, levels in FAULT_LEVELS.items()
+    }
+    return tuple(fault for fault in (found | instead).values() if fault is not None)
+
+
+def _recorded(study, *, broken=BROKEN, resolved=None, kernels="k", precision=None):
+    """The study, with an arm that is broken by `broken` and manifests that list the parents."""
     recorded = read_study(study)
-    arm = recorded.arm("flash_fa2")
-    parents = {"snapshots/step-00000020.safetensors": "a" * 64}
-    run = arm.runs[0]
-    run = replace(run, manifest=replace(run.manifest, files=parents))
-    arm = replace(arm, runs={0: run})
-    write_assay(study, AssayRecord(arm=arm.name, seed=0, parents=parents, own=OWN, faults=faults))
-    return lambda: arm_assay(read_study(study), arm, POLICY)
+    arms = []
+    for arm in recorded.arms:
+        manifest = replace(
+            arm.runs[0].manifest,
+            files=PARENTS,
+            resolved=resolved or {"engine": "twin"},
+            environment={"kernel_source": kernels},
+        )
+        arm = replace(arm, runs={0: replace(arm.runs[0], manifest=manifest)})
+        if arm.name == "flash_all_bf16":
+            arm = replace(arm, role="broken", diff=broken)
+        arms.append(arm)
+    base = {**recorded.base, "precision": precision or recorded.base["precision"]}
+    return replace(recorded, arms=tuple(arms), base=base)
 
 
-FOUND = _fault(operator=_operator(gain=5e-3))
+def _assay(study, faults=None, *, arm="flash_fa2", sources=None, **recorded):
+    """What is said of `flash_fa2` with these faults on record."""
+    record = AssayRecord(
+        arm="flash_fa2",
+        seed=0,
+        parents=PARENTS,
+        own=OWN,
+        faults=_planted() if faults is None else faults,
+        sources=sources_of({"engine": "twin"}, {"kernel_source": "k"}),
+    )
+    path = write_assay(study, record)
+    content = read_sealed(path, "the test")
+    content |= {"arm": arm} | ({} if sources is None else {"sources": sources})
+    write_sealed(path, content)
+    found = _recorded(study, **recorded)
+    return arm_assay(found, found.arm("flash_fa2"), POLICY)
+
+
 MISSED = _fault("dk_gain", operator=_operator())
 
 
 def test_an_arm_is_seen_clearly_where_every_fault_is_found(study):
-    seen = _assay(study, FOUND)()
-    assert (seen.state, seen.faults) == ("sensitive", 1)
-    blind = _assay(study, FOUND, MISSED)()
+    seen = _assay(study)
+    assert (seen.state, seen.faults) == ("sensitive", 11)
+    assert seen.sentence == (
+        "all 11 planted faults were found: 11 at the operator, 7 in the gradient"
+    )
+    blind = _assay(study, _planted(dk_gain=MISSED))
     assert (blind.state, blind.missed) == ("blind", ["dk_gain at the operator"])
-    assert blind.sentence == "1 of 2 planted faults was missed: dk_gain at the operator"
-    assert _assay(study)().state == "blind", "no fault at all proves nothing"
+    assert blind.sentence == "1 of 11 planted faults was missed: dk_gain at the operator"
+
+
+@pytest.mark.parametrize(
+    ("faults", "lacking"),
+    [
+        ((), "scale_gain, dq_gain"),
+        (_planted(bias_tenth_ulp=None), "planted on it: bias_tenth_ulp is lacking"),
+        (_planted(dk_gain=_fault("dk_gain", ())), "planted on it: dk_gain is lacking"),
+        (
+            _planted(out_gain=_fault("out_gain", operator=_operator(gain=5e-3))),
+            "planted on it: out_gain is lacking",
+        ),
+    ],
+    ids=["none", "one left out", "at no level", "not at today's levels"],
+)
+def test_an_assay_of_fewer_faults_than_todays_proves_nothing(study, faults, lacking):
+    found = _assay(study, faults)
+    assert found.state == "not measured"
+    assert lacking in found.sentence
+    assert found.sentence.endswith("lacking; run it again")
+
+
+def test_an_assay_of_another_arm_is_not_its_own(study):
+    found = _assay(study, arm="flash_fa3")
+    assert found.state == "not measured"
+    assert found.sentence == "faults were planted on flash_fa3, not on it; run it again"
+
+
+@pytest.mark.parametrize(
+    "other", [{"resolved": {"engine": "twin", "source": "edited"}}, {"kernels": "edited"}], ids=str
+)
+def test_an_assay_of_another_source_is_not_of_these_weights(study, other):
+    found = _assay(study, **other)
+    assert found.state == "not measured"
+    assert found.sentence == (
+        "faults were planted on another source of its attention than it was trained with"
+    )
+    assert _assay(study, sources={}, **other).state == "sensitive", "an older record is silent"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"optimizer.eps": [1e-8, 10.0]},
+        {"attention.profile": ["", "all_bf16"]},
+        BROKEN | {"attention.fault": ["", "dropped_key"]},
+        BROKEN | {"optimizer.eps": [1e-8, 10.0]},
+    ],
+    ids=["optimizer", "attention", "gross fault", "fault and more"],
+)
+def test_an_arm_broken_otherwise_does_not_show_that_training_sees_an_attention(study, broken):
+    found = _assay(study, broken=broken)
+    assert found.state == "not measured"
+    assert "flash_all_bf16 is broken by something else than out_gain_1pct alone" in found.sentence
+    recorded = _recorded(study, broken=broken)
+    assert arm_assay(recorded, recorded.arm("fp32"), POLICY).state == "not applicable"
+
+
+def test_at_fp64_the_operator_alone_is_asked(study):
+    at_operator = tuple(
+        replace(fault, levels=("operator",), ratios=()) for fault in _planted(bias_tenth_ulp=None)
+    )
+    found = _assay(study, at_operator, precision="64-true")
+    assert (found.state, found.faults) == ("sensitive", 10)
+    assert found.sentence == "all 10 planted faults were found: 10 at the operator"
+    assert _assay(study, at_operator).state == "not measured", "in BF16 it lacks the gradient"
+    blind = _assay(
+        study,
+        (*at_operator[:-1], replace(at_operator[-1], operator=_operator())),
+        precision="64-true",
+    )
+    assert blind.missed == ["causal_leak at the operator"]
 
 
 def test_an_assay_that_is_not_of_these_weights_counts_as_none(study):
     recorded = read_study(study)
     arm = recorded.arm("flash_fa2")
     assert arm_assay(recorded, arm, POLICY).state == "not measured"
-    judge = _assay(study, FOUND)
+    assert _assay(study).state == "sensitive"
+    found = _recorded(study)
     path = study / "assay" / "flash_fa2.json"
     content = read_sealed(path, "the test")
     content["parents"] = dict.fromkeys(content["parents"], "0" * 64)
     write_sealed(path, content)
-    assert "other weights" in judge().sentence
+    arm = found.arm("flash_fa2")
+    assert "other weights" in arm_assay(found, arm, POLICY).sentence
     path.write_text(path.read_text().replace("gain", "gian"))
-    assert "can't be read" in judge().sentence
+    assert "can't be read" in arm_assay(found, arm, POLICY).sentence
 
 
 def test_a_record_is_read_as_it_was_written(study):
     fault = _fault(ratios=(float("inf"), 2.0), share=float("nan"))
-    _assay(study, fault)
-    (read,) = read_assay(study, "flash_fa2").faults
+    _assay(study, (fault,))
+    record = read_assay(study, "flash_fa2")
+    (read,) = record.faults
+    assert set(record.sources) == {"attention", "kernel_source"}
     assert (read.operator, read.ratios) == (fault.operator, fault.ratios)
     assert np.isnan(read.share)
 

@@ -1,5 +1,6 @@
 """Faults planted on a trained candidate: measured on its own weights, found, and made once."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -9,32 +10,49 @@ from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_arms
 from stability.config.load import load_study
 from stability.config.schema import PolicyConfig
-from stability.records.assay import read_assay
+from stability.records.assay import read_assay, write_assay
 from stability.study import assay
 from stability.study.run_study import plan_study
+from tests.conftest import train_edited
+
+
+def _edit(content):
+    fa2 = {"implementation": "flash", "profile": "fa2"}
+    content["arms"] = {
+        "baseline": {},
+        "fa2": {"attention": fa2},
+        "broken": {"attention": {**fa2, "fault": "out_gain_1pct"}},
+    }
+    content["seeds"], content["yardstick"] = [0], ""
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory, text_file):
+    """A tiny study with a candidate and an arm that is broken on purpose, run with its assay."""
+    with pytest.MonkeyPatch.context() as patch:
+        # the share of a bias takes 24 looks, which is the demo's business
+        patch.setattr(assay, "SHARE_LOOKS", 3)
+        path, folder = train_edited(tmp_path_factory.mktemp("assay"), text_file, _edit)
+    return load_study(path), folder
 
 
 @pytest.fixture
-def trained_study(write_study, run_tiny, tmp_path, monkeypatch):
-    """A tiny study with a candidate and an arm that is broken on purpose, run with its assay."""
-    # the share of a bias takes 24 looks, which is the demo's business
+def trained_study(trained_once, tmp_path, monkeypatch):
+    """The study and a copy of its folder that a test may spoil."""
     monkeypatch.setattr(assay, "SHARE_LOOKS", 3)
-
-    def edit(content):
-        fa2 = {"implementation": "flash", "profile": "fa2"}
-        content["arms"] = {
-            "baseline": {},
-            "fa2": {"attention": fa2},
-            "broken": {"attention": {**fa2, "fault": "out_gain_1pct"}},
-        }
-        content["seeds"], content["yardstick"] = [0], ""
-
-    study = load_study(write_study(edit))
-    run_tiny(study, tmp_path)
-    return study, tmp_path / study.name
+    study, folder = trained_once
+    return study, shutil.copytree(folder, tmp_path / study.name)
 
 
-def test_a_studys_candidates_are_assayed_at_its_end(trained_study, tmp_path, monkeypatch):
+def _again(study, folder):
+    """Run the assays again; return the arms that were measured and what was noted."""
+    notes = []
+    runs = plan_study(study, folder.parent)
+    made = assay.update_assays(folder, runs, study.policy, lambda *note: notes.append(note))
+    return [record.arm for record in made], notes
+
+
+def test_a_studys_candidates_are_assayed_at_its_end(trained_study, monkeypatch):
     study, folder = trained_study
     assert read_assay(folder, "broken") is None, "it is a fault itself"
     record = read_assay(folder, "fa2")
@@ -52,8 +70,63 @@ def test_a_studys_candidates_are_assayed_at_its_end(trained_study, tmp_path, mon
     assert operator == []
 
     monkeypatch.setattr(assay, "assay_run", lambda *_: pytest.fail("measured again"))
-    runs = plan_study(study, tmp_path)
-    assert assay.update_assays(folder, runs, study.policy, lambda *_: None) == []
+    assert _again(study, folder) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda record: replace(record, faults=record.faults[:1]),
+        lambda record: replace(
+            record, faults=tuple(replace(f, levels=("operator",)) for f in record.faults)
+        ),
+        lambda record: replace(record, parents={}),
+        lambda record: replace(record, sources={**record.sources, "attention": "0" * 64}),
+    ],
+    ids=["one fault", "older levels", "other weights", "other source"],
+)
+def test_a_record_that_is_short_or_stale_is_made_anew(trained_study, monkeypatch, spoil):
+    study, folder = trained_study
+    whole = read_assay(folder, "fa2")
+    write_assay(folder, spoil(whole))
+    monkeypatch.setattr(assay, "assay_run", lambda *_: whole)
+    assert _again(study, folder) == (["fa2"], [])
+    assert _again(study, folder) == ([], [])
+
+
+def test_faults_are_not_planted_with_another_source_than_the_runs(trained_study, monkeypatch):
+    study, folder = trained_study
+    path = folder / "assay" / "fa2.json"
+    path.unlink()
+    monkeypatch.setattr(assay, "environment", lambda: {"kernel_source": "edited"})
+    made, ((arm, seed, said),) = _again(study, folder)
+    assert (made, arm, seed) == ([], "fa2", 0)
+    assert "fa2 must have the kernel source that it was trained with, has another now" in said
+    assert not path.exists()
+
+
+def test_at_fp64_faults_are_planted_at_the_operator_alone(write_study, run_tiny, tmp_path):
+    def edit(content):
+        content["base"] |= {"precision": "64-true", "probe": {"every": 0}}
+        flash = {"implementation": "flash", "profile": "golden"}
+        content["arms"] = {
+            "flash": {"attention": flash},
+            "broken": {"attention": {**flash, "fault": "out_gain_1pct"}},
+        }
+        content["seeds"], content["yardstick"] = [0], ""
+
+    study = load_study(write_study(edit))
+    run_tiny(study, tmp_path)
+    folder = tmp_path / study.name
+    record = read_assay(folder, "flash")
+    assert {fault.levels for fault in record.faults} == {("operator",)}
+    assert not any(fault.ratios for fault in record.faults)
+    recorded = read_study(folder)
+    # the golden rounds as coarsely here: what the order of sums does, 4 to 32 times, is no fault
+    policy = PolicyConfig(max_error_ratio=100.0)
+    found = arm_assay(recorded, recorded.arm("flash"), policy)
+    assert (found.state, found.faults) == ("sensitive", 10), found.sentence
+    assert _again(study, folder) == ([], [])
 
 
 def test_an_arm_that_fails_already_is_not_assayed(trained_study, tmp_path, monkeypatch):
