@@ -7,7 +7,11 @@ condition a loss just below the limit in one run and just above it in the other 
 
 Whether own spikes are more than chance is asked seed by seed, since one bad stretch of a run makes
 many spikes: of the seeds that tell the two runs apart, a coin would give each to either (McNemar's
-exact test). Leaves out what a spike is (`metrics.instability`) and what follows from it.
+exact test).
+
+The rule compares a loss with the 50 before it, so nothing is seen up to there, however far a loss
+jumps; in a run of 50 losses or fewer it never sees a spike. Leaves out what a spike is
+(`metrics.instability`) and what follows from it.
 """
 
 import math
@@ -18,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-__all__ = ["SpikeTest", "loss_deviations", "own_spikes", "spike_test"]
+__all__ = ["WINDOW", "SpikeTest", "loss_deviations", "own_spikes", "seen_from", "spike_test"]
 
 DEVIATIONS = 3.2
 WINDOW = 50
@@ -38,6 +42,10 @@ class SpikeTest:
     fewer: int
     p: float
     """How likely at least `more` of these seeds are if neither run is prone to spikes."""
+    blind: tuple[int, ...]
+    """Seeds in which a run has too few losses for any spike to be seen."""
+    seen_from: int
+    """The step from which on spikes are seen in all the other seeds; 0 if there are none."""
 
     @property
     def smallest_p(self) -> float:
@@ -58,6 +66,12 @@ def own_spikes(losses: Mapping[int, float], others: Mapping[int, float]) -> list
     ]
 
 
+def seen_from(losses: Mapping[int, float]) -> int | None:
+    """Return the first step at which a spike of `losses` can be seen; None if there is none."""
+    finite = [step for step in sorted(losses) if math.isfinite(losses[step])]
+    return finite[WINDOW] if len(finite) > WINDOW else None
+
+
 def spike_test(
     candidate: Mapping[int, Mapping[int, float]], baseline: Mapping[int, Mapping[int, float]]
 ) -> SpikeTest:
@@ -69,7 +83,17 @@ def spike_test(
     fewer = sum(len(own[seed]) < len(others[seed]) for seed in seeds)
     told = more + fewer
     tail = sum(math.comb(told, count) for count in range(more, told + 1))
-    return SpikeTest(candidate=own, more=more, fewer=fewer, p=tail / 2**told)
+    first = {seed: (seen_from(candidate[seed]), seen_from(baseline[seed])) for seed in seeds}
+    blind = tuple(seed for seed in seeds if None in first[seed])
+    seen = [step for seed in seeds if seed not in blind for step in first[seed] if step is not None]
+    return SpikeTest(
+        candidate=own,
+        more=more,
+        fewer=fewer,
+        p=tail / 2**told,
+        blind=blind,
+        seen_from=max(seen, default=0),
+    )
 
 
 def loss_deviations(losses: Mapping[int, float]) -> dict[int, float]:

@@ -28,7 +28,7 @@ import numpy as np
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.held_out_losses import held_out_differences, held_out_losses
 from stability.analysis.intervals import Interval, mean_interval, p_values
-from stability.analysis.loss_spikes import SpikeTest, spike_test
+from stability.analysis.loss_spikes import WINDOW, SpikeTest, spike_test
 from stability.analysis.lost_runs import lost_seeds, what_is_lost
 from stability.analysis.number_text import bounds, nats
 from stability.analysis.seed_values import SeedValues
@@ -72,8 +72,16 @@ class _Findings:
 
     @property
     def clean(self) -> int:
-        """How many seeds are sound, and have no spikes of their own."""
-        return sum(not self.spikes.candidate.get(seed) for seed in self.differences)
+        """How many seeds are sound, and seen to have no spikes of their own."""
+        spikes = self.spikes
+        return sum(
+            not spikes.candidate.get(seed) and seed not in spikes.blind for seed in self.differences
+        )
+
+    @property
+    def blind(self) -> int:
+        """How many of the seeds that are compared have too few losses to show a spike."""
+        return sum(seed in self.spikes.blind for seed in self.differences)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,20 +308,30 @@ def _said_of_seeds(found: _Findings) -> str:
     if with_spikes:
         seed = with_spikes[0]
         said = (
-            f"its training loss spikes alone in {spikes.more} seeds, the baseline's alone in "
-            f"{spikes.fewer} (p {spikes.p:.2g}; first at step {spikes.candidate[seed][0]} of seed "
-            f"{seed})"
+            f"its training loss spikes alone in {spikes.more} seed{'s' if spikes.more != 1 else ''}"
+            f", the baseline's alone in {spikes.fewer} (p {spikes.p:.2g}; first at step "
+            f"{spikes.candidate[seed][0]} of seed {seed})"
         )
+    elif found.blind:
+        said = "no seed is lost"
     else:
-        said = "no seed is lost or has spikes of its own"
-    rate = _excluded_rate(found)
+        said = f"no seed is lost or, from step {spikes.seen_from} on, has spikes of its own"
+    if found.blind:
+        # of seeds without spikes nothing is known, so only those that are not lost are counted
+        rate = _excluded_rate(count, found.alpha)
+        return (
+            f"{said}; spikes can't be seen before {WINDOW} losses, and {found.blind} of {count} "
+            f"seeds {'has' if found.blind == 1 else 'have'} no more; {count} seeds that are not "
+            f"lost exclude a rate of lost seeds above {rate:.0%}"
+        )
+    rate = _excluded_rate(found.clean, found.alpha)
     clean = f"{found.clean} of {count} seeds" if with_spikes else f"{count} seeds"
     return f"{said}; {clean} without fault exclude a rate of bad seeds above {rate:.0%}"
 
 
-def _excluded_rate(found: _Findings) -> float:
-    """Return the rate of bad seeds above which so many sound ones are improbable; 1: none is."""
-    return 1 - found.alpha ** (1 / found.clean) if found.clean else 1.0
+def _excluded_rate(sound: int, alpha: float) -> float:
+    """Return the rate of unsound seeds above which so many sound ones are improbable; 1: none."""
+    return 1 - alpha ** (1 / sound) if sound else 1.0
 
 
 def _figures(found: _Findings, test: _LossTest) -> dict[str, float]:
@@ -332,7 +350,10 @@ def _figures(found: _Findings, test: _LossTest) -> dict[str, float]:
         "spike_seeds_baseline": found.spikes.fewer,
         "spike_p": found.spikes.p,
         "clean_seeds": found.clean,
-        "bad_seed_rate_excluded": _excluded_rate(found),
+        "spike_blind_seeds": found.blind,
+        "spikes_seen_from": found.spikes.seen_from,
+        "bad_seed_rate_excluded": _excluded_rate(found.clean, found.alpha),
+        "lost_seed_rate_excluded": _excluded_rate(len(found.differences), found.alpha),
         "lost_baselines": len(found.lost_baseline),
         "worst_difference": means.get(worst, math.nan),
         "worst_step": worst,

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stability.analysis.loss_spikes import DEVIATIONS, loss_deviations, own_spikes, spike_test
+from stability.analysis.loss_spikes import (
+    DEVIATIONS,
+    loss_deviations,
+    own_spikes,
+    seen_from,
+    spike_test,
+)
 from stability.metrics.instability import LOSS_SPIKE_DEVIATIONS, LossSpikes
 
 # up and down by one standard deviation, so that no loss is half way to a spike by chance
@@ -36,6 +42,36 @@ def test_a_batch_that_is_hard_for_both_is_no_own_spike_just_above_the_limit():
 
 def test_a_loss_that_is_no_number_is_a_spike():
     assert own_spikes(_losses(s10=float("nan")), _losses()) == [10]
+
+
+def test_before_fifty_losses_no_jump_can_be_seen():
+    """A jump of 5 nats, which is 100 standard deviations of the noise."""
+    jumps = {f"s{step}": 5.0 for step in (20, 30, 49)}
+    short = {step: loss for step, loss in _losses(**jumps).items() if step < 50}
+    assert own_spikes(short, dict.fromkeys(short, 2.0)) == []
+    assert seen_from(short) is None
+    assert own_spikes(_losses(s50=5.0), _losses()) == [50]
+    assert seen_from(_losses()) == 50
+
+
+def test_a_loss_that_is_no_number_is_no_history_and_logs_may_skip_steps():
+    assert seen_from(_losses(s10=float("nan"), s20=float("inf"))) == 52
+    every_third = {step: loss for step, loss in _losses().items() if step % 3 == 0}
+    assert seen_from(every_third) == 150
+    jump = own_spikes(every_third | {147: 7.0}, every_third)
+    assert jump == []
+    assert own_spikes(every_third | {150: 7.0}, every_third) == [150]
+
+
+def test_the_test_says_in_which_runs_it_sees_nothing_and_from_where_on_it_sees():
+    short = {step: loss for step, loss in _losses().items() if step < 50}
+    late = {step + 7: loss for step, loss in _losses().items()}
+    found = spike_test({0: _losses(), 1: short, 2: late}, {0: late, 1: _losses(), 2: late})
+    # the candidate of seed 1 is too short, and of seed 0 the baseline starts later
+    assert found.blind == (1,)
+    assert found.seen_from == 57
+    whole = spike_test({0: _losses()}, {0: _losses()})
+    assert (whole.blind, whole.seen_from) == ((), 50)
 
 
 def test_the_test_is_mcnemars_over_seeds():

@@ -107,8 +107,8 @@ def test_small_differences_of_either_sign_hold():
         "At step 200 the held-out loss of candidate differs from the baseline's by +3.0e-5 "
         "[-2.6e-4, +3.2e-4] nats a token (limit +0.005), over 5 seeds, by +3.0e-4 in the worst, "
         "seed 4. "
-        "No seed is lost or has spikes of its own; 5 seeds without fault exclude a rate of bad "
-        "seeds above 57%."
+        "No seed is lost or, from step 50 on, has spikes of its own; 5 seeds without fault exclude "
+        "a rate of bad seeds above 57%."
     )
 
 
@@ -281,6 +281,11 @@ def test_spikes_of_the_candidate_alone_keep_it_open_and_then_fail_it():
     eight = _judge(_worse_by(*RIGHT, 0.0, 1e-4, -1e-4, spikes=(100,)))
     assert eight.state == "harmed"
     assert eight.p_harmed == 2 / 2**8
+    # of 8 seeds one is told apart by nothing: 7 against 0 are not enough for two tests
+    seven = _worse_by(*RIGHT, 0.0, 1e-4, -1e-4, spikes=(100,))
+    seven[7] = _run("candidate", 7, more=-1e-4)
+    found = _judge(seven)
+    assert (found.state, found.p_harmed) == ("undecided", 2 / 2**7)
 
 
 def test_spikes_that_the_baseline_shares_are_no_harm():
@@ -294,6 +299,39 @@ def test_spikes_that_the_baseline_shares_are_no_harm():
     found = _judge(one)
     assert found.state == "holds"
     assert "4 of 5 seeds without fault exclude a rate of bad seeds above 66%" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("blind", "said"),
+    [((0, 1, 2, 3, 4), "5 of 5 seeds have no more"), ((3,), "1 of 5 seeds has no more")],
+)
+def test_runs_too_short_for_the_spike_rule_do_not_claim_that_there_are_none(blind, said):
+    """Jumps of 5 nats at steps 20, 30 and 35 of 40: the rule has no history to see them by."""
+    short = {step: _loss(0, step) + 5.0 * (step in (20, 30, 35)) for step in range(40)}
+    runs = _worse_by(*RIGHT)
+    for seed in blind:
+        runs[seed] = _run("candidate", seed, **{TRAIN_LOSS: short})
+    found = _judge(runs)
+    assert found.state == "holds"
+    assert found.sentence.endswith(
+        "No seed is lost; spikes can't be seen before 50 losses, and "
+        f"{said}; 5 seeds that are not lost exclude a rate of lost seeds above 57%."
+    )
+    assert found.figures["clean_seeds"] == 5 - len(blind)
+    assert found.figures["lost_seed_rate_excluded"] == pytest.approx(1 - ALPHA ** (1 / 5))
+    assert found.figures["spike_blind_seeds"] == len(blind)
+    assert _judge(_worse_by(*RIGHT)).figures["spike_blind_seeds"] == 0
+
+
+def test_a_seed_with_spikes_is_told_beside_those_too_short_to_show_any():
+    runs = _worse_by(*RIGHT)
+    runs[1] = _run("candidate", 1, spikes=(100,))
+    runs[3] = _run("candidate", 3, **{TRAIN_LOSS: dict.fromkeys(range(40), 2.0)})
+    assert _judge(runs).sentence.endswith(
+        "Its training loss spikes alone in 1 seed, the baseline's alone in 0 (p 0.5; first at "
+        "step 100 of seed 1); spikes can't be seen before 50 losses, and 1 of 5 seeds has no "
+        "more; 5 seeds that are not lost exclude a rate of lost seeds above 57%."
+    )
 
 
 def test_the_margin_stands_beside_the_scatter_of_other_initial_weights():
