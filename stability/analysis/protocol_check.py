@@ -1,10 +1,14 @@
 """What has been changed in a study since its protocol was sealed.
 
 A verdict is confirmatory only if what it rests on was fixed before the first result: policy,
-arms with their roles and ends, the rule for the judged step, the looks, and all that decides the
-runs' bits. Whatever differs is told in a sentence, and the verdict is then exploratory. More seeds
-are no change: the looks are made for them. Leaves out the file (`records.protocol`) and the
-judgement (`verdict`).
+arms with their roles and ends, what the probe looks at in each, the rule for the judged step, the
+looks, and all that decides the runs' bits. Whatever differs is told in a sentence, and the verdict
+is then exploratory. More seeds are no change: the looks are made for them; but all seeds of an arm
+must have been trained with one source of its attention.
+
+A protocol of an older version does not hold the arms' probe settings, only the base's. It is judged
+by what it sealed: that those settings are unchanged is then not known, and nothing is told of them.
+Leaves out the file (`records.protocol`) and the judgement (`verdict`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +18,11 @@ from typing import Any
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_distances import window_problems
 from stability.analysis.study_records import RecordedStudy
+from stability.config.arms import probe_of_seed
 from stability.config.convert import ConfigError, from_dict, to_dict
 from stability.config.diff import leaves
-from stability.config.schema import BASELINE, ArmConfig, PolicyConfig
+from stability.config.schema import BASELINE, ArmConfig, PolicyConfig, ProbeConfig
+from stability.records.assay import sources_of
 from stability.records.paths import StudyPaths, is_run, list_runs
 from stability.records.protocol import Protocol, has_begun, protocol_hash, read_protocol
 
@@ -26,8 +32,16 @@ UNSEALED = "no protocol was sealed before the first run"
 """What is said of a study whose runs began without a protocol, and of one whose file is gone."""
 
 
-def make_protocol(config: Mapping[str, Any], arms: Sequence[Mapping[str, Any]]) -> Protocol:
-    """Return the protocol of a study: its `config` and `arms` as `study.json` holds them."""
+def make_protocol(
+    config: Mapping[str, Any],
+    arms: Sequence[Mapping[str, Any]],
+    probes: Mapping[str, Mapping[str, Any]],
+) -> Protocol:
+    """Return the protocol of a study: its `config` and `arms` as `study.json` holds them.
+
+    `probes` are the arms' probe settings by name, as the first seed is looked at; an arm of which
+    they are not known is sealed without them.
+    """
     policy, train = config["policy"], config["base"]["train"]
     ends = [arm["until"] for arm in arms if arm["role"] in ("reference", "nudge")]
     end = min(ends, default=train["steps"])
@@ -40,6 +54,7 @@ def make_protocol(config: Mapping[str, Any], arms: Sequence[Mapping[str, Any]]) 
                 "role": arm["role"],
                 "until": arm["until"],
                 "diff": {path: list(values) for path, values in arm["diff"].items()},
+                **({"probe": dict(probes[arm["name"]])} if arm["name"] in probes else {}),
             }
             for arm in arms
         },
@@ -55,7 +70,10 @@ def make_protocol(config: Mapping[str, Any], arms: Sequence[Mapping[str, Any]]) 
 
 
 def protocol_of(study: RecordedStudy, policy: PolicyConfig) -> Protocol:
-    """Return the protocol that `study` and `policy` would be sealed with now."""
+    """Return the protocol that `study` and `policy` would be sealed with now.
+
+    It has no probe settings: those that count are what the runs were trained with.
+    """
     config = {
         "name": study.name,
         "policy": to_dict(policy),
@@ -66,7 +84,7 @@ def protocol_of(study: RecordedStudy, policy: PolicyConfig) -> Protocol:
         {"name": arm.name, "role": arm.role, "until": arm.until, "diff": arm.diff}
         for arm in study.arms
     ]
-    return make_protocol(config, arms)
+    return make_protocol(config, arms, {})
 
 
 def protocol_changes(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
@@ -86,6 +104,8 @@ def protocol_changes(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
     return [
         *_other_protocols(study),
         *changes,
+        *_other_probes(study, sealed),
+        *_other_sources(study),
         *_left_out_seeds(study),
         *window_problems(study, policy),
     ]
@@ -139,11 +159,23 @@ def _arms(
             yield f"arm {name} was taken out"
         else:
             yield from _values(f"arm {name}", _flat(sealed[name]), _flat(now[name]))
+            if "probe" in sealed[name] and "probe" in now[name]:
+                probes = (leaves(_probe(arm[name]["probe"])) for arm in (sealed, now))
+                yield from _values(f"arm {name}.probe", *probes)
 
 
 def _flat(arm: Mapping[str, Any]) -> dict[str, Any]:
     own = {path: values[-1] for path, values in arm["diff"].items()}
     return {"role": arm["role"], "until": arm["until"], **own}
+
+
+def _probe(values: Mapping[str, Any], *, is_first: bool = True) -> Mapping[str, Any]:
+    """Return probe settings as a seed is looked at, with the defaults of keys that they lack."""
+    try:
+        probe = from_dict(ProbeConfig, values, "protocol.json")
+    except ConfigError:  # of another version: its values are compared as they stand
+        return values
+    return to_dict(probe_of_seed(probe, is_first=is_first))
 
 
 def _seeds(sealed: list[int], now: list[int]) -> Iterator[str]:
@@ -165,6 +197,48 @@ def _other_protocols(study: RecordedStudy) -> Iterator[str]:
                     "another protocol than protocol.json" if known else "no protocol"
                 )
                 return
+
+
+def _other_probes(study: RecordedStudy, sealed: Protocol) -> Iterator[str]:
+    """Tell of arms that were not looked at as was sealed, each in the first of such seeds."""
+    for arm in study.arms:
+        asked = sealed.arms.get(arm.name, {}).get("probe")
+        if asked is None:
+            continue
+        for seed, run in arm.runs.items():
+            done = run.manifest.config.get("probe") if run.manifest else None
+            if done is None:
+                continue
+            planned = _probe(asked, is_first=seed == sealed.seeds[0])
+            group = f"in the run of {arm.name}, seed {seed}, probe"
+            changes = list(_values(group, leaves(planned), leaves(_probe(done))))
+            if changes:
+                yield from changes
+                break
+
+
+def _other_sources(study: RecordedStudy) -> Iterator[str]:
+    """Tell of arms whose seeds were trained with several attentions, or attention libraries."""
+    libraries: dict[str, list[int]] = {}
+    for arm in study.arms:
+        attentions: dict[str, list[int]] = {}
+        for seed, run in arm.runs.items():
+            if run.manifest is not None:
+                found = sources_of(run.manifest.resolved, run.manifest.environment)
+                attentions.setdefault(found["attention"], []).append(seed)
+                libraries.setdefault(found["kernel_source"], []).append(seed)
+        if len(attentions) > 1:
+            yield f"{arm.name} was trained with {_by_source(attentions, 'attention')}"
+    if len(libraries) > 1:
+        yield f"the study was trained with {_by_source(libraries, 'attention library')}"
+
+
+def _by_source(seeds: Mapping[str, Sequence[int]], what: str) -> str:
+    groups = [
+        f"{'seed' if len(set(of)) == 1 else 'seeds'} {', '.join(map(str, sorted(set(of))))}"
+        for of in seeds.values()
+    ]
+    return f"several sources of its {what}: one with {', another with '.join(groups)}"
 
 
 def _left_out_seeds(study: RecordedStudy) -> Iterator[str]:

@@ -11,9 +11,25 @@ from typing import Any
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
 from stability.config.roles import as_reference, given_role, given_until, overrides_of, role_of
-from stability.config.schema import BASELINE, ArmConfig, Axis, Role, SeedConfig, StudyConfig
+from stability.config.schema import (
+    BASELINE,
+    ArmConfig,
+    Axis,
+    ProbeConfig,
+    Role,
+    SeedConfig,
+    StudyConfig,
+)
 
-__all__ = ["INDEPENDENT_AXES", "Arm", "describe_change", "expand", "override", "with_seed"]
+__all__ = [
+    "INDEPENDENT_AXES",
+    "Arm",
+    "describe_change",
+    "expand",
+    "override",
+    "probe_of_seed",
+    "with_seed",
+]
 
 INDEPENDENT_AXES: tuple[Axis, ...] = ("seed", "init")
 """Axes whose arms start from weights that were drawn independently of the baseline's."""
@@ -95,6 +111,18 @@ def with_seed(config: ArmConfig, seed: int) -> ArmConfig:
             base=seed, init_offset=offsets.init_offset, order_offset=offsets.order_offset
         ),
     )
+
+
+def probe_of_seed(probe: ProbeConfig, *, is_first: bool) -> ProbeConfig:
+    """Return `probe` as a seed of the study is looked at: not at all if only the first one is.
+
+    The whole model's gradient, six backward passes a look, is always the first seed's alone.
+    """
+    if is_first:
+        return probe
+    if probe.seeds == "first":
+        return replace(probe, gradient_every=0, every=0, steps=(), per_decade=0)
+    return replace(probe, gradient_every=0)
 
 
 def describe_change(

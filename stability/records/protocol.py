@@ -28,7 +28,8 @@ class Protocol:
     policy: dict[str, Any]
     """Candidates, limits, margins and the error rate, by name."""
     arms: dict[str, dict[str, Any]]
-    """By name: `role`, `until`, and `diff`, config path -> [baseline's value, the arm's]."""
+    """By name: `role`, `until`, `diff`, config path -> [baseline's value, the arm's], and `probe`,
+    which decides what is seen of the arm; older protocols do not hold the last."""
     window: dict[str, Any]
     """How the judged step is chosen: `step` (0: by the rule), the rule's `limit`, and the `steps`
     that it chooses from."""

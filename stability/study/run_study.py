@@ -5,6 +5,7 @@ stopped half-way holds whole pairs. How one run is trained is left to `train_run
 shown to the observer.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,18 @@ from typing import Any
 from stability.analysis.pair_contract import axis_of
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
 from stability.callbacks.progress import StudyObserver
-from stability.config.arms import Arm, expand
+from stability.config.arms import Arm, expand, probe_of_seed
 from stability.config.convert import to_dict
 from stability.config.schema import BASELINE, Axis, Role, StudyConfig
 from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
-from stability.records.protocol import has_begun, protocol_hash, read_protocol, seal_protocol
+from stability.records.protocol import (
+    Protocol,
+    has_begun,
+    protocol_hash,
+    read_protocol,
+    seal_protocol,
+)
 from stability.records.sealed_json import write_sealed
 from stability.study.assay import update_assays
 from stability.study.assemble import assemble, load_data
@@ -67,17 +74,8 @@ def in_training_order(arms: list[Arm]) -> list[Arm]:
 
 
 def _as_probed(arm: Arm, *, is_first: bool) -> Arm:
-    """Return `arm` as a seed trains it: unwatched where the first seed alone is to be looked at.
-
-    The whole model's gradient, six backward passes a look, is always the first seed's alone.
-    """
-    probe = arm.config.probe
-    if is_first:
-        return arm
-    off = replace(probe, gradient_every=0)
-    if probe.seeds == "first":
-        off = replace(off, every=0, steps=(), per_decade=0)
-    return replace(arm, config=replace(arm.config, probe=off))
+    probe = probe_of_seed(arm.config.probe, is_first=is_first)
+    return replace(arm, config=replace(arm.config, probe=probe))
 
 
 def check_study(runs: list[Run]) -> None:
@@ -111,7 +109,7 @@ def run_study(
     runs = plan_study(study, out)
     check_study(runs)
     folder, content = StudyPaths(out / study.name).root, _content(study, runs)
-    seal_protocol(folder, make_protocol(content["config"], content["arms"]))
+    seal_protocol(folder, _protocol(study, content))
     write_sealed(StudyPaths(folder).study, content)
     sealed = protocol_hash(folder)
     runs = [replace(run, protocol=sealed) for run in runs]
@@ -159,9 +157,13 @@ def changed_protocol(study: StudyConfig, out: Path) -> list[str]:
     folder = StudyPaths(out / study.name).root
     if not StudyPaths(folder).protocol.exists():
         return [UNSEALED] if has_begun(folder) else []
-    content = _content(study, plan_study(study, out))
-    now = make_protocol(content["config"], content["arms"])
+    now = _protocol(study, _content(study, plan_study(study, out)))
     return changes_between(read_protocol(StudyPaths(folder).protocol), now)
+
+
+def _protocol(study: StudyConfig, content: Mapping[str, Any]) -> Protocol:
+    probes = {arm.name: to_dict(arm.config.probe) for arm in expand(study)}
+    return make_protocol(content["config"], content["arms"], probes)
 
 
 def _content(study: StudyConfig, runs: list[Run]) -> dict[str, Any]:

@@ -50,6 +50,28 @@ def study(done, tmp_path):
     return tmp_path / "runs" / "tiny"
 
 
+def _edit_watched(content):
+    _edit(content)
+    content["arms"] = {
+        "flash": {
+            "attention": {"implementation": "flash"},
+            "probe": {"every": 2, "gradient_every": 2, "seeds": "first"},
+        }
+    }
+
+
+@pytest.fixture(scope="module")
+def watched_once(tmp_path_factory, text_file):
+    """The path and folder of a study whose candidate is looked at in the first seed."""
+    return train_edited(tmp_path_factory.mktemp("watched"), text_file, _edit_watched)
+
+
+@pytest.fixture
+def watched(watched_once, tmp_path):
+    """A copy of that study."""
+    return shutil.copytree(watched_once[1], tmp_path / "runs" / "tiny")
+
+
 def _changes(folder: Path) -> list[str]:
     recorded = read_study(folder)
     return protocol_changes(recorded, recorded.policy)
@@ -66,6 +88,8 @@ def _respell(folder: Path, edit) -> None:
 def test_a_protocol_holds_all_that_a_verdict_rests_on(study):
     sealed = read_protocol(StudyPaths(study).protocol)
     assert sealed.policy["max_excess"] == 1.2
+    probe = sealed.arms["truth"].pop("probe")
+    assert (probe["every"], probe["backward"], probe["seeds"]) == (0, True, "all")
     assert sealed.arms["truth"] == {
         "role": "reference",
         "until": 4,
@@ -135,6 +159,102 @@ def test_every_run_keeps_the_hash_of_its_protocol(study):
 def test_what_is_changed_afterwards_is_told(study, edit, said):
     _respell(study, edit)
     assert _changes(study) == said
+
+
+def _retell(folder: Path, arm: str, seed: int = 0, of: int = 0, **changes) -> None:
+    """Write a run's manifest with other values, as another training would; from seed `of`."""
+    manifest = read_manifest(RunPaths.for_run(folder, arm, of).manifest)
+    path = RunPaths.for_run(folder, arm, seed).manifest
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_manifest(path, dataclasses.replace(manifest, seed=seed, **changes))
+
+
+def _probed(folder: Path, **values) -> dict:
+    config = read_manifest(RunPaths.for_run(folder, "flash", 0).manifest).config
+    return {**config, "probe": {**config["probe"], **values}}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"backward": False}, "backward is False, was sealed as True"),
+        ({"layers": ["layer_0"]}, "layers is [layer_0], was sealed as [*]"),
+        ({"gradient_every": 0}, "gradient_every is 0, was sealed as 2"),
+        ({"every": 0}, "every is 0, was sealed as 2"),
+    ],
+    ids=str,
+)
+def test_an_arm_that_was_probed_otherwise_than_sealed_is_told(watched, values, said):
+    assert _changes(watched) == []
+    _retell(watched, "flash", config=_probed(watched, **values))
+    assert _changes(watched) == [f"in the run of flash, seed 0, probe.{said}"]
+
+
+def test_probing_that_is_changed_in_the_yaml_is_told_before_a_run(watched, watched_once):
+    asked = load_study(watched_once[0])
+    assert changed_protocol(asked, watched.parent) == []
+    arms = {**asked.arms, "flash": {**asked.arms["flash"], "probe": {"every": 2, "seeds": "first"}}}
+    changed = dataclasses.replace(asked, arms=arms)
+    assert changed_protocol(changed, watched.parent) == [
+        "arm flash.probe.gradient_every is 0, was sealed as 2"
+    ]
+
+
+def test_probing_the_first_seed_alone_is_no_change(watched, watched_once, run_tiny):
+    asked = dataclasses.replace(load_study(watched_once[0]), seeds=(0, 1))
+    run_tiny(asked, watched.parent)
+    flash = read_study(watched).arm("flash").runs
+    every = [run.manifest.config["probe"]["every"] for run in flash.values()]
+    assert every == [2, 0]
+    assert _changes(watched) == []
+    _retell(watched, "flash", seed=1, of=1, config=_probed(watched))
+    assert _changes(watched) == [
+        "in the run of flash, seed 1, probe.every is 2, was sealed as 0",
+        "in the run of flash, seed 1, probe.gradient_every is 2, was sealed as 0",
+    ]
+
+
+def test_a_protocol_of_before_probes_were_sealed_is_judged_by_what_it_holds(watched):
+    path = StudyPaths(watched).protocol
+    content = read_sealed(path, writer="")
+    for arm in content["arms"].values():
+        arm.pop("probe")
+    write_sealed(path, content)
+    hashes = read_manifest(RunPaths.for_run(watched, "flash", 0).manifest).hashes
+    for run in read_study(watched).arms:
+        _retell(watched, run.name, hashes={**hashes, "protocol": protocol_hash(watched)})
+    _retell(
+        watched,
+        "flash",
+        hashes={**hashes, "protocol": protocol_hash(watched)},
+        config=_probed(watched, backward=False),
+    )
+    assert _changes(watched) == []
+
+
+def test_probing_that_another_version_sealed_is_compared_as_it_stands(watched):
+    _retell(watched, "flash", config=_probed(watched, sharpness=3))
+    assert _changes(watched) == [
+        "in the run of flash, seed 0, probe.sharpness is 3, was sealed as nothing"
+    ]
+
+
+def test_seeds_of_an_arm_with_several_sources_are_told(study):
+    manifest = read_manifest(RunPaths.for_run(study, "flash", 0).manifest)
+    _respell(study, lambda content: content["config"].update(seeds=[0, 1, 2]))
+    for seed in (1, 2):
+        _retell(study, "flash", seed)
+    assert _changes(study) == []
+    _retell(study, "flash", 2, resolved={**manifest.resolved, "source": "edited"})
+    assert _changes(study) == [
+        "flash was trained with several sources of its attention: one with seeds 0, 1, "
+        "another with seed 2"
+    ]
+    _retell(study, "flash", 2, environment={**manifest.environment, "kernel_source": "edited"})
+    assert _changes(study) == [
+        "the study was trained with several sources of its attention library: one with seeds "
+        "0, 1, another with seed 2"
+    ]
 
 
 def test_seeds_that_are_added_are_no_change(study):
