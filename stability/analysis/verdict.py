@@ -273,7 +273,7 @@ def _outcome(
     lost = _lost(study, arm)
     if lost:
         return "FAIL", f"it is lost where the baseline is sound, {lost}"
-    by_state = {
+    by_state: dict[str, list[Level]] = {
         state: [level for level, evidence in levels.items() if evidence.state == state]
         for state in ("holds", "harmed", "undecided", "not applicable", "not measured")
     }
@@ -403,9 +403,12 @@ class Answer:
     """The study's answer, arm by arm: its policy's verdict, or why there is none yet."""
 
     outcome: Outcome | Literal["OPEN"]
-    """The worst of the candidates'; OPEN if it can't be judged yet."""
+    """The worst of the candidates'; OPEN if none can be judged yet."""
     sentences: tuple[str, ...]
-    """One for each candidate, then one for each arm that is broken on purpose."""
+    """`exploratory` if there is such, one for each candidate, then one for each arm that is broken
+    on purpose."""
+    exploratory: str = ""
+    """What was changed after the protocol was sealed; mostly empty."""
 
     def __str__(self) -> str:
         return " ".join(self.sentences)
@@ -417,9 +420,13 @@ def answer_of(study: RecordedStudy) -> Answer | None:
         verdict = judge_arms(study, study.policy)
     except ValueError:
         return None
-    if not verdict.look:
+    changes, outcome = "", verdict.outcome
+    if verdict.exploratory:
+        changes = f"EXPLORATORY, so nothing is proven: {'; '.join(verdict.exploratory)}."
+    if all(arm.seeds < LOOKS[0] and arm.outcome != "FAIL" for arm in verdict.candidates):
         # the same for every candidate, so said once
-        return Answer("OPEN", (f"No verdict yet: the first look is at {LOOKS[0]} seeds.",))
-    said = [f"{arm.arm} {arm.answer}: {arm.sentence}." for arm in verdict.candidates]
-    said += [f"{arm.arm} {arm.answer}." for arm in verdict.controls]
-    return Answer(verdict.outcome, tuple(said))
+        outcome, said = "OPEN", [f"No verdict yet: the first look is at {LOOKS[0]} seeds."]
+    else:
+        said = [f"{arm.arm} {arm.answer}: {arm.sentence}." for arm in verdict.candidates]
+        said += [f"{arm.arm} {arm.answer}." for arm in verdict.controls]
+    return Answer(outcome, (changes, *said) if changes else tuple(said), changes)

@@ -130,12 +130,17 @@ def summary_of_study(study: RecordedStudy) -> Summary:
 
 
 def answers(study: RecordedStudy, ladder: Ladder) -> tuple[str, ...]:
-    """Return the verdict by the study's own policy, else a sentence on each candidate's drift."""
+    """Return the verdict by the study's own policy, else a sentence on each candidate's drift.
+
+    What makes the study exploratory comes first, also before there is a verdict.
+    """
     answer = answer_of(study)
     if answer and answer.outcome != "OPEN":
         return answer.sentences
-    said = tuple(candidate_sentences(ladder))
-    return said or ("No arm of this study changes the attention; the ladder shows its controls.",)
+    said = tuple(candidate_sentences(ladder)) or (
+        "No arm of this study changes the attention; the ladder shows its controls.",
+    )
+    return (answer.exploratory, *said) if answer and answer.exploratory else said
 
 
 def _being_trained(study: RecordedStudy) -> str:

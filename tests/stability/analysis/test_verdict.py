@@ -153,6 +153,39 @@ def test_the_answer_in_sentences_has_candidates_first(study, monkeypatch):
     assert last == "flash_all_bf16 FAIL, as it must."
 
 
+def test_the_answer_in_sentences_opens_with_what_makes_it_exploratory(study, monkeypatch):
+    changes = {"changes": lambda *_: ["policy.max_excess is 2.0, was 1.1", "the nudge is gone"]}
+    judged = _judge(study, {"flash_fa2": HOLDS, "flash_all_bf16": HARMED}, **changes)
+    monkeypatch.setattr("stability.analysis.verdict.judge_arms", lambda *_: judged)
+    first, second, last = answer_of(study).sentences
+    assert first == (
+        "EXPLORATORY, so nothing is proven: policy.max_excess is 2.0, was 1.1; the nudge is gone."
+    )
+    assert second.startswith("flash_fa2 PASS: ")
+    assert last == "flash_all_bf16 FAIL, as it must."
+
+
+def test_a_candidate_that_fails_is_told_though_another_has_not_reached_a_look(study, monkeypatch):
+    two = replace(study, arms=tuple(_as_candidate(arm) for arm in study.arms))
+    two = with_state(with_state(two, "fp32", 1, "running"), "flash_fa2", 2, "diverged")
+    by_arm = {arm.name: HOLDS for arm in two.arms} | {"flash_all_bf16": HARMED}
+    judged = _judge(two, by_arm)
+    assert judged.look == 0
+    monkeypatch.setattr("stability.analysis.verdict.judge_arms", lambda *_: judged)
+    answer = answer_of(two)
+    assert answer.outcome == "FAIL"
+    assert answer.sentences[0].startswith("flash_fa2 FAIL: it is lost where the baseline is sound,")
+    assert answer.sentences[1].startswith("fp32 INCONCLUSIVE: it has 1 of the 3 seeds")
+
+
+def test_one_candidate_at_its_look_is_answered_though_another_is_not(study, monkeypatch):
+    two = replace(study, arms=tuple(_as_candidate(arm) for arm in study.arms))
+    two = with_state(two, "fp32", 0, "running")
+    judged = _judge(two, {arm.name: HOLDS for arm in two.arms} | {"flash_all_bf16": HARMED})
+    monkeypatch.setattr("stability.analysis.verdict.judge_arms", lambda *_: judged)
+    assert answer_of(two).sentences[0].startswith("flash_fa2 PASS: ")
+
+
 def test_without_a_sensitive_assay_nothing_passes(study):
     assert _outcome(study, HOLDS, assay=NO_SCALE).outcome == "NO ASSAY"
     assert "scale_gain was missed" in _outcome(study, HOLDS, assay=NO_SCALE).sentence
@@ -328,4 +361,6 @@ def test_what_was_changed_afterwards_is_exploratory(study):
 
 def test_a_study_without_seeds_enough_has_no_answer_yet(synthetic, tmp_path):
     study = read_study(synthetic.write_synthetic(tmp_path / "two", seeds=[0, 1]))
-    assert str(answer_of(study)) == "No verdict yet: the first look is at 3 seeds."
+    answer = answer_of(study)
+    assert answer.outcome == "OPEN"
+    assert answer.sentences[-1] == "No verdict yet: the first look is at 3 seeds."

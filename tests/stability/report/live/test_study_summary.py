@@ -45,6 +45,34 @@ def test_answer_is_the_verdict_once_there_is_a_look(study, synthetic, tmp_path):
     assert "its controls" in answers(controls, ladder_of(controls))[0]
 
 
+def test_answer_opens_with_a_change_of_the_protocol_before_and_after_the_first_look(
+    study, synthetic, tmp_path
+):
+    three = read_study(synthetic.write_synthetic(tmp_path / "three", seeds=[0, 1, 2]))
+    for sealed in (study, three):
+        loose = replace(sealed, policy=replace(sealed.policy, margin_nats=0.5))
+        plain, (first, *rest) = (answers(one, ladder_of(one)) for one in (sealed, loose))
+        assert first == (
+            "EXPLORATORY, so nothing is proven: policy.margin_nats is 0.5, was sealed as 0.005."
+        )
+        assert [said.split()[0] for said in rest] == [said.split()[0] for said in plain]
+
+
+def test_answer_shows_a_failure_before_the_first_look(study):
+    arms = []
+    for arm in study.arms:
+        if arm.name == "flash_fa2":
+            run = arm.runs[0]
+            lost = replace(run.manifest, state="diverged", message="the loss is NaN")
+            arm = replace(arm, runs={**arm.runs, 0: replace(run, manifest=lost)})
+        arms.append(arm)
+    lost = replace(study, arms=tuple(arms))
+    assert (
+        "flash_fa2 FAIL: it is lost where the baseline is sound, seed 0: the loss is NaN."
+        in answers(lost, ladder_of(lost))
+    )
+
+
 def test_small_ladder_places_arms_by_the_logarithm_of_their_ratio(study):
     ladder = ladder_of(study)
     small = small_ladder(ladder, arm_styles([arm.name for arm in study.arms]))
