@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from stability.analysis.looks import (
     NAMING_ALPHA,
+    PLAIN_TIMES,
     OperatorLimits,
     Samples,
     name_places,
@@ -43,8 +44,6 @@ Array = NDArray[np.float64]
 
 KINDS: tuple[Judged, ...] = ("error", "gain", "bias")
 TIMES_PEERS = 5.0
-PLAIN_TIMES = 10.0
-"""An error so many times beyond its limit is plain in a single look."""
 BIAS_ULP = 0.1
 """The limit of a signed deviation from a baseline, which has a bias of its own."""
 MANY_PLACES = 64

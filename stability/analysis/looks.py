@@ -30,6 +30,7 @@ from stability.config.schema import PolicyConfig
 __all__ = [
     "FEW",
     "NAMING_ALPHA",
+    "PLAIN_TIMES",
     "Naming",
     "OperatorLimits",
     "Samples",
@@ -38,6 +39,7 @@ __all__ = [
     "p_above",
     "p_harmed",
     "p_holds",
+    "plain_looks",
     "standard_error",
     "windows",
 ]
@@ -46,6 +48,9 @@ Array = NDArray[np.float64]
 
 NAMING_ALPHA = 0.01
 FEW = 4
+PLAIN_TIMES = 10.0
+"""An error so many times beyond its limit is plain in a single look. Of right attentions single
+looks were at most 3.2 times beyond the limit of 2, and 2.7 times beyond 0.1 % of gain."""
 SURELY_BIASED = 4.0
 """A baseline's own gain or bias counts from so many standard errors on."""
 
@@ -135,6 +140,33 @@ def p_holds(samples: Samples) -> Array:
     above = p_above(allowance - samples.values, -samples.limit, equal_is_sure=True)
     below = p_above(allowance + samples.values, -samples.limit, equal_is_sure=True)
     return np.maximum(above, below)
+
+
+def plain_looks(samples: Samples) -> NDArray[np.bool_]:
+    """Return which looks are plainly beyond the limit by themselves, `(looks, ...)`.
+
+    A mean over looks hides a single one, of logs the better the wilder it is: the one look that
+    moves the mean widens the interval as well, and 1,000 times at 1 of 20 looks is 1.4 times in
+    their geometric mean. So no statistics here. Plain is what is PLAIN_TIMES beyond the limit; of
+    error ratios also what is beyond it and PLAIN_TIMES the place's own median. The baseline's own
+    gain at that look is no harm.
+    """
+    with np.errstate(invalid="ignore"):
+        if samples.signed:
+            own = 0.0 if samples.baseline is None else np.nan_to_num(np.abs(samples.baseline))
+            return np.abs(samples.values) - own > PLAIN_TIMES * samples.limit
+        times = math.log(PLAIN_TIMES)
+        beyond = samples.values - samples.limit
+        outlying = samples.values - _median(samples.values) > times
+        return (beyond > times) | ((beyond > 0) & outlying)
+
+
+def _median(values: Array) -> Array:
+    """Return the median over looks of what is no NaN; NaN where nothing else is."""
+    there = np.isfinite(values).any(0)
+    middle = np.full(values.shape[1:], np.nan)
+    middle[there] = np.nanmedian(np.where(np.isfinite(values), values, np.nan)[:, there], axis=0)
+    return middle
 
 
 def _allowance(samples: Samples) -> Array | float:

@@ -4,14 +4,17 @@ The probe has compared each call with plain attention and with an FP64 golden. J
 result, the error ratio, the gain and the signed error against the golden (`looks`); distance to the
 baseline is description. The level is harmed if one of them is surely beyond its limit anywhere: in
 the whole model, a layer or a head (Bonferroni, a third of the level for each of these). It holds if
-they are surely within: the error ratio in every layer and head, the gain in every layer, and the
-signed error in the mean of the whole model, since a head's scatters by 0.1 ULP from look to look
-and would take hundreds of looks. As an intersection of tests that needs no correction. A candidate
-that returns values that are not finite where the golden's are is harmed whatever else it does.
+they are surely within: the error ratio and the gain in every layer, and in every head where heads
+are on record, and the signed error in the mean of the whole model, since a head's scatters by 0.1
+ULP from look to look and would take hundreds of looks. As an intersection of tests that needs no
+correction. A single look that is plainly beyond (`looks.plain_looks`) keeps it from holding, and so
+does a result or layer that no look has seen (`operator_coverage`). A candidate that returns values
+that are not finite where the golden's are is harmed whatever else it does.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,9 +26,11 @@ from stability.analysis.looks import (
     Samples,
     p_harmed,
     p_holds,
+    plain_looks,
     standard_error,
 )
 from stability.analysis.number_text import bounds, three_figures
+from stability.analysis.operator_coverage import unseen
 from stability.analysis.place_table import (
     JUDGED,
     Judged,
@@ -44,6 +49,10 @@ __all__ = ["changes_attention", "judge_operator", "operator_evidence"]
 Array = NDArray[np.float64]
 
 KINDS: tuple[Judged, ...] = ("error", "gain", "bias")
+_COMPLETE = (
+    "looks at all four results of every layer (`probe.backward: true`, `probe.layers: ['*']`) in "
+    "which nothing raises"
+)
 MOST_LOOKS = 10_000
 """No more looks are ever asked for."""
 
@@ -62,7 +71,20 @@ def operator_evidence(
     runs = [run for run in arm.runs.values() if run.metrics]
     tables = joined([place_tables(run.metrics) for run in runs])
     bad = sum(_nonfinite(run.metrics) for run in runs)
-    return judge_operator(tables, policy, nonfinite=bad)
+    found = judge_operator(tables, policy, nonfinite=bad)
+    missing = unseen(study, arm, tables)
+    if not missing or found.state == "harmed":
+        return found
+    if found.state == "not measured":
+        return replace(found, sentence=f"{found.sentence} {missing}")
+    return replace(
+        found,
+        state="not measured",
+        sentence=f"{missing} Of the rest: {found.sentence}",
+        cell="not all seen",
+        decides=_COMPLETE,
+        p_holds=1.0,
+    )
 
 
 def changes_attention(arm: RecordedArm) -> bool:
@@ -92,6 +114,12 @@ class _Place(NamedTuple):
     p_harmed: float
     p_holds: float
     samples: Samples
+    plain: int = 0
+    """How many looks are plainly beyond the limit by themselves."""
+    wildest: float = math.nan
+    """The value that is furthest from nothing in a single look, in the unit of `mean`."""
+    wildest_at: int = 0
+    """The step of that look."""
 
     @property
     def where(self) -> str:
@@ -139,20 +167,22 @@ def judge_operator(
             cell="no look",
         )
     least = [3 * len(family) * min(one.p_harmed for one in family) for family in families if family]
-    harmed, holds = min(1.0, *least), max(one.p_holds for one in deciding)
+    wild = [one for one in deciding if one.plain]
+    harmed = min(1.0, *least)
+    holds = 1.0 if wild else max(one.p_holds for one in deciding)
     # one look of the study has a share of the policy's error rate
     alpha = look_alpha(policy.alpha)
     state = "harmed" if harmed <= alpha else "holds" if holds <= alpha else "undecided"
     shown = places if state == "harmed" else deciding
     worst: dict[Judged, _Place | None] = {kind: _worst(shown, kind) for kind in KINDS}
+    if state == "harmed":
+        sentence = _harm_sentence(families, looks, alpha)
+    else:
+        sentence = _wild_sentence(wild) + _worst_sentence(deciding, worst, looks, alpha)
     return LevelEvidence(
         level="operator",
         state=state,
-        sentence=(
-            _harm_sentence(families, looks, alpha)
-            if state == "harmed"
-            else _worst_sentence(deciding, worst, looks, alpha)
-        ),
+        sentence=sentence,
         cell=_cell(worst),
         decides=_decides(families, deciding, looks, alpha) if state == "undecided" else "",
         p_harmed=harmed,
@@ -163,10 +193,8 @@ def judge_operator(
 
 def _decides_holding(place: _Place, several_layers: bool) -> bool:
     """Whether a place must surely be within its limit for the level to hold."""
-    if place.kind == "error":
+    if place.kind != "bias":
         return bool(place.layer)
-    if place.kind == "gain":
-        return bool(place.layer) and place.head is None
     return place.head is None and bool(place.layer) != several_layers
 
 
@@ -189,11 +217,16 @@ def _of(table: PlaceTable, kind: Judged, samples: Samples, family: str) -> Itera
     harmed, holds, error = p_harmed(samples), p_holds(samples), standard_error(samples.values)
     with np.errstate(invalid="ignore"):
         mean = np.nansum(samples.values, 0) / np.isfinite(samples.values).sum(0)
+    # a signed error scatters: single looks of right attentions are up to 29 times beyond its limit
+    plain = plain_looks(samples) if kind != "bias" else np.zeros(samples.values.shape, bool)
+    size = samples.values if kind == "error" else np.abs(samples.values)
     for at in np.ndindex(harmed.shape):
         if not math.isfinite(mean[at]):
             continue
         one = (slice(None), *at)
         value = float(mean[at])
+        wildest = int(np.nanargmax(size[one]))
+        extreme = float(samples.values[one][wildest])
         yield _Place(
             kind=kind,
             what=table.what,
@@ -210,6 +243,9 @@ def _of(table: PlaceTable, kind: Judged, samples: Samples, family: str) -> Itera
                 signed=samples.signed,
                 baseline=None if samples.baseline is None else samples.baseline[one],
             ),
+            plain=int(plain[one].sum()),
+            wildest=math.exp(extreme) if kind == "error" else extreme,
+            wildest_at=int(table.steps[wildest]),
         )
 
 
@@ -231,6 +267,30 @@ def _harm_sentence(families: Sequence[Sequence[_Place]], looks: int, alpha: floa
     return f"In {one.where}, {one.what} {said}, over {looks} looks."
 
 
+_WILD_DECIDES = (
+    "what the attention does there, which `stability check --from RUN` shows on inputs of the run: "
+    "more looks can't excuse that one"
+)
+
+
+def _wild_sentence(wild: Sequence[_Place]) -> str:
+    """Return where a single look is plainly beyond its limit, the worst first; empty if none is."""
+    if not wild:
+        return ""
+    one = max(wild, key=lambda x: math.log(x.wildest) if x.kind == "error" else abs(x.wildest))
+    said = (
+        f"errs {three_figures(one.wildest)} times as far as plain attention"
+        if one.kind == "error"
+        else f"is {1 + one.wildest:.4f} times what it should be"
+    )
+    count = int(np.isfinite(one.samples.values).sum())
+    also = f", as {len(wild) - 1} other figures are in some look" if len(wild) > 1 else ""
+    return (
+        f"Plainly beyond in {one.plain} of {count} looks: {one.what} in {one.where} {said} at step "
+        f"{one.wildest_at}{also}. "
+    )
+
+
 def _worst_sentence(
     deciding: Sequence[_Place], worst: Mapping[Judged, _Place | None], looks: int, alpha: float
 ) -> str:
@@ -247,6 +307,7 @@ def _worst_sentence(
     ]
     unsure = [one for one in deciding if one.p_holds > alpha]
     sure = f"all {len(deciding)} figures are surely within their limits"
+    sure += ", if averaged" if any(one.plain for one in deciding) else ""
     if unsure:
         last = max(unsure, key=lambda one: one.p_holds)
         metric = JUDGED[last.kind].replace("_", " ").replace("golden bias ulp", "signed bias")
@@ -290,6 +351,8 @@ def _decides(
     families: Sequence[Sequence[_Place]], deciding: Sequence[_Place], looks: int, alpha: float
 ) -> str:
     """Return how many looks would do if means and spreads stay as they are."""
+    if any(one.plain for one in deciding):
+        return _WILD_DECIDES
     if any(abs(one.mean) > one.limit for one in deciding):
         # it can't come to hold: a place that is surely beyond decides, at its share of the level
         needed = min(
@@ -329,8 +392,12 @@ def _figures(
             continue
         name = JUDGED[kind]
         figures[name] = one.mean
-        bounds = [_bound(each, alpha) for each in places if each.kind == kind]
-        figures[f"{name}_excluded"] = max(bounds)
+        # a gain of one head is as much smaller in its layer as there are heads
+        heads = [each for each in places if kind == "gain" == each.kind and each.head is not None]
+        others = [each for each in places if each.kind == kind and each not in heads]
+        for prefix, group in (("", others), ("head_", heads)):
+            if group:
+                figures[f"{prefix}{name}_excluded"] = max(_bound(each, alpha) for each in group)
     return figures
 
 

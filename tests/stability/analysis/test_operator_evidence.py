@@ -2,16 +2,19 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from stability.analysis.number_text import three_figures
 from stability.analysis.operator_evidence import judge_operator, operator_evidence
 from stability.analysis.place_table import joined, place_tables
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.schema import PolicyConfig
+from stability.records.events import Event
 from stability.records.metric_log import Series
 from stability.records.metric_names import deviation_name, head_part
 from stability.records.paths import RunPaths
@@ -47,10 +50,15 @@ def _judge(*args, **options):
     return judge_operator(place_tables(_log(*args, **options)), POLICY)
 
 
-def _arm(metrics, axis="attention", diff=None):
+def _arm(metrics, axis="attention", diff=None, events=()):
     runs = {
         seed: RecordedRun(
-            paths=RunPaths(Path("nowhere")), seed=seed, manifest=None, metrics=one, error=""
+            paths=RunPaths(Path("nowhere")),
+            seed=seed,
+            manifest=None,
+            metrics=one,
+            events=tuple(events),
+            error="",
         )
         for seed, one in enumerate(metrics)
     }
@@ -59,7 +67,22 @@ def _arm(metrics, axis="attention", diff=None):
     )
 
 
-STUDY: RecordedStudy = None  # pyright: ignore[reportAssignmentType] # nothing of it is read
+def _study(depth=3):
+    return RecordedStudy(
+        folder=Path("nowhere"),
+        name="study",
+        question="",
+        yardstick="",
+        base={"model": {"depth": depth}, "attention": {"implementation": "baseline"}},
+        seeds=(0, 1, 2),
+        steps=100,
+        early_step=0,
+        policy=POLICY,
+        arms=(),
+    )
+
+
+STUDY = _study()
 
 
 def test_a_right_attention_holds_and_says_what_would_have_been_seen():
@@ -68,12 +91,12 @@ def test_a_right_attention_holds_and_says_what_would_have_been_seen():
     assert found.p_holds < 1e-3
     assert found.p_harmed == 1.0
     assert found.figures["looks"] == 12
-    # error ratios of layers and heads, gains of layers, biases of the model
-    assert found.figures["figures"] == 3 * 4 * 5 + 3 * 4 + 4
+    # error ratios and gains of layers and heads, biases of the model
+    assert found.figures["figures"] == 2 * 3 * 4 * 5 + 4
     assert 0 < found.figures["gain_excluded"] < POLICY.max_gain
     assert found.figures["error_ratio"] < found.figures["error_ratio_excluded"] < 2
     assert found.sentence.startswith("At worst, dq in head 3 of layer_0 errs 1.16 [1.08, 1.24] ")
-    assert found.sentence.endswith("Over 12 looks all 76 figures are surely within their limits.")
+    assert found.sentence.endswith("Over 12 looks all 124 figures are surely within their limits.")
     for limit in ("(limit 2)", "(limit 0.10% from 1)", "(limit 0.05)"):
         assert limit in found.sentence
     assert len(found.cell) <= 16
@@ -100,7 +123,7 @@ def test_a_gain_of_half_a_percent_in_one_place_is_harm_with_its_name(part):
 def test_a_single_layer_is_judged_by_itself():
     found = _judge(np.random.default_rng(13), layers=1)
     assert found.state == "holds"
-    assert found.figures["figures"] == 4 * 5 + 4 + 4
+    assert found.figures["figures"] == 2 * 4 * 5 + 4
 
 
 def test_a_bias_is_judged_against_fp64():
@@ -234,3 +257,153 @@ def test_runs_of_other_layers_are_not_mixed_in():
     tables = joined([place_tables(_log(rng, layers=2)), place_tables(_log(rng, layers=3))])
     assert {table.layers for table in tables} == {("layer_0", "layer_1")}
     assert {len(table.steps) for table in tables} == {12}
+
+
+def _only(metrics, *parts):
+    """Return the series whose names hold one of `parts`."""
+    return {
+        name: one for name, one in metrics.items() if any(f"/{part}/" in name for part in parts)
+    }
+
+
+@pytest.mark.parametrize(
+    ("limit", "ratio"),
+    # by their geometric means over 20 looks, 1.6 and 1.3 at most, all of these would hold
+    [(4.0, 1000.0), (2.0, 30.0), (2.0, 12.0)],
+)
+def test_one_wild_look_in_20_does_not_hold_and_is_named(limit, ratio):
+    metrics = _log(np.random.default_rng(20), looks=20)
+    for name, series in metrics.items():
+        if name.startswith("deviation/layer_1/") and name.endswith("/error_ratio"):
+            series.values[13] = ratio
+    policy = PolicyConfig(max_error_ratio=limit)
+    found = judge_operator(place_tables(metrics), policy)
+    assert found.state == "undecided"
+    assert found.p_holds == 1.0
+    figure = rf"\w+ in (head \d of )?layer_1 errs {re.escape(three_figures(ratio))}"
+    assert re.match(
+        rf"Plainly beyond in 1 of 20 looks: {figure} times as far as plain "
+        r"attention at step 130, as 19 other figures are in some look\. At worst, ",
+        found.sentence,
+    )
+    assert "if averaged" in found.sentence
+    assert "stability check --from RUN" in found.decides
+    check_form(found)
+
+
+def test_one_wild_gain_does_not_hold_however_many_looks_there_are():
+    metrics = _log(np.random.default_rng(21), looks=400, layers=1, heads=1)
+    assert judge_operator(place_tables(metrics), POLICY).state == "holds"
+    metrics["deviation/layer_0/dk/gain"].values[7] = -0.02
+    found = judge_operator(place_tables(metrics), POLICY)
+    assert found.state == "undecided"
+    said = "Plainly beyond in 1 of 400 looks: dk in layer_0 is 0.9800 times what it should be at "
+    assert found.sentence.startswith(f"{said}step 70. At worst, ")
+    # where the baseline is as far off in that look, it is the inputs
+    metrics["deviation/layer_0/dk/gain_baseline"].values[7] = -0.02
+    assert judge_operator(place_tables(metrics), POLICY).state == "holds"
+
+
+def test_single_looks_within_a_factor_of_the_others_are_no_news():
+    metrics = _log(np.random.default_rng(22), looks=20)
+    metrics["deviation/layer_1/dq/error_ratio"].values[4] = 4.0
+    metrics["deviation/layer_1/dq/gain"].values[4] = 2.7e-3
+    assert judge_operator(place_tables(metrics), POLICY).state == "holds"
+
+
+def test_a_gain_of_one_head_is_judged_where_heads_are_on_record():
+    """At an eighth of that in its layer it is within the limit there."""
+    metrics = _log(np.random.default_rng(23), heads=8)
+    whole = {name: one for name, one in metrics.items() if "head" not in name}
+    seen = judge_operator(place_tables(whole), POLICY)
+    assert seen.state == "holds"
+    assert "head_gain_excluded" not in seen.figures
+    series = metrics[deviation_name("layer_1", "dk", "gain", part=head_part(3))]
+    series.values = [1.2e-3 + 4e-4 * (look % 5 - 2) for look in range(12)]
+    found = judge_operator(place_tables(metrics), POLICY)
+    assert found.state == "undecided"
+    assert "dk in head 3 of layer_1 is 1.00" in found.sentence
+    assert found.figures["gain_excluded"] < POLICY.max_gain < found.figures["head_gain_excluded"]
+
+
+def _nan_at(metrics, start):
+    for name, series in metrics.items():
+        if name.startswith(start) and not name.endswith("nonfinite"):
+            series.values = [math.nan] * len(series.values)
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        (lambda log: _only(log, "out"), "dq, dk and dv in every layer"),
+        (lambda log: _only(log, "layer_0", "layer_2"), "out, dq, dk and dv in layer_1"),
+        (lambda log: _nan_at(log, "deviation/layer_2/dk/"), "dk in layer_2"),
+        (lambda log: _nan_at(log, "deviation/layer_2/dk/gain"), "dk in layer_2"),
+    ],
+    ids=["forward-alone", "two-layers-alone", "never-finite", "no-finite-gain"],
+)
+def test_what_no_look_has_seen_is_not_measured_and_is_named(keep, said):
+    metrics = keep(_log(np.random.default_rng(24), looks=20))
+    found = operator_evidence(STUDY, _arm([metrics, {}]), POLICY)
+    assert found.state == "not measured"
+    assert found.p_holds == 1.0
+    assert found.sentence.startswith(f"Not measured: {said}. Of the rest: At worst, ")
+    assert "`probe.backward: true`" in found.decides
+    assert len(found.cell) <= 16
+
+
+def test_harm_in_what_was_seen_is_harm_whatever_was_not():
+    metrics = _only(_log(np.random.default_rng(25), gain=5e-3), "out")
+    assert operator_evidence(STUDY, _arm([metrics]), POLICY).state == "harmed"
+
+
+def test_seeds_see_for_one_another():
+    rng = np.random.default_rng(26)
+    arm = _arm([_only(_log(rng, 20), "out"), _only(_log(rng, 20), "dq", "dk", "dv")])
+    assert operator_evidence(STUDY, arm, POLICY).state == "holds"
+
+
+def test_layers_that_the_arm_leaves_alone_need_not_be_seen():
+    metrics = _only(_log(np.random.default_rng(27), looks=20), "layer_1", "layer_2")
+    for globs, state in ((["layer_[12]"], "holds"), (["layer_0", "layer_1"], "not measured")):
+        arm = _arm([metrics], diff={"attention.layers": [["*"], globs]})
+        assert operator_evidence(STUDY, arm, POLICY).state == state
+    deeper = _arm([metrics], axis="many", diff={"attention.profile": ["a", "b"]})
+    assert "in layer_0 and layer_3" in operator_evidence(_study(4), deeper, POLICY).sentence
+
+
+def test_of_a_model_without_a_depth_the_layers_on_record_count():
+    metrics = _log(np.random.default_rng(28), looks=20)
+    foreign = replace(STUDY, base={})
+    assert operator_evidence(foreign, _arm([metrics]), POLICY).state == "holds"
+    del metrics["deviation/layer_2/dv/gain"]
+    said = operator_evidence(foreign, _arm([metrics]), POLICY).sentence
+    assert said.startswith("Not measured: dv in layer_2. ")
+
+
+@pytest.mark.parametrize("who", ["golden", "baseline:plain", "flash:fa2"])
+def test_a_comparison_that_raised_leaves_its_layer_unproven(who):
+    metrics = _log(np.random.default_rng(29), looks=20)
+    event = Event(30, "finding", "layer_1", f"{who}: RuntimeError: no kernel")
+    diff = {"attention.implementation": ["baseline", "flash"]}
+    found = operator_evidence(STUDY, _arm([metrics], diff=diff, events=[event]), POLICY)
+    assert found.state == "not measured"
+    said = f"A comparison failed: in layer_1, {who}: RuntimeError: no kernel. Of the rest: "
+    assert found.sentence.startswith(said)
+    others = [
+        Event(30, "finding", "gradient", f"{who}: RuntimeError: no kernel"),
+        Event(30, "finding", "layer_1", "mine: KeyError: a metric of the user's own"),
+        Event(30, "alert", "layer_1", f"{who}: RuntimeError: no kernel"),
+    ]
+    calm = operator_evidence(STUDY, _arm([metrics], diff=diff, events=others), POLICY)
+    assert calm.state == "holds"
+
+
+def test_a_golden_that_always_raised_is_said_where_nothing_was_measured():
+    event = Event(0, "finding", "layer_0", "golden: OutOfMemoryError: 3 GiB")
+    found = operator_evidence(
+        STUDY, _arm([{"train/loss": Series([0], [1.0])}], events=[event]), POLICY
+    )
+    assert found.state == "not measured"
+    assert "golden: OutOfMemoryError: 3 GiB" in found.sentence

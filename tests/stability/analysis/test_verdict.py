@@ -317,7 +317,7 @@ def test_the_command_prints_the_answer_first_at_80_columns(study, capsys):
     code = main(["verdict", str(folder)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "flash_all_bf16 INCONCLUSIVE, flash_fa2 INCONCLUSIVE."
-    assert lines[2].startswith("flash_all_bf16 INCONCLUSIVE. The gradient, training and ")
+    assert lines[2].startswith("flash_all_bf16 INCONCLUSIVE. The operator, gradient, ")
     assert max(map(len, lines)) <= 80
     assert code == 3
     assert main(["verdict", str(folder), "--arm", "flash_fa2", "--json"]) == 3
