@@ -85,7 +85,7 @@ def text_file(tmp_path_factory) -> Path:
 
 def _write_tiny(folder: Path, text: Path, edit: Callable[[dict], None]) -> Path:
     # through YAML and back: `edit` may not reach what two arms share
-    content = yaml.safe_load(yaml.safe_dump(tiny_content(text)))
+    content = yaml.safe_load(yaml.safe_dump(tiny_content(text), sort_keys=False))
     edit(content)
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))

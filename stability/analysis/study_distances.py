@@ -5,10 +5,13 @@ freezes the window. Leaves out the rule for the step (`window`) and what is made
 (`excess`, `energy_test`).
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from stability.analysis.sequential import LOOKS
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.window import Window, pick_window, window_changes, window_of
 from stability.config.schema import PolicyConfig
@@ -57,26 +60,27 @@ def study_distances(study: RecordedStudy, seeds: Sequence[int]) -> dict[int, See
 def judged_window(study: RecordedStudy, policy: PolicyConfig, seeds: Sequence[int]) -> Window:
     """Return the window that candidates are judged in: named, frozen, or picked from `seeds`.
 
-    A step that the policy names takes the place of the rule's. ValueError as `study_distances`, and
-    for a frozen window that is damaged.
+    A step that the policy names takes the place of the rule's. The rule sees the seeds of the first
+    look alone, so that it picks the same step again where its record was deleted; what controls do
+    at that step is of all `seeds`. ValueError as `study_distances`, and for a frozen window that is
+    damaged.
     """
     reference = reference_of(study)
-    controls = controls_of(study)
+    name, controls = reference.name if reference else "", controls_of(study)
+    distances = study_distances(study, seeds)
+    # without a limit: a named step is judged whatever the controls do there, and the table says it
+    seen = pick_window(distances, controls, name, math.inf)
+    if policy.step:
+        return replace(seen, step=policy.step, reason="named in the policy")
     frozen = read_window(study.folder)
-    if frozen is not None and not policy.step:
+    if frozen is None:
+        first = {seed: distances[seed] for seed in seeds[: LOOKS[0]]}
+        window = pick_window(first, controls, name, policy.window_limit)
+    else:
         window = window_of(frozen)
         said = f"frozen at the look at {len(window.seeds)} seeds: {window.reason}"
-        return _with(window, window.step, said)
-    picked = pick_window(
-        study_distances(study, seeds),
-        controls,
-        reference.name if reference else "",
-        # a named step is judged whatever the controls do there; the table says what they do
-        float("inf") if policy.step else policy.window_limit,
-    )
-    if policy.step:
-        return _with(picked, policy.step, "named in the policy")
-    return picked
+        window = replace(window, reason=said)
+    return replace(window, log_excess={**window.log_excess, **seen.log_excess})
 
 
 def window_problems(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
@@ -101,16 +105,6 @@ def window_problems(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
         )
     except ValueError as error:
         return [str(error)]
-
-
-def _with(window: Window, step: int, reason: str) -> Window:
-    return Window(
-        step=step,
-        reason=reason,
-        controls=window.controls,
-        seeds=window.seeds,
-        log_excess=window.log_excess,
-    )
 
 
 def _stamp(folder: Path, seed: int) -> tuple[int, int]:

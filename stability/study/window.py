@@ -1,11 +1,14 @@
 """Freezes the judged step at the first look, so that no later look can pick another.
 
+The rule is given the seeds of the first look, however many there are by then: a record that was
+deleted comes out again as it was.
+
 Leaves out the rule (`analysis.window`) and the file (`records.window`).
 """
 
 from pathlib import Path
 
-from stability.analysis.sequential import look_at
+from stability.analysis.sequential import LOOKS
 from stability.analysis.study_distances import controls_of, reference_of, study_distances
 from stability.analysis.study_records import RecordedStudy, read_study
 from stability.analysis.window import pick_window, window_record
@@ -28,9 +31,11 @@ def freeze_window(folder: Path) -> WindowRecord | None:
         return None
     study = read_study(folder)
     policy, reference, controls = study.policy, reference_of(study), controls_of(study)
-    seeds = study.seeds[: look_at(_seeds_with_controls(study))]
-    if policy.step or reference is None or not controls or not seeds:
+    if policy.step or reference is None or not controls:
         return None
+    if _seeds_with_controls(study) < LOOKS[0]:
+        return None
+    seeds = study.seeds[: LOOKS[0]]
     distances = study_distances(study, seeds)
     window = pick_window(distances, controls, reference.name, policy.window_limit)
     if not window.step:

@@ -264,7 +264,7 @@ def test_the_step_before_the_first_restless_nudge_is_judged(tmp_path):
     """Restless in one seed of one nudge alone, and calm again at the last step."""
 
     def weights(seed, step):
-        chaos = 1.0 if (seed, step) == (4, 15) else 0.005
+        chaos = 1.0 if (seed, step) == (2, 15) else 0.005
         return off("nudge_b", chaos=chaos)(seed, step)
 
     arms = parts(candidate=candidate(), nudge_b=Part("nudge", "nudge", weights))
@@ -272,7 +272,7 @@ def test_the_step_before_the_first_restless_nudge_is_judged(tmp_path):
     window = judged_window(study, POLICY, study.seeds)
     assert window.step == 10
     assert "at step 15 nudge_b has |log E|" in window.reason
-    assert "with seed 4, above 0.04" in window.reason
+    assert "with seed 2, above 0.04" in window.reason
     assert judged_window(study, PolicyConfig(window_limit=10.0), study.seeds).step == 20
 
 
@@ -368,8 +368,40 @@ def test_the_window_is_frozen_at_the_first_look_and_kept(tmp_path):
     assert found.figures["step"] == 20
     assert "frozen at the look at 3 seeds" in found.sentence
     assert window_problems(more, POLICY) == []
-    StudyPaths(tmp_path).window.unlink()
-    assert _of(more).state == "not measured"
+
+
+def test_a_window_that_was_deleted_is_picked_again_as_it_was(tmp_path):
+    """With five seeds by then, of which the last has a nudge that is restless at once."""
+
+    def weights(seed, step):
+        return off("nudge", chaos=3.0 if seed == 4 else 0.005)(seed, step)
+
+    arms = parts(candidate=candidate(), nudge=Part("nudge", "nudge", weights))
+    study = write_study(tmp_path, arms, seeds=3)
+    first = freeze_window(tmp_path)
+    study = write_study(tmp_path, arms, seeds=5)
+    path = StudyPaths(tmp_path).window
+    frozen = path.read_bytes()
+    path.unlink()
+    assert _of(study).figures["step"] == first.step == 20
+    assert freeze_window(tmp_path) == first
+    assert path.read_bytes() == frozen
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_nudges_do_at_the_judged_step_is_told_of_all_seeds(tmp_path, is_frozen):
+    def weights(seed, step):
+        return off("nudge", chaos=0.5 if seed == 4 else 0.005)(seed, step)
+
+    arms = parts(candidate=candidate(), nudge=Part("nudge", "nudge", weights))
+    study = write_study(tmp_path, arms)
+    if is_frozen:
+        freeze_window(tmp_path)
+    window = judged_window(study, POLICY, study.seeds)
+    calm = judged_window(study, POLICY, study.seeds[:3])
+    assert window.step == calm.step == 20
+    assert window.seeds == (0, 1, 2)
+    assert calm.largest_at(20) < 0.04 < window.largest_at(20)
 
 
 def test_a_named_step_needs_no_frozen_one(tmp_path):
