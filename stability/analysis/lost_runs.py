@@ -11,6 +11,7 @@ from a lost seed (`outcome_evidence` and `verdict`).
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -31,10 +32,11 @@ def lost_seeds(study: RecordedStudy, arm: RecordedArm) -> dict[int, str]:
     baseline = study.arm(BASELINE)
     found = {}
     for seed, run in arm.runs.items():
-        other = baseline.runs.get(seed) if baseline else None
-        if other is None:
+        other, bad = baseline.runs.get(seed) if baseline else None, _bad_steps(run)
+        if other is None or not bad:
             continue
-        said = next((said for step, said in _bad_steps(run) if _is_sound_at(other, step)), "")
+        is_sound = _soundness(other)
+        said = next((said for step, said in bad if is_sound(step)), "")
         if said:
             found[seed] = said
     return found
@@ -79,20 +81,22 @@ def _bad_losses(run: RecordedRun, name: str) -> list[tuple[int, str]]:
     ]
 
 
-def _is_sound_at(run: RecordedRun, step: int) -> bool:
-    """Return whether a run has reached `step` and all that it recorded there is a number."""
-    losses = [run.series(name) for name in LOSSES]
-    if run.state == "diverged" and step >= _last_step(run):
-        return False
-    if any(at <= step for at, _ in _bad_weights(run)):
-        return False
-    if any(not math.isfinite(of.get(step, 0.0)) for of in losses):
-        return False
-    return run.state == "finished" or step <= _reached(losses)
+def _soundness(run: RecordedRun) -> Callable[[int], bool]:
+    """Return a test whether a run has reached a step and all that it recorded there is a number.
 
-
-def _reached(losses: list[dict[int, float]]) -> int:
-    return max((step for of in losses for step, x in of.items() if math.isfinite(x)), default=-1)
+    It looks at the records once: a run that goes on for long after it was lost has many bad steps.
+    """
+    columns = {name: run.column(name).last_of_each_step() for name in LOSSES}
+    finite = [of.steps[np.isfinite(of.values)] for of in columns.values()]
+    reached = max((int(steps[-1]) for steps in finite if len(steps)), default=-1)
+    bad = {step for name in LOSSES for step, _ in _bad_losses(run, name)}
+    ends = [step for step, _ in _bad_weights(run)[:1]]
+    if run.state == "diverged":
+        ends.append(_last_step(run))
+    if run.state != "finished":
+        ends.append(reached + 1)
+    end = min(ends, default=math.inf)
+    return lambda step: step < end and step not in bad
 
 
 def _last_step(run: RecordedRun) -> int:
