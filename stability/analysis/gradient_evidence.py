@@ -4,21 +4,25 @@ Two figures are judged, and both must hold: the ratio of errors, by its geometri
 and a t-interval of the logs, against `max_gradient_ratio`; and the share of the error's energy that
 is the same at every look, by its jackknife error and Student's t, against `max_share`. The share is
 judged from LOOKS_NEEDED looks on, and cannot matter where the whole error's energy is surely below
-that share of the baseline's: to be more exact is never harm. A candidate that fails to compute, or
-whose gradient is not finite where the golden's is, is harmed for sure. What was measured as trained
-is in the sentence and decides nothing: the rounding of all other layers covers most of it.
+that share of the baseline's: to be more exact is never harm. A single look whose ratio is plainly
+beyond (`looks.plain_looks`) keeps the level from holding. A candidate that fails to compute, or
+whose gradient is not finite where the golden's is, is harmed for sure; one that the machine let
+down, for want of memory, is not measured. What was measured as trained is in the sentence and
+decides nothing: the rounding of all other layers covers most of it.
 
 Looks belong to one seed, and the intervals are over looks: on other weights the figures may be
 others. Leaves out measuring (`probe.gradient_evidence`) and what is made of the level (`verdict`).
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
+from stability.analysis.looks import Samples, plain_looks
 from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
@@ -31,7 +35,16 @@ LOOKS_NEEDED = 20
 """Below, a bias of 0.1 ULP is not told from none: the share's error is then 0.006 and more on a
 GPT of 3 layers, and its law is skewed."""
 
+EXACT_SHARE = 0.01
+"""Of the level, what is spent on the second way to hold: to err so little that no share matters."""
+
 _ATTENTION = "attention."
+_OF_THE_MACHINE = re.compile(
+    r"(OutOfMemoryError|MemoryError|OSError|TimeoutError|ConnectionError)\b"
+    r"|out of memory|can't allocate memory|cannot allocate memory|ALLOC_FAILED",
+    re.IGNORECASE,
+)
+"""What an exception says that is no fault of the attention which was being computed."""
 
 
 def gradient_evidence(
@@ -76,7 +89,11 @@ def _judged(run: RecordedRun, policy: PolicyConfig) -> LevelEvidence:
     ratios = run.series(gradient_name(ALL_WEIGHTS, "ratio"))
     failed = [step for step, value in sorted(ratios.items()) if math.isnan(value)]
     if failed:
-        return _failed(run, failed, len(ratios))
+        return _failed(run, failed, len(ratios), policy)
+    return _of_looks(run, ratios, policy)
+
+
+def _of_looks(run: RecordedRun, ratios: Mapping[int, float], policy: PolicyConfig) -> LevelEvidence:
     values = np.array([ratios[step] for step in sorted(ratios)])
     if not values.any():
         return _exact(len(values))
@@ -86,13 +103,41 @@ def _judged(run: RecordedRun, policy: PolicyConfig) -> LevelEvidence:
     ratio = _of_logs(values, policy.max_gradient_ratio, alpha)
     share = _share(run, policy, values, alpha)
     looks = int(_last(run, "looks"))
-    return _evidence(run, policy, ratio, share, looks)
+    found = _evidence(run, policy, ratio, share, looks)
+    return _without_wild_looks(found, ratios, policy)
 
 
-def _failed(run: RecordedRun, failed: list[int], looks: int) -> LevelEvidence:
+def _without_wild_looks(
+    found: LevelEvidence, ratios: Mapping[int, float], policy: PolicyConfig
+) -> LevelEvidence:
+    """Return `found`, or that it does not hold because of single looks plainly beyond the limit."""
+    steps = [step for step in sorted(ratios) if ratios[step] > 0]
+    logs = np.log([ratios[step] for step in steps])
+    plain = plain_looks(Samples(values=logs, limit=math.log(policy.max_gradient_ratio)))
+    if found.state == "harmed" or not plain.any():
+        return found
+    worst = steps[int(logs.argmax())]
+    return replace(
+        found,
+        state="undecided",
+        sentence=f"Plainly beyond in {int(plain.sum())} of {len(ratios)} looks: the gradient errs "
+        f"{three_figures(ratios[worst])} times as far as the baseline's at step {worst}. "
+        f"{found.sentence}",
+        decides="what the attention does at that step: more looks can't excuse that one",
+        p_holds=1.0,
+    )
+
+
+def _failed(run: RecordedRun, failed: list[int], looks: int, policy: PolicyConfig) -> LevelEvidence:
+    """Return the evidence of a candidate that gave no gradient at some looks."""
     texts = [event.text for event in run.events if event.layer == "gradient"]
-    said = next((text for text in texts if text.startswith("candidate: ")), "")
-    reason = said.removeprefix("candidate: ") or "its gradient is not finite"
+    said = [
+        text.removeprefix("candidate: ") for text in texts if text.startswith("candidate: ")
+    ] or ["its gradient is not finite"]
+    own = [text for text in said if not _OF_THE_MACHINE.search(text)]
+    if not own:
+        return _let_down(run, failed, looks, said[0].rstrip(": "), policy)
+    reason = own[0]
     return LevelEvidence(
         level="gradient",
         state="harmed",
@@ -100,6 +145,29 @@ def _failed(run: RecordedRun, failed: list[int], looks: int) -> LevelEvidence:
         f"{failed[0]}: {reason}.",
         cell="no gradient",
         p_harmed=0.0,
+        p_holds=1.0,
+        figures={"failed_looks": float(len(failed)), "looks": float(looks)},
+    )
+
+
+def _let_down(
+    run: RecordedRun, failed: list[int], looks: int, reason: str, policy: PolicyConfig
+) -> LevelEvidence:
+    """Return that the level is not measured, unless the other looks show harm."""
+    ratios = run.series(gradient_name(ALL_WEIGHTS, "ratio"))
+    rest = {step: ratio for step, ratio in ratios.items() if not math.isnan(ratio)}
+    found = _of_looks(run, rest, policy) if rest else None
+    if found and found.state == "harmed":
+        return found
+    return LevelEvidence(
+        level="gradient",
+        state="not measured",
+        sentence=f"Not measured at {len(failed)} of {looks} looks, first at step {failed[0]}: "
+        f"{reason}. That is no finding about the candidate.",
+        cell="not all seen",
+        decides="the same looks on a machine that can make them, or fewer "
+        "`probe.gradient_sequences`",
+        p_harmed=found.p_harmed if found else math.nan,
         p_holds=1.0,
         figures={"failed_looks": float(len(failed)), "looks": float(looks)},
     )
@@ -172,11 +240,16 @@ def _share(run: RecordedRun, policy: PolicyConfig, ratios: np.ndarray, alpha: fl
     looks = _last(run, "looks")
     freedom = int(looks) - 1 if looks >= LOOKS_NEEDED else 0
     found = _by_t(_last(run, "share"), _last(run, "share_se"), freedom, policy.max_share, alpha)
+    if not freedom:
+        return found
     # |e|^2 <= max_share |b|^2: if all of e were common, it would still be that little
     small = _of_logs(ratios, math.sqrt(policy.max_share), alpha)
-    if freedom and small.p_holds <= alpha:
-        return replace(found, p_harmed=1.0, p_holds=min(small.p_holds, found.p_holds))
-    return found
+    # two ways to hold would spend the level twice: each has its part of it. Harm has to be both
+    return replace(
+        found,
+        p_harmed=max(found.p_harmed, small.p_harmed),
+        p_holds=min(1.0, found.p_holds / (1 - EXACT_SHARE), small.p_holds / EXACT_SHARE),
+    )
 
 
 def _evidence(

@@ -9,6 +9,7 @@ import pytest
 from scipy.stats import t
 
 from stability.analysis.gradient_evidence import gradient_evidence
+from stability.analysis.number_text import three_figures
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.schema import PolicyConfig
 from stability.records.events import Event
@@ -89,7 +90,8 @@ def test_small_errors_that_average_out_hold():
 def test_the_share_is_judged_at_the_error_rate_of_one_look_of_the_study(p, state):
     se = 0.002 / float(t.isf(p, 19))
     found = _judge(_run(_ratios(0.93), share=0.008, share_se=se))
-    assert found.p_holds == pytest.approx(p)
+    # a hundredth of the level is kept for candidates whose error is too small for any share
+    assert found.p_holds == pytest.approx(p / 0.99)
     assert found.state == state
 
 
@@ -172,6 +174,77 @@ def test_to_be_far_more_exact_is_no_harm_whatever_is_common():
     assert found.state == "holds"
     assert found.p_harmed > 0.5
     assert _judge(_run(_ratios(0.5), share=0.5, share_se=0.01)).state == "harmed"
+
+
+@pytest.mark.parametrize("share_p", [0.0139, 0.3])
+def test_the_two_ways_to_hold_share_the_level_of_one_look(share_p):
+    """Either at its own level would be one: together they would err twice as often."""
+    share_se = 0.002 / float(t.isf(share_p, 19))
+    logs = np.linspace(-0.05, 0.05, 20)
+    error = logs.std(ddof=1) / math.sqrt(20)
+    ratios = list(0.1 * np.exp(logs - error * float(t.isf(0.0139, 19))))
+    assert _judge(_run(ratios, share=0.008, share_se=share_se)).state == "undecided"
+
+
+def test_a_share_is_no_harm_where_the_error_may_be_too_small_for_it():
+    ratios = [0.1 * math.exp((-1) ** look * 0.3) for look in range(20)]
+    found = _judge(_run(ratios, share=0.5, share_se=0.01))
+    assert found.state == "undecided"
+    assert found.p_harmed > 0.05
+
+
+@pytest.mark.parametrize("ratio", [1000.0, 30.0, 12.0])
+def test_one_wild_look_in_20_does_not_hold_and_is_named(ratio):
+    ratios = _ratios(0.93)
+    ratios[13] = ratio
+    found = _judge(_run(ratios))
+    assert found.state == "undecided"
+    assert found.p_holds == 1.0
+    assert found.sentence.startswith(
+        f"Plainly beyond in 1 of 20 looks: the gradient errs {three_figures(ratio)} times as far "
+        "as the baseline's at step 13. The error of the whole model's gradient is "
+    )
+    assert "more looks can't excuse" in found.decides
+    # a look that stands out and is within the limit is none
+    ratios[13] = 1.9
+    assert _judge(_run(ratios)).state == "holds"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate "
+        "memory: you tried to allocate 8 bytes",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
+        "MemoryError: ",
+    ],
+)
+def test_want_of_memory_is_no_harm_and_no_hold(said):
+    event = Event(4, "finding", "gradient", f"candidate: {said}")
+    ratios = [*_ratios(0.93), math.nan]
+    found = _judge(_run(ratios, events=[event]))
+    assert found.state == "not measured"
+    assert found.p_holds == 1.0
+    assert found.p_harmed > 0.5
+    assert found.sentence.startswith(
+        f"Not measured at 1 of 21 looks, first at step 20: {said.rstrip(': ')}. "
+    )
+    assert len(found.cell) <= 16
+    assert _judge(_run([math.nan], events=[event])).state == "not measured"
+    # what the other looks show counts, and so does a fault of its own beside
+    wrong = [*_ratios(9.0), math.nan]
+    assert _judge(_run(wrong, events=[event])).state == "harmed"
+    own = Event(6, "finding", "gradient", "candidate: its gradient is not finite")
+    found = _judge(_run(ratios, events=[event, own]))
+    assert (found.state, found.p_harmed) == ("harmed", 0.0)
+    assert "not finite" in found.sentence
+
+
+def test_a_kernel_that_asks_for_too_much_shared_memory_is_at_fault_itself():
+    text = "candidate: OutOfResources: out of resource: shared memory, Required: 300000"
+    event = Event(4, "finding", "gradient", text)
+    assert _judge(_run([1.0, math.nan], events=[event])).state == "harmed"
 
 
 def test_an_exact_baseline_is_no_yardstick():
