@@ -66,4 +66,7 @@ def test_quickstart_has_the_promised_arms():
 def test_quickstart_has_the_seeds_of_a_first_look_and_the_looks_of_coherence():
     study = load_study(ROOT / "configs" / "quickstart.yaml", None)
     assert len(study.seeds) == LOOKS[0]
-    assert study.base.train.steps // study.base.probe.gradient_every >= 20
+    judged = [arm for arm in expand(study) if arm.role == "candidate"]
+    assert len(judged) == 2
+    for arm in judged:
+        assert study.base.train.steps // arm.config.probe.gradient_every >= 20

@@ -10,7 +10,14 @@ from typing import Any
 
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
-from stability.config.roles import as_reference, given_role, given_until, overrides_of, role_of
+from stability.config.roles import (
+    as_reference,
+    check_end,
+    given_role,
+    given_until,
+    overrides_of,
+    role_of,
+)
 from stability.config.schema import (
     BASELINE,
     ArmConfig,
@@ -93,13 +100,12 @@ def _arm(study: StudyConfig, name: str, entry: Mapping[str, Any], place: Place) 
         probe = replace(config.probe, shadows=(study.base.attention,), shadows_are="baseline")
         config = replace(config, probe=probe)
     differences = diff(study.base, config)
-    return Arm(
-        name=name,
-        config=config,
-        diff=differences,
-        role=role_of(given, name, differences, study.yardstick, place),
-        until=given_until(entry, study.base.train, place),
-    )
+    role = role_of(given, name, differences, study.yardstick, place)
+    until = given_until(entry, study.base.train, place)
+    named = study.policy.candidates
+    is_judged = name in named if named else role == "candidate"
+    check_end(until, study.base.train, place, is_judged=is_judged)
+    return Arm(name=name, config=config, diff=differences, role=role, until=until)
 
 
 def with_seed(config: ArmConfig, seed: int) -> ArmConfig:

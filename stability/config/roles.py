@@ -33,6 +33,7 @@ from stability.config.schema import (
 __all__ = [
     "REFERENCE_AXES",
     "as_reference",
+    "check_end",
     "default_role",
     "given_role",
     "given_until",
@@ -89,6 +90,19 @@ def given_until(entry: Mapping[str, Any], train: TrainConfig, place: Place) -> i
         listed = ", ".join(map(str, steps))
         raise where.error(f"must be a step with a snapshot, got {until}; they are {listed}")
     return until
+
+
+def check_end(until: int, train: TrainConfig, place: Place, *, is_judged: bool) -> None:
+    """ConfigError where an arm that is judged ends before the study does.
+
+    Its outcome, divergence and spikes included, would be that of a shorter training, and a PASS
+    would speak of steps that it never took.
+    """
+    if is_judged and until < train.steps:
+        raise place.at("until").error(
+            f"must be the last step, {train.steps}, in an arm that is judged, got {until}; leave "
+            "it out, or shorten train.steps for all arms"
+        )
 
 
 def as_reference(

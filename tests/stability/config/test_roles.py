@@ -188,6 +188,19 @@ def test_nothing_is_higher_than_64_true(read):
         read({"x": {"role": "reference"}}, {"precision": "64-true"})
 
 
+def test_an_arm_that_is_judged_trains_to_the_end(read):
+    message = r"arms.flash.until: must be the last step, 10, in an arm that is judged, got 5"
+    short = {"flash": {"attention": {"implementation": "flash"}, "until": 5}}
+    with pytest.raises(ConfigError, match=message):
+        read(short)
+    assert read({"flash": {**short["flash"], "until": 10}})["flash"].until == 10
+    assert read(short, policy={"candidates": ["fp16"]})["flash"].until == 5, "it is not judged"
+    named = {"fp32": {"precision": "32-true", "until": 5}}
+    assert read(named)["fp32"].until == 5, "a yardstick may end early"
+    with pytest.raises(ConfigError, match=r"arms.fp32.until: must be the last step"):
+        read(named, policy={"candidates": ["fp32"]})
+
+
 def test_a_control_reaches_the_step_that_is_judged(read):
     with pytest.raises(ConfigError, match=r"policy.step: .* end of nudge, step 5, got 10"):
         read(policy={"step": 10})
