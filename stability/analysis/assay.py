@@ -164,13 +164,15 @@ def would_have_shown(levels: Mapping[Level, LevelEvidence]) -> str:
 
 
 _SEEN: tuple[tuple[Level, str, Callable[[float], str]], ...] = (
-    ("operator", "gain_excluded", lambda value: f"a gain error of {100 * value:.2g} %"),
-    ("operator", "golden_bias_ulp_excluded", lambda value: f"a bias of {value:.2g} ULP"),
+    ("operator", "gain_excluded", lambda value: f"a gain error of {100 * value:.2g} % in a layer"),
+    ("operator", "head_gain_excluded", lambda value: f"one of {100 * value:.2g} % in a head"),
+    ("operator", "golden_bias_ulp_excluded", lambda value: f"a mean bias of {value:.2g} ULP"),
     ("gradient", "ratio_high", lambda value: f"{value:.3g} times the gradient's error"),
     ("training", "excess_high", lambda value: f"E {value:.3g}"),
     ("outcome", "difference_high", lambda value: f"a loss {nats(value).lstrip('+')} nats worse"),
 )
-"""Level, the figure that is the far end of its interval, and how it is said."""
+"""Level, the figure that is the far end of its interval, and how it is said; a head's only where
+heads were judged."""
 
 
 _WHERE = {"operator": "at the operator", "gradient": "in the gradient"}

@@ -296,5 +296,9 @@ def test_a_pass_says_which_harms_its_own_intervals_exclude():
             "outcome": evidence("outcome", difference_high=0.0031),
         }
     )
-    assert said == "a gain error of 0.08 %, a bias of 0.011 ULP, E 1.04, a loss 0.0031 nats worse"
+    seen = "a gain error of 0.08 % in a layer, {}a mean bias of 0.011 ULP"
+    assert said == seen.format("") + ", E 1.04, a loss 0.0031 nats worse"
+    figures = {"gain_excluded": 8e-4, "head_gain_excluded": 2e-3, "golden_bias_ulp_excluded": 0.011}
+    said = would_have_shown({"operator": evidence("operator", **figures)})
+    assert said == seen.format("one of 0.2 % in a head, ")
     assert would_have_shown({"outcome": evidence("outcome")}) == ""
