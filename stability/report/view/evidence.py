@@ -111,5 +111,5 @@ def _row(arm: ArmVerdict) -> EvidenceRow:
 
 def _tone(arm: ArmVerdict) -> Tone:
     if not arm.is_control:
-        return {"PASS": "good", "FAIL": "bad"}.get(arm.outcome, "open")
+        return "good" if arm.outcome == "PASS" else "bad" if arm.outcome == "FAIL" else "open"
     return "good" if arm.outcome == "FAIL" else "open" if arm.answer == arm.outcome else "bad"
