@@ -6,7 +6,7 @@ being written are part of the answer. Every judgement is left to `ladder`, `verd
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, get_args
 
-from stability.config.convert import from_dict, nearest
+from stability.config.convert import from_dict, nearest, repeated
 from stability.config.roles import default_role
 from stability.config.schema import BASELINE, Axis, PolicyConfig, Role
 from stability.records.events import Event, read_log_and_events
@@ -23,7 +23,7 @@ from stability.records.metric_log import Column, LogContent, Series, column_of
 from stability.records.metric_names import TRAIN_LOSS, drift_name
 from stability.records.parallel_reading import LogReaderProcess
 from stability.records.paths import RunPaths, StudyPaths, list_runs
-from stability.records.run_files import file_damage
+from stability.records.run_files import file_damage, misplacement
 from stability.records.sealed_json import read_sealed
 
 __all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "find_arm", "read_study"]
@@ -154,7 +154,7 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
             question=config["question"],
             yardstick=config.get("yardstick", ""),
             base=config["base"],
-            seeds=tuple(config["seeds"]),
+            seeds=_seeds(config["seeds"], path),
             steps=config["base"]["train"]["steps"],
             early_step=config.get("early_step", 0),
             policy=_policy(config.get("policy") or {}, path),
@@ -165,6 +165,14 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
         raise ValueError(
             f"read_study: {path} must hold a study's config and arms, got {error!r}"
         ) from error
+
+
+def _seeds(seeds: Sequence[int], path: Path) -> tuple[int, ...]:
+    """Return the recorded seeds; ValueError for one that is listed, and would count, twice."""
+    again = repeated(seeds)
+    if again is not None:
+        raise ValueError(f"read_study: {path} lists seed {again} twice, in {list(seeds)}")
+    return tuple(seeds)
 
 
 def _policy(values: Mapping[str, Any], path: Path) -> PolicyConfig:
@@ -211,7 +219,8 @@ def _read_arms(
         def read(one: tuple[str, int]) -> RecordedRun:
             reader = readers.get()
             try:
-                return _read_run(study_dir, *one, before.get(one), reader)
+                known_run = before.get(one)
+                return _read_run(study_dir, config["name"], *one, known_run, reader)
             finally:
                 readers.put(reader)
 
@@ -263,7 +272,7 @@ def _helpers(study_dir: Path) -> int:
 
 
 def _read_run(
-    study_dir: Path, arm: str, seed: int, known: RecordedRun | None, read: _Reader
+    study_dir: Path, study: str, arm: str, seed: int, known: RecordedRun | None, read: _Reader
 ) -> RecordedRun:
     manifest, content, events, stamps = None, LogContent(), [], ()
     try:
@@ -278,7 +287,7 @@ def _read_run(
         if known and known.paths == paths and known.stamps == stamps:
             return known
         if paths.manifest.exists():
-            manifest = read_manifest(paths.manifest)
+            manifest = _own_manifest(paths, study)
         if paths.metrics.exists():
             content, events = read(paths.metrics)
         # a log that is still written has outgrown any checksum: only an ended one is held to it
@@ -297,6 +306,15 @@ def _read_run(
         # no stamp for a file that was perhaps caught half written: it is tried again
         stamps=() if error else stamps,
     )
+
+
+def _own_manifest(paths: RunPaths, study: str) -> Manifest:
+    """Return the manifest of a run; ValueError if it is that of another run, put in its place."""
+    manifest = read_manifest(paths.manifest)
+    wrong = misplacement(paths, manifest, study)
+    if wrong:
+        raise ValueError(f"{paths.root}: {wrong}")
+    return manifest
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -18,6 +18,7 @@ __all__ = [
     "from_mapping",
     "merge",
     "nearest",
+    "repeated",
     "to_dict",
 ]
 
@@ -64,6 +65,16 @@ def nearest(name: object, names: Iterable[str]) -> str:
     allowed = list(names)
     near = difflib.get_close_matches(str(name), allowed, n=3, cutoff=0.4)
     return ", ".join(near or allowed)
+
+
+def repeated(values: Iterable[T]) -> T | None:
+    """Return the first of `values` that was there before; None if all are different."""
+    seen: set[T] = set()
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    return None
 
 
 def from_dict(cls: type[T], mapping: Any, where: str) -> T:

@@ -18,7 +18,7 @@ import yaml
 from attention_kernels.testing.fault_names import FAULT_NAMES
 from stability.config.arms import Arm, expand
 from stability.config.attentions import IMPLEMENTATIONS
-from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest
+from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, repeated
 from stability.config.plugins import ATTENTIONS, plugins
 from stability.config.schema import BASELINE, AttentionConfig, StudyConfig
 
@@ -130,9 +130,11 @@ def _check_names(study: StudyConfig, root: Place) -> None:
         )
     _check_policy(study, root)
     seeds = study.seeds
-    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+    again = repeated(seeds)
+    if not seeds or again is not None or min(seeds) < 0:
+        twice = "" if again is None else f"; seed {again} is listed twice"
         raise root.at("seeds").error(
-            f"must be different whole numbers from 0, at least one, got {list(seeds)}"
+            f"must be different whole numbers from 0, at least one, got {list(seeds)}{twice}"
         )
 
 

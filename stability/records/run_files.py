@@ -24,6 +24,7 @@ __all__ = [
     "damaged_files",
     "file_damage",
     "log_damage",
+    "misplacement",
     "read_run_file",
     "read_run_snapshot",
 ]
@@ -83,10 +84,15 @@ def damaged_files(paths: RunPaths, manifest: Manifest) -> dict[str, str]:
 
 
 def damage(paths: RunPaths) -> list[str]:
-    """Return a sentence for each damaged record of the run: manifest, metric log, listed files."""
+    """Return a sentence for each damaged record of the run: manifest, metric log, listed files.
+
+    Records of another run, in this one's place, are damage too.
+    """
     try:
         manifest = read_manifest(paths.manifest)
-        found = [
+        stranger = misplacement(paths, manifest)
+        found = [f"{paths.root}: {stranger}"] if stranger else []
+        found += [
             f"{paths.root / name}: {wrong}"
             for name, wrong in damaged_files(paths, manifest).items()
         ]
@@ -94,6 +100,20 @@ def damage(paths: RunPaths) -> list[str]:
         found = [str(error)]
     log = log_damage(paths)
     return [*found, log] if log else found
+
+
+def misplacement(paths: RunPaths, manifest: Manifest, study: str = "") -> str:
+    """Return whose records lie in the folder of a run; empty if they are its own.
+
+    The folder names the arm and the seed, for a fork as for an arm. The study's name is compared
+    where both are known; its own folder may be called as one likes.
+    """
+    is_strange = bool(study and manifest.study) and manifest.study != study
+    folder = f"{manifest.arm}/seed-{manifest.seed}"
+    if f"{paths.root.parent.name}/{paths.root.name}" == folder and not is_strange:
+        return ""
+    of_study = f" of study {manifest.study}" if is_strange else ""
+    return f"records belong to arm {manifest.arm}, seed {manifest.seed}{of_study}"
 
 
 def log_damage(paths: RunPaths) -> str:

@@ -102,6 +102,8 @@ def check_existing(run: Run) -> None:
         manifest = read_manifest(run.paths.manifest)
     except ValueError as error:
         raise RunConflictError(f"{error}; remove {run.paths.root} to train it anew") from error
+    for name, asked in (("study", run.study), ("arm", run.arm.name), ("seed", run.seed)):
+        _refuse_difference(run, name, getattr(manifest, name), asked)
     _refuse_difference(run, "config", manifest.config, to_dict(run.config))
     _refuse_difference(run, "fork", manifest.fork, run.fork_record)
     # a manifest from before arms could end early says nothing: its run trained the whole length

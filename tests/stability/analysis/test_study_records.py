@@ -3,12 +3,15 @@
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from stability.analysis import study_records
 from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
+from stability.cli.main import main
+from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_names import ULP_HISTOGRAM, deviation_name
 from stability.records.parallel_reading import LogReaderProcess
 from stability.records.paths import StudyPaths
@@ -141,3 +144,73 @@ def test_a_role_or_end_that_is_none_is_refused(study, key, value, message):
     write_sealed(path, content)
     with pytest.raises(ValueError, match=message):
         read_study(study)
+
+
+def test_a_seed_that_is_listed_twice_is_refused(study, capsys):
+    content = read_sealed(StudyPaths(study).study, "")
+    content["config"]["seeds"] = [0, 1, 0]
+    write_sealed(StudyPaths(study).study, content)
+    with pytest.raises(ValueError, match=r"study\.json lists seed 0 twice, in \[0, 1, 0\]"):
+        read_study(study)
+    with pytest.raises(SystemExit) as caught:
+        main(["verdict", str(study)])
+    assert caught.value.code == 2
+    assert "lists seed 0 twice" in capsys.readouterr().err
+
+
+def _swap(first, second):
+    kept = first.rename(first.with_name("kept"))
+    second.rename(first)
+    kept.rename(second)
+
+
+def test_records_in_the_folder_of_another_arm_are_not_read(study):
+    before = read_study(study)
+    _swap(study / "flash_fa2", study / "flash_all_bf16")
+    runs = runs_of(read_study(study, before))
+    for seed in before.seeds:
+        run = runs["flash_fa2", seed]
+        assert (run.state, run.manifest, dict(run.metrics)) == ("failed", None, {})
+        assert f"records belong to arm flash_all_bf16, seed {seed}" in run.message
+        assert f"records belong to arm flash_fa2, seed {seed}" in (
+            runs["flash_all_bf16", seed].message
+        )
+        assert runs["baseline", seed].error == ""
+    _swap(study / "flash_fa2", study / "flash_all_bf16")
+    assert runs_of(read_study(study)) == runs_of(before)
+
+
+def test_a_seed_that_was_copied_is_not_another_seed(study):
+    shutil.rmtree(study / "fp32" / "seed-1")
+    shutil.copytree(study / "fp32" / "seed-0", study / "fp32" / "seed-1")
+    runs = runs_of(read_study(study))
+    assert runs["fp32", 1].message.endswith("records belong to arm fp32, seed 0")
+    assert runs["fp32", 0].error == ""
+
+
+def test_records_of_another_study_are_not_read(study):
+    manifest = study / "fp32" / "seed-1" / "manifest.json"
+    write_manifest(manifest, replace(read_manifest(manifest), study="other"))
+    message = runs_of(read_study(study))["fp32", 1].message
+    assert message.endswith("records belong to arm fp32, seed 1 of study other")
+
+
+def test_a_study_in_a_folder_of_another_name_is_read(study):
+    before = read_study(study)
+    moved = study.rename(study.with_name("moved"))
+    runs = runs_of(read_study(moved))
+    assert not any(run.error for run in runs.values())
+    assert {key: run.metrics for key, run in runs.items()} == {
+        key: run.metrics for key, run in runs_of(before).items()
+    }
+
+
+@pytest.mark.parametrize("verb", ["verdict", "show", "report", "verify"])
+def test_every_verb_says_whose_records_lie_in_a_folder(trained, tmp_path, capsys, verb):
+    folder = shutil.copytree(trained, tmp_path / "tiny")
+    _swap(folder / "flash_fa2", folder / "fp32")
+    main([verb, str(folder)])
+    said = capsys.readouterr().out
+    if verb == "report":
+        said = StudyPaths(folder).report.read_text()
+    assert "records belong to arm fp32, seed" in " ".join(said.split())

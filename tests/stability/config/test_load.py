@@ -110,6 +110,7 @@ def test_a_study_is_read_with_the_baseline_first(tmp_path):
         (_set("yardstick", "fp23"), "yardstick: must be an arm, got 'fp23'; nearest: fp32"),
         (_set("seeds", []), "seeds: must be different whole numbers from 0"),
         (_set("seeds", [1, 1]), "seeds: must be different whole numbers from 0"),
+        (_set("seeds", [0, 1, 0]), r"seeds: .* got \[0, 1, 0\]; seed 0 is listed twice"),
         (_set("seeds", [-1]), "seeds: must be different whole numbers from 0"),
         (_set("seeds", [True]), "seeds.0: must be a whole number, got True"),
         (_set("early_step", 4), "early_step: must be a step with a snapshot, got 4; nearest: 5"),
