@@ -27,7 +27,7 @@ def check(
     dtype: str = "bf16,fp16,fp32",
     quick: bool = False,
     fault: str = "",
-    layer: int = 0,
+    layer: int | None = None,
     step: int | None = None,
     json: bool = False,
     changes: str = "",
@@ -39,7 +39,7 @@ def check(
         dtype: bf16, fp16 and fp32, or some of them with commas
         quick: fewer cells, a few seconds
         fault: a planted fault, e.g. dk_gain, to see that it is found
-        layer: the layer of --from
+        layer: the layer of --from; the first, 0, if not given
         step: the snapshot of --from; the last if not given
         json: print everything as JSON
         changes: the run of --from
@@ -63,7 +63,9 @@ def check(
             f"check: --from must be a run's folder, got {changes!r}; "
             "give runs/<study>/<arm>/seed-<n>"
         )
-    report = _check(attention, dtypes, quick, fault, _given(changes, layer, step))
+    if not changes and (layer is not None or step is not None):
+        raise ValueError("check: --layer and --step are of a recorded run, got no --from RUN")
+    report = _check(attention, dtypes, quick, fault, _given(changes, layer or 0, step))
     if json:
         print_json(report.to_dict())
     else:
@@ -115,7 +117,15 @@ def _check(
 
     # as with `python -m`: a module beside the user is found, whose command lies elsewhere
     sys.path.insert(0, "")
-    function = attention_function(attention, torch.device("cpu"))
+    try:
+        function = attention_function(attention, torch.device("cpu"))
+    except (ValueError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a user's module may raise anything, or end the process
+        raise ValueError(
+            "check: attention must be MODULE:FUNCTION of a module that imports, got "
+            f"{attention!r}; {type(error).__name__}: {error}"
+        ) from error
     name = attention
     if fault:
         function, name = plant(function, fault), f"{attention} with the fault {fault}"

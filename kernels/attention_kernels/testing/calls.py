@@ -4,16 +4,20 @@ An attention is called as `function(q, k, v, *, causal, scale=None)`, with `retu
 it has that argument, and must leave alone what it was given, return tensors shaped and typed as q,
 k and v with no NaN in them, and give the same bits when it is called again. What it refuses in so
 many words it does not support: NotImplementedError, or a ValueError that says that an option of
-this very call is not taken ("head_dim must be at most 64, got 96"). Any other error is a mistake.
+this very call is not taken ("head_dim must be at most 64, got 96"). Any other error is a mistake,
+and so is an attempt to end the process.
+
+An attention that gives the LSE is called without it too: that is the call that training makes.
 
 Both calls find NaN where they might read memory that nobody has written: in tensors that Python
 makes empty, and in memory that has just been freed.
 """
 
+import copy
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +28,10 @@ from attention_kernels.testing.budget import nan_filled
 from attention_kernels.testing.cells import Reference
 from attention_kernels.testing.formula import RESULTS
 
-__all__ = ["Breach", "Called", "Signature", "UnsupportedError", "call"]
+__all__ = ["WITHOUT_LSE", "Breach", "Called", "Signature", "UnsupportedError", "call"]
+
+WITHOUT_LSE = "where the LSE is not asked for"
+"""The words for a finding that the call with `return_lse=True` does not have."""
 
 
 class _Option(NamedTuple):
@@ -81,6 +88,8 @@ class Called:
 
     results: dict[str, Tensor]
     breaches: tuple[Breach, ...]
+    without_lse: dict[str, Tensor] | None = None
+    """The results where the LSE is not asked for, if any bit of them differs from `results`."""
 
 
 class Signature:
@@ -98,6 +107,12 @@ class Signature:
         self.scale = anything or "scale" in names
         self.lse = "return_lse" in names if gives_lse is None else gives_lse
 
+    def without_lse(self) -> "Signature":
+        """Return the same signature, by which the LSE is not asked for."""
+        other = copy.copy(self)
+        other.lse = False
+        return other
+
     def options(self, causal: bool, scale: float | None) -> dict[str, Any]:
         """Return the keywords of a call; `UnsupportedError` if one that is needed is not taken."""
         if causal and not self.causal:
@@ -110,10 +125,23 @@ class Signature:
 
 
 def call(attention: Callable[..., Any], signature: Signature, where: Reference) -> Called:
-    """Call the attention twice on a cell's inputs, forward and backward.
+    """Call the attention twice on a cell's inputs, forward and backward, and without the LSE.
 
     `UnsupportedError` if it refuses; any other exception of its own is a breach.
     """
+    called = _called(attention, signature, where)
+    if not signature.lse or called.breaches:
+        return called
+    plain = _called(attention, signature.without_lse(), where)
+    if plain.breaches:
+        said = [replace(x, sentence=f"{x.sentence}, {WITHOUT_LSE}") for x in plain.breaches]
+        return replace(called, breaches=tuple(said))
+    same = all(torch.equal(x, called.results[name]) for name, x in plain.results.items())
+    return called if same else replace(called, without_lse=plain.results)
+
+
+def _called(attention: Callable[..., Any], signature: Signature, where: Reference) -> Called:
+    """Call the attention twice on a cell's inputs by this signature."""
     inputs, options = where.inputs, signature.options(where.cell.causal, where.cell.scale)
     before = [x.clone() for x in inputs]
     versions = [x._version for x in inputs]
@@ -123,12 +151,16 @@ def call(attention: Callable[..., Any], signature: Signature, where: Reference) 
     except (NotImplementedError, PeerRefusalError) as error:
         raise UnsupportedError(_first_line(error)) from error
     except ValueError as error:
-        if _is_refusal(str(error), where):
+        if _is_refusal(_text(error), where):
             raise UnsupportedError(_first_line(error)) from error
         return Called(results={}, breaches=(_raised(error),))
-    except Exception as error:  # whatever a kernel under test may raise is its own finding
+    except (Exception, SystemExit) as error:  # whatever a kernel may raise is its own finding
         return Called(results={}, breaches=(_raised(error),))
+    unasked, _ = first.pop("unasked", ""), again.pop("unasked", "")
     breaches = [*_changed_inputs(where, before, versions), *_wrong_form(first, where)]
+    if unasked:
+        text = f"returns {unasked} and must return out alone: no LSE was asked for"
+        breaches.append(Breach(kind="form", result="out", sentence=text))
     if not breaches:
         breaches += [*_not_finite(first, where), *_not_repeated(first, again)]
     return Called(results=first if _usable(first, where) else {}, breaches=tuple(breaches))
@@ -145,12 +177,14 @@ def _run(
         returned = attention(*leaves, **options)
         out, lse = _taken_apart(returned, "return_lse" in options)
         results: dict[str, Any] = {"out": out}
-        if lse is not None:
-            results["lse"] = lse.detach()
+        if "return_lse" in options:
+            results["lse"] = lse.detach() if isinstance(lse, Tensor) else lse
         gradients: tuple[Any, ...] = (None,) * 3
         if isinstance(out, Tensor) and out.requires_grad and out.shape == dout.shape:
             gradients = torch.autograd.grad(out, leaves, dout.to(out.dtype), allow_unused=True)
     results["out"] = out.detach() if isinstance(out, Tensor) else out
+    if isinstance(returned, tuple | list) and "return_lse" not in options:
+        results["unasked"] = f"a {type(returned).__name__} of {len(returned)}"
     return results | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
@@ -185,11 +219,20 @@ def _is_refusal(message: str, where: Reference) -> bool:
     return False
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _text(error: BaseException) -> str:
+    """Return an exception's own words; a kernel's exception may fail even at these."""
+    try:
+        return str(error).strip()
+    except Exception:
+        return ""
 
 
-def _raised(error: Exception) -> Breach:
+def _first_line(error: BaseException) -> str:
+    text = _text(error)
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _raised(error: BaseException) -> Breach:
     name = type(error).__name__
     text = f"raises {name}: {_first_line(error)}"
     return Breach(kind="raises", result="out", sentence=text)
@@ -218,10 +261,13 @@ def _wrong_form(results: dict[str, Any], where: Reference) -> list[Breach]:
             continue
         x = results[name]
         if not isinstance(x, Tensor):
-            why = "out carries no gradient to it" if name[0] == "d" else f"got {type(x).__name__}"
-            breaches.append(
-                Breach(kind="missing", result=name, sentence=f"{name} is missing: {why}")
-            )
+            text = f"{name} is missing: {_why_missing(name, x)}"
+            breaches.append(Breach(kind="missing", result=name, sentence=text))
+            continue
+        if x.layout != torch.strided or x.device != where.inputs.q.device:
+            form = str(x.layout).removeprefix("torch.")
+            text = f"{name} is a {form} tensor on {x.device} and must be dense, on q's device"
+            breaches.append(Breach(kind="form", result=name, sentence=text))
             continue
         shape = where.golden["lse"].shape[:3] if name == "lse" else like[name].shape
         if x.shape != shape:
@@ -239,9 +285,17 @@ def _wrong_form(results: dict[str, Any], where: Reference) -> list[Breach]:
     return breaches
 
 
+def _why_missing(name: str, x: Any) -> str:
+    if name == "lse":
+        return f"return_lse=True must give (out, lse), got {type(x).__name__} for the LSE"
+    return "out carries no gradient to it" if name[0] == "d" else f"got {type(x).__name__}"
+
+
 def _usable(results: dict[str, Any], where: Reference) -> bool:
     """Whether the numbers can be judged; adds the LSE's last axis."""
-    if any(not isinstance(x, Tensor) for x in results.values()):
+    if any(not isinstance(x, Tensor) or x.layout != torch.strided for x in results.values()):
+        return False
+    if any(x.device != where.inputs.q.device for x in results.values()):
         return False
     if "lse" in results and results["lse"].dim() == 3:
         results["lse"] = results["lse"].unsqueeze(-1)

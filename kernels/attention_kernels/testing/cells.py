@@ -93,11 +93,15 @@ _SHAPES = [
 ]
 _LAW_SHAPES = [Shape(8, 4, 2, 129, 129, 32), Shape(8, 4, 4, 150, 150, 32)]
 
+_AS_IN_LLMS = Cell(law="normal", shape=Shape(3, 8, 1, 97, 97, 128), causal=True)
+"""The usual head_dim, eight heads on one kv head, an odd batch, and a tail."""
+
 FULL: tuple[Cell, ...] = (
     *(cell for shape in _SHAPES for cell in _cells("normal", shape)),
     *_cells("normal", Shape(8, 4, 2, 160, 160, 32)),
     Cell(law="normal", shape=Shape(2, 4, 2, 96, 96, 32), causal=True, scale=0.3),
     Cell(law="normal", shape=Shape(2, 4, 2, 130, 130, 32), causal=True, strided=True),
+    _AS_IN_LLMS,
     *(
         Cell(law=law, shape=shape, causal=causal)
         for law in ("outliers", "one-signed v", "tied maxima", "rare rows", "large logits")
@@ -115,6 +119,7 @@ QUICK: tuple[Cell, ...] = (
     *_cells("normal", Shape(1, 2, 2, 64, 64, 64)),
     Cell(law="normal", shape=Shape(1, 2, 2, 64, 64, 64), causal=False, scale=0.3),
     Cell(law="normal", shape=Shape(2, 4, 2, 66, 66, 32), causal=True, strided=True),
+    _AS_IN_LLMS,
     # rows 0 to 29 attend no key
     *_cells("normal", Shape(2, 2, 1, 70, 40, 32), True),
     *_cells("outliers", Shape(8, 2, 2, 70, 70, 32), True),
@@ -130,14 +135,32 @@ QUICK: tuple[Cell, ...] = (
 
 
 def not_looked_at(cells: Sequence[Cell]) -> str:
-    """Return what of the full check's laws and shapes these cells leave out; "" if nothing."""
+    """Return what these cells leave out: laws and sizes of the full check, all beyond the largest.
+
+    Of each size, such as the head_dim, nothing is known beyond the largest that a cell has.
+    """
     words = [f"the law {law!r}" for law in _laws(FULL) if law not in _laws(cells)]
     full_alone = [law for law in _laws(FULL, False) if law not in _laws(cells, False)]
     words += [f"laws but normal without a causal mask ({len(full_alone)})"] if full_alone else []
     for what in ("head_dim", "length"):
         unseen = sorted(_sizes(FULL, what) - _sizes(cells, what))
         words += [f"{what} {', '.join(map(str, unseen))}"] if unseen else []
-    return "; ".join(words)
+    return "; ".join([*words, *_beyond(cells)])
+
+
+def _beyond(cells: Sequence[Cell]) -> list[str]:
+    """Return of each size the largest that a cell has, as "head_dim above 128"."""
+    shapes = [cell.shape for cell in cells]
+    if not shapes:
+        return []
+    largest = {
+        "head_dim": max(x.head_dim for x in shapes),
+        "lengths": max(max(x.query_len, x.key_len) for x in shapes),
+        "heads": max(x.heads for x in shapes),
+        "heads per kv head (GQA)": max(x.heads // x.kv_heads for x in shapes),
+        "batch": max(x.batch for x in shapes),
+    }
+    return [f"{what} above {size}" for what, size in largest.items()]
 
 
 def _laws(cells: Sequence[Cell], *masks: bool) -> list[str]:

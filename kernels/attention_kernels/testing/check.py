@@ -11,10 +11,19 @@ nothing was looked at. Leaves out speed, and masks other than causal.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from attention_kernels.testing.calls import Breach, Called, Signature, UnsupportedError, call
+from torch import Tensor
+
+from attention_kernels.testing.calls import (
+    WITHOUT_LSE,
+    Breach,
+    Called,
+    Signature,
+    UnsupportedError,
+    call,
+)
 from attention_kernels.testing.cells import (
     DTYPES,
     FULL,
@@ -67,7 +76,7 @@ class CheckReport:
     """Which of the refused cells are plain: what any attention should take."""
     kind: str = "the check"
     not_looked_at: str = ""
-    """What the full check looks at and the quick one does not."""
+    """What the check does not look at: of the full one what is beyond its largest cells."""
     statistics: list[dict[str, Any]] = field(default_factory=list)
     """A row for each dtype, cell and result."""
 
@@ -135,7 +144,7 @@ def check_attention(
         name=name or _name_of(attention),
         dtypes=tuple(dtypes),
         kind="the quick check" if chosen is QUICK else "the check",
-        not_looked_at=not_looked_at(QUICK) if chosen is QUICK else "",
+        not_looked_at=not_looked_at(chosen) if cells is None else "",
     )
     signature = Signature(attention, gives_lse)
     findings: list[Finding] = []
@@ -147,8 +156,11 @@ def check_attention(
         if given is not None:
             where = given_cell(given, DTYPES[format], "given inputs")
             _look(attention, signature, where, seen, report)
-        findings += seen.findings()
-        report.statistics += [_row(format, one) for one in seen.measured]
+        found, measured = seen.findings(), seen.measured
+        if not found and seen.differs:
+            found, measured = seen.findings_without_lse(), seen.without_lse
+        findings += found
+        report.statistics += [_row(format, one) for one in measured]
     report.findings = _merged(findings)
     return report
 
@@ -164,15 +176,28 @@ class _Seen:
     def __init__(self, format: str) -> None:
         self.format = format
         self.measured: list[Measured] = []
+        self.without_lse: list[Measured] = []
+        """The same of the calls without the LSE; those whose bits do not differ are shared."""
+        self.differs = False
         self.breaches: list[tuple[Breach, Reference]] = []
         self.calls: list[tuple[Reference, Called]] = []
 
     def findings(self) -> list[Finding]:
         """Return what is wrong: the diagnosis first, then each excess it rests on."""
-        found = excesses(self.measured, self.format)
         findings = [self._of_breach(*case) for case in _worst_breaches(self.breaches)]
+        return self._with_excesses(findings, self.measured)
+
+    def findings_without_lse(self) -> list[Finding]:
+        """Return what is wrong where the LSE is not asked for, which is how training calls."""
+        return [
+            replace(finding, sentence=f"{WITHOUT_LSE}, {finding.sentence}")
+            for finding in self._with_excesses([], self.without_lse)
+        ]
+
+    def _with_excesses(self, findings: list[Finding], measured: list[Measured]) -> list[Finding]:
+        found = excesses(measured, self.format)
         if found:
-            diagnosis = diagnose(found, self.measured)
+            diagnosis = diagnose(found, measured)
             finding = self._of_diagnosis(diagnosis, found[0])
             # a mistake that is named tells more than an infinity that it makes
             infinite = bool(findings) and findings[0].what == "infinity"
@@ -228,17 +253,24 @@ def _look(
     report.cells += 1
     seen.calls.append((where, called))
     seen.breaches += [(breach, where) for breach in called.breaches]
-    finite = {name for name, x in called.results.items() if not x.isnan().any()}
-    seen.measured += [
-        measure(where, name, x) for name, x in called.results.items() if name in finite
-    ]
+    measured = _measured(where, called.results)
+    seen.measured += measured
+    if called.without_lse is None:
+        seen.without_lse += measured
+    else:
+        seen.without_lse += _measured(where, called.without_lse)
+        seen.differs = True
+
+
+def _measured(where: Reference, results: dict[str, Tensor]) -> list[Measured]:
+    return [measure(where, name, x) for name, x in results.items() if not x.isnan().any()]
 
 
 def _worst_breaches(
     breaches: list[tuple[Breach, Reference]],
 ) -> list[tuple[Breach, list[Reference]]]:
     """Return one breach of each kind and result, the gravest first, and where it occurred."""
-    order = ("raises", "shape", "dtype", "missing", "NaN", "infinity", "not repeatable")
+    order = ("raises", "form", "shape", "dtype", "missing", "NaN", "infinity", "not repeatable")
     kinds: dict[tuple[str, str], list[tuple[Breach, Reference]]] = {}
     for breach, where in breaches:
         kinds.setdefault((breach.kind, breach.result), []).append((breach, where))

@@ -150,11 +150,18 @@ def test_a_value_error_is_a_refusal_only_of_an_option_of_the_call(message, of, r
     assert [finding.what for finding in report.findings] == ([] if refused else ["raises"])
 
 
-def test_the_quick_check_says_what_it_leaves_out_and_the_full_one_leaves_out_nothing():
+def test_each_check_says_what_it_leaves_out_and_the_full_one_only_what_is_beyond_its_cells():
     left_out = not_looked_at(QUICK)
     assert "the law 'rare rows'" in left_out
     assert "head_dim 96" in left_out
-    assert not not_looked_at(FULL)
+    assert not_looked_at(FULL) == (
+        "head_dim above 128; lengths above 2050; heads above 8; heads per kv head (GQA) above 8; "
+        "batch above 8"
+    )
+    assert not_looked_at(ONE).endswith(
+        "head_dim above 32; lengths above 65; heads above 2; heads per kv head (GQA) above 2; "
+        "batch above 2"
+    )
     report = quick(FA2)
     assert report.passed
     assert report.cells == len(QUICK)
@@ -215,6 +222,84 @@ def test_a_broken_promise_is_told_without_statistics(what):
     report = quick(changed(out=change), cells=ONE)
     assert not report.passed
     assert said in report.sentence
+
+
+class WordlessError(Exception):
+    def __str__(self):
+        raise RuntimeError("broken")
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "said"),
+    [
+        (lambda out: raises(SystemExit(0)), "raises", "raises SystemExit: 0"),
+        (lambda out: raises(WordlessError()), "raises", "raises WordlessError: WordlessError"),
+        (lambda out: out.to_sparse(), "form", "out is a sparse_coo tensor on cpu"),
+        (lambda out: out.detach().to("meta"), "form", "out is a strided tensor on meta"),
+        (lambda out: (out, 3, None), "form", "returns a tuple of 3 and must return out alone"),
+    ],
+)
+def test_what_ends_a_call_oddly_is_a_finding(change, what, said):
+    report = quick(changed(out=lambda out, q: change(out)), cells=ONE)
+    assert not report.passed
+    assert report.findings[0].what == what
+    assert said in report.sentence
+
+
+@pytest.mark.parametrize("lse", [None, [1, 2]])
+def test_an_lse_that_was_asked_for_and_is_not_given_is_missing(lse):
+    def attend(q, k, v, *, causal, scale=None, return_lse=False):
+        out = plain(q, k, v, causal=causal, scale=scale)
+        return (out, lse) if return_lse and lse else out
+
+    report = quick(attend, cells=ONE)
+    assert [finding.what for finding in report.findings] == ["missing"]
+    assert "lse is missing: return_lse=True must give (out, lse)" in report.sentence
+
+
+def without_lse(change):
+    def attend(q, k, v, *, causal, scale=None, return_lse=False):
+        out, lse = baseline_attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+        return (out, lse) if return_lse else change(out)
+
+    return attend
+
+
+def test_the_call_without_the_lse_is_checked_too():
+    report = quick(without_lse(lambda out: 1.05 * out), cells=FEW)
+    assert not report.passed
+    assert "where the LSE is not asked for, out and all gradients are 1.05" in report.sentence
+    report = quick(without_lse(lambda out: 1 / 0), cells=FEW)
+    assert "raises ZeroDivisionError: division by zero, where the LSE is not" in report.sentence
+
+
+def test_other_bits_without_the_lse_are_no_mistake():
+    def attend(q, k, v, *, causal, scale=None, return_lse=False):
+        if return_lse:
+            return baseline_attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+        return FA2(q, k, v, causal=causal, scale=scale)
+
+    cell = reference(FEW[0], torch.bfloat16)
+    q, k, v, _ = cell.inputs
+    out = plain(q, k, v, causal=True)
+    assert not torch.equal(FA2(q, k, v, causal=True), out)
+    report = quick(attend, cells=FEW)
+    assert report.passed, report.sentence
+
+
+def test_a_fault_at_the_head_dim_and_the_gqa_of_llms_fails():
+    def attend(q, k, v, *, causal, scale=None):
+        out = plain(q, k, v, causal=causal, scale=scale)
+        return 1.05 * out if q.shape[-1] == 128 and q.shape[1] == 8 * k.shape[1] else out
+
+    usual = [cell for cell in QUICK if cell.shape.head_dim == 128]
+    assert set(usual) < set(FULL)
+    assert not quick(attend, cells=usual).passed
+    assert quick(plain, cells=usual).passed
 
 
 def test_an_unknown_dtype_is_refused():

@@ -17,6 +17,8 @@ def my_kernels(tmp_path, monkeypatch):
         "    return baseline_attention(q, k, v, causal=causal, scale=scale)\n"
         "def unready(q, k, v, *, causal, scale=None):\n"
         "    raise NotImplementedError('no CPU')\n"
+        "def leaves(q, k, v, *, causal, scale=None):\n"
+        "    raise SystemExit(0)\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
@@ -50,6 +52,40 @@ def test_inputs_of_a_recorded_run_are_checked(trained_run, capsys):
     assert main([*words, "--from", str(trained_run)]) == 0
     laws = {row["law"] for row in json.loads(capsys.readouterr().out)["statistics"]}
     assert "given inputs" in laws
+
+
+def test_a_kernel_that_ends_the_process_fails_in_words(my_kernels, capsys):
+    assert main(["check", "my_kernels_for_check:leaves", "--quick", "--dtype", "bf16"]) == 1
+    assert "raises SystemExit: 0, in every cell" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("raise RuntimeError('no GPU here\\nsecond')", "RuntimeError: no GPU here second"),
+    ],
+)
+def test_a_module_that_does_not_import_is_wrong_input_in_one_line(
+    source, said, tmp_path, monkeypatch, capsys
+):
+    name = f"module_that_raises_{said.partition(':')[0].lower()}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit) as stop:
+        main(["check", f"{name}:f", "--quick", "--dtype", "bf16"])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize("option", ["--layer", "--step"])
+def test_a_layer_or_a_step_needs_a_run(option, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["check", "baseline", "--quick", "--dtype", "bf16", option, "0"])
+    assert stop.value.code == 2
+    assert "got no --from RUN" in capsys.readouterr().err
 
 
 def test_from_needs_a_run():
