@@ -11,8 +11,8 @@ have been.
 The faults are planted in the first seed, by `study.assay`. That training sees harm is shown by the
 arm that is broken on purpose (`verdict`), which has to carry the fault that the table asks training
 to see: an arm that is broken otherwise, however grossly, shows nothing of a small error of an
-attention. Leaves out the outcome: a fault that the loss would show
-takes more training than a study has.
+attention. Leaves out the outcome: a fault that the loss would show takes more training than a study
+has.
 """
 
 import math

@@ -393,8 +393,9 @@ def _figures(
         name = JUDGED[kind]
         figures[name] = one.mean
         # a gain of one head is as much smaller in its layer as there are heads
-        heads = [each for each in places if kind == "gain" == each.kind and each.head is not None]
-        others = [each for each in places if each.kind == kind and each not in heads]
+        same = [each for each in places if each.kind == kind]
+        heads = [each for each in same if kind == "gain" and each.head is not None]
+        others = [each for each in same if kind != "gain" or each.head is None]
         for prefix, group in (("", others), ("head_", heads)):
             if group:
                 figures[f"{prefix}{name}_excluded"] = max(_bound(each, alpha) for each in group)
