@@ -25,6 +25,7 @@ __all__ = [
     "arm_axis",
     "arm_lines",
     "beyond_limit",
+    "error_bar",
     "label",
     "log_ticks",
     "make_chart",
@@ -195,6 +196,19 @@ def arm_axis(names: Sequence[str]) -> dict[str, Any]:
         "ticktext": names,
         "range": [len(names) - 0.5, -0.5],
         "showgrid": False,
+    }
+
+
+def error_bar(mean: float, low: float, high: float, colour: str) -> dict[str, Any]:
+    """Return the bar of one mark from `low` to `high`, as plotly's `error_x`."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [high - mean],
+        "arrayminus": [mean - low],
+        "color": colour,
+        "thickness": 2,
+        "width": 5,
     }
 
 

@@ -16,6 +16,7 @@ from stability.report.page.chart import (
     Section,
     arm_axis,
     beyond_limit,
+    error_bar,
     label,
     log_ticks,
     make_chart,
@@ -158,15 +159,7 @@ def _mark(arm: ArmVerdict, place: int, name: str, style: ArmStyle) -> dict[str, 
         f"{_figure(arm, 'looks'):.0f} looks<extra>{label(arm.arm)}</extra>"
     )
     if not math.isnan(low):
-        mark["error_x"] = {
-            "type": "data",
-            "symmetric": False,
-            "array": [high - mean],
-            "arrayminus": [mean - low],
-            "color": style.colour,
-            "thickness": 2,
-            "width": 6,
-        }
+        mark["error_x"] = error_bar(mean, low, high, style.colour)
     return mark
 
 

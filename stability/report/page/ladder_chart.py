@@ -11,7 +11,15 @@ from typing import Any
 
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.number_text import EXACT_ZERO, scientific, times
-from stability.report.page.chart import Chart, arm_axis, label, log_ticks, make_chart, vertical_line
+from stability.report.page.chart import (
+    Chart,
+    arm_axis,
+    error_bar,
+    label,
+    log_ticks,
+    make_chart,
+    vertical_line,
+)
 from stability.report.view.error_bars import bar_ends, bars_are
 from stability.report.view.ladder import (
     AxisValue,
@@ -150,15 +158,7 @@ def _mark(
         "meta": {"arm": arm},
         "x": [mean],
         "y": [place],
-        "error_x": {
-            "type": "data",
-            "symmetric": False,
-            "array": [high - mean],
-            "arrayminus": [mean - low],
-            "color": style.colour,
-            "thickness": 2,
-            "width": 5,
-        },
+        "error_x": error_bar(mean, low, high, style.colour),
         "marker": {
             "symbol": style.symbol + ("-open" if mark.is_early else ""),
             "size": size,
