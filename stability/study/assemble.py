@@ -45,6 +45,7 @@ from stability.study.gpt_gradients import gradients_of_arm
 __all__ = [
     "Parts",
     "assemble",
+    "describe_attention",
     "fit",
     "held_out",
     "load_data",
@@ -165,6 +166,15 @@ def assemble(config: ArmConfig) -> Parts:
         init_hash=init_hash,
         callbacks=callbacks,
     )
+
+
+def describe_attention(config: ArmConfig) -> dict[str, Any]:
+    """Return what the manifest of a run says of its attention, which is resolved but not called.
+
+    ValueError as `resolve_device` and `resolve_attention`.
+    """
+    device = resolve_device(config)
+    return resolve_attention(_with_emulated_attention(config).attention, device).description
 
 
 def _with_emulated_attention(config: ArmConfig) -> ArmConfig:

@@ -14,9 +14,10 @@ from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, with_seed
 from stability.config.convert import to_dict
 from stability.config.schema import ArmConfig, Axis
-from stability.records.manifest import ENDED, environment, read_manifest
-from stability.records.paths import RunPaths
+from stability.records.manifest import ENDED, Manifest, environment, read_manifest
+from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import damage
+from stability.study.assemble import describe_attention
 
 __all__ = [
     "Fork",
@@ -84,7 +85,11 @@ def has_ended(paths: RunPaths) -> bool:
 
 
 def check_existing(run: Run) -> None:
-    """RunConflictError if the run's directory holds another run, or one that is damaged."""
+    """RunConflictError if the run's directory holds another run, or one that is damaged.
+
+    A run that goes on from a checkpoint needs the sources that it was begun with as well.
+    ValueError as `assemble.describe_attention`.
+    """
     if not run.paths.manifest.exists():
         # a kill during the very first write leaves a temporary file and no manifest
         strangers = [
@@ -109,7 +114,7 @@ def check_existing(run: Run) -> None:
     # a manifest from before arms could end early says nothing: its run trained the whole length
     _refuse_difference(run, "until", manifest.until or run.config.train.steps, run.last_step)
     if manifest.state not in ENDED:
-        _refuse_difference(run, "environment", manifest.environment, environment())
+        _refuse_other_sources(run, manifest)
         return
     damaged = damage(run.paths)
     if damaged:
@@ -142,6 +147,32 @@ def locked(paths: RunPaths) -> Iterator[None]:
                 f"{paths.root}: another process is training this run; wait for it, or stop it"
             ) from None
         yield
+
+
+def _refuse_other_sources(run: Run, manifest: Manifest) -> None:
+    """Refuse to go on where the machine, the attention or its source is another one than before.
+
+    An attention may be mended as long as the run has no checkpoint of its own: it is trained anew.
+    """
+    now = environment()
+    was_library, library = manifest.environment.get("kernel_source"), now["kernel_source"]
+    _refuse_source(run, manifest, "attention_kernels", was_library, library)
+    _refuse_difference(run, "environment", manifest.environment, now)
+    if max(checkpoint_steps(run.paths), default=0) <= (run.fork.at if run.fork else 0):
+        return
+    resolved = describe_attention(run.config)
+    name = resolved["implementation"]
+    _refuse_source(run, manifest, name, manifest.resolved.get("source"), resolved.get("source"))
+    _refuse_difference(run, "attention", manifest.resolved, resolved)
+
+
+def _refuse_source(run: Run, manifest: Manifest, name: str, was: Any, now: Any) -> None:
+    if was and now and was != now:
+        raise RunConflictError(
+            f"{run.paths.root}: was stopped at step {manifest.step}, trained by {name} as its "
+            f"source was then (SHA-256 {was[:12]}, now {now[:12]}); put that source back to go "
+            f"on, remove {run.paths.root} to train it anew, or use --out for another folder"
+        )
 
 
 def _refuse_difference(run: Run, where: str, found: object, asked: object) -> None:

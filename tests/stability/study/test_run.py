@@ -1,0 +1,121 @@
+"""A run that has begun goes on with the attention that it was begun with, or is refused by name."""
+
+import shutil
+import sys
+from dataclasses import replace
+
+import pytest
+
+from stability.config.load import load_study
+from stability.records.manifest import environment, read_manifest, write_manifest
+from stability.records.paths import RunPaths
+from stability.study.run import RunConflictError
+from tests.conftest import train_edited
+from tests.stability.study.recorded_bits import recorded_bits
+
+ATTENTION = """
+from torch.nn.functional import scaled_dot_product_attention
+
+def attend(q, k, v, *, causal, scale=None):
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+"""
+
+
+def _own_attention(content):
+    content["arms"] = {"own": {"attention": {"implementation": "my_attention:attend"}}}
+    content["seeds"], content["yardstick"] = [0], ""
+    content["base"]["probe"] = {"every": 0}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, text_file):
+    """The folder of a study with a user's attention, trained once; tests copy it."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "my_attention.py").write_text(ATTENTION)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        train_edited(folder, text_file, _own_attention)
+    del sys.modules["my_attention"]
+    return folder
+
+
+@pytest.fixture
+def source(ended, tmp_path, monkeypatch):
+    """The file of the user's attention, which a test may edit and import anew."""
+    shutil.copytree(ended, tmp_path, dirs_exist_ok=True, ignore=lambda *_: ["__pycache__"])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield tmp_path / "my_attention.py"
+    sys.modules.pop("my_attention", None)
+
+
+@pytest.fixture
+def stopped(source, ended):
+    """The study, its output folder and its run `own`, which stopped after its last checkpoint."""
+    study, out = load_study(ended / "tiny.yaml"), source.parent / "runs"
+    run = RunPaths.for_run(out / "tiny", "own", 0)
+    manifest = read_manifest(run.manifest)
+    files = {name: sum for name, sum in manifest.files.items() if name != "metrics.jsonl"}
+    write_manifest(run.manifest, replace(manifest, state="interrupted", step=5, files=files))
+    return study, out, run
+
+
+def _edit(source):
+    source.write_text(ATTENTION.replace("scale=scale", "scale=scale, dropout_p=0.0"))
+    sys.modules.pop("my_attention", None)
+
+
+def test_a_run_whose_attention_was_edited_is_not_resumed(source, stopped, run_tiny):
+    study, out, run = stopped
+    before = recorded_bits(out / "tiny")
+    _edit(source)
+    with pytest.raises(
+        RunConflictError,
+        match=r"own/seed-0: was stopped at step 5, trained by my_attention:attend as its source was"
+        r" then \(SHA-256 [0-9a-f]{12}, now [0-9a-f]{12}\); put that source back to go on, remove "
+        r".*own/seed-0 to train it anew, or use --out for another folder",
+    ):
+        run_tiny(study, out)
+    assert recorded_bits(out / "tiny") == before
+    assert read_manifest(run.manifest).state == "interrupted"
+
+    source.write_text(ATTENTION)
+    sys.modules.pop("my_attention", None)
+    assert run_tiny(study, out).ended[-1][2:] == ("finished", "")
+
+
+def test_a_run_that_ended_is_kept_after_its_attention_was_edited(source, stopped, run_tiny):
+    study, out, _ = stopped
+    run_tiny(study, out)
+    _edit(source)
+    assert run_tiny(study, out).ended[-1][2:] == ("finished", "kept")
+
+
+def test_an_attention_may_be_mended_before_the_first_checkpoint(source, stopped, run_tiny):
+    study, out, run = stopped
+    for path in run.checkpoints_dir.iterdir():
+        path.unlink()
+    _edit(source)
+    assert run_tiny(study, out).ended[-1][2:] == ("finished", "")
+
+
+def test_a_run_whose_attention_became_another_is_not_resumed(stopped, run_tiny):
+    study, out, run = stopped
+    manifest = read_manifest(run.manifest)
+    other = {**manifest.resolved, "engine": "their_attention"}
+    write_manifest(run.manifest, replace(manifest, resolved=other))
+    said = r"holds a run with attention.engine = 'their_attention', asked for 'my_attention'; "
+    with pytest.raises(RunConflictError, match=said):
+        run_tiny(study, out)
+
+
+def test_a_run_is_not_resumed_with_an_edited_attention_library(stopped, run_tiny, monkeypatch):
+    study, out, _ = stopped
+    edited = {**environment(), "kernel_source": "0123456789abcdef"}
+    monkeypatch.setattr("stability.study.run.environment", lambda: edited)
+    said = (
+        r"own/seed-0: was stopped at step 5, trained by attention_kernels as its source was then "
+        r"\(SHA-256 [0-9a-f]{12}, now 0123456789ab\); put that source back to go on, remove "
+    )
+    with pytest.raises(RunConflictError, match=said):
+        run_tiny(study, out)
