@@ -5,6 +5,7 @@ The check itself is `attention_kernels.testing.check_attention`, for a test suit
 
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,8 @@ def check(
                 f"check: dtype must be among {', '.join(_DTYPES)}, got {word!r}; "
                 f"nearest: {nearest(word, _DTYPES)}"
             )
+    if len(set(dtypes)) < len(dtypes):
+        raise ValueError(f"check: dtype must name each once, got {dtype!r}")
     if not dtypes:
         raise ValueError("check: dtype must be at least one of bf16, fp16, fp32, got none")
     if fault and fault not in FAULT_NAMES:
@@ -65,7 +68,8 @@ def check(
         )
     if not changes and (layer is not None or step is not None):
         raise ValueError("check: --layer and --step are of a recorded run, got no --from RUN")
-    report = _check(attention, dtypes, quick, fault, _given(changes, layer or 0, step))
+    with redirect_stdout(sys.stderr):  # what the kernel prints is no part of the answer
+        report = _check(attention, dtypes, quick, fault, _given(changes, layer or 0, step))
     if json:
         print_json(report.to_dict())
     else:

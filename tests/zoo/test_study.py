@@ -56,7 +56,8 @@ CONTROLS = {
     "baseline": {},
     "reference": {"role": "reference", "until": STEP, "probe": UNWATCHED},
     "nudge": {"nudge": {"ulps": 1}, "until": STEP, "probe": UNWATCHED},
-    "rerun": {"until": STEP, "probe": UNWATCHED},
+    # whole, since studies of wrong attentions name it as the arm that is judged
+    "rerun": {"probe": UNWATCHED},
     "broken": {
         "attention": {"implementation": "flash", "profile": "fa2", "fault": "out_gain_1pct"},
         "until": STEP,

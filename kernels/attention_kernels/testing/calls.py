@@ -1,24 +1,23 @@
 """One call of an attention under test, forward and backward, and what its contract says of it.
 
 An attention is called as `function(q, k, v, *, causal, scale=None)`, with `return_lse=True` where
-it has that argument, and must leave alone what it was given, return tensors shaped and typed as q,
-k and v with no NaN in them, and give the same bits when it is called again. What it refuses in so
-many words it does not support: NotImplementedError, or a ValueError that says that an option of
-this very call is not taken ("head_dim must be at most 64, got 96"). Any other error is a mistake,
-and so is an attempt to end the process.
+it has that argument, and must leave alone what it was given and the settings of the process, return
+tensors shaped and typed as q, k and v with no NaN in them, and give the same bits when it is called
+again. What it refuses in so many words it does not support (`refusals`). Any other error is a
+mistake, and so is an attempt to end the process.
 
-An attention that gives the LSE is called without it too: that is the call that training makes.
+It is called in other manners too, and where a bit differs, that result is looked at as well:
+without the LSE, which is how training calls; and, in plain cells, under `torch.no_grad()` and with
+a gradient wanted for one of q, k and v alone, as where weights are frozen.
 
-Both calls find NaN where they might read memory that nobody has written: in tensors that Python
+All calls find NaN where they might read memory that nobody has written: in tensors that Python
 makes empty, and in memory that has just been freed.
 """
 
-import copy
 import inspect
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,50 +26,14 @@ from attention_kernels.checks import PeerRefusalError
 from attention_kernels.testing.budget import nan_filled
 from attention_kernels.testing.cells import Reference
 from attention_kernels.testing.formula import RESULTS
+from attention_kernels.testing.refusals import UnsupportedError, is_refusal
+from attention_kernels.testing.side_effects import side_effects
 
-__all__ = ["WITHOUT_LSE", "Breach", "Called", "Signature", "UnsupportedError", "call"]
+__all__ = ["Breach", "Called", "Signature", "call"]
 
-WITHOUT_LSE = "where the LSE is not asked for"
-"""The words for a finding that the call with `return_lse=True` does not have."""
-
-
-class _Option(NamedTuple):
-    """The words for an option of a call, and the values that a cell has for it; none if unused."""
-
-    words: str
-    values: Callable[[Reference], tuple[object, ...]]
-
-
-def _lengths(where: Reference) -> tuple[object, ...]:
-    return where.cell.shape.query_len, where.cell.shape.key_len
-
-
-def _groups(where: Reference) -> tuple[object, ...]:
-    shape = where.cell.shape
-    return () if shape.heads == shape.kv_heads else (shape.heads, shape.kv_heads)
-
-
-_OPTIONS = (
-    _Option(r"causal", lambda where: (where.cell.causal,)),
-    _Option(
-        r"dtype|float\d*|bfloat16|half|bf16|fp16|fp32",
-        lambda where: (where.dtype, str(where.dtype).removeprefix("torch.")),
-    ),
-    _Option(r"head[_ ]?dim|head[_ ]size", lambda where: (where.cell.shape.head_dim,)),
-    _Option(r"gqa|mqa|grouped|(kv|num)[_ ]heads|heads", _groups),
-    _Option(r"(query|key|kv|seq|sequence)[_ ]?len\w*|lengths?|seqlens?", _lengths),
-    _Option(r"scale", lambda where: () if where.cell.scale is None else (where.cell.scale,)),
-    _Option(r"contiguous|strides?", lambda where: (True,) if where.cell.strided else ()),
-)
-_REFUSES = re.compile(
-    r"support|not implemented|unavailable|\bonly\b|\bmust\b|requires?\b|multiple of|divisible",
-    re.IGNORECASE,
-)
-_GOT = re.compile(r"\bgot:? +([\w.]+)", re.IGNORECASE)
-
-
-class UnsupportedError(Exception):
-    """The attention says that it does not do what it was asked for."""
+_CAUSAL = ("causal", "is_causal")
+_SCALE = ("scale", "softmax_scale", "sm_scale")
+"""The names that an argument may have, the contract's own first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,104 +51,144 @@ class Called:
 
     results: dict[str, Tensor]
     breaches: tuple[Breach, ...]
-    without_lse: dict[str, Tensor] | None = None
-    """The results where the LSE is not asked for, if any bit of them differs from `results`."""
+    others: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """By the words for another manner of calling, the results whose bits differ from `results`."""
+    refused: tuple[str, ...] = ()
+    """Manners of calling that it refuses, with its words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manner:
+    """How a cell is called: whether for the LSE, and which inputs need a gradient."""
+
+    words: str = ""
+    lse: bool = False
+    leaves: tuple[str, ...] = ("q", "k", "v")
+    times: int = 1
 
 
 class Signature:
-    """Which of `causal`, `scale` and `return_lse` an attention takes by name."""
+    """The names by which an attention takes `causal` and `scale`, and whether it gives the LSE."""
 
     def __init__(self, attention: Callable[..., Any], gives_lse: bool | None) -> None:
         try:
             parameters = inspect.signature(attention).parameters
-        except (TypeError, ValueError):  # a builtin does not tell
-            names, anything = {"causal", "scale"}, False
+        except (TypeError, ValueError):  # a builtin, such as PyTorch's own, does not tell
+            names, anything = {"is_causal", "scale"}, False
         else:
             kinds = {parameter.kind for parameter in parameters.values()}
             names, anything = set(parameters), inspect.Parameter.VAR_KEYWORD in kinds
-        self.causal = anything or "causal" in names
-        self.scale = anything or "scale" in names
+
+        def name_of(argument: tuple[str, ...]) -> str:
+            taken = (name for name in argument if name in names)
+            return next(taken, argument[0] if anything else "")
+
+        self.causal, self.scale = name_of(_CAUSAL), name_of(_SCALE)
         self.lse = "return_lse" in names if gives_lse is None else gives_lse
 
-    def without_lse(self) -> "Signature":
-        """Return the same signature, by which the LSE is not asked for."""
-        other = copy.copy(self)
-        other.lse = False
-        return other
-
-    def options(self, causal: bool, scale: float | None) -> dict[str, Any]:
+    def options(self, causal: bool, scale: float | None, lse: bool) -> dict[str, Any]:
         """Return the keywords of a call; `UnsupportedError` if one that is needed is not taken."""
         if causal and not self.causal:
             raise UnsupportedError("it takes no argument causal")
         if scale is not None and not self.scale:
             raise UnsupportedError("it takes no argument scale")
-        options: dict[str, Any] = {"causal": causal} if self.causal else {}
-        options |= {} if scale is None else {"scale": scale}
-        return options | ({"return_lse": True} if self.lse else {})
+        options: dict[str, Any] = {self.causal: causal} if self.causal else {}
+        options |= {} if scale is None else {self.scale: scale}
+        return options | ({"return_lse": True} if lse else {})
 
 
 def call(attention: Callable[..., Any], signature: Signature, where: Reference) -> Called:
-    """Call the attention twice on a cell's inputs, forward and backward, and without the LSE.
+    """Call the attention twice on a cell's inputs, forward and backward, then in other manners.
 
     `UnsupportedError` if it refuses; any other exception of its own is a breach.
     """
-    called = _called(attention, signature, where)
-    if not signature.lse or called.breaches:
+    called = _called(attention, signature, where, _Manner(lse=signature.lse, times=2))
+    if called.breaches:
         return called
-    plain = _called(attention, signature.without_lse(), where)
-    if plain.breaches:
-        said = [replace(x, sentence=f"{x.sentence}, {WITHOUT_LSE}") for x in plain.breaches]
-        return replace(called, breaches=tuple(said))
-    same = all(torch.equal(x, called.results[name]) for name, x in plain.results.items())
-    return called if same else replace(called, without_lse=plain.results)
+    others, refused = {}, []
+    for manner in _other_manners(signature, where):
+        try:
+            other = _called(attention, signature, where, manner)
+        except UnsupportedError as refusal:
+            refused.append(f"{refusal}, {manner.words}")
+            continue
+        if other.breaches:
+            said = [replace(x, sentence=f"{x.sentence}, {manner.words}") for x in other.breaches]
+            return replace(called, breaches=tuple(said))
+        if not all(torch.equal(x, called.results[name]) for name, x in other.results.items()):
+            others[manner.words] = other.results
+    return replace(called, others=others, refused=tuple(refused))
 
 
-def _called(attention: Callable[..., Any], signature: Signature, where: Reference) -> Called:
-    """Call the attention twice on a cell's inputs by this signature."""
-    inputs, options = where.inputs, signature.options(where.cell.causal, where.cell.scale)
+def _other_manners(signature: Signature, where: Reference) -> list[_Manner]:
+    manners = [_Manner(words="where the LSE is not asked for")] if signature.lse else []
+    if where.cell.is_plain():
+        manners.append(_Manner(words="under torch.no_grad()", leaves=()))
+        for name in ("q", "k", "v"):
+            words = f"where {name} alone needs a gradient"
+            manners.append(_Manner(words=words, leaves=(name,)))
+    return manners
+
+
+def _called(
+    attention: Callable[..., Any], signature: Signature, where: Reference, manner: _Manner
+) -> Called:
+    """Call the attention on a cell's inputs in this manner, as often as it says."""
+    inputs = where.inputs
+    options = signature.options(where.cell.causal, where.cell.scale, manner.lse)
     before = [x.clone() for x in inputs]
     versions = [x._version for x in inputs]
     try:
-        first = _run(attention, where, options)
-        again = _run(attention, where, options)
+        with torch.set_grad_enabled(bool(manner.leaves)), side_effects() as changed:
+            first, *again = [_run(attention, where, options, manner) for _ in range(manner.times)]
     except (NotImplementedError, PeerRefusalError) as error:
         raise UnsupportedError(_first_line(error)) from error
     except ValueError as error:
-        if _is_refusal(_text(error), where):
+        if is_refusal(_text(error), where):
             raise UnsupportedError(_first_line(error)) from error
         return Called(results={}, breaches=(_raised(error),))
     except (Exception, SystemExit) as error:  # whatever a kernel may raise is its own finding
         return Called(results={}, breaches=(_raised(error),))
-    unasked, _ = first.pop("unasked", ""), again.pop("unasked", "")
+    unasked = first.pop("unasked", "")
     breaches = [*_changed_inputs(where, before, versions), *_wrong_form(first, where)]
     if unasked:
         text = f"returns {unasked} and must return out alone: no LSE was asked for"
         breaches.append(Breach(kind="form", result="out", sentence=text))
     if not breaches:
-        breaches += [*_not_finite(first, where), *_not_repeated(first, again)]
+        breaches += _not_finite(first, where)
+        breaches += [x for results in again for x in _not_repeated(first, results)]
+    if changed:
+        text = f"changes {' and '.join(changed)} for whatever is computed after it"
+        breaches.append(Breach(kind="side effect", result="out", sentence=text))
     return Called(results=first if _usable(first, where) else {}, breaches=tuple(breaches))
 
 
 def _run(
-    attention: Callable[..., Any], where: Reference, options: dict[str, Any]
+    attention: Callable[..., Any], where: Reference, options: dict[str, Any], manner: _Manner
 ) -> dict[str, Any]:
     q, k, v, dout = where.inputs
     # detached: the views of a strided cell stay views
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    leaves = {
+        name: x.detach().requires_grad_(name in manner.leaves)
+        for name, x in zip(("q", "k", "v"), (q, k, v), strict=True)
+    }
     _leave_nan_behind(q, k)
+    torch.set_grad_enabled(bool(manner.leaves))  # whatever the call before has left
     with nan_filled():
-        returned = attention(*leaves, **options)
-        out, lse = _taken_apart(returned, "return_lse" in options)
+        returned = attention(*leaves.values(), **options)
+        out, lse = _taken_apart(returned, manner.lse)
         results: dict[str, Any] = {"out": out}
-        if "return_lse" in options:
+        if manner.lse:
             results["lse"] = lse.detach() if isinstance(lse, Tensor) else lse
-        gradients: tuple[Any, ...] = (None,) * 3
+        wanted = [leaves[name] for name in manner.leaves]
+        gradients: tuple[Any, ...] = (None,) * len(wanted)
         if isinstance(out, Tensor) and out.requires_grad and out.shape == dout.shape:
-            gradients = torch.autograd.grad(out, leaves, dout.to(out.dtype), allow_unused=True)
+            gradients = torch.autograd.grad(out, wanted, dout.to(out.dtype), allow_unused=True)
     results["out"] = out.detach() if isinstance(out, Tensor) else out
-    if isinstance(returned, tuple | list) and "return_lse" not in options:
+    if isinstance(returned, tuple | list) and not manner.lse:
         results["unasked"] = f"a {type(returned).__name__} of {len(returned)}"
-    return results | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    names = (f"d{name}" for name in manner.leaves)
+    return results | dict(zip(names, gradients, strict=True))
 
 
 def _leave_nan_behind(*like: Tensor) -> None:
@@ -200,23 +203,6 @@ def _taken_apart(returned: Any, with_lse: bool) -> tuple[Any, Any]:
         lse = returned[1] if with_lse and len(returned) > 1 else None
         return returned[0] if returned else None, lse
     return returned, None
-
-
-def _is_refusal(message: str, where: Reference) -> bool:
-    """Whether a ValueError refuses an option that the cell has, rather than being a mistake.
-
-    It must say in a word of refusal that an option is not taken, and one that the cell uses. Where
-    it ends "got <value>", that value must be the cell's own.
-    """
-    if not _REFUSES.search(message):
-        return False
-    got = _GOT.search(message)
-    for option in _OPTIONS:
-        values = [str(value).lower() for value in option.values(where)]
-        named = values and re.search(rf"\b({option.words})\b", message, re.IGNORECASE)
-        if named and (got is None or got[1].lower().rstrip(".") in values):
-            return True
-    return False
 
 
 def _text(error: BaseException) -> str:
@@ -257,7 +243,7 @@ def _wrong_form(results: dict[str, Any], where: Reference) -> list[Breach]:
     breaches = []
     like = dict(zip(("out", "dq", "dk", "dv"), (*where.inputs[:1], *where.inputs[:3]), strict=True))
     for name in RESULTS:
-        if name == "lse" and name not in results:
+        if name not in results:
             continue
         x = results[name]
         if not isinstance(x, Tensor):
@@ -333,9 +319,10 @@ def _not_repeated(first: dict[str, Tensor], again: dict[str, Any]) -> list[Breac
     breaches = []
     for name, x in first.items():
         y = again[name]
-        if torch.equal(x.nan_to_num(), y.nan_to_num()):
+        alike = isinstance(y, Tensor) and y.shape == x.shape
+        if alike and torch.equal(x.nan_to_num(), y.nan_to_num()):
             continue
-        differ = (x != y).double().mean().item()
+        differ = (x != y).double().mean().item() if alike else 1.0
         text = (
             f"{name} is not repeatable: {differ:.2%} of its values differ when it is called again "
             "on the same inputs, a race or memory that was not set"

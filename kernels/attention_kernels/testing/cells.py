@@ -50,13 +50,20 @@ class Cell:
     shape: Shape
     causal: bool
     scale: float | None = None
-    strided: bool = False
-    """Whether q, k, v are views of `(batch, length, heads, head_dim)` and dout is one head's."""
+    strided: str = ""
+    """Which of q, k and v are views of `(batch, length, heads, head_dim)`, as "qkv" or "v".
+
+    With q, dout is one head's, expanded.
+    """
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
-        extra = (", scale given" if self.scale else "") + (", strided" if self.strided else "")
+        extra = (", scale given" if self.scale else "") + self._strides()
         return f"{self.law}, {self.shape}, {mask}{extra}"
+
+    def _strides(self) -> str:
+        alone = "" if self.strided == "qkv" else f" {self.strided} alone"
+        return f", strided{alone}" if self.strided else ""
 
     def is_plain(self) -> bool:
         """Whether any attention should take it: as many kv heads, equal lengths, head_dim 64."""
@@ -93,15 +100,20 @@ _SHAPES = [
 ]
 _LAW_SHAPES = [Shape(8, 4, 2, 129, 129, 32), Shape(8, 4, 4, 150, 150, 32)]
 
-_AS_IN_LLMS = Cell(law="normal", shape=Shape(3, 8, 1, 97, 97, 128), causal=True)
-"""The usual head_dim, eight heads on one kv head, an odd batch, and a tail."""
+_IN_BOTH = (
+    # the usual head_dim, eight heads on one kv head, an odd batch, and a tail
+    Cell(law="normal", shape=Shape(3, 8, 1, 97, 97, 128), causal=True),
+    # one new query on more than a thousand keys, as in generation: 32 rows of out and dq
+    Cell(law="long rows", shape=Shape(8, 4, 2, 1, 1160, 64), causal=True),
+    Cell(law="normal", shape=Shape(2, 2, 2, 48, 48, 32), causal=False, strided="v"),
+)
 
 FULL: tuple[Cell, ...] = (
     *(cell for shape in _SHAPES for cell in _cells("normal", shape)),
     *_cells("normal", Shape(8, 4, 2, 160, 160, 32)),
     Cell(law="normal", shape=Shape(2, 4, 2, 96, 96, 32), causal=True, scale=0.3),
-    Cell(law="normal", shape=Shape(2, 4, 2, 130, 130, 32), causal=True, strided=True),
-    _AS_IN_LLMS,
+    Cell(law="normal", shape=Shape(2, 4, 2, 130, 130, 32), causal=True, strided="qkv"),
+    *_IN_BOTH,
     *(
         Cell(law=law, shape=shape, causal=causal)
         for law in ("outliers", "one-signed v", "tied maxima", "rare rows", "large logits")
@@ -118,8 +130,8 @@ QUICK: tuple[Cell, ...] = (
     *_cells("normal", Shape(1, 4, 1, 65, 97, 40), True),
     *_cells("normal", Shape(1, 2, 2, 64, 64, 64)),
     Cell(law="normal", shape=Shape(1, 2, 2, 64, 64, 64), causal=False, scale=0.3),
-    Cell(law="normal", shape=Shape(2, 4, 2, 66, 66, 32), causal=True, strided=True),
-    _AS_IN_LLMS,
+    Cell(law="normal", shape=Shape(2, 4, 2, 66, 66, 32), causal=True, strided="qkv"),
+    *_IN_BOTH,
     # rows 0 to 29 attend no key
     *_cells("normal", Shape(2, 2, 1, 70, 40, 32), True),
     *_cells("outliers", Shape(8, 2, 2, 70, 70, 32), True),
@@ -226,8 +238,13 @@ def _seed(cell: Cell) -> int:
 def _reference(cell: Cell, dtype: torch.dtype, inputs: Inputs) -> Reference:
     misread = None
     if cell.strided:
-        inputs = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
-        inputs = inputs._replace(dout=inputs.dout[:, :1].expand_as(inputs.q))
+        views = {
+            name: getattr(inputs, name).transpose(1, 2).contiguous().transpose(1, 2)
+            for name in cell.strided
+        }
+        if "q" in views:
+            views["dout"] = inputs.dout[:, :1].expand_as(inputs.q)
+        inputs = inputs._replace(**views)
         misread = Inputs(*map(_as_if_contiguous, inputs))
     options = {"causal": cell.causal, "scale": cell.scale}
     wide = Inputs(*(x.double() for x in inputs))

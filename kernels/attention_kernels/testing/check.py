@@ -16,14 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attention_kernels.testing.calls import (
-    WITHOUT_LSE,
-    Breach,
-    Called,
-    Signature,
-    UnsupportedError,
-    call,
-)
+from attention_kernels.testing.calls import Breach, Called, Signature, call
 from attention_kernels.testing.cells import (
     DTYPES,
     FULL,
@@ -39,6 +32,7 @@ from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.laws import Inputs
 from attention_kernels.testing.limits import LOOK_ROWS, Excess, excesses
 from attention_kernels.testing.measured import Measured, measure
+from attention_kernels.testing.refusals import UnsupportedError
 from attention_kernels.testing.sentences import (
     breach_sentence,
     excess_sentence,
@@ -128,10 +122,11 @@ def check_attention(
 ) -> CheckReport:
     """Check `attention(q, k, v, *, causal, scale=None)`, forward and backward, on the CPU.
 
-    It is asked for the LSE with `return_lse=True` if it has an argument of that name, or if
+    `causal` may be called `is_causal`, and `scale` `softmax_scale` or `sm_scale`. It is asked for
+    the LSE with `return_lse=True` if it has an argument of that name, or if
     `gives_lse` says so. `given` are further inputs, of any dtype, which causal attention is checked
     on after they were rounded. `quick` takes a few seconds a dtype, and its sentence says what it
-    leaves out. ValueError for a dtype that is not one of `cells.DTYPES`.
+    leaves out. ValueError for a dtype that is not one of `cells.DTYPES`, or that is given twice.
     """
     for dtype in dtypes:
         if dtype not in DTYPES:
@@ -139,6 +134,8 @@ def check_attention(
                 f"check_attention: dtypes must be among {', '.join(DTYPES)}, got {dtype!r}; "
                 "leave it out for all of them"
             )
+    if len(set(dtypes)) < len(dtypes):
+        raise ValueError(f"check_attention: dtypes must differ, got {', '.join(dtypes)}")
     chosen = cells if cells is not None else (QUICK if quick else FULL)
     report = CheckReport(
         name=name or _name_of(attention),
@@ -156,11 +153,8 @@ def check_attention(
         if given is not None:
             where = given_cell(given, DTYPES[format], "given inputs")
             _look(attention, signature, where, seen, report)
-        found, measured = seen.findings(), seen.measured
-        if not found and seen.differs:
-            found, measured = seen.findings_without_lse(), seen.without_lse
-        findings += found
-        report.statistics += [_row(format, one) for one in measured]
+        findings += seen.findings()
+        report.statistics += [_row(format, one) for one in seen.measured]
     report.findings = _merged(findings)
     return report
 
@@ -176,23 +170,24 @@ class _Seen:
     def __init__(self, format: str) -> None:
         self.format = format
         self.measured: list[Measured] = []
-        self.without_lse: list[Measured] = []
-        """The same of the calls without the LSE; those whose bits do not differ are shared."""
-        self.differs = False
+        self.others: dict[str, list[Measured]] = {}
+        """By the words for another manner of calling, what of it differs in its bits."""
         self.breaches: list[tuple[Breach, Reference]] = []
         self.calls: list[tuple[Reference, Called]] = []
 
     def findings(self) -> list[Finding]:
-        """Return what is wrong: the diagnosis first, then each excess it rests on."""
-        findings = [self._of_breach(*case) for case in _worst_breaches(self.breaches)]
-        return self._with_excesses(findings, self.measured)
+        """Return what is wrong: the diagnosis first, then each excess it rests on.
 
-    def findings_without_lse(self) -> list[Finding]:
-        """Return what is wrong where the LSE is not asked for, which is how training calls."""
-        return [
-            replace(finding, sentence=f"{WITHOUT_LSE}, {finding.sentence}")
-            for finding in self._with_excesses([], self.without_lse)
-        ]
+        Other manners of calling are told of only where the usual one is right.
+        """
+        findings = [self._of_breach(*case) for case in _worst_breaches(self.breaches)]
+        findings = self._with_excesses(findings, self.measured)
+        for words, measured in self.others.items() if not findings else ():
+            findings += [
+                replace(finding, sentence=f"{words}, {finding.sentence}")
+                for finding in self._with_excesses([], measured)
+            ]
+        return findings
 
     def _with_excesses(self, findings: list[Finding], measured: list[Measured]) -> list[Finding]:
         found = excesses(measured, self.format)
@@ -253,13 +248,11 @@ def _look(
     report.cells += 1
     seen.calls.append((where, called))
     seen.breaches += [(breach, where) for breach in called.breaches]
-    measured = _measured(where, called.results)
-    seen.measured += measured
-    if called.without_lse is None:
-        seen.without_lse += measured
-    else:
-        seen.without_lse += _measured(where, called.without_lse)
-        seen.differs = True
+    seen.measured += _measured(where, called.results)
+    for words, results in called.others.items():
+        seen.others.setdefault(words, []).extend(_measured(where, results))
+    for refusal in called.refused:
+        report.unsupported.setdefault(refusal, []).append(f"{seen.format}, {where.cell}")
 
 
 def _measured(where: Reference, results: dict[str, Tensor]) -> list[Measured]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attention_kernels.testing.cells import Reference
+from attention_kernels.testing.cells import Cell, Reference
 from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.laws import Inputs
 from attention_kernels.testing.limits import MAX_RATIO, Excess
@@ -91,16 +91,19 @@ def diagnose(found: Sequence[Excess], measured: Sequence[Measured]) -> Diagnosis
             best = fit, case
         if best is not None and (best[0].explained > 0.8 or best[0].names_it()):
             break
-    common = where_in_words(
-        {x.where.cell for excess in found for x in excess.evidence},
-        {x.where.cell for x in measured},
-    )
+    common = where_in_words(_failing_cells(found), {x.where.cell for x in measured})
     ending = f"; {common}" if common else ""
     if best is None or not best[0].names_it():
         return Diagnosis(noun=found[0].result, sentence=_plain(found) + ending, explained=0.0)
     fit, case = best
     sentence = f"{_in_words(fit, case, found)}{ending}"
     return Diagnosis(noun=fit.mistake.noun, sentence=sentence, explained=fit.explained)
+
+
+def _failing_cells(found: Sequence[Excess]) -> set[Cell]:
+    """Return the cells that fail; a mean over draws blames all of its law, healthy ones too."""
+    alone = [excess for excess in found if len(excess.evidence) == 1]
+    return {x.where.cell for excess in alone or found for x in excess.evidence}
 
 
 def _cells_to_try(found: Sequence[Excess]) -> list[Reference]:

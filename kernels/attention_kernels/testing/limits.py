@@ -3,7 +3,9 @@
 Every right attention passes these at BF16, FP16 and FP32 and every wrong one of `tests/zoo` fails
 one of them. A check looks at hundreds of values, so an excess must be certain: gain and bias by a
 t-test over independent draws, with one chance in a thousand (`CHANCE`) divided over all tests of
-the check; error ratios by `SURE` standard errors over rows or draws, which are clusters.
+the check; error ratios, and the gain of a single call, by `SURE` standard errors over rows, which
+are clusters. A kernel has paths of its own for a scale, strides, GQA or long rows: a gain is
+therefore judged in every call by itself too, never only as the mean over calls.
 
 Where plain attention itself has a gain or a bias (few distinct probabilities, all rounded the same
 way), an attention may have twice that.
@@ -63,6 +65,7 @@ def excesses(measured: Sequence[Measured], format: str) -> list[Excess]:
 
 
 def _in_a_cell(measured: Measured, max_row: float) -> Iterator[Excess]:
+    yield from _gain_in_a_cell(measured)
     at = {"result": measured.result, "law": measured.where.cell.law, "evidence": (measured,)}
     of_heads = measured.squared_errors.shape[1]
     log, error = measured.log_ratio()
@@ -106,6 +109,31 @@ def _in_a_cell(measured: Measured, max_row: float) -> Iterator[Excess]:
             rows=tuple(beyond.flatten(0, 1).any(0).nonzero().flatten().tolist()),
             **at,
         )
+
+
+def _gain_in_a_cell(measured: Measured) -> Iterator[Excess]:
+    """Yield a gain that this very call has, of single heads or of all: its path may be its own."""
+    rows_of_head = measured.power.shape[0] * measured.power.shape[2]
+    of_heads = measured.power.shape[1]
+    value, error, baseline = measured.gain_of_heads()
+    limit = torch.clamp(2 * baseline.abs(), min=MAX_GAIN)
+    rows = torch.tensor([rows_of_head] * of_heads + [rows_of_head * of_heads])
+    beyond = (value.abs() - SURE * error > limit) & (rows >= LOOK_ROWS)
+    if not beyond.any():
+        return
+    index = int(torch.where(beyond, value.abs() / limit, -math.inf).argmax())
+    heads = tuple(beyond[:-1].nonzero().flatten().tolist())
+    yield Excess(
+        statistic="gain",
+        result=measured.result,
+        law=measured.where.cell.law,
+        value=value[index].item(),
+        error=error[index].item(),
+        limit=limit[index].item(),
+        heads=heads or tuple(range(of_heads)),
+        of_heads=of_heads,
+        evidence=(measured,),
+    )
 
 
 def _heads(beyond: Tensor) -> tuple[int, ...]:

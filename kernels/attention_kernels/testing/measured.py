@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_kernels.formats import FORMATS, input_format
 from attention_kernels.testing.cells import Reference
-from attention_kernels.testing.statistics import angle, bias_ulp, gain, log_error
+from attention_kernels.testing.statistics import angle, bias_ulp, gain, log_error, slope
 
 __all__ = ["RANGE", "Measured", "measure"]
 
@@ -39,6 +39,26 @@ class Measured:
     """The bias away from zero."""
     baseline_outward: Tensor
     angles: Tensor
+    along: Tensor
+    """Error times golden, summed over each row: what a gain is the sum of."""
+    baseline_along: Tensor
+    power: Tensor
+    """The golden's square, summed over each row."""
+
+    def gain_of_heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return each head's gain over the batch, its standard error, and plain attention's own.
+
+        `(H + 1,)` each: the last value is that of all heads. 0 where the golden is 0.
+        """
+        gains, errors, baseline = [], [], []
+        for head in (*range(self.power.shape[1]), slice(None)):
+            along, theirs, power = (
+                x[:, head].flatten() for x in (self.along, self.baseline_along, self.power)
+            )
+            value, error = slope(along, power)
+            gains, errors = [*gains, value], [*errors, error]
+            baseline.append(slope(theirs, power)[0])
+        return torch.stack(gains), torch.stack(errors), torch.stack(baseline)
 
     def log_ratio(self) -> tuple[Tensor, Tensor]:
         """Return the log of the error ratio by batch entry and head, and its standard error."""
@@ -105,4 +125,7 @@ def measure(where: Reference, result: str, x: Tensor) -> Measured:
         outward=bias_ulp(x, golden, format, outward=True),
         baseline_outward=bias_ulp(baseline, golden, format, outward=True),
         angles=angle(x, golden),
+        along=((x - golden) * golden).sum(-1),
+        baseline_along=((baseline - golden) * golden).sum(-1),
+        power=golden.square().sum(-1),
     )

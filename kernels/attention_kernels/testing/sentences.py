@@ -1,7 +1,7 @@
 """The words in which a check says what it found, as the author of a kernel would."""
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from attention_kernels.testing.calls import Breach
 from attention_kernels.testing.cells import Cell, Reference
@@ -82,13 +82,17 @@ def where_in_words(failing: Iterable[Cell], healthy: Iterable[Cell]) -> str:
     return shared[0] if shared else ""
 
 
-_TRAITS = {
+_TRAITS: dict[str, Callable[[Cell], bool]] = {
+    "only with a single query, as in generation": lambda cell: cell.shape.query_len == 1,
     "only where query_len != key_len": lambda cell: cell.shape.query_len != cell.shape.key_len,
+    "only where a scale is given": lambda cell: cell.scale is not None,
+    "only on strided inputs, which are not contiguous": lambda cell: bool(cell.strided),
+    "only with head_dim above 64": lambda cell: cell.shape.head_dim > 64,
+    "only with a single kv head": lambda cell: cell.shape.kv_heads == 1 < cell.shape.heads,
+    "only with GQA, fewer kv heads than heads": lambda cell: cell.shape.kv_heads < cell.shape.heads,
     "only under a causal mask": lambda cell: cell.causal,
     "only without a causal mask": lambda cell: not cell.causal,
-    "only where a scale is given": lambda cell: cell.scale is not None,
-    "only on strided inputs, which are not contiguous": lambda cell: cell.strided,
-    "only with GQA, fewer kv heads than heads": lambda cell: cell.shape.kv_heads < cell.shape.heads,
+    "only with a batch of 1": lambda cell: cell.shape.batch == 1,
     "only where the length is no multiple of 64: the tail, the last tile": lambda cell: (
         cell.shape.key_len % 64 != 0
     ),

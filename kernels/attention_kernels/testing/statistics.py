@@ -10,8 +10,8 @@ a width of 1. Four statistics describe its error:
 - the *angle* to the golden, in radians, which no factor changes.
 
 Elements of one result are not independent: they share rows, keys and statistics. So a standard
-error is always taken over looks, which are independent draws (`over_looks`), and an error ratio's
-over rows (`log_error`). Leaves out which of them is too large (`limits`).
+error is always taken over looks, which are independent draws (`over_looks`), or, within a single
+call, over rows (`log_error`, `slope`). Leaves out which of them is too large (`limits`).
 """
 
 import functools
@@ -32,6 +32,7 @@ __all__ = [
     "gain",
     "log_error",
     "over_looks",
+    "slope",
     "t_quantile",
 ]
 
@@ -66,6 +67,21 @@ def gain(x: Tensor, golden: Tensor) -> Tensor:
     power = golden.square().sum((-1, -2))
     slope = ((x - golden) * golden).sum((-1, -2))
     return torch.where(power > 0, slope / power.clamp(min=torch.finfo(power.dtype).tiny), 0.0)
+
+
+def slope(along: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slope of sum(along) on sum(power), and its standard error over rows, `(rows,)`.
+
+    A ratio of sums, whose error is that of what each row leaves of it; infinite for a single row.
+    """
+    rows, total = len(power), power.sum()
+    if total == 0:
+        return total, total
+    value = along.sum() / total
+    if rows < 2:
+        return value, torch.full_like(value, math.inf)
+    left = along - value * power
+    return value, (left.square().sum() * rows / (rows - 1)).sqrt() / total
 
 
 def bias_ulp(x: Tensor, golden: Tensor, format: Format, *, outward: bool = False) -> Tensor:

@@ -1,6 +1,8 @@
 """A check passes what is right, fails what is wrong, and says what is wrong with it."""
 
 import functools
+import itertools
+import random
 import re
 
 import pytest
@@ -188,6 +190,59 @@ def test_no_cells_are_no_pass():
     assert not quick(plain, cells=[]).passed
 
 
+class _Gain(torch.autograd.Function):
+    """The identity, whose gradient is 1 % too large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.01 * grad
+
+
+CLASSES = {
+    "only where a scale is given": lambda q, k, v, causal, scale: scale is not None,
+    "only on strided inputs": lambda q, k, v, causal, scale: not v.is_contiguous(),
+    "only with a single kv head": lambda q, k, v, causal, scale: 1 == k.shape[1] < q.shape[1],
+    "only with head_dim above 64": lambda q, k, v, causal, scale: q.shape[3] > 64,
+    "only where query_len != key_len": lambda q, k, v, causal, scale: q.shape[2] == 1,
+    "only without a causal mask": lambda q, k, v, causal, scale: not causal,
+}
+
+
+_EACH = [*zip(CLASSES, ("out", "dq", "dk", "dv", "out", "dk"), strict=True)]
+_REST = [case for case in itertools.product(CLASSES, RESULTS) if case not in _EACH]
+
+
+@pytest.mark.parametrize(
+    ("trait", "what"),
+    [*_EACH, *(pytest.param(*case, marks=pytest.mark.slow) for case in _REST if case[1] != "lse")],
+)
+def test_one_percent_in_one_class_of_calls_alone_fails(trait, what):
+    # a kernel has a path of its own for each; the mean over all cells would hide it
+    def attend(q, k, v, *, causal, scale=None):
+        inputs = {"q": q, "k": k, "v": v}
+        wrong = CLASSES[trait](q, k, v, causal, scale)
+        if wrong and what != "out":
+            inputs[what[1]] = _Gain.apply(inputs[what[1]])
+        out = plain(**inputs, causal=causal, scale=scale)
+        return 1.01 * out if wrong and what == "out" else out
+
+    def in_class(cell):
+        q, k, v, _ = reference(cell, torch.bfloat16).inputs
+        return CLASSES[trait](q, k, v, cell.causal, cell.scale)
+
+    few = [cell for cell in QUICK if cell.law == "normal" and cell.shape.batch < 8]
+    decoding = [cell for cell in QUICK if cell.shape.query_len == 1 < cell.shape.key_len]
+    of_class = [cell for cell in [*few, *decoding] if in_class(cell)]
+    report = quick(attend, cells=[*PLAIN, *of_class])
+    assert not report.passed
+    assert report.findings[0].noun == what, report.sentence
+    assert trait in report.sentence, report.sentence
+
+
 def golden(q, k, v, *, causal, scale=None):
     return golden_attention(q, k, v, causal=causal, scale=scale).to(q.dtype)
 
@@ -291,6 +346,83 @@ def test_other_bits_without_the_lse_are_no_mistake():
     assert report.passed, report.sentence
 
 
+@pytest.mark.parametrize(
+    ("when", "said"),
+    [
+        (lambda q, k, v: not torch.is_grad_enabled(), "under torch.no_grad()"),
+        (lambda q, k, v: not (k.requires_grad or v.requires_grad), "q alone needs a gradient"),
+        (lambda q, k, v: not (q.requires_grad or k.requires_grad), "v alone needs a gradient"),
+    ],
+)
+def test_calls_without_a_gradient_and_with_one_of_three_are_checked_too(when, said):
+    def attend(q, k, v, *, causal, scale=None):
+        out = plain(q, k, v, causal=causal, scale=scale)
+        return 1.02 * out if when(q, k, v) else out
+
+    report = quick(attend, cells=PLAIN)
+    assert not report.passed
+    assert f"{said}, out and all gradients are 1.02" in report.sentence or said in report.sentence
+    report = quick(attend, cells=FEW)  # none of them is plain
+    assert report.passed
+
+
+def test_a_manner_of_calling_that_is_refused_is_listed():
+    def attend(q, k, v, *, causal, scale=None):
+        if not torch.is_grad_enabled():
+            raise NotImplementedError("inference")
+        return plain(q, k, v, causal=causal, scale=scale)
+
+    report = quick(attend, cells=PLAIN)
+    assert report.passed
+    assert list(report.unsupported) == ["inference, under torch.no_grad()"]
+
+
+SIDE_EFFECTS = {
+    "torch's random numbers": lambda: torch.manual_seed(0),
+    "Python's random numbers": lambda: random.seed(0),
+    "whether gradients are recorded": lambda: torch.set_grad_enabled(False),
+    "the default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "the precision of FP32 matrix products": lambda: torch.set_float32_matmul_precision("high"),
+}
+
+
+@pytest.mark.parametrize("what", SIDE_EFFECTS)
+def test_what_a_call_changes_beside_its_results_is_a_finding_and_put_back(what):
+    def attend(q, k, v, *, causal, scale=None):
+        out = plain(q, k, v, causal=causal, scale=scale)
+        SIDE_EFFECTS[what]()
+        return out
+
+    before = torch.get_rng_state()
+    report = quick(attend, cells=ONE)
+    assert f"changes {what} for whatever is computed after it" in report.sentence
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_other_names_of_the_arguments_are_known():
+    def attend(q, k, v, *, is_causal=False, softmax_scale=None):
+        return plain(q, k, v, causal=is_causal, scale=softmax_scale)
+
+    cells = [PLAIN[0], next(cell for cell in QUICK if cell.scale)]
+    report = quick(attend, cells=cells)
+    assert report.passed, report.sentence
+    assert not report.unsupported
+
+
+def test_pytorchs_own_function_is_checked_as_it_is():
+    # its causal mask is top-left and GQA must be asked for: two things that a wrapper must mend
+    report = quick(torch.nn.functional.scaled_dot_product_attention, cells=PLAIN)
+    assert report.passed, report.sentence
+    longer = [cell for cell in QUICK if cell.shape.query_len < cell.shape.key_len and cell.causal]
+    alone = [cell for cell in FULL if cell.shape == Shape(2, 4, 4, 113, 203, 32)]
+    report = quick(torch.nn.functional.scaled_dot_product_attention, cells=alone)
+    assert longer
+    assert "top-left" in report.sentence, report.sentence
+
+
 def test_a_fault_at_the_head_dim_and_the_gqa_of_llms_fails():
     def attend(q, k, v, *, causal, scale=None):
         out = plain(q, k, v, causal=causal, scale=scale)
@@ -305,6 +437,8 @@ def test_a_fault_at_the_head_dim_and_the_gqa_of_llms_fails():
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="dtypes must be among bf16, fp16, fp32, got 'int8'"):
         quick(plain, "int8")
+    with pytest.raises(ValueError, match="dtypes must differ, got bf16, bf16"):
+        check_attention(plain, dtypes=["bf16", "bf16"])
 
 
 def test_given_inputs_are_checked_too():

@@ -14,6 +14,7 @@ def my_kernels(tmp_path, monkeypatch):
     (tmp_path / "my_kernels_for_check.py").write_text(
         "from attention_kernels import baseline_attention\n"
         "def right(q, k, v, *, causal, scale=None):\n"
+        "    print('tuning')\n"
         "    return baseline_attention(q, k, v, causal=causal, scale=scale)\n"
         "def unready(q, k, v, *, causal, scale=None):\n"
         "    raise NotImplementedError('no CPU')\n"
@@ -27,7 +28,7 @@ def my_kernels(tmp_path, monkeypatch):
 def test_a_right_attention_of_ones_own_holds(my_kernels, capsys):
     words = ["check", "my_kernels_for_check:right", "--quick", "--dtype", "bf16", "--json"]
     assert main(words) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)  # the kernel's own lines are not in it
     assert report["passed"]
     assert report["cells"] == len({row["cell"] for row in report["statistics"]})
 
@@ -78,6 +79,13 @@ def test_a_module_that_does_not_import_is_wrong_input_in_one_line(
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def test_a_dtype_is_given_once(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["check", "baseline", "--dtype", "bf16,bf16"])
+    assert stop.value.code == 2
+    assert "dtype must name each once, got 'bf16,bf16'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--layer", "--step"])

@@ -1,0 +1,49 @@
+"""What a call may change beside its results: the settings and random numbers of the process.
+
+A kernel that seeds the generator anew, or leaves gradients switched off, gives right results and
+spoils the training around it.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["side_effects"]
+
+_SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
+    ("torch's random numbers", torch.get_rng_state, torch.set_rng_state),
+    ("Python's random numbers", random.getstate, random.setstate),
+    ("whether gradients are recorded", torch.is_grad_enabled, torch.set_grad_enabled),
+    ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    (
+        "the precision of FP32 matrix products",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    (
+        "whether algorithms must be deterministic",
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    ("the number of threads", torch.get_num_threads, torch.set_num_threads),
+)
+
+
+@contextmanager
+def side_effects() -> Iterator[list[str]]:
+    """Yield a list that holds, after the context, what was changed in it and has been put back."""
+    changed: list[str] = []
+    before = [get() for _, get, _ in _SETTINGS]
+    try:
+        yield changed
+    finally:
+        for (name, get, put), old in zip(_SETTINGS, before, strict=True):
+            new = get()
+            same = torch.equal(old, new) if isinstance(old, Tensor) else old == new
+            if not same:
+                changed.append(name)
+                put(old)
