@@ -18,6 +18,7 @@ from typing import Any
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_distances import window_problems
 from stability.analysis.study_records import RecordedStudy
+from stability.analysis.window import SETTLING
 from stability.config.arms import probe_of_seed
 from stability.config.convert import ConfigError, from_dict, to_dict
 from stability.config.diff import leaves
@@ -61,6 +62,7 @@ def make_protocol(
         window={
             "step": policy.get("step", 0),
             "limit": policy.get("window_limit"),
+            "settling": SETTLING,
             "steps": sorted(step for step in steps if 0 < step <= end),
         },
         looks=list(LOOKS),
@@ -131,7 +133,9 @@ def _policy(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rule(protocol: Protocol) -> dict[str, Any]:
     """Return the window less what the policy has told of it."""
-    return {"steps": protocol.window.get("steps")}
+    # one that was sealed before the updates of settling were is read by today's
+    settling = protocol.window.get("settling", SETTLING)
+    return {"settling": settling, "steps": protocol.window.get("steps")}
 
 
 def _base(values: Mapping[str, Any]) -> Mapping[str, Any]:

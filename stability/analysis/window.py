@@ -30,7 +30,7 @@ from stability.records.window import WindowRecord
 SETTLING = 10
 """Updates in which a control may leave the limit and come back: 1 / (1 - beta1) of Adam."""
 
-__all__ = ["Window", "pick_window", "window_changes", "window_of", "window_record"]
+__all__ = ["SETTLING", "Window", "pick_window", "window_changes", "window_of", "window_record"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

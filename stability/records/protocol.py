@@ -31,8 +31,8 @@ class Protocol:
     """By name: `role`, `until`, `diff`, config path -> [baseline's value, the arm's], and `probe`,
     which decides what is seen of the arm; older protocols do not hold the last."""
     window: dict[str, Any]
-    """How the judged step is chosen: `step` (0: by the rule), the rule's `limit`, and the `steps`
-    that it chooses from."""
+    """How the judged step is chosen: `step` (0: by the rule), the rule's `limit`, the
+    updates of `settling` that it passes over, and the `steps` that it chooses from."""
     looks: list[int]
     """The numbers of seeds at which the study may be judged."""
     seeds: list[int]

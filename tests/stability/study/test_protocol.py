@@ -10,6 +10,7 @@ from threading import Barrier
 
 import pytest
 
+from stability.analysis import protocol_check
 from stability.analysis.protocol_check import protocol_changes
 from stability.analysis.study_records import read_study
 from stability.config.load import load_study
@@ -96,7 +97,7 @@ def test_a_protocol_holds_all_that_a_verdict_rests_on(study):
         "diff": {"precision": ["bf16-mixed", "32-true"]},
     }
     assert sealed.arms["flash"]["until"] == 6
-    assert sealed.window == {"step": 0, "limit": 0.04, "steps": [1, 2, 4]}
+    assert sealed.window == {"step": 0, "limit": 0.04, "settling": 10, "steps": [1, 2, 4]}
     assert (sealed.looks, sealed.seeds) == ([3, 5, 8, 12, 20], [0])
     assert sealed.base["train"]["steps"] == 6
 
@@ -237,6 +238,12 @@ def test_probing_that_another_version_sealed_is_compared_as_it_stands(watched):
     assert _changes(watched) == [
         "in the run of flash, seed 0, probe.sharpness is 3, was sealed as nothing"
     ]
+
+
+def test_another_rule_of_the_window_is_told(study, monkeypatch):
+    monkeypatch.setattr(protocol_check, "SETTLING", 5)
+    changes = protocol_changes(read_study(study), read_study(study).policy)
+    assert changes == ["window.settling is 5, was sealed as 10"]
 
 
 def test_seeds_of_an_arm_with_several_sources_are_told(study):
