@@ -19,7 +19,8 @@ def experiment(
 ) -> int:
     """Run an experiment, or `all`; without a name list them.
 
-    Exit code 1 if a control is refuted, 3 if one is undecided.
+    Exit code 1 if a control is refuted or one of several experiments can't be run, 3 if a control
+    is undecided.
 
     Args:
         name: the experiment, e.g. stable_fig3, or all

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import io
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 import jsonargparse
 
 from stability import __version__
-from stability.cli.output import EXIT_CODES, FAILS, HOLDS, INTERRUPTED, WRONG
+from stability.cli.output import EXIT_CODES, FAILS, HOLDS, INTERRUPTED, UNREAD, WRONG
 from stability.records.atomic_files import DiskFullError
 
 __all__ = ["main"]
@@ -46,6 +47,10 @@ VERBS = {
 """For each verb: the module with the function of that name, and its line in `stability --help`."""
 
 
+_OUTPUT = 1
+"""The file descriptor of standard output."""
+
+
 class _HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Formats help without rewrapping the epilog, in which `option_help` may list keys by line."""
 
@@ -59,10 +64,53 @@ class _Parser(jsonargparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return its exit code."""
+    if sys.stdout is None:  # closed by the shell, as by `>&-`
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 it stays open
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding lacks is printed as "?" and raises no error.
         sys.stdout.reconfigure(errors="replace")
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _answer(words)
+        finally:
+            # what is left in the buffer may meet a closed pipe too
+            sys.stdout.flush()
+    except (OSError, SystemExit, KeyboardInterrupt) as error:
+        if _is_of_closed_output(error):
+            code = UNREAD
+        elif isinstance(error, OSError):
+            sys.stderr.write(f"stability: standard output: {error.strerror}\n")
+            code = FAILS
+        else:
+            raise
+    # the interpreter flushes what is left once more as it ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _OUTPUT)
+    return code
+
+
+def _is_of_closed_output(error: BaseException | None) -> bool:
+    """Whether nobody reads standard output any more, so that `error` is no one's mistake.
+
+    rich turns the BrokenPipeError into SystemExit, and a run that is training that into
+    KeyboardInterrupt.
+    """
+    if isinstance(error, SystemExit) and error.code == WRONG:
+        return False  # it was told already
+    while error is not None and not isinstance(error, BrokenPipeError):
+        error = error.__context__
+    return error is not None
+
+
+def _is_output_closed() -> bool:
+    """Whether standard output is a pipe without a reader; else it was another pipe that broke."""
+    poll = select.poll()
+    poll.register(_OUTPUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _answer(words: list[str]) -> int:
+    """Return the exit code of the command line."""
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_overview())
         return HOLDS
@@ -73,16 +121,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=3, cutoff=0.4) or list(VERBS)
         _fail(f"no verb {verb!r}; nearest: {', '.join(near)}")
+    return _try_verb(verb, rest)
+
+
+def _try_verb(verb: str, words: list[str]) -> int:
+    """Run a verb; what goes wrong in it is one line on standard error, and an exit code."""
     try:
-        return _run_verb(verb, rest)
+        return _run_verb(verb, words)
     except (ValueError, FileNotFoundError) as error:
         _fail(str(error))
     except DiskFullError as error:
         sys.stderr.write(f"stability: {error}; free some, and the same command goes on from here\n")
         return FAILS
+    except BrokenPipeError as error:
+        if _is_output_closed():
+            raise
+        _fail(f"{verb}: {error.strerror}")
     except OSError as error:
         _fail(f"{error.filename or verb}: {error.strerror or error}")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if _is_of_closed_output(error):
+            raise
         sys.stderr.write("stability: interrupted; the same command goes on from here\n")
         return INTERRUPTED
 

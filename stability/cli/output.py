@@ -13,20 +13,22 @@ __all__ = [
     "HOLDS",
     "INTERRUPTED",
     "UNDECIDED",
+    "UNREAD",
     "WRONG",
     "print_json",
     "print_line",
 ]
 
-HOLDS, FAILS, WRONG, UNDECIDED, EXPLORATORY, INTERRUPTED = 0, 1, 2, 3, 4, 130
+HOLDS, FAILS, WRONG, UNDECIDED, EXPLORATORY, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 130, 141
 
 EXIT_CODES = {
     HOLDS: "done, and what was checked holds",
     FAILS: "a run failed, or what was checked does not hold",
     WRONG: "wrong input, or it can't be judged",
-    UNDECIDED: "undecided: INCONCLUSIVE or NO ASSAY",
+    UNDECIDED: "undecided: INCONCLUSIVE or NO ASSAY, or a control of an experiment",
     EXPLORATORY: "exploratory: the protocol was changed after it was sealed",
     INTERRUPTED: "interrupted by Ctrl-C",
+    UNREAD: "nobody read its output to the end, as in `| head`",
 }
 """What each exit code says, in the words of `stability --help` and the README."""
 

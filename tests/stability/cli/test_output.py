@@ -2,11 +2,17 @@
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+from stability.cli import verdict
 from stability.cli.main import main
-from stability.cli.output import EXIT_CODES, print_json
+from stability.cli.output import EXIT_CODES, UNDECIDED, print_json
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,3 +39,65 @@ def test_the_readme_names_the_exit_codes_of_the_table():
     (said,) = re.findall(r"\*\*Exit codes\*\*: (.*?)\n- ", (ROOT / "README.md").read_text(), re.S)
     parts = [" ".join(part.split()) for part in said.rstrip(".").split(";")]
     assert parts == [f"{code} {meaning}" for code, meaning in EXIT_CODES.items()]
+
+
+LINES = """
+import sys
+from stability.cli import main, output, show
+
+def verb(folder: str) -> int:
+    output.print_line(folder)
+    return 0
+
+show.show = verb
+sys.exit(main.main(["show", "any"]))
+"""
+
+
+def _run(*words, stdout):
+    return subprocess.run(
+        [sys.executable, *words], stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["-m", "stability.cli.main", "--help"], ["-m", "stability.cli.main", "doctor"], ["-c", LINES]],
+    ids=["all-at-once", "by-rich", "line-by-line"],
+)
+def test_a_reader_that_leaves_early_ends_a_verb_quietly(words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = _run(*words, stdout=writing)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_output_without_room_is_told_on_one_line():
+    with Path("/dev/full").open("w") as full:
+        done = _run("-m", "stability.cli.main", "--version", stdout=full)
+    assert done.returncode == 1
+    assert done.stderr == "stability: standard output: No space left on device\n"
+
+
+def test_a_pipe_that_breaks_elsewhere_is_told(monkeypatch, capsys):
+    def broken(folder):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("stability.cli.show.holds_probe", broken)
+    with pytest.raises(SystemExit) as stop:
+        main(["show", "runs"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "stability: show: Broken pipe\n"
+
+
+def test_the_table_names_all_that_is_undecided():
+    said = EXIT_CODES[UNDECIDED]
+    outcomes = [outcome for outcome, code in verdict._EXIT_CODES.items() if code == UNDECIDED]
+    assert outcomes
+    assert all(outcome in said for outcome in outcomes), said
+    runner = (ROOT / "experiments" / "kit" / "runner.py").read_text()
+    assert '"undecided": UNDECIDED}[record.controls]' in runner
+    assert "a control of an experiment" in said
