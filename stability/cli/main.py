@@ -14,7 +14,7 @@ import io
 import os
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +47,12 @@ VERBS = {
 """For each verb: the module with the function of that name, and its line in `stability --help`."""
 
 
+_TRUTH = {
+    word: said
+    for said, words in (("true", "yes on"), ("false", "no off"))
+    for word in (said, *words.split())
+}
+"""What may follow a flag, in lower case, and what it says."""
 _OUTPUT = 1
 """The file descriptor of standard output."""
 
@@ -179,22 +185,37 @@ def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:
     required = sum(parameter.default is parameter.empty for parameter in every.values())
     types = (Path | None, str | None)
     optional = [name for name, parameter in parameters.items() if parameter.annotation in types]
+    flags = [name for name, parameter in parameters.items() if parameter.annotation is bool]
     rewritten: list[str] = []
     takes_value = False
-    for word in words:
-        name, equals, value = word.partition("=")
-        # The first two dashes, which the first `replace` turns into underscores too, are put back.
-        name = name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name
-        if name in parameters:
-            bare = parameters[name].annotation is bool and not equals
-            word = f"{name}=true" if bare else f"{name}{equals}{value}"
-        elif not word.startswith("-") and not takes_value:
+    for word in _with_flags(flags, [_underscored(word, parameters) for word in words]):
+        is_option = word.partition("=")[0] in parameters
+        if not is_option and not word.startswith("-") and not takes_value:
             required -= 1
             if required < 0 and optional:
                 word = f"{optional.pop(0)}={word}"
         takes_value = word.startswith("--") and "=" not in word
         rewritten.append(word)
     return rewritten
+
+
+def _underscored(word: str, known: Container[str]) -> str:
+    """Return `--max_gain=1` for `--max-gain=1`, where that is known; else the word itself."""
+    name, equals, value = word.partition("=")
+    name = f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
+    return f"{name}{equals}{value}" if name in known else word
+
+
+def _with_flags(flags: Sequence[str], words: list[str]) -> list[str]:
+    """Return `words` with a value for each flag: the next word if it is one, else true."""
+    rewritten: list[str] = []
+    for word in words:
+        said = _TRUTH.get(word.lower())
+        if said and rewritten and rewritten[-1] in flags:
+            rewritten[-1] += f"={said}"
+        else:
+            rewritten.append(word)
+    return [f"{word}=true" if word in flags else word for word in rewritten]
 
 
 def _overview() -> str:

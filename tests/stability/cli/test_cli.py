@@ -1,5 +1,7 @@
 """The command line as a user meets it: exit codes, one-line errors, nothing half done."""
 
+from pathlib import Path
+
 import pytest
 
 from stability.cli.main import main
@@ -134,3 +136,28 @@ def test_help_explains_itself(words, capsys):
     if words == ["run", "--help"]:
         for word in ("--out", "--wandb", "snapshot_steps", "The study's YAML file".lower()):
             assert word.lower() in text.lower()
+
+
+@pytest.mark.parametrize(
+    ("words", "parsed"),
+    [
+        (["x", "--json"], ("x", None, True)),
+        (["x", "--json", "false"], ("x", None, False)),
+        (["--json", "No", "x", "fp32"], ("x", "fp32", False)),
+        (["--json", "on", "x"], ("x", None, True)),
+        (["x", "--json", "fp32"], ("x", "fp32", True)),
+        (["x", "--json=false", "--arm", "false"], ("x", "false", False)),
+        (["x", "false"], ("x", "false", False)),
+    ],
+    ids=str,
+)
+def test_a_flag_takes_yes_or_no_and_no_other_word(monkeypatch, words, parsed):
+    got = []
+
+    def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
+        got.append((str(folder), arm, json))
+        return 0
+
+    monkeypatch.setattr("stability.cli.show.show", show)
+    assert main(["show", *words]) == 0
+    assert got == [parsed]
