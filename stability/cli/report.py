@@ -6,10 +6,14 @@ studies in a folder to a browser.
 
 import contextlib
 import errno
+import secrets
 import socket
+import tempfile
 import threading
 import time
 import webbrowser
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,34 +64,62 @@ def report(folder: Path, open: bool = False, watch: bool = False) -> int:
     return HOLDS
 
 
-def dashboard(runs: Path | None = None, port: int | None = None, open: bool = False) -> int:
+def dashboard(
+    runs: Path | None = None,
+    port: int | None = None,
+    open: bool = False,
+    allow_host: str = "",
+    no_token: bool = False,
+) -> int:
     """Serve the reports of all studies in a folder to this machine's browsers, until Ctrl-C.
 
-    The pages follow the records, also of studies that are being trained.
+    The pages follow the records, also of studies that are being trained. The printed address holds
+    a token, without which nothing is shown: it is new each time.
 
     Args:
         runs: the folder of the studies, runs if left out; or of one study
         port: where to listen on the loopback address; 8765 or the next free one if left out, any
             free one if 0
         open: open the list of studies in the browser
+        allow_host: further names that a browser may call this server by, as at the far end of a
+            tunnel, divided by commas; each a name, for any port, or name:port
+        no_token: show the studies to everybody who can reach this machine's loopback address
     """
     folder = Path("runs") if runs is None else runs
     if not folder.is_dir():
         raise ValueError(
             f"dashboard: runs must be a folder, got {str(folder)!r}; `stability run` makes one"
         )
-    with _listen(port) as listening:
+    # as light as its arguments until they are known to be right
+    names = [name for name in allow_host.split(",") if name]
+    with _listen(port) as listening, ExitStack() as stack:
+        from stability.report.live.guard import check_host  # heavy: starlette
         from stability.report.live.server import make_server  # heavy: uvicorn, plotly
 
+        allowed = [check_host(name) for name in names]
         bound: int = listening.getsockname()[1]
-        address = f"http://{LOOPBACK}:{bound}/"
+        token = "" if no_token else secrets.token_hex(24)
+        address = f"http://{LOOPBACK}:{bound}/" + (f"?token={token}" if token else "")
         print_line(f"{address} shows the studies in {folder}; Ctrl-C ends it")
         if open:
+            page = stack.enter_context(_page_that_opens(address)) if token else address
             # beside the server: a browser in the terminal returns only when it is closed
-            threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
+            threading.Thread(target=webbrowser.open, args=[page], daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):
-            make_server(folder, bound).run(sockets=[listening])
+            make_server(folder, bound, token=token, allowed=allowed).run(sockets=[listening])
     return HOLDS
+
+
+@contextlib.contextmanager
+def _page_that_opens(address: str) -> Iterator[str]:
+    """Give the address of a file, for this account alone, that leads a browser to `address`.
+
+    Every account may read the command lines of the others, a browser's too.
+    """
+    with tempfile.TemporaryDirectory(prefix="stability-") as folder:
+        page = Path(folder) / "dashboard.html"
+        page.write_text(f'<meta http-equiv="refresh" content="0; url={address}">', "utf-8")
+        yield page.as_uri()
 
 
 def _follow(folder: Path, study: "RecordedStudy") -> None:

@@ -1,57 +1,47 @@
 """The live view: an HTTP server of the pages of all studies below a folder, for this machine alone.
 
 It shows and takes nothing: no file is served but the pages' own scripts and styles, and a study is
-looked up by name among those found, never by a path. A server on the loopback address is open to
-every page that a browser shows: another site may point a name of its own at 127.0.0.1 (DNS
-rebinding), or place requests to it in its pages. So the host that a request names must be this
-server, and a request from another site is refused. Leaves out what a page holds (`served_pages`).
+looked up by name among those found, never by a path. Leaves out who may ask (`guard`), how long a
+client may take (`deadlines`) and what a page holds (`served_pages`).
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
 from plotly.offline import get_plotlyjs
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stability.report.live.deadlines import DeadlineProtocol
+from stability.report.live.guard import Guard
 from stability.report.live.served_pages import ServedPages, unreadable_page
 from stability.report.live.study_index import StudyFolder, hash_stamps
 from stability.report.page.html import ASSETS
 
-__all__ = ["LocalOnly", "make_server"]
+__all__ = ["make_server"]
 
 SERVED = ("report.js", "live.js", "index.js", "served.css")
 """Files that the pages ask for, beside plotly's script."""
 MOST_COMPARED = 6
 UNSTORED = {"Cache-Control": "no-store"}
-# an answer forbids the browser to run or fetch anything that this server did not serve as a file
-HEADERS = {
-    # plotly sets style attributes, and draws heat maps as data: images
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-        "img-src 'self' data: blob:; connect-src 'self'; form-action 'self'; "
-        "base-uri 'none'; frame-ancestors 'none'"
-    ),
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-}
-METHODS = ("GET", "HEAD")
 
 
-def make_server(runs: Path, port: int) -> uvicorn.Server:
-    """Return a server of the studies below `runs`, to be run on a socket that listens at `port`."""
+def make_server(
+    runs: Path, port: int, *, token: str, allowed: Sequence[str] = ()
+) -> uvicorn.Server:
+    """Return a server of the studies below `runs`, to be run on a socket that listens at `port`.
+
+    `token` and `allowed` are as in `Guard`.
+    """
     config = uvicorn.Config(
-        _make_app(runs, port),
+        _make_app(runs, Middleware(Guard, port=port, token=token, allowed=allowed)),
+        http=DeadlineProtocol,
         lifespan="off",
         ws="none",
         access_log=False,
@@ -62,7 +52,7 @@ def make_server(runs: Path, port: int) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def _make_app(runs: Path, port: int) -> Starlette:
+def _make_app(runs: Path, guard: Middleware) -> Starlette:
     # the views are plain functions, which starlette runs in worker threads
     views = _Views(ServedPages(runs))
     routes = [
@@ -75,7 +65,7 @@ def _make_app(runs: Path, port: int) -> Starlette:
         Route("/assets/{name}", _Assets().answer),
         Route("/favicon.ico", lambda request: Response(status_code=204)),
     ]
-    app = Starlette(routes=routes, middleware=[Middleware(LocalOnly, port=port)])
+    app = Starlette(routes=routes, middleware=[guard])
     app.router.redirect_slashes = False  # an address is right or unknown
     return app
 
@@ -149,44 +139,3 @@ class _Assets:
 
 def _stamp(chosen: list[StudyFolder]) -> str:
     return hash_stamps(f"{folder.name} {folder.stamp}" for folder in chosen)
-
-
-class LocalOnly:
-    """Wraps an application that listens on the loopback address at `port`."""
-
-    def __init__(self, app: ASGIApp, port: int) -> None:
-        self._app = app
-        names = ("127.0.0.1", "localhost", "[::1]")
-        self._hosts = {f"{name}:{port}" for name in names}
-        if port == 80:  # which a browser leaves out
-            self._hosts |= set(names)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
-
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        if scope["type"] != "http":
-            raise ValueError(f"LocalOnly: scope must be http, got {scope['type']}; ask over http")
-        app = self._refusal(scope["method"], Headers(scope=scope)) or self._app
-        await app(scope, receive, send_guarded)
-
-    def _refusal(self, method: str, headers: Headers) -> Response | None:
-        hosts = headers.getlist("host")
-        if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
-            return PlainTextResponse("this server answers for the loopback address only\n", 421)
-        origins = {f"http://{host}" for host in self._hosts}
-        sites = ("same-origin", "none")
-        if headers.get("origin", "") not in {"", *origins} or (
-            headers.get("sec-fetch-site", "none") not in sites
-        ):
-            return PlainTextResponse(
-                "this server refuses requests from other sites; enter its address by hand\n", 403
-            )
-        if method not in METHODS:
-            allowed = {"Allow": ", ".join(METHODS)}
-            return PlainTextResponse("this server only shows; it takes no input\n", 405, allowed)
-        return None

@@ -1,9 +1,11 @@
 """`stability report` writes a page once or again and again; `dashboard` serves all pages."""
 
+import re
 import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 import webbrowser
 from pathlib import Path
@@ -75,15 +77,23 @@ def test_watching_a_probe_is_refused(tmp_path):
 
 @pytest.fixture
 def served(monkeypatch):
-    """The addresses of the sockets that a server would have been run on."""
-    ran = []
+    """The addresses of the sockets that a server would have been run on, and its options."""
+
+    class Ran(list):
+        options = None
+
+    ran = Ran()
 
     class Server:
         def run(self, sockets):
             ran.extend(each.getsockname() for each in sockets)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(server, "make_server", lambda folder, port: Server())
+    def make_server(folder, port, **options):
+        ran.options = options
+        return Server()
+
+    monkeypatch.setattr(server, "make_server", make_server)
     return ran
 
 
@@ -105,7 +115,13 @@ def test_ctrl_c_ends_it_with_exit_code_0_and_no_word(tmp_path):
         line = process.stdout.readline()
         address = line.split()[0]
         assert line == f"{address} shows the studies in {tmp_path}; Ctrl-C ends it\n"
-        with urllib.request.urlopen(address, timeout=60) as answer:
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        clean = address.partition("?")[0]
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            browser.open(clean, timeout=60)
+        with browser.open(address, timeout=60) as answer:
+            assert b'url=/"' in answer.read()
+        with browser.open(clean, timeout=60) as answer:
             assert b"There is no study here yet" in answer.read()
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60) == ("", "")
@@ -119,7 +135,28 @@ def test_it_listens_on_the_loopback_address_alone(served, tmp_path, capsys):
     assert main(["dashboard", str(tmp_path), "--port", "0"]) == 0
     ((host, port),) = served
     assert host == "127.0.0.1"
-    assert capsys.readouterr().out.startswith(f"http://127.0.0.1:{port}/ shows")
+    (address, token) = re.fullmatch(
+        r"(http://127.0.0.1:\d+/\?token=([0-9a-f]{48})) shows .*\n", capsys.readouterr().out
+    ).groups()
+    assert address.startswith(f"http://127.0.0.1:{port}/?")
+    assert served.options == {"token": token, "allowed": []}
+
+
+def test_token_is_another_one_each_time_and_left_out_only_if_asked(served, tmp_path, capsys):
+    tokens = set()
+    for _ in range(2):
+        main(["dashboard", str(tmp_path), "--port", "0"])
+        tokens.add(served.options["token"])
+    assert len(tokens - {""}) == 2
+    capsys.readouterr()
+    main(["dashboard", str(tmp_path), "--port", "0", "--no-token"])
+    assert served.options["token"] == ""
+    assert f"http://127.0.0.1:{served[-1][1]}/ shows" in capsys.readouterr().out
+
+
+def test_hosts_are_allowed_by_name(served, tmp_path):
+    main(["dashboard", str(tmp_path), "--port", "0", "--allow-host", "Dash.example,localhost:9000"])
+    assert served.options["allowed"] == ["dash.example", "localhost:9000"]
 
 
 def test_port_that_nobody_asked_for_gives_way(served, taken, tmp_path, monkeypatch):
@@ -144,6 +181,7 @@ def test_port_that_was_asked_for_does_not(served, taken, tmp_path, capsys):
         ([".", "--port", "70000"], "port must be 0 to 65535, got 70000"),
         ([".", "--port", "-1"], "port must be 0 to 65535, got -1"),
         ([".", "--port", "many"], "port"),
+        ([".", "--port", "0", "--allow-host", "*"], "allow_host must be a name or name:port"),
     ],
 )
 def test_bad_input_is_one_line(served, tmp_path, monkeypatch, capsys, words, expected):
@@ -159,9 +197,23 @@ def test_bad_input_is_one_line(served, tmp_path, monkeypatch, capsys, words, exp
 
 def test_open_shows_the_address_in_a_browser(served, tmp_path, monkeypatch):
     opened = []
-    monkeypatch.setattr(module.webbrowser, "open", opened.append)
+
+    def open_in_browser(address):
+        if address.startswith("http"):
+            return opened.append((address, "", 0))
+        page = Path(address.removeprefix("file://"))
+        return opened.append((address, page.read_text(), page.parent.stat().st_mode & 0o777))
+
+    monkeypatch.setattr(module.webbrowser, "open", open_in_browser)
     monkeypatch.setattr(module.threading.Thread, "start", lambda thread: thread.run())
     assert main(["dashboard", str(tmp_path), "--port", "0", "--open"]) == 0
-    assert opened == [f"http://127.0.0.1:{served[0][1]}/"]
+    ((address, page, mode),) = opened
+    token = served.options["token"]
+    assert token not in address, "other accounts read the command line of the browser"
+    assert f"url=http://127.0.0.1:{served[0][1]}/?token={token}" in page
+    assert mode == 0o700
+    assert not Path(address.removeprefix("file://")).exists(), "gone with the server"
     assert main(["dashboard", str(tmp_path), "--port", "0"]) == 0
     assert len(opened) == 1
+    assert main(["dashboard", str(tmp_path), "--port", "0", "--open", "--no-token"]) == 0
+    assert opened[1][0] == f"http://127.0.0.1:{served[-1][1]}/"

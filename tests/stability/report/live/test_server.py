@@ -1,6 +1,7 @@
 """The server as a browser, or somebody who means harm, meets it: over a real connection."""
 
 import asyncio
+import contextlib
 import html
 import http.client
 import re
@@ -9,6 +10,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from urllib.parse import quote
 
 import pytest
@@ -16,9 +18,12 @@ from starlette.responses import PlainTextResponse
 
 from stability.records.events import Event
 from stability.records.metric_log import MetricLog
-from stability.report.live.server import SERVED, LocalOnly, make_server
+from stability.report.live import deadlines
+from stability.report.live.guard import Guard, check_host
+from stability.report.live.server import SERVED, make_server
 from tests.stability.report.synthetic_probe import write_probe
 
+TOKEN = "0123456789abcdef" * 3
 HOSTILE = "<script>alert(1)</script>\"'&🦊../../etc/passwd"
 
 
@@ -32,7 +37,8 @@ class Client:
     def ask(self, target, method="GET", **headers):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
-        sent = {"Host": self.host} | {name.replace("_", "-"): v for name, v in headers.items()}
+        sent = {"Host": self.host, "Cookie": f"stability-{self.port}={TOKEN}"}
+        sent |= {name.replace("_", "-"): v for name, v in headers.items()}
         for name, value in sent.items():
             if value is not None:
                 connection.putheader(name, value)
@@ -65,16 +71,22 @@ def runs(finished, synthetic, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def client(runs):
+@contextmanager
+def serving(runs, **options):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        server = make_server(runs, port)
+        server = make_server(runs, port, **({"token": TOKEN} | options))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         yield Client(port)
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def client(runs):
+    with serving(runs) as started:
+        yield started
 
 
 def eventually(ask, is_right):
@@ -219,7 +231,7 @@ def test_names_of_this_machine_are_served(client, name):
     assert client.ask("/stamp", Host=f"{name}:{client.port}")[0].status == 200
 
 
-def _status(port, host):
+def _status(port, host, allowed=()):
     """What the guard answers at a port that a test may not listen on."""
 
     async def page(scope, receive, send):
@@ -231,13 +243,197 @@ def _status(port, host):
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "headers": [(b"host", host.encode())]}
-    asyncio.run(LocalOnly(page, port)(scope, None, send))
+    scope["query_string"] = b""
+    asyncio.run(Guard(page, port, "", allowed)(scope, None, send))
     return sent[0]["status"]
 
 
 def test_a_browser_leaves_port_80_out():
     assert [_status(80, host) for host in ("127.0.0.1", "localhost:80")] == [200, 200]
     assert [_status(80, "evil.example"), _status(8080, "127.0.0.1")] == [421, 421]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "host", "status"),
+    [
+        (["dash.example"], "dash.example", 200),
+        (["dash.example"], "DASH.example:9000", 200),
+        (["dash.example:9000"], "dash.example:9000", 200),
+        (["dash.example:9000"], "dash.example:9001", 421),
+        (["dash.example:9000"], "dash.example", 421),
+        (["localhost"], "localhost:9000", 200),
+        (["dash.example"], "evil.example", 421),
+        (["dash.example"], "dash.example.evil.example", 421),
+        (["dash.example"], "evil.dash.example", 421),
+        (["dash.example"], "dash.example:9000@evil.example", 421),
+        (["dash.example"], "dash.example:", 200),
+        (["dash.example"], "dash.example:x", 421),
+        ([], "dash.example", 421),
+    ],
+)
+def test_host_that_was_allowed_and_no_other_is_served(allowed, host, status):
+    assert _status(8765, host, allowed) == status
+
+
+@pytest.mark.parametrize(
+    "name", ["", "*", "a b", "http://a", "a/b", "a:", "a:x", "a:1:2", "ü.example"]
+)
+def test_what_is_no_host_cannot_be_allowed(name):
+    with pytest.raises(ValueError, match="allow_host must be a name or name:port, got"):
+        check_host(name)
+
+
+def test_page_of_an_allowed_host_may_ask_and_that_of_another_may_not(runs):
+    with serving(runs, allowed=["dash.example"]) as tunnel:
+        ask = {"Host": "dash.example", "Sec_Fetch_Site": "same-origin"}
+        for origin, status in (
+            ("https://dash.example", 200),
+            ("http://dash.example", 200),
+            ("https://evil.example", 403),
+            ("https://dash.example.evil.example", 403),
+        ):
+            assert tunnel.ask("/stamp", Origin=origin, **ask)[0].status == status
+        assert tunnel.ask("/stamp", Host="dash.example", Cookie=None)[0].status == 403
+
+
+WRONG_TOKENS = ["", TOKEN[:-1], TOKEN + "0", TOKEN.upper(), "f" * 48, "%00", "\xfc".encode().hex()]
+
+
+@pytest.mark.parametrize(
+    "target", ["/", "/stamp", "/study/quickstart/", "/assets/report.js", "/no"]
+)
+def test_request_without_the_token_gets_one_line(client, target):
+    def refused(target, **headers):
+        answer, text = client.ask(target, **headers)
+        assert (answer.status, text.count("\n")) == (403, 1)
+        assert "by the whole address that it printed" in text
+        assert answer.getheader("Set-Cookie") is None
+
+    refused(target, Cookie=None)
+    for wrong in WRONG_TOKENS:
+        refused(target, Cookie=f"stability-{client.port}={wrong}")
+        refused(f"{target}?token={wrong}", Cookie=None)
+    refused(target, Cookie=f"stability-1={TOKEN}")
+    refused(target, Cookie=TOKEN)
+    refused(f"{target}?token={TOKEN}&token=other", Cookie=None)
+    refused(f"{target}?Token={TOKEN}", Cookie=None)
+    refused(f"{target}#token={TOKEN}", Cookie=None)
+
+
+@pytest.mark.parametrize("target", [f"/{TOKEN}", f"/token={TOKEN}/", f"/study/{TOKEN}/"])
+def test_token_in_the_path_is_no_token(client, target):
+    assert client.ask(target, Cookie=None)[0].status == 403
+
+
+@pytest.mark.parametrize(
+    ("target", "clean"),
+    [
+        ("/", "/"),
+        ("/study/deep%2Fer%2Fanother/", "/study/deep%2Fer%2Fanother/"),
+        ("/compare?study=quickstart&study=deep/er/another", None),
+    ],
+)
+def test_token_opens_any_address_and_a_cookie_the_links_in_it(client, target, clean):
+    joined = "&" if "?" in target else "?"
+    # from another site, as a link in a mail is: the token says that its holder may
+    answer, text = client.ask(
+        f"{target}{joined}token={TOKEN}", Cookie=None, Sec_Fetch_Site="cross-site"
+    )
+    assert answer.status == 200
+    assert TOKEN not in text
+    (address,) = re.findall(r'content="0; url=([^"]*)"', text)
+    assert html.unescape(address) == (
+        clean or "/compare?study=quickstart&study=deep%2Fer%2Fanother"
+    )
+    cookie = answer.getheader("Set-Cookie")
+    assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(cookie.split("; "))
+    kept = cookie.split("; ")[0]
+    page, text = client.ask(html.unescape(address), Cookie=f"other=1; {kept}; more=2")
+    assert page.status == 200
+    assert TOKEN not in text
+
+
+@pytest.mark.parametrize("target", ["//evil.example/", "/\\evil.example/", "http://evil.example/"])
+def test_token_leads_to_no_other_server(client, target):
+    _, text = client.ask(f"{target}?token={TOKEN}")
+    (address,) = re.findall(r'content="0; url=([^"]*)"', text)
+    assert re.match(r"/[^/\\]", address)
+
+
+def test_token_helps_no_foreign_host_and_no_method(client):
+    assert client.ask(f"/?token={TOKEN}", Host="evil.example")[0].status == 421
+    assert client.ask(f"/?token={TOKEN}", method="POST")[0].status == 405
+
+
+def test_without_a_token_only_where_that_was_asked_for(runs):
+    with serving(runs, token="") as open_to_all:
+        assert open_to_all.ask("/stamp", Cookie=None)[0].status == 200
+        assert open_to_all.ask("/stamp?token=", Cookie=None)[0].status == 200
+        assert open_to_all.ask("/stamp", Host="evil.example", Cookie=None)[0].status == 421
+
+
+def _hung_up_after(port, first, more=b""):
+    """Send `first`, then `more` again and again; the seconds until the server hangs up."""
+    start = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(first)
+        try:
+            while time.monotonic() - start < 20:
+                connection.settimeout(0.05)
+                try:
+                    if not connection.recv(2**16):
+                        break
+                except TimeoutError:
+                    connection.sendall(more)
+        except OSError:
+            pass
+        return time.monotonic() - start
+
+
+HEAD = "GET /{path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "more"),
+    [
+        ("", ""),
+        ("GET / HT", ""),
+        (HEAD, "X-Slow: 1\r\n"),
+        (HEAD + "Content-Length: 1000000\r\n\r\n", "x"),
+        (HEAD + "\r\n", "G"),
+    ],
+    ids=["silence", "half-a-line", "dripping-head", "dripping-body", "dripping-second-head"],
+)
+def test_slow_client_is_hung_up_on(client, monkeypatch, head, more):
+    monkeypatch.setattr(deadlines, "REQUEST_S", 0.3)
+    first = head.format(path="", port=client.port).encode()
+    assert _hung_up_after(client.port, first, more.encode()) < 5
+    assert client.ask("/stamp")[0].status == 200
+
+
+def test_client_that_does_not_read_is_hung_up_on(client, monkeypatch):
+    monkeypatch.setattr(deadlines, "SENDING_S", 0.3)
+    asked = HEAD.format(path="assets/plotly.js", port=client.port)
+    asked += f"Cookie: stability-{client.port}={TOKEN}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", client.port))
+        connection.sendall(asked.encode() * 3)
+        time.sleep(1.5)
+        got = 0
+        connection.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(2**20):
+                got += len(part)
+    assert got < 3 * len(client.page("/assets/plotly.js"))
+
+
+def test_many_silent_clients_keep_no_answer_from_others(client):
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            silent = stack.enter_context(socket.create_connection(("127.0.0.1", client.port)))
+            silent.sendall(b"GET / HTTP/1.1\r\n")
+        assert client.ask("/stamp")[0].status == 200
 
 
 @pytest.mark.parametrize(
@@ -294,9 +490,9 @@ def test_every_answer_forbids_what_others_serve(client, target):
     if answer.status == 200:
         assert answer.getheader("Cache-Control") == "no-store"
     refused, _ = client.ask(target, Host="evil.example")
-    assert refused.getheader("Content-Security-Policy") == answer.getheader(
-        "Content-Security-Policy"
-    )
+    unknown, _ = client.ask(target, Cookie=None)
+    policies = {each.getheader("Content-Security-Policy") for each in (answer, refused, unknown)}
+    assert len(policies) == 1
 
 
 @pytest.mark.parametrize("name", ["plotly.js", *SERVED])
