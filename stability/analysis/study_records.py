@@ -205,6 +205,10 @@ def _read_arms(
     study_dir: Path, content: Mapping[str, Any], known: RecordedStudy | None
 ) -> tuple[RecordedArm, ...]:
     config, arms, seeds = content["config"], content["arms"], content["config"]["seeds"]
+    again = repeated([arm["name"] for arm in arms])
+    if again is not None:
+        path = StudyPaths(study_dir).study
+        raise ValueError(f"read_study: {path} lists the arm {again!r} twice; it would count twice")
     arms_before = known.arms if known else ()
     before = {(arm.name, seed): run for arm in arms_before for seed, run in arm.runs.items()}
     wanted = [(arm["name"], seed) for arm in arms for seed in seeds]

@@ -146,6 +146,15 @@ def test_a_role_or_end_that_is_none_is_refused(study, key, value, message):
         read_study(study)
 
 
+def test_an_arm_that_is_listed_twice_is_refused(study):
+    content = read_sealed(StudyPaths(study).study, "")
+    content["arms"].append({**content["arms"][1], "role": "broken"})
+    write_sealed(StudyPaths(study).study, content)
+    name = content["arms"][1]["name"]
+    with pytest.raises(ValueError, match=rf"study\.json lists the arm '{name}' twice"):
+        read_study(study)
+
+
 def test_a_seed_that_is_listed_twice_is_refused(study, capsys):
     content = read_sealed(StudyPaths(study).study, "")
     content["config"]["seeds"] = [0, 1, 0]
