@@ -45,11 +45,15 @@ def lost_seeds(study: RecordedStudy, arm: RecordedArm) -> dict[int, str]:
 def what_is_lost(run: RecordedRun) -> str:
     """Return why a run has no result that another could be compared with; empty if it has one.
 
-    One training loss that is no number is no reason, as long as the weights are sound.
+    A training loss that is no number is a reason only where none follows that is one: an overflow
+    may come from one batch, and the weights stay sound.
     """
     if run.state == "diverged":
         return run.message or "it diverged"
     bad = [said for _, said in (*_bad_weights(run), *_bad_losses(run, EVAL_LOSS))]
+    losses = run.column(TRAIN_LOSS).last_of_each_step().values
+    if len(losses) and not np.isfinite(losses[-1]):
+        bad.append(_bad_losses(run, TRAIN_LOSS)[-1][1])
     return bad[0] if bad else ""
 
 

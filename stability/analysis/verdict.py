@@ -26,7 +26,7 @@ from typing import Any, Literal
 from stability.analysis.assay import ArmAssay, arm_assay, would_have_shown
 from stability.analysis.evidence import LEVELS, Level, LevelEvidence, silent_level
 from stability.analysis.gradient_evidence import gradient_evidence
-from stability.analysis.lost_runs import lost_seeds
+from stability.analysis.lost_runs import lost_seeds, what_is_lost
 from stability.analysis.operator_evidence import operator_evidence
 from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.protocol_check import protocol_changes
@@ -281,7 +281,7 @@ def _outcome(
         return "FAIL", f"it is surely harmed at {_listed(by_state['harmed'])}"
     no_baseline = _baseline_lost(study, look_at(count) or count)
     if no_baseline:
-        return "INCONCLUSIVE", f"the baseline diverged, {no_baseline}; nothing can be compared"
+        return "INCONCLUSIVE", f"the baseline is lost, {no_baseline}; nothing can be compared"
     silent = by_state["not applicable"]
     rest = f"; {_listed(silent)} {_verb(silent, 'does')} not apply" if silent else ""
     if not look_at(count):
@@ -373,7 +373,7 @@ def _lost(study: RecordedStudy, arm: RecordedArm) -> str:
 def _baseline_lost(study: RecordedStudy, count: int) -> str:
     baseline = study.arm(BASELINE)
     runs = [(seed, baseline.runs[seed]) for seed in study.seeds[:count]] if baseline else []
-    lost = [f"seed {seed}: {run.message}" for seed, run in runs if run.state == "diverged"]
+    lost = [f"seed {seed}: {said}" for seed, run in runs if (said := what_is_lost(run))]
     return lost[0] if lost else ""
 
 

@@ -235,12 +235,39 @@ def test_what_is_no_number_fails_in_whichever_seed_though_the_run_has_finished(
     assert found.sentence == f"it is lost where the baseline is sound, seed 3: {said}"
 
 
-def with_metric(study, seed, metric, steps, value):
-    """Add records to the runs of a seed: `value` to flash_fa2's, 0 to the baseline's."""
+@pytest.mark.parametrize(
+    ("metric", "steps", "said"),
+    [
+        (NONFINITE_WEIGHTS, [200], "7 weights are NaN or infinite at step 200"),
+        (EVAL_LOSS, [200], "the held-out loss is nan at step 200"),
+        (TRAIN_LOSS, [197, 198, 199], "the training loss is nan at step 199"),
+    ],
+)
+def test_a_baseline_that_ends_in_no_numbers_is_lost_though_it_has_finished(
+    study, metric, steps, said
+):
+    whole = with_broken(study)
+    assert _outcome(with_metric(whole, 1, metric, steps, 0.0), HOLDS).outcome == "PASS"
+    value = 7.0 if metric == NONFINITE_WEIGHTS else math.nan
+    found = _outcome(with_metric(whole, 1, metric, steps, value, sound=()), HOLDS)
+    assert found.outcome == "INCONCLUSIVE"
+    assert found.sentence == f"the baseline is lost, seed 1: {said}; nothing can be compared"
+
+
+def test_a_baseline_that_got_over_a_bad_loss_is_not_lost(study):
+    whole = with_broken(study)
+    healed = with_metric(whole, 1, TRAIN_LOSS, [197], math.nan, sound=(), then={199: 2.0})
+    assert _outcome(healed, HOLDS).outcome == "PASS"
+
+
+def with_metric(study, seed, metric, steps, value, *, sound=("baseline",), then=None):
+    """Add records to the baseline and flash_fa2 in a seed: `value`, but 0 to those in `sound`."""
+    then = then or {}
     arms = []
     for arm in study.arms:
         if arm.name in ("baseline", "flash_fa2"):
-            logged = Series(steps, [value if arm.name == "flash_fa2" else 0.0] * len(steps))
+            values = [0.0 if arm.name in sound else value] * len(steps)
+            logged = Series([*steps, *then], [*values, *then.values()])
             run = replace(arm.runs[seed], metrics={**arm.runs[seed].metrics, metric: logged})
             arm = replace(arm, runs={**arm.runs, seed: run})
         arms.append(arm)

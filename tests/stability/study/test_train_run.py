@@ -70,6 +70,6 @@ def test_arms_are_compared_up_to_where_their_baseline_diverged(write_study, run_
     assert {state for _, _, state, _ in ended} == {"diverged"}, ended
     (found,) = judge_arms(read_study(tmp_path / "tiny"), PolicyConfig()).candidates[:1]
     assert (found.arm, found.outcome) == ("broken", "INCONCLUSIVE")
-    assert "the baseline diverged, seed 0: the loss is not finite" in found.sentence
+    assert "the baseline is lost, seed 0: the loss is not finite" in found.sentence
     drifts = read_metrics(RunPaths.for_run(tmp_path / "tiny", "fp32", 0).metrics)
     assert drifts["drift/all/rel_l2"].steps[:2] == [0, 1]
