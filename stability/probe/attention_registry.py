@@ -315,10 +315,11 @@ def _import_user_function(name: str) -> Callable[..., Any]:
     module_name, _, attribute = where.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        said = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ValueError(
             f"resolve_attention: attention must be MODULE:FUNCTION of a module that imports, got "
-            f"{where!r}; {error}"
+            f"{where!r}; {said}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):

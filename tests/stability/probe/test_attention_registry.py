@@ -145,6 +145,30 @@ def test_a_function_of_ones_own_is_called_with_what_the_call_has(tmp_path, monke
     )
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def my_attention(q, k v):", r"SyntaxError: .*mypkg.py, line 1"),
+        ("my_attention = nowhere", "NameError: name 'nowhere' is not defined"),
+        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise ValueError", "ValueError"),
+    ],
+    ids=lambda text: text.split()[0],
+)
+def test_a_module_that_does_not_import_is_told_with_its_reason(tmp_path, monkeypatch, body, said):
+    _write_package(tmp_path, monkeypatch, body)
+    asked = r"attention must be MODULE:FUNCTION of a module that imports, got 'mypkg:my_attention'"
+    with pytest.raises(ValueError, match=f"{asked}; {said}"):
+        resolve_attention("mypkg:my_attention", CPU)
+
+
+def test_ctrl_c_while_a_module_is_imported_is_an_interrupt(tmp_path, monkeypatch):
+    _write_package(tmp_path, monkeypatch, "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        resolve_attention("mypkg:my_attention", CPU)
+
+
 def test_an_entry_point_is_known_by_its_name(tmp_path, monkeypatch):
     _write_package(tmp_path, monkeypatch, OWN)
     info = tmp_path / "mypkg-1.0.dist-info"
