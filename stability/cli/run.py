@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.config.load import load_study
 from stability.config.schema import ArmConfig, StudyConfig
-from stability.tracking.environment import WandbMode, check_wandb
+from stability.tracking.environment import WandbMode, check_wandb, resolve_mode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,7 @@ _TOP_LEVEL = {field.name for field in dataclasses.fields(ArmConfig)}
 def run(
     study: Path,
     out: Path = Path("runs"),
-    wandb: WandbMode = "offline",
+    wandb: WandbMode | None = None,
     check_observer: bool = False,
     jobs: int = 0,
     seeds: int = 0,
@@ -33,7 +33,8 @@ def run(
     Args:
         study: the study's YAML file
         out: folder that gets a folder named after the study
-        wandb: where W&B's records go; offline needs no account
+        wandb: where W&B's records go: offline, which needs no account, online or disabled; by
+            default where WANDB_MODE says, else offline
         check_observer: first train a few steps with every instrument and with none; the bits must
             be equal
         jobs: how many runs train at once, each in a process of its own; 0 is one for each GPU, or
@@ -53,7 +54,8 @@ def run(
     from stability.study.train_run import TrainOptions
 
     runs = plan_study(config, out)
-    check_wandb(wandb)
+    mode = resolve_mode(wandb)
+    check_wandb(mode)
     quieten_lightning()
     for change in changed_protocol(config, out):
         print_line(f"EXPLORATORY: {change}")
@@ -62,11 +64,11 @@ def run(
         run_study(
             config,
             out,
-            options=TrainOptions(wandb_mode=wandb, check_observer=check_observer),
+            options=TrainOptions(wandb_mode=mode, check_observer=check_observer),
             observer=display,
             jobs=jobs or max(1, torch.cuda.device_count()),
         )
-    _show_study(out / config.name, wandb, console)
+    _show_study(out / config.name, mode, console)
     return HOLDS if all(has_ended(run.paths) for run in runs) else FAILS
 
 

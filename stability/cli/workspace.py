@@ -77,9 +77,10 @@ def _save_workspace(study: "RecordedStudy") -> str:
     """Make the workspace in the user's account, and return its address."""
     import wandb  # heavy
 
-    from stability.tracking.environment import check_account, project
+    from stability.tracking.environment import check_account, check_not_offline, project
     from stability.tracking.panels import build_workspace
 
+    check_not_offline()
     check_account()
     try:
         entity = os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity or ""

@@ -1,6 +1,6 @@
 """Reads W&B's environment variables: they may say where runs go, but not which run is which.
 
-We honour WANDB_MODE (instead of the default mode), WANDB_PROJECT, WANDB_ENTITY, WANDB_BASE_URL,
+We honour WANDB_MODE (where no mode is asked for), WANDB_PROJECT, WANDB_ENTITY, WANDB_BASE_URL,
 WANDB_API_KEY, WANDB_NOTES, and WANDB_TAGS (added to our own tags). We ignore WANDB_RUN_ID,
 WANDB_NAME, WANDB_RUN_GROUP, WANDB_JOB_TYPE and WANDB_DIR, because the study decides the id, name,
 group, job type and folder of a run, and WANDB_SILENT, because W&B is always silent here. We refuse
@@ -16,6 +16,7 @@ __all__ = [
     "WandbMode",
     "added_tags",
     "check_account",
+    "check_not_offline",
     "check_wandb",
     "destination",
     "project",
@@ -45,15 +46,14 @@ _MODES: dict[str, WandbMode] = {
 """Maps each word that W&B accepts in WANDB_MODE, deprecated ones included, to its mode."""
 
 
-def resolve_mode(mode: WandbMode) -> WandbMode:
-    """Return WANDB_MODE, if it is set and `mode` is "offline"; else return `mode`.
+def resolve_mode(mode: WandbMode | None) -> WandbMode:
+    """Return `mode`, as in `wandb.init`; where it is None WANDB_MODE, and "offline" without that.
 
-    "offline" is the default; any other mode was chosen explicitly, so it is kept. Raises ValueError
-    if the variable is read and holds an unknown word.
+    Raises ValueError if the variable is read and holds an unknown word.
     """
     chosen = os.environ.get("WANDB_MODE", "")
-    if mode != "offline" or not chosen:
-        return mode
+    if mode is not None or not chosen:
+        return mode or "offline"
     if chosen not in _MODES:
         raise ValueError(
             f"resolve_mode: WANDB_MODE must be one of {', '.join(_MODES)}, got {chosen!r}; unset it"
@@ -83,10 +83,10 @@ def added_tags() -> list[str]:
 def check_wandb(mode: WandbMode) -> None:
     """Check before training what would make W&B fail during it.
 
-    If the resolved mode is online, this also logs in. Raises ValueError for a variable that W&B or
-    we refuse and, if online, without an account or if the server can't be reached.
+    If `mode` is online, whatever WANDB_MODE says, this also logs in. Raises ValueError for a
+    variable that W&B or we refuse and, if online, without an account or if the server can't be
+    reached.
     """
-    mode = resolve_mode(mode)
     if mode == "disabled":
         return
     found = [name for name in REFUSED if os.environ.get(name)]
@@ -100,7 +100,7 @@ def check_wandb(mode: WandbMode) -> None:
     # `Settings` checks the project and the tags, `setup` the other WANDB_* variables.
     try:
         wandb.Settings(project=project(), run_tags=tuple(added_tags()))
-        wandb.setup()
+        wandb.setup(settings=wandb.Settings(mode=mode))  # else `login` goes by WANDB_MODE
     except (wandb.Error, ValueError) as error:
         raise ValueError(
             f"check_wandb: a WANDB_* variable is no W&B setting: {error}; mend or unset it"
@@ -109,19 +109,23 @@ def check_wandb(mode: WandbMode) -> None:
         check_account()
 
 
-def check_account() -> None:
-    """Check with the server that we are logged in to an account.
-
-    Raises ValueError, which says what to do, if WANDB_MODE is not online, if there is no account,
-    or if the server can't be reached.
-    """
-    import wandb  # heavy
-
+def check_not_offline() -> None:
+    """Raise ValueError if WANDB_MODE says to stay away from the server, and no flag says else."""
     mode = os.environ.get("WANDB_MODE", "")
     if _MODES.get(mode, "online") != "online":
         raise ValueError(
-            f"check_account: WANDB_MODE must be online or unset, got {mode!r}; unset it"
+            f"check_not_offline: WANDB_MODE must be online or unset, got {mode!r}; unset it"
         )
+
+
+def check_account() -> None:
+    """Check with the server that we are logged in to an account.
+
+    Raises ValueError, which says what to do, if there is no account, or if the server can't be
+    reached.
+    """
+    import wandb  # heavy
+
     server = wandb.setup().settings.base_url
     instead = "run `wandb login` or set WANDB_API_KEY; `--wandb offline` needs neither"
     try:

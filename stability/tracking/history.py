@@ -29,7 +29,7 @@ from stability.records.metric_names import (
 from stability.records.metric_table import DEVIATION_METRICS
 from stability.records.paths import RunPaths
 from stability.records.sealed_json import NON_FINITE
-from stability.tracking.environment import WandbMode, resolve_mode
+from stability.tracking.environment import WandbMode
 from stability.tracking.wandb_run import start_run
 
 if TYPE_CHECKING:
@@ -166,10 +166,8 @@ def open_wandb_run(
     """Start or resume the W&B run of one arm and seed, grouped by study; None if disabled.
 
     `config` is the arm's resolved config as JSON values; its group `seed` is called `seeds` in W&B,
-    where `seed` is the number. Raises ValueError for an unknown WANDB_MODE, and ConnectionError if
-    W&B refuses.
+    where `seed` is the number. Raises ConnectionError if W&B refuses.
     """
-    mode = resolve_mode(mode)
     if mode == "disabled":
         return None
     import wandb  # heavy

@@ -18,7 +18,7 @@ from stability.records.atomic_files import write_text
 from stability.records.manifest import Manifest
 from stability.records.paths import RunPaths, StudyPaths, snapshot_steps
 from stability.records.sealed_json import file_checksum
-from stability.tracking.environment import WandbMode, destination, resolve_mode
+from stability.tracking.environment import WandbMode, destination
 from stability.tracking.history import open_wandb_run
 from stability.tracking.tables import (
     MetricValues,
@@ -64,7 +64,6 @@ def publish(content: StudyContent, mode: WandbMode) -> str:
     Nothing that W&B does is an error of the study: the records are whole, and the next call
     publishes what is missing.
     """
-    mode = resolve_mode(mode)
     if mode == "disabled":
         return ""
     import wandb  # heavy

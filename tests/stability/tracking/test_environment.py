@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stability.cli.main import main
 from stability.tracking.environment import check_wandb, resolve_mode
 
 ROOT = Path(__file__).parents[3]
@@ -14,10 +15,12 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     ("argument", "variable", "expected"),
     [
-        ("offline", None, "offline"),
-        ("offline", "online", "online"),
-        ("offline", "disabled", "disabled"),
-        ("offline", "dryrun", "offline"),
+        (None, None, "offline"),
+        (None, "online", "online"),
+        (None, "disabled", "disabled"),
+        (None, "dryrun", "offline"),
+        ("offline", "online", "offline"),
+        ("online", "offline", "online"),
         ("online", "disabled", "online"),
         ("disabled", "online", "disabled"),
     ],
@@ -31,7 +34,7 @@ def test_the_environment_replaces_the_default_alone(monkeypatch, argument, varia
 def test_an_unknown_word_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offlien")
     with pytest.raises(ValueError, match=r"WANDB_MODE must be one of offline, .* got 'offlien'"):
-        resolve_mode("offline")
+        resolve_mode(None)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +82,38 @@ def test_online_without_an_account_is_refused_and_says_what_to_do(tmp_path):
     code = "from stability.tracking.environment import check_wandb as c; c('online')"
     done = _run(code, HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
     assert "no account is known at http://127.0.0.1:9; run `wandb login` or set" in done.stderr
-    done = _run(code, HOME=str(tmp_path), WANDB_MODE="offline")
-    assert "WANDB_MODE must be online or unset, got 'offline'" in done.stderr
+
+
+@pytest.mark.parametrize("variable", ["offline", "disabled"])
+def test_online_that_is_asked_for_is_online_whatever_the_environment_says(tmp_path, variable):
+    code = "from stability.tracking.environment import check_wandb as c; c('online')"
+    server = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": variable}
+    done = _run(code, HOME=str(tmp_path), **server)
+    # it goes as far as to look for an account
+    assert "no account is known at http://127.0.0.1:9; run `wandb login` or set" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "expected"),
+    [
+        ([], "disabled", "disabled"),
+        ([], None, "offline"),
+        (["--wandb", "online"], "offline", "online"),
+        (["--wandb", "offline"], "online", "offline"),
+    ],
+)
+def test_a_run_goes_where_its_flag_says_and_else_where_the_environment_does(
+    write_study, tmp_path, monkeypatch, capsys, words, variable, expected
+):
+    def stop(mode):
+        raise ValueError(mode)
+
+    monkeypatch.setattr("stability.cli.run.check_wandb", stop)
+    if variable:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    with pytest.raises(SystemExit):
+        main(["run", str(write_study()), "--out", str(tmp_path), *words])
+    assert capsys.readouterr().err == f"stability: {expected}\n"
 
 
 def test_variables_say_where_runs_go_and_not_which_they_are(tmp_path, offline_log, read_records):

@@ -169,6 +169,6 @@ def test_disabled_publishes_nothing(synthetic, tmp_path, monkeypatch):
     folder = synthetic.write_synthetic(tmp_path / "quickstart")
     write_page(read_study(folder), folder)
     assert publish_study(read_study(folder), folder, "disabled") == ""
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert publish_study(read_study(folder), folder, "offline") == ""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert publish_study(read_study(folder), folder, "disabled") == ""
     assert not list(folder.rglob("wandb"))
