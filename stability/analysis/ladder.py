@@ -46,6 +46,7 @@ WORST_FIRST: tuple[RunState, ...] = (
     "failed",
     "diverged",
     "interrupted",
+    "stopped",
     "missing",
     "running",
     "finished",

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, get_args
@@ -24,6 +24,7 @@ from stability.records.metric_names import TRAIN_LOSS, drift_name
 from stability.records.parallel_reading import LogReaderProcess
 from stability.records.paths import RunPaths, StudyPaths, list_runs
 from stability.records.run_files import file_damage, misplacement
+from stability.records.run_lock import is_held
 from stability.records.sealed_json import read_sealed
 
 __all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "find_arm", "read_study"]
@@ -36,7 +37,9 @@ _Reader = Callable[[Path], tuple[LogContent, list[Event]]]
 _NO_ARM = "?"
 """The folder of an arm that can have none: no arm may be called so."""
 
-RunState = Literal["running", "interrupted", "failed", "diverged", "finished", "missing"]
+RunState = Literal["running", "stopped", "interrupted", "failed", "diverged", "finished", "missing"]
+"""`stopped`: the manifest says `running`, but no process trains the run: it was killed."""
+STOPPED = "no process trains it any more; the same command goes on from its last checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,18 +56,24 @@ class RecordedRun:
     error: str
     stamps: tuple[tuple[int, int], ...] = ()
     """Size and time of change (ns) of manifest and log when they were read; empty if unread."""
+    has_process: bool = False
+    """Whether a process held the run's lock when it was read; only asked if it says `running`."""
 
     @property
     def state(self) -> RunState:
         """The manifest's state; `missing` if never started, `failed` if unreadable."""
         if self.error:
             return "failed"
-        return self.manifest.state if self.manifest else "missing"
+        if self.manifest is None:
+            return "missing"
+        is_stopped = self.manifest.state == "running" and not self.has_process
+        return "stopped" if is_stopped else self.manifest.state
 
     @property
     def message(self) -> str:
         """What the run or the reader had to say; mostly empty."""
-        return self.error or (self.manifest.message if self.manifest else "")
+        said = self.error or (self.manifest.message if self.manifest else "")
+        return said or (STOPPED if self.state == "stopped" else "")
 
     def series(self, name: str) -> dict[int, float]:
         """Return the values of a metric by step; empty if it was never logged."""
@@ -116,6 +125,9 @@ class RecordedStudy:
     arms: tuple[RecordedArm, ...]
     folder: Path
     """Where it was read from."""
+    unlisted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Seeds by arm whose runs are on disk but no longer in the study, as after an arm was taken out
+    of its YAML file. Nothing is computed from them."""
 
     def arm(self, name: str) -> RecordedArm | None:
         """Return the arm of that name, if the study has it."""
@@ -160,6 +172,7 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
             policy=_policy(config.get("policy") or {}, path),
             arms=_read_arms(study_dir, content, known),
             folder=study_dir,
+            unlisted=_unlisted(study_dir, content),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
@@ -179,6 +192,16 @@ def _policy(values: Mapping[str, Any], path: Path) -> PolicyConfig:
     """Return the recorded policy; a limit of an older version, which judged drift, is left out."""
     known = {name: value for name, value in values.items() if name in PolicyConfig.__slots__}
     return from_dict(PolicyConfig, known, str(path))
+
+
+def _unlisted(study_dir: Path, content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    listed = {arm["name"] for arm in content["arms"]}
+    seeds = set(content["config"]["seeds"])
+    found: dict[str, tuple[int, ...]] = {}
+    for run in list_runs(study_dir):
+        if (run.arm not in listed or run.seed not in seeds) and run.manifest.exists():
+            found[run.arm] = (*found.get(run.arm, ()), run.seed)
+    return found
 
 
 def find_arm(study: RecordedStudy, name: str) -> RecordedArm:
@@ -289,7 +312,9 @@ def _read_run(
         # before reading: what is appended meanwhile leaves the stamp old, and the run is read again
         stamps = tuple(_stamp(path) for path in (paths.manifest, paths.metrics))
         if known and known.paths == paths and known.stamps == stamps:
-            return known
+            has_process = _has_process(paths, known.manifest, stamps)
+            is_same = has_process == known.has_process
+            return known if is_same else replace(known, has_process=has_process)
         if paths.manifest.exists():
             manifest = _own_manifest(paths, study)
         if paths.metrics.exists():
@@ -309,7 +334,17 @@ def _read_run(
         error=error,
         # no stamp for a file that was perhaps caught half written: it is tried again
         stamps=() if error else stamps,
+        has_process=_has_process(paths, manifest, stamps),
     )
+
+
+def _has_process(
+    paths: RunPaths, manifest: Manifest | None, stamps: tuple[tuple[int, int], ...]
+) -> bool:
+    if manifest is None or manifest.state != "running":
+        return False
+    # a process that ends writes its last manifest before it lets go of the lock
+    return is_held(paths) or _stamp(paths.manifest) != stamps[0]
 
 
 def _own_manifest(paths: RunPaths, study: str) -> Manifest:

@@ -113,6 +113,11 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def lock(self) -> Path:
+        """What the process that trains the run holds locked."""
+        return self.root / ".lock"
+
+    @property
     def snapshots_dir(self) -> Path:
         """The folder of the weights."""
         return self.root / "snapshots"

@@ -16,9 +16,17 @@ from typing import Any
 from stability.records.paths import RunPaths
 from stability.records.sealed_json import read_record, write_sealed
 
-__all__ = ["CHANGES", "WaterfallRecord", "read_waterfalls", "waterfall_files", "write_waterfall"]
+__all__ = [
+    "CHANGES",
+    "WATERFALLS",
+    "WaterfallRecord",
+    "read_waterfalls",
+    "waterfall_files",
+    "write_waterfall",
+]
 
-FOLDER = "waterfalls"
+WATERFALLS = "waterfalls"
+"""The folder of a run's waterfalls."""
 CHANGES = ("none", "lowered", "raised")
 """A step is the profile as it is, or has one point lowered to its format, or raised to FP64."""
 
@@ -54,7 +62,7 @@ def write_waterfall(run: RunPaths, record: WaterfallRecord) -> Path:
     profile = re.sub(r"[^A-Za-z0-9_]+", "_", record.profile)[:64]
     digest = hashlib.sha256(chosen.encode()).hexdigest()[:8]
     name = f"{profile}-layer_{record.layer}-step-{record.step:08d}-{digest}.json"
-    path = run.root / FOLDER / name
+    path = run.root / WATERFALLS / name
     write_sealed(path, asdict(record))
     return path
 
@@ -69,7 +77,7 @@ def read_waterfalls(paths: Iterable[RunPaths]) -> list[tuple[RunPaths, Waterfall
 
 def waterfall_files(run: RunPaths) -> list[Path]:
     """Return the files of a run's waterfalls by name, unread."""
-    return sorted((run.root / FOLDER).glob("*.json"))
+    return sorted((run.root / WATERFALLS).glob("*.json"))
 
 
 def _read(path: Path) -> WaterfallRecord:

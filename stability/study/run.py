@@ -3,10 +3,9 @@
 How it is trained is left to `train_run`.
 """
 
-import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from stability.config.schema import ArmConfig, Axis
 from stability.records.manifest import ENDED, Manifest, environment, read_manifest
 from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import damage
+from stability.records.run_lock import hold
 from stability.study.assemble import describe_attention
 
 __all__ = [
@@ -28,8 +28,6 @@ __all__ = [
     "locked",
     "needs_no_training",
 ]
-
-_LOCK = ".lock"
 
 
 class RunConflictError(ValueError):
@@ -95,7 +93,7 @@ def check_existing(run: Run) -> None:
         strangers = [
             path
             for path in run.paths.root.glob("*")
-            if path.suffix != ".tmp" and path.name != _LOCK
+            if path.suffix != ".tmp" and path.name != run.paths.lock.name
         ]
         if strangers:
             raise RunConflictError(
@@ -138,10 +136,9 @@ def locked(paths: RunPaths) -> Iterator[None]:
 
     RunConflictError if another process holds it.
     """
-    paths.root.mkdir(parents=True, exist_ok=True)
-    with (paths.root / _LOCK).open("w") as file:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(hold(paths))
         except BlockingIOError:
             raise RunConflictError(
                 f"{paths.root}: another process is training this run; wait for it, or stop it"

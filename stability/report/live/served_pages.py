@@ -17,7 +17,7 @@ from stability.analysis.probe_records import read_probe
 from stability.analysis.study_records import RecordedStudy, read_study
 from stability.report.live.cache import StudyCache
 from stability.report.live.comparison import render_comparison
-from stability.report.live.study_index import StudyFolder, find_studies, hash_stamps
+from stability.report.live.study_index import StudyFolder, StudyIndex, hash_stamps
 from stability.report.live.study_summary import (
     Summary,
     summary_of_error,
@@ -50,6 +50,7 @@ class ServedPages:
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
+        self._index = StudyIndex(root)
         self._studies = StudyCache(_read, PAGES)
         self._pages = StudyCache(self._render, PAGES)
         self._summaries = StudyCache(self._summarise, SUMMARIES)
@@ -58,7 +59,7 @@ class ServedPages:
 
     def find(self) -> dict[str, StudyFolder]:
         """Return the studies and probes by name, the newest first."""
-        return find_studies(self._root)
+        return self._index.find()
 
     def index(self) -> str:
         """Return the page that lists all studies.

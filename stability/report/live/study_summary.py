@@ -20,6 +20,7 @@ from stability.report.terminal.probe import located_lines
 from stability.report.view.error_bars import bar_ends, written_bar
 from stability.report.view.ladder import is_candidate, is_unpaired, rungs, rungs_of_each
 from stability.report.view.palette import ArmStyle, arm_styles
+from stability.report.view.unlisted import unlisted_runs
 
 __all__ = [
     "Summary",
@@ -84,6 +85,8 @@ class Summary:
     answers: tuple[str, ...] = ()
     ladder: SmallLadder | None = None
     """None for a probe: only studies can be compared."""
+    unlisted: str = ""
+    """Runs on disk that the study no longer has; mostly empty."""
 
 
 def summary_of_error(name: str, error: str) -> Summary:
@@ -121,11 +124,12 @@ def summary_of_study(study: RecordedStudy) -> Summary:
             ]
         ),
         state=f"{said} of {_count(runs, 'run')}{_being_trained(study)}",
-        is_bad=not {"failed", "diverged", "interrupted"}.isdisjoint(states),
+        is_bad=not {"failed", "diverged", "interrupted", "stopped"}.isdisjoint(states),
         is_running="running" in states,
         done=reached / planned if planned else 0.0,
         answers=answers(study, ladder),
         ladder=small_ladder(ladder, arm_styles([arm.name for arm in study.arms])),
+        unlisted=unlisted_runs(study),
     )
 
 

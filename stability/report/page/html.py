@@ -48,6 +48,7 @@ from stability.report.view.error_bars import bars_are, growth_cells, growth_sent
 from stability.report.view.evidence import evidence_rows, headline, verdict_of
 from stability.report.view.ladder import has_held_out
 from stability.report.view.palette import arm_styles
+from stability.report.view.unlisted import unlisted_runs
 
 __all__ = ["fill", "render", "render_probe", "write_page", "write_probe_page"]
 
@@ -108,6 +109,7 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         stamp=stamp,
         study=study,
         ladder=ladder,
+        unlisted=unlisted_runs(study),
         reload_s=reload_s,
         baseline=BASELINE,
         styles=styles,

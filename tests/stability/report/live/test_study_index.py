@@ -1,11 +1,14 @@
 """What is found below a folder, in which order, and what is not followed."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
+from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import MetricLog
-from stability.report.live.study_index import find_studies
+from stability.records.run_lock import hold
+from stability.report.live.study_index import StudyIndex, find_studies
 
 
 @pytest.fixture
@@ -48,6 +51,54 @@ def test_stamp_changes_with_each_record_and_only_then(runs, write):
     (folder / "report.html").write_text("no record")
     assert len(set(seen)) == 3
     assert find_studies(runs)["study"].stamp == seen[-1]
+
+
+def test_stamp_changes_when_a_run_loses_its_process(runs, synthetic):
+    folder = runs / "study"
+    synthetic.write_study_json(folder)
+    run = synthetic.write_run(folder, synthetic.ARMS[0], 0, state="running", until=3)
+    index = StudyIndex(runs)
+    with hold(run):
+        held = index.find()["study"].stamp
+        assert index.find()["study"].stamp == held
+    gone = index.find()["study"].stamp
+    assert gone != held
+    write_manifest(run.manifest, replace(read_manifest(run.manifest), state="interrupted"))
+    ended = index.find()["study"].stamp
+    with hold(run):
+        assert index.find()["study"].stamp == ended, "an ended run is not asked for its process"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["study.json", "protocol.json", "window.json", "assay/flash.json", "distances/seed-0.json"],
+)
+def test_stamp_covers_all_that_a_verdict_rests_on(runs, write, name):
+    folder = write(runs / "study")
+    before = find_studies(runs)["study"].stamp
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("{}")
+    after = find_studies(runs)["study"].stamp
+    (folder / name).write_text("[]")
+    os.utime(folder / name, (2e9, 2e9))
+    assert len({before, after, find_studies(runs)["study"].stamp}) == 3
+
+
+def test_stamp_tells_a_file_that_was_put_in_place_of_another_like_it(runs, write):
+    manifest = write(runs / "study") / "baseline" / "seed-0" / "manifest.json"
+    before, status = find_studies(runs)["study"].stamp, manifest.stat()
+    content = manifest.read_bytes()
+    manifest.with_suffix(".new").write_bytes(content[::-1])
+    manifest.with_suffix(".new").rename(manifest)
+    os.utime(manifest, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert find_studies(runs)["study"].stamp != before
+
+
+def test_pipe_in_place_of_a_record_makes_nobody_wait(runs, write):
+    manifest = write(runs / "study") / "baseline" / "seed-0" / "manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    assert list(find_studies(runs)) == ["study"]
 
 
 def test_depth_is_three_and_a_study_is_not_searched(runs, write):

@@ -7,6 +7,9 @@ import pytest
 from stability.analysis.ladder import ladder_of
 from stability.analysis.number_text import scientific
 from stability.analysis.study_records import read_study
+from stability.records.paths import StudyPaths
+from stability.records.run_lock import hold
+from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.live.study_summary import answers, small_ladder, summary_of_study
 from stability.report.view.palette import arm_styles
 
@@ -20,9 +23,10 @@ def test_summary_says_how_a_study_that_runs_goes(synthetic, tmp_path):
     synthetic.write_study_json(tmp_path)
     for arm in synthetic.ARMS[:3]:
         synthetic.write_run(tmp_path, arm, 0)
-    synthetic.write_run(tmp_path, synthetic.ARMS[3], 0, state="running", until=80)
+    trained = synthetic.write_run(tmp_path, synthetic.ARMS[3], 0, state="running", until=80)
     synthetic.write_run(tmp_path, synthetic.ARMS[4], 0, state="failed", until=40)
-    found = summary_of_study(read_study(tmp_path))
+    with hold(trained):
+        found = summary_of_study(read_study(tmp_path))
     assert found.state == (
         "1 running, 1 failed, 3 finished, 9 missing of 14 runs; now rerun, seed 0, at step 80"
     )
@@ -31,6 +35,46 @@ def test_summary_says_how_a_study_that_runs_goes(synthetic, tmp_path):
     assert found.done == pytest.approx((3 * 200 + 80 + 40) / (14 * 200))
     synthetic.write_study_json(tmp_path / "new")
     assert summary_of_study(read_study(tmp_path / "new")).done == 0
+
+
+def test_run_whose_process_is_gone_is_stopped(synthetic, tmp_path):
+    synthetic.write_study_json(tmp_path, seeds=[0])
+    run = synthetic.write_run(tmp_path, synthetic.ARMS[0], 0, state="running", until=80)
+    with hold(run):
+        first = read_study(tmp_path)
+        assert summary_of_study(first).state.startswith("1 running, 6 missing of 7 runs; now")
+    for study in (read_study(tmp_path), read_study(tmp_path, known=first)):
+        found = summary_of_study(study)
+        assert found.state == "1 stopped, 6 missing of 7 runs"
+        assert found.is_bad
+        assert not found.is_running
+        assert found.done == pytest.approx(80 / (7 * 200))
+        row = ladder_of(study).row("baseline")
+        assert (row.state, row.message) == (
+            "stopped",
+            "seed 0 stopped: no process trains it any more; the same command goes on from its "
+            "last checkpoint",
+        )
+
+
+def test_runs_that_the_study_no_longer_lists_are_named(synthetic, tmp_path):
+    synthetic.write_synthetic(tmp_path)
+    whole = read_study(tmp_path)
+    assert not whole.unlisted
+    assert not summary_of_study(whole).unlisted
+    (tmp_path / "no-run" / "seed-0").mkdir(parents=True)
+    content = read_sealed(StudyPaths(tmp_path).study, "")
+    content["arms"] = [arm for arm in content["arms"] if arm["name"] != "flash_all_bf16"]
+    content["config"]["seeds"] = [0]
+    write_sealed(StudyPaths(tmp_path).study, content)
+    found = summary_of_study(read_study(tmp_path))
+    assert found.unlisted.startswith(
+        "On disk, but no longer in the study: flash_all_bf16 (seeds 0, 1)"
+    )
+    assert "; fp32 (seed 1)" in found.unlisted
+    assert "no-run" not in found.unlisted
+    assert "flash_fa2" in {rung.arm for rung in found.ladder.rungs}
+    assert "flash_all_bf16" not in {rung.arm for rung in found.ladder.rungs}
 
 
 def test_answer_is_the_verdict_once_there_is_a_look(study, synthetic, tmp_path):

@@ -3,6 +3,7 @@
 import html
 import itertools
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from stability.analysis.number_text import scientific, times
 from stability.analysis.study_records import read_study
 from stability.cli.main import main
 from stability.records.events import Event
+from stability.records.run_lock import hold
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.page.html import render, write_page, write_probe_page
 from tests.stability.report.pages import figures_of, page_of, traces_of
@@ -129,10 +131,27 @@ def test_hostile_names_stay_text(study):
 @pytest.mark.parametrize("until", [0, 15, 70])
 def test_running_study_has_a_report(synthetic, tmp_path, until):
     synthetic.write_study_json(tmp_path)
-    for arm in synthetic.ARMS[:3]:
-        synthetic.write_run(tmp_path, arm, 0, state="running", until=until)
-    page = page_of(tmp_path)
+    with ExitStack() as stack:
+        for arm in synthetic.ARMS[:3]:
+            run = synthetic.write_run(tmp_path, arm, 0, state="running", until=until)
+            stack.enter_context(hold(run))
+        page = page_of(tmp_path)
     assert "seed 1 missing" in page
+    said = "seed 0 stopped: no process trains it any more"
+    assert said not in page
+    assert said in page_of(tmp_path)
+
+
+def test_arm_that_the_study_no_longer_has_is_named_and_not_drawn(study):
+    content = read_sealed(study / "study.json", "")
+    content["arms"] = [arm for arm in content["arms"] if arm["name"] != "flash_all_bf16"]
+    write_sealed(study / "study.json", content)
+    page = page_of(study)
+    (said,) = re.findall("On disk, but no longer in the study: (.*?)<", page)
+    assert said == "flash_all_bf16 (seeds 0, 1)."
+    assert 'data-arm-row="flash_fa2"' in page
+    assert 'data-arm-row="flash_all_bf16"' not in page
+    assert "flash_all_bf16" not in str(figures_of(page))
     assert figures_of(page)["loss"]["data"]
 
 

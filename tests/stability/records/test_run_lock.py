@@ -1,0 +1,98 @@
+"""The lock of a run: held by one process, seen by readers, gone with the process."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from stability.records import run_lock
+from stability.records.paths import RunPaths
+from stability.records.run_lock import hold, is_held
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from stability.records.paths import RunPaths
+from stability.records.run_lock import hold
+with hold(RunPaths(Path(sys.argv[1]))):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunPaths(tmp_path / "arm" / "seed-0")
+
+
+def test_lock_is_held_as_long_as_its_block(run):
+    assert not is_held(run)
+    with hold(run):
+        assert is_held(run)
+        assert is_held(run)
+    assert not is_held(run)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_killed_process_holds_nothing_and_a_stopped_one_does(run, how):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run.root)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "held\n"
+        assert is_held(run)
+        process.send_signal(how)
+        if how == signal.SIGKILL:
+            process.wait()
+        assert is_held(run) == (how == signal.SIGSTOP)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_second_holder_is_refused(run, monkeypatch):
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.1)
+    with hold(run), pytest.raises(BlockingIOError), hold(run):
+        pass
+
+
+def test_readers_keep_nobody_from_training(run):
+    with hold(run):
+        pass
+    ended = threading.Event()
+
+    def ask():
+        while not ended.is_set():
+            is_held(run)
+
+    readers = [threading.Thread(target=ask) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for _ in range(50):
+            with hold(run):
+                pass
+    finally:
+        ended.set()
+        for reader in readers:
+            reader.join()
+
+
+def test_pipe_in_its_place_makes_no_reader_wait(run):
+    run.root.mkdir(parents=True)
+    os.mkfifo(run.lock)
+    assert is_held(run) in (True, False)
+
+
+def test_what_cannot_be_known_counts_as_held(run, monkeypatch):
+    with hold(run):
+        pass
+
+    def no_locks(*_):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
+    assert is_held(run)
