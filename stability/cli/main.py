@@ -23,6 +23,7 @@ import jsonargparse
 from stability import __version__
 from stability.cli.output import EXIT_CODES, FAILS, HOLDS, INTERRUPTED, UNREAD, WRONG
 from stability.records.atomic_files import DiskFullError
+from stability.report.view.plain_text import readable
 
 __all__ = ["main"]
 
@@ -230,7 +231,7 @@ def _overview() -> str:
 
 def _fail(message: str) -> NoReturn:
     """Print `message` on one line of standard error, and exit with the code for wrong input."""
-    sys.stderr.write(f"stability: {' '.join(message.split())}\n")
+    sys.stderr.write(f"stability: {readable(' '.join(message.split()))}\n")
     sys.exit(WRONG)
 
 

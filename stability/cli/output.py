@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from stability.records.sealed_json import jsonable
+from stability.report.view.plain_text import readable
 
 __all__ = [
     "EXIT_CODES",
@@ -40,6 +41,6 @@ def print_json(content: Any) -> None:
 
 
 def print_line(text: object) -> None:
-    """Print `text` on one line, however long."""
-    sys.stdout.write(f"{text}\n")
+    """Print `text` as it stands, however long; a terminal obeys nothing that is in it."""
+    sys.stdout.write(f"{readable(str(text))}\n")
     sys.stdout.flush()

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,6 +19,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+from stability.report.view.plain_text import as_markup
 
 __all__ = ["StudyDisplay"]
 
@@ -68,7 +69,7 @@ class StudyDisplay:
 
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
         """Show that run `index` of `total` (from 1) is training."""
-        bar = self._progress.add_task(f"{escape(arm)}, seed {seed}", total=steps, note="loss -")
+        bar = self._progress.add_task(f"{as_markup(arm)}, seed {seed}", total=steps, note="loss -")
         self._runs[arm, seed] = _Training(bar, steps, time.monotonic())
 
     def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
@@ -82,7 +83,8 @@ class StudyDisplay:
     def run_noted(self, arm: str, seed: int, text: str) -> None:
         """Leave a line above the bars."""
         self._progress.console.print(
-            f"[yellow]{'note':>9}[/]  {escape(arm)}, seed {seed}   {escape(text)}", highlight=False
+            f"[yellow]{'note':>9}[/]  {as_markup(arm)}, seed {seed}   {as_markup(text)}",
+            highlight=False,
         )
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
@@ -90,7 +92,7 @@ class StudyDisplay:
         run = self._runs.pop((arm, seed), None)
         self._done += 1
         self._progress.update(self._study, completed=self._done)
-        note = escape(message)
+        note = as_markup(message)
         if message == "kept":
             note = "already trained, kept"
         elif run is not None:
@@ -99,5 +101,5 @@ class StudyDisplay:
                 note = f"{time.monotonic() - run.started:5.1f} s   loss {run.loss:.3f}"
         colour = {"finished": "green", "failed": "red"}.get(state, "yellow")
         self._progress.console.print(
-            f"[{colour}]{state:>9}[/]  {escape(arm)}, seed {seed}   {note}", highlight=False
+            f"[{colour}]{state:>9}[/]  {as_markup(arm)}, seed {seed}   {note}", highlight=False
         )

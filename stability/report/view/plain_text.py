@@ -5,10 +5,12 @@ a control character, which a terminal would obey, is written out as its escape.
 """
 
 import re
+from typing import TYPE_CHECKING
 
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.text import Text
 
-__all__ = ["as_text", "readable", "shortened"]
+__all__ = ["as_markup", "as_text", "readable", "shortened"]
 
 # the control characters C0 (but for the line feed), DEL and C1, and Unicode's marks that turn the
 # direction of writing round
@@ -20,8 +22,17 @@ def readable(words: str) -> str:
     return _OBEYED.sub(lambda found: ascii(found.group())[1:-1], words)
 
 
-def as_text(words: str, style: str = "") -> Text:
+def as_markup(words: str) -> str:
+    """Return `words` as they stand within rich's markup."""
+    from rich.markup import escape  # heavy, as below: a line of plain output needs none of it
+
+    return escape(readable(words))
+
+
+def as_text(words: str, style: str = "") -> "Text":
     """Return `words` as a text of rich, for a cell of a table or a line."""
+    from rich.text import Text
+
     return Text(readable(words), style=style)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from stability.cli import verdict
 from stability.cli.main import main
-from stability.cli.output import EXIT_CODES, UNDECIDED, print_json
+from stability.cli.output import EXIT_CODES, UNDECIDED, print_json, print_line
 
 ROOT = Path(__file__).parents[3]
 
@@ -101,3 +101,13 @@ def test_the_table_names_all_that_is_undecided():
     runner = (ROOT / "experiments" / "kit" / "runner.py").read_text()
     assert '"undecided": UNDECIDED}[record.controls]' in runner
     assert "a control of an experiment" in said
+
+
+def test_a_terminal_obeys_nothing_in_a_line_or_an_error(capsys):
+    print_line("arm \x1b]0;owned\x07 FAIL")
+    with pytest.raises(SystemExit):
+        main(["verdict", "no/such/\x1b[2Jstudy"])
+    said = capsys.readouterr()
+    assert said.out == "arm \\x1b]0;owned\\x07 FAIL\n"
+    assert r"no/such/\x1b[2Jstudy" in said.err
+    assert "\x1b" not in said.err
