@@ -5,6 +5,7 @@ This is the one place that binds names in a config to objects. It leaves out the
 """
 
 import logging
+import os
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ from stability.study.gpt_gradients import gradients_of_arm
 __all__ = [
     "Parts",
     "assemble",
+    "check_alone",
     "describe_attention",
     "fit",
     "held_out",
@@ -95,6 +97,32 @@ def resolve_device(config: ArmConfig) -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
+_PROCESS_COUNTS = (
+    "WORLD_SIZE",  # torchrun, and most operators of clusters
+    "SLURM_STEP_NUM_TASKS",  # srun: not SLURM_NTASKS, which a batch script of one process has too
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "JSM_NAMESPACE_SIZE",
+)
+"""The variables in which launchers tell a process how many of its kind they have started."""
+
+
+def check_alone() -> None:
+    """ValueError if a launcher has started this process as one of several.
+
+    A run trains in one process, so each of them would train the same batches.
+    """
+    for name in _PROCESS_COUNTS:
+        count = os.environ.get(name, "")
+        if count not in ("", "1"):
+            raise ValueError(
+                f"{name} must be 1 where a study trains, got {count!r}; a run trains in one "
+                "process, and several would train the same batches: start one (--jobs trains "
+                f"several runs at once), or unset {name} if this one is alone"
+            )
+
+
 def load_data(config: ArmConfig) -> TextDataModule:
     """Return the data module of a run, its text read and tokenised.
 
@@ -121,8 +149,9 @@ def load_data(config: ArmConfig) -> TextDataModule:
 def assemble(config: ArmConfig) -> Parts:
     """Build the model of a run with its attention, probe, initial weights and nudge.
 
-    ValueError as `resolve_device` and `resolve_attention`.
+    ValueError as `check_alone`, `resolve_device` and `resolve_attention`.
     """
+    check_alone()
     settle_vector_math()  # before the initial weights, which must be those of the pair
     device = resolve_device(config)
     config = _with_emulated_attention(config)
@@ -264,7 +293,7 @@ def make_trainer(
     """Return a deterministic Trainer that keeps its last checkpoints in the run's folder.
 
     It stops at `last_step`, or at the config's last step if that is 0. The learning rate follows
-    the config's schedule in both cases.
+    the config's schedule in both cases. ValueError if it would train in several processes.
     """
     checkpoints = ModelCheckpoint(
         dirpath=files.paths.checkpoints_dir,
@@ -278,12 +307,13 @@ def make_trainer(
     native: Any = None if plugins else config.precision
     # a run has one device; left to itself, Lightning takes the tasks of a Slurm job for its ranks
     environment = LightningEnvironment()
-    return Trainer(
+    trainer = Trainer(
         accelerator=device.type,
         devices=1,
         precision=native,
         plugins=[environment, CheckpointFiles(files, config.train.keep_checkpoints), *plugins],
         max_steps=last_step or config.train.steps,
+        max_epochs=1,  # else batches that run out would begin again, and no one would see it
         gradient_clip_val=config.train.grad_clip,
         deterministic=True,
         logger=loggers,
@@ -296,6 +326,12 @@ def make_trainer(
         use_distributed_sampler=False,
         **config.train.trainer,
     )
+    if trainer.world_size != 1:
+        raise ValueError(
+            f"make_trainer: the world size must be 1, got {trainer.world_size}; a run trains in "
+            "one process"
+        )
+    return trainer
 
 
 def fit(

@@ -35,7 +35,19 @@ from stability.tracking.environment import WandbMode
 from stability.tracking.history import MirroredLog, WandbRun, open_wandb_run
 from stability.tracking.loggers import RecordsLogger
 
-__all__ = ["TrainOptions", "train"]
+__all__ = ["TrainOptions", "UnfinishedError", "train"]
+
+
+class UnfinishedError(RuntimeError):
+    """A training ended at another step than was planned, and its loss did not diverge."""
+
+
+_FAILURES = {
+    ContractError: "pair contract",
+    ObserverError: "observer gate",
+    UnfinishedError: "unfinished",
+}
+"""Failures that are told in the manifest and raised no further, and the word for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +62,11 @@ class TrainOptions:
 def train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
     """Train `run` to its last step, from its last whole checkpoint if there is one.
 
-    Returns the final manifest. Every failure is recorded in it. A broken pair contract or observer
-    gate is returned as state `failed`, any other error is raised as well; an interrupt is recorded
-    as `interrupted` and raised as KeyboardInterrupt, a full disk as DiskFullError. RunConflictError
-    if another process is training the run.
+    Returns the final manifest, with state `finished` if and only if the training took every step
+    that was planned. Every failure is recorded in it. A broken pair contract or observer gate, or
+    an end at another step, is returned as state `failed`, any other error is raised as well; an
+    interrupt is recorded as `interrupted` and raised as KeyboardInterrupt, a full disk as
+    DiskFullError. RunConflictError if another process is training the run.
     """
     with locked(run.paths):
         return _train(run, options, observer)
@@ -83,10 +96,8 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
         # Lightning turns Ctrl-C into SystemExit
         _update(files, state="interrupted", step=_steps_logged(run))
         raise KeyboardInterrupt from None
-    except ContractError as error:
-        _note_failure(run, files, f"pair contract: {error}")
-    except ObserverError as error:
-        _note_failure(run, files, f"observer gate: {error}")
+    except tuple(_FAILURES) as error:
+        _note_failure(run, files, f"{_FAILURES[type(error)]}: {error}")
     except Exception as error:
         if _was_interrupted(error):
             _update(files, state="interrupted", step=_steps_logged(run))
@@ -174,12 +185,24 @@ def _fit(
     trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, run.last_step)
     try:
         fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
+        if divergence.step is None:
+            _check_reached(run, trainer.global_step)
         failed = False
     finally:
         log.close()
         if wandb:
             wandb.close(failed=failed)
     return divergence.step
+
+
+def _check_reached(run: Run, step: int) -> None:
+    """UnfinishedError unless the Trainer and the log have come to the step that was planned."""
+    logged = _steps_logged(run)
+    if (step, logged) != (run.last_step, run.last_step):
+        raise UnfinishedError(
+            f"training must end at step {run.last_step}, ended at step {step} with the batches of "
+            f"{logged} on record; a callback stopped it, or the batches ran out"
+        )
 
 
 def _open_wandb_run(run: Run, mode: WandbMode, observer: StudyObserver) -> WandbRun | None:
