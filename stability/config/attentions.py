@@ -15,7 +15,7 @@ from attention_kernels.profiles import (
     PROFILES,
 )
 
-__all__ = ["IMPLEMENTATIONS", "Implementation"]
+__all__ = ["HEAD_DIMS", "IMPLEMENTATIONS", "Implementation", "takes_head_dim"]
 
 
 class Implementation(NamedTuple):
@@ -28,6 +28,11 @@ class Implementation(NamedTuple):
     default: str = ""
     """The profile that an empty name stands for, if it is one of `profiles`."""
 
+
+HEAD_DIMS = (16, 256)
+"""The least and the greatest head_dim that `attention_kernels` computes, golden included.
+
+It is `attention_kernels.checks` that refuses others, and which needs torch."""
 
 _REGISTRY = "stability.probe.attention_registry"
 
@@ -43,3 +48,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 """A new implementation is a row here, beside a file of its own. A user's own function needs neither
 of them."""
+
+
+def takes_head_dim(implementation: str, profile: str, head_dim: int) -> bool:
+    """Whether an attention of that name can have `head_dim`; a user's own is believed to."""
+    # PyTorch's own choice of a kernel is called without `attention_kernels`
+    is_free = implementation not in IMPLEMENTATIONS or (implementation, profile) == ("sdpa", "")
+    return is_free or HEAD_DIMS[0] <= head_dim <= HEAD_DIMS[1]

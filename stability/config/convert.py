@@ -112,7 +112,7 @@ def from_mapping(cls: type[T], mapping: Any, place: Place) -> T:
         owner = place.path.rpartition(".")[2]
         text = str(error).removeprefix(f"{owner}: ")
         name, colon, rest = text.partition(": ")
-        if colon and name in names:
+        if colon and name.partition(".")[0] in names:
             raise place.at(name).error(rest) from error
         raise place.error(text) from error
 
@@ -171,7 +171,11 @@ def _convert_scalar(value: Any, allowed: tuple[type, ...], place: Place) -> Any:
     if type(value) in allowed:
         return value
     if float in allowed and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            problem = "must be a number that FP64 holds, got one of 309 digits or more"
+            raise place.error(problem) from error
     rule = " or ".join(_WORDS[kind] for kind in allowed)
     raise place.error(f"must be {rule}, got {value!r}")
 

@@ -17,14 +17,27 @@ import yaml
 
 from attention_kernels.testing.fault_names import FAULT_NAMES
 from stability.config.arms import Arm, expand
-from stability.config.attentions import IMPLEMENTATIONS
+from stability.config.attentions import HEAD_DIMS, IMPLEMENTATIONS, takes_head_dim
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, repeated
 from stability.config.plugins import ATTENTIONS, plugins
-from stability.config.schema import BASELINE, AttentionConfig, StudyConfig
+from stability.config.schema import BASELINE, ArmConfig, AttentionConfig, StudyConfig
 
 __all__ = ["load_study", "parse_value", "read_mapping"]
 
 _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}")
+_RESERVED = (
+    "assay",
+    "distances",
+    "figures",
+    "forks",
+    "ladder.json",
+    "protocol.json",
+    "report.html",
+    "study.json",
+    "wandb",
+    "window.json",
+)
+"""What a study keeps in its folder beside its arms (`records.paths`), each in one of its own."""
 
 
 def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyConfig:
@@ -59,6 +72,7 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     arms = expand(study, root)
     for arm in arms:
         _check_attention(arm.config.attention, root.at("arms").at(arm.name).at("attention"))
+        _check_head_dim(arm.config, root.at("base.model"))
     _check_ends(study, arms, root)
     return study
 
@@ -109,8 +123,18 @@ def _arms_baseline_first(arms: Any, place: Place) -> dict[str, dict[str, Any]]:
             raise place.error(
                 f"a name must be 1 to 64 letters, digits, dots, '_' or '-', got {name!r}"
             )
+        if name.lower() in _RESERVED:
+            raise place.error(
+                f"{name!r} is reserved: the study's own folder has it beside those of its arms; "
+                f"reserved are {', '.join(_RESERVED)}"
+            )
         if mapping is not None and not isinstance(mapping, dict):
             raise place.at(name).error(f"must be a mapping of overrides, got {mapping!r}")
+    alike = repeated(name.lower() for name in ordered)
+    if alike is not None:
+        # on a disk that does not tell cases apart they would share a folder
+        twice = ", ".join(repr(name) for name in ordered if name.lower() == alike)
+        raise place.error(f"names must differ in more than case, got {twice}")
     if ordered[BASELINE]:
         raise place.at(BASELINE).error(
             f"must override nothing, got {ordered[BASELINE]!r}; put it in base, or name another arm"
@@ -123,6 +147,9 @@ def _check_names(study: StudyConfig, root: Place) -> None:
         raise root.at("name").error(
             f"must be 1 to 64 letters, digits, dots, '_' or '-', got {study.name!r}"
         )
+    if study.name == "forks":
+        # a run below a folder of that name is taken for a fork (`study.fork`)
+        raise root.at("name").error("'forks' is reserved, for the forks of a study's runs")
     if study.yardstick and study.yardstick not in study.arms:
         raise root.at("yardstick").error(
             f"must be an arm, got {study.yardstick!r}; nearest: "
@@ -131,10 +158,11 @@ def _check_names(study: StudyConfig, root: Place) -> None:
     _check_policy(study, root)
     seeds = study.seeds
     again = repeated(seeds)
-    if not seeds or again is not None or min(seeds) < 0:
+    if not seeds or again is not None or min(seeds) < 0 or max(seeds) >= 2**32:
         twice = "" if again is None else f"; seed {again} is listed twice"
         raise root.at("seeds").error(
-            f"must be different whole numbers from 0, at least one, got {list(seeds)}{twice}"
+            "must be different whole numbers from 0, at least one and all below 2**32, got "
+            f"{list(seeds)}{twice}"
         )
 
 
@@ -202,6 +230,24 @@ def _check_attention(config: AttentionConfig, place: Place) -> None:
             raise place.at("numerics").at(key).error(str(error)) from error
 
 
+def _check_head_dim(config: ArmConfig, place: Place) -> None:
+    """ConfigError if the model's head_dim is none of an attention that the arm computes."""
+    model, probe = config.model, config.probe
+    called = [config.attention]
+    if probe.is_on or probe.gradient_every or config.attention.is_partial:
+        called += probe.shadows
+    if (probe.is_on and probe.golden) or probe.gradient_every:
+        called.append(AttentionConfig(implementation="golden"))
+    head_dim = model.width // model.heads
+    for attention in called:
+        name = attention.implementation
+        if not takes_head_dim(name, attention.profile, head_dim):
+            raise place.error(
+                f"width / heads must be from {HEAD_DIMS[0]} to {HEAD_DIMS[1]} for the attention "
+                f"{name}, got {model.width} / {model.heads} = {head_dim}"
+            )
+
+
 def _with_steps_in_reach(study: StudyConfig, root: Place) -> StudyConfig:
     """Return `study` with no step past an end that the command line has brought forward."""
     train = study.base.train
@@ -230,6 +276,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    problem="a key must be a single word", problem_mark=key_node.start_mark
+                )
             key = key_node.value
             if key in seen:
                 raise yaml.constructor.ConstructorError(
@@ -237,6 +287,17 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            # what PyYAML raises where a value is not what its form or tag says: 2020-13-41,
+            # `!!int abc`, more digits than Python reads
+            raise yaml.constructor.ConstructorError(
+                problem=f"a value can't be read as {node.tag.rpartition(':')[2]}",
+                problem_mark=node.start_mark,
+            ) from error
 
 
 _Loader.add_implicit_resolver(
@@ -258,7 +319,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
     try:
         content = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: {_reason(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold a mapping, got {content!r}"[:200])
@@ -274,11 +335,13 @@ def parse_value(text: str) -> Any:
         return ""
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(_reason(error)) from error
 
 
-def _reason(error: yaml.YAMLError) -> str:
+def _reason(error: yaml.YAMLError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "is nested too deep to be read"
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     return f"line {mark.line + 1}: {problem}" if mark else " ".join(problem.split())

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from attention_kernels.formats import FORMATS, Format, format_named
 from stability.config.convert import nearest
+from stability.config.trainer_keys import check_trainer
 
 __all__ = [
     "AXES",
@@ -179,6 +180,9 @@ class DataConfig:
     """`bytes`, or the name or path of a Hugging Face tokenizer."""
     workers: int = 0
 
+    def __post_init__(self) -> None:
+        _require(self.workers >= 0, "data", "workers must be >= 0", self.workers)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOutConfig:
@@ -216,18 +220,20 @@ class OptimizerConfig:
     warmup_steps: int = 20
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "optimizer", "lr must be > 0", self.lr)
-        _require(self.eps > 0, "optimizer", "eps must be > 0", self.eps)
+        for name in ("lr", "eps"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, "optimizer", f"{name} must be > 0 and finite", value)
         _require(
             all(0 <= beta < 1 for beta in self.betas),
             "optimizer",
             "betas must be in [0, 1)",
             self.betas,
         )
-        for name in ("weight_decay", "warmup_steps"):
-            _require(
-                getattr(self, name) >= 0, "optimizer", f"{name} must be >= 0", getattr(self, name)
-            )
+        decay, rule = self.weight_decay, "weight_decay must be >= 0 and finite"
+        _require(0 <= decay < math.inf, "optimizer", rule, decay)
+        _require(
+            self.warmup_steps >= 0, "optimizer", "warmup_steps must be >= 0", self.warmup_steps
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,6 +243,7 @@ class TrainConfig:
     steps: int = 200
     batch_size: int = 8
     grad_clip: float = 1.0
+    """Most of the gradient's norm; 0 clips nothing."""
     log_every: int = 1
     snapshot_steps: tuple[int, ...] = ()
     """Steps with a snapshot besides 0 and the last; steps past the end are left out."""
@@ -247,7 +254,7 @@ class TrainConfig:
     """A backend of torch.compile, e.g. `inductor`; empty is eager. Attention stays eager."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `lightning.Trainer`, passed through."""
+    """Arguments of `lightning.Trainer`: `accumulate_grad_batches`, `gradient_clip_algorithm`."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
@@ -258,6 +265,11 @@ class TrainConfig:
             "keep_checkpoints must be >= 0",
             self.keep_checkpoints,
         )
+        steps = list(self.snapshot_steps)
+        _require(min(steps, default=0) >= 0, "train", "snapshot_steps must be >= 0", steps)
+        clip, rule = self.grad_clip, "grad_clip must be >= 0 and finite (0 clips nothing)"
+        _require(0 <= clip < math.inf, "train", rule, clip)
+        check_trainer(self.trainer)
 
     def planned_snapshots(self) -> list[int]:
         """Return the steps with a snapshot, sorted: the first, the last and those asked for."""
@@ -271,6 +283,13 @@ class SeedConfig:
     base: int = 0
     init_offset: int = 0
     order_offset: int = 0
+
+    def __post_init__(self) -> None:
+        # torch's CPU generator keeps the low 32 bits of a seed, so that 2**32 would be 0 again and
+        # another seed draw the same weights
+        _require(0 <= self.base < 2**32, "seed", "base must be from 0 to 2**32 - 1", self.base)
+        offset, rule = self.init_offset, "init_offset must be between -2**32 and 2**32"
+        _require(abs(offset) < 2**32, "seed", rule, offset)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

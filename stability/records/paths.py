@@ -48,7 +48,7 @@ class StudyPaths:
         return self.root / "ladder.json"
 
     def distances(self, seed: int) -> Path:
-        """The distances between the arms of a seed; an arm `distances` may share the folder."""
+        """The distances between the arms of a seed."""
         return self.root / "distances" / f"seed-{seed}.json"
 
     def assay(self, arm: str) -> Path:
@@ -67,7 +67,7 @@ class StudyPaths:
 
     @property
     def wandb_dir(self) -> Path:
-        """The folder that W&B writes the study's own run into; an arm `wandb` may share it."""
+        """The folder that W&B writes the study's own run into."""
         return self.root / "wandb"
 
 

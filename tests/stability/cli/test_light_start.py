@@ -72,6 +72,14 @@ MISTAKES = {
     "an unknown key": (lambda c: c["base"].update(trian={}), "trian: unknown key; nearest: train"),
     "a misspelled profile": (_with_profile, "must be a profile of flash, got 'fa22'"),
     "a misspelled arm": (lambda c: c.update(yardstick="fp23"), "must be an arm, got 'fp23'"),
+    "a Trainer that ends early": (
+        lambda c: c["base"]["train"].update(trainer={"fast_dev_run": True}),
+        "base.train.trainer.fast_dev_run: must not be given, got True: it would end the run early",
+    ),
+    "a Trainer of two nodes": (
+        lambda c: c["base"]["train"].update(trainer={"num_nodes": 2, "strategy": "ddp"}),
+        "base.train.trainer.num_nodes: must not be given, got 2: a run trains in one process",
+    ),
     "a wrong value": (lambda c: c["base"]["train"].update(steps="many"), "train.steps"),
 }
 
@@ -86,6 +94,7 @@ def test_a_mistake_in_the_yaml_is_told_before_anything_heavy_is_loaded(tmp_path,
     code, modules, error = _start("run", path, "--out", tmp_path)
     assert (code, said in error) == (2, True), error
     assert not modules & HEAVY
+    assert list(tmp_path.iterdir()) == [path], "nothing is written before the YAML is right"
 
 
 @pytest.mark.parametrize(

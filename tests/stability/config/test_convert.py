@@ -1,6 +1,7 @@
 """Mappings become dataclasses exactly, or are refused where the mistake stands."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -42,7 +43,9 @@ ARMS = st.builds(
     ),
     attention=ATTENTION,
     precision=st.sampled_from([*NATIVE, "emulated:fp16", "emulated:e5m6"]),
-    seed=st.builds(SeedConfig, base=st.integers(), init_offset=st.integers()),
+    seed=st.builds(
+        SeedConfig, base=st.integers(0, 2**32 - 1), init_offset=st.integers(-(10**9), 10**9)
+    ),
     nudge=st.builds(NudgeConfig, ulps=st.integers(0, 9)),
     data=st.builds(DataConfig, source=NAMES, tokenizer=NAMES),
     optimizer=st.builds(
@@ -52,7 +55,13 @@ ARMS = st.builds(
         TrainConfig,
         steps=POSITIVE,
         snapshot_steps=st.lists(st.integers(0, 99), max_size=4).map(tuple),
-        trainer=st.dictionaries(NAMES, st.integers() | st.booleans() | NAMES, max_size=2),
+        trainer=st.fixed_dictionaries(
+            {},
+            optional={
+                "accumulate_grad_batches": POSITIVE,
+                "gradient_clip_algorithm": st.sampled_from(["norm", "value"]),
+            },
+        ),
     ),
     probe=st.builds(
         ProbeConfig,
@@ -95,6 +104,10 @@ def test_overriding_with_a_whole_config_gives_that_config(arm, other):
             r"^here: snapshot_steps.1: must be a whole number, got 'x'$",
         ),
         ({"accelerator": "gpux"}, r"^here: accelerator: must be a known name, got 'gpux'; .*gpu"),
+        ({"grad_clip": -1}, r"^here: train: grad_clip must be >= 0 and finite .*, got -1.0$"),
+        ({"grad_clip": math.inf}, r"^here: train: grad_clip must be >= 0 and finite .*, got inf$"),
+        ({"grad_clip": math.nan}, r"^here: train: grad_clip must be >= 0 and finite .*, got nan$"),
+        ({"snapshot_steps": [1, -2]}, r"^here: train: snapshot_steps must be >= 0, got \[1, -2\]$"),
         ({"trainer": [1]}, r"^here: trainer: must be a mapping, got \[1\]$"),
         ({"trainer": {3: 1}}, r"^here: trainer.3: the key must be a string, got 3; quote it$"),
         ("fast", r"^here: must be a mapping, got 'fast'$"),
@@ -110,9 +123,15 @@ def test_a_mistake_is_named_where_it_stands(mapping, message):
     [
         ({"betas": [0.9]}, "betas: must be a list of 2 values"),
         ({"betas": [0.9, 1]}, r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
-        ({"weight_decay": -1}, "weight_decay must be >= 0, got -1.0"),
+        ({"weight_decay": -1}, "weight_decay must be >= 0 and finite, got -1.0"),
+        ({"weight_decay": math.inf}, "weight_decay must be >= 0 and finite, got inf"),
+        ({"eps": math.inf}, "eps must be > 0 and finite, got inf"),
         ({"warmup_steps": -1}, "warmup_steps must be >= 0, got -1"),
-        ({"lr": 0}, "lr must be > 0, got 0.0"),
+        ({"lr": 0}, "lr must be > 0 and finite, got 0.0"),
+        ({"lr": -1e-3}, "lr must be > 0 and finite, got -0.001"),
+        ({"lr": math.inf}, "lr must be > 0 and finite, got inf"),
+        ({"lr": math.nan}, "lr must be > 0 and finite, got nan"),
+        ({"lr": 10**400}, "lr: must be a number that FP64 holds"),
     ],
 )
 def test_an_optimizer_that_cannot_work_is_refused(mapping, message):

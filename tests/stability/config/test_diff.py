@@ -39,9 +39,9 @@ ARM = ArmConfig(
             ["model.depth", "seed.base", "nudge"],
         ),
         (
-            {"train": {"trainer": {"precision_x": {"a": 1}}}},
-            {"train.trainer.precision_x.a": (None, 1)},
-            ["train.trainer.precision_x.a"],
+            {"train": {"trainer": {"accumulate_grad_batches": 2}}},
+            {"train.trainer.accumulate_grad_batches": (None, 2)},
+            ["train.trainer.accumulate_grad_batches"],
         ),
     ],
 )

@@ -1,12 +1,16 @@
 """A study's YAML: what is read, and each mistake in one line that names file and key."""
 
+import math
 from pathlib import Path
 
 import pytest
 import yaml
 
+from attention_kernels import checks
+from stability.config.attentions import HEAD_DIMS
 from stability.config.convert import ConfigError
-from stability.config.load import load_study
+from stability.config.load import _RESERVED, load_study
+from stability.records.paths import StudyPaths
 
 STUDY = """
 name: tiny
@@ -104,13 +108,30 @@ def test_a_study_is_read_with_the_baseline_first(tmp_path):
         (_set("arms.x", "fp32"), "arms.x: must be a mapping of overrides, got 'fp32'"),
         (_set("arms.a/b", {}), "arms: a name must be 1 to 64 letters, .* got 'a/b'"),
         (_set("arms.baseline", {"precision": "32-true"}), "arms.baseline: must override nothing"),
+        (_set("arms", {"study.json": {}}), "arms: 'study.json' is reserved"),
+        (_set("arms.FORKS", {}), "arms: 'FORKS' is reserved: .*; reserved are assay, distances"),
+        (_set("arms.FP32", {}), "arms: names must differ in more than case, got 'fp32', 'FP32'"),
         (_set("arms", ["x"]), "arms: must be a mapping from arm names"),
         (_set("name", ".."), r"name: must be 1 to 64 letters, .* got '\.\.'"),
+        (_set("name", "forks"), "name: 'forks' is reserved"),
         (_set("name", "x" * 65), "name: must be 1 to 64 letters"),
         (_set("yardstick", "fp23"), "yardstick: must be an arm, got 'fp23'; nearest: fp32"),
         (_set("seeds", []), "seeds: must be different whole numbers from 0"),
         (_set("seeds", [1, 1]), "seeds: must be different whole numbers from 0"),
         (_set("seeds", [0, 1, 0]), r"seeds: .* got \[0, 1, 0\]; seed 0 is listed twice"),
+        (_set("seeds", [2**32]), r"seeds: .* all below 2\*\*32, got \[4294967296\]"),
+        (_set("base.seed", {"base": -1}), r"base.seed: base must be from 0 to 2\*\*32 - 1, got -1"),
+        (
+            _set("arms.x", {"seed": {"init_offset": 2**32}}),
+            r"arms.x.seed: init_offset must be between -2\*\*32 and 2\*\*32, got 4294967296",
+        ),
+        (_set("base.data", {"workers": -1}), "base.data: workers must be >= 0, got -1"),
+        (
+            _set("base.model.heads", 4),
+            r"base.model: width / heads must be from 16 to 256 for the .* baseline, got 32 / 4 = 8",
+        ),
+        (_set("base.model.width", 1026), "base.model: width / heads .*, got 1026 / 2 = 513"),
+        (_set("base.optimizer.lr", math.inf), "base.optimizer: lr must be > 0 and finite, got inf"),
         (_set("seeds", [-1]), "seeds: must be different whole numbers from 0"),
         (_set("seeds", [True]), "seeds.0: must be a whole number, got True"),
         (_set("early_step", 4), "early_step: must be a step with a snapshot, got 4; nearest: 5"),
@@ -130,6 +151,15 @@ def test_a_mistake_is_one_line_with_file_and_key(write, edit, message):
     [
         ("name: a\nname: b\n", "line 2: key 'name' is given twice"),
         ("base:\n  train: {steps: 1, steps: 2}\n", "line 2: key 'steps' is given twice"),
+        ("x: {trainer: {a: 1, 'a': 2}}\n", "line 1: key 'a' is given twice"),
+        ("arms:\n  a: {}\n  a: {}\n", "line 3: key 'a' is given twice"),
+        ("base:\n  <<: {a: 1}\n  <<: {a: 2}\n", "line 3: key '<<' is given twice"),
+        ("base:\n  ? [a, b]\n  : 3\n", "line 2: a key must be a single word"),
+        ("a: 2020-13-41\n", "line 1: a value can't be read as timestamp"),
+        ("a: !!int abc\n", "line 1: a value can't be read as int"),
+        ("a: !!bool abc\n", "line 1: a value can't be read as bool"),
+        (f"a: {'9' * 5000}\n", "line 1: a value can't be read as int"),
+        ("{a: " * 5000, "is nested too deep to be read"),
         ("base: [1\n", "line 2: "),
         ("- a\n- b\n", "must hold a mapping"),
         ("", "must hold a mapping, got None"),
@@ -141,6 +171,26 @@ def test_what_is_no_yaml_mapping_is_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"bad.yaml: {message}"):
         load_study(path)
+
+
+def test_every_file_of_a_study_has_a_reserved_name():
+    paths = StudyPaths(Path("study"))
+    own = [name for name, value in vars(StudyPaths).items() if isinstance(value, property)]
+    files = [getattr(paths, name) for name in own] + [paths.distances(0), paths.assay("a")]
+    assert {file.relative_to(paths.root).parts[0] for file in files} <= set(_RESERVED)
+
+
+def test_the_head_dims_of_a_config_are_those_of_the_kernels(write):
+    assert HEAD_DIMS == (checks.MIN_HEAD_DIM, checks.MAX_HEAD_DIM)
+
+    def narrow(content):
+        content["base"]["model"]["heads"] = 4
+        content["base"]["attention"] = {"implementation": "sdpa"}
+        content["base"]["probe"] = {"every": 0}
+        content["arms"] = {"rerun": {}}
+        content["yardstick"] = ""
+
+    assert load_study(write(narrow)).base.model.heads == 4, "PyTorch's own attention takes 8"
 
 
 def test_unreadable_files_are_refused(tmp_path):
