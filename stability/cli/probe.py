@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from stability.cli.output import FAILS, HOLDS, print_json
+from stability.report.view.plain_text import as_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -154,7 +155,7 @@ def _show(folder: Path, console: "Console", *, as_json: bool) -> int:
         from stability.report.terminal.probe import print_probe
 
         print_probe(folder, console)
-        console.print(f"\nreport: {page}", soft_wrap=True, highlight=False)
+        console.print(as_text(f"\nreport: {page}"), soft_wrap=True)
     return HOLDS if answer.holds else FAILS
 
 
@@ -210,9 +211,9 @@ def _blocks(
 def _say(
     console: "Console", dropped: list[str], tokens_of: str, weights: str, precision: str
 ) -> None:
-    console.print(f"{weights} weights, {precision}; tokens: {tokens_of}", style="dim")
+    console.print(as_text(f"{weights} weights, {precision}; tokens: {tokens_of}", "dim"))
     if dropped:
-        console.print(f"set to 0, since a shadow cannot repeat it: {', '.join(dropped)}")
+        console.print(as_text(f"set to 0, since a shadow cannot repeat it: {', '.join(dropped)}"))
 
 
 def _plain(name: str) -> str:

@@ -191,6 +191,11 @@ def test_a_candidate_can_compute_in_some_layers(folders, tmp_path, capsys):
     assert layers == {"model.layers.1.self_attn"}
 
 
+def test_where_the_page_lies_is_printed_as_it_stands(folders, tmp_path, capsys):
+    assert _probe(folders, tmp_path / "a[red]", "--replace", "*.1.*") == 0
+    assert f"report: {tmp_path}/a[red]/p/" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
