@@ -151,10 +151,13 @@ class RecordedStudy:
         return sorted({step for run in runs for step in run.drift("rel_l2")})
 
 
-def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedStudy:
+def read_study(
+    study_dir: Path, known: RecordedStudy | None = None, *, has_logs: bool = True
+) -> RecordedStudy:
     """Read the records of the study in `study_dir`.
 
     Runs whose manifest and log have not changed since `known` was read are taken from there.
+    Without `has_logs` no log is opened: the runs have states, but no metrics and no events.
     ValueError if `study.json` is missing or is no study; nothing else on disk can make it fail.
     """
     path = StudyPaths(study_dir).study
@@ -170,7 +173,7 @@ def read_study(study_dir: Path, known: RecordedStudy | None = None) -> RecordedS
             steps=config["base"]["train"]["steps"],
             early_step=config.get("early_step", 0),
             policy=_policy(config.get("policy") or {}, path),
-            arms=_read_arms(study_dir, content, known),
+            arms=_read_arms(study_dir, content, known, has_logs=has_logs),
             folder=study_dir,
             unlisted=_unlisted(study_dir, content),
         )
@@ -225,7 +228,7 @@ def _changed_since(paths: RunPaths, manifest: Manifest) -> str:
 
 
 def _read_arms(
-    study_dir: Path, content: Mapping[str, Any], known: RecordedStudy | None
+    study_dir: Path, content: Mapping[str, Any], known: RecordedStudy | None, *, has_logs: bool
 ) -> tuple[RecordedArm, ...]:
     config, arms, seeds = content["config"], content["arms"], content["config"]["seeds"]
     again = repeated([arm["name"] for arm in arms])
@@ -237,10 +240,10 @@ def _read_arms(
     wanted = [(arm["name"], seed) for arm in arms for seed in seeds]
     with ExitStack() as stack:
         readers: SimpleQueue[_Reader] = SimpleQueue()
-        readers.put(read_log_and_events)
+        readers.put(read_log_and_events if has_logs else _read_nothing)
         with suppress(OSError):  # no more processes: this one reads it all
             # read again, most logs are known: what has grown is not worth starting processes for
-            for _ in range(0 if known else _helpers(study_dir)):
+            for _ in range(_helpers(study_dir) if has_logs and not known else 0):
                 readers.put(stack.enter_context(LogReaderProcess()).read)
 
         def read(one: tuple[str, int]) -> RecordedRun:
@@ -265,6 +268,10 @@ def _read_arms(
         )
         for arm in arms
     )
+
+
+def _read_nothing(_: Path) -> tuple[LogContent, list[Event]]:
+    return LogContent(), []
 
 
 def _checked_diff(arm: Mapping[str, Any]) -> Mapping[str, list[Any]]:
@@ -320,7 +327,7 @@ def _read_run(
         if paths.metrics.exists():
             content, events = read(paths.metrics)
         # a log that is still written has outgrown any checksum: only an ended one is held to it
-        if manifest is not None and manifest.state in ENDED:
+        if manifest is not None and manifest.state in ENDED and read is not _read_nothing:
             error = _changed_since(paths, manifest)
     except (ValueError, OSError) as caught:
         error = f"records can't be read: {caught}"
@@ -333,7 +340,7 @@ def _read_run(
         events=tuple(events),
         error=error,
         # no stamp for a file that was perhaps caught half written: it is tried again
-        stamps=() if error else stamps,
+        stamps=() if error or read is _read_nothing else stamps,
         has_process=_has_process(paths, manifest, stamps),
     )
 

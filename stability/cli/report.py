@@ -95,6 +95,7 @@ def dashboard(
     with _listen(port) as listening, ExitStack() as stack:
         from stability.report.live.guard import check_host  # heavy: starlette
         from stability.report.live.server import make_server  # heavy: uvicorn, plotly
+        from stability.report.live.summary_store import default_folder
 
         allowed = [check_host(name) for name in names]
         bound: int = listening.getsockname()[1]
@@ -106,7 +107,10 @@ def dashboard(
             # beside the server: a browser in the terminal returns only when it is closed
             threading.Thread(target=webbrowser.open, args=[page], daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):
-            make_server(folder, bound, token=token, allowed=allowed).run(sockets=[listening])
+            server = make_server(
+                folder, bound, token=token, allowed=allowed, store=default_folder()
+            )
+            server.run(sockets=[listening])
     return HOLDS
 
 

@@ -20,10 +20,12 @@ from stability.report.live.comparison import render_comparison
 from stability.report.live.study_index import StudyFolder, StudyIndex, hash_stamps
 from stability.report.live.study_summary import (
     Summary,
+    outline_of_study,
     summary_of_error,
     summary_of_probe,
     summary_of_study,
 )
+from stability.report.live.summary_store import SummaryStore
 from stability.report.page.html import fill, render, render_probe
 
 __all__ = ["ServedPages", "address_of", "unreadable_page"]
@@ -46,14 +48,19 @@ class _Listed:
 
 
 class ServedPages:
-    """The pages of the studies below `root`, which is searched anew at each call."""
+    """The pages of the studies below `root`, which is searched anew at each call.
 
-    def __init__(self, root: Path) -> None:
+    Summaries are kept in the folder `store` for the next dashboard; None keeps them in memory only.
+    """
+
+    def __init__(self, root: Path, store: Path | None = None) -> None:
         self._root = root.resolve()
+        self._store = SummaryStore(store) if store else None
         self._index = StudyIndex(root)
         self._studies = StudyCache(_read, PAGES)
         self._pages = StudyCache(self._render, PAGES)
         self._summaries = StudyCache(self._summarise, SUMMARIES)
+        self._outlines = StudyCache(self._outline, SUMMARIES)
         self._reader = threading.Thread()
         self._starting = threading.Lock()
 
@@ -64,7 +71,8 @@ class ServedPages:
     def index(self) -> str:
         """Return the page that lists all studies.
 
-        Those that are not read within PATIENCE are named only; the page asks for them later.
+        Those that are not summed up within PATIENCE are shown without their numbers, and those
+        whose manifests are not read by then are named only; the page asks for them later.
         """
         found = self.find()
         self._refresh(found).join(PATIENCE)
@@ -75,7 +83,7 @@ class ServedPages:
                 address=address_of(each.name),
                 newest=each.newest,
                 newest_text=f"{datetime.fromtimestamp(each.newest):%Y-%m-%d %H:%M}",
-                summary=self._summaries.last(each.name),
+                summary=self._summaries.last(each.name) or self._outlines.last(each.name),
             )
             for each in found.values()
         ]
@@ -109,7 +117,11 @@ class ServedPages:
 
     def _index_stamp(self, found: Mapping[str, StudyFolder]) -> str:
         """Return a stamp of the summaries: the list changes only once they have been made anew."""
-        return hash_stamps(f"{name} {self._summaries.stamp(name)}" for name in found)
+        return hash_stamps(
+            f"{name} {self._summaries.stamp(name)}"
+            + ("" if self._summaries.last(name) else f" {self._outlines.stamp(name)}")
+            for name in found
+        )
 
     def _refresh(self, found: Mapping[str, StudyFolder]) -> threading.Thread:
         """Return the one thread that makes the summaries that are due, started if need be."""
@@ -124,17 +136,41 @@ class ServedPages:
             return self._reader
 
     def _read_all(self, due: Sequence[StudyFolder]) -> None:
+        # what a person asks first is how far the studies are, and that is read in milliseconds
+        for folder in due:
+            if self._summaries.last(folder.name) is None:
+                known = self._stored(folder)
+                (self._summaries if known else self._outlines).get(folder)
         for folder in due:
             self._summaries.get(folder)
+
+    def _outline(self, folder: StudyFolder, _: Summary | None) -> Summary:
+        try:
+            _check(folder)
+            if folder.kind == "study":
+                return outline_of_study(read_study(folder.path, has_logs=False))
+            return summary_of_probe(read_probe(folder.path))
+        except Exception as error:
+            return summary_of_error(folder.name, _message(folder.name, error))
+
+    def _stored(self, folder: StudyFolder) -> Summary | None:
+        is_allowed = self._store and folder.kind == "study" and not folder.error
+        return self._store.find(folder) if self._store and is_allowed else None
 
     def _summarise(self, folder: StudyFolder, _: Summary | None) -> Summary:
         try:
             if folder.kind == "study":
-                return summary_of_study(self._studies.get(folder))
+                return self._stored(folder) or self._computed(folder)
             _check(folder)
             return summary_of_probe(read_probe(folder.path))
         except Exception as error:
             return summary_of_error(folder.name, _message(folder.name, error))
+
+    def _computed(self, folder: StudyFolder) -> Summary:
+        summary = summary_of_study(self._studies.get(folder))
+        if self._store:
+            self._store.keep(folder, summary)
+        return summary
 
     def _render(self, folder: StudyFolder, _: str | None) -> str:
         if folder.kind == "study":

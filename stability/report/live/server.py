@@ -33,14 +33,16 @@ UNSTORED = {"Cache-Control": "no-store"}
 
 
 def make_server(
-    runs: Path, port: int, *, token: str, allowed: Sequence[str] = ()
+    runs: Path, port: int, *, token: str, allowed: Sequence[str] = (), store: Path | None = None
 ) -> uvicorn.Server:
     """Return a server of the studies below `runs`, to be run on a socket that listens at `port`.
 
-    `token` and `allowed` are as in `Guard`.
+    `token` and `allowed` are as in `Guard`, `store` as in `ServedPages`.
     """
     config = uvicorn.Config(
-        _make_app(runs, Middleware(Guard, port=port, token=token, allowed=allowed)),
+        _make_app(
+            ServedPages(runs, store), Middleware(Guard, port=port, token=token, allowed=allowed)
+        ),
         http=DeadlineProtocol,
         lifespan="off",
         ws="none",
@@ -52,9 +54,9 @@ def make_server(
     return uvicorn.Server(config)
 
 
-def _make_app(runs: Path, guard: Middleware) -> Starlette:
+def _make_app(pages: ServedPages, guard: Middleware) -> Starlette:
     # the views are plain functions, which starlette runs in worker threads
-    views = _Views(ServedPages(runs))
+    views = _Views(pages)
     routes = [
         Route("/", views.index),
         Route("/stamp", views.index_stamp),

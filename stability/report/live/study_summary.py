@@ -6,7 +6,7 @@ template's.
 
 import math
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from stability.analysis.ladder import Ladder, ladder_of
@@ -25,6 +25,7 @@ from stability.report.view.unlisted import unlisted_runs
 __all__ = [
     "Summary",
     "answers",
+    "outline_of_study",
     "small_ladder",
     "summary_of_error",
     "summary_of_probe",
@@ -87,6 +88,8 @@ class Summary:
     """None for a probe: only studies can be compared."""
     unlisted: str = ""
     """Runs on disk that the study no longer has; mostly empty."""
+    is_outline: bool = False
+    """Whether it was made without the logs, so that answers and ladder are still to come."""
 
 
 def summary_of_error(name: str, error: str) -> Summary:
@@ -107,6 +110,16 @@ def summary_of_probe(probed: RecordedProbe) -> Summary:
 def summary_of_study(study: RecordedStudy) -> Summary:
     """Return the summary of a study, also of one that has not ended or begun."""
     ladder = ladder_of(study)
+    return replace(
+        outline_of_study(study),
+        is_outline=False,
+        answers=answers(study, ladder),
+        ladder=small_ladder(ladder, arm_styles([arm.name for arm in study.arms])),
+    )
+
+
+def outline_of_study(study: RecordedStudy) -> Summary:
+    """Return what can be said of a study that was read without its logs."""
     runs = [run for arm in study.arms for run in arm.runs.values()]
     states = [run.state for run in runs]
     counts = {state: states.count(state) for state in get_args(RunState) if state in states}
@@ -127,9 +140,8 @@ def summary_of_study(study: RecordedStudy) -> Summary:
         is_bad=not {"failed", "diverged", "interrupted", "stopped"}.isdisjoint(states),
         is_running="running" in states,
         done=reached / planned if planned else 0.0,
-        answers=answers(study, ladder),
-        ladder=small_ladder(ladder, arm_styles([arm.name for arm in study.arms])),
         unlisted=unlisted_runs(study),
+        is_outline=True,
     )
 
 
@@ -162,7 +174,10 @@ def _being_trained(study: RecordedStudy) -> str:
 
 
 def _reached(run: RecordedRun, steps: int) -> int:
-    return steps if run.state == "finished" else max(run.loss(), default=0)
+    if run.state == "finished":
+        return steps
+    # the manifest's step is that of its last snapshot: the log is ahead of it
+    return max(run.loss(), default=run.manifest.step if run.manifest else 0)
 
 
 def _count(things: Sized, name: str) -> str:

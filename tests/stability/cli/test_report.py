@@ -17,6 +17,7 @@ from stability.cli.main import main
 from stability.cli.report import report
 from stability.records.manifest import read_manifest
 from stability.report.live import server
+from stability.report.live.summary_store import default_folder
 from tests.stability.report.synthetic import (
     ARMS,
     STEPS,
@@ -139,7 +140,7 @@ def test_it_listens_on_the_loopback_address_alone(served, tmp_path, capsys):
         r"(http://127.0.0.1:\d+/\?token=([0-9a-f]{48})) shows .*\n", capsys.readouterr().out
     ).groups()
     assert address.startswith(f"http://127.0.0.1:{port}/?")
-    assert served.options == {"token": token, "allowed": []}
+    assert served.options == {"token": token, "allowed": [], "store": default_folder()}
 
 
 def test_token_is_another_one_each_time_and_left_out_only_if_asked(served, tmp_path, capsys):

@@ -1,7 +1,11 @@
 """The pages of many studies: one that is odd takes nothing from the others."""
 
 import logging
+import threading
 
+import pytest
+
+from stability.records.metric_log import MetricLog
 from stability.report.live import served_pages
 from stability.report.live.served_pages import ServedPages
 
@@ -32,5 +36,73 @@ def test_records_that_lead_out_are_not_read(synthetic, tmp_path):
     pages = ServedPages(tmp_path / "runs")
     found = pages.find()["study"]
     for page in (pages.study(found), pages.comparison([found, found], "1"), pages.index()):
+        assert "leads out of" in page
+        assert "secret" not in page
+
+
+def test_states_are_shown_before_the_numbers(synthetic, tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        synthetic.write_synthetic(tmp_path / name, seeds=[0])
+    summarise, go_on = served_pages.summary_of_study, threading.Event()
+
+    def summarise_later(study):
+        assert go_on.wait(60)
+        return summarise(study)
+
+    monkeypatch.setattr(served_pages, "summary_of_study", summarise_later)
+    monkeypatch.setattr(served_pages, "PATIENCE", 2)
+    pages = ServedPages(tmp_path)
+    early = pages.index()
+    assert early.count("7 finished of 7 runs") == 2
+    assert early.count("its numbers are being read") == 2
+    assert "rungs" not in early
+    stamp = pages.index_stamp()
+    go_on.set()
+    monkeypatch.setattr(served_pages, "PATIENCE", 60)
+    late = pages.index()
+    assert "being read" not in late
+    assert late.count("7 finished of 7 runs") == 2
+    assert pages.index_stamp() != stamp
+
+
+def test_next_dashboard_computes_only_what_has_changed(synthetic, tmp_path, monkeypatch):
+    for name in ("same", "grows"):
+        synthetic.write_synthetic(tmp_path / "runs" / name, seeds=[0])
+    monkeypatch.setattr(served_pages, "PATIENCE", 60)
+    summarise, computed = served_pages.summary_of_study, []
+
+    def summarise_and_tell(study):
+        computed.append(study.folder.name)
+        return summarise(study)
+
+    monkeypatch.setattr(served_pages, "summary_of_study", summarise_and_tell)
+
+    def page():
+        computed.clear()
+        return ServedPages(tmp_path / "runs", tmp_path / "store").index()
+
+    first = page()
+    assert set(computed) == {"same", "grows"}
+    assert page() == first
+    assert computed == []
+    log = MetricLog(tmp_path / "runs" / "grows" / "baseline" / "seed-0" / "metrics.jsonl")
+    log.append(200, {"train/loss": 7.0})
+    log.close()
+    page()
+    assert computed == ["grows"]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_records_that_lead_out_are_not_told_from_the_store(
+    synthetic, tmp_path, monkeypatch, is_kept
+):
+    monkeypatch.setattr(served_pages, "PATIENCE", 60)
+    study = synthetic.write_synthetic(tmp_path / "runs" / "study", seeds=[0], question="secret")
+    if is_kept:
+        assert "secret" in ServedPages(tmp_path / "runs", tmp_path / "store").index()
+    (study / "baseline").rename(tmp_path / "away")
+    (study / "baseline").symlink_to(tmp_path / "away")
+    for _ in range(2):
+        page = ServedPages(tmp_path / "runs", tmp_path / "store").index()
         assert "leads out of" in page
         assert "secret" not in page

@@ -100,7 +100,7 @@ def eventually(ask, is_right):
 
 def settled(client):
     """The list of studies once all have been read."""
-    return eventually(lambda: client.page("/"), lambda page: "are being read" not in page)
+    return eventually(lambda: client.page("/"), lambda page: "being read" not in page)
 
 
 def test_list_shows_each_study_as_what_it_is(client):

@@ -10,7 +10,12 @@ from stability.analysis.study_records import read_study
 from stability.records.paths import StudyPaths
 from stability.records.run_lock import hold
 from stability.records.sealed_json import read_sealed, write_sealed
-from stability.report.live.study_summary import answers, small_ladder, summary_of_study
+from stability.report.live.study_summary import (
+    answers,
+    outline_of_study,
+    small_ladder,
+    summary_of_study,
+)
 from stability.report.view.palette import arm_styles
 
 
@@ -57,6 +62,23 @@ def test_run_whose_process_is_gone_is_stopped(synthetic, tmp_path):
         )
 
 
+def test_outline_needs_no_log_and_agrees_with_the_summary(synthetic, tmp_path):
+    synthetic.write_synthetic(tmp_path, seeds=[0])
+    whole = summary_of_study(read_study(tmp_path))
+    assert not whole.is_outline
+    for log in tmp_path.glob("*/*/metrics.jsonl"):
+        log.unlink()
+    read = read_study(tmp_path, has_logs=False)
+    assert outline_of_study(read) == replace(whole, answers=(), ladder=None, is_outline=True)
+    assert summary_of_study(read_study(tmp_path)) != whole, "the log is missed where it is needed"
+
+
+def test_study_without_its_logs_is_no_start_for_one_with_them(study, finished):
+    known = read_study(finished, has_logs=False)
+    assert not any(run.metrics for arm in known.arms for run in arm.runs.values())
+    assert read_study(finished, known=known) == study
+
+
 def test_runs_that_the_study_no_longer_lists_are_named(synthetic, tmp_path):
     synthetic.write_synthetic(tmp_path)
     whole = read_study(tmp_path)
@@ -68,10 +90,8 @@ def test_runs_that_the_study_no_longer_lists_are_named(synthetic, tmp_path):
     content["config"]["seeds"] = [0]
     write_sealed(StudyPaths(tmp_path).study, content)
     found = summary_of_study(read_study(tmp_path))
-    assert found.unlisted.startswith(
-        "On disk, but no longer in the study: flash_all_bf16 (seeds 0, 1)"
-    )
-    assert "; fp32 (seed 1)" in found.unlisted
+    assert found.unlisted.startswith("On disk, but no longer in the study: baseline (seed 1); ")
+    assert "; flash_all_bf16 (seeds 0, 1); " in found.unlisted
     assert "no-run" not in found.unlisted
     assert "flash_fa2" in {rung.arm for rung in found.ladder.rungs}
     assert "flash_all_bf16" not in {rung.arm for rung in found.ladder.rungs}
