@@ -3,9 +3,10 @@
 The check itself is `attention_kernels.testing.check_attention`, for a test suite of one's own.
 """
 
+import os
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ def check(
         )
     if not changes and (layer is not None or step is not None):
         raise ValueError("check: --layer and --step are of a recorded run, got no --from RUN")
-    with redirect_stdout(sys.stderr):  # what the kernel prints is no part of the answer
+    with _stdout_to_stderr():  # what the kernel prints is no part of the answer
         report = _check(attention, dtypes, quick, fault, _given(changes, layer or 0, step))
     if json:
         print_json(report.to_dict())
@@ -77,6 +78,20 @@ def check(
     if not report.cells:
         return WRONG
     return HOLDS if report.passed else FAILS
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Inside the context all output goes to stderr, that of C++ and of a GPU's printf too."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def option_help() -> str:

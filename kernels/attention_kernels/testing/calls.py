@@ -7,8 +7,9 @@ again. What it refuses in so many words it does not support (`refusals`). Any ot
 mistake, and so is an attempt to end the process.
 
 It is called in other manners too, and where a bit differs, that result is looked at as well:
-without the LSE, which is how training calls; and, in plain cells, under `torch.no_grad()` and with
-a gradient wanted for one of q, k and v alone, as where weights are frozen.
+without the LSE, which is how training calls, under `torch.no_grad()`, and, in plain cells, with a
+gradient wanted for one of q, k and v alone, as where weights are frozen, and with another call
+between forward and backward, as in a model of several layers.
 
 All calls find NaN where they might read memory that nobody has written: in tensors that Python
 makes empty, and in memory that has just been freed.
@@ -65,14 +66,17 @@ class _Manner:
     lse: bool = False
     leaves: tuple[str, ...] = ("q", "k", "v")
     times: int = 1
+    interrupted: bool = False
+    """Whether another call comes between forward and backward."""
 
 
 class Signature:
     """The names by which an attention takes `causal` and `scale`, and whether it gives the LSE."""
 
     def __init__(self, attention: Callable[..., Any], gives_lse: bool | None) -> None:
+        called = attention.forward if isinstance(attention, torch.nn.Module) else attention
         try:
-            parameters = inspect.signature(attention).parameters
+            parameters = inspect.signature(called).parameters
         except (TypeError, ValueError):  # a builtin, such as PyTorch's own, does not tell
             names, anything = {"is_causal", "scale"}, False
         else:
@@ -122,8 +126,10 @@ def call(attention: Callable[..., Any], signature: Signature, where: Reference) 
 
 def _other_manners(signature: Signature, where: Reference) -> list[_Manner]:
     manners = [_Manner(words="where the LSE is not asked for")] if signature.lse else []
+    manners.append(_Manner(words="under torch.no_grad()", leaves=()))
     if where.cell.is_plain():
-        manners.append(_Manner(words="under torch.no_grad()", leaves=()))
+        words = "where another call comes between forward and backward"
+        manners.append(_Manner(words=words, interrupted=True))
         for name in ("q", "k", "v"):
             words = f"where {name} alone needs a gradient"
             manners.append(_Manner(words=words, leaves=(name,)))
@@ -143,11 +149,12 @@ def _called(
             first, *again = [_run(attention, where, options, manner) for _ in range(manner.times)]
     except (NotImplementedError, PeerRefusalError) as error:
         raise UnsupportedError(_first_line(error)) from error
-    except ValueError as error:
-        if is_refusal(_text(error), where):
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a kernel may raise is its own finding
+        refuses = isinstance(error, ValueError | RuntimeError | AssertionError)
+        if refuses and is_refusal(_text(error), where):
             raise UnsupportedError(_first_line(error)) from error
-        return Called(results={}, breaches=(_raised(error),))
-    except (Exception, SystemExit) as error:  # whatever a kernel may raise is its own finding
         return Called(results={}, breaches=(_raised(error),))
     unasked = first.pop("unasked", "")
     breaches = [*_changed_inputs(where, before, versions), *_wrong_form(first, where)]
@@ -180,6 +187,8 @@ def _run(
         results: dict[str, Any] = {"out": out}
         if manner.lse:
             results["lse"] = lse.detach() if isinstance(lse, Tensor) else lse
+        if manner.interrupted:
+            attention(*(x.detach().flip(2).requires_grad_() for x in (q, k, v)), **options)
         wanted = [leaves[name] for name in manner.leaves]
         gradients: tuple[Any, ...] = (None,) * len(wanted)
         if isinstance(out, Tensor) and out.requires_grad and out.shape == dout.shape:
@@ -284,8 +293,15 @@ def _usable(results: dict[str, Any], where: Reference) -> bool:
     if any(x.device != where.inputs.q.device for x in results.values()):
         return False
     if "lse" in results and results["lse"].dim() == 3:
-        results["lse"] = results["lse"].unsqueeze(-1)
+        results["lse"] = _as_golden_says_empty(results["lse"].unsqueeze(-1), where.golden["lse"])
     return all(x.shape == where.golden[name].shape for name, x in results.items())
+
+
+def _as_golden_says_empty(lse: Tensor, golden: Tensor) -> Tensor:
+    """Return the LSE with -inf for +inf in rows that attend nothing: exp(scores - lse) is 0 too."""
+    if lse.shape != golden.shape:
+        return lse
+    return lse.masked_fill((golden == -torch.inf) & (lse == torch.inf), -torch.inf)
 
 
 def _not_finite(results: dict[str, Tensor], where: Reference) -> list[Breach]:

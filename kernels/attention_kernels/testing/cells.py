@@ -53,7 +53,7 @@ class Cell:
     strided: str = ""
     """Which of q, k and v are views of `(batch, length, heads, head_dim)`, as "qkv" or "v".
 
-    With q, dout is one head's, expanded.
+    With q, dout is one head's, expanded; with v alone it is ones, as of `out.sum()`.
     """
 
     def __str__(self) -> str:
@@ -106,6 +106,16 @@ _IN_BOTH = (
     # one new query on more than a thousand keys, as in generation: 32 rows of out and dq
     Cell(law="long rows", shape=Shape(8, 4, 2, 1, 1160, 64), causal=True),
     Cell(law="normal", shape=Shape(2, 2, 2, 48, 48, 32), causal=False, strided="v"),
+    # lengths of training, multiples of 128, and groups of three heads
+    Cell(law="normal", shape=Shape(1, 6, 2, 256, 256, 64), causal=True),
+    # long rows at the usual head_dim, with a given scale below the default one
+    Cell(law="normal", shape=Shape(1, 2, 2, 128, 384, 128), causal=False),
+    Cell(law="normal", shape=Shape(1, 4, 2, 37, 158, 128), causal=True, scale=0.05),
+    # as generation calls it: a cache that is a view, several new queries at once
+    Cell(law="normal", shape=Shape(8, 6, 2, 1, 520, 128), causal=False, scale=0.05, strided="kv"),
+    Cell(law="normal", shape=Shape(2, 4, 2, 5, 300, 64), causal=True),
+    # a running maximum that begins at 0 is never reached
+    Cell(law="far below zero", shape=Shape(4, 1, 1, 70, 70, 32), causal=True),
 )
 
 FULL: tuple[Cell, ...] = (
@@ -172,7 +182,8 @@ def _beyond(cells: Sequence[Cell]) -> list[str]:
         "heads per kv head (GQA)": max(x.heads // x.kv_heads for x in shapes),
         "batch": max(x.batch for x in shapes),
     }
-    return [f"{what} above {size}" for what, size in largest.items()]
+    said = [f"{what} above {size}" for what, size in largest.items()]
+    return [*said, "combinations of these that no cell has"]
 
 
 def _laws(cells: Sequence[Cell], *masks: bool) -> list[str]:
@@ -244,6 +255,8 @@ def _reference(cell: Cell, dtype: torch.dtype, inputs: Inputs) -> Reference:
         }
         if "q" in views:
             views["dout"] = inputs.dout[:, :1].expand_as(inputs.q)
+        elif cell.strided == "v":
+            views["dout"] = torch.ones((), dtype=dtype).expand_as(inputs.q)
         inputs = inputs._replace(**views)
         misread = Inputs(*map(_as_if_contiguous, inputs))
     options = {"causal": cell.causal, "scale": cell.scale}
@@ -261,6 +274,8 @@ def _reference(cell: Cell, dtype: torch.dtype, inputs: Inputs) -> Reference:
 
 
 def _as_if_contiguous(x: Tensor) -> Tensor:
+    if x.untyped_storage().nbytes() < x.numel() * x.element_size():
+        return x  # expanded: it would be read beyond its memory
     plain = torch.empty(x.shape, device="meta").stride()
     return x.as_strided(x.shape, plain).clone()
 

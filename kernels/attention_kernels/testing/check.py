@@ -178,12 +178,14 @@ class _Seen:
     def findings(self) -> list[Finding]:
         """Return what is wrong: the diagnosis first, then each excess it rests on.
 
-        Other manners of calling are told of only where the usual one is right.
+        Of other manners of calling the first is told of, and only where the usual one is right.
         """
         findings = [self._of_breach(*case) for case in _worst_breaches(self.breaches)]
         findings = self._with_excesses(findings, self.measured)
-        for words, measured in self.others.items() if not findings else ():
-            findings += [
+        for words, measured in self.others.items():
+            if findings:
+                break
+            findings = [
                 replace(finding, sentence=f"{words}, {finding.sentence}")
                 for finding in self._with_excesses([], measured)
             ]

@@ -50,6 +50,8 @@ class Formula:
     """Whether dk and dv are summed as is right, whatever `kv_heads` says."""
     count: Tensor | None = None
     """How often each key counts, `(K,)` or broadcastable to `(B, H, Q, K)`."""
+    gradient_scale: float | None = None
+    """What dS is multiplied with; the scale of the scores if None."""
     backward_scale: float | None = None
     """The scale with which the backward computes scores again."""
     backward_visible: Tensor | None = None
@@ -93,7 +95,8 @@ class Formula:
         if lse_BHQ is not known_lse_BHQ or self._backward_differs():
             weights_BHQK = self._weights_again(q_BHQD, k_BHKD, lse_BHQ)
         delta_BHQ1 = self.delta * (dout_BHQD * out_BHQD).sum(-1, keepdim=True)
-        ds_BHQK = self.scale * weights_BHQK * (dout_BHQD @ v_BHKD.mT - delta_BHQ1)
+        scale = self.scale if self.gradient_scale is None else self.gradient_scale
+        ds_BHQK = scale * weights_BHQK * (dout_BHQD @ v_BHKD.mT - delta_BHQ1)
         for_dq_BHQK = ds_BHQK if self.dq_keys is None else ds_BHQK * self.dq_keys
         if self.dkv_queries is not None:
             q_BHQD, dout_BHQD = (x * self.dkv_queries[:, None] for x in (q_BHQD, dout_BHQD))

@@ -64,6 +64,11 @@ def _large_logits(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -
     k *= 6
 
 
+def _far_below_zero(q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> None:
+    q += 5
+    k -= 5
+
+
 LAWS: dict[str, Law] = {
     "normal": Law("N(0, 1)", _as_drawn),
     "outliers": Law("N(0, 1) + N(0, 100) Bernoulli(0.001)", _outliers),
@@ -72,6 +77,7 @@ LAWS: dict[str, Law] = {
     "long rows": Law("N(0, 1) over more than a thousand keys", _as_drawn),
     "rare rows": Law("3 rows of q in 100 times 10, 3 keys in 100 times 3", _rare_rows),
     "large logits": Law("scores of N(0, 36^2): exp overflows unless shifted", _large_logits),
+    "far below zero": Law("q near 5, k near -5: exp underflows unless shifted", _far_below_zero),
 }
 """By name. "given", inputs of a recorded run, is none of them: it is handed over."""
 

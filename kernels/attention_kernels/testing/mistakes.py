@@ -138,6 +138,16 @@ def _scales(where: Reference, formula: Formula) -> Iterator[Mistake]:
             direction=slope(field),
             at=lambda size, field=field: formula.with_(**{field: right * (1 + size)}).results(),
         )
+
+    def scores_alone(size: float) -> Results:
+        return formula.with_(scale=right * (1 + size), gradient_scale=right).results()
+
+    def slope_of_scores() -> Results:
+        up, down = scores_alone(1e-4), scores_alone(-1e-4)
+        return {name: (up[name] - down[name]) / 2e-4 for name in up}
+
+    words = "the scores are {size} times what they should be, and the scale of dS is right"
+    yield Mistake(noun="scale", words=words, direction=slope_of_scores, at=scores_alone)
     wrong = {
         "missing, it is 1": 1.0,
         "applied twice": right * right,

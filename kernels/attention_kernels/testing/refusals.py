@@ -1,6 +1,7 @@
 """What an attention says it does not do, told from a mistake by its words.
 
-NotImplementedError always refuses. A ValueError refuses if it says in a word of refusal that an
+NotImplementedError always refuses. A ValueError, a RuntimeError (which a check in C++ raises) or an
+AssertionError refuses if it says in a word of refusal that an
 option of this very call is not taken, as in "head_dim must be at most 64, got 96".
 """
 
@@ -53,7 +54,7 @@ class UnsupportedError(Exception):
 
 
 def is_refusal(message: str, where: Reference) -> bool:
-    """Whether a ValueError refuses an option that the cell has, rather than being a mistake.
+    """Whether an error of these words refuses an option that the cell has, or is a mistake.
 
     It must say in a word of refusal that an option is not taken, and one that the cell uses. Where
     it ends "got <value>", that value must be the cell's own.

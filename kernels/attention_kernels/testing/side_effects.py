@@ -7,6 +7,7 @@ spoils the training around it.
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,13 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
         torch.use_deterministic_algorithms,
     ),
     ("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    (
+        "autocast",
+        partial(torch.is_autocast_enabled, "cpu"),
+        partial(torch.set_autocast_enabled, "cpu"),
+    ),
+    ("the detection of anomalies", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    ("the default device", torch.get_default_device, torch.set_default_device),
 )
 
 

@@ -158,11 +158,11 @@ def test_each_check_says_what_it_leaves_out_and_the_full_one_only_what_is_beyond
     assert "head_dim 96" in left_out
     assert not_looked_at(FULL) == (
         "head_dim above 128; lengths above 2050; heads above 8; heads per kv head (GQA) above 8; "
-        "batch above 8"
+        "batch above 8; combinations of these that no cell has"
     )
     assert not_looked_at(ONE).endswith(
         "head_dim above 32; lengths above 65; heads above 2; heads per kv head (GQA) above 2; "
-        "batch above 2"
+        "batch above 2; combinations of these that no cell has"
     )
     report = quick(FA2)
     assert report.passed
@@ -350,8 +350,8 @@ def test_other_bits_without_the_lse_are_no_mistake():
     ("when", "said"),
     [
         (lambda q, k, v: not torch.is_grad_enabled(), "under torch.no_grad()"),
-        (lambda q, k, v: not (k.requires_grad or v.requires_grad), "q alone needs a gradient"),
-        (lambda q, k, v: not (q.requires_grad or k.requires_grad), "v alone needs a gradient"),
+        (lambda q, k, v: q.requires_grad and not k.requires_grad, "q alone needs a gradient"),
+        (lambda q, k, v: v.requires_grad and not k.requires_grad, "v alone needs a gradient"),
     ],
 )
 def test_calls_without_a_gradient_and_with_one_of_three_are_checked_too(when, said):
@@ -361,9 +361,8 @@ def test_calls_without_a_gradient_and_with_one_of_three_are_checked_too(when, sa
 
     report = quick(attend, cells=PLAIN)
     assert not report.passed
-    assert f"{said}, out and all gradients are 1.02" in report.sentence or said in report.sentence
-    report = quick(attend, cells=FEW)  # none of them is plain
-    assert report.passed
+    assert said in report.sentence
+    assert "1.02" in report.sentence
 
 
 def test_a_manner_of_calling_that_is_refused_is_listed():
@@ -377,11 +376,147 @@ def test_a_manner_of_calling_that_is_refused_is_listed():
     assert list(report.unsupported) == ["inference, under torch.no_grad()"]
 
 
+_SHARED = {}
+
+
+class _Workspace(torch.autograd.Function):
+    """An attention that keeps what its backward needs in one place for all calls."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            _SHARED["out"] = plain(*leaves, causal=causal, scale=scale)
+        _SHARED["leaves"] = leaves
+        return _SHARED["out"].detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        found = torch.autograd.grad(_SHARED["out"], _SHARED["leaves"], grad, retain_graph=True)
+        return (*found, None, None)
+
+
+def test_what_two_layers_share_by_mistake_is_found():
+    def attend(q, k, v, *, causal, scale=None):
+        return _Workspace.apply(q, k, v, causal, scale)
+
+    report = quick(attend, cells=PLAIN)
+    assert not report.passed
+    assert "where another call comes between forward and backward" in report.sentence
+
+
+def wrong_where(hits):
+    """Return an attention that misses its last key in the calls that `hits` says."""
+
+    def attend(q, k, v, *, causal, scale=None):
+        if not hits(q, k, causal):
+            return plain(q, k, v, causal=causal, scale=scale)
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        visible = visible.tril(k.shape[2] - q.shape[2]) if causal else visible
+        visible[:, -1] = False
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=scale
+        )
+
+    return attend
+
+
+USED_BY_LLMS = {
+    "long rows at head_dim 128": lambda q, k, causal: q.shape[3] == 128 and k.shape[2] > 128,
+    "a multiple of 128": lambda q, k, causal: q.shape[2] > 64 and q.shape[2] % 128 == 0,
+    "groups of three": lambda q, k, causal: q.shape[1] == 3 * k.shape[1],
+    "decoding without a mask": lambda q, k, causal: q.shape[2] == 1 < k.shape[2] and not causal,
+    "a few new queries": lambda q, k, causal: 1 < q.shape[2] <= 16,
+    "no gradient, and GQA": lambda q, k, causal: (
+        not torch.is_grad_enabled() and q.shape[1] > k.shape[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("what", USED_BY_LLMS)
+def test_calls_as_language_models_make_them_are_among_the_cells(what):
+    cells = [
+        cell
+        for cell in QUICK
+        if cell.shape.query_len == 1 or (cell.law == "normal" and cell.shape.batch < 8)
+    ]
+    assert not quick(wrong_where(USED_BY_LLMS[what]), cells=cells).passed
+
+
+def by_hand(q, k, v, *, causal, scale=None, change=lambda scores: scores, least=-torch.inf):
+    """Attend in FP32 with a running maximum that begins at `least`, and another `change`."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = change(q.float() @ k.float().mT * (scale or q.shape[-1] ** -0.5))
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
+    scores = scores.masked_fill(hidden & causal, -torch.inf)
+    weights = (scores - scores.detach().amax(-1, keepdim=True).clamp(min=least)).exp()
+    return (weights / (weights.sum(-1, keepdim=True) + 1e-30) @ v.float()).to(q.dtype)
+
+
+def test_a_running_maximum_that_begins_at_zero_fails():
+    from_zero = functools.partial(by_hand, least=0.0)
+    low = [cell for cell in QUICK if cell.law == "far below zero"]
+    assert quick(by_hand, cells=[*PLAIN, *low]).passed
+    assert quick(from_zero, cells=PLAIN).passed
+    assert not quick(from_zero, cells=low).passed
+
+
+class _Factor(torch.autograd.Function):
+    """Times 1.01, and the gradient as it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 1.01 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_factor_on_the_scores_alone_is_named_with_its_size():
+    report = quick(functools.partial(by_hand, change=_Factor.apply), "fp32", cells=FEW)
+    assert "the scores are 1.0100" in report.sentence, report.sentence
+
+
+def test_the_lse_of_a_row_that_attends_nothing_may_be_plus_infinity():
+    def attend(q, k, v, *, causal, scale=None, return_lse=False):
+        out, lse = baseline_attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+        return (out, lse.masked_fill(lse == -torch.inf, torch.inf)) if return_lse else out
+
+    empty = [cell for cell in QUICK if not cell.visible().any(-1).all()]
+    report = quick(attend, cells=empty)
+    assert report.passed, report.sentence
+
+
+class OwnModule(torch.nn.Module):
+    def forward(self, q, k, v, *, is_causal, sm_scale=None):
+        return plain(q, k, v, causal=is_causal, scale=sm_scale)
+
+
+def test_a_module_is_asked_by_the_names_of_its_forward():
+    report = quick(OwnModule(), cells=ONE)
+    assert report.passed, report.sentence
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, GeneratorExit])
+def test_what_is_raised_is_a_refusal_by_its_words_or_a_finding(error):
+    def attend(q, k, v, *, causal, scale=None):
+        raise error("head_dim must be at most 16")
+
+    report = quick(attend, cells=ONE)
+    if error is GeneratorExit:
+        assert "raises GeneratorExit" in report.sentence
+    else:
+        assert list(report.unsupported) == ["head_dim must be at most 16"]
+
+
 SIDE_EFFECTS = {
     "torch's random numbers": lambda: torch.manual_seed(0),
     "Python's random numbers": lambda: random.seed(0),
     "whether gradients are recorded": lambda: torch.set_grad_enabled(False),
     "the default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "autocast": lambda: torch.set_autocast_enabled("cpu", True),
     "the precision of FP32 matrix products": lambda: torch.set_float32_matmul_precision("high"),
 }
 

@@ -12,9 +12,11 @@ from stability.cli.main import main
 def my_kernels(tmp_path, monkeypatch):
     """A folder with a module of attentions, in which the command is called."""
     (tmp_path / "my_kernels_for_check.py").write_text(
+        "import os\n"
         "from attention_kernels import baseline_attention\n"
         "def right(q, k, v, *, causal, scale=None):\n"
         "    print('tuning')\n"
+        "    os.write(1, b'from C')\n"
         "    return baseline_attention(q, k, v, causal=causal, scale=scale)\n"
         "def unready(q, k, v, *, causal, scale=None):\n"
         "    raise NotImplementedError('no CPU')\n"
@@ -25,10 +27,10 @@ def my_kernels(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend("")
 
 
-def test_a_right_attention_of_ones_own_holds(my_kernels, capsys):
+def test_a_right_attention_of_ones_own_holds(my_kernels, capfd):
     words = ["check", "my_kernels_for_check:right", "--quick", "--dtype", "bf16", "--json"]
     assert main(words) == 0
-    report = json.loads(capsys.readouterr().out)  # the kernel's own lines are not in it
+    report = json.loads(capfd.readouterr().out)  # the kernel's own lines are not in it
     assert report["passed"]
     assert report["cells"] == len({row["cell"] for row in report["statistics"]})
 
