@@ -112,7 +112,7 @@ _IN_BOTH = (
     Cell(law="normal", shape=Shape(1, 2, 2, 128, 384, 128), causal=False),
     Cell(law="normal", shape=Shape(1, 4, 2, 37, 158, 128), causal=True, scale=0.05),
     # as generation calls it: a cache that is a view, several new queries at once
-    Cell(law="normal", shape=Shape(8, 6, 2, 1, 520, 128), causal=False, scale=0.05, strided="kv"),
+    Cell(law="normal", shape=Shape(8, 6, 2, 1, 520, 128), causal=False, scale=0.2, strided="kv"),
     Cell(law="normal", shape=Shape(2, 4, 2, 5, 300, 64), causal=True),
     # a running maximum that begins at 0 is never reached
     Cell(law="far below zero", shape=Shape(4, 1, 1, 70, 70, 32), causal=True),
@@ -303,18 +303,19 @@ def _floor(
     # delta errs by out's rounding, and by the sum of its products in FP32
     delta_BHQ1 = (wide.dout.square() * floor["out"]).sum(-1, keepdim=True)
     delta_BHQ1 += ((wide.dout * golden["out"]).abs().sum(-1, keepdim=True) * _UNIT).square()
-    # weights computed again err as a row by the LSE's rounding, and by that of the scores
-    againsQ1 = floor["lse"] + scale2 * _UNIT**2 * wide.q.square().sum(-1, keepdim=True) * (
-        wide.k.square().sum(-1).mean()
-    )
+    # weights computed again err as a row by the LSE's rounding, and each by that of its score
+    of_score_BHQ1 = scale2 * _UNIT**2 * wide.q.square().sum(-1, keepdim=True)
+    of_score_BHQ1 = of_score_BHQ1 * wide.k.square().sum(-1).mean()
     dp_BHQK = wide.dout @ v_BHKD.mT
     ds2_BHQK = (weights_BHQK * (dp_BHQK - (wide.dout * golden["out"]).sum(-1, True))).square()
     weights2_BHQK = weights_BHQK.square()
     floor["dq"] = (
         floor["dq"]
         + scale2 * delta_BHQ1 * (weights_BHQK @ k_BHKD).square()
-        + againsQ1 * golden["dq"].square()
+        + floor["lse"] * golden["dq"].square()
+        + scale2 * of_score_BHQ1 * (ds2_BHQK @ k_BHKD.square())
     )
+    againsQ1 = floor["lse"] + of_score_BHQ1
     of_dk = delta_BHQ1 * weights2_BHQK + againsQ1 * ds2_BHQK
     of_dk_BHKD = scale2 * (of_dk.mT @ wide.q.square())
     of_dv_BHKD = weights2_BHQK.mT @ (againsQ1 * wide.dout.square())
