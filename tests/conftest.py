@@ -102,9 +102,14 @@ def write_study(tmp_path, text_file) -> Callable[..., Path]:
     return write
 
 
-def run_quietly(study: StudyConfig, out: Path, jobs: int = 1) -> SilentObserver:
-    observer = SilentObserver()
-    run_study(study, out, options=TrainOptions(wandb_mode="disabled"), observer=observer, jobs=jobs)
+def run_quietly(
+    study: StudyConfig, out: Path, jobs: int = 1, isolated: bool = False
+) -> SilentObserver:
+    """Train in this process, where a test can plant what it likes; `isolated` as users do."""
+    observer, options = SilentObserver(), TrainOptions(wandb_mode="disabled")
+    run_study(
+        study, out, options=options, observer=observer, jobs=jobs, isolated=isolated or jobs > 1
+    )
     return observer
 
 

@@ -1,20 +1,27 @@
-"""Trains several runs at once on this machine, each in a process of its own.
+"""Trains runs, one or several at once, each in a process that no other run has touched.
+
+What a run's modules do to their process, such as another matmul precision, ends with it: the next
+one starts from a server process that has imported torch, Lightning and this package, but no module
+of the user's, and has computed nothing. A bare start would cost seconds, a fork costs hundredths.
 
 If the machine has several GPUs the processes are spread over them. A run depends on nothing but its
 config and its baseline's records, so the order of runs changes no bit; only a candidate has to wait
-for its baseline. A child process whose parent has died stops at its next step. A child that is
+for its baseline. A child process whose parent has died is killed, or stops at its next step where
+the system has no signal for it. A child that is
 killed counts as a failed run, and the other runs go on. How one run is trained is left to
 `train_run`.
 """
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 
 import torch
 
@@ -26,13 +33,16 @@ from stability.study.train_run import TrainOptions, train
 
 __all__ = ["train_in_processes"]
 
+_PR_SET_PDEATHSIG = 1
+"""Of `<sys/prctl.h>`."""
+
 
 @dataclass(slots=True)
 class _Child:
     """A process that trains one run."""
 
     run: Run
-    process: SpawnProcess
+    process: ForkServerProcess
     slot: int
     """The number that selects its GPU: see `_Queue.free_slot`."""
     told: bool = False
@@ -44,7 +54,7 @@ class _Queue:
     """The runs that have not been started, those in training, and whether the disk is full."""
 
     waiting: list[tuple[int, Run]]
-    """Runs to be started, each with its number in the study, from 1."""
+    """Runs to be started, each with its number in the study."""
     active: dict[Connection, _Child] = field(default_factory=dict)
     """Runs in training, by the parent's end of the pipe to their process."""
     disk_full: str = ""
@@ -63,17 +73,24 @@ class _Queue:
 
 
 def train_in_processes(
-    runs: list[Run], jobs: int, options: TrainOptions, observer: StudyObserver
+    runs: list[Run],
+    jobs: int,
+    options: TrainOptions,
+    observer: StudyObserver,
+    *,
+    first: int = 1,
+    total: int = 0,
 ) -> None:
     """Train `runs`, up to `jobs` at once, and report the progress of all to `observer`.
 
-    A KeyboardInterrupt is sent on to every child and raised once all have stopped. After a
+    They are numbered from `first` in a study of `total`; 0 is as many as they are. A
+    KeyboardInterrupt is sent on to every child and raised once all have stopped. After a
     DiskFullError in a child no other run starts; it is raised here once those in training end.
     """
-    queue = _Queue(list(enumerate(runs, start=1)))
+    queue = _Queue(list(enumerate(runs, start=first)))
     try:
         while queue.waiting or queue.active:
-            _start_ready(queue, len(runs), jobs, options, observer)
+            _start_ready(queue, total or len(runs), jobs, options, observer)
             for connection in wait(list(queue.active)) if queue.active else ():
                 assert isinstance(connection, Connection)
                 _listen(queue, connection, observer)
@@ -100,7 +117,8 @@ def _start_ready(
         if needs_no_training(run, observer):
             continue
         observer.run_started(index, total, run.arm.name, run.seed, run.last_step)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         ours, theirs = context.Pipe(duplex=False)
         slot = queue.free_slot()
         process = context.Process(
@@ -184,6 +202,16 @@ class _Relay:
             raise KeyboardInterrupt from None
 
 
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when the server that it was forked from ends.
+
+    The server ends with the process that started it, however that ended. Without this, a run whose
+    command was killed would keep its lock until its next step. Elsewhere that is what happens.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _train_alone(
     connection: Connection, run: Run, options: TrainOptions, threads: int, slot: int
 ) -> None:
@@ -192,6 +220,7 @@ def _train_alone(
     `slot` selects one of several GPUs. `threads` is the parent's number of torch threads, so
     that a run computes as it would have in the parent.
     """
+    _die_with_parent()
     # a terminal sends Ctrl-C to its whole process group: only the parent gets it and sends it on,
     # so that a child is not interrupted twice
     os.setpgrp()

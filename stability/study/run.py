@@ -4,6 +4,7 @@ How it is trained is left to `train_run`.
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -28,6 +29,9 @@ __all__ = [
     "locked",
     "needs_no_training",
 ]
+
+_DYING = 2.0
+"""Seconds that the process of a killed command, which trains the run, may take to die."""
 
 
 class RunConflictError(ValueError):
@@ -134,15 +138,21 @@ def needs_no_training(run: Run, observer: StudyObserver) -> bool:
 def locked(paths: RunPaths) -> Iterator[None]:
     """Lock a run's folder for this process; the lock of a killed process is released.
 
-    RunConflictError if another process holds it.
+    RunConflictError if another process still holds it after `_DYING` seconds.
     """
     with ExitStack() as stack:
-        try:
-            stack.enter_context(hold(paths))
-        except BlockingIOError:
-            raise RunConflictError(
-                f"{paths.root}: another process is training this run; wait for it, or stop it"
-            ) from None
+        give_up = time.monotonic() + _DYING
+        while True:
+            try:
+                stack.enter_context(hold(paths))
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise RunConflictError(
+                        f"{paths.root}: another process is training this run; "
+                        "wait for it, or stop it"
+                    ) from None
+                time.sleep(0.05)
         yield
 
 

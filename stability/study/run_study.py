@@ -93,13 +93,20 @@ def check_study(runs: list[Run]) -> None:
 
 
 def run_study(
-    study: StudyConfig, out: Path, *, options: TrainOptions, observer: StudyObserver, jobs: int = 1
+    study: StudyConfig,
+    out: Path,
+    *,
+    options: TrainOptions,
+    observer: StudyObserver,
+    jobs: int = 1,
+    isolated: bool = True,
 ) -> list[Run]:
     """Train every arm and seed of `study` into `out/<name>`, and return the runs.
 
     Runs that have ended are kept, and interrupted ones resumed. A failure is recorded in the run's
     manifest and the other runs go on, but a candidate whose baseline failed is not started. Up to
-    `jobs` runs train at once, each in a process of its own (1: in this one), with the same results.
+    `jobs` runs train at once, each in a fresh process of its own. Not `isolated`, they train one
+    after another in this process, for a debugger: what one does to the process, the next one finds.
     The protocol is sealed before the first of them, and an older one is kept. DiskFullError where
     the disk is full: nothing that was written is lost. ValueError as `check_study`, for a damaged
     protocol, and for `jobs` below 1.
@@ -113,16 +120,28 @@ def run_study(
     write_sealed(StudyPaths(folder).study, content)
     sealed = protocol_hash(folder)
     runs = [replace(run, protocol=sealed) for run in runs]
-    if jobs > 1:
+    if not isolated:
+        _train_in_turn(runs, options, observer)
+    elif jobs > 1:
         train_in_processes(runs, jobs, options, observer)
     else:
-        _train_in_turn(runs, options, observer)
+        _train_seed_by_seed(runs, options, observer)
     for seed in study.seeds:
         # a second time where they were trained in turn: what is on record is not measured again
         _measure_distances(runs, seed, observer)
     freeze_window(out / study.name)
     update_assays(folder, runs, study.policy, observer.run_noted)
     return runs
+
+
+def _train_seed_by_seed(runs: list[Run], options: TrainOptions, observer: StudyObserver) -> None:
+    first = 1
+    for seed in dict.fromkeys(run.seed for run in runs):
+        its_runs = [run for run in runs if run.seed == seed]
+        train_in_processes(its_runs, 1, options, observer, first=first, total=len(runs))
+        first += len(its_runs)
+        # after each seed, so that a study stopped half-way has those of its whole seeds
+        _measure_distances(runs, seed, observer)
 
 
 def _train_in_turn(runs: list[Run], options: TrainOptions, observer: StudyObserver) -> None:

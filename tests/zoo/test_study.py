@@ -106,7 +106,8 @@ def _train(folder: Path, keys: tuple[str, ...], assayed: tuple[str, ...]) -> Pat
     }
     path = folder / "zoo.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
-    run_quietly(load_study(path), folder / "runs")
+    # isolated: a kernel that scales q in place takes its process down, by a segmentation fault
+    run_quietly(load_study(path), folder / "runs", isolated=True)
     return folder / "runs" / "zoo"
 
 

@@ -79,7 +79,8 @@ def test_a_stopped_study_goes_on_to_the_same_bits(write_study, run_tiny, tmp_pat
     output = process.communicate(timeout=60)[0]
     assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL), output
     manifest = read_manifest(run.manifest)
-    assert manifest.state == ("interrupted" if how == signal.SIGINT else "running")
+    # the process that trains may find its command gone before it dies with it
+    assert manifest.state == "interrupted" or (how, manifest.state) == (signal.SIGKILL, "running")
     assert len(read_metrics(run.metrics)["train/loss"].steps) < 100
 
     study = load_study(path, None)

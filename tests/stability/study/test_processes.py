@@ -1,8 +1,13 @@
 """Runs in processes of their own end in the bits of runs one after another; a dead one is told."""
 
+import sys
+
 import pytest
+import torch
 
 from stability.config.load import load_study
+from stability.records.manifest import read_manifest
+from stability.records.paths import RunPaths
 from tests.stability.study.recorded_bits import recorded_bits
 
 
@@ -53,6 +58,42 @@ def test_candidates_of_a_failed_baseline_are_skipped(write_study, run_tiny, tmp_
     ended = run_tiny(load_study(write_study(edit)), tmp_path, jobs=2).ended
     assert ended[0] == ("baseline", 0, "failed", "killed by signal 9")
     assert {ended[2:] for ended in ended[1:]} == {("skipped", "its baseline did not finish")}
+
+
+@pytest.fixture
+def matmul_precision():
+    """Put back what checking a study, which imports the arms' modules, leaves in this process."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+    sys.modules.pop("tests.stability.study.own_switches", None)
+
+
+def test_what_an_arms_module_does_to_its_process_reaches_no_other_run(
+    write_study, run_tiny, tmp_path, matmul_precision
+):
+    def edit(content):
+        own = {"implementation": "tests.stability.study.own_switches:attend"}
+        content["base"]["precision"] = "32-true"
+        content |= {"arms": {"coarse": {"attention": own}}, "yardstick": ""}
+        content["seeds"] = [0, 1]
+
+    def edit_alone(content):
+        edit(content)
+        content |= {"arms": {}, "yardstick": ""}
+
+    run_tiny(load_study(write_study(edit_alone)), tmp_path / "alone", isolated=True)
+    assert torch.get_float32_matmul_precision() == "highest"
+    beside = run_tiny(load_study(write_study(edit)), tmp_path / "beside", isolated=True)
+    assert torch.get_float32_matmul_precision() == "medium"  # the check has imported it here
+    assert len(beside.ended) == 4
+    for seed in (0, 1):
+        alone, other = (
+            read_manifest(RunPaths.for_run(tmp_path / folder / "tiny", "baseline", seed).manifest)
+            for folder in ("alone", "beside")
+        )
+        assert other.hashes["final_weights"] == alone.hashes["final_weights"]
+        assert other.environment == alone.environment
 
 
 def test_no_jobs_are_refused(write_study, run_tiny, tmp_path):
