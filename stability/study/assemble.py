@@ -18,12 +18,14 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch import nn
+from torch._dynamo.exc import InvalidBackend
 
 from attention_kernels.fp_environment import settle_vector_math
 from stability.callbacks.gradient_callback import GradientProbe
 from stability.callbacks.held_out import HeldOut
 from stability.callbacks.instability_watch import InstabilityWatch
 from stability.callbacks.probe_callbacks import DeviationProbe
+from stability.config.convert import nearest
 from stability.config.schema import ArmConfig, emulated_format
 from stability.data.datamodule import TextDataModule
 from stability.intercept.replacement import Replacement
@@ -187,7 +189,7 @@ def assemble(config: ArmConfig) -> Parts:
         )
     if config.train.compile:
         # not the module itself: hooks on it stay outside of the graph
-        model.forward = torch.compile(model.forward, backend=config.train.compile)
+        model.forward = _compiled(model.forward, config.train.compile)
     return Parts(
         model=model,
         module=LanguageModel(model, config.optimizer, config.train.steps),
@@ -195,6 +197,18 @@ def assemble(config: ArmConfig) -> Parts:
         init_hash=init_hash,
         callbacks=callbacks,
     )
+
+
+def _compiled(function: Any, backend: str) -> Any:
+    """Return `function` compiled; ValueError, which names the nearest, for an unknown backend."""
+    try:
+        return torch.compile(function, backend=backend)
+    except InvalidBackend as error:
+        known = torch.compiler.list_backends(())  # those for debugging as well
+        raise ValueError(
+            f"train.compile must be a backend of torch.compile, got {backend!r}; nearest: "
+            f"{nearest(backend, known)}"
+        ) from error
 
 
 def describe_attention(config: ArmConfig) -> dict[str, Any]:

@@ -273,6 +273,17 @@ def test_no_such_layer_and_a_partial_base_are_refused(write_study):
         load_study(write_study(partial_base), None)
 
 
+def test_an_unknown_compiler_is_refused_before_anything_is_written(write_study, run_tiny, tmp_path):
+    def misspelled(content):
+        content["base"]["train"]["compile"] = "inductr"
+
+    with pytest.raises(
+        ValueError, match=r"^train.compile must be a backend of .*, got 'inductr'; nearest: induct"
+    ):
+        run_tiny(load_study(write_study(misspelled)), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
 ROOT = Path(__file__).parents[3]
 
 TRAIN = """
