@@ -7,6 +7,7 @@ as in YAML 1.2, where PyYAML's YAML 1.1 makes it a string. Leaves out how a mapp
 dataclass (`convert`) and which differences between arms make a pair (`analysis.pair_contract`).
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -270,8 +271,22 @@ def _ending_by(entry: dict[str, Any], last: int) -> dict[str, Any]:
     return {**entry, "until": min(until, last)} if type(until) is int else entry
 
 
+_MOST_VALUES = 100_000
+"""Most values that a file may stand for, each alias counted as all that it repeats."""
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, refusing duplicate keys."""
+    """PyYAML's safe loader, refusing duplicate keys and aliases that multiply or never end."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _size(node, {}) > _MOST_VALUES:
+            # nine lines of nine aliases are 4e8 values, which no message could print
+            raise yaml.constructor.ConstructorError(
+                problem=f"holds more than {_MOST_VALUES} values, or repeats itself within itself",
+                problem_mark=node.start_mark,
+            )
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -298,6 +313,17 @@ class _Loader(yaml.SafeLoader):
                 problem=f"a value can't be read as {node.tag.rpartition(':')[2]}",
                 problem_mark=node.start_mark,
             ) from error
+
+
+def _size(node: yaml.Node, known: dict[int, float]) -> float:
+    """Return how many values a node stands for, infinitely many if it is a part of itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # until all of its parts are counted
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(node)]
 
 
 _Loader.add_implicit_resolver(

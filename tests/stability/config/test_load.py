@@ -146,6 +146,12 @@ def test_a_mistake_is_one_line_with_file_and_key(write, edit, message):
     assert "\n" not in str(refusal.value)
 
 
+BOMB = "precision: &a0 [1, 2]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
+)
+"""Nine lines that stand for 8e8 values."""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -159,6 +165,8 @@ def test_a_mistake_is_one_line_with_file_and_key(write, edit, message):
         ("a: !!int abc\n", "line 1: a value can't be read as int"),
         ("a: !!bool abc\n", "line 1: a value can't be read as bool"),
         (f"a: {'9' * 5000}\n", "line 1: a value can't be read as int"),
+        (BOMB, "line 1: holds more than 100000 values"),
+        ("a: &a [1, *a]\n", "line 1: .* repeats itself within itself"),
         ("{a: " * 5000, "is nested too deep to be read"),
         ("base: [1\n", "line 2: "),
         ("- a\n- b\n", "must hold a mapping"),
