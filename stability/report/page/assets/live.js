@@ -23,6 +23,7 @@
     const answer = await fetch(address, { cache: "no-store" }).catch(() => {
       throw new Error("the server has stopped");
     });
+    if (answer.status === 403) throw new Error("this is another server now: open the address that it printed");
     if (answer.status === 404) throw new Error("these records are no longer there");
     if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
     return answer.text();
