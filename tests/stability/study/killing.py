@@ -128,9 +128,8 @@ def attempt(study: Path, out: Path, point: list) -> None:
     observer = KillBetween(*rest) if kind == "between" else SilentObserver()
     if kind != "between":
         {"file": kill_in_file, "line": kill_in_line, "step": kill_at_step}[kind](*rest)
-    run_study(
-        load_study(study), out, options=TrainOptions(wandb_mode="disabled"), observer=observer
-    )
+    options = TrainOptions(wandb_mode="disabled")
+    run_study(load_study(study), out, options=options, observer=observer, isolated=False)
     failed = [ended for ended in observer.ended if ended[2] != "finished"]
     if failed:
         raise SystemExit(f"{point}: {failed}")

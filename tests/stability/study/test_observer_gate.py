@@ -112,7 +112,7 @@ def test_the_manifest_holds_the_result_and_a_broken_gate_stops_the_run(
 
     study = load_study(write_study(one_arm), None)
     observer = SilentObserver()
-    run_study(study, tmp_path / "a", options=CHECKED, observer=observer)
+    run_study(study, tmp_path / "a", options=CHECKED, observer=observer, isolated=False)
     manifest = read_manifest(RunPaths.for_run(tmp_path / "a" / "tiny", "baseline", 0).manifest)
     assert manifest.observer["equal"] is True
     assert manifest.observer["watched"] == manifest.observer["unwatched"]
@@ -121,6 +121,6 @@ def test_the_manifest_holds_the_result_and_a_broken_gate_stops_the_run(
         return primary(call.q * 1.01, call.k, call.v)[0]
 
     monkeypatch.setattr(AttentionProbe, "attend", disturbing)
-    run_study(study, tmp_path / "b", options=CHECKED, observer=observer)
+    run_study(study, tmp_path / "b", options=CHECKED, observer=observer, isolated=False)
     assert observer.ended[-1][2] == "failed"
     assert "observer gate: after 4 steps the weights must be" in observer.ended[-1][3]

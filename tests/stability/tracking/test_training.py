@@ -54,8 +54,8 @@ def gone_on(study, tmp_path, monkeypatch) -> RunPaths:
         monkeypatch.setenv(name, "theirs")
     observer = Interrupting("fp32")
     with pytest.raises(KeyboardInterrupt):
-        run_study(study, tmp_path / "runs", options=OFFLINE, observer=observer)
-    run_study(study, tmp_path / "runs", options=OFFLINE, observer=observer)
+        run_study(study, tmp_path / "runs", options=OFFLINE, observer=observer, isolated=False)
+    run_study(study, tmp_path / "runs", options=OFFLINE, observer=observer, isolated=False)
     return RunPaths.for_run(tmp_path / "runs" / "tiny", "fp32", 0)
 
 
@@ -100,7 +100,7 @@ def test_a_server_that_is_away_is_a_note_and_no_failure(study, tmp_path, monkeyp
     noted = []
     observer = Interrupting("nobody")
     observer.run_noted = lambda arm, seed, text: noted.append((arm, text))
-    run_study(study, tmp_path / "runs", options=OFFLINE, observer=observer)
+    run_study(study, tmp_path / "runs", options=OFFLINE, observer=observer, isolated=False)
     assert [arm for arm, _ in noted] == ["baseline", "fp32"]
     assert all("W&B can't be reached" in text and "no route" in text for _, text in noted)
     paths = RunPaths.for_run(tmp_path / "runs" / "tiny", "fp32", 0)
