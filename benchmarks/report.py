@@ -32,7 +32,8 @@ import numpy as np
 from stability.analysis.study_records import read_study
 from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import Event, log_event
-from stability.records.manifest import Manifest, environment, write_manifest
+from stability.records.identity import environment
+from stability.records.manifest import Manifest, write_manifest
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import (
     BATCH_HASH,

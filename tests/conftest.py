@@ -92,6 +92,11 @@ def _write_tiny(folder: Path, text: Path, edit: Callable[[dict], None]) -> Path:
     return path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests of one costly study first: the last ones are shared out among all workers."""
+    items.sort(key=lambda item: "sample" not in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture
 def write_study(tmp_path, text_file) -> Callable[..., Path]:
     """Return a function that writes the tiny study, changed by `edit`, and returns its path."""

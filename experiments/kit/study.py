@@ -31,7 +31,8 @@ from stability.analysis.pair_contract import prove_pair
 from stability.config.load import load_study
 from stability.config.schema import BASELINE, StudyConfig
 from stability.metrics.drift import ALL, drift
-from stability.records.manifest import environment, hash_environment, read_manifest
+from stability.records.identity import environment, hash_environment
+from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths, checkpoint_steps, snapshot_steps
 from stability.records.run_files import read_run_snapshot
 from stability.report.terminal.progress import StudyDisplay

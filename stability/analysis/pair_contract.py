@@ -21,6 +21,7 @@ from stability.config.arms import INDEPENDENT_AXES, Arm
 from stability.config.convert import from_dict
 from stability.config.diff import changed_axes, diff, hash_without, touches
 from stability.config.schema import AXES, BASELINE, ArmConfig, Axis
+from stability.records.identity import may_be_missing
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
@@ -309,8 +310,9 @@ def _start_parts(
     """
     # keys of both: an entry that only one manifest has is a difference too
     for key in sorted({*first.environment, *second.environment}):
-        name = f"environment.{key}"
-        yield name, first.environment.get(key), second.environment.get(key), False
+        one, other = first.environment.get(key), second.environment.get(key)
+        is_free = may_be_missing(key) and (one is None or other is None)
+        yield f"environment.{key}", one, other, is_free
     for key in ("text", "held_out", "init_weights"):
         is_free = may_differ(key, differences)
         yield f"hashes.{key}", first.hashes.get(key), second.hashes.get(key), is_free

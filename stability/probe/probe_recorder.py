@@ -12,7 +12,7 @@ from typing import Any
 from stability.metrics.instability import crossings
 from stability.probe.measurements import StepMeasurements
 from stability.records.events import Event, log_event
-from stability.records.manifest import environment
+from stability.records.identity import environment
 from stability.records.metric_log import MetricLog
 from stability.records.probe_record import (
     METRICS_FILE,

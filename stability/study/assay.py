@@ -41,7 +41,8 @@ from stability.records.assay import (
     sources_of,
     write_assay,
 )
-from stability.records.manifest import environment, read_manifest
+from stability.records.identity import environment
+from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import read_run_snapshot
 from stability.study.assemble import assemble, load_data, resolve_device

@@ -5,7 +5,7 @@ How it is trained is left to `train_run`.
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +14,8 @@ from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, with_seed
 from stability.config.convert import to_dict
 from stability.config.schema import ArmConfig, Axis
-from stability.records.manifest import ENDED, Manifest, environment, read_manifest
+from stability.records.identity import environment, is_switch, may_be_missing
+from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import damage
 from stability.records.run_lock import hold
@@ -28,6 +29,7 @@ __all__ = [
     "has_ended",
     "locked",
     "needs_no_training",
+    "refuse_other_switches",
 ]
 
 _DYING = 2.0
@@ -162,15 +164,29 @@ def _refuse_other_sources(run: Run, manifest: Manifest) -> None:
     An attention may be mended as long as the run has no checkpoint of its own: it is trained anew.
     """
     now = environment()
-    was_library, library = manifest.environment.get("kernel_source"), now["kernel_source"]
-    _refuse_source(run, manifest, "attention_kernels", was_library, library)
-    _refuse_difference(run, "environment", manifest.environment, now)
+    for name, key in (("attention_kernels", "kernel_source"), ("stability", "package_source")):
+        _refuse_source(run, manifest, name, manifest.environment.get(key), now[key])
+    # switches are those of the process that trains: see `refuse_other_switches`
+    was = {key: value for key, value in manifest.environment.items() if not is_switch(key)}
+    _refuse_environment(run, was, {key: now[key] for key in now if not is_switch(key)})
     if max(checkpoint_steps(run.paths), default=0) <= (run.fork.at if run.fork else 0):
         return
     resolved = describe_attention(run.config)
     name = resolved["implementation"]
     _refuse_source(run, manifest, name, manifest.resolved.get("source"), resolved.get("source"))
     _refuse_difference(run, "attention", manifest.resolved, resolved)
+
+
+def refuse_other_switches(run: Run, manifest: Manifest, now: Mapping[str, Any]) -> None:
+    """RunConflictError if this process has other numeric switches than the run was begun with."""
+    was = {key: value for key, value in manifest.environment.items() if is_switch(key)}
+    _refuse_environment(run, was, {key: now[key] for key in now if is_switch(key)})
+
+
+def _refuse_environment(run: Run, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for key in sorted({*was, *now}):
+        if not (may_be_missing(key) and (key not in was or key not in now)):
+            _refuse_difference(run, f"environment.{key}", was.get(key), now.get(key))
 
 
 def _refuse_source(run: Run, manifest: Manifest, name: str, was: Any, now: Any) -> None:

@@ -20,7 +20,8 @@ from stability.config.diff import hash_without
 from stability.config.schema import ArmConfig
 from stability.data.datamodule import TextDataModule
 from stability.records.atomic_files import DiskFullError, is_disk_full
-from stability.records.manifest import Manifest, environment, hash_environment, read_manifest
+from stability.records.identity import environment, hash_environment
+from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import MetricLog, read_text
 from stability.records.metric_names import BATCH_HASH
 from stability.records.paths import RunPaths, snapshot_steps
@@ -30,7 +31,7 @@ from stability.records.snapshots import hash_state
 from stability.study.assemble import Parts, assemble, fit, held_out, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
 from stability.study.observer_gate import ObserverError, check_observer
-from stability.study.run import Run, locked
+from stability.study.run import Run, locked, refuse_other_switches
 from stability.tracking.environment import WandbMode
 from stability.tracking.history import MirroredLog, WandbRun, open_wandb_run
 from stability.tracking.loggers import RecordsLogger
@@ -77,7 +78,10 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
     parts = assemble(config)
     data = load_data(config)
     start, listed = _find_start(run, observer)
-    files = RunFiles(run.paths, _first_manifest(run, parts, data, listed))
+    first = _first_manifest(run, parts, data, listed)
+    if start > (run.fork.at if run.fork else 0):
+        refuse_other_switches(run, read_manifest(run.paths.manifest), first.environment)
+    files = RunFiles(run.paths, first)
     files.update()
     if start == 0 and run.fork is not None and run.baseline is not None:
         # only now that the manifest is there: after a kill in between, the fork is laid down again

@@ -36,8 +36,10 @@ def test_an_honest_pair_passes(trained):
 
 def test_another_environment_is_refused(trained):
     baseline, candidate = _manifests(trained)
-    other = replace(candidate, environment={**candidate.environment, "torch": "1.0"})
-    with pytest.raises(ContractError, match=r"flash_fa2, seed 0: environment.torch .* is '1.0'"):
+    other = replace(candidate, environment={**candidate.environment, "package.torch": "1.0"})
+    with pytest.raises(
+        ContractError, match=r"flash_fa2, seed 0: environment.package.torch .* is '1.0'"
+    ):
         check_start(baseline, other)
 
 

@@ -265,6 +265,7 @@ def test_an_unfinished_run_goes_on_from_what_is_whole(copy, run_tiny, whole, dam
     assert recorded_bits(out / "tiny") == recorded_bits(whole / "runs" / "tiny")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_clear_stop_and_nothing_is_lost(write_study, run_tiny, tmp_path, whole):
     path, out = write_study(_one_seed), tmp_path / "runs"
     most = 150_000  # bytes of a file: a snapshot fits, a checkpoint does not

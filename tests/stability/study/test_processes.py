@@ -86,7 +86,14 @@ def test_what_an_arms_module_does_to_its_process_reaches_no_other_run(
     assert torch.get_float32_matmul_precision() == "highest"
     beside = run_tiny(load_study(write_study(edit)), tmp_path / "beside", isolated=True)
     assert torch.get_float32_matmul_precision() == "medium"  # the check has imported it here
-    assert len(beside.ended) == 4
+    assert [ended[:3] for ended in beside.ended] == [
+        ("baseline", 0, "finished"),
+        ("coarse", 0, "failed"),
+        ("baseline", 1, "finished"),
+        ("coarse", 1, "failed"),
+    ]
+    said = "environment.switch.cuda_matmul_fp32 must be the baseline's 'ieee', is 'tf32'"
+    assert said in beside.ended[1][3]
     for seed in (0, 1):
         alone, other = (
             read_manifest(RunPaths.for_run(tmp_path / folder / "tiny", "baseline", seed).manifest)

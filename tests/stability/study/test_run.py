@@ -5,9 +5,11 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from stability.config.load import load_study
-from stability.records.manifest import environment, read_manifest, write_manifest
+from stability.records.identity import environment
+from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
 from stability.study.run import RunConflictError
 from tests.conftest import train_edited
@@ -109,13 +111,37 @@ def test_a_run_whose_attention_became_another_is_not_resumed(stopped, run_tiny):
         run_tiny(study, out)
 
 
-def test_a_run_is_not_resumed_with_an_edited_attention_library(stopped, run_tiny, monkeypatch):
+@pytest.mark.parametrize(
+    ("key", "library"), [("kernel_source", "attention_kernels"), ("package_source", "stability")]
+)
+def test_a_run_is_not_resumed_with_an_edited_library(stopped, run_tiny, monkeypatch, key, library):
     study, out, _ = stopped
-    edited = {**environment(), "kernel_source": "0123456789abcdef"}
+    edited = {**environment(), key: "0123456789abcdef"}
     monkeypatch.setattr("stability.study.run.environment", lambda: edited)
     said = (
-        r"own/seed-0: was stopped at step 5, trained by attention_kernels as its source was then "
+        rf"own/seed-0: was stopped at step 5, trained by {library} as its source was then "
         r"\(SHA-256 [0-9a-f]{12}, now 0123456789ab\); put that source back to go on, remove "
     )
     with pytest.raises(RunConflictError, match=said):
         run_tiny(study, out)
+
+
+def test_a_run_is_not_resumed_under_another_variable_of_the_math_library(
+    stopped, run_tiny, monkeypatch
+):
+    study, out, _ = stopped
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    said = r"environment\.variable\.MKL_CBWR = None, asked for 'COMPATIBLE'"
+    with pytest.raises(RunConflictError, match=said):
+        run_tiny(study, out)
+
+
+def test_a_run_is_not_resumed_with_another_switch(stopped, run_tiny, monkeypatch):
+    study, out, _ = stopped
+    torch.set_float32_matmul_precision("medium")
+    try:
+        ended = run_tiny(study, out).ended
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert ended[-1][2] == "failed"
+    assert "environment.switch.cuda_matmul_fp32 = 'ieee', asked for 'tf32'" in (ended[-1][3])

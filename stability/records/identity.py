@@ -1,0 +1,238 @@
+"""What decides the bits of a run besides its config, in one list, each entry with why.
+
+Two runs are a pair, and a stopped run goes on, only where these are equal (`hash_environment`).
+The entries are flat, so that a message can name the one that differs:
+
+- `python`, `platform`, `cpu`, `cpu_flags`, `simd`, `threads`, `gpu`, ...: another machine adds in
+  another order, and chooses other kernels;
+- `package.NAME`: the version of each imported distribution. One that only one of two runs has
+  imported can't have moved the other (`may_be_missing`);
+- `switch.NAME`: numeric switches of torch, which any imported module may turn;
+- `variable.NAME`: environment variables that math libraries read;
+- `package_source`, `kernel_source`: SHA-256 of this package's files that training imports, and of
+  the attention library's. A user's own attention is in the manifest's `resolved`.
+
+Leaves out what a run really executed, and every decision about it (`analysis.pair_contract`,
+`study.run`).
+"""
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import attention_kernels
+import stability
+
+__all__ = ["environment", "hash_environment", "is_switch", "may_be_missing"]
+
+VARIABLES = (
+    "ATEN_",  # ATEN_CPU_CAPABILITY chooses the instructions of torch's own kernels
+    "CUBLAS_",
+    "CUDNN_",
+    "DNNL_",  # the same two of oneDNN: DNNL_MAX_CPU_ISA
+    "GOMP_",
+    "KMP_",  # Intel's OpenMP: threads, and the order in which they add
+    "LIBXSMM_",
+    "MKL_",  # MKL_CBWR and MKL_ENABLE_INSTRUCTIONS choose the code of every GEMM
+    "NCCL_",  # the algorithm of a reduction is its order
+    "NVIDIA_TF32_OVERRIDE",  # TF32 whatever torch's switches say
+    "NVTE_",  # TransformerEngine's FP8 recipes and attention backends
+    "OMP_",  # threads: another split of a sum is another order
+    "ONEDNN_",
+    "OPENBLAS_",
+    "PYTORCH_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "TRITON_",  # TRITON_INTERPRET, TRITON_F32_DEFAULT
+)
+"""Beginnings of the names of environment variables that reach numerics."""
+
+HARMLESS = {
+    "CUBLAS_WORKSPACE_CONFIG": "the Trainer sets it for each run, whatever it was",
+    "OMP_WAIT_POLICY": "how an idle thread waits, not what it computes",
+    "OMP_DISPLAY_ENV": "prints",
+    "KMP_BLOCKTIME": "how long an idle thread spins",
+    "KMP_WARNINGS": "prints",
+    "MKL_VERBOSE": "prints",
+    "DNNL_VERBOSE": "prints",
+    "ONEDNN_VERBOSE": "prints",
+    "NCCL_DEBUG": "prints",
+    "TORCH_HOME": "where downloads lie",
+    "TORCH_LOGS": "prints",
+    "TORCH_SHOW_CPP_STACKTRACES": "prints",
+    "TORCHINDUCTOR_CACHE_DIR": "where compiled code lies",
+    "TRITON_CACHE_DIR": "where compiled code lies",
+    "PYTORCH_ALLOC_CONF": "where memory comes from",
+    "PYTORCH_CUDA_ALLOC_CONF": "where memory comes from",
+}
+"""Variables of those names that no bit depends on, and why."""
+
+_NOT_IN_TRAINING = ("cli", "report", "tracking")
+"""Rooms of this package that only start a run, or show it."""
+
+
+def environment() -> dict[str, Any]:
+    """Return what the bits of a run may depend on besides its config, as flat JSON values.
+
+    To be called where the run trains, once everything that it needs is imported.
+    """
+    import torch  # heavy, and readers of a manifest need none of it
+
+    return {
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu("model name") or platform.processor(),
+        # a virtual machine may hide some of a model's instructions
+        "cpu_flags": _hash(_cpu("flags")),
+        "simd": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        **_gpu(),
+        **{f"package.{name}": version for name, version in _imported().items()},
+        **{f"switch.{name}": value for name, value in _switches().items()},
+        **{f"variable.{name}": value for name, value in _variables().items()},
+        "kernel_source": _source(Path(str(attention_kernels.__file__)).parent),
+        "package_source": _source(Path(str(stability.__file__)).parent, _NOT_IN_TRAINING),
+    }
+
+
+def hash_environment(environment: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of an environment: equal in two runs that may be a pair.
+
+    Packages are left out, since a run may need more of them than its pair.
+    """
+    kept = {key: value for key, value in environment.items() if not may_be_missing(key)}
+    return _hash(json.dumps(kept, sort_keys=True))
+
+
+def may_be_missing(key: str) -> bool:
+    """Whether two runs may differ in that only one of them has this entry."""
+    return key.startswith("package.")
+
+
+def is_switch(key: str) -> bool:
+    """Whether the entry is one that a module may change in the process that imports it."""
+    return key.startswith("switch.")
+
+
+def _imported() -> dict[str, str]:
+    """Return the version of each distribution of which a module is imported."""
+    tops = {name.partition(".")[0] for name in list(sys.modules)}
+    found = {name for top in tops for name in _distributions().get(top, ())}
+    return {name: _version(name) for name in sorted(found)}
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    # a third of a second, once a process; the server of fresh processes has done it for all
+    return metadata.packages_distributions()
+
+
+@functools.cache
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+_SWITCHES: dict[str, Callable[[Any], Any]] = {
+    "default_dtype": lambda torch: str(torch.get_default_dtype()),
+    "float32_matmul_precision": lambda torch: torch.get_float32_matmul_precision(),
+    "cuda_matmul_tf32": lambda torch: torch.backends.cuda.matmul.allow_tf32,
+    "cuda_matmul_fp32": lambda torch: _effective(torch, torch.backends.cuda.matmul),
+    "cuda_bf16_reduction": lambda torch: (
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    ),
+    "cuda_fp16_reduction": lambda torch: (
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    ),
+    "cudnn_tf32": lambda torch: torch.backends.cudnn.allow_tf32,
+    "mkldnn": lambda torch: torch.backends.mkldnn.enabled,
+    "mkldnn_matmul_fp32": lambda torch: _effective(torch, torch.backends.mkldnn.matmul),
+    "sdpa_flash": lambda torch: torch.backends.cuda.flash_sdp_enabled(),
+    "sdpa_memory_efficient": lambda torch: torch.backends.cuda.mem_efficient_sdp_enabled(),
+    "sdpa_math": lambda torch: torch.backends.cuda.math_sdp_enabled(),
+    "sdpa_cudnn": lambda torch: torch.backends.cuda.cudnn_sdp_enabled(),
+    # a quarter of the least normal number is 0 where denormals are flushed
+    "flush_denormal": lambda torch: bool(torch.tensor(1.2e-38).div(4).eq(0)),
+}
+"""How torch tells of each numeric switch, by the name that it gets here.
+
+Deterministic algorithms and cuDNN's benchmark are not among them: the Trainer sets them for each
+run anew (`study.assemble.make_trainer`).
+"""
+
+
+def _switches() -> dict[str, Any]:
+    import torch
+
+    return {name: _told(tell, torch) for name, tell in _SWITCHES.items()}
+
+
+def _effective(torch: Any, backend: Any) -> str:
+    """Return the precision of a backend's FP32 products; "none" leaves it to what stands above."""
+    told = (backend.fp32_precision, torch.backends.fp32_precision, "ieee")
+    return next(precision for precision in told if precision != "none")
+
+
+def _told(tell: Callable[[Any], Any], torch: Any) -> Any:
+    try:
+        return tell(torch)
+    except AttributeError:  # another version of torch has no such switch
+        return "unknown to this torch"
+    except RuntimeError:  # torch refuses to tell where its old and its new switches were mixed
+        return "old and new switches are mixed"
+
+
+def _variables() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(VARIABLES) and name not in HARMLESS
+    }
+
+
+def _gpu() -> dict[str, Any]:
+    """Return the GPU and the libraries that compute on it; the name alone, "", without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"gpu": ""}
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda or "",
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": driver.read_text().splitlines()[0] if driver.exists() else "",
+    }
+
+
+def _cpu(what: str) -> str:
+    """Return a line of the first processor; "" where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith(what))
+    return next(found, "")
+
+
+def _source(folder: Path, less: tuple[str, ...] = ()) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder)
+        if name.parts[0] not in less:
+            digest.update(f"{name.as_posix()}\0{path.read_text(encoding='utf-8')}\0".encode())
+    return digest.hexdigest()
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

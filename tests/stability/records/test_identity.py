@@ -1,0 +1,132 @@
+"""The identity of a run holds what decides its bits, and tells of each change by name."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import attention_kernels
+import stability
+from stability.records import identity
+from stability.records.identity import HARMLESS, environment, hash_environment
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_it_is_json_and_says_what_decides_the_bits():
+    found = environment()
+    assert json.loads(json.dumps(found)) == found == environment()
+    assert found["package.torch"] == torch.__version__
+    assert found["threads"] == torch.get_num_threads()
+    assert found["cpu"]
+    assert found["simd"] == torch.backends.cpu.get_cpu_capability()
+    assert set(found) >= {"python", "platform", "gpu", "cpu_flags", "interop_threads"}
+    assert "unknown to this torch" not in found.values()
+
+
+@pytest.mark.parametrize(
+    ("key", "package", "names"),
+    [
+        ("kernel_source", attention_kernels, ("golden.py", "twin/forward.py")),
+        ("package_source", stability, ("model/lightning_module.py", "callbacks/batch_hash.py")),
+    ],
+)
+def test_a_changed_source_changes_it(key, package, names, tmp_path, monkeypatch):
+    before = environment()[key]
+    folder = tmp_path / "copy"
+    shutil.copytree(Path(package.__file__).parent, folder)
+    monkeypatch.setattr(package, "__file__", str(folder / "__init__.py"))
+    assert environment()[key] == before
+    for name in names:
+        was = environment()[key]
+        (folder / name).write_text((folder / name).read_text() + "# changed\n")
+        assert environment()[key] != was
+    assert len(before) == len(hashlib.sha256().hexdigest())
+
+
+def test_what_only_shows_a_run_is_no_part_of_it(tmp_path, monkeypatch):
+    before, folder = environment()["package_source"], tmp_path / "stability"
+    shutil.copytree(Path(stability.__file__).parent, folder)
+    monkeypatch.setattr(stability, "__file__", str(folder / "__init__.py"))
+    (folder / "report" / "page" / "html.py").write_text("# another page\n")
+    (folder / "cli" / "show.py").unlink()
+    assert environment()["package_source"] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MKL_CBWR", "COMPATIBLE"),
+        ("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        ("ATEN_CPU_CAPABILITY", "default"),
+        ("NVIDIA_TF32_OVERRIDE", "1"),
+        ("TRITON_INTERPRET", "1"),
+    ],
+)
+def test_a_variable_that_math_libraries_read_is_in_it(name, value, monkeypatch):
+    monkeypatch.delenv(name, raising=False)
+    before = hash_environment(environment())
+    monkeypatch.setenv(name, value)
+    assert environment()[f"variable.{name}"] == value
+    assert hash_environment(environment()) != before
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_variable_without_effect_is_not(name, monkeypatch):
+    before = environment()
+    monkeypatch.setenv(name, "another")
+    assert environment() == before
+
+
+def test_a_switch_that_any_module_may_turn_is_in_it():
+    before = environment()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        after = environment()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    changed = {key for key in before if before[key] != after[key]}
+    assert "switch.float32_matmul_precision" in changed
+    assert {key.partition(".")[0] for key in changed} == {"switch"}
+    torch.set_flush_denormal(True)
+    try:
+        assert environment()["switch.flush_denormal"] is True
+    finally:
+        torch.set_flush_denormal(False)
+    assert environment() == before
+
+
+def test_mixed_switches_are_told_as_that():
+    def refuses(torch):
+        raise RuntimeError("you have used mix of the legacy and new APIs")
+
+    assert identity._told(refuses, torch) == "old and new switches are mixed"
+
+
+def test_versions_are_those_of_what_is_imported():
+    code = (
+        "import sys\n"
+        "from stability.records.identity import environment\n"
+        "found = environment()\n"
+        "assert found['package.torch'] and 'package.lightning' not in found\n"
+        "print(sorted({'lightning', 'wandb', 'datasets'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        timeout=120,
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_package_that_one_run_needs_more_than_the_other_is_no_difference_of_the_hash():
+    found = environment()
+    assert hash_environment({**found, "package.xformers": "1"}) == hash_environment(found)
