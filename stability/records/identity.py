@@ -58,6 +58,7 @@ HARMLESS = {
     "CUBLAS_WORKSPACE_CONFIG": "the Trainer sets it for each run, whatever it was",
     "OMP_WAIT_POLICY": "how an idle thread waits, not what it computes",
     "OMP_DISPLAY_ENV": "prints",
+    "GOMP_SPINCOUNT": "how long an idle thread spins",
     "KMP_BLOCKTIME": "how long an idle thread spins",
     "KMP_WARNINGS": "prints",
     "MKL_VERBOSE": "prints",
