@@ -235,7 +235,7 @@ def test_one_percent_in_one_class_of_calls_alone_fails(trait, what):
         return CLASSES[trait](q, k, v, cell.causal, cell.scale)
 
     few = [cell for cell in QUICK if cell.law == "normal" and cell.shape.batch < 8]
-    decoding = [cell for cell in QUICK if cell.shape.query_len == 1 < cell.shape.key_len]
+    decoding = [cell for cell in QUICK if cell.shape.query_len == 1 < cell.shape.key_len][:1]
     of_class = [cell for cell in [*few, *decoding] if in_class(cell)]
     report = quick(attend, cells=[*PLAIN, *of_class])
     assert not report.passed
