@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import attention_kernels
-import stability
 
 __all__ = ["environment", "hash_environment", "is_switch", "may_be_missing"]
 
@@ -75,6 +74,7 @@ HARMLESS = {
 }
 """Variables of those names that no bit depends on, and why."""
 
+_PACKAGE = Path(__file__).parents[1]
 _NOT_IN_TRAINING = ("cli", "report", "tracking")
 """Rooms of this package that only start a run, or show it."""
 
@@ -100,7 +100,7 @@ def environment() -> dict[str, Any]:
         **{f"switch.{name}": value for name, value in _switches().items()},
         **{f"variable.{name}": value for name, value in _variables().items()},
         "kernel_source": _source(Path(str(attention_kernels.__file__)).parent),
-        "package_source": _source(Path(str(stability.__file__)).parent, _NOT_IN_TRAINING),
+        "package_source": _source(_PACKAGE, _NOT_IN_TRAINING),
     }
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import attention_kernels
-import stability
 from stability.records import identity
 from stability.records.identity import HARMLESS, environment, hash_environment
 
@@ -29,18 +28,30 @@ def test_it_is_json_and_says_what_decides_the_bits():
     assert "unknown to this torch" not in found.values()
 
 
+def _copy_of_the_library(folder, monkeypatch):
+    shutil.copytree(Path(attention_kernels.__file__).parent, folder)
+    monkeypatch.setattr(attention_kernels, "__file__", str(folder / "__init__.py"))
+
+
+def _copy_of_this_package(folder, monkeypatch):
+    shutil.copytree(identity._PACKAGE, folder)
+    monkeypatch.setattr(identity, "_PACKAGE", folder)
+
+
 @pytest.mark.parametrize(
-    ("key", "package", "names"),
+    ("key", "copy", "names"),
     [
-        ("kernel_source", attention_kernels, ("golden.py", "twin/forward.py")),
-        ("package_source", stability, ("model/lightning_module.py", "callbacks/batch_hash.py")),
+        ("kernel_source", _copy_of_the_library, ("golden.py", "twin/forward.py")),
+        (
+            "package_source",
+            _copy_of_this_package,
+            ("model/lightning_module.py", "callbacks/batch_hash.py"),
+        ),
     ],
 )
-def test_a_changed_source_changes_it(key, package, names, tmp_path, monkeypatch):
-    before = environment()[key]
-    folder = tmp_path / "copy"
-    shutil.copytree(Path(package.__file__).parent, folder)
-    monkeypatch.setattr(package, "__file__", str(folder / "__init__.py"))
+def test_a_changed_source_changes_it(key, copy, names, tmp_path, monkeypatch):
+    before, folder = environment()[key], tmp_path / "copy"
+    copy(folder, monkeypatch)
     assert environment()[key] == before
     for name in names:
         was = environment()[key]
@@ -50,9 +61,8 @@ def test_a_changed_source_changes_it(key, package, names, tmp_path, monkeypatch)
 
 
 def test_what_only_shows_a_run_is_no_part_of_it(tmp_path, monkeypatch):
-    before, folder = environment()["package_source"], tmp_path / "stability"
-    shutil.copytree(Path(stability.__file__).parent, folder)
-    monkeypatch.setattr(stability, "__file__", str(folder / "__init__.py"))
+    before, folder = environment()["package_source"], tmp_path / "copy"
+    _copy_of_this_package(folder, monkeypatch)
     (folder / "report" / "page" / "html.py").write_text("# another page\n")
     (folder / "cli" / "show.py").unlink()
     assert environment()["package_source"] == before
