@@ -29,7 +29,13 @@ from typing import Any
 
 import attention_kernels
 
-__all__ = ["environment", "hash_environment", "is_switch", "may_be_missing"]
+__all__ = [
+    "environment",
+    "environment_of_packages",
+    "hash_environment",
+    "is_switch",
+    "may_be_missing",
+]
 
 VARIABLES = (
     "ATEN_",  # ATEN_CPU_CAPABILITY chooses the instructions of torch's own kernels
@@ -96,7 +102,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         **_gpu(),
-        **{f"package.{name}": version for name, version in _imported().items()},
+        **{f"package.{name}": version for name, version in environment_of_packages().items()},
         **{f"switch.{name}": value for name, value in _switches().items()},
         **{f"variable.{name}": value for name, value in _variables().items()},
         "kernel_source": _source(Path(str(attention_kernels.__file__)).parent),
@@ -123,8 +129,8 @@ def is_switch(key: str) -> bool:
     return key.startswith("switch.")
 
 
-def _imported() -> dict[str, str]:
-    """Return the version of each distribution of which a module is imported."""
+def environment_of_packages() -> dict[str, str]:
+    """Return the version of each distribution of which a module is imported, by name."""
     tops = {name.partition(".")[0] for name in list(sys.modules)}
     found = {name for top in tops for name in _distributions().get(top, ())}
     return {name: _version(name) for name in sorted(found)}

@@ -118,7 +118,7 @@ def _start_ready(
             continue
         observer.run_started(index, total, run.arm.name, run.seed, run.last_step)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(["stability.study.preload"])
         ours, theirs = context.Pipe(duplex=False)
         slot = queue.free_slot()
         process = context.Process(
