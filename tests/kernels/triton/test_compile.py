@@ -204,11 +204,8 @@ def in_child(arch, only, folder):
     return json.loads(done.stdout)[str(arch)]
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [arch if arch == 90 else pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED_MEMORY],
-    ids="sm_{}".format,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", SHARED_MEMORY, ids="sm_{}".format)
 def test_the_fast_path_of_each_head_dim_fits_and_spills_nothing(arch, tmp_path):
     kernels = in_child(arch, "^bf16-", tmp_path)
     assert len(kernels) == 2 * 3 * 3
