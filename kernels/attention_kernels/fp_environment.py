@@ -35,6 +35,8 @@ def settle_vector_math() -> None:
     """Call each function of `VECTOR_MATH` once on one value, so that no later call can be a race.
 
     To be called before a process computes anything that must repeat to the bit; then it is free.
+    A user's own attention needs it as well: its first look was once 100 times less exact than the
+    others, and the attention accused.
     """
     for dtype in (torch.float32, torch.float64):
         half = torch.full((1,), 0.5, dtype=dtype)

@@ -33,6 +33,7 @@ from attention_kernels import (
     golden_attention,
     resolve_engine,
 )
+from attention_kernels.fp_environment import settle_vector_math
 from attention_kernels.points import BackwardNumerics
 from attention_kernels.testing import plant
 from stability.config.attentions import IMPLEMENTATIONS
@@ -226,6 +227,7 @@ def resolve_attention(
     names an unknown implementation, profile, fault or numerics field and the nearest ones, a
     function that can't be imported or called, or an engine that this device cannot run.
     """
+    settle_vector_math()  # its first call is as exact as the second, a user's own function's too
     if isinstance(config, ResolvedAttention):
         return config
     if isinstance(config, str):

@@ -26,16 +26,36 @@ for name in ("exp", "log"):
     setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
 torch.Tensor.exp_ = watched("exp", torch.Tensor.exp_)
 q = torch.randn(1, 2, 64, 64, requires_grad=True)
+def plain(q, k, v, *, causal=True, scale=None):
+    return (q @ k.mT - torch.full(q.shape[-2:-1] * 2, torch.inf).triu(1)).exp() @ v
+def shadowed(q, k, v):
+    from stability import shadow
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            q = super().forward(x)
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    model = Model(64, 64)
+    with shadow(model, plain, golden=False) as probe:
+        model(q).sum().backward()
+        probe.step()
+    return q
+def checked(q, k, v):
+    from attention_kernels.testing import check_attention
+    from attention_kernels.testing.cells import QUICK
+    check_attention(plain, dtypes=["fp32"], cells=QUICK[:1])
+    return q
 ATTENTION(q, q, q).sum().backward()
 dtypes = (torch.float32, torch.float64)
 print(first == {(name, dtype): 1 for name in ("exp", "log") for dtype in dtypes})
 """
 
+ATTENTIONS = ["flash_attention", "baseline_attention", "golden_attention", "shadowed", "checked"]
 
-@pytest.mark.parametrize("attention", ["flash_attention", "baseline_attention", "golden_attention"])
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_no_function_meets_several_threads_first(attention):
     code = FIRST_CALLS.replace("ATTENTION", attention)
-    path = f"{ROOT / 'kernels'}"
+    path = f"{ROOT / 'kernels'}:{ROOT}"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attention_kernels.fp_environment import settle_vector_math
 from attention_kernels.testing.calls import Breach, Called, Signature, call
 from attention_kernels.testing.cells import (
     DTYPES,
@@ -137,6 +138,7 @@ def check_attention(
     if len(set(dtypes)) < len(dtypes):
         raise ValueError(f"check_attention: dtypes must differ, got {', '.join(dtypes)}")
     chosen = cells if cells is not None else (QUICK if quick else FULL)
+    settle_vector_math()
     report = CheckReport(
         name=name or _name_of(attention),
         dtypes=tuple(dtypes),
