@@ -336,21 +336,35 @@ def _import_user_function(name: str) -> Callable[..., Any]:
 def _user_attention(name: str, function: Callable[..., Any]) -> ResolvedAttention:
     """Return a user's `function` as an attention called `name`.
 
-    Its description has the module and the SHA-256 of its file, so that two runs with different
+    Its description has the module and the SHA-256 of its source, so that two runs with different
     sources are told apart. ValueError if it can't be called as (q, k, v, causal=, scale=).
     """
     takes = _arguments(name, function)
-    source = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else ""
-    digest = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
     return ResolvedAttention(
         name=name,
         function=partial(_call_user_function, function, name, takes),
         description={
             "implementation": name,
             "engine": getattr(function, "__module__", ""),
-            "source": digest,
+            "source": _source_hash(function),
         },
     )
+
+
+def _source_hash(function: Callable[..., Any]) -> str:
+    """Return the SHA-256 of the function's file; of its own lines where a notebook's cell has it.
+
+    Empty where there is no source: a builtin, or what was typed at a prompt.
+    """
+    if not inspect.isroutine(function):
+        return ""
+    plain = inspect.unwrap(function)
+    try:
+        file = Path(inspect.getsourcefile(plain) or "")
+        source = file.read_bytes() if file.is_file() else inspect.getsource(plain).encode()
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source).hexdigest()
 
 
 def _arguments(name: str, function: Callable[..., Any]) -> frozenset[str]:

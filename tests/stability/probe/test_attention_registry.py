@@ -1,5 +1,6 @@
 """Attention by name: what is resolved, and what is refused."""
 
+import linecache
 import sys
 import types
 
@@ -143,6 +144,22 @@ def test_a_function_of_ones_own_is_called_with_what_the_call_has(tmp_path, monke
         resolve_attention("mypkg:my_attention", CPU).description["source"]
         != (own.description["source"])
     )
+
+
+def test_a_function_of_a_notebook_s_cell_is_told_by_its_lines_and_one_typed_by_nothing():
+    def cell(body, name="<ipython-input-1>", known=True):
+        text = f"def mine(q, k, v, *, causal, scale=None):\n    return {body}\n"
+        scope = {"__name__": "__main__"}
+        exec(compile(text, name, "exec"), scope)
+        if known:
+            lines = text.splitlines(keepends=True)
+            linecache.cache[name] = (len(text), None, lines, name)
+        return resolve_attention(scope["mine"], CPU).description["source"]
+
+    first, second = cell("q"), cell("k", "<ipython-input-2>")
+    assert len(first) == len(second) == 64
+    assert first != second
+    assert cell("q", "<typed>", known=False) == ""
 
 
 @pytest.mark.parametrize(
