@@ -31,7 +31,7 @@ from stability.analysis.pair_contract import prove_pair
 from stability.config.load import load_study
 from stability.config.schema import BASELINE, StudyConfig
 from stability.metrics.drift import ALL, drift
-from stability.records.identity import environment, hash_environment
+from stability.records.identity import environment, hash_environment, hash_sources
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths, checkpoint_steps, snapshot_steps
 from stability.records.run_files import read_run_snapshot
@@ -218,10 +218,8 @@ def _threads_each(jobs: int) -> Iterator[None]:
 
 def _fingerprint() -> str:
     """Hash the environment, attention kernels included, and the source of `stability`."""
-    digest = hashlib.sha256(hash_environment(environment()).encode())
-    for path in sorted((REPOSITORY / "stability").rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    known = hash_environment(environment()) + hash_sources(REPOSITORY / "stability")
+    return hashlib.sha256(known.encode()).hexdigest()[:12]
 
 
 def updates_left_out(paths: RunPaths) -> int:

@@ -31,8 +31,9 @@ import attention_kernels
 
 __all__ = [
     "environment",
-    "environment_of_packages",
     "hash_environment",
+    "hash_sources",
+    "imported_packages",
     "is_switch",
     "may_be_missing",
 ]
@@ -102,11 +103,11 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         **_gpu(),
-        **{f"package.{name}": version for name, version in environment_of_packages().items()},
+        **{f"package.{name}": version for name, version in imported_packages().items()},
         **{f"switch.{name}": value for name, value in _switches().items()},
         **{f"variable.{name}": value for name, value in _variables().items()},
-        "kernel_source": _source(Path(str(attention_kernels.__file__)).parent),
-        "package_source": _source(_PACKAGE, _NOT_IN_TRAINING),
+        "kernel_source": hash_sources(Path(str(attention_kernels.__file__)).parent),
+        "package_source": hash_sources(_PACKAGE, _NOT_IN_TRAINING),
     }
 
 
@@ -129,7 +130,7 @@ def is_switch(key: str) -> bool:
     return key.startswith("switch.")
 
 
-def environment_of_packages() -> dict[str, str]:
+def imported_packages() -> dict[str, str]:
     """Return the version of each distribution of which a module is imported, by name."""
     tops = {name.partition(".")[0] for name in list(sys.modules)}
     found = {name for top in tops for name in _distributions().get(top, ())}
@@ -232,7 +233,8 @@ def _cpu(what: str) -> str:
     return next(found, "")
 
 
-def _source(folder: Path, less: tuple[str, ...] = ()) -> str:
+def hash_sources(folder: Path, less: tuple[str, ...] = ()) -> str:
+    """Return the SHA-256 of the names and texts of a package's files, less some of its folders."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder)

@@ -33,6 +33,8 @@ from stability.study.train_run import TrainOptions, train
 
 __all__ = ["train_in_processes"]
 
+_READY = "stability.study.preload"
+"""What the server imports before it forks; by name, since this process must not import it."""
 _PR_SET_PDEATHSIG = 1
 """Of `<sys/prctl.h>`."""
 
@@ -118,7 +120,7 @@ def _start_ready(
             continue
         observer.run_started(index, total, run.arm.name, run.seed, run.last_step)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["stability.study.preload"])
+        context.set_forkserver_preload([_READY])
         ours, theirs = context.Pipe(duplex=False)
         slot = queue.free_slot()
         process = context.Process(

@@ -19,6 +19,7 @@ from typing import Any
 import attention_kernels
 import stability
 from stability.records.atomic_files import DiskFullError
+from stability.records.identity import hash_sources
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.live.study_index import StudyFolder
 from stability.report.live.study_summary import Mark, SmallLadder, SmallRung, Summary
@@ -81,13 +82,9 @@ def _of(study: StudyFolder) -> dict[str, str]:
 @functools.cache
 def _code() -> str:
     """Return a hash of the sources of both packages and of what they compute with."""
-    digest = hashlib.sha256()
-    for package in (stability, attention_kernels):
-        folder = Path(str(package.__file__)).parent
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
-    digest.update(" ".join(map(metadata.version, ("numpy", "scipy"))).encode())
-    return digest.hexdigest()
+    packages = (Path(str(package.__file__)).parent for package in (stability, attention_kernels))
+    versions = map(metadata.version, ("numpy", "scipy"))
+    return " ".join([*map(hash_sources, packages), *versions])
 
 
 def _summary(content: Mapping[str, Any]) -> Summary:

@@ -1,5 +1,6 @@
 """Runs in processes of their own end in the bits of runs one after another; a dead one is told."""
 
+import subprocess
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from stability.config.load import load_study
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
+from stability.study import processes
 from tests.stability.study.recorded_bits import recorded_bits
 
 
@@ -58,6 +60,20 @@ def test_candidates_of_a_failed_baseline_are_skipped(write_study, run_tiny, tmp_
     ended = run_tiny(load_study(write_study(edit)), tmp_path, jobs=2).ended
     assert ended[0] == ("baseline", 0, "failed", "killed by signal 9")
     assert {ended[2:] for ended in ended[1:]} == {("skipped", "its baseline did not finish")}
+
+
+def test_what_the_server_has_ready_can_be_imported_and_holds_what_a_run_needs():
+    # multiprocessing leaves out, in silence, what it cannot import: each run would be slower
+    code = (
+        "import importlib, sys\n"
+        f"importlib.import_module({processes._READY!r})\n"
+        "from stability.records import identity\n"
+        "assert identity._distributions.cache_info().currsize == 1\n"
+        "assert {'wandb', 'safetensors.torch', 'stability.study.train_run'} <= set(sys.modules)\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.fixture
