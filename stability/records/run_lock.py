@@ -14,8 +14,9 @@ from stability.records.paths import RunPaths
 
 __all__ = ["hold", "is_held"]
 
-PATIENCE_S = 1.0
-"""How long a writer tries: a reader that asks holds the lock for some microseconds."""
+PATIENCE_S = 2.0
+"""How long a writer tries. A reader that asks holds the lock for some microseconds, and the process
+that trains for a command that was killed may take a moment to die."""
 PAUSE_S = 0.02
 
 

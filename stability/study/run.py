@@ -4,7 +4,6 @@ How it is trained is left to `train_run`.
 """
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -31,9 +30,6 @@ __all__ = [
     "needs_no_training",
     "refuse_other_switches",
 ]
-
-_DYING = 2.0
-"""Seconds that the process of a killed command, which trains the run, may take to die."""
 
 
 class RunConflictError(ValueError):
@@ -140,21 +136,15 @@ def needs_no_training(run: Run, observer: StudyObserver) -> bool:
 def locked(paths: RunPaths) -> Iterator[None]:
     """Lock a run's folder for this process; the lock of a killed process is released.
 
-    RunConflictError if another process still holds it after `_DYING` seconds.
+    RunConflictError if another process keeps it.
     """
     with ExitStack() as stack:
-        give_up = time.monotonic() + _DYING
-        while True:
-            try:
-                stack.enter_context(hold(paths))
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up:
-                    raise RunConflictError(
-                        f"{paths.root}: another process is training this run; "
-                        "wait for it, or stop it"
-                    ) from None
-                time.sleep(0.05)
+        try:
+            stack.enter_context(hold(paths))
+        except BlockingIOError:
+            raise RunConflictError(
+                f"{paths.root}: another process is training this run; wait for it, or stop it"
+            ) from None
         yield
 
 
