@@ -136,15 +136,7 @@ def _check(
 
     # as with `python -m`: a module beside the user is found, whose command lies elsewhere
     sys.path.insert(0, "")
-    try:
-        function = attention_function(attention, torch.device("cpu"))
-    except (ValueError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # a user's module may raise anything, or end the process
-        raise ValueError(
-            "check: attention must be MODULE:FUNCTION of a module that imports, got "
-            f"{attention!r}; {type(error).__name__}: {error}"
-        ) from error
+    function = attention_function(attention, torch.device("cpu"))
     name = attention
     if fault:
         function, name = plant(function, fault), f"{attention} with the fault {fault}"
