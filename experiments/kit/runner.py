@@ -34,7 +34,7 @@ from experiments.kit.results_table import (
 )
 from stability.cli.output import FAILS, HOLDS, UNDECIDED
 from stability.config.convert import nearest
-from stability.records.atomic_files import atomic_path, write_text
+from stability.records.atomic_files import write_text, write_whole
 from stability.records.sealed_json import jsonable
 from stability.report.paper.files import picture_bytes
 from stability.report.paper.style import paper_style
@@ -125,8 +125,7 @@ def _draw(folder: Path, name: str, size: str) -> None:
     path = _result(folder, name, size)
     with paper_style():
         picture = picture_bytes(load(folder, name).draw(read_experiment(path).rows), "png")
-    with atomic_path(path.with_suffix(".png")) as temporary:
-        temporary.write_bytes(picture)
+    write_whole(path.with_suffix(".png"), lambda temporary: temporary.write_bytes(picture))
 
 
 def _write_page(folder: Path) -> None:

@@ -10,14 +10,22 @@ __all__ = ["LogPosition"]
 
 
 class LogPosition(Callback):
-    """Store in each checkpoint how long the metric log was, and cut it there on a resume."""
+    """Store in each checkpoint how long the metric log was, and cut it there on a resume.
+
+    The checkpoint holds the hash of that part of the log too, so that the two can't be mismatched.
+    """
 
     def __init__(self, log: MetricLog) -> None:
         self._log = log
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the length of the log in bytes."""
-        return {"position": self._log.position()}
+        """Force the log to disk; return its length in bytes and their SHA-256.
+
+        Lightning asks before it writes the checkpoint, which so never outlives its log.
+        """
+        self._log.sync()
+        position = self._log.position()
+        return {"position": position, "sha256": self._log.hash_until(position)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Drop what was logged after the checkpoint."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from stability.metrics.instability import crossings
 from stability.probe.measurements import StepMeasurements
+from stability.records.atomic_files import make_folders
 from stability.records.events import Event, log_event
 from stability.records.identity import environment
 from stability.records.metric_log import MetricLog
@@ -70,7 +71,7 @@ class ProbeRecorder:
 
     def describe(self, layers: Sequence[str], steps: int) -> None:
         """Write `probe.json`: the layers that were caught by now, and how many steps were made."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folders(self._folder)
         write_probe_record(
             self._folder, ProbeRecord(**self._record, layers=list(layers), steps=steps)
         )

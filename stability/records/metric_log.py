@@ -8,8 +8,9 @@ line, which readers ignore and the next writer cuts off. `crc` is the CRC-32 of 
 it, so that a flipped bit is found.
 
 Readers get the metrics in columns: lines that name the same metrics share their names and one
-table, so a million values take 8 MB, not the 70 MB of Python's numbers in lists. Leaves out what
-the names mean (`metric_names`), and power cuts: lines are not forced to disk.
+table, so a million values take 8 MB, not the 70 MB of Python's numbers in lists. `sync` forces the
+lines to disk, and a checkpoint waits for it: a power cut costs at most the lines after it. Leaves
+out what the names mean (`metric_names`).
 """
 
 import json
@@ -19,17 +20,19 @@ import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from io import FileIO
 from pathlib import Path
 from struct import error as StructError
 from struct import pack
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from stability.records.atomic_files import DiskFullError
+from stability.records import file_operations
+from stability.records.atomic_files import DiskFullError, make_folders, naming
 from stability.records.sealed_json import NON_FINITE
 
 __all__ = [
@@ -39,6 +42,7 @@ __all__ = [
     "MetricLog",
     "Series",
     "column_of",
+    "hash_start",
     "read_lines",
     "read_log",
     "read_metrics",
@@ -56,6 +60,10 @@ class MetricLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
+        self._is_named = False
+        """Whether the file's name has been forced to disk; its content may have been without."""
+        self._hashed = sha256()
+        self._hashed_bytes = 0
 
     def append(
         self,
@@ -67,8 +75,9 @@ class MetricLog:
         """Write one line for `step`: numbers and counts by metric name, text entries by keyword.
 
         Counts are one or more whole numbers >= 0. ValueError for others, for a name that is given
-        twice or is "step" or "crc", or a text that would be read back as a number; DiskFullError if
-        the disk takes no more; the line is lost, the log is not.
+        twice or is "step" or "crc", or a text that would be read back as a number; OSError, which
+        names the file, if the system refuses, DiskFullError if the disk takes no more; the line is
+        lost, the log is not.
         """
         lists = {name: list(values) for name, values in (counts or {}).items()}
         _check_names(metrics, lists, text)
@@ -76,20 +85,49 @@ class MetricLog:
         numbers = {name: _to_json(float(x)) for name, x in metrics.items()}
         line = {_STEP: step, **numbers, **lists, **text}
         encoded = _sealed(json.dumps(line, allow_nan=False).encode())
-        if self._file is None:
-            self._file = self._open()
-        written = self._file.write(encoded)
+        with naming(self._path):
+            if self._file is None:
+                self._file = self._open()
+            written = 0
+            try:
+                written = file_operations.write(self._file, encoded)
+            finally:
+                if written != len(encoded):
+                    self.close()  # the next append cuts off what was written
         if written != len(encoded):
-            self.close()  # the next append cuts off what was written
             raise DiskFullError(
                 f"{self._path}: the disk is full, wrote {written} of {len(encoded)} bytes"
             )
+
+    def sync(self) -> None:
+        """Force every line that was written to disk, and the file's name with them.
+
+        OSError, which names the file, if the disk does not take them: nothing may count on them.
+        """
+        with naming(self._path):
+            if not self._path.exists():
+                return
+            file_operations.sync(self._path)
+            if not self._is_named:
+                file_operations.sync(self._path.parent)
+                self._is_named = True
 
     def position(self) -> int:
         """Return the length of the log in bytes: whole lines only."""
         if self._file is not None:
             return self._file.tell()
         return self._path.read_bytes().rfind(b"\n") + 1 if self._path.exists() else 0
+
+    def hash_until(self, position: int) -> str:
+        """Return the SHA-256 of the first `position` bytes; only what is new is read again."""
+        if position < self._hashed_bytes:
+            self._hashed, self._hashed_bytes = sha256(), 0
+        if position > self._hashed_bytes:
+            with self._path.open("rb") as file:
+                file.seek(self._hashed_bytes)
+                _hash_into(self._hashed, file, position - self._hashed_bytes)
+            self._hashed_bytes = position
+        return self._hashed.hexdigest()
 
     def truncate_to(self, position: int) -> None:
         """Cut the log to `position` bytes, as `position()` once gave them.
@@ -99,13 +137,13 @@ class MetricLog:
         length = self.position()
         if length < position:
             raise ValueError(
-                f"{self._path}: must be at least {position} bytes long to go on from the "
-                f"checkpoint, is {length}; remove the run's folder to start it anew"
+                f"{self._path}: must be at least {position} bytes long to be cut there, is {length}"
             )
         self.close()
-        if self._path.exists():
-            with self._path.open("r+b") as file:
-                file.truncate(position)
+        self._hashed, self._hashed_bytes = sha256(), 0
+        with naming(self._path):
+            if self._path.exists():
+                file_operations.truncate(self._path, position)
 
     def close(self) -> None:
         """Close the file; the next `append` opens it again."""
@@ -114,9 +152,24 @@ class MetricLog:
             self._file = None
 
     def _open(self) -> FileIO:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(self._path.parent)
         self.truncate_to(self.position())  # cuts off a torn last line
-        return FileIO(self._path, "ab")
+        return file_operations.append_to(self._path)
+
+
+def hash_start(path: Path, length: int) -> str:
+    """Return the SHA-256 of the first `length` bytes of a log, or of all if it is shorter."""
+    digest = sha256()
+    if length:
+        with path.open("rb") as file:
+            _hash_into(digest, file, length)
+    return digest.hexdigest()
+
+
+def _hash_into(digest: Any, file: IO[bytes], length: int) -> None:
+    while length > 0 and (part := file.read(min(length, 2**20))):
+        digest.update(part)
+        length -= len(part)
 
 
 @dataclass(slots=True)

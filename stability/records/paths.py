@@ -18,11 +18,14 @@ __all__ = [
     "prediction_steps",
     "run_at",
     "snapshot_steps",
+    "strange_files",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SEED = re.compile(r"seed-(\d+)")
 _SNAPSHOT = re.compile(r"step-(\d{8,})\.safetensors")
+_TEMPORARY = re.compile(r"\..+\.tmp")
+"""What `atomic_files` calls a file until it is whole."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.ckpt")
 
 
@@ -117,6 +120,10 @@ class RunPaths:
         """What the process that trains the run holds locked."""
         return self.root / ".lock"
 
+    def leases(self) -> list[Path]:
+        """The files of those who hold the run, or have held it, where it could not be locked."""
+        return sorted(self.root.glob(".lease-*"))
+
     @property
     def snapshots_dir(self) -> Path:
         """The folder of the weights."""
@@ -161,6 +168,25 @@ class RunPaths:
 def is_run(folder: Path) -> bool:
     """Return whether a path is the folder of a run, which has a manifest."""
     return RunPaths(folder).manifest.is_file()
+
+
+def strange_files(run: RunPaths) -> list[str]:
+    """Return the names in a run's folder that no part of a run has, in order."""
+    own = {
+        path.name
+        for path in (
+            run.manifest,
+            run.metrics,
+            run.lock,
+            run.snapshots_dir,
+            run.predictions_dir,
+            run.checkpoints_dir,
+            run.wandb_dir,
+            *run.leases(),
+        )
+    }
+    found = sorted(path.name for path in run.root.glob("*"))
+    return [name for name in found if name not in own and not _TEMPORARY.fullmatch(name)]
 
 
 def check_exists(path: Path) -> None:

@@ -7,13 +7,14 @@ another one. Leaves out what goes into a protocol and the comparison with what i
 (`analysis.protocol_check`).
 """
 
-import os
-import secrets
+import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stability.records import file_operations
+from stability.records.atomic_files import naming, remove, temporary_name
 from stability.records.paths import StudyPaths, is_run, list_runs
 from stability.records.sealed_json import file_checksum, read_record, write_sealed
 
@@ -72,13 +73,15 @@ def protocol_hash(folder: Path) -> str:
 
 def _write_first(path: Path, protocol: Protocol) -> None:
     """Write the file unless another process has done so meanwhile: that one's is kept."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    draft = temporary_name(path)
     content: Mapping[str, Any] = asdict(protocol)
     try:
         write_sealed(draft, content)
         # a link, unlike a rename, fails where the name is taken
-        os.link(draft, path)
-    except FileExistsError:
-        pass
+        with naming(path), contextlib.suppress(FileExistsError):
+            file_operations.link(draft, path)
     finally:
-        draft.unlink(missing_ok=True)
+        remove(draft)
+    with naming(path):
+        # before any run begins: a study with runs and no protocol counts as one never sealed
+        file_operations.sync(path.parent)

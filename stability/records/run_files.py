@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stability.records.atomic_files import remove
 from stability.records.manifest import Manifest, read_manifest, write_manifest
 from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths
@@ -71,7 +72,7 @@ class RunFiles:
         """List `path` no more, then delete it."""
         gone = self.paths.name_of(path)
         self.update(files={x: sum for x, sum in self.manifest.files.items() if x != gone})
-        path.unlink(missing_ok=True)
+        remove(path)
 
     def __contains__(self, path: Path) -> bool:
         return self.paths.name_of(path) in self.manifest.files

@@ -19,6 +19,7 @@ from stability.records.atomic_files import write_text
 
 __all__ = [
     "NON_FINITE",
+    "DamagedError",
     "file_checksum",
     "jsonable",
     "read_record",
@@ -29,6 +30,11 @@ __all__ = [
 T = TypeVar("T")
 
 _CHECKSUM = "checksum"
+
+
+class DamagedError(ValueError):
+    """A file does not hold what was written: torn, or with another checksum."""
+
 
 NON_FINITE = frozenset({"nan", "inf", "-inf"})
 """What stands for a number that JSON does not have."""
@@ -54,8 +60,9 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
 def read_sealed(path: Path, writer: str) -> dict[str, Any]:
     """Return what `write_sealed` wrote to `path`, without the checksum.
 
-    ValueError, one line that names the file, if it is missing, truncated or no JSON object, or if
-    its checksum is wrong. For a missing file it also says which command (`writer`) writes it.
+    ValueError, one line that names the file, if it is missing or can't be read, DamagedError if it
+    is truncated or no JSON object, or if its checksum is wrong. For a missing file it also says
+    which command (`writer`) writes it.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -64,11 +71,11 @@ def read_sealed(path: Path, writer: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path}: must be a file that can be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path}: must be JSON, is torn or damaged: {error}") from error
+        raise DamagedError(f"{path}: must be JSON, is torn or damaged: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: must be a JSON object, is {type(content).__name__}")
+        raise DamagedError(f"{path}: must be a JSON object, is {type(content).__name__}")
     if content.pop(_CHECKSUM, None) != _checksum(content):
-        raise ValueError(
+        raise DamagedError(
             f"{path}: must have the checksum of what it says, has not; it was damaged or edited"
         )
     return content

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stability.records.atomic_files import atomic_path
+from stability.records.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +24,8 @@ def write_snapshot(path: Path, state: "Mapping[str, Tensor]") -> None:
     """
     from safetensors.torch import save_file  # heavy: torch
 
-    with atomic_path(path) as temporary:
-        save_file({name: _own(tensor) for name, tensor in state.items()}, temporary)
+    own = {name: _own(tensor) for name, tensor in state.items()}
+    write_whole(path, lambda temporary: save_file(own, temporary))
 
 
 def read_snapshot(path: Path) -> "dict[str, Tensor]":

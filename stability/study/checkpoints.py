@@ -1,11 +1,13 @@
 """Checkpoints: how they are written, from which one a run resumes, and how a fork inherits one.
 
 Lightning decides when to save and what. This module writes the file atomically and lists it in the
-manifest with its checksum, so a checkpoint is whole or does not count. A run is decided by its
-config alone, so one whose checkpoints are damaged starts anew and still ends in the same bits.
-Whether a run may be forked is left to `fork`.
+manifest with its checksum, so a checkpoint is whole or does not count. A checkpoint goes with the
+log up to its step, which is on disk before it; one whose log has lost that part is passed over for
+an older one. A run is decided by its config alone, so one without a checkpoint that serves starts
+anew and still ends in the same bits. Whether a run may be forked is left to `fork`.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +16,16 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from stability.records.atomic_files import atomic_path
+from stability.records.atomic_files import remove, write_whole
 from stability.records.manifest import Manifest
+from stability.records.metric_log import hash_start
 from stability.records.paths import (
     RunPaths,
     checkpoint_steps,
     prediction_steps,
     snapshot_steps,
 )
-from stability.records.run_files import RunFiles, damaged_files, log_damage, read_run_file
+from stability.records.run_files import RunFiles, damaged_files, read_run_file
 from stability.records.sealed_json import file_checksum
 
 __all__ = ["CheckpointFiles", "clear_unlisted", "lay_fork", "resume_from"]
@@ -43,8 +46,7 @@ class CheckpointFiles(CheckpointIO):
     ) -> None:
         """Write `checkpoint` to `path`, list it, and delete all but the last `keep` checkpoints."""
         path = Path(path)
-        with atomic_path(path) as temporary, temporary.open("wb") as file:
-            torch.save(checkpoint, file)
+        _write_checkpoint(path, checkpoint)
         self._files.add(path)
         paths = self._files.paths
         for step in checkpoint_steps(paths)[: -self._keep] if self._keep else ():
@@ -70,19 +72,18 @@ def resume_from(
     about it.
     """
     wrong = damaged_files(paths, manifest)
-    for name, what in wrong.items():
-        note(f"{name} {what}")
-    log = log_damage(paths)
-    if log:
-        note(f"{log}; starting anew")
-        return 0, {}
+    said = [f"{name} {what}" for name, what in wrong.items()]
     whole = manifest.files.keys() - wrong.keys()
     steps = [s for s in checkpoint_steps(paths) if paths.name_of(paths.checkpoint(s)) in whole]
     lost = [_step_of(name) for name in wrong if name.endswith(".safetensors")]
     # damaged weights or predictions are written again only if the run passes their step again
     usable = [step for step in steps if step < min(lost, default=step + 1)]
+    while usable and (lacking := _log_lacks(paths, usable[-1])):
+        said.append(f"{lacking}, which the checkpoint of step {usable.pop()} goes with")
     at = max(usable, default=0)
-    if wrong:
+    for sentence in said:
+        note(sentence)
+    if said:
         note(f"going on from step {at}" if at else "starting anew")
     kept = {
         name: sum
@@ -104,7 +105,7 @@ def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
     found += paths.root.rglob(".*.tmp")
     for path in found:
         if paths.name_of(path) not in files:
-            path.unlink()
+            remove(path)
 
 
 def _is_of_a_step(name: str) -> bool:
@@ -134,23 +135,47 @@ def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str,
     checkpoint: dict[str, Any] = torch.load(
         read_run_file(parent, parent.checkpoint(at)), map_location="cpu", weights_only=True
     )
-    position = checkpoint["callbacks"][_LOG_POSITION]
+    position = checkpoint["callbacks"][_LOG_POSITION]["position"]
     kept = [
         line
-        for line in parent.metrics.read_bytes()[: position["position"]].splitlines(keepends=True)
+        for line in parent.metrics.read_bytes()[:position].splitlines(keepends=True)
         if not _holds_drifts(line)
     ]
-    with atomic_path(fork.metrics) as temporary:
-        temporary.write_bytes(b"".join(kept))
+    log = b"".join(kept)
+    write_whole(fork.metrics, lambda temporary: temporary.write_bytes(log))
     # on the resume `LogPosition` cuts the log at this byte, and the fork's log is the shorter one
-    position["position"] = sum(map(len, kept))
+    checkpoint["callbacks"][_LOG_POSITION] = {
+        "position": len(log),
+        "sha256": hashlib.sha256(log).hexdigest(),
+    }
     for optimizer in checkpoint["optimizer_states"]:
         for group in optimizer["param_groups"]:
             group["eps"] = eps
     path = fork.checkpoint(at)
-    with atomic_path(path) as temporary, temporary.open("wb") as file:
-        torch.save(checkpoint, file)
+    _write_checkpoint(path, checkpoint)
     return {fork.name_of(path): file_checksum(path)}
+
+
+def _write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
+    def save(temporary: Path) -> None:
+        # a file that Python has opened: torch's own would not say why a write failed
+        with temporary.open("wb") as file:
+            torch.save(checkpoint, file)
+
+    write_whole(path, save)
+
+
+def _log_lacks(paths: RunPaths, step: int) -> str:
+    """Return what is wrong with the part of the log that a checkpoint goes with; mostly nothing."""
+    state = torch.load(paths.checkpoint(step), map_location="cpu", mmap=True, weights_only=True)
+    said = state["callbacks"][_LOG_POSITION]
+    position, log = said["position"], paths.metrics
+    length = log.stat().st_size if log.exists() else 0
+    if length < position:
+        return f"{log.name} has lost its end: it must hold {position} bytes, holds {length}"
+    if hash_start(log, position) != said["sha256"]:
+        return f"{log.name} is damaged in its first {position} bytes"
+    return ""
 
 
 def _holds_drifts(line: bytes) -> bool:

@@ -25,7 +25,7 @@ from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import file_damage
 from stability.study.assemble import assemble
-from stability.study.run import Fork, Run, check_existing, has_ended
+from stability.study.run import Fork, Run, check_existing, has_ended, reopen
 from stability.study.train_run import TrainOptions, train
 
 __all__ = ["fork_drifts", "plan_fork", "run_fork"]
@@ -88,7 +88,9 @@ def run_fork(run: Run, options: TrainOptions, observer: StudyObserver) -> Manife
     RunConflictError if its folder holds another run.
     """
     assert run.fork is not None
-    check_existing(run)
+    damaged = check_existing(run)
+    if damaged:
+        reopen(run, damaged, observer)
     if has_ended(run.paths):
         observer.run_ended(run.arm.name, run.seed, "finished", "kept")
         return read_manifest(run.paths.manifest)

@@ -4,20 +4,22 @@ How it is trained is left to `train_run`.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, with_seed
 from stability.config.convert import to_dict
 from stability.config.schema import ArmConfig, Axis
+from stability.records.atomic_files import remove
 from stability.records.identity import environment, is_switch, may_be_missing
-from stability.records.manifest import ENDED, Manifest, read_manifest
-from stability.records.paths import RunPaths, checkpoint_steps
+from stability.records.manifest import ENDED, Manifest, read_manifest, write_manifest
+from stability.records.paths import RunPaths, checkpoint_steps, strange_files
 from stability.records.run_files import damage
 from stability.records.run_lock import hold
+from stability.records.sealed_json import DamagedError
 from stability.study.assemble import describe_attention
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "locked",
     "needs_no_training",
     "refuse_other_switches",
+    "reopen",
 ]
 
 
@@ -84,41 +87,64 @@ def has_ended(paths: RunPaths) -> bool:
     return paths.manifest.exists() and read_manifest(paths.manifest).state in ENDED
 
 
-def check_existing(run: Run) -> None:
-    """RunConflictError if the run's directory holds another run, or one that is damaged.
+def check_existing(run: Run) -> list[str]:
+    """Return what is damaged of a run that has ended, which `reopen` then sends back to training.
 
-    A run that goes on from a checkpoint needs the sources that it was begun with as well.
-    ValueError as `assemble.describe_attention`.
+    RunConflictError if the run's directory holds another run. A run that goes on from a checkpoint
+    needs the sources that it was begun with as well. ValueError as `assemble.describe_attention`.
     """
-    if not run.paths.manifest.exists():
-        # a kill during the very first write leaves a temporary file and no manifest
-        strangers = [
-            path
-            for path in run.paths.root.glob("*")
-            if path.suffix != ".tmp" and path.name != run.paths.lock.name
-        ]
-        if strangers:
-            raise RunConflictError(
-                f"{run.paths.root}: holds files but no manifest ({strangers[0].name}); "
-                "use --out for another folder"
-            )
-        return
-    try:
-        manifest = read_manifest(run.paths.manifest)
-    except ValueError as error:
-        raise RunConflictError(f"{error}; remove {run.paths.root} to train it anew") from error
+    manifest, torn = _manifest_of(run.paths)
+    if manifest is None:
+        return torn
     for name, asked in (("study", run.study), ("arm", run.arm.name), ("seed", run.seed)):
         _refuse_difference(run, name, getattr(manifest, name), asked)
     _refuse_difference(run, "config", manifest.config, to_dict(run.config))
     _refuse_difference(run, "fork", manifest.fork, run.fork_record)
     # a manifest from before arms could end early says nothing: its run trained the whole length
     _refuse_difference(run, "until", manifest.until or run.config.train.steps, run.last_step)
-    if manifest.state not in ENDED:
+    damaged = damage(run.paths) if manifest.state in ENDED else []
+    if damaged or manifest.state not in ENDED:
         _refuse_other_sources(run, manifest)
-        return
-    damaged = damage(run.paths)
-    if damaged:
-        raise RunConflictError(f"{damaged[0]}; remove {run.paths.root} to train it anew")
+    return damaged
+
+
+def _manifest_of(paths: RunPaths) -> tuple[Manifest | None, list[str]]:
+    """Return a run's manifest, or why there is none: nothing if the run was never begun.
+
+    RunConflictError where that leaves open whose files the folder holds.
+    """
+    torn: list[str] = []
+    if paths.manifest.exists():
+        try:
+            return read_manifest(paths.manifest), torn
+        except DamagedError as error:
+            torn.append(str(error))
+        except ValueError as error:  # not to be read now, or of another version: it may be whole
+            raise RunConflictError(f"{error}; use --out for another folder") from error
+    strangers = strange_files(paths)
+    if strangers:
+        raise RunConflictError(
+            f"{paths.root}: holds files but no whole manifest ({strangers[0]}); "
+            "use --out for another folder"
+        )
+    return None, torn
+
+
+def reopen(run: Run, damaged: Sequence[str], observer: StudyObserver) -> None:
+    """Take back that `run` has ended, since its records are `damaged`: it trains once more.
+
+    It goes on from a checkpoint before the damage, or anew where there is none, to the same bits.
+    RunConflictError if another process is doing so.
+    """
+    for sentence in damaged:
+        observer.run_noted(run.arm.name, run.seed, sentence)
+    with locked(run.paths):
+        try:
+            manifest = read_manifest(run.paths.manifest)
+        except DamagedError:
+            remove(run.paths.manifest)
+            return
+        write_manifest(run.paths.manifest, replace(manifest, state="interrupted"))
 
 
 def needs_no_training(run: Run, observer: StudyObserver) -> bool:

@@ -30,7 +30,7 @@ from stability.study.assay import update_assays
 from stability.study.assemble import assemble, load_data
 from stability.study.distances import update_distances
 from stability.study.processes import train_in_processes
-from stability.study.run import Run, check_existing, needs_no_training
+from stability.study.run import Run, check_existing, needs_no_training, reopen
 from stability.study.train_run import TrainOptions, train
 from stability.study.window import freeze_window
 
@@ -78,18 +78,19 @@ def _as_probed(arm: Arm, *, is_first: bool) -> Arm:
     return replace(arm, config=replace(arm.config, probe=probe))
 
 
-def check_study(runs: list[Run]) -> None:
+def check_study(runs: list[Run]) -> list[tuple[Run, list[str]]]:
     """Check everything that can be known before training; write nothing.
 
+    Returns each run that has ended and what is damaged of it: see `run.reopen`.
     ValueError for a device or precision that cannot be had, an unknown attention, a text that is
     missing or too short; RunConflictError for a directory that holds another run.
     """
-    for run in runs:
-        check_existing(run)
+    damaged = [(run, found) for run in runs if (found := check_existing(run))]
     # the first run of each arm: those of further seeds may train without a probe
     for run in {run.arm.name: run for run in reversed(runs)}.values():
         assemble(run.config)
         load_data(run.config)
+    return damaged
 
 
 def run_study(
@@ -103,21 +104,23 @@ def run_study(
 ) -> list[Run]:
     """Train every arm and seed of `study` into `out/<name>`, and return the runs.
 
-    Runs that have ended are kept, and interrupted ones resumed. A failure is recorded in the run's
-    manifest and the other runs go on, but a candidate whose baseline failed is not started. Up to
-    `jobs` runs train at once, each in a fresh process of its own. Not `isolated`, they train one
-    after another in this process, for a debugger: what one does to the process, the next one finds.
-    The protocol is sealed before the first of them, and an older one is kept. DiskFullError where
-    the disk is full: nothing that was written is lost. ValueError as `check_study`, for a damaged
-    protocol, and for `jobs` below 1.
+    Runs that have ended are kept, interrupted ones resumed, and damaged ones trained again. A
+    failure is recorded in the run's manifest and the other runs go on, but a candidate whose
+    baseline failed is not started. Up to `jobs` runs train at once, each in a fresh process of its
+    own. Not `isolated`, they train one after another in this process, for a debugger: what one does
+    to the process, the next one finds. The protocol is sealed before the first of them, and an
+    older one is kept. DiskFullError where the disk is full: nothing that was written is lost.
+    ValueError as `check_study`, for a damaged protocol, and for `jobs` below 1.
     """
     if jobs < 1:
         raise ValueError(f"run_study: jobs must be >= 1, got {jobs}")
     runs = plan_study(study, out)
-    check_study(runs)
+    damaged = check_study(runs)
     folder, content = StudyPaths(out / study.name).root, _content(study, runs)
     seal_protocol(folder, _protocol(study, content))
     write_sealed(StudyPaths(folder).study, content)
+    for run, found in damaged:
+        reopen(run, found, observer)
     sealed = protocol_hash(folder)
     runs = [replace(run, protocol=sealed) for run in runs]
     if not isolated:

@@ -3,6 +3,7 @@
 The order of runs is left to `run_study`, how progress is shown to the observer.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from stability.records.metric_log import MetricLog, read_text
 from stability.records.metric_names import BATCH_HASH
 from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import RunFiles
+from stability.records.run_lease import LeaseLostError
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
 from stability.study.assemble import Parts, assemble, fit, held_out, load_data, make_trainer
@@ -98,16 +100,16 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
         files.update(**_end(run, files.manifest, parts, diverged))
     except (KeyboardInterrupt, SystemExit):
         # Lightning turns Ctrl-C into SystemExit
-        _update(files, state="interrupted", step=_steps_logged(run))
+        _note_interrupt(run, files)
         raise KeyboardInterrupt from None
     except tuple(_FAILURES) as error:
         _note_failure(run, files, f"{_FAILURES[type(error)]}: {error}")
     except Exception as error:
         if _was_interrupted(error):
-            _update(files, state="interrupted", step=_steps_logged(run))
+            _note_interrupt(run, files)
             raise KeyboardInterrupt from None
         if is_disk_full(error):
-            _update(files, state="interrupted", step=_steps_logged(run))
+            _note_interrupt(run, files)
             known = isinstance(error, DiskFullError)
             said = str(error) if known else f"{run.paths.root}: the disk is full: {error}"
             raise DiskFullError(said) from error
@@ -191,6 +193,7 @@ def _fit(
         fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
         if divergence.step is None:
             _check_reached(run, trainer.global_step)
+        log.sync()  # before the manifest says that the run has ended
         failed = False
     finally:
         log.close()
@@ -299,17 +302,24 @@ def _was_interrupted(error: BaseException | None) -> bool:
     return error is not None
 
 
+def _note_interrupt(run: Run, files: RunFiles) -> None:
+    _update(run, files, state="interrupted")
+
+
 def _note_failure(run: Run, files: RunFiles, message: str) -> None:
-    _update(files, state="failed", message=message, step=_steps_logged(run))
+    _update(run, files, state="failed", message=message)
 
 
-def _update(files: RunFiles, **changes: Any) -> None:
-    """Update the manifest; where the disk is full, the last whole one stays."""
-    try:
-        files.update(**changes)
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
+def _update(run: Run, files: RunFiles, **changes: Any) -> None:
+    """Say in the manifest how the run stopped; where that can't be done, the last one stays.
+
+    What stopped it is told anyway, and must not be hidden behind what that has led to.
+    """
+    step = files.manifest.step
+    with contextlib.suppress(OSError, ValueError):
+        step = _steps_logged(run)
+    with contextlib.suppress(OSError, LeaseLostError):
+        files.update(**changes, step=step)
 
 
 def _steps_logged(run: Run) -> int:

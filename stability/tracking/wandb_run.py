@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stability.records.atomic_files import write_text
+from stability.records.atomic_files import make_folders, write_text
 from stability.tracking.environment import WandbMode, added_tags, project
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def start_run(
 
     if directory.name != "wandb":
         raise ValueError(f"start_run: directory must be called wandb, got {directory}")
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folders(directory)
     run_id = _run_id(directory)
     uploaded = _delete_unsent(directory, run_id) if mode == "offline" else 0
     run = wandb.init(

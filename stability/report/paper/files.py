@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from stability.records.atomic_files import atomic_path, write_text
+from stability.records.atomic_files import write_text, write_whole
 
 __all__ = ["Cell", "Table", "picture_bytes", "to_csv", "write_files"]
 
@@ -34,8 +34,7 @@ def write_files(path: Path, figure: Figure, table: Table) -> Path:
     picture = picture_bytes(figure, path.suffix[1:])
     numbers = path.with_suffix(".csv")
     write_text(numbers, to_csv(table))
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(picture)
+    write_whole(path, lambda temporary: temporary.write_bytes(picture))
     return numbers
 
 

@@ -1,10 +1,12 @@
 """The metric log: every number comes back, and a kill costs at most the line being written."""
 
+import errno
 import math
 import os
 import signal
 import subprocess
 import sys
+from hashlib import sha256
 from io import FileIO
 from pathlib import Path
 
@@ -12,8 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stability.records import file_operations
 from stability.records.atomic_files import DiskFullError
-from stability.records.metric_log import MetricLog, Series, read_log, read_metrics, read_text
+from stability.records.metric_log import (
+    MetricLog,
+    Series,
+    hash_start,
+    read_log,
+    read_metrics,
+    read_text,
+)
 from tests.stability.sealing import seal
 
 ROOT = Path(__file__).parents[3]
@@ -147,9 +157,7 @@ def test_truncating_drops_what_came_after_and_appending_goes_on_there(log, path)
 
 def test_a_log_shorter_than_its_checkpoint_is_refused(log, path):
     log.append(1, {"x": 1.0})
-    with pytest.raises(
-        ValueError, match="must be at least 1000 bytes long to go on from the check"
-    ):
+    with pytest.raises(ValueError, match="must be at least 1000 bytes long to be cut there"):
         log.truncate_to(1000)
     assert read_metrics(path)["x"].steps == [1]
 
@@ -211,3 +219,45 @@ def test_a_killed_writer_leaves_whole_lines(path):
     assert len(steps) >= 50
     assert steps == list(range(len(steps)))
     assert all(one.steps == steps for one in series.values())
+
+
+def test_the_hash_of_a_start_is_that_of_its_bytes_however_the_log_went_on(log, path):
+    ends = [0]
+    for step in range(4):
+        log.append(step, {"x": 1.0 / (step + 1)})
+        ends.append(log.position())
+    content = path.read_bytes()
+    for end in (ends[2], ends[4], ends[1], ends[0]):
+        expected = sha256(content[:end]).hexdigest()
+        assert log.hash_until(end) == hash_start(path, end) == expected
+    log.truncate_to(ends[1])
+    log.append(1, {"y": 2.0})
+    assert log.hash_until(log.position()) == sha256(path.read_bytes()).hexdigest()
+
+
+def test_sync_forces_the_lines_and_once_the_name(log, path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(file_operations, "sync", synced.append)
+    log.sync()
+    assert synced == []
+    log.append(1, {"x": 1.0})
+    log.sync()
+    log.append(2, {"x": 1.0})
+    log.sync()
+    assert synced == [path.parent.parent, path, path.parent, path]
+
+
+def test_an_error_of_the_disk_names_the_log_and_the_next_line_is_whole(log, path, monkeypatch):
+    log.append(1, {"x": 1.0})
+    write = file_operations.write
+
+    def half(file, data):
+        write(file, data[: len(data) // 2])
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_operations, "write", half)
+        with pytest.raises(OSError, match=f"Input/output error: '{path}'"):
+            log.append(2, {"x": 2.0})
+    log.append(3, {"x": 3.0})
+    assert read_metrics(path)["x"] == Series([1, 3], [1.0, 3.0])

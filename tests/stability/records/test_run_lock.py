@@ -1,5 +1,6 @@
 """The lock of a run: held by one process, seen by readers, gone with the process."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -9,7 +10,7 @@ import threading
 
 import pytest
 
-from stability.records import run_lock
+from stability.records import file_operations, run_lock
 from stability.records.paths import RunPaths
 from stability.records.run_lock import hold, is_held
 
@@ -87,3 +88,27 @@ def test_what_cannot_be_known_counts_as_held(run, monkeypatch):
 
     monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
     assert is_held(run)
+
+
+def test_lock_that_a_server_refuses_for_a_moment_is_waited_for(run, monkeypatch):
+    left, lock = [3], file_operations.lock
+
+    def busy(file):
+        left[0] -= 1
+        if left[0] > 0:
+            raise OSError(errno.ENOLCK, "No locks available")
+        lock(file)
+
+    monkeypatch.setattr(file_operations, "lock", busy)
+    with hold(run):
+        assert not run.leases()
+        assert is_held(run)
+
+
+def test_lock_that_the_disk_refuses_is_told_with_its_name(run, monkeypatch):
+    def broken(file):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(file_operations, "lock", broken)
+    with pytest.raises(OSError, match=r"Input/output error: '.*\.lock'"), hold(run):
+        pass

@@ -11,16 +11,11 @@ import os
 import random
 import signal
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
-import stability.records.run_files
-import stability.records.sealed_json
-import stability.records.snapshots
-import stability.study.checkpoints
 from stability.callbacks.progress import ProgressCallback
 from stability.config.load import load_study
-from stability.records import atomic_files
+from stability.records import file_operations
 from stability.records.metric_log import MetricLog
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
@@ -28,7 +23,6 @@ from tests.conftest import SilentObserver
 
 PHASES = ("half written", "before the rename", "after the rename")
 FILES = ("safetensors", "ckpt", "manifest.json")
-WRITERS = (stability.records.sealed_json, stability.records.snapshots, stability.study.checkpoints)
 
 
 def die() -> None:
@@ -48,24 +42,19 @@ class Countdown:
 
 def kill_in_file(suffix: str, phase: str, count: int) -> None:
     """Die while the `count`-th file with that suffix is written."""
-    counter, whole = Countdown(count), atomic_files.atomic_path
+    counter, rename = Countdown(count), file_operations.rename
 
-    @contextmanager
-    def deadly(path):
-        due = path.name.endswith(suffix) and counter.is_over()
-        with whole(path) as temporary:
-            yield temporary
-            if due and phase == "half written":
-                os.truncate(temporary, temporary.stat().st_size // 2)
-            if due and phase != "after the rename":
-                die()
+    def deadly(source, target):
+        due = target.name.endswith(suffix) and counter.is_over()
+        if due and phase == "half written":
+            os.truncate(source, source.stat().st_size // 2)
+        if due and phase != "after the rename":
+            die()
+        rename(source, target)
         if due:
             die()
 
-    atomic_files.atomic_path = deadly
-    for module in WRITERS:
-        if hasattr(module, "atomic_path"):
-            module.atomic_path = deadly
+    file_operations.rename = deadly
 
 
 def kill_in_line(count: int) -> None:

@@ -1,5 +1,6 @@
 """A stopped or damaged run ends in the bits of an undisturbed one, or is refused by name."""
 
+import errno
 import os
 import random
 import resource
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.paths import RunPaths
 from stability.records.run_files import damage, read_run_snapshot
+from stability.records.sealed_json import write_sealed
 from stability.study.run import RunConflictError, check_existing, locked
 from stability.study.run_study import plan_study
 from tests.conftest import train_edited
@@ -135,7 +137,7 @@ def test_a_directory_that_is_no_run_is_refused(write_study, run_tiny, tmp_path):
     (stranger.parent / ".manifest.json.ab12.tmp").write_text("half")  # what a kill may leave
     check_existing(plan_study(load_study(write_study(_hundred_steps), None), tmp_path / "runs")[0])
     stranger.write_text("years of work")
-    with pytest.raises(RunConflictError, match="holds files but no manifest"):
+    with pytest.raises(RunConflictError, match="holds files but no whole manifest"):
         run_tiny(load_study(write_study(_hundred_steps), None), tmp_path / "runs")
     assert stranger.read_text() == "years of work"
 
@@ -143,6 +145,10 @@ def test_a_directory_that_is_no_run_is_refused(write_study, run_tiny, tmp_path):
 def _one_seed(content):
     content["arms"] = {"baseline": {}, "fp32": {"precision": "32-true"}}
     content["seeds"] = [0]
+
+
+def _cut(path, length):
+    os.truncate(path, path.stat().st_size - length)
 
 
 def _flip(path, position, bit):
@@ -222,21 +228,56 @@ def test_a_log_listed_before_its_run_ended_stops_no_resume(copy, run_tiny, state
     assert run_tiny(*copy).ended[1][2:] == ("finished", "")
 
 
-def test_a_damaged_ended_run_is_refused_and_its_snapshot_never_read(copy, run_tiny):
-    study, out = copy
-    run = RunPaths.for_run(out / "tiny", "baseline", 0)
+def test_a_damaged_snapshot_is_never_read(copy):
+    run = RunPaths.for_run(copy[1] / "tiny", "baseline", 0)
     _flip(run.snapshot(4), 900, 3)
-    with pytest.raises(RunConflictError, match=r"step-00000004.safetensors: is damaged.*remove"):
-        run_tiny(study, out)
     with pytest.raises(ValueError, match=r"step-00000004.safetensors: is damaged: its SHA-256"):
         read_run_snapshot(run, 4)
-    run.snapshot(4).unlink()
-    _flip(run.manifest, 900, 1)
-    with pytest.raises(RunConflictError, match=r"manifest.json: must .*; remove .* to train it"):
-        run_tiny(study, out)
-    _flip(run.manifest, 900, 1)
-    with pytest.raises(RunConflictError, match=r"step-00000004.safetensors: is missing; remove"):
-        run_tiny(study, out)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda run: _flip(run.snapshot(6), 900, 3), ["is damaged", "going on from step 4"]),
+        (lambda run: run.snapshot(4).unlink(), ["is missing", "starting anew"]),
+        (lambda run: _flip(run.manifest, 900, 1), ["manifest.json: must"]),
+        (lambda run: _cut(run.metrics, 40), ["has lost its end", "going on from step 4"]),
+        (lambda run: run.manifest.unlink(), []),
+    ],
+    ids=["flipped-snapshot", "lost-snapshot", "flipped-manifest", "cut-log", "lost-manifest"],
+)
+def test_a_damaged_ended_run_is_trained_again_to_the_same_bits(copy, run_tiny, whole, spoil, said):
+    study, out = copy
+    spoil(RunPaths.for_run(out / "tiny", "baseline", 0))
+    observer = run_tiny(study, out)
+    assert [ended[2:] for ended in observer.ended] == [("finished", ""), ("finished", "kept")]
+    notes = " ".join(observer.notes)
+    assert all(part in notes for part in said), notes
+    assert recorded_bits(out / "tiny") == recorded_bits(whole / "runs" / "tiny")
+
+
+def test_a_manifest_that_is_whole_but_not_of_this_version_is_refused(copy, run_tiny):
+    run = RunPaths.for_run(copy[1] / "tiny", "baseline", 0)
+    write_sealed(run.manifest, asdict(read_manifest(run.manifest)) | {"later": 1})
+    before = run.manifest.read_bytes()
+    with pytest.raises(RunConflictError, match=r"manifest.json: unknown key 'later'.*use --out"):
+        run_tiny(*copy)
+    assert run.manifest.read_bytes() == before
+
+
+def test_a_manifest_that_cannot_be_read_now_is_not_taken_for_damaged(copy, run_tiny, monkeypatch):
+    run, read = RunPaths.for_run(copy[1] / "tiny", "baseline", 0), Path.read_bytes
+
+    def refused(path):
+        if path == run.manifest:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refused)
+        with pytest.raises(RunConflictError, match=r"can be read: Permission denied; use --out"):
+            run_tiny(*copy)
+    assert read_manifest(run.manifest).state == "finished"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +286,7 @@ def test_a_damaged_ended_run_is_refused_and_its_snapshot_never_read(copy, run_ti
         ("checkpoints/step-00000006.ckpt", ["is damaged", "going on from step 4"]),
         ("snapshots/step-00000002.safetensors", ["is damaged", "starting anew"]),
         ("predictions/step-00000006.safetensors", ["is damaged", "going on from step 4"]),
-        ("metrics.jsonl", ["line 1 must", "starting anew"]),
+        ("metrics.jsonl", ["metrics.jsonl is damaged in its first", "starting anew"]),
         ("", []),
     ],
 )
@@ -262,6 +303,30 @@ def test_an_unfinished_run_goes_on_from_what_is_whole(copy, run_tiny, whole, dam
     notes = " ".join(observer.notes)
     assert all(part in notes for part in said), notes
     assert bool(notes) == bool(said)
+    assert recorded_bits(out / "tiny") == recorded_bits(whole / "runs" / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        (0, ["is missing", "going on from step"]),
+        (1, ["must hold", "going on from step 4"]),
+        (10**9, ["must hold", "starting anew"]),
+    ],
+    ids=["whole", "one-byte", "all"],
+)
+def test_a_checkpoint_ahead_of_its_log_is_passed_over(copy, run_tiny, whole, length, said):
+    study, out = copy
+    run = RunPaths.for_run(out / "tiny", "fp32", 0)
+    manifest = read_manifest(run.manifest)
+    files = {name: sum for name, sum in manifest.files.items() if name != "metrics.jsonl"}
+    write_manifest(run.manifest, replace(manifest, state="running", files=files))
+    log = run.metrics.read_bytes()
+    run.metrics.write_bytes(log[: max(0, len(log) - length)])
+    observer = run_tiny(study, out)
+    notes = " ".join(observer.notes)
+    assert [ended[2:] for ended in observer.ended] == [("finished", "kept"), ("finished", "")]
+    assert all(part in notes for part in said) == bool(length), notes
     assert recorded_bits(out / "tiny") == recorded_bits(whole / "runs" / "tiny")
 
 

@@ -15,7 +15,6 @@ from stability.analysis.protocol_check import protocol_changes
 from stability.analysis.study_records import read_study
 from stability.config.load import load_study
 from stability.config.schema import PolicyConfig
-from stability.records import protocol as protocol_file
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.protocol import Protocol, protocol_hash, read_protocol, seal_protocol
@@ -382,7 +381,7 @@ def test_of_processes_that_begin_at_once_the_first_decides_for_all(tmp_path, mon
         barrier.wait(10)
         link(*args)
 
-    monkeypatch.setattr(protocol_file.os, "link", all_at_once)
+    monkeypatch.setattr(os, "link", all_at_once)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda n: seal_protocol(tmp_path, _protocol(n)), range(1, 9)))
     assert len({json.dumps(one.policy) for one in found if one}) == 1
