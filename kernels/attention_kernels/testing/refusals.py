@@ -1,8 +1,8 @@
 """What an attention says it does not do, told from a mistake by its words.
 
 NotImplementedError always refuses. A ValueError, a RuntimeError (which a check in C++ raises) or an
-AssertionError refuses if it says in a word of refusal that an
-option of this very call is not taken, as in "head_dim must be at most 64, got 96".
+AssertionError refuses if it says in a word of refusal that an option of this very call is not
+taken, as in "head_dim must be at most 64, got 96".
 """
 
 import re

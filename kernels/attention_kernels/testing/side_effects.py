@@ -15,16 +15,41 @@ from torch import Tensor
 
 __all__ = ["side_effects"]
 
+
+def _matmul_precision() -> tuple[str, ...]:
+    """Return the older, global setting, "" where torch refuses to tell it, and each backend's.
+
+    It refuses where a backend's own was set to something else, as PyTorch advises today.
+    """
+    try:
+        overall = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        overall = ""
+    return overall, *(each.fp32_precision for each in _matmuls())
+
+
+def _set_matmul_precision(settings: tuple[str, ...]) -> None:
+    overall, *own = settings
+    if overall:
+        torch.set_float32_matmul_precision(overall)
+    for each, precision in zip(_matmuls(), own, strict=True):
+        each.fp32_precision = precision
+
+
+def _matmuls() -> tuple[Any, ...]:
+    # torch adds this attribute at run time, out of pyright's sight.
+    return (
+        torch.backends.cuda.matmul,
+        torch.backends.mkldnn.matmul,  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
 _SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("torch's random numbers", torch.get_rng_state, torch.set_rng_state),
     ("Python's random numbers", random.getstate, random.setstate),
     ("whether gradients are recorded", torch.is_grad_enabled, torch.set_grad_enabled),
     ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    (
-        "the precision of FP32 matrix products",
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
+    ("the precision of FP32 matrix products", _matmul_precision, _set_matmul_precision),
     (
         "whether algorithms must be deterministic",
         torch.are_deterministic_algorithms_enabled,

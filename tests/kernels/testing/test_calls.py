@@ -258,6 +258,28 @@ def test_what_a_call_changes_beside_its_results_is_a_finding_and_put_back(what):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+@pytest.fixture
+def own_precision():
+    """Set the precision of one backend's FP32 products, as PyTorch advises, and put it back."""
+    matmul = torch.backends.mkldnn.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    yield matmul
+    matmul.fp32_precision = before
+
+
+def test_a_backend_s_own_matmul_precision_is_no_mistake_unless_a_call_sets_it(own_precision):
+    assert quick(plain, cells=ONE).passed
+    assert own_precision.fp32_precision == "bf16"
+
+    def attend(q, k, v, *, causal, scale=None):
+        own_precision.fp32_precision = "tf32"
+        return plain(q, k, v, causal=causal, scale=scale)
+
+    report = quick(attend, cells=ONE)
+    assert "changes the precision of FP32 matrix products for whatever" in report.sentence
+    assert own_precision.fp32_precision == "bf16"
+
+
 def test_other_names_of_the_arguments_are_known():
     def attend(q, k, v, *, is_causal=False, softmax_scale=None):
         return plain(q, k, v, causal=is_causal, scale=softmax_scale)
