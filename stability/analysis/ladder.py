@@ -18,6 +18,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stability.analysis.drift_notes import drift_notes
 from stability.analysis.held_out_losses import held_out_losses
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import (
@@ -106,6 +107,8 @@ class Ladder:
     early_step: int
     last_step: int
     rows: tuple[Row, ...]
+    drift_notes: tuple[str, ...] = ()
+    """Which drifts are left out, and which prove nothing."""
 
     def row(self, arm: str) -> Row | None:
         """Return the row of `arm`, if the study has it."""
@@ -144,6 +147,7 @@ def ladder_of(study: RecordedStudy) -> Ladder:
         early_step=early,
         last_step=last,
         rows=tuple(sorted(rows, key=_rung)),
+        drift_notes=drift_notes(study),
     )
 
 

@@ -60,7 +60,8 @@ def candidate_sentences(ladder: Ladder) -> list[str]:
 
 def notes(ladder: Ladder) -> list[str]:
     """Return what a reader must know before trusting the numbers; empty if nothing is amiss."""
-    found = [_aa_note(row) for row in ladder.rows_on("none")]
+    found = [*ladder.drift_notes]
+    found += [_aa_note(row) for row in ladder.rows_on("none")]
     found += [_floor_note(row, ladder.last_step) for row in ladder.rows]
     found.append(_ends_note(ladder))
     if ladder.last_step < max((row.until for row in ladder.rows if row.arm != BASELINE), default=0):

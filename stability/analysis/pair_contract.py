@@ -5,21 +5,21 @@ their configs are equal but for one axis. The contract serves twice, from the sa
 
 - a study refuses a run that breaks it (`axis_of`, `check_start`, `check_batches`), by a
   `ContractError` with the two values that differ;
-- a reader is shown it (`prove_pair` for two runs, `compare_hashes` for the runs of a study).
-  Nothing is believed there: the files' checksums, both configs, both environments, the hashes and
-  every line of both batch logs are compared.
+- a reader takes nothing from two runs that break it (`start_breach`), and is shown it
+  (`prove_pair` for two runs, `study_hashes` for the runs of a study). Nothing is believed there:
+  the files' checksums, both configs, both environments, the hashes and every line of both batch
+  logs are compared.
 
 Everything here only reads.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.arms import INDEPENDENT_AXES, Arm
 from stability.config.convert import from_dict
-from stability.config.diff import changed_axes, diff, hash_without, touches
+from stability.config.diff import changed_axes, diff, hash_without, leaves, touches
 from stability.config.schema import AXES, BASELINE, ArmConfig, Axis
 from stability.records.identity import may_be_missing
 from stability.records.manifest import Manifest, read_manifest
@@ -37,10 +37,10 @@ __all__ = [
     "axis_of",
     "check_batches",
     "check_start",
-    "compare_hashes",
-    "environments_of",
     "may_differ",
     "prove_pair",
+    "sameness_of",
+    "start_breach",
 ]
 
 HASHES = ("init_weights", "text", "held_out", "batches", "final_weights")
@@ -166,6 +166,35 @@ def check_start(baseline: Manifest, candidate: Manifest) -> None:
             )
 
 
+def start_breach(baseline: Manifest, candidate: Manifest, planned: Mapping[str, list[Any]]) -> str:
+    """Return why two manifests are no pair that differs as `planned`; empty if they are one.
+
+    For readers: it compares what both say of their start, and needs no file but the manifests.
+    Configs are compared as they were written, so that those of an older version can be read.
+    """
+    if candidate.diff != planned:
+        return (
+            f"no pair: it was trained with the change {_quoted(candidate.diff)}, the study has "
+            f"{_quoted(planned)}"
+        )
+    first, second = leaves(baseline.config), leaves(candidate.config)
+    parts = [
+        *_start_parts(baseline, candidate, planned),
+        *(
+            (f"config.{path}", first.get(path), second.get(path), path in planned)
+            for path in dict.fromkeys([*first, *second])
+            if not path.startswith(("probe.", "watch."))
+        ),
+    ]
+    for field, expected, found, is_free in parts:
+        if expected != found and not is_free:
+            return (
+                f"no pair: {field} must be the {BASELINE}'s {_quoted(expected)}, is "
+                f"{_quoted(found)}"
+            )
+    return ""
+
+
 def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
     """Check that both runs saw the same batches in the first `step` updates.
 
@@ -184,66 +213,15 @@ def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
         )
 
 
-def compare_hashes(
-    arm: RecordedArm, baseline: RecordedArm | None
-) -> dict[str, dict[int, ProofLine]]:
-    """Return each hash of `arm` beside its baseline's, by name and seed; "" is not on record yet.
-
-    `first` is the baseline's. Where one of the two has made fewer updates, by plan or because it
-    diverged, its batches are held against the other's of that many, and its final weights are
-    other ones by design.
-    """
-
-    def hash_of(run: RecordedRun | None, name: str) -> str:
-        return run.manifest.hashes.get(name, "") if run and run.manifest else ""
-
-    lines: dict[str, dict[int, ProofLine]] = {name: {} for name in HASHES}
-    for name in HASHES:
-        is_free = may_differ(name, arm.diff)
-        for seed, run in arm.runs.items():
-            paired = baseline.runs.get(seed) if baseline else None
-            first, second = hash_of(paired, name), hash_of(run, name)
-            is_short = bool(first and second) and _steps_of(paired) != _steps_of(run)
-            if is_short and name == "batches":
-                first, second = _batches_of_both(paired, run)
-            may_be_other = is_free or (is_short and name == "final_weights")
-            sameness = _sameness(first, second, may_be_other) if first and second else "unknown"
-            lines[name][seed] = ProofLine(field=name, first=first, second=second, sameness=sameness)
-    return lines
-
-
-def _steps_of(run: RecordedRun | None) -> int:
-    return run.manifest.step if run and run.manifest else 0
-
-
-def _batches_of_both(first: RecordedRun | None, second: RecordedRun) -> tuple[str, str]:
-    """Return the running hashes of two runs' batches after the updates that both have made."""
-    shared = min(_steps_of(first), _steps_of(second))
-    assert first is not None  # it has a hash
-    found = []
-    for run in (first, second):
-        try:
-            found.append(read_text(run.paths.metrics, BATCH_HASH).get(shared, ""))
-        except (ValueError, OSError):  # a damaged log is told of elsewhere, and proves nothing
-            found.append("")
-    return found[0], found[1]
-
-
-def environments_of(study: RecordedStudy) -> dict[str, list[Any]]:
-    """Return the values found for each entry of the environment; there should be one of each."""
-    found: dict[str, list[Any]] = {}
-    for arm in study.arms:
-        for run in arm.runs.values():
-            for key, value in (run.manifest.environment if run.manifest else {}).items():
-                if value not in found.setdefault(key, []):
-                    found[key].append(value)
-    return found
-
-
-def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
+def prove_pair(
+    first: RunPaths,
+    second: RunPaths,
+    find_damage: Callable[[RunPaths], list[str]] = damage,
+) -> PairProof:
     """Compare the records of two runs; `first` is taken as the baseline.
 
-    ValueError if one of them is no run, or its manifest can't be read.
+    `find_damage` is for who has summed a run's files already. ValueError if one of them is no run,
+    or its manifest can't be read.
     """
     manifests = read_manifest(first.manifest), read_manifest(second.manifest)
     configs = [
@@ -251,7 +229,7 @@ def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
         for paths, manifest in zip((first, second), manifests, strict=True)
     ]
     differences = diff(*configs)
-    records = [_records(first), _records(second)]
+    records = [_records(paths, find_damage(paths)) for paths in (first, second)]
     are_whole = all(line.sameness == "same" for line in records)
     final = [manifest.hashes.get("final_weights") for manifest in manifests]
     lines = [
@@ -278,9 +256,8 @@ def prove_pair(first: RunPaths, second: RunPaths) -> PairProof:
     )
 
 
-def _records(paths: RunPaths) -> ProofLine:
-    """Compare the run's files with the checksums that its manifest lists."""
-    found = damage(paths)
+def _records(paths: RunPaths, found: list[str]) -> ProofLine:
+    """Say whether the run's files are those that its manifest lists; `found` is what is wrong."""
     return ProofLine(
         field=f"records of {paths.arm}, seed {paths.seed}",
         first=found[0] if found else "whole",
@@ -344,11 +321,12 @@ def _line(field: str, a: Any, b: Any, *, is_free: bool = False) -> ProofLine:
     # a hash that only one run has is not on record yet; of anything else that is a difference
     is_unknown = a is None and b is None
     is_unknown |= field.startswith("hashes.") and not is_free and (a is None or b is None)
-    sameness = "unknown" if is_unknown else _sameness(a, b, is_free)
+    sameness = "unknown" if is_unknown else sameness_of(a, b, is_free)
     return ProofLine(field=field, first=_short(a), second=_short(b), sameness=sameness)
 
 
-def _sameness(a: Any, b: Any, is_free: bool) -> Sameness:
+def sameness_of(a: Any, b: Any, is_free: bool) -> Sameness:
+    """Return what two records of one thing come to; `is_free` where they may differ by design."""
     if a == b:
         return "same"
     return "different by design" if is_free else "different"

@@ -51,7 +51,7 @@ def study_distances(study: RecordedStudy, seeds: Sequence[int]) -> dict[int, See
         known = {
             name: (run.paths, run.manifest)
             for name, run in runs.items()
-            if run.manifest is not None
+            if run.manifest is not None and not run.error and not run.breach
         }
         found[seed] = with_parents(_read(folder, seed, _stamp(folder, seed)), known)
     return found

@@ -14,15 +14,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, get_args
 
+from stability.analysis.drift_parents import Parents, check_drifts, parents_by_line
+from stability.analysis.pair_contract import start_breach
 from stability.config.convert import from_dict, nearest, repeated
 from stability.config.roles import default_role
 from stability.config.schema import BASELINE, Axis, PolicyConfig, Role
 from stability.records.events import Event, read_log_and_events
 from stability.records.manifest import ENDED, Manifest, read_manifest
-from stability.records.metric_log import Column, LogContent, Series, column_of
+from stability.records.metric_log import Column, LogContent, MetricColumns, Series, column_of
 from stability.records.metric_names import TRAIN_LOSS, drift_name
 from stability.records.parallel_reading import LogReaderProcess
 from stability.records.paths import RunPaths, StudyPaths, list_runs
+from stability.records.remade_drifts import RemadeDrifts, read_remade
 from stability.records.run_files import file_damage, misplacement
 from stability.records.run_lock import is_held
 from stability.records.sealed_json import read_sealed
@@ -50,6 +53,7 @@ class RecordedRun:
     seed: int
     manifest: Manifest | None
     metrics: Mapping[str, Series]
+    """Without the drifts that are stale."""
     counts: Mapping[str, Mapping[int, list[int]]] = field(default_factory=dict)
     """Histograms by name, then step."""
     events: tuple[Event, ...] = ()
@@ -58,11 +62,23 @@ class RecordedRun:
     """Size and time of change (ns) of manifest and log when they were read; empty if unread."""
     has_process: bool = False
     """Whether a process held the run's lock when it was read; only asked if it says `running`."""
+    log: MetricColumns = field(default_factory=MetricColumns)
+    """All that the log says, whatever may be taken of it."""
+    parents: Mapping[int, Parents] = field(default_factory=dict)
+    """The snapshots that drifts were computed from, by the number of the log's line."""
+    stale: Mapping[int, str] = field(default_factory=dict)
+    """By step why the drifts there are left out."""
+    unproven: tuple[int, ...] = ()
+    """Steps whose drifts do not say what they were computed from."""
+    breach: str = ""
+    """Why it is no pair with its baseline, so that none of its metrics may be taken."""
+    paired_with: tuple[tuple[int, int], ...] = ()
+    """The stamps of what else the drifts were held against; empty if they were not."""
 
     @property
     def state(self) -> RunState:
         """The manifest's state; `missing` if never started, `failed` if unreadable."""
-        if self.error:
+        if self.error or self.breach:
             return "failed"
         if self.manifest is None:
             return "missing"
@@ -72,7 +88,7 @@ class RecordedRun:
     @property
     def message(self) -> str:
         """What the run or the reader had to say; mostly empty."""
-        said = self.error or (self.manifest.message if self.manifest else "")
+        said = self.error or self.breach or (self.manifest.message if self.manifest else "")
         return said or (STOPPED if self.state == "stopped" else "")
 
     def series(self, name: str) -> dict[int, float]:
@@ -255,8 +271,8 @@ def _read_arms(
                 readers.put(reader)
 
         pool = stack.enter_context(ThreadPoolExecutor(readers.qsize()))
-        # in the order of `wanted`, whichever thread ends first: they are dealt out one by one below
-        runs = iter(list(pool.map(read, wanted)))
+        found = dict(zip(wanted, list(pool.map(read, wanted)), strict=True))
+    remade = {seed: _remade(study_dir, seed) for seed in seeds}
     return tuple(
         RecordedArm(
             name=arm["name"],
@@ -264,7 +280,15 @@ def _read_arms(
             diff=_checked_diff(arm),
             role=_role(arm, config.get("yardstick", "")),
             until=_until(arm, config["base"]["train"]["steps"]),
-            runs={seed: next(runs) for seed in seeds},
+            runs={
+                seed: _as_pair(
+                    found[arm["name"], seed],
+                    found.get((BASELINE, seed)),
+                    arm["diff"],
+                    *remade[seed],
+                )
+                for seed in seeds
+            },
         )
         for arm in arms
     )
@@ -336,12 +360,54 @@ def _read_run(
         seed=seed,
         manifest=manifest,
         metrics=content.metrics,
+        log=content.metrics,
+        parents=parents_by_line(content.kept),
         counts=content.counts,
         events=tuple(events),
         error=error,
         # no stamp for a file that was perhaps caught half written: it is tried again
         stamps=() if error or read is _read_nothing else stamps,
         has_process=_has_process(paths, manifest, stamps),
+    )
+
+
+def _remade(study_dir: Path, seed: int) -> tuple[list[RemadeDrifts], tuple[int, int]]:
+    """Return the drifts of a seed that were computed anew, and the stamp of their file."""
+    stamp = _stamp(StudyPaths(study_dir).drifts(seed))
+    try:
+        return read_remade(study_dir, seed), stamp
+    except ValueError:  # the drifts that it stood for are told of, and the next run makes it anew
+        return [], stamp
+
+
+def _as_pair(
+    run: RecordedRun,
+    baseline: RecordedRun | None,
+    planned: Mapping[str, list[Any]],
+    remade: list[RemadeDrifts],
+    stamp: tuple[int, int],
+) -> RecordedRun:
+    """Return `run` with what of it may be held against its baseline, as both are on record now.
+
+    One that is no pair with it has failed, whatever it says of itself. Drifts are taken if the
+    snapshots that they name are the two runs' own.
+    """
+    if baseline is None or run.paths == baseline.paths or run.error:
+        return run
+    stamps = (baseline.stamps[0], stamp) if baseline.stamps else ()
+    if stamps and run.paired_with == stamps:
+        return run
+    own, other = run.manifest, None if baseline.error else baseline.manifest
+    said = start_breach(other, own, planned) if own and other else ""
+    mine = [row for row in remade if row.arm == run.paths.arm]
+    checked = check_drifts(run.log, run.parents, (run.paths, own), (baseline.paths, other), mine)
+    return replace(
+        run,
+        breach=said,
+        metrics={} if said else checked.metrics,
+        stale=checked.stale,
+        unproven=checked.unproven,
+        paired_with=stamps,
     )
 
 

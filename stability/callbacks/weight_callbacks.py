@@ -13,11 +13,17 @@ from stability.callbacks.each_update import UpdateCallback
 from stability.metrics.drift import drift
 from stability.metrics.instability import count_nonfinite
 from stability.metrics.weight_counts import weight_counts
-from stability.records.metric_names import NONFINITE_WEIGHTS, WEIGHT_HISTOGRAM, drift_name
+from stability.records.metric_names import (
+    DRIFT_FROM,
+    DRIFT_OF,
+    NONFINITE_WEIGHTS,
+    WEIGHT_HISTOGRAM,
+    drift_name,
+)
 from stability.records.paths import RunPaths
-from stability.records.run_files import RunFiles, read_run_snapshot
+from stability.records.run_files import RunFiles, read_summed_snapshot
 from stability.records.snapshots import write_snapshot
-from stability.tracking.loggers import log_counts
+from stability.tracking.loggers import log_counts, log_drifts
 
 __all__ = ["DriftProbe", "SnapshotWriter", "WeightCallback", "WeightHistogram"]
 
@@ -85,18 +91,21 @@ class WeightHistogram(WeightCallback):
 class DriftProbe(WeightCallback):
     """Log `drift/<parameter or all>/<metric>` of `model` from the run `baseline`.
 
-    The baseline must have been trained first: its snapshots are read from disk. `check` is called
-    with the step before and raises if the two runs are not a pair up to there.
+    The baseline must have been trained first: its snapshots are read from disk. Beside the drifts
+    stand the checksums of both snapshots, so the `SnapshotWriter` of `files` must come before.
+    `check` is called with the step before and raises if the two runs are not a pair up to there.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        files: RunFiles,
         baseline: RunPaths,
         steps: Collection[int],
         check: Callable[[int], None],
     ) -> None:
         super().__init__(model, steps)
+        self._files = files
         self._baseline = baseline
         self._check = check
 
@@ -104,11 +113,13 @@ class DriftProbe(WeightCallback):
         """Log the drift."""
         self._check(step)
         weights = {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
-        distances = drift(weights, read_run_snapshot(self._baseline, step))
+        from_weights, from_sum = read_summed_snapshot(self._baseline, step)
+        distances = drift(weights, from_weights)
         metrics = {
             drift_name(parameter, metric): value
             for parameter, values in distances.items()
             for metric, value in values.items()
         }
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+        own_sum = self._files.checksum(self._files.paths.snapshot(step))
+        parents = {DRIFT_OF: own_sum, DRIFT_FROM: from_sum}
+        log_drifts(trainer.loggers, metrics, step, parents)

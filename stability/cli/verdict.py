@@ -18,7 +18,6 @@ from stability.cli.output import (
 from stability.config.convert import nearest
 
 if TYPE_CHECKING:
-    from stability.analysis.pair_contract import PairProof
     from stability.analysis.verdict import ArmVerdict, StudyVerdict
 
 __all__ = ["verdict", "verify"]
@@ -106,48 +105,50 @@ def _shown(judged: "StudyVerdict", arm: str) -> "tuple[ArmVerdict, ...]":
     return shown
 
 
-def verify(first: Path, second: Path | None = None, json: bool = False) -> int:
+def verify(first: Path, second: Path | None = None, all: bool = False, json: bool = False) -> int:
     """Prove from the records that runs may be compared, or show the first thing that says no.
 
-    Exit code 0 if every pair holds, 1 if one does not.
+    Of a study every pair that was planned is checked: whether both runs are there and are those of
+    their place, whether their files are whole, whether they keep the pair contract, and whether
+    their drifts come from the snapshots on disk; some drifts are computed anew. Exit code 0 if
+    every planned pair holds, 1 if one does not, or is not there.
 
     Args:
         first: a run's folder, runs/<study>/<arm>/seed-<n>, the baseline; or a study's folder
         second: the run it is paired with; none with a study, where every pair is proven
+        all: compute every drift of a study anew, not one of each pair drawn at random
         json: print the proof as JSON
     """
     from rich.console import Console  # heavy, and so is numpy behind the rest
 
     from stability.analysis.pair_contract import prove_pair
     from stability.records.paths import run_at
-    from stability.report.terminal.pairs import print_proof, print_proofs
+    from stability.report.terminal.pairs import print_proof
 
-    if second is not None:
-        proofs = [prove_pair(run_at(first, "verify: first"), run_at(second, "verify: second"))]
-    else:
-        proofs = _proofs_of_study(first)
+    if second is None:
+        return _verify_study(first, every_drift=all, json=json)
+    if all:
+        raise ValueError("verify: all is for a study, got two runs")
+    proof = prove_pair(run_at(first, "verify: first"), run_at(second, "verify: second"))
     if json:
-        print_json([proof.to_dict() for proof in proofs])
-    elif second is not None:
-        print_proof(proofs[0], Console())
+        print_json([proof.to_dict()])
     else:
-        print_proofs(proofs, Console())
-    return FAILS if any(proof.breach for proof in proofs) else HOLDS
+        print_proof(proof, Console())
+    return FAILS if proof.breach else HOLDS
 
 
-def _proofs_of_study(folder: Path) -> list["PairProof"]:
-    from stability.analysis.pair_contract import prove_pair  # heavy: numpy
+def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
+    from rich.console import Console  # heavy, and so is numpy behind the rest
+
+    from stability.analysis.study_check import check_pairs
     from stability.analysis.study_records import read_study
-    from stability.config.schema import BASELINE
-    from stability.records.paths import RunPaths
+    from stability.report.terminal.pairs import print_checks
 
-    study = read_study(folder)
-    pairs = [
-        (RunPaths.for_run(folder, BASELINE, seed), run.paths)
-        for arm in study.candidates
-        for seed, run in arm.runs.items()
-    ]
-    begun = [(a, b) for a, b in pairs if a.manifest.is_file() and b.manifest.is_file()]
-    if not begun:
-        raise ValueError(f"verify: {folder} holds no pair of runs yet; `stability run` makes them")
-    return [prove_pair(a, b) for a, b in begun]
+    checks = check_pairs(read_study(folder), every_drift=every_drift)
+    holding = sum(check.state == "holds" for check in checks)
+    if json:
+        pairs = [check.to_dict() for check in checks]
+        print_json({"planned": len(checks), "hold": holding, "pairs": pairs})
+    else:
+        print_checks(checks, Console())
+    return HOLDS if holding == len(checks) else FAILS

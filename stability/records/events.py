@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from stability.records.metric_log import LogContent, MetricLog, read_log
+from stability.records.metric_names import DRIFT_FROM
 
 __all__ = ["Event", "EventKind", "event_of", "log_event", "read_log_and_events"]
 
@@ -53,10 +54,13 @@ def log_event(log: MetricLog, event: Event) -> None:
 def read_log_and_events(path: Path) -> tuple[LogContent, list[Event]]:
     """Return the content of a metric log and its events in order, read in one pass.
 
+    What stands beside drifts is kept in the content, whose `kept` holds events too.
+
     ValueError names the file and the line of an event that is damaged.
     """
-    content = read_log(path, keep=_KEY)
-    return content, [event_of(line, f"{path}: line {number}") for number, line in content.kept]
+    content = read_log(path, keep=(_KEY, DRIFT_FROM))
+    events = [(number, line) for number, line in content.kept if _KEY in line]
+    return content, [event_of(line, f"{path}: line {number}") for number, line in events]
 
 
 def event_of(line: Mapping[str, Any], where: str) -> Event:

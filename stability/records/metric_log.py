@@ -18,7 +18,7 @@ import math
 import sys
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from io import FileIO
@@ -248,6 +248,51 @@ class MetricColumns(Mapping[str, Series]):
             np.concatenate([column.values for _, column in parts])[order],
         )
 
+    def steps_of(self, prefix: str) -> dict[int, int]:
+        """Return the step of each line, by its number, that has a metric whose name begins so."""
+        return {
+            line: step
+            for names, table in self._tables.items()
+            if any(name.startswith(prefix) for name in names)
+            for line, step in zip(table.lines, table.steps, strict=True)
+        }
+
+    def less(
+        self,
+        prefix: str,
+        dropped: Collection[int],
+        instead: Mapping[int, Mapping[str, float]] | None = None,
+    ) -> "MetricColumns":
+        """Return the log without the metrics whose names begin so in the lines `dropped`.
+
+        `instead` holds metrics by step, which stand where the last dropped line of their step
+        stood; those of other steps are left out. What is not touched is shared with this one.
+        """
+        found, lines = MetricColumns(), []
+        places = {step: n for n, step in sorted(self.steps_of(prefix).items()) if n in dropped}
+        for names, table in self._tables.items():
+            if not any(name.startswith(prefix) for name in names):
+                found._share(names, table)
+                continue
+            others = [name for name in names if not name.startswith(prefix)]
+            rows = np.frombuffer(table.values).reshape(-1, len(names))
+            for line, step, row in zip(table.lines, table.steps, rows, strict=True):
+                values = dict(zip(names, row, strict=True))
+                if line in dropped:
+                    values = {name: values[name] for name in others}
+                    if places[step] == line:
+                        values |= (instead or {}).get(step, {})
+                lines.append((line, step, values))
+        for line, step, values in sorted(lines, key=lambda entry: entry[0]):
+            if values:
+                found.add(line, step, tuple(values), pack(f"{len(values)}d", *values.values()))
+        return found
+
+    def _share(self, names: tuple[str, ...], table: _Table) -> None:
+        self._tables[names] = table
+        for place, name in enumerate(names):
+            self._places.setdefault(name, []).append((names, place))
+
     def __getitem__(self, name: str) -> Series:
         column = self.column(name)
         return Series(column.steps.tolist(), column.values.tolist())
@@ -278,23 +323,32 @@ class LogContent:
     counts: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     """By name and step, the later line where two share both."""
     kept: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """The lines that were to be kept whole, with their numbers from 1."""
+    """The lines that were to be kept, less their decimal numbers, with their own from 1."""
 
 
-def read_log(path: Path, keep: str | None = None) -> LogContent:
-    """Read a log in one pass, and keep whole each line that has an entry called `keep`.
+def read_log(path: Path, keep: Collection[str] = ()) -> LogContent:
+    """Read a log in one pass, and keep what each line says that has an entry called as in `keep`.
 
     ValueError names the file and line that is damaged.
     """
     content = LogContent()
     for number, raw in _whole_lines(path):
         line = _quick(raw)
-        if line is None or keep in line or not _take(content, number, line):
+        if line is None or _has_any(line, keep) or not _take(content, number, line):
             line = _checked(path, number, raw)
-            if keep in line:
-                content.kept.append((number, line.copy()))
+            if _has_any(line, keep):
+                said = {
+                    name: value
+                    for name, value in line.items()
+                    if name in keep or type(value) is not float
+                }
+                content.kept.append((number, said))
             _take(content, number, line)
     return content
+
+
+def _has_any(line: Mapping[str, Any], names: Collection[str]) -> bool:
+    return any(name in line for name in names)
 
 
 def read_metrics(path: Path) -> MetricColumns:
@@ -304,7 +358,7 @@ def read_metrics(path: Path) -> MetricColumns:
 
 def read_text(path: Path, key: str) -> dict[int, str]:
     """Return a text entry by step, the later line where two share one; ValueError as above."""
-    return {line[_STEP]: line[key] for _, line in read_log(path, keep=key).kept}
+    return {line[_STEP]: line[key] for _, line in read_log(path, keep=[key]).kept}
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -16,6 +16,9 @@ __all__ = [
     "AS_TRAINED",
     "BATCH_HASH",
     "COMPARED",
+    "DRIFTS",
+    "DRIFT_FROM",
+    "DRIFT_OF",
     "EVAL_LOSS",
     "NONFINITE_WEIGHTS",
     "STEP_AXIS",
@@ -45,6 +48,12 @@ AS_TRAINED = "_as_trained"
 """Ends the name of a gradient metric that was measured in the run's own precision throughout."""
 BATCH_HASH = "batch_hash"
 """The text entry that holds the running hash of every batch so far."""
+DRIFTS = "drift/"
+"""How the names of drifts begin."""
+DRIFT_OF = "drift_of"
+"""The text entry beside drifts: SHA-256 of the run's own snapshot, which they were computed of."""
+DRIFT_FROM = "drift_from"
+"""The same of the baseline's snapshot, which they were computed from."""
 
 STEP_AXIS = "trainer/global_step"
 """W&B's x axis: the number of optimizer updates made before the measurement."""
@@ -113,7 +122,7 @@ def positions_part(positions: range) -> str:
 
 def drift_name(parameter: str, metric: str) -> str:
     """Return the name of a drift; `parameter` is "all" for the pooled weights."""
-    return f"drift/{parameter}/{metric}"
+    return f"{DRIFTS}{parameter}/{metric}"
 
 
 def gradient_name(group: str, metric: str, *, as_trained: bool = False) -> str:

@@ -54,6 +54,10 @@ class StudyPaths:
         """The distances between the arms of a seed."""
         return self.root / "distances" / f"seed-{seed}.json"
 
+    def drifts(self, seed: int) -> Path:
+        """The drifts of a seed's arms that were computed anew."""
+        return self.root / "drifts" / f"seed-{seed}.json"
+
     def assay(self, arm: str) -> Path:
         """What faults that were planted on an arm have shown."""
         return self.root / "assay" / f"{arm}.json"

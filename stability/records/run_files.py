@@ -28,6 +28,7 @@ __all__ = [
     "misplacement",
     "read_run_file",
     "read_run_snapshot",
+    "read_summed_snapshot",
 ]
 
 
@@ -73,6 +74,10 @@ class RunFiles:
         gone = self.paths.name_of(path)
         self.update(files={x: sum for x, sum in self.manifest.files.items() if x != gone})
         remove(path)
+
+    def checksum(self, path: Path) -> str:
+        """Return the SHA-256 of `path` as it was listed."""
+        return self.manifest.files[self.paths.name_of(path)]
 
     def __contains__(self, path: Path) -> bool:
         return self.paths.name_of(path) in self.manifest.files
@@ -130,11 +135,20 @@ def log_damage(paths: RunPaths) -> str:
 
 
 def read_run_snapshot(paths: RunPaths, step: int) -> "dict[str, Tensor]":
-    """Return the weights of a run after `step` updates, on the CPU.
+    """Return the weights of a run after `step` updates, on the CPU; ValueError as below."""
+    return read_summed_snapshot(paths, step)[0]
+
+
+def read_summed_snapshot(paths: RunPaths, step: int) -> "tuple[dict[str, Tensor], str]":
+    """Return the weights of a run after `step` updates, on the CPU, and their file's SHA-256.
 
     ValueError, naming the file, if it is missing, or not the one that the manifest lists.
     """
-    return read_snapshot(read_run_file(paths, paths.snapshot(step)))
+    path, manifest = paths.snapshot(step), read_manifest(paths.manifest)
+    wrong = file_damage(paths, manifest, path)
+    if wrong:
+        raise ValueError(f"{path}: {wrong}")
+    return read_snapshot(path), manifest.files[paths.name_of(path)]
 
 
 def read_run_file(paths: RunPaths, path: Path) -> Path:

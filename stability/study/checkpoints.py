@@ -19,6 +19,7 @@ from lightning.fabric.plugins import CheckpointIO
 from stability.records.atomic_files import remove, write_whole
 from stability.records.manifest import Manifest
 from stability.records.metric_log import hash_start
+from stability.records.metric_names import DRIFTS
 from stability.records.paths import (
     RunPaths,
     checkpoint_steps,
@@ -118,8 +119,6 @@ def _step_of(name: str) -> int:
     return int(Path(name).stem.removeprefix("step-"))
 
 
-_DRIFT = "drift/"
-"""How the names of drifts begin."""
 _LOG_POSITION = "LogPosition"
 """Lightning's key for the state of `callbacks.log_position.LogPosition`."""
 
@@ -180,4 +179,4 @@ def _log_lacks(paths: RunPaths, step: int) -> str:
 
 def _holds_drifts(line: bytes) -> bool:
     # the names alone: a text that a line holds may speak of drifts as well
-    return _DRIFT.encode() in line and any(name.startswith(_DRIFT) for name in json.loads(line))
+    return DRIFTS.encode() in line and any(name.startswith(DRIFTS) for name in json.loads(line))

@@ -30,6 +30,7 @@ from stability.study.assay import update_assays
 from stability.study.assemble import assemble, load_data
 from stability.study.distances import update_distances
 from stability.study.processes import train_in_processes
+from stability.study.remade_drifts import remake_drifts
 from stability.study.run import Run, check_existing, needs_no_training, reopen
 from stability.study.train_run import TrainOptions, train
 from stability.study.window import freeze_window
@@ -132,6 +133,7 @@ def run_study(
     for seed in study.seeds:
         # a second time where they were trained in turn: what is on record is not measured again
         _measure_distances(runs, seed, observer)
+        _remake_drifts(runs, seed, observer)
     freeze_window(out / study.name)
     update_assays(folder, runs, study.policy, observer.run_noted)
     return runs
@@ -169,6 +171,12 @@ def _measure_distances(runs: list[Run], seed: int, observer: StudyObserver) -> N
     found = {run.arm.name: run.paths for run in runs if run.seed == seed}
     folder = runs[0].paths.root.parent.parent
     update_distances(folder, seed, found, lambda arm, text: observer.run_noted(arm, seed, text))
+
+
+def _remake_drifts(runs: list[Run], seed: int, observer: StudyObserver) -> None:
+    found = {run.arm.name: run.paths for run in runs if run.seed == seed}
+    folder = runs[0].paths.root.parent.parent
+    remake_drifts(folder, seed, found, lambda arm, text: observer.run_noted(arm, seed, text))
 
 
 def changed_protocol(study: StudyConfig, out: Path) -> list[str]:

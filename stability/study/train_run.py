@@ -252,6 +252,7 @@ def _callbacks(
         callbacks.append(
             DriftProbe(
                 parts.model,
+                files,
                 baseline,
                 _shared_steps(run, baseline, steps),
                 check=_batch_check(run, baseline),

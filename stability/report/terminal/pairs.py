@@ -5,7 +5,8 @@ Leaves out what is proven (`analysis.pair_contract`), what is compared with what
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Protocol
 
@@ -14,13 +15,14 @@ from rich.table import Table
 
 from stability.analysis.number_text import scientific
 from stability.analysis.pair_contract import PairProof
+from stability.analysis.study_check import PairCheck
 from stability.analysis.weight_comparison import WeightComparison
 from stability.records.metric_names import ALL_WEIGHTS
 from stability.records.metric_table import DRIFT_METRICS, Metric
 from stability.report.terminal.tables import add_row, first_that_fits, plain_table, ruled_table
 from stability.report.view.plain_text import as_text
 
-__all__ = ["print_comparison", "print_fork", "print_halvings", "print_proof", "print_proofs"]
+__all__ = ["print_checks", "print_comparison", "print_fork", "print_halvings", "print_proof"]
 
 SAMENESS_STYLE = {
     "same": "green",
@@ -48,16 +50,22 @@ def print_proof(proof: PairProof, console: Console) -> None:
     _conclude(proof.sentence, console)
 
 
-def print_proofs(proofs: list[PairProof], console: Console) -> None:
-    """Print a line for each pair of a study."""
-    table = plain_table(["run", "contract"], [])
-    table.columns[0].no_wrap = True
-    for proof in proofs:
-        style = SAMENESS_STYLE["different" if proof.breach else "same"]
-        add_row(table, _run_name(proof.second), as_text(proof.sentence, style=style))
+def print_checks(checks: Sequence[PairCheck], console: Console) -> None:
+    """Print a line for each planned pair of a study, and how many of them hold."""
+    table = plain_table(["run", "pair", ""], [])
+    for column in table.columns[:2]:
+        column.no_wrap = True
+    for check in checks:
+        name = f"{check.arm}/seed-{check.seed}"
+        style = SAMENESS_STYLE["same" if check.state == "holds" else "different"]
+        add_row(table, name, as_text(check.state, style=style), check.said)
     console.print(table)
-    broken = sum(proof.breach is not None for proof in proofs)
-    _conclude(f"{len(proofs) - broken} of {len(proofs)} pairs keep the contract", console)
+    counts = Counter(check.state for check in checks)
+    holding = counts.pop("holds", 0)
+    others = "".join(f"; {count} {state}" for state, count in counts.items())
+    _conclude(f"{holding} of {len(checks)} planned pairs keep the contract{others}", console)
+    anew = sum(len(check.recomputed) for check in checks)
+    _conclude(f"{_count(range(anew), 'drift')} computed anew from snapshots, as on record", console)
 
 
 def print_comparison(found: WeightComparison, top: int, console: Console) -> None:
@@ -175,5 +183,5 @@ def _run_name(run: str) -> str:
     return "/".join(Path(run).parts[-2:])
 
 
-def _count(names: Sequence[str], noun: str) -> str:
+def _count(names: Sized, noun: str) -> str:
     return f"{len(names)} {noun}{'s' if len(names) != 1 else ''}"

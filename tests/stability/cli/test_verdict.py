@@ -94,7 +94,7 @@ def test_the_command_shows_a_run_a_study_and_json(runs, trained, capsys):
     assert "a pair: they differ in precision alone" in shown
     assert "batches up to step 6" in shown
     assert main(["verify", str(trained)]) == 0
-    assert "12 of 12 pairs keep the contract" in capsys.readouterr().out
+    assert "12 of 12 planned pairs keep the contract" in capsys.readouterr().out
     _change(runs["rerun"], environment={})
     arguments = [str(runs["baseline"].root), str(runs["rerun"].root), "--json"]
     assert main(["verify", *arguments]) == 1

@@ -11,7 +11,8 @@ import pytest
 
 from stability.analysis.ladder import ladder_of
 from stability.analysis.ladder_sentences import notes, sentence
-from stability.analysis.pair_contract import compare_hashes, prove_pair
+from stability.analysis.pair_contract import prove_pair
+from stability.analysis.study_hashes import compare_hashes
 from stability.analysis.study_records import read_study
 from stability.config.arms import describe_change
 from stability.config.load import load_study

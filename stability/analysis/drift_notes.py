@@ -1,0 +1,34 @@
+"""What a reader must know of a study's drifts: which are left out, and which prove nothing.
+
+Leaves out which drifts those are (`drift_parents`).
+"""
+
+from stability.analysis.study_records import RecordedArm, RecordedStudy
+
+__all__ = ["drift_notes"]
+
+
+def drift_notes(study: RecordedStudy) -> tuple[str, ...]:
+    """Return a sentence for each arm whose drifts are left out, and one of all unproven ones."""
+    said = [_stale_note(arm) for arm in study.candidates]
+    unproven = [arm.name for arm in study.candidates if any(r.unproven for r in arm.runs.values())]
+    if unproven:
+        names = ", ".join(unproven)
+        said.append(
+            f"Unproven: the drifts of {names} do not say which snapshots they were computed from, "
+            "as in records of an older version; `stability run` computes them anew."
+        )
+    return tuple(note for note in said if note)
+
+
+def _stale_note(arm: RecordedArm) -> str:
+    stale = {seed: run.stale for seed, run in arm.runs.items() if run.stale and not run.breach}
+    if not stale:
+        return ""
+    steps = ", ".join(map(str, sorted({step for by_step in stale.values() for step in by_step})))
+    first = next(iter(stale.values()))
+    seeds = f"seed{'' if len(stale) == 1 else 's'} {', '.join(map(str, stale))}"
+    return (
+        f"Stale, and left out: drifts of {arm.name}, {seeds}, at step {steps}; the first was "
+        f"{first[min(first)]}. `stability run` computes them anew from snapshots."
+    )

@@ -1,0 +1,221 @@
+"""Every pair that a study planned, checked against its records and its snapshots.
+
+A pair holds if both runs are there, are those that the study planned, have ended where they should,
+have every file as their manifests list it, keep the pair contract, and have drifts that come from
+the snapshots on disk. Some drifts are computed anew and must be those on record. Planned is what
+`study.json` or the sealed protocol says; what is not on disk counts as missing. Leaves out the
+contract itself (`pair_contract`) and how it is shown (`report.terminal.pairs`).
+"""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from stability.analysis.drift_parents import listed_snapshot
+from stability.analysis.pair_contract import PairProof, prove_pair
+from stability.analysis.study_records import RecordedRun, RecordedStudy
+from stability.config.schema import BASELINE
+from stability.records.manifest import ENDED, Manifest, read_manifest
+from stability.records.metric_names import drift_name
+from stability.records.paths import StudyPaths
+from stability.records.protocol import read_protocol
+from stability.records.run_files import damage, misplacement, read_run_snapshot
+
+__all__ = ["PairCheck", "PairState", "check_pairs"]
+
+PairState = Literal["holds", "missing", "foreign", "damaged", "no pair", "stale", "unproven"]
+
+TOLERANCE = 1e-9
+"""Relative, of a drift computed anew. Everything is summed in FP64, in an order that no number of
+threads changes: on one machine the bits are equal. Another one's vector width adds 2**15 values at
+a time in another order, which moves a sum by 2**15 * 2**-53 = 4e-12 of the sum of sizes at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairCheck:
+    """One planned pair, and the first thing that says that it can't be relied on."""
+
+    arm: str
+    seed: int
+    state: PairState
+    said: str
+    """What was found; of a pair that holds, in which axis it differs."""
+    recomputed: tuple[int, ...] = ()
+    """The steps at which its drifts were computed anew."""
+    proof: PairProof | None = None
+    """Every comparison of the two runs; None if they could not be compared."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able values."""
+        proof = self.proof.to_dict() if self.proof else None
+        return {**asdict(self), "recomputed": list(self.recomputed), "proof": proof}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pair:
+    """One planned pair; its baseline's damage is found once for all of its candidates."""
+
+    study: RecordedStudy
+    arm: str
+    seed: int
+    baseline: RecordedRun
+    run: RecordedRun
+
+
+class _PairError(Exception):
+    """Ends the check of a pair."""
+
+    def __init__(self, state: PairState, said: str) -> None:
+        super().__init__(said)
+        self.state: PairState = state
+
+
+def check_pairs(study: RecordedStudy, *, every_drift: bool = False) -> list[PairCheck]:
+    """Return a check of each planned pair, in the order of the study.
+
+    Of each pair one drift, drawn at random, is computed anew; all of them with `every_drift`.
+    """
+    find_damage = cache(damage)  # a baseline has many candidates
+    found = []
+    for arm, seed in _planned(study):
+        runs = [one.runs.get(seed) if (one := study.arm(n)) else None for n in (BASELINE, arm)]
+        if runs[0] is None or runs[1] is None:
+            said = "the sealed protocol planned it, the study has it no more"
+            found.append(PairCheck(arm=arm, seed=seed, state="missing", said=said))
+            continue
+        pair = _Pair(study=study, arm=arm, seed=seed, baseline=runs[0], run=runs[1])
+        found.append(_check(pair, find_damage, every_drift=every_drift))
+    return found
+
+
+def _planned(study: RecordedStudy) -> list[tuple[str, int]]:
+    """Return the pairs that the study plans now, and those that only its protocol planned."""
+    pairs = {(arm.name, seed): None for arm in study.candidates for seed in study.seeds}
+    path = StudyPaths(study.folder).protocol
+    try:
+        protocol = read_protocol(path) if path.exists() else None
+    except ValueError:  # damaged: the verdict tells of it
+        protocol = None
+    for arm in protocol.arms if protocol else ():
+        for seed in protocol.seeds if protocol and arm != BASELINE else ():
+            pairs[arm, seed] = None
+    return list(pairs)
+
+
+def _check(pair: _Pair, find_damage: Any, *, every_drift: bool) -> PairCheck:
+    proof, recomputed = None, ()
+    try:
+        for run in (pair.baseline, pair.run):
+            _check_run(pair, run, find_damage)
+        proof = prove_pair(pair.baseline.paths, pair.run.paths, find_damage)
+        if proof.breach is not None or pair.run.breach:
+            raise _PairError("no pair", proof.sentence if proof.breach else pair.run.breach)
+        recomputed = tuple(_recompute(pair, every_drift=every_drift))
+        _check_drifts(pair, recomputed)
+        if unknown := [line.field for line in proof.lines if line.sameness == "unknown"]:
+            raise _PairError("unproven", f"not on record: {', '.join(unknown)}")
+        state, said = "holds", proof.sentence
+    except _PairError as trouble:
+        state, said = trouble.state, str(trouble)
+    except (ValueError, OSError) as error:
+        state, said = "damaged", str(error)
+    return PairCheck(
+        arm=pair.arm, seed=pair.seed, state=state, said=said, recomputed=recomputed, proof=proof
+    )
+
+
+def _check_run(pair: _Pair, run: RecordedRun, find_damage: Any) -> None:
+    """Check that a run is there, is the one that was planned, is whole and has come to its end."""
+    name, paths = f"{run.paths.arm}, seed {run.seed}", run.paths
+    if not paths.manifest.exists():
+        left = "has files but no manifest" if paths.root.exists() else "has not been trained"
+        raise _PairError("missing", f"{name} {left}")
+    manifest = read_manifest(paths.manifest)
+    stranger = misplacement(paths, manifest, pair.study.name)
+    if stranger:
+        raise _PairError("foreign", f"in the place of {name}: {stranger}")
+    found = find_damage(paths)
+    if found:
+        raise _PairError("damaged", found[0])
+    if manifest.state not in ENDED:
+        said = f": {run.message}" if run.message else ""
+        raise _PairError("missing", f"the end of {name}, {run.state} at step {manifest.step}{said}")
+    arm = pair.study.arm(run.paths.arm)
+    planned = arm.until if arm else pair.study.steps
+    if manifest.state == "finished" and manifest.step != planned:
+        raise _PairError(
+            "missing",
+            f"the end of {name}, which says that it finished at step {manifest.step} of {planned}",
+        )
+    _check_snapshots(pair, name, run, manifest, planned)
+
+
+def _check_snapshots(
+    pair: _Pair, name: str, run: RecordedRun, manifest: Manifest, until: int
+) -> None:
+    last = manifest.step if manifest.state == "diverged" else until
+    steps = {0, until, *(step for step in pair.study.planned_snapshots if step <= until)}
+    lost = [s for s in sorted(steps) if s < last and not listed_snapshot(run.paths, manifest, s)]
+    if lost:
+        raise _PairError("missing", f"the snapshot of {name} at step {lost[0]}")
+
+
+def _check_drifts(pair: _Pair, recomputed: tuple[int, ...]) -> None:
+    """Check that each drift which two snapshots allow is on record, and comes from them."""
+    run = pair.run
+    for step, said in sorted(run.stale.items()):
+        raise _PairError("stale", f"drift at step {step}: {said}")
+    there = run.drift("rel_l2")
+    for step in _shared_steps(pair):
+        if step not in there:
+            raise _PairError("missing", f"drift at step {step}, of which both have a snapshot")
+    # what was computed anew, and is the same, needs no parents to be believed
+    unproven = [step for step in run.unproven if step not in recomputed]
+    if unproven:
+        steps = ", ".join(map(str, unproven))
+        raise _PairError(
+            "unproven",
+            f"drift at step {steps} does not say what it was computed from; --all computes it anew",
+        )
+
+
+def _shared_steps(pair: _Pair) -> list[int]:
+    """Return the steps at which the manifests of both runs list a snapshot."""
+    manifest = pair.run.manifest
+    folder = f"{pair.run.paths.snapshots_dir.name}/step-"
+    names = manifest.files if manifest else {}
+    steps = (int(Path(name).stem.removeprefix("step-")) for name in names if folder in name)
+    base = pair.baseline
+    return sorted(step for step in steps if listed_snapshot(base.paths, base.manifest, step))
+
+
+def _recompute(pair: _Pair, *, every_drift: bool) -> Iterator[int]:
+    """Compute drifts anew from the snapshots, and give the steps; one that is another ends it."""
+    from stability.metrics.drift import drift  # heavy: torch
+
+    steps = [step for step in _shared_steps(pair) if step in pair.run.drift("rel_l2")]
+    if not every_drift and steps:
+        steps = [random.SystemRandom().choice(steps)]
+    for step in steps:
+        found = drift(
+            read_run_snapshot(pair.run.paths, step), read_run_snapshot(pair.baseline.paths, step)
+        )
+        for parameter, values in found.items():
+            for metric, value in values.items():
+                name = drift_name(parameter, metric)
+                told = pair.run.series(name).get(step)
+                if told is None or not _same(told, value):
+                    raise _PairError(
+                        "damaged",
+                        f"{name} at step {step} is {told} on record, {value} from the snapshots",
+                    )
+        yield step
+
+
+def _same(one: float, other: float) -> bool:
+    both_nan = math.isnan(one) and math.isnan(other)
+    return both_nan or math.isclose(one, other, rel_tol=TOLERANCE)
