@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from stability import shadow
 from stability.analysis.locate import Located, locate, sentences
-from stability.records.metric_log import Series
+from stability.records.metric_columns import Series
 
 sys.path.insert(0, str(Path(__file__).parent / "own_kernel"))
 

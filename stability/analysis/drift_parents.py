@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stability.records.manifest import Manifest
-from stability.records.metric_log import MetricColumns, Series
+from stability.records.metric_columns import MetricColumns, Series
 from stability.records.metric_names import DRIFT_FROM, DRIFT_OF, DRIFTS
 from stability.records.paths import RunPaths
 from stability.records.remade_drifts import RemadeDrifts

@@ -36,7 +36,7 @@ from stability.analysis.place_table import (
     place_tables,
     samples_of,
 )
-from stability.records.metric_log import Series
+from stability.records.metric_columns import Series
 
 __all__ = ["EVERY_LAYER", "MOST_LAYERS", "Located", "Location", "locate", "sentences"]
 

@@ -42,7 +42,7 @@ from stability.analysis.place_table import (
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import PolicyConfig
-from stability.records.metric_log import Series
+from stability.records.metric_columns import Series
 
 __all__ = ["changes_attention", "judge_operator", "operator_evidence"]
 

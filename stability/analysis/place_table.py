@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stability.analysis.looks import OperatorLimits, Samples
-from stability.records.metric_log import Series
+from stability.records.metric_columns import Series
 from stability.records.metric_names import DeviationName, parse_deviation
 
 __all__ = ["JUDGED", "MADE_HERE", "Judged", "PlaceTable", "joined", "place_tables", "samples_of"]

@@ -14,7 +14,7 @@ from stability.analysis.looks import FEW, OperatorLimits
 from stability.analysis.place_table import JUDGED, Judged, PlaceTable, place_tables, samples_of
 from stability.analysis.probe_records import RecordedProbe
 from stability.records.events import Event
-from stability.records.metric_log import Series
+from stability.records.metric_columns import Series
 from stability.records.metric_names import COMPARED, parse_deviation
 
 __all__ = ["ProbeAnswer", "answer_of_probe", "failures_of", "worst_result"]

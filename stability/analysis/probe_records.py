@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.records.events import Event, read_log_and_events
-from stability.records.metric_log import Column, Series
+from stability.records.metric_columns import Column, Series
 from stability.records.metric_names import COMPARED, DeviationName, deviation_name, parse_deviation
 from stability.records.probe_record import METRICS_FILE, ProbeRecord, read_probe_record
 

@@ -21,7 +21,8 @@ from stability.config.roles import default_role
 from stability.config.schema import BASELINE, Axis, PolicyConfig, Role
 from stability.records.events import Event, read_log_and_events
 from stability.records.manifest import ENDED, Manifest, read_manifest
-from stability.records.metric_log import Column, LogContent, MetricColumns, Series, column_of
+from stability.records.metric_columns import Column, MetricColumns, Series, column_of
+from stability.records.metric_log import LogContent
 from stability.records.metric_names import TRAIN_LOSS, drift_name
 from stability.records.parallel_reading import LogReaderProcess
 from stability.records.paths import RunPaths, StudyPaths, list_runs

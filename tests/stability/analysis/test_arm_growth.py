@@ -9,7 +9,7 @@ import pytest
 from stability.analysis.arm_growth import study_growth
 from stability.analysis.growth_fit import fit_growth
 from stability.analysis.study_records import read_study
-from stability.records.metric_log import Series
+from stability.records.metric_columns import Series
 from stability.records.metric_names import drift_name
 from tests.stability.analysis.test_ladder_sentences import rewrite, scaled
 

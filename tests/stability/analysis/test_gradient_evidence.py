@@ -13,7 +13,7 @@ from stability.analysis.number_text import three_figures
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.schema import PolicyConfig
 from stability.records.events import Event
-from stability.records.metric_log import Series
+from stability.records.metric_columns import Series
 from stability.records.metric_names import gradient_name
 from stability.records.paths import RunPaths
 from tests.stability.analysis.evidence_form import check_form

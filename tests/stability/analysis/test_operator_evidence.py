@@ -15,7 +15,7 @@ from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.schema import PolicyConfig
 from stability.records.events import Event
-from stability.records.metric_log import Series
+from stability.records.metric_columns import Series
 from stability.records.metric_names import deviation_name, head_part
 from stability.records.paths import RunPaths
 from tests.stability.analysis.evidence_form import check_form

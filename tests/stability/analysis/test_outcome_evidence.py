@@ -12,7 +12,7 @@ from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.schema import PolicyConfig
 from stability.records.manifest import Manifest
-from stability.records.metric_log import Series
+from stability.records.metric_columns import Series
 from stability.records.metric_names import EVAL_LOSS, NONFINITE_WEIGHTS, TRAIN_LOSS
 from stability.records.paths import RunPaths
 from tests.stability.analysis.evidence_form import check_form

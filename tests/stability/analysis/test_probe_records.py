@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stability.analysis.probe_records import LayerTable, layer_table, mean_column, thinned
 from stability.analysis.study_records import read_study
-from stability.records.metric_log import Column, Series
+from stability.records.metric_columns import Column, Series
 
 # few steps, so that some are logged twice and some by one seed alone
 SEED = st.lists(st.tuples(st.integers(0, 6), st.floats()), max_size=8)

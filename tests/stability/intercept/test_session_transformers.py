@@ -6,7 +6,7 @@ import torch
 from attention_kernels import flash_attention
 from stability import shadow
 from stability.analysis.locate import Location, locate
-from stability.records.metric_log import Series
+from stability.records.metric_columns import Series
 from tests.stability.intercept.tiny_transformers import TINY, padding
 
 pytest.importorskip("transformers")

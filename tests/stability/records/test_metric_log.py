@@ -16,14 +16,8 @@ from hypothesis import strategies as st
 
 from stability.records import file_operations
 from stability.records.atomic_files import DiskFullError
-from stability.records.metric_log import (
-    MetricLog,
-    Series,
-    hash_start,
-    read_log,
-    read_metrics,
-    read_text,
-)
+from stability.records.metric_columns import Series
+from stability.records.metric_log import MetricLog, hash_start, read_log, read_metrics, read_text
 from tests.stability.sealing import seal
 
 ROOT = Path(__file__).parents[3]

@@ -8,15 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stability.records.metric_log import (
-    Column,
-    Series,
-    column_of,
-    read_lines,
-    read_log,
-    read_metrics,
-    read_text,
-)
+from stability.records.metric_columns import Column, Series, column_of
+from stability.records.metric_log import read_lines, read_log, read_metrics, read_text
 from tests.stability.sealing import seal
 
 NUMBERS = st.one_of(

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from stability.analysis.probe_records import LayerTable
-from stability.records.metric_log import Column, MetricLog
+from stability.records.metric_columns import Column
+from stability.records.metric_log import MetricLog
 from stability.records.metric_names import ULP_HISTOGRAM, deviation_name
 from stability.records.paths import RunPaths
 from stability.report.page.attention_charts import CELLS, deviation_section

@@ -9,7 +9,7 @@ import pytest
 from stability.analysis.arm_growth import study_growth
 from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
-from stability.records.metric_log import Series
+from stability.records.metric_columns import Series
 from stability.records.metric_names import EVAL_LOSS, watch_name
 from stability.report.page.html import render
 from tests.stability.report.pages import figures_of, mean_of, page_of, traces_of
