@@ -29,6 +29,7 @@ from attention_kernels import MaskArguments, golden_attention
 from stability.config.schema import ProbeConfig
 from stability.probe.attention_registry import ResolvedAttention
 from stability.probe.captured_call import AttentionCall, BoundAttention, CapturedCall
+from stability.probe.executed import unwitnessed
 from stability.probe.measurements import (
     DeviationMeter,
     HostTransfer,
@@ -212,7 +213,7 @@ class AttentionProbe:
             return
         # first of all, so that a call that can't be compared is not tried again at the step's end
         captured.seen = True
-        with torch.no_grad(), self._budget.spending(captured.out.device):
+        with unwitnessed(), torch.no_grad(), self._budget.spending(captured.out.device):
             # the captured tensors share the run's memory, which it may have written to since
             if captured.was_overwritten():
                 self._add_finding(captured.layer, "inputs or out overwritten in place")
@@ -232,7 +233,7 @@ class AttentionProbe:
             captured.forget_forward()
 
     def _compare_gradient(self, captured: CapturedCall, name: str, gradient: Tensor) -> None:
-        with torch.no_grad(), self._budget.spending(gradient.device):
+        with unwitnessed(), torch.no_grad(), self._budget.spending(gradient.device):
             self._compare(captured, name, gradient.detach())
             captured.forget(name)
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.func import functional_call
 
 from stability.probe.attention_probe import AttentionProbe
+from stability.probe.executed import unwitnessed
 
 __all__ = ["repeating_forward"]
 
@@ -70,7 +71,7 @@ class _Repeater:
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         try:
             self._state.restore()
-            with torch.no_grad(), self._probe.second_forward():
+            with unwitnessed(), torch.no_grad(), self._probe.second_forward():
                 functional_call(module, buffers, args, kwargs)
         finally:
             self._repeating = False

@@ -36,6 +36,8 @@ __all__ = [
     "imported_packages",
     "is_switch",
     "may_be_missing",
+    "numeric_switches",
+    "training_switches",
 ]
 
 VARIABLES = (
@@ -104,7 +106,7 @@ def environment() -> dict[str, Any]:
         "interop_threads": torch.get_num_interop_threads(),
         **_gpu(),
         **{f"package.{name}": version for name, version in imported_packages().items()},
-        **{f"switch.{name}": value for name, value in _switches().items()},
+        **{f"switch.{name}": value for name, value in numeric_switches().items()},
         **{f"variable.{name}": value for name, value in _variables().items()},
         "kernel_source": hash_sources(Path(str(attention_kernels.__file__)).parent),
         "package_source": hash_sources(_PACKAGE, _NOT_IN_TRAINING),
@@ -169,20 +171,41 @@ _SWITCHES: dict[str, Callable[[Any], Any]] = {
     "sdpa_memory_efficient": lambda torch: torch.backends.cuda.mem_efficient_sdp_enabled(),
     "sdpa_math": lambda torch: torch.backends.cuda.math_sdp_enabled(),
     "sdpa_cudnn": lambda torch: torch.backends.cuda.cudnn_sdp_enabled(),
+    # autocast of a whole process: an arm of another name would train in its format
+    "autocast_cpu": lambda torch: _autocast(torch, "cpu"),
+    "autocast_cuda": lambda torch: _autocast(torch, "cuda"),
     # a quarter of the least normal number is 0 where denormals are flushed
     "flush_denormal": lambda torch: bool(torch.tensor(1.2e-38).div(4).eq(0)),
 }
-"""How torch tells of each numeric switch, by the name that it gets here.
+"""How torch tells of each numeric switch, by the name that it gets here."""
 
-Deterministic algorithms and cuDNN's benchmark are not among them: the Trainer sets them for each
-run anew (`study.assemble.make_trainer`).
-"""
+_SET_BY_TRAINER: dict[str, Callable[[Any], Any]] = {
+    "deterministic_algorithms": lambda torch: torch.are_deterministic_algorithms_enabled(),
+    "deterministic_warn_only": lambda torch: torch.is_deterministic_algorithms_warn_only_enabled(),
+    "cudnn_deterministic": lambda torch: torch.backends.cudnn.deterministic,
+    "cudnn_benchmark": lambda torch: torch.backends.cudnn.benchmark,
+}
+"""Switches that the Trainer sets for each run anew (`study.assemble.make_trainer`), whatever they
+were: they tell something of a run only while it trains (`records.witness`)."""
 
 
-def _switches() -> dict[str, Any]:
+def numeric_switches() -> dict[str, Any]:
+    """Return how each numeric switch of torch stands in this thread, by name."""
     import torch
 
     return {name: _told(tell, torch) for name, tell in _SWITCHES.items()}
+
+
+def training_switches() -> dict[str, Any]:
+    """Return how the switches stand that a Trainer sets, by name; to be called while it trains."""
+    import torch
+
+    return {name: _told(tell, torch) for name, tell in _SET_BY_TRAINER.items()}
+
+
+def _autocast(torch: Any, device: str) -> str:
+    on = torch.is_autocast_enabled(device)
+    return str(torch.get_autocast_dtype(device)) if on else "off"
 
 
 def _effective(torch: Any, backend: Any) -> str:

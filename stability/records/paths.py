@@ -120,6 +120,11 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def witness(self) -> Path:
+        """What the run really executed."""
+        return self.root / "witness.json"
+
+    @property
     def lock(self) -> Path:
         """What the process that trains the run holds locked."""
         return self.root / ".lock"

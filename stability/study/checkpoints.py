@@ -121,6 +121,8 @@ def _step_of(name: str) -> int:
 
 _LOG_POSITION = "LogPosition"
 """Lightning's key for the state of `callbacks.log_position.LogPosition`."""
+_WITNESS = "WitnessCallback"
+"""The same of `callbacks.witness.WitnessCallback`."""
 
 
 def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str, str]:
@@ -147,6 +149,8 @@ def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str,
         "position": len(log),
         "sha256": hashlib.sha256(log).hexdigest(),
     }
+    # the parent's updates were made under the parent's label, and its own witness tells of them
+    checkpoint["callbacks"].pop(_WITNESS, None)
     for optimizer in checkpoint["optimizer_states"]:
         for group in optimizer["param_groups"]:
             group["eps"] = eps

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback
 from stability.callbacks.batch_hash import BatchHash
 from stability.callbacks.training_loss import TrainingLog
 from stability.callbacks.weight_callbacks import SnapshotWriter
+from stability.callbacks.witness import WitnessCallback
 from stability.config.schema import ArmConfig, ProbeConfig, WatchConfig
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
@@ -54,7 +55,7 @@ def check_observer(config: ArmConfig, steps: int = OBSERVER_STEPS) -> ObserverCh
 
     "On" is the arm's own shadows with the golden, gradients, heads, positions, logits and a second
     forward pass, at every step and layer, the whole model's gradient where the arm changes the
-    attention, and the instability watch; ValueError as `assemble`.
+    attention, the instability watch and the witness; ValueError as `assemble`.
     """
     on = replace(
         config.probe,
@@ -89,6 +90,8 @@ def _trained(config: ArmConfig, steps: int) -> str:
         if config.watch.every:
             callbacks += [TrainingLog(1), BatchHash(log), SnapshotWriter(parts.model, files, [1])]
             callbacks += held_out(config, files, parts, data, range(steps + 1))
+            unproven = "torch.compile" if config.train.compile else ""
+            callbacks.append(WitnessCallback(parts.model, steps, before={}, unproven=unproven))
         try:
             trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks)
             fit(trainer, parts, data)

@@ -16,12 +16,13 @@ from stability.callbacks.log_position import LogPosition
 from stability.callbacks.progress import ProgressCallback, StudyObserver
 from stability.callbacks.training_loss import Divergence, TrainingLog
 from stability.callbacks.weight_callbacks import DriftProbe, SnapshotWriter, WeightHistogram
+from stability.callbacks.witness import WitnessCallback, WitnessError
 from stability.config.convert import to_dict
 from stability.config.diff import hash_without
 from stability.config.schema import ArmConfig
 from stability.data.datamodule import TextDataModule
 from stability.records.atomic_files import DiskFullError, is_disk_full
-from stability.records.identity import environment, hash_environment
+from stability.records.identity import environment, hash_environment, numeric_switches
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import MetricLog, read_text
 from stability.records.metric_names import BATCH_HASH
@@ -30,6 +31,7 @@ from stability.records.run_files import RunFiles
 from stability.records.run_lease import LeaseLostError
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
+from stability.records.witness import Label, Witness, write_witness
 from stability.study.assemble import Parts, assemble, fit, held_out, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
 from stability.study.observer_gate import ObserverError, check_observer
@@ -48,6 +50,7 @@ class UnfinishedError(RuntimeError):
 _FAILURES = {
     ContractError: "pair contract",
     ObserverError: "observer gate",
+    WitnessError: "witness",
     UnfinishedError: "unfinished",
 }
 """Failures that are told in the manifest and raised no further, and the word for each."""
@@ -66,17 +69,18 @@ def train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
     """Train `run` to its last step, from its last whole checkpoint if there is one.
 
     Returns the final manifest, with state `finished` if and only if the training took every step
-    that was planned. Every failure is recorded in it. A broken pair contract or observer gate, or
-    an end at another step, is returned as state `failed`, any other error is raised as well; an
-    interrupt is recorded as `interrupted` and raised as KeyboardInterrupt, a full disk as
-    DiskFullError. RunConflictError if another process is training the run.
+    that was planned. Every failure is recorded in it. A broken pair contract or observer gate, a
+    witness that contradicts the run's label, or an end at another step, is returned as state
+    `failed`, any other error is raised as well; an interrupt is recorded as `interrupted` and
+    raised as KeyboardInterrupt, a full disk as DiskFullError. RunConflictError if another process
+    is training the run.
     """
     with locked(run.paths):
         return _train(run, options, observer)
 
 
 def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
-    config = run.config
+    config, before_imports = run.config, numeric_switches()
     parts = assemble(config)
     data = load_data(config)
     start, listed = _find_start(run, observer)
@@ -96,7 +100,8 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
             check_start(read_manifest(run.baseline.manifest), files.manifest)
         if options.check_observer:
             files.update(observer=_pass_observer_gate(config))
-        diverged = _fit(run, files, parts, data, start, options.wandb_mode, observer)
+        witness = _witness(run, files, parts, before_imports)
+        diverged = _fit(run, files, parts, data, start, options.wandb_mode, observer, witness)
         files.update(**_end(run, files.manifest, parts, diverged))
     except (KeyboardInterrupt, SystemExit):
         # Lightning turns Ctrl-C into SystemExit
@@ -178,6 +183,7 @@ def _fit(
     start: int,
     wandb_mode: WandbMode,
     observer: StudyObserver,
+    witness: WitnessCallback,
 ) -> int | None:
     """Train from step `start`; return the step at which the run diverged, or None."""
     config = run.config
@@ -186,11 +192,12 @@ def _fit(
     if start == 0:
         log.truncate_to(0)
     divergence = Divergence()
-    callbacks = [*_callbacks(run, files, parts, data, log, observer), divergence]
+    callbacks = [*_callbacks(run, files, parts, data, log, observer), divergence, witness]
     failed = True
     trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, run.last_step)
     try:
         fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
+        witness.end(trainer)
         if divergence.step is None:
             _check_reached(run, trainer.global_step)
         log.sync()  # before the manifest says that the run has ended
@@ -259,6 +266,31 @@ def _callbacks(
             )
         )
     return [*callbacks, LogPosition(log), ProgressCallback(observer, run.arm.name, run.seed)]
+
+
+def _witness(
+    run: Run, files: RunFiles, parts: Parts, before_imports: dict[str, Any]
+) -> WitnessCallback:
+    """Return the callback that writes the run's witness, and holds it against what it should be."""
+    config = run.config
+
+    def save(witness: Witness) -> None:
+        write_witness(run.paths.witness, witness)
+        files.add(run.paths.witness)
+
+    return WitnessCallback(
+        parts.model,
+        run.last_step,
+        before=before_imports,
+        label=Label(
+            arm=run.arm.name,
+            precision=config.precision,
+            implementation=parts.attention.description["implementation"],
+            is_partial=config.attention.is_partial,
+        ),
+        unproven="torch.compile fuses operators" if config.train.compile else "",
+        save=save,
+    )
 
 
 def _batch_check(run: Run, baseline: RunPaths) -> Callable[[int], None]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stability.records.manifest import read_manifest
+from stability.records.witness import read_witness
 
 
 def recorded_bits(study: Path) -> dict[str, bytes]:
@@ -12,10 +13,17 @@ def recorded_bits(study: Path) -> dict[str, bytes]:
     bits = {str(path.relative_to(study)): path.read_bytes() for path in files}
     for path in study.rglob("manifest.json"):
         manifest = read_manifest(path)
-        # a checkpoint holds the path of its own folder
-        files = {n: sum for n, sum in manifest.files.items() if not n.startswith("checkpoints/")}
+        # a checkpoint holds the path of its own folder, a witness the stretches between resumes
+        files = {
+            name: sum if name != "witness.json" else "listed"
+            for name, sum in manifest.files.items()
+            if not name.startswith("checkpoints/")
+        }
         # pytest's own process has other packages imported than one that only trains
         known = {n: v for n, v in manifest.environment.items() if not n.startswith("package.")}
         trained = replace(manifest, files=files, environment=known)
         bits[str(path.relative_to(study))] = repr(trained).encode()
+    for path in study.rglob("witness.json"):
+        witness = read_witness(path)
+        bits[str(path.relative_to(study))] = repr((witness.rows, witness.answers)).encode()
     return bits

@@ -1,0 +1,216 @@
+"""Bears witness to a training: dtypes at its first updates and its last, switches, known answers.
+
+A stretch, which is what one process trains, is looked at in its first two updates, and a run in its
+last one as well: forward and backward of the first micro-batch, and the optimizer's update apart
+from it. Under torch.compile no dispatch mode is installed, since torch would run the model eagerly
+for it; then dtypes are unproven, and said to be.
+
+What earlier stretches saw comes with the checkpoint. Leaves out how dtypes are found
+(`probe.executed`) and what contradicts a label (`records.witness`).
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.optim import Optimizer
+
+from stability.callbacks.each_update import UpdateCallback
+from stability.probe.executed import Executed, naming_modules
+from stability.probe.known_answers import known_answers
+from stability.records.identity import numeric_switches, training_switches
+from stability.records.witness import Label, Stretch, Witness, contradictions
+
+__all__ = ["LOOKS", "WitnessCallback", "WitnessError"]
+
+LOOKS = 2
+"""Updates that are looked at where a stretch begins: the first may be one that a loss scaler skips,
+or one in which libraries choose their code."""
+
+
+class WitnessError(ValueError):
+    """What a run executed is not what its label says."""
+
+
+class WitnessCallback(UpdateCallback):
+    """Look at `model` while it trains up to `last_step`; WitnessError if that contradicts `label`.
+
+    To be the last callback but for the checkpoints', so that what others compute at a step's begin
+    is not looked at. `before` are the switches before user modules were imported. `save` gets the
+    witness at the `end`, and before an error is raised. Without a label nothing is
+    compared.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        last_step: int,
+        *,
+        before: dict[str, Any],
+        label: Label | None = None,
+        unproven: str = "",
+        save: Callable[[Witness], None] = lambda witness: None,
+    ) -> None:
+        self._model = model
+        self._last_step = last_step
+        self._before = before
+        self._label = label
+        self._unproven = unproven
+        self._save = save
+        self._earlier: list[dict[str, Any]] = []
+        self._first = self._last = 0
+        """The numbers of updates made when the stretch began, and until now."""
+        self._steps: list[int] = []
+        self._moments: dict[str, dict[str, Any]] = {}
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._executed = Executed()
+        self._open = ExitStack()
+        """The mode and the hooks of an update that is looked at."""
+        self._update = _UpdatePhase(self._executed)
+
+    @property
+    def witness(self) -> Witness:
+        """What has been witnessed so far; its last stretch ends at the last update made."""
+        return Witness(stretches=[*self._earlier, asdict(self._stretch(self._last))])
+
+    def _stretch(self, last: int) -> Stretch:
+        rows = sorted(self._executed.rows)
+        return Stretch(
+            first=self._first,
+            last=last,
+            unproven=self._unproven,
+            steps=list(self._steps),
+            executed=[list(asdict(row).values()) for row in rows],
+            switches=dict(self._moments),
+            answers=dict(self._answers),
+        )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the switches, and compute the known answers, before the model is called at all."""
+        self._moments = {"before_imports": self._before, "at_start": _switches()}
+        self._answers = {"at_start": known_answers(trainer.strategy.root_device)}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a stretch, and hold it against those before."""
+        self._first = self._last = trainer.global_step
+        self._check()
+
+    def before_update(self, trainer: Trainer, step: int) -> None:
+        """Look at this update if it is one of the first, or the last."""
+        is_due = step - self._first < LOOKS or step == self._last_step - 1
+        if not is_due or self._unproven:
+            return
+        self._steps.append(step)
+        self._open.enter_context(naming_modules(self._model, self._executed))
+        self._update.watch(trainer.optimizers)
+        self._open.enter_context(self._executed)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the look at the model; what follows is clipping, and the optimizer's."""
+        self._open.close()
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Let the optimizer's own work begin."""
+        self._update.begin()
+
+    def after_update(self, trainer: Trainer, step: int) -> None:
+        """Hold the first look against the label, before the step's checkpoint is written."""
+        self._last = trainer.global_step
+        self._close()
+        if self._steps and step == self._steps[-1]:
+            self._check()
+
+    def end(self, trainer: Trainer) -> None:
+        """End the stretch: switches and known answers again, and the witness is saved.
+
+        To be called after the fit: a run that is resumed at its last step trains nothing, and
+        Lightning then calls none of the hooks about training. WitnessError as the class.
+        """
+        if self._last != trainer.global_step:
+            self._first = self._last = trainer.global_step
+        self._moments["at_end"] = _switches()
+        self._answers["at_end"] = known_answers(trainer.strategy.root_device)
+        self._check()
+        self._save(self.witness)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave no mode and no hook behind."""
+        self._close()
+
+    def _close(self) -> None:
+        self._update.close()
+        self._open.close()
+
+    def _check(self) -> None:
+        found = contradictions(self.witness, self._label) if self._label else []
+        if found:
+            self._save(self.witness)
+            raise WitnessError("; ".join(found))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the stretches so far; the last would end here if a resume goes on from here."""
+        stretch = self._stretch(self._last)
+        stretch.switches["at_end"] = _switches()
+        return {"stretches": [*self._earlier, asdict(stretch)]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was witnessed up to a checkpoint."""
+        self._earlier = list(state_dict["stretches"])
+
+
+class _UpdatePhase:
+    """Keeps the mode on from the end of backward to the end of the optimizer's step.
+
+    Lightning's optimizers call forward and backward inside their step, a loss scaler before it, and
+    not at all where it skips one: the optimizer's own hooks tell where it ends.
+    """
+
+    def __init__(self, executed: Executed) -> None:
+        self._executed = executed
+        self._stack = ExitStack()
+        self._hooks: list[Any] = []
+        self._is_stepping = self._may_begin = False
+
+    def watch(self, optimizers: list[Optimizer]) -> None:
+        self._is_stepping = self._may_begin = False
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._enter_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._leave_step))
+
+    def begin(self) -> None:
+        """Note that gradients are done; the optimizer's own work begins with its step."""
+        self._may_begin = bool(self._hooks)
+        self._start()
+
+    def _enter_step(self, *_: Any) -> None:
+        self._is_stepping = True
+        self._start()
+
+    def _start(self) -> None:
+        if self._is_stepping and self._may_begin:
+            self._is_stepping = False
+            self._executed.is_optimizer = True
+            self._stack.enter_context(self._executed)
+
+    def _leave_step(self, *_: Any) -> None:
+        self._is_stepping = False
+        self._stack.close()
+        self._executed.is_optimizer = False
+
+    def close(self) -> None:
+        self._leave_step()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _switches() -> dict[str, Any]:
+    return {**numeric_switches(), **training_switches(), "threads": torch.get_num_threads()}

@@ -1,0 +1,286 @@
+"""A run's witness: what really executed, by stretch, and whether that contradicts the run's label.
+
+A stretch is what one process trained: from the start or a checkpoint to the end or the checkpoint
+that the next process went on from. For each it is on record which dtypes were multiplied where
+(`probe.executed`), how the numeric switches stood before the user's modules were imported, when
+training began and at its end, and the bits of a few fixed computations (`probe.known_answers`).
+
+A manifest says what a run was asked to be; a witness says what it was. The label is a claim about
+the products of the linear layers, forward and backward: `bf16-mixed` multiplies BF16, whatever the
+weights are kept in. Attentions have rounding points of their own and optimizers their own casts:
+both are recorded, and compared between the runs of a pair (`analysis.pair_contract`), but no
+precision names them. An emulated precision multiplies FP32 tensors whose values lie on another
+grid, which dtypes don't show.
+
+Leaves out how all this is found. The seal is one of integrity: a witness that was made up with care
+is not told from a true one.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from stability.records.sealed_json import read_record, write_sealed
+
+__all__ = [
+    "DTYPE_NAMES",
+    "ExecutedRow",
+    "Label",
+    "Part",
+    "Pass",
+    "Stretch",
+    "Witness",
+    "contradictions",
+    "gap",
+    "read_witness",
+    "write_witness",
+]
+
+Part = Literal["linear", "attention", "optimizer"]
+"""Which claim an operator belongs to: `linear` is every product outside attention and optimizer."""
+Pass = Literal["forward", "backward", "update"]
+
+DTYPE_NAMES = {
+    "float64": "FP64",
+    "float32": "FP32",
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "FP8 (e4m3)",
+    "float8_e5m2": "FP8 (e5m2)",
+}
+"""torch's names of dtypes in a reader's words."""
+
+_OPERANDS = {
+    "64-true": "float64",
+    "32-true": "float32",
+    "bf16-mixed": "bfloat16",
+    "bf16-true": "bfloat16",
+    "16-mixed": "float16",
+}
+"""What the linear layers of each native precision multiply; an emulated one multiplies FP32."""
+
+_BITS_OF_FP32 = 17.0
+"""Fewer correct bits than this, and an FP32 product has rounded its operands: of the 24 of FP32 a
+known answer loses one or two to its sum of 320 terms, while TF32 keeps 11 of each operand and BF16
+8, of which the mean over a sum wins back two or three."""
+
+SDPA_BACKENDS = {
+    "_safe_softmax": "math",  # the math path has no operator of its own, and nobody else calls this
+    "flash": "flash",
+    "efficient": "efficient",
+    "cudnn": "cudnn",
+}
+"""The backend of `scaled_dot_product_attention` by what the names of its operators contain."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class ExecutedRow:
+    """One operator with the dtypes that it was called with and what it returned."""
+
+    part: Part
+    module: str
+    """The dotted path of the module, or `layer_<i>.attention`; empty for the model itself."""
+    during: Pass
+    operator: str
+    """torch's name, e.g. `aten::mm`; `call` is an attention function as a whole."""
+    operands: tuple[str, ...]
+    """Dtypes of what is multiplied; of q, k and v, and what else a fused operator was given."""
+    result: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """What one process trained, as JSON values."""
+
+    first: int
+    """The number of updates made before."""
+    last: int
+    """The number of updates made when it ended, or at the checkpoint that the next went on from."""
+    unproven: str = ""
+    """Why dtypes were not looked at; empty if they were."""
+    steps: list[int] = field(default_factory=list)
+    """The updates that were looked at, counted from 0."""
+    executed: list[list[Any]] = field(default_factory=list)
+    """Distinct rows of `ExecutedRow`, field by field, sorted."""
+    switches: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """How switches stood `before_imports`, `at_start` of training, and `at_end`."""
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Known answers `at_start` and `at_end`; without the latter where a kill ended it."""
+
+    @property
+    def rows(self) -> list[ExecutedRow]:
+        """The distinct operators."""
+        return [
+            ExecutedRow(
+                part=part,
+                module=module,
+                during=during,
+                operator=operator,
+                operands=tuple(operands),
+                result=result,
+            )
+            for part, module, during, operator, operands, result in self.executed
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Witness:
+    """A run's stretches, in order; their JSON values are what a checkpoint keeps of them."""
+
+    stretches: list[dict[str, Any]]
+
+    @property
+    def all(self) -> list[Stretch]:
+        """The stretches as objects."""
+        return [Stretch(**each) for each in self.stretches]
+
+    @property
+    def rows(self) -> list[ExecutedRow]:
+        """The distinct operators of all stretches, sorted."""
+        return sorted({row for stretch in self.all for row in stretch.rows})
+
+    @property
+    def unproven(self) -> str:
+        """Why some stretch says nothing of dtypes; empty if all do."""
+        return next((each.unproven for each in self.all if each.unproven), "")
+
+    @property
+    def answers(self) -> list[dict[str, Any]]:
+        """The distinct known answers of all stretches: one, where every host computed alike."""
+        every = [each for stretch in self.all for each in stretch.answers.values()]
+        return [each for index, each in enumerate(every) if each not in every[:index]]
+
+    @property
+    def backends(self) -> list[str]:
+        """The backends that `scaled_dot_product_attention` took, sorted."""
+        names = [row.operator for row in self.rows if row.part == "attention"]
+        fused = [name for name in names if "_dot_product_" in name or "_safe_softmax" in name]
+        return sorted({b for n in fused for what, b in SDPA_BACKENDS.items() if what in n})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Label:
+    """What a run's config says that it executes."""
+
+    arm: str
+    precision: str
+    implementation: str
+    """What the attention was resolved to, e.g. `sdpa:math`."""
+    is_partial: bool = False
+    """Whether some layers or passes attend as the baseline does."""
+
+
+def write_witness(path: Path, witness: Witness) -> None:
+    """Write `witness`, whole or not at all, with its checksum."""
+    write_sealed(path, asdict(witness))
+
+
+def read_witness(path: Path) -> Witness:
+    """Return the witness at `path`; ValueError, one line that names the file, if it is not whole.
+
+    Stretches are looked into as well: the seal can't tell that somebody wrote other fields.
+    """
+    found = read_record(path, Witness, writer="`stability run`", kind="witness")
+    for index, stretch in enumerate(found.stretches):
+        if not _is_stretch(stretch):
+            raise ValueError(f"{path}: must have a witness's fields, stretch {index} has not")
+    return found
+
+
+def _is_stretch(found: Any) -> bool:
+    kinds = {"first": int, "last": int, "unproven": str, "steps": list, "executed": list}
+    kinds |= {"switches": dict, "answers": dict}
+    if not isinstance(found, dict) or set(found) != set(kinds):
+        return False
+    if not all(isinstance(found[name], kind) for name, kind in kinds.items()):
+        return False
+    answers = list(found["answers"].values())
+    return (
+        all(isinstance(each, dict) for each in (*found["switches"].values(), *answers))
+        and all(isinstance(each.get("fp32_product_bits"), int | float) for each in answers if each)
+        and all(map(_is_row, found["executed"]))
+    )
+
+
+def _is_row(found: Any) -> bool:
+    if not isinstance(found, list) or len(found) != len(fields(ExecutedRow)):
+        return False
+    *texts, operands, result = found
+    texts += [result, *operands] if isinstance(operands, list) else [None]
+    return all(isinstance(text, str) for text in texts)
+
+
+def gap(witness: Witness, first: int, last: int) -> str:
+    """Return which updates from `first` to `last` no stretch covers; empty if all are covered."""
+    at = first
+    for stretch in witness.all:
+        if stretch.first != at:
+            return f"nothing is on record of updates {at} to {stretch.first}"
+        at = stretch.last
+    return "" if at == last else f"nothing is on record of updates {at} to {last}"
+
+
+def contradictions(witness: Witness, label: Label) -> list[str]:
+    """Return a sentence for each way in which a witness contradicts the label of its run."""
+    found = [*_wrong_products(witness, label), *_wrong_backend(witness, label)]
+    return [*found, *_wrong_arithmetic(witness, label), *_unsteady(witness, label)]
+
+
+def _wrong_products(witness: Witness, label: Label) -> Iterable[str]:
+    """Give what the linear layers multiplied, if that is not what the precision says."""
+    expected = _OPERANDS.get(label.precision, "float32")
+    rows = [row for row in witness.rows if row.part == "linear"]
+    wrong = [row for row in rows if set(row.operands) != {expected}]
+    if not wrong:
+        return
+    dtypes = {dtype for row in wrong for dtype in row.operands} - {expected}
+    names = " and ".join(sorted(DTYPE_NAMES.get(dtype, dtype) for dtype in dtypes))
+    which = "its linear layers"
+    if len(wrong) < len(rows):
+        first = wrong[0]
+        which = f"{len(wrong)} of {len(rows)} kinds of product in its linear layers"
+        names += f" (first: {first.module or 'the model itself'}, {first.during})"
+    yield f"arm {label.arm} is labelled {label.precision}, {which} multiplied {names}"
+
+
+def _wrong_backend(witness: Witness, label: Label) -> Iterable[str]:
+    family, _, backend = label.implementation.partition(":")
+    if family != "sdpa" or not backend or label.is_partial:
+        return
+    others = [taken for taken in witness.backends if taken != backend]
+    if others:
+        yield (
+            f"arm {label.arm} is labelled {label.implementation}, its attention took the backend "
+            f"{' and '.join(others)}"
+        )
+
+
+def _wrong_arithmetic(witness: Witness, label: Label) -> Iterable[str]:
+    if _OPERANDS.get(label.precision, "float32") != "float32":
+        return
+    bits = [answers["fp32_product_bits"] for answers in witness.answers if answers]
+    if bits and min(bits) < _BITS_OF_FP32:
+        yield (
+            f"arm {label.arm} is labelled {label.precision}, its FP32 products keep "
+            f"{min(bits):.0f} bits: a switch rounds what they multiply"
+        )
+
+
+def _unsteady(witness: Witness, label: Label) -> Iterable[str]:
+    """Give the first switch or known answer that did not stay what it was when training began."""
+    for what, series in (("switch", "switches"), ("known answer", "answers")):
+        began: Mapping[str, Any] | None = None
+        for stretch in witness.all:
+            found: Mapping[str, Mapping[str, Any]] = getattr(stretch, series)
+            for moment in (found.get("at_start"), found.get("at_end")):
+                if moment is None:
+                    continue
+                began = began or moment
+                other = next((k for k in moment if moment[k] != began.get(k)), None)
+                if other is not None:
+                    yield (
+                        f"arm {label.arm}: {what} {other} was {began.get(other)!r} when training "
+                        f"began, {moment[other]!r} by update {stretch.last}"
+                    )
+                    return

@@ -1,0 +1,208 @@
+"""What a run executed is on record, and a run whose label says otherwise fails."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from attention_kernels import baseline_attention
+from stability.callbacks.witness import WitnessCallback
+from stability.config.arms import expand
+from stability.config.load import load_study
+from stability.records.identity import numeric_switches
+from stability.records.manifest import read_manifest, write_manifest
+from stability.records.paths import RunPaths
+from stability.records.run_files import RunFiles, damage
+from stability.records.snapshots import hash_state
+from stability.records.witness import gap, read_witness
+from stability.study import train_run
+from stability.study.assemble import assemble, fit, load_data, make_trainer
+from stability.study.observer_gate import check_observer
+
+QUICK = {
+    ("bf16-mixed", "baseline"),
+    ("32-true", "sdpa"),
+    ("16-mixed", "flash"),
+    ("emulated:e4m3", "baseline"),
+}
+GRID = [
+    pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+    for each in itertools.product(
+        ("bf16-mixed", "32-true", "64-true", "bf16-true", "16-mixed", "emulated:e4m3"),
+        ("baseline", "flash", "sdpa"),
+    )
+    if each != ("emulated:e4m3", "sdpa")  # it can't be told to round
+]
+
+
+def _two_arms(content):
+    content.update(seeds=[0], arms={"baseline": {}, "fp32": {"precision": "32-true"}})
+    content["base"]["train"].update(steps=4, snapshot_steps=[2])
+
+
+def _run(tmp_path, arm):
+    return RunPaths.for_run(tmp_path / "tiny", arm, 0)
+
+
+def _train_all_in(monkeypatch, precision):
+    """Train every arm in `precision`, whatever its label says."""
+
+    def make(config, *args):
+        return make_trainer(replace(config, precision=precision), *args)
+
+    monkeypatch.setattr(train_run, "make_trainer", make)
+
+
+def test_an_arm_that_trains_otherwise_than_it_is_labelled_fails(
+    write_study, run_tiny, tmp_path, monkeypatch
+):
+    _train_all_in(monkeypatch, "bf16-mixed")
+    ended = run_tiny(load_study(write_study(_two_arms)), tmp_path).ended
+    said = "witness: arm fp32 is labelled 32-true, its linear layers multiplied BF16"
+    assert ended == [("baseline", 0, "finished", ""), ("fp32", 0, "failed", said)]
+    manifest = read_manifest(_run(tmp_path, "fp32").manifest)
+    # found after the first update: not a step is lost on a run that says nothing
+    assert (manifest.state, manifest.step) == ("failed", 1)
+    (stretch,) = read_witness(_run(tmp_path, "fp32").witness).all
+    assert {row.operands for row in stretch.rows if row.part == "linear"} == {("bfloat16",) * 2}
+
+
+def test_a_finished_run_has_witnessed_its_first_updates_and_its_last(
+    write_study, run_tiny, tmp_path
+):
+    run_tiny(load_study(write_study(_two_arms)), tmp_path)
+    for arm, dtype in (("baseline", "bfloat16"), ("fp32", "float32")):
+        run = _run(tmp_path, arm)
+        (stretch,) = read_witness(run.witness).all
+        assert (stretch.first, stretch.last, stretch.steps) == (0, 4, [0, 1, 3])
+        linear = [row for row in stretch.rows if row.part == "linear"]
+        assert {row.operands for row in linear} == {(dtype, dtype)}
+        # six layers a block, and the head, which has no module of its own
+        assert len({row.module for row in linear}) == 2 * 6 + 1
+        assert {row.during for row in linear} == {"forward", "backward"}
+        assert stretch.answers["at_start"] == stretch.answers["at_end"]
+        assert set(stretch.switches) == {"before_imports", "at_start", "at_end"}
+        assert stretch.switches["at_start"]["deterministic_algorithms"] is True
+        assert not damage(run)
+        run.witness.write_text(run.witness.read_text() + " ")
+        assert "witness.json: is damaged" in damage(run)[0]
+
+
+def _weights(config, tmp_path, *, witnessed):
+    parts, data = assemble(config), load_data(config)
+    callbacks: list[Callback] = list(parts.callbacks)
+    if witnessed:
+        witness = WitnessCallback(parts.model, config.train.steps, before=numeric_switches())
+        callbacks.append(witness)
+    trainer = make_trainer(config, RunFiles.unnamed(tmp_path), [], callbacks)
+    fit(trainer, parts, data)
+    if witnessed:
+        assert witness.witness.rows
+    return hash_state(parts.model.state_dict())
+
+
+@pytest.mark.parametrize(("precision", "attention"), GRID)
+def test_the_witness_changes_no_bit(write_study, tmp_path, precision, attention):
+    def edit(content):
+        _two_arms(content)
+        content["base"]["precision"] = precision
+        content["base"]["attention"] = {"implementation": attention}
+        content["base"]["probe"] = {"every": 0}
+
+    config = expand(load_study(write_study(edit)))[0].config
+    # every update is one of the first or the last
+    config = replace(config, train=replace(config.train, steps=3, snapshot_steps=()))
+    plain = _weights(config, tmp_path / "plain", witnessed=False)
+    assert _weights(config, tmp_path / "witnessed", witnessed=True) == plain
+
+
+def test_the_observer_gate_would_see_a_witness_that_changes_a_bit(write_study, monkeypatch):
+    own = WitnessCallback.after_update
+
+    def disturbing(self, trainer, step):
+        own(self, trainer, step)
+        with torch.no_grad():
+            next(iter(trainer.lightning_module.parameters())).mul_(1.001)
+
+    config = expand(load_study(write_study(_two_arms)))[0].config
+    assert check_observer(config, steps=2).equal
+    monkeypatch.setattr(WitnessCallback, "after_update", disturbing)
+    assert not check_observer(config, steps=2).equal
+
+
+def turns_a_switch(q, k, v, *, causal, scale=None):
+    torch.backends.mkldnn.enabled = False
+    return baseline_attention(q, k, v, causal=causal, scale=scale)
+
+
+def test_a_switch_that_an_attention_turns_at_its_first_call_is_found(
+    write_study, run_tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+
+    def edit(content):
+        _two_arms(content)
+        content.update(arms={"baseline": {}}, yardstick="")
+        content["base"]["attention"] = {"implementation": f"{__name__}:turns_a_switch"}
+
+    (ended,) = run_tiny(load_study(write_study(edit)), tmp_path).ended
+    assert ended[2] == "failed"
+    assert ended[3] == (
+        "witness: arm baseline: switch mkldnn was True when training began, False by update 4"
+    )
+
+
+def _stopped_at_two(run):
+    """Put a run back to where a kill after the checkpoint of step 2 would have left it."""
+    manifest = read_manifest(run.manifest)
+    files = {n: s for n, s in manifest.files.items() if "00000004" not in n and "step-" in n}
+    write_manifest(run.manifest, replace(manifest, state="running", files=files))
+    run.witness.unlink()
+
+
+def test_a_resumed_run_has_a_stretch_for_each_process(write_study, run_tiny, tmp_path):
+    study = load_study(write_study(_two_arms))
+    run_tiny(study, tmp_path)
+    run = _run(tmp_path, "fp32")
+    whole = read_witness(run.witness)
+    _stopped_at_two(run)
+    assert run_tiny(study, tmp_path).ended[1][2] == "finished"
+    resumed = read_witness(run.witness)
+    assert [(each.first, each.last, each.steps) for each in resumed.all] == [
+        (0, 2, [0, 1]),
+        (2, 4, [2, 3]),
+    ]
+    assert "at_end" not in resumed.all[0].answers  # nobody was there to compute them
+    assert resumed.rows == whole.rows
+    assert resumed.answers == whole.answers
+    assert gap(resumed, 0, 4) == ""
+
+
+def test_a_resume_in_another_precision_than_before_fails(
+    write_study, run_tiny, tmp_path, monkeypatch
+):
+    study = load_study(write_study(_two_arms))
+    run_tiny(study, tmp_path)
+    _stopped_at_two(_run(tmp_path, "fp32"))
+    _train_all_in(monkeypatch, "bf16-mixed")
+    (_, (*_, state, message)) = run_tiny(study, tmp_path).ended
+    assert state == "failed"
+    assert "26 of 52 kinds of product in its linear layers multiplied BF16" in message
+
+
+# Dynamo looks at .grad of what flows between the graphs: torch/_dynamo/variables
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
+def test_a_compiled_run_says_that_its_dtypes_are_unproven(write_study, run_tiny, tmp_path):
+    def edit(content):
+        _two_arms(content)
+        content.update(arms={"baseline": {}}, yardstick="")
+        content["base"]["train"]["compile"] = "eager"
+        content["base"]["probe"] = {"every": 0}
+
+    run_tiny(load_study(write_study(edit)), tmp_path)
+    witness = read_witness(_run(tmp_path, "baseline").witness)
+    assert witness.unproven == "torch.compile fuses operators"
+    assert not witness.rows
+    assert len(witness.answers) == 1
