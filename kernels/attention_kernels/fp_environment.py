@@ -39,7 +39,7 @@ def settle_vector_math() -> None:
     others, and the attention accused.
     """
     for dtype in (torch.float32, torch.float64):
-        half = torch.full((1,), 0.5, dtype=dtype)
+        half = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for name in VECTOR_MATH:
             getattr(torch, name)(half)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attention_kernels.fp_environment import settle_vector_math
@@ -145,9 +146,22 @@ def check_attention(
         kind="the quick check" if chosen is QUICK else "the check",
         not_looked_at=not_looked_at(chosen) if cells is None else "",
     )
-    signature = Signature(attention, gives_lse)
+    # a module may have switched gradients off, or chosen another device, when it was imported
+    with torch.enable_grad(), torch.device("cpu"):
+        _look_at_all(attention, Signature(attention, gives_lse), chosen, given, report)
+    return report
+
+
+def _look_at_all(
+    attention: Callable[..., Any],
+    signature: Signature,
+    chosen: Sequence[Cell],
+    given: Inputs | None,
+    report: CheckReport,
+) -> None:
+    """Check the attention at each dtype of the report, and write down there what is found."""
     findings: list[Finding] = []
-    for format in dtypes:
+    for format in report.dtypes:
         references = (drawn_reference(cell, DTYPES[format]) for cell in chosen)
         seen = _Seen(format)
         for where in references:
@@ -158,7 +172,6 @@ def check_attention(
         findings += seen.findings()
         report.statistics += [_row(format, one) for one in seen.measured]
     report.findings = _merged(findings)
-    return report
 
 
 def _name_of(attention: Callable[..., Any]) -> str:

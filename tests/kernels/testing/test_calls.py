@@ -237,6 +237,7 @@ SIDE_EFFECTS = {
     "Python's random numbers": lambda: random.seed(0),
     "whether gradients are recorded": lambda: torch.set_grad_enabled(False),
     "the default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "the default device": lambda: torch.set_default_device("meta"),
     "autocast": lambda: torch.set_autocast_enabled("cpu", True),
     "the precision of FP32 matrix products": lambda: torch.set_float32_matmul_precision("high"),
 }
@@ -256,6 +257,24 @@ def test_what_a_call_changes_beside_its_results_is_a_finding_and_put_back(what):
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() == torch.float32
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize(
+    ("switch", "back"),
+    [
+        (lambda: torch.set_grad_enabled(False), lambda: torch.set_grad_enabled(True)),
+        (lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
+    ],
+    ids=["no gradients", "another device"],
+)
+def test_settings_of_the_one_who_asks_are_no_mistake_and_stay(switch, back):
+    switch()
+    before = torch.is_grad_enabled(), torch.get_default_device()
+    try:
+        assert quick(plain, cells=ONE).passed
+        assert before == (torch.is_grad_enabled(), torch.get_default_device())
+    finally:
+        back()
 
 
 @pytest.fixture
