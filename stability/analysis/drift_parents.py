@@ -31,6 +31,8 @@ class CheckedDrifts:
     metrics: Mapping[str, Series]
     stale: Mapping[int, str] = field(default_factory=dict)
     """By step why the drifts there are left out."""
+    remade: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """By step the drifts, by name, that are in the metrics in the place of those in the log."""
     unproven: tuple[int, ...] = ()
     """The steps whose drifts are in the metrics, though they name no parents."""
 
@@ -84,6 +86,7 @@ def check_drifts(
             for line, said in wrong.items()
             if lines[line] not in taken and lines[line] not in anew
         },
+        remade={lines[line]: anew[lines[line]] for line in dropped if lines[line] in anew},
         unproven=tuple(sorted(taken.keys() - proven - anew.keys())),
     )
 

@@ -69,6 +69,8 @@ class RecordedRun:
     """The snapshots that drifts were computed from, by the number of the log's line."""
     stale: Mapping[int, str] = field(default_factory=dict)
     """By step why the drifts there are left out."""
+    remade: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """By step the drifts that were computed anew, and stand in the place of those in the log."""
     unproven: tuple[int, ...] = ()
     """Steps whose drifts do not say what they were computed from."""
     breach: str = ""
@@ -407,6 +409,7 @@ def _as_pair(
         breach=said,
         metrics={} if said else checked.metrics,
         stale=checked.stale,
+        remade=checked.remade,
         unproven=checked.unproven,
         paired_with=stamps,
     )

@@ -46,7 +46,7 @@ def publish_study(study: "RecordedStudy", folder: Path, mode: "WandbMode") -> st
     from stability.records.manifest import ENDED
     from stability.records.paths import StudyPaths
     from stability.report.view.evidence import headline, verdict_of
-    from stability.tracking.publish import StudyContent, publish  # heavy: torch
+    from stability.tracking.publish import EndedRun, StudyContent, publish  # heavy: torch
 
     runs = [run for arm in study.arms for run in arm.runs.values()]
     verdict = verdict_of(study)
@@ -68,7 +68,15 @@ def publish_study(study: "RecordedStudy", folder: Path, mode: "WandbMode") -> st
             for run in arm.runs.values()
             for name, series in run.metrics.items()
         ),
-        ended=[(run.paths, run.manifest) for run in runs if run.manifest and run.state in ENDED],
+        ended=[
+            EndedRun(
+                paths=run.paths,
+                manifest=run.manifest,
+                drifts={**{step: {} for step in run.stale}, **run.remade},
+            )
+            for run in runs
+            if run.manifest and run.state in ENDED
+        ],
     )
     return publish(content, mode)
 

@@ -13,14 +13,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stability.analysis.pair_contract import axis_of
+from stability.analysis.drift_parents import check_drifts, parents_by_line
+from stability.analysis.pair_contract import axis_of, start_breach
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, override
 from stability.config.convert import from_dict
 from stability.config.diff import diff
 from stability.config.schema import ArmConfig
+from stability.records.events import read_log_and_events
 from stability.records.manifest import Manifest, read_manifest
-from stability.records.metric_log import read_metrics
 from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import file_damage
@@ -101,8 +102,23 @@ def run_fork(run: Run, options: TrainOptions, observer: StudyObserver) -> Manife
 
 
 def fork_drifts(run: Run, metric: str = "rel_l2") -> dict[int, float]:
-    """Return how far a fork is from its parent, by step."""
-    series = read_metrics(run.paths.metrics).get(drift_name("all", metric))
+    """Return how far a fork is from its parent, by step.
+
+    ValueError where the parent has been trained anew: the fork left another run than that one.
+    """
+    assert run.baseline is not None
+    forked, parent = ((paths, read_manifest(paths.manifest)) for paths in (run.paths, run.baseline))
+    content, _ = read_log_and_events(run.paths.metrics)
+    found = check_drifts(content.metrics, parents_by_line(content.kept), forked, parent)
+    said = start_breach(parent[1], forked[1], forked[1].diff)
+    if found.stale:
+        said = f"drift at step {min(found.stale)} was {found.stale[min(found.stale)]}"
+    if said:
+        raise ValueError(
+            f"{run.paths.root}: is no fork of {run.baseline.root} as it is now: {said}; remove the "
+            "fork's folder to make it anew"
+        )
+    series = found.metrics.get(drift_name("all", metric))
     return dict(zip(series.steps, series.values, strict=True)) if series else {}
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from stability.analysis.pair_contract import start_breach
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, with_seed
 from stability.config.convert import to_dict
@@ -27,6 +28,7 @@ __all__ = [
     "Run",
     "RunConflictError",
     "check_existing",
+    "check_kept",
     "has_ended",
     "locked",
     "needs_no_training",
@@ -106,6 +108,42 @@ def check_existing(run: Run) -> list[str]:
     if damaged or manifest.state not in ENDED:
         _refuse_other_sources(run, manifest)
     return damaged
+
+
+def check_kept(run: Run, *, baseline_is_kept: bool) -> None:
+    """RunConflictError if `run` has ended, and is no pair with its baseline as it is or will be.
+
+    So it is where the baseline was removed to be trained anew by other code or elsewhere.
+    """
+    if run.baseline is None or not has_ended(run.paths):
+        return
+    manifest = read_manifest(run.paths.manifest)
+    if baseline_is_kept and has_ended(run.baseline):
+        breach = start_breach(read_manifest(run.baseline.manifest), manifest, manifest.diff)
+        if breach:
+            raise RunConflictError(
+                f"{run.paths.root}: {breach}; remove it to train it anew, or use --out for another "
+                "folder"
+            )
+        return
+    # switches are those of the process that trains
+    for key, was, now in _other_entries(manifest.environment, environment()):
+        if not is_switch(key):
+            raise RunConflictError(
+                f"{run.paths.root}: was trained with environment.{key} = {was!r}, and its baseline "
+                f"would be with {now!r}: no pair; remove it to train it anew, or use --out for "
+                "another folder"
+            )
+
+
+def _other_entries(
+    was: Mapping[str, Any], now: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Give each entry in which two environments may not differ, and do: its name, both values."""
+    for key in sorted({*was, *now}):
+        is_free = may_be_missing(key) and (key not in was or key not in now)
+        if was.get(key) != now.get(key) and not is_free:
+            yield key, was.get(key), now.get(key)
 
 
 def _manifest_of(paths: RunPaths) -> tuple[Manifest | None, list[str]]:
@@ -200,9 +238,8 @@ def refuse_other_switches(run: Run, manifest: Manifest, now: Mapping[str, Any]) 
 
 
 def _refuse_environment(run: Run, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for key in sorted({*was, *now}):
-        if not (may_be_missing(key) and (key not in was or key not in now)):
-            _refuse_difference(run, f"environment.{key}", was.get(key), now.get(key))
+    for key, before, after in _other_entries(was, now):
+        _refuse_difference(run, f"environment.{key}", before, after)
 
 
 def _refuse_source(run: Run, manifest: Manifest, name: str, was: Any, now: Any) -> None:

@@ -31,7 +31,7 @@ from stability.study.assemble import assemble, load_data
 from stability.study.distances import update_distances
 from stability.study.processes import train_in_processes
 from stability.study.remade_drifts import remake_drifts
-from stability.study.run import Run, check_existing, needs_no_training, reopen
+from stability.study.run import Run, check_existing, check_kept, needs_no_training, reopen
 from stability.study.train_run import TrainOptions, train
 from stability.study.window import freeze_window
 
@@ -87,6 +87,10 @@ def check_study(runs: list[Run]) -> list[tuple[Run, list[str]]]:
     missing or too short; RunConflictError for a directory that holds another run.
     """
     damaged = [(run, found) for run in runs if (found := check_existing(run))]
+    sent_back = {run.paths for run, _ in damaged}
+    for run in runs:
+        if run.baseline is not None and run.paths not in sent_back:
+            check_kept(run, baseline_is_kept=run.baseline not in sent_back)
     # the first run of each arm: those of further seeds may train without a probe
     for run in {run.arm.name: run for run in reversed(runs)}.values():
         assemble(run.config)

@@ -19,6 +19,7 @@ from stability.metrics.weight_counts import WEIGHT_EDGES
 from stability.records.events import Event, event_of
 from stability.records.metric_log import MetricLog, read_lines
 from stability.records.metric_names import (
+    DRIFTS,
     EVAL_LOSS,
     STEP_AXIS,
     TRAIN_LOSS,
@@ -47,6 +48,8 @@ __all__ = [
 
 _TITLE_LENGTH = 63
 _WAIT = timedelta(milliseconds=1)  # W&B 0.31 takes 0 for its default, a minute without alerts
+_STALE = "stale"
+"""The text entry of a line whose drifts were replaced: it is a row even where no number is left."""
 _PREFIXES = {
     "drift/*": "",
     "watch/*": "last,max",
@@ -80,7 +83,7 @@ class WandbRun:
                 send_alert(self.run, event_of(line, str(self._log)))
             return
         numbers = numbers_of(line)
-        if not numbers and not _counts_of(line):
+        if not numbers and not _counts_of(line) and _STALE not in line:
             return
         if self._rows_there:
             for name, value in numbers.items():
@@ -93,14 +96,15 @@ class WandbRun:
             self.run.log({**row, STEP_AXIS: line["step"]}, step=self._row, commit=True)
         self._row += 1
 
-    def send_history(self) -> None:
+    def send_history(self, instead: Mapping[int, Mapping[str, float]] | None = None) -> None:
         """Send every line that stands in the log now.
 
-        Raises ValueError, which names the file and the line, if one is damaged.
+        `instead` holds drifts by step, none where they are stale: they are sent in the place of
+        those in the log. Raises ValueError, which names the file and the line, if one is damaged.
         """
         if self._log.exists():
             for _, line in read_lines(self._log):
-                self.send(line)
+                self.send(_with_drifts(line, instead or {}))
 
     def complete_summary(self) -> None:
         """Let the summary cover every row: W&B by itself would cover those sent just now."""
@@ -151,6 +155,16 @@ class MirroredLog(MetricLog):
         super().append(step, metrics, counts, **text)
         lists = {name: list(values) for name, values in (counts or {}).items()}
         self._mirror.send({"step": step, **metrics, **lists, **text})
+
+
+def _with_drifts(
+    line: Mapping[str, Any], instead: Mapping[int, Mapping[str, float]]
+) -> Mapping[str, Any]:
+    """Return a line of the log with the drifts that `instead` has of its step, if it has any."""
+    if line["step"] not in instead or not any(name.startswith(DRIFTS) for name in line):
+        return line
+    others = {name: value for name, value in line.items() if not name.startswith(DRIFTS)}
+    return {**others, **instead[line["step"]], _STALE: ""}
 
 
 def open_wandb_run(

@@ -10,7 +10,7 @@ values) and shows no panels (`panels`).
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from stability.tracking.wandb_run import start_run
 if TYPE_CHECKING:
     import wandb
 
-__all__ = ["StudyContent", "publish"]
+__all__ = ["EndedRun", "StudyContent", "publish"]
 
 _NAME_LENGTH = 128
 """The longest name of an artifact that W&B takes."""
@@ -54,8 +54,18 @@ class StudyContent:
     ladder: str
     """The text of ladder.json."""
     deviations: Iterable[MetricValues]
-    ended: Sequence[tuple[RunPaths, Manifest]]
+    ended: Sequence["EndedRun"]
     """The runs that will not go on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedRun:
+    """A run that will not go on, and what is to be shown in the place of its log's drifts."""
+
+    paths: RunPaths
+    manifest: Manifest
+    drifts: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """By step: those that were computed anew, none where they are stale."""
 
 
 def publish(content: StudyContent, mode: WandbMode) -> str:
@@ -70,8 +80,8 @@ def publish(content: StudyContent, mode: WandbMode) -> str:
 
     ladder = json.loads(content.ladder)
     try:
-        for paths, manifest in content.ended:
-            _publish_run(mode, paths, manifest, row_summary(ladder, manifest.arm, manifest.seed))
+        for run in content.ended:
+            _publish_run(mode, run, row_summary(ladder, run.manifest.arm, run.manifest.seed))
         _publish_study(mode, content)
     except (wandb.Error, OSError, ValueError) as error:
         said = " ".join(str(error).split())
@@ -79,10 +89,9 @@ def publish(content: StudyContent, mode: WandbMode) -> str:
     return ""
 
 
-def _publish_run(
-    mode: WandbMode, paths: RunPaths, manifest: Manifest, summary: Mapping[str, Any]
-) -> None:
+def _publish_run(mode: WandbMode, ended: EndedRun, summary: Mapping[str, Any]) -> None:
     """Send the history that W&B lacks, set the summary, and online send the snapshots."""
+    paths, manifest = ended.paths, ended.manifest
 
     def send() -> None:
         shown = open_wandb_run(
@@ -97,7 +106,7 @@ def _publish_run(
         if shown is None:
             return
         try:
-            shown.send_history()
+            shown.send_history(ended.drifts)
             shown.complete_summary()
             shown.run.summary.update(dict(summary))
             if mode == "online":
@@ -106,6 +115,8 @@ def _publish_run(
             shown.close()
 
     stamped = {"summary": dict(summary), "files": manifest.files}
+    if ended.drifts:
+        stamped["drifts"] = {step: dict(values) for step, values in ended.drifts.items()}
     _publish_once(mode, paths.wandb_dir, stamped, send)
 
 

@@ -25,7 +25,9 @@ DEPTH = 3
 _STUDY, _RUN = StudyPaths(Path()), RunPaths(Path())
 STUDY_FILE, MANIFEST = _STUDY.study.name, _RUN.manifest.name
 STUDY_FILES = {path.name for path in (_STUDY.study, _STUDY.protocol, _STUDY.window)}
-STUDY_FOLDERS = {_STUDY.distances(0).parent.name, _STUDY.assay("").parent.name}
+STUDY_FOLDERS = {
+    path.parent.name for path in (_STUDY.distances(0), _STUDY.drifts(0), _STUDY.assay(""))
+}
 """An arm may be called so too, and share the folder."""
 RUN_FILES = {MANIFEST, _RUN.metrics.name}
 SEED = re.compile(r"seed-\d+")

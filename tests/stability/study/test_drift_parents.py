@@ -10,12 +10,16 @@ from stability.analysis.study_records import read_study
 from stability.cli.main import main
 from stability.config.load import load_study
 from stability.model import lightning_module
+from stability.records import identity
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_names import DRIFT_FROM, DRIFT_OF
 from stability.records.paths import RunPaths
 from stability.records.sealed_json import file_checksum
 from stability.study import run_study
-from tests.conftest import run_quietly, train_edited
+from stability.study.fork import fork_drifts, plan_fork, run_fork
+from stability.study.run import RunConflictError
+from stability.study.train_run import TrainOptions
+from tests.conftest import SilentObserver, run_quietly, train_edited
 from tests.stability.sealing import seal
 
 
@@ -190,3 +194,35 @@ def test_a_run_that_says_finished_short_of_its_plan_is_missing(copied, capsys):
     write_manifest(paths.manifest, replace(read_manifest(paths.manifest), step=1))
     assert main(["verify", str(folder)]) == 1
     assert "finished at step 1 of 4" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_candidate_is_not_kept_beside_a_baseline_of_other_code(copied, monkeypatch):
+    path, folder = copied
+    shutil.rmtree(folder / "baseline")
+    monkeypatch.setattr(identity, "hash_sources", lambda *_: "f" * 64)
+    with pytest.raises(RunConflictError, match=r"nudge.*source = .*baseline would be with 'ffff"):
+        run_quietly(load_study(path), folder.parent)
+    assert not (folder / "baseline").exists(), "nothing was trained"
+
+
+def test_a_candidate_is_not_kept_beside_a_baseline_that_is_there_and_no_pair(copied):
+    path, folder = copied
+    manifest = read_manifest(RunPaths.for_run(folder, "baseline", 0).manifest)
+    other = {**manifest.environment, "package_source": "f" * 64}
+    changed = replace(manifest, environment=other)
+    write_manifest(RunPaths.for_run(folder, "baseline", 0).manifest, changed)
+    with pytest.raises(RunConflictError, match=r"no pair: environment\.package_source"):
+        run_quietly(load_study(path), folder.parent)
+
+
+def test_a_kept_fork_of_a_baseline_that_was_trained_anew_gives_no_drift(copied, monkeypatch):
+    path, folder = copied
+    parent = RunPaths.for_run(folder, "baseline", 0)
+    fork = plan_fork(parent, 2, {"precision": "32-true"})
+    run_fork(fork, TrainOptions(wandb_mode="disabled"), SilentObserver())
+    assert 0 < fork_drifts(fork)[4] < 1
+    retrain_baseline(path, folder, monkeypatch)
+    with pytest.raises(
+        ValueError, match=r"is no fork of .* as it is now: drift at step 4 was comp"
+    ):
+        fork_drifts(fork)

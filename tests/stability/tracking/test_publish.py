@@ -15,6 +15,7 @@ from stability.report.page.html import write_page
 from stability.tracking import publish
 from stability.tracking.history import numbers_of
 from stability.tracking.tables import deviation_rows
+from tests.stability.sealing import seal
 
 PUBLISHED = [("baseline", 0), ("flash_fa2", 1), ("init_seed", 0)]
 
@@ -60,6 +61,31 @@ def test_the_summary_is_the_arms_row_of_the_ladder(
         assert summary.get(f"ladder/{name}/mean") == spread["mean"], name
         assert summary.get(f"ladder/{name}/max") == spread["max"], name
     assert summary["ladder/early_step"] == ladder["early_step"] == 20
+
+
+def test_stale_drifts_are_not_sent_and_other_lines_keep_their_rows(
+    synthetic, tmp_path, offline_log, read_rows, read_summary
+):
+    folder = synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0])
+    paths = RunPaths.for_run(folder, "nudge", 0)
+    lines = [line for _, line in read_lines(paths.metrics)]
+    gone = {"drift_of": "a" * 64, "drift_from": "b" * 64}
+    late = [line["step"] >= 50 for line in lines]  # the drifts up to there name no parents
+    paths.metrics.write_text(
+        "".join(seal({**line, **(gone if x else {})}) for line, x in zip(lines, late, strict=True))
+    )
+    write_page(read_study(folder), folder)
+    assert publish_study(read_study(folder), folder, "offline") == ""
+    sent = read_rows(offline_log(paths.wandb_dir))
+    for line, is_late, row in zip(lines, late, sent, strict=True):
+        expected = {
+            name: value
+            for name, value in numbers_of(line).items()
+            if not (is_late and name.startswith("drift/"))
+        }
+        assert row == {**expected, "trainer/global_step": line["step"]}
+    summary = read_summary(offline_log(paths.wandb_dir))
+    assert summary["drift/all/rel_l2"] == synthetic.rel_l2("nudge", 0, 20)
 
 
 def _study_row(folder: Path, offline_log, read_rows) -> tuple[dict, Path]:
