@@ -62,6 +62,7 @@ def notes(ladder: Ladder) -> list[str]:
     """Return what a reader must know before trusting the numbers; empty if nothing is amiss."""
     found = [*ladder.drift_notes]
     found += [_aa_note(row) for row in ladder.rows_on("none")]
+    found += [_no_effect_note(row) for row in ladder.rows if row.axis != "none"]
     found += [_floor_note(row, ladder.last_step) for row in ladder.rows]
     found.append(_ends_note(ladder))
     if ladder.last_step < max((row.until for row in ladder.rows if row.arm != BASELINE), default=0):
@@ -183,6 +184,19 @@ def _aa_note(row: Row) -> str:
     return (
         f"A/A is not zero here: {row.arm} drifts by up to {scientific(drifts[-1].high)}. That is "
         "the floor: no smaller drift means anything."
+    )
+
+
+def _no_effect_note(row: Row) -> str:
+    """Tell of a change that changed nothing: most often it has not reached what was trained."""
+    drifts = row.rel_l2.last if row.rel_l2.last.n else row.rel_l2.early
+    zeros = [str(seed) for seed, drift in drifts.per_seed.items() if drift == 0]
+    if row.arm == BASELINE or not zeros:
+        return ""
+    seeds = f"seed{'' if len(zeros) == 1 else 's'} {', '.join(zeros)}"
+    return (
+        f"The change had no effect: {row.arm} changes {row.axis} and ends in the baseline's bits "
+        f"({seeds})."
     )
 
 

@@ -7,16 +7,17 @@ their configs are equal but for one axis. The contract serves twice, from the sa
   `ContractError` with the two values that differ;
 - a reader takes nothing from two runs that break it (`start_breach`), and is shown it
   (`prove_pair` for two runs, `study_hashes` for the runs of a study). Nothing is believed there:
-  the files' checksums, both configs, both environments, the hashes and every line of both batch
-  logs are compared.
+  the files' checksums, both configs, both environments, the hashes, every line of both batch logs
+  and what both have executed (`witness_contract`) are compared.
 
 Everything here only reads.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
+from stability.analysis.pair_proof import PairProof, ProofLine, compared
+from stability.analysis.witness_contract import witness_lines
 from stability.config.arms import INDEPENDENT_AXES, Arm
 from stability.config.convert import from_dict
 from stability.config.diff import changed_axes, diff, hash_without, leaves, touches
@@ -31,15 +32,11 @@ from stability.records.run_files import damage
 __all__ = [
     "HASHES",
     "ContractError",
-    "PairProof",
-    "ProofLine",
-    "Sameness",
     "axis_of",
     "check_batches",
     "check_start",
     "may_differ",
     "prove_pair",
-    "sameness_of",
     "start_breach",
 ]
 
@@ -54,60 +51,9 @@ CHANGED_BY: dict[str, tuple[Axis, ...]] = {
 }
 """Axes that are meant to change a hash. Final weights may differ on every axis but `none`."""
 
-Sameness = Literal["same", "different by design", "different", "unknown"]
-"""Two records of one thing; `different` breaks the contract, `unknown` is not on record yet."""
-
 
 class ContractError(ValueError):
     """Two runs are not a pair."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProofLine:
-    """One thing that was compared, and what each of the two runs says of it."""
-
-    field: str
-    first: str
-    second: str
-    sameness: Sameness
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PairProof:
-    """Two runs, the axes in which they differ, and every comparison in the order of a run."""
-
-    first: str
-    second: str
-    axes: tuple[str, ...]
-    lines: tuple[ProofLine, ...]
-
-    @property
-    def breach(self) -> ProofLine | None:
-        """The first comparison that breaks the contract."""
-        return next((line for line in self.lines if line.sameness == "different"), None)
-
-    @property
-    def sentence(self) -> str:
-        """What the proof comes to, in one sentence."""
-        if self.breach is not None:
-            field, first, second = self.breach.field, self.breach.first, self.breach.second
-            return f"no pair: {field} is {first} in one, {second} in the other"
-        unknown = [line.field for line in self.lines if line.sameness == "unknown"]
-        said = f"a pair: they differ in {self.axes[0]} alone" if self.axes else "an A/A pair"
-        if len(self.axes) > 1:
-            said = f"a confounded pair: they differ in {', '.join(self.axes)}"
-        return f"{said}; not on record yet: {', '.join(unknown)}" if unknown else said
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-able values."""
-        return {
-            "first": self.first,
-            "second": self.second,
-            "axes": list(self.axes),
-            "is_pair": self.breach is None,
-            "sentence": self.sentence,
-            "lines": [asdict(line) for line in self.lines],
-        }
 
 
 def axis_of(arm: Arm, allow_many: bool = False) -> Axis:
@@ -236,17 +182,18 @@ def prove_pair(
         *records,
         *_configs(configs, differences, may_be_confounded=manifests[1].axis == "many"),
         *(
-            _line(field, a, b, is_free=is_free)
+            compared(field, a, b, is_free=is_free)
             for field, a, b, is_free in _start_parts(*manifests, differences)
         ),
         # a log that is not the one its manifest lists proves nothing about batches
-        _batches(first, second, differences) if are_whole else _line("batches", None, None),
-        _line(
+        _batches(first, second, differences) if are_whole else compared("batches", None, None),
+        compared(
             "hashes.final_weights",
             *final,
             is_free=may_differ("final_weights", differences)
             or manifests[0].step != manifests[1].step,
         ),
+        *witness_lines((first, second), manifests, differences),
     ]
     return PairProof(
         first=str(first.root),
@@ -274,8 +221,8 @@ def _configs(
     allowed = may_be_confounded or len(declared) <= 1
     on_axis = {path: values for path, values in differences.items() if touches({path: 0}, AXES)}
     for path, (a, b) in differences.items():
-        yield _line(f"config.{path}", a, b, is_free=allowed and path in on_axis)
-    yield _line("config less the axis", *(hash_without(config, on_axis) for config in configs))
+        yield compared(f"config.{path}", a, b, is_free=allowed and path in on_axis)
+    yield compared("config less the axis", *(hash_without(config, on_axis) for config in configs))
 
 
 def _start_parts(
@@ -298,16 +245,16 @@ def _start_parts(
 def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> ProofLine:
     """Compare the running hash of the batches step by step."""
     if not (first.metrics.exists() and second.metrics.exists()):
-        return _line("batches", None, None)
+        return compared("batches", None, None)
     a, b = (read_text(paths.metrics, BATCH_HASH) for paths in (first, second))
     # a run that is still going is a pair as far as both have come
     shared = sorted(a.keys() & b.keys())
     other = _first_other_batch(a, b, shared)
     if other is not None:
         is_free = may_differ("batches", differences)
-        return _line(f"batch {other}", a[other], b[other], is_free=is_free)
+        return compared(f"batch {other}", a[other], b[other], is_free=is_free)
     last = shared[-1] if shared else None
-    return _line(f"batches up to step {last}", a.get(last or 0), b.get(last or 0))
+    return compared(f"batches up to step {last}", a.get(last or 0), b.get(last or 0))
 
 
 def _first_other_batch(
@@ -315,26 +262,6 @@ def _first_other_batch(
 ) -> int | None:
     """Return the first of `steps` at which two runs' hashes of batches differ, or one has none."""
     return next((step for step in steps if first.get(step) != second.get(step)), None)
-
-
-def _line(field: str, a: Any, b: Any, *, is_free: bool = False) -> ProofLine:
-    # a hash that only one run has is not on record yet; of anything else that is a difference
-    is_unknown = a is None and b is None
-    is_unknown |= field.startswith("hashes.") and not is_free and (a is None or b is None)
-    sameness = "unknown" if is_unknown else sameness_of(a, b, is_free)
-    return ProofLine(field=field, first=_short(a), second=_short(b), sameness=sameness)
-
-
-def sameness_of(a: Any, b: Any, is_free: bool) -> Sameness:
-    """Return what two records of one thing come to; `is_free` where they may differ by design."""
-    if a == b:
-        return "same"
-    return "different by design" if is_free else "different"
-
-
-def _short(value: Any) -> str:
-    text = "nothing" if value is None else str(value)
-    return text if len(text) <= 32 else f"{text[:16]}..."
 
 
 def _quoted(value: Any) -> str:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stability.analysis.drift_parents import listed_snapshot
-from stability.analysis.pair_contract import PairProof, prove_pair
+from stability.analysis.pair_contract import prove_pair
+from stability.analysis.pair_proof import PairProof
 from stability.analysis.study_records import RecordedRun, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.records.manifest import ENDED, Manifest, read_manifest
@@ -116,8 +117,8 @@ def _check(pair: _Pair, find_damage: Any, *, every_drift: bool) -> PairCheck:
             raise _PairError("no pair", proof.sentence if proof.breach else pair.run.breach)
         recomputed = tuple(_recompute(pair, every_drift=every_drift))
         _check_drifts(pair, recomputed)
-        if unknown := [line.field for line in proof.lines if line.sameness == "unknown"]:
-            raise _PairError("unproven", f"not on record: {', '.join(unknown)}")
+        if proof.unproven:
+            raise _PairError("unproven", f"not on record: {', '.join(proof.unproven)}")
         state, said = "holds", proof.sentence
     except _PairError as trouble:
         state, said = trouble.state, str(trouble)

@@ -5,7 +5,8 @@ Leaves out what a hash covers and when two may differ (`pair_contract`).
 
 from typing import Any
 
-from stability.analysis.pair_contract import HASHES, ProofLine, may_differ, sameness_of
+from stability.analysis.pair_contract import HASHES, may_differ
+from stability.analysis.pair_proof import ProofLine, sameness_of
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH

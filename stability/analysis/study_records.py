@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from stability.analysis.drift_parents import Parents, check_drifts, parents_by_line
 from stability.analysis.pair_contract import start_breach
+from stability.analysis.witness_contract import witness_breach
 from stability.config.convert import from_dict, nearest, repeated
 from stability.config.roles import default_role
 from stability.config.schema import BASELINE, Axis, PolicyConfig, Role
@@ -402,6 +403,9 @@ def _as_pair(
         return run
     own, other = run.manifest, None if baseline.error else baseline.manifest
     said = start_breach(other, own, planned) if own and other else ""
+    if own and other and not said:
+        witnessed = witness_breach(run.paths, own) or witness_breach(baseline.paths, other)
+        said = f"no pair: {witnessed}" if witnessed else ""
     mine = [row for row in remade if row.arm == run.paths.arm]
     checked = check_drifts(run.log, run.parents, (run.paths, own), (baseline.paths, other), mine)
     return replace(

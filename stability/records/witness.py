@@ -143,7 +143,7 @@ class Witness:
     @property
     def unproven(self) -> str:
         """Why some stretch says nothing of dtypes; empty if all do."""
-        return next((each.unproven for each in self.all if each.unproven), "")
+        return next((why for each in self.all if (why := _why_unproven(each))), "")
 
     @property
     def answers(self) -> list[dict[str, Any]]:
@@ -209,6 +209,13 @@ def _is_row(found: Any) -> bool:
     *texts, operands, result = found
     texts += [result, *operands] if isinstance(operands, list) else [None]
     return all(isinstance(text, str) for text in texts)
+
+
+def _why_unproven(stretch: Stretch) -> str:
+    if stretch.unproven or stretch.first == stretch.last:
+        return stretch.unproven
+    seen = any(row.part == "linear" for row in stretch.rows)
+    return "" if seen else f"no product of updates {stretch.first} to {stretch.last} was looked at"
 
 
 def gap(witness: Witness, first: int, last: int) -> str:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.number_text import MISSING, finely, nats
-from stability.analysis.pair_contract import HASHES, ProofLine
+from stability.analysis.pair_contract import HASHES
+from stability.analysis.pair_proof import ProofLine
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_hashes import compare_hashes, environments_of
 from stability.analysis.study_records import RecordedArm, RecordedStudy

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stability.analysis.number_text import scientific
-from stability.analysis.pair_contract import PairProof
+from stability.analysis.pair_proof import PairProof
 from stability.analysis.study_check import PairCheck
 from stability.analysis.weight_comparison import WeightComparison
 from stability.records.metric_names import ALL_WEIGHTS

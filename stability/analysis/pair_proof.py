@@ -1,0 +1,102 @@
+"""What a comparison of two runs comes to: a line for each thing compared, and one sentence.
+
+Leaves out what is compared (`pair_contract`, `witness_contract`).
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["PairProof", "ProofLine", "Sameness", "compared", "sameness_of"]
+
+Sameness = Literal["same", "different by design", "different", "unknown"]
+"""Two records of one thing; `different` breaks the contract, `unknown` is not on record."""
+
+FINAL_WEIGHTS = "hashes.final_weights"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProofLine:
+    """One thing that was compared, and what each of the two runs says of it."""
+
+    field: str
+    first: str
+    second: str
+    sameness: Sameness
+    says: str = ""
+    """What follows in words, where the two values alone don't tell."""
+
+    @property
+    def sentence(self) -> str:
+        """The line in words."""
+        return self.says or f"{self.field} is {self.first} in one, {self.second} in the other"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairProof:
+    """Two runs, the axes in which they differ, and every comparison in the order of a run."""
+
+    first: str
+    second: str
+    axes: tuple[str, ...]
+    lines: tuple[ProofLine, ...]
+
+    @property
+    def breach(self) -> ProofLine | None:
+        """The first comparison that breaks the contract."""
+        return next((line for line in self.lines if line.sameness == "different"), None)
+
+    @property
+    def unproven(self) -> list[str]:
+        """What is not on record, in words or by its name."""
+        return [line.says or line.field for line in self.lines if line.sameness == "unknown"]
+
+    @property
+    def had_no_effect(self) -> bool:
+        """Whether something was changed, and both runs end in the same bits nonetheless."""
+        same = {line.field for line in self.lines if line.sameness == "same"}
+        return bool(self.axes) and FINAL_WEIGHTS in same
+
+    @property
+    def sentence(self) -> str:
+        """What the proof comes to, in one sentence."""
+        if self.breach is not None:
+            return f"no pair: {self.breach.sentence}"
+        said = f"a pair: they differ in {self.axes[0]} alone" if self.axes else "an A/A pair"
+        if len(self.axes) > 1:
+            said = f"a confounded pair: they differ in {', '.join(self.axes)}"
+        if self.had_no_effect:
+            said += "; the change had no effect: both end in the same bits"
+        return f"{said}; not on record: {', '.join(self.unproven)}" if self.unproven else said
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able values."""
+        return {
+            "first": self.first,
+            "second": self.second,
+            "axes": list(self.axes),
+            "is_pair": self.breach is None,
+            "had_no_effect": self.had_no_effect,
+            "sentence": self.sentence,
+            "lines": [asdict(line) for line in self.lines],
+        }
+
+
+def compared(field: str, a: Any, b: Any, *, is_free: bool = False) -> ProofLine:
+    """Return the line that compares a with b; `is_free` where they may differ by design."""
+    # a hash that only one run has is not on record yet; of anything else that is a difference
+    is_unknown = a is None and b is None
+    is_unknown |= field.startswith("hashes.") and not is_free and (a is None or b is None)
+    sameness = "unknown" if is_unknown else sameness_of(a, b, is_free)
+    return ProofLine(field=field, first=_short(a), second=_short(b), sameness=sameness)
+
+
+def sameness_of(a: Any, b: Any, is_free: bool) -> Sameness:
+    """Return what two records of one thing come to; `is_free` where they may differ by design."""
+    if a == b:
+        return "same"
+    return "different by design" if is_free else "different"
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 32 else f"{text[:16]}..."

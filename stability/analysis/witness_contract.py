@@ -1,0 +1,158 @@
+"""What two runs executed, as their witnesses tell: each held against its label, then one another.
+
+A label is what a manifest says: it may have been written by hand. Where the witness contradicts it
+the runs are no pair, whatever their configs say. Between two runs the dtypes may differ in what the
+declared change touches; switches and known answers must be equal. What has no witness is not on
+record, and neither is what a compiled run multiplied. Everything here only reads.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stability.analysis.pair_proof import ProofLine, compared
+from stability.config.diff import touches
+from stability.config.schema import Axis
+from stability.records.manifest import ENDED, Manifest
+from stability.records.paths import RunPaths
+from stability.records.run_files import file_damage
+from stability.records.witness import (
+    DTYPE_NAMES,
+    Label,
+    Part,
+    Witness,
+    contradictions,
+    gap,
+    read_witness,
+)
+
+__all__ = ["witness_breach", "witness_lines"]
+
+CHANGED_BY: dict[Part, tuple[Axis, ...]] = {
+    "linear": ("precision",),
+    "attention": ("precision", "attention"),
+    "optimizer": ("precision",),
+}
+"""Axes that are meant to change the dtypes of a part."""
+
+
+def witness_lines(
+    runs: tuple[RunPaths, RunPaths],
+    manifests: tuple[Manifest, Manifest],
+    differences: Mapping[str, Any],
+) -> Iterator[ProofLine]:
+    """Give a line for each run's own witness, then what both have executed beside one another."""
+    found: list[Witness] = []
+    for paths, manifest in zip(runs, manifests, strict=True):
+        witness, why = _read(paths, manifest)
+        yield _own_line(manifest, witness, why)
+        found += [witness] if witness else []
+    if len(found) == len(runs):
+        yield from _beside(found[0], found[1], differences)
+
+
+def witness_breach(paths: RunPaths, manifest: Manifest) -> str:
+    """Return how a run's witness contradicts its label; empty if it doesn't, or there is none."""
+    witness, _ = _read(paths, manifest)
+    return "; ".join(contradictions(witness, _label(manifest))) if witness else ""
+
+
+def _read(paths: RunPaths, manifest: Manifest) -> tuple[Witness | None, str]:
+    """Return a run's witness, or None and what is missing in words."""
+    run = f"{manifest.arm}, seed {manifest.seed}"
+    if paths.name_of(paths.witness) not in manifest.files:
+        ended = manifest.state in ENDED
+        return None, f"what {run} executed{', which has no witness' if ended else ''}"
+    wrong = file_damage(paths, manifest, paths.witness)
+    if wrong:
+        return None, f"what {run} executed: its witness {wrong}"
+    try:
+        return read_witness(paths.witness), ""
+    except ValueError as error:
+        return None, f"what {run} executed: {error}"
+
+
+def _own_line(manifest: Manifest, witness: Witness | None, why: str) -> ProofLine:
+    """Hold a run's witness against its label, and against the updates that the run has made."""
+    label = _label(manifest)
+    found = contradictions(witness, label) if witness else []
+    if witness and not why:
+        run = f"{manifest.arm}, seed {manifest.seed}"
+        lacking = gap(witness, manifest.fork.get("at", 0), manifest.step)
+        if lacking:
+            why = f"what {run} executed: {lacking}"
+        elif witness.unproven:
+            why = f"what {run} multiplied: {witness.unproven}"
+    executed = _dtypes(witness, "linear") if witness else "nothing"
+    return ProofLine(
+        field=f"witness of {manifest.arm}",
+        first=label.precision,
+        second=executed,
+        sameness="different" if found else ("unknown" if why else "same"),
+        says="; ".join(found) or why,
+    )
+
+
+def _label(manifest: Manifest) -> Label:
+    attention = manifest.config.get("attention", {})
+    is_whole = list(attention.get("layers", ["*"])) == ["*"]
+    return Label(
+        arm=manifest.arm,
+        precision=str(manifest.config.get("precision", "")),
+        implementation=str(manifest.resolved.get("implementation", "")),
+        is_partial=not is_whole or attention.get("direction", "both") != "both",
+    )
+
+
+def _beside(first: Witness, second: Witness, differences: Mapping[str, Any]) -> Iterator[ProofLine]:
+    for part, axes in CHANGED_BY.items() if not (first.unproven or second.unproven) else ():
+        rows = [{row for row in each.rows if row.part == part} for each in (first, second)]
+        is_free = touches(differences, axes)
+        shown = [_dtypes(each, part) for each in (first, second)]
+        others = sorted(rows[0] ^ rows[1])
+        if not others:
+            yield compared(f"executed in {part}", shown[0], shown[1])
+            continue
+        at = f"{others[0].module or 'the model itself'}, {others[0].during}"
+        yield ProofLine(
+            field=f"executed in {part}",
+            first=shown[0],
+            second=shown[1],
+            sameness="different by design" if is_free else "different",
+            says=f"what is executed in {part} differs, first in {at}: {others[0].operator} of "
+            f"{' x '.join(others[0].operands)} in one alone",
+        )
+    yield from _named("known answer", *(_flat(each, "answers") for each in (first, second)))
+    yield from _named("switch", *(_flat(each, "switches") for each in (first, second)))
+
+
+def _flat(witness: Witness, series: str) -> dict[str, list[Any]]:
+    """Return each name's distinct values while the run trained; one, where nothing changed."""
+    found: dict[str, list[Any]] = {}
+    for stretch in witness.all:
+        moments: Mapping[str, Mapping[str, Any]] = getattr(stretch, series)
+        for moment, values in moments.items():
+            # what stood before imports may be what another run has left behind
+            for name, value in values.items() if moment != "before_imports" else ():
+                seen = found.setdefault(name, [])
+                seen += [value] if value not in seen else []
+    return found
+
+
+def _named(
+    what: str, first: Mapping[str, list[Any]], second: Mapping[str, list[Any]]
+) -> Iterator[ProofLine]:
+    """Give a line for each name whose values differ, or one that says that all are equal."""
+    names = sorted({*first, *second})
+    others = [name for name in names if first.get(name) != second.get(name)]
+    for name in others:
+        values = [", ".join(map(str, each.get(name, ["nothing"]))) for each in (first, second)]
+        yield compared(f"{what} {name}", values[0], values[1])
+    if not others:
+        plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+        yield compared(plural, f"{len(first)} alike", f"{len(second)} alike")
+
+
+def _dtypes(witness: Witness, part: Part) -> str:
+    """Return what a part multiplied, in a reader's words."""
+    found = {dtype for row in witness.rows if row.part == part for dtype in row.operands}
+    return " ".join(sorted(DTYPE_NAMES.get(dtype, dtype) for dtype in found)) or "nothing"

@@ -1,0 +1,172 @@
+"""What was executed is part of the contract: a label alone makes no pair."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from stability.analysis.ladder import ladder_of
+from stability.analysis.ladder_sentences import notes
+from stability.analysis.pair_contract import prove_pair
+from stability.analysis.study_check import check_pairs
+from stability.analysis.study_records import read_study
+from stability.records.manifest import read_manifest, write_manifest
+from stability.records.paths import RunPaths
+from stability.records.run_files import RunFiles
+from stability.records.witness import Witness, read_witness, write_witness
+
+
+@pytest.fixture
+def study(trained, tmp_path):
+    """A copy of a whole study, to be spoiled."""
+    return shutil.copytree(trained, tmp_path / "tiny")
+
+
+def _run(study, arm):
+    return RunPaths.for_run(study, arm, 0)
+
+
+def _relabel(study):
+    """Put a run that trained BF16 in the place of the arm fp32, under that arm's label."""
+    label = read_manifest(_run(study, "fp32").manifest)
+    shutil.rmtree(_run(study, "fp32").root)
+    run = RunPaths(shutil.copytree(_run(study, "rerun").root, _run(study, "fp32").root))
+    trained = read_manifest(run.manifest)
+    hashes = {**trained.hashes, "config_less_axis": label.hashes["config_less_axis"]}
+    claims = {name: getattr(label, name) for name in ("arm", "axis", "config", "diff", "resolved")}
+    write_manifest(run.manifest, replace(trained, hashes=hashes, **claims))
+    return run
+
+
+def _rewrite(run, edit):
+    """Change a run's witness, and seal it anew as its manifest lists it."""
+    stretches = json.loads(json.dumps(read_witness(run.witness).stretches))
+    for stretch in stretches:
+        edit(stretch)
+    write_witness(run.witness, Witness(stretches=stretches))
+    RunFiles(run, read_manifest(run.manifest)).add(run.witness)
+
+
+def _lines(study, arm):
+    proof = prove_pair(_run(study, "baseline"), _run(study, arm))
+    return proof, {line.field: line.sameness for line in proof.lines}
+
+
+SAID = "no pair: arm fp32 is labelled 32-true, its linear layers multiplied BF16"
+
+
+def test_an_arm_relabelled_after_it_trained_is_found_out(study):
+    _relabel(study)
+    proof, _ = _lines(study, "fp32")
+    assert proof.sentence == SAID
+    # all that a manifest says of itself is in order: only what was executed is not
+    assert [line.field for line in proof.lines if line.sameness == "different"] == [
+        "witness of fp32"
+    ]
+    (check,) = (c for c in check_pairs(read_study(study)) if (c.arm, c.seed) == ("fp32", 0))
+    assert (check.state, check.said) == ("no pair", SAID)
+    run = read_study(study).arm("fp32").runs[0]
+    assert run.breach == SAID
+    assert not run.drift("rel_l2")
+
+
+def _as_if_fp32(stretch):
+    for row in stretch["executed"]:
+        row[4] = ["float32" for _ in row[4]]
+
+
+def test_a_change_that_had_no_effect_is_a_finding(study):
+    run = _relabel(study)
+    _rewrite(run, _as_if_fp32)
+    proof, _ = _lines(study, "fp32")
+    said = "a pair: they differ in precision alone; the change had no effect: both end in the same"
+    assert proof.sentence.startswith(said)
+    note = (
+        "The change had no effect: fp32 changes precision and ends in the baseline's bits (seed 0)."
+    )
+    assert note in notes(ladder_of(read_study(study)))
+
+
+def test_an_honest_study_has_no_such_finding(trained):
+    assert not [n for n in notes(ladder_of(read_study(trained))) if "no effect" in n]
+    for arm in ("fp32", "rerun", "flash_fa2", "nudge"):
+        proof, lines = _lines(trained, arm)
+        assert proof.breach is None
+        assert not proof.unproven
+        assert lines[f"witness of {arm}"] == "same"
+        by_axis = {
+            "fp32": ("different by design",) * 2,
+            "flash_fa2": ("same", "different by design"),
+        }
+        found = (lines["executed in linear"], lines["executed in attention"])
+        assert found == by_axis.get(arm, ("same", "same"))
+
+
+def test_a_run_without_a_witness_is_unproven(study):
+    run = _run(study, "rerun")
+    run.witness.unlink()
+    manifest = read_manifest(run.manifest)
+    files = {name: sum for name, sum in manifest.files.items() if name != "witness.json"}
+    write_manifest(run.manifest, replace(manifest, files=files))
+    proof, _ = _lines(study, "rerun")
+    said = "not on record: what rerun, seed 0 executed, which has no witness"
+    assert proof.sentence == f"an A/A pair; {said}"
+    (check,) = (c for c in check_pairs(read_study(study)) if (c.arm, c.seed) == ("rerun", 0))
+    assert (check.state, check.said) == ("unproven", said)
+
+
+def test_a_stretch_that_nobody_witnessed_is_unproven(study):
+    _rewrite(_run(study, "rerun"), lambda stretch: stretch.update(first=2))
+    proof, _ = _lines(study, "rerun")
+    said = "what rerun, seed 0 executed: nothing is on record of updates 0 to 2"
+    assert proof.unproven == [said]
+
+
+def test_a_stretch_of_which_nothing_was_seen_is_unproven(study):
+    _rewrite(_run(study, "rerun"), lambda stretch: stretch.update(executed=[]))
+    proof, _ = _lines(study, "rerun")
+    said = "what rerun, seed 0 multiplied: no product of updates 0 to 6 was looked at"
+    assert proof.unproven == [said]
+
+
+def test_what_a_compiled_run_multiplied_is_unproven(study):
+    _rewrite(
+        _run(study, "rerun"),
+        lambda stretch: stretch.update(executed=[], unproven="torch.compile fuses operators"),
+    )
+    proof, lines = _lines(study, "rerun")
+    assert proof.unproven == ["what rerun, seed 0 multiplied: torch.compile fuses operators"]
+    assert lines["known answers"] == lines["switches"] == "same"
+
+
+def _other_attention(stretch):
+    for row in stretch["executed"]:
+        if row[0] == "attention" and row[3] == "aten::bmm":
+            row[4] = ["float64", "float64"]
+
+
+def _other_answer(stretch):
+    stretch["answers"]["at_start"]["exp_fp32"] = stretch["answers"]["at_end"]["exp_fp32"] = "f" * 16
+
+
+def _other_switch(stretch):
+    for moment in ("at_start", "at_end"):
+        stretch["switches"][moment]["sdpa_flash"] = False
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (
+            _other_attention,
+            "no pair: what is executed in attention differs, first in layer_0.attention, backward: "
+            "aten::bmm of float32 x float32 in one alone",
+        ),
+        (_other_answer, "no pair: known answer exp_fp32 is "),
+        (_other_switch, "no pair: switch sdpa_flash is True in one, False in the other"),
+    ],
+)
+def test_two_runs_of_one_config_execute_the_same(study, edit, said):
+    _rewrite(_run(study, "rerun"), edit)
+    assert _lines(study, "rerun")[0].sentence.startswith(said)
