@@ -25,7 +25,7 @@ from stability.config.diff import leaves
 from stability.config.schema import BASELINE, ArmConfig, PolicyConfig, ProbeConfig
 from stability.records.assay import sources_of
 from stability.records.paths import StudyPaths, is_run, list_runs
-from stability.records.protocol import Protocol, has_begun, protocol_hash, read_protocol
+from stability.records.protocol import Protocol, SealedArm, has_begun, protocol_hash, read_protocol
 
 __all__ = ["UNSEALED", "changes_between", "make_protocol", "protocol_changes", "protocol_of"]
 
@@ -50,15 +50,7 @@ def make_protocol(
     return Protocol(
         study=config["name"],
         policy=dict(policy),
-        arms={
-            arm["name"]: {
-                "role": arm["role"],
-                "until": arm["until"],
-                "diff": {path: list(values) for path, values in arm["diff"].items()},
-                **({"probe": dict(probes[arm["name"]])} if arm["name"] in probes else {}),
-            }
-            for arm in arms
-        },
+        arms={arm["name"]: _sealed_arm(arm, probes.get(arm["name"])) for arm in arms},
         window={
             "step": policy.get("step", 0),
             "limit": policy.get("window_limit"),
@@ -69,6 +61,15 @@ def make_protocol(
         seeds=list(config["seeds"]),
         base=dict(config["base"]),
     )
+
+
+def _sealed_arm(arm: Mapping[str, Any], probe: Mapping[str, Any] | None) -> SealedArm:
+    sealed = SealedArm(
+        role=arm["role"],
+        until=arm["until"],
+        diff={path: list(values) for path, values in arm["diff"].items()},
+    )
+    return sealed if probe is None else {**sealed, "probe": dict(probe)}
 
 
 def protocol_of(study: RecordedStudy, policy: PolicyConfig) -> Protocol:
@@ -153,9 +154,7 @@ def _values(group: str, sealed: Mapping[str, Any], now: Mapping[str, Any]) -> It
             yield f"{path} is {_shown(now.get(name))}, was sealed as {_shown(sealed.get(name))}"
 
 
-def _arms(
-    sealed: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
-) -> Iterator[str]:
+def _arms(sealed: Mapping[str, SealedArm], now: Mapping[str, SealedArm]) -> Iterator[str]:
     for name in dict.fromkeys([*sealed, *now]):
         if name not in sealed:
             yield f"arm {name} was added"
@@ -163,12 +162,12 @@ def _arms(
             yield f"arm {name} was taken out"
         else:
             yield from _values(f"arm {name}", _flat(sealed[name]), _flat(now[name]))
+            probes = [leaves(_probe(arm[name].get("probe", {}))) for arm in (sealed, now)]
             if "probe" in sealed[name] and "probe" in now[name]:
-                probes = (leaves(_probe(arm[name]["probe"])) for arm in (sealed, now))
                 yield from _values(f"arm {name}.probe", *probes)
 
 
-def _flat(arm: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(arm: SealedArm) -> dict[str, Any]:
     own = {path: values[-1] for path, values in arm["diff"].items()}
     return {"role": arm["role"], "until": arm["until"], **own}
 
@@ -213,7 +212,7 @@ def _other_probes(study: RecordedStudy, sealed: Protocol) -> Iterator[str]:
             done = run.manifest.config.get("probe") if run.manifest else None
             if done is None:
                 continue
-            planned = _probe(asked, is_first=seed == sealed.seeds[0])
+            planned = _probe(asked, is_first=[seed] == sealed.seeds[:1])
             group = f"in the run of {arm.name}, seed {seed}, probe"
             changes = list(_values(group, leaves(planned), leaves(_probe(done))))
             if changes:

@@ -30,7 +30,7 @@ from stability.records.paths import RunPaths, StudyPaths, list_runs
 from stability.records.remade_drifts import RemadeDrifts, read_remade
 from stability.records.run_files import file_damage, misplacement
 from stability.records.run_lock import is_held
-from stability.records.sealed_json import read_sealed
+from stability.records.study_file import StudyArm, StudyFile, read_study_file
 
 __all__ = ["RecordedArm", "RecordedRun", "RecordedStudy", "RunState", "find_arm", "read_study"]
 
@@ -181,26 +181,21 @@ def read_study(
     ValueError if `study.json` is missing or is no study; nothing else on disk can make it fail.
     """
     path = StudyPaths(study_dir).study
-    try:
-        content = read_sealed(path, writer="`stability run`")
-        config = content["config"]
-        return RecordedStudy(
-            name=config["name"],
-            question=config["question"],
-            yardstick=config.get("yardstick", ""),
-            base=config["base"],
-            seeds=_seeds(config["seeds"], path),
-            steps=config["base"]["train"]["steps"],
-            early_step=config.get("early_step", 0),
-            policy=_policy(config.get("policy") or {}, path),
-            arms=_read_arms(study_dir, content, known, has_logs=has_logs),
-            folder=study_dir,
-            unlisted=_unlisted(study_dir, content),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"read_study: {path} must hold a study's config and arms, got {error!r}"
-        ) from error
+    content = read_study_file(study_dir)
+    config = content.config
+    return RecordedStudy(
+        name=config["name"],
+        question=config["question"],
+        yardstick=config.get("yardstick", ""),
+        base=config["base"],
+        seeds=_seeds(config["seeds"], path),
+        steps=config["base"]["train"]["steps"],
+        early_step=config.get("early_step", 0),
+        policy=_policy(config.get("policy") or {}, path),
+        arms=_read_arms(study_dir, content, known, has_logs=has_logs),
+        folder=study_dir,
+        unlisted=_unlisted(study_dir, content),
+    )
 
 
 def _seeds(seeds: Sequence[int], path: Path) -> tuple[int, ...]:
@@ -217,9 +212,9 @@ def _policy(values: Mapping[str, Any], path: Path) -> PolicyConfig:
     return from_dict(PolicyConfig, known, str(path))
 
 
-def _unlisted(study_dir: Path, content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    listed = {arm["name"] for arm in content["arms"]}
-    seeds = set(content["config"]["seeds"])
+def _unlisted(study_dir: Path, content: StudyFile) -> dict[str, tuple[int, ...]]:
+    listed = {arm["name"] for arm in content.arms}
+    seeds = set(content.config["seeds"])
     found: dict[str, tuple[int, ...]] = {}
     for run in list_runs(study_dir):
         if (run.arm not in listed or run.seed not in seeds) and run.manifest.exists():
@@ -248,12 +243,12 @@ def _changed_since(paths: RunPaths, manifest: Manifest) -> str:
 
 
 def _read_arms(
-    study_dir: Path, content: Mapping[str, Any], known: RecordedStudy | None, *, has_logs: bool
+    study_dir: Path, content: StudyFile, known: RecordedStudy | None, *, has_logs: bool
 ) -> tuple[RecordedArm, ...]:
-    config, arms, seeds = content["config"], content["arms"], content["config"]["seeds"]
+    config, arms, seeds = content.config, content.arms, content.config["seeds"]
+    path = StudyPaths(study_dir).study
     again = repeated([arm["name"] for arm in arms])
     if again is not None:
-        path = StudyPaths(study_dir).study
         raise ValueError(f"read_study: {path} lists the arm {again!r} twice; it would count twice")
     arms_before = known.arms if known else ()
     before = {(arm.name, seed): run for arm in arms_before for seed, run in arm.runs.items()}
@@ -280,10 +275,10 @@ def _read_arms(
     return tuple(
         RecordedArm(
             name=arm["name"],
-            axis=arm["axis"],
-            diff=_checked_diff(arm),
-            role=_role(arm, config.get("yardstick", "")),
-            until=_until(arm, config["base"]["train"]["steps"]),
+            axis=_one_of(Axis, arm["axis"], f"{path}: axis of {arm['name']!r}"),
+            diff=arm["diff"],
+            role=_one_of(Role, _role(arm, config), f"{path}: role of {arm['name']!r}"),
+            until=arm.get("until", config["base"]["train"]["steps"]),
             runs={
                 seed: _as_pair(
                     found[arm["name"], seed],
@@ -302,28 +297,16 @@ def _read_nothing(_: Path) -> tuple[LogContent, list[Event]]:
     return LogContent(), []
 
 
-def _checked_diff(arm: Mapping[str, Any]) -> Mapping[str, list[Any]]:
-    diff = arm["diff"]
-    if not isinstance(diff, dict) or any(
-        not isinstance(values, list) or len(values) != 2 for values in diff.values()
-    ):
-        raise TypeError(f"diff of {arm['name']!r} must hold pairs of values, is {diff!r}")
-    return diff
-
-
-def _role(arm: Mapping[str, Any], yardstick: str) -> Role:
+def _role(arm: StudyArm, config: Mapping[str, Any]) -> str:
     """Return an arm's role; a study of before there were roles has those that follow by default."""
-    role = arm.get("role") or default_role(arm["name"], arm["diff"], yardstick)
-    if role not in get_args(Role):
-        raise TypeError(f"role of {arm['name']!r} must be a role, is {role!r}")
-    return role
+    return arm.get("role") or default_role(arm["name"], arm["diff"], config.get("yardstick", ""))
 
 
-def _until(arm: Mapping[str, Any], steps: int) -> int:
-    until = arm.get("until", steps)
-    if type(until) is not int:
-        raise TypeError(f"until of {arm['name']!r} must be a whole number, is {until!r}")
-    return until
+def _one_of(kind: Any, value: str, where: str) -> Any:
+    """Return a value of the Literal `kind`; ValueError, which opens with `where`, for another."""
+    if value not in get_args(kind):
+        raise ValueError(f"{where} must be one of {', '.join(get_args(kind))}, is {value!r}")
+    return value
 
 
 def _helpers(study_dir: Path) -> int:

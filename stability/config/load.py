@@ -275,6 +275,10 @@ _MOST_VALUES = 100_000
 """Most values that a file may stand for, each alias counted as all that it repeats."""
 
 
+_MOST_BYTES = 2**24
+"""Most of a YAML file; the largest of ours has some kilobytes."""
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, refusing duplicate keys and aliases that multiply or never end."""
 
@@ -339,6 +343,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     ConfigError, one line, for a file that is missing, unreadable, not YAML, or no mapping.
     """
     try:
+        # a pipe is waited for, and a device may never end
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: cannot be read: must be a plain file")
+        if path.exists() and path.stat().st_size > _MOST_BYTES:
+            raise ConfigError(f"{path}: cannot be read: holds more than {_MOST_BYTES} bytes")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"

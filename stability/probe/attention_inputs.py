@@ -18,6 +18,7 @@ from attention_kernels import round_to
 from attention_kernels.formats import FORMATS, format_named
 from attention_kernels.rounding import INPUT_DTYPES
 from attention_kernels.testing import Shape
+from stability.records.plain_files import check_plain
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -91,7 +92,7 @@ def read_inputs(path: Path, format: str, device: str = "cpu") -> AttentionInputs
         raise ValueError(
             f"read_inputs: qkv must be a safetensors file, got {str(path)!r}; no such file"
         )
-    tensors = load_file(path)
+    tensors = load_file(check_plain(path))
     missing = [name for name in ("q", "k", "v") if name not in tensors]
     if missing:
         raise ValueError(

@@ -9,12 +9,13 @@ Leaves out the measuring (`study.assay`) and whether a fault was found (`analysi
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from stability.records.paths import StudyPaths
+from stability.records.record_types import Count, Number
 from stability.records.sealed_json import jsonable, read_record, write_sealed
 
 __all__ = ["AssayRecord", "FaultRecord", "read_assay", "sources_of", "write_assay"]
@@ -72,28 +73,40 @@ def sources_of(resolved: Mapping[str, Any], environment: Mapping[str, Any]) -> d
     }
 
 
+class _Figures(TypedDict):
+    """Of one result, a value for each look and layer."""
+
+    error_ratio: list[Number]
+    gain: list[Number]
+    golden_bias_ulp: list[Number]
+
+
+class _FaultValues(TypedDict):
+    name: str
+    what: str
+    levels: list[str]
+    operator: dict[str, _Figures]
+    ratios: list[Number]
+    share: Number
+    share_se: Number
+    share_looks: Count
+    error: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
     arm: str
-    seed: int
-    parents: dict[str, Any]
-    own: dict[str, Any]
-    faults: list[Any]
+    seed: Count
+    parents: dict[str, str]
+    own: _FaultValues
+    faults: list[_FaultValues]
     sources: dict[str, str] = field(default_factory=dict)
 
 
 def write_assay(study: Path, record: AssayRecord) -> Path:
     """Write the assay of an arm below the study's folder, whole or not at all."""
     path = StudyPaths(study).assay(record.arm)
-    content = _File(
-        arm=record.arm,
-        seed=record.seed,
-        parents=dict(record.parents),
-        own=asdict(record.own),
-        faults=[asdict(fault) for fault in record.faults],
-        sources=dict(record.sources),
-    )
-    write_sealed(path, jsonable(asdict(content)))
+    write_sealed(path, jsonable(asdict(record)))
     return path
 
 
@@ -106,30 +119,31 @@ def read_assay(study: Path, arm: str) -> AssayRecord | None:
     if not path.exists():
         return None
     content = read_record(path, _File, writer="`stability run`", kind="assay")
-    try:
-        return AssayRecord(
-            arm=content.arm,
-            seed=content.seed,
-            parents=content.parents,
-            own=_fault(content.own),
-            faults=tuple(_fault(entry) for entry in content.faults),
-            sources=content.sources,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{path}: must hold the figures of planted faults: {error!r}; remove it, and "
-            "`stability run` makes it anew"
-        ) from error
+    return AssayRecord(
+        arm=content.arm,
+        seed=content.seed,
+        parents=content.parents,
+        own=_fault(content.own),
+        faults=tuple(_fault(entry) for entry in content.faults),
+        sources=content.sources,
+    )
 
 
-def _fault(entry: Mapping[str, Any]) -> FaultRecord:
+_METRICS: tuple[Literal["error_ratio", "gain", "golden_bias_ulp"], ...] = (
+    "error_ratio",
+    "gain",
+    "golden_bias_ulp",
+)
+
+
+def _fault(entry: _FaultValues) -> FaultRecord:
     return FaultRecord(
         name=entry["name"],
         what=entry["what"],
         levels=tuple(entry["levels"]),
         # "nan" and "inf" stand as text in JSON
         operator={
-            result: {metric: _numbers(values) for metric, values in metrics.items()}
+            result: {metric: _numbers(metrics[metric]) for metric in _METRICS}
             for result, metrics in entry["operator"].items()
         },
         ratios=_numbers(entry["ratios"]),
@@ -140,5 +154,5 @@ def _fault(entry: Mapping[str, Any]) -> FaultRecord:
     )
 
 
-def _numbers(values: list[Any]) -> tuple[float, ...]:
+def _numbers(values: Iterable[Number]) -> tuple[float, ...]:
     return tuple(float(value) for value in values)

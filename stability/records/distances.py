@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict
 
 from stability.records.manifest import Manifest
 from stability.records.paths import RunPaths, StudyPaths
+from stability.records.record_types import Count, Number
 from stability.records.sealed_json import jsonable, read_record, write_sealed
 
 __all__ = [
@@ -71,29 +72,39 @@ class SeedDistances:
     """RMS distances of the token log-probabilities of the fixed held-out batch, in nats."""
 
 
+class _MatrixValues(TypedDict):
+    parents: dict[str, str]
+    norms: dict[str, Number]
+    rows: list[list[Number]]
+
+
+class _StepValues(TypedDict):
+    step: Count
+    weights: _MatrixValues | None
+    predictions: _MatrixValues | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
     """What the file holds, in JSON values."""
 
-    seed: int
-    steps: list[Any]
+    seed: Count
+    steps: list[_StepValues]
 
 
 def write_distances(study: Path, distances: SeedDistances) -> Path:
     """Write the distances of a seed below the study's folder, whole or not at all."""
     path = StudyPaths(study).distances(distances.seed)
     steps = sorted({*distances.weights, *distances.predictions})
-    content = _File(
-        seed=distances.seed,
-        steps=[
-            {
-                "step": step,
-                "weights": _matrix_values(distances.weights.get(step)),
-                "predictions": _matrix_values(distances.predictions.get(step)),
-            }
-            for step in steps
-        ],
-    )
+    values: list[_StepValues] = [
+        {
+            "step": step,
+            "weights": _matrix_values(distances.weights.get(step)),
+            "predictions": _matrix_values(distances.predictions.get(step)),
+        }
+        for step in steps
+    ]
+    content = _File(seed=distances.seed, steps=values)
     write_sealed(path, jsonable(asdict(content)))
     return path
 
@@ -115,9 +126,9 @@ def read_distances(study: Path, seed: int) -> SeedDistances:
             weights=_matrices(content.steps, "weights"),
             predictions=_matrices(content.steps, "predictions"),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(
-            f"{path}: must hold symmetric matrices of distances by step: {error!r}; remove it, and "
+            f"{path}: must hold symmetric matrices of distances by step: {error}; remove it, and "
             "`stability run` makes it anew"
         ) from error
 
@@ -149,25 +160,27 @@ def with_parents(
     )
 
 
-def _matrix_values(matrix: DistanceMatrix | None) -> dict[str, Any] | None:
+def _matrix_values(matrix: DistanceMatrix | None) -> _MatrixValues | None:
     if matrix is None:
         return None
-    return {
-        "parents": dict(matrix.parents),
-        "norms": dict(matrix.norms),
-        "rows": [list(row) for row in matrix.rows],
-    }
+    return _MatrixValues(
+        parents=dict(matrix.parents),
+        norms={**matrix.norms},
+        rows=[[*row] for row in matrix.rows],
+    )
 
 
-def _matrices(steps: list[Any], what: str) -> dict[int, DistanceMatrix]:
+def _matrices(
+    steps: list[_StepValues], what: Literal["weights", "predictions"]
+) -> dict[int, DistanceMatrix]:
     return {
-        entry["step"]: _matrix(entry[what], f"{what} at step {entry['step']}")
+        entry["step"]: _matrix(values, f"{what} at step {entry['step']}")
         for entry in steps
-        if entry[what] is not None
+        if (values := entry[what]) is not None
     }
 
 
-def _matrix(values: Mapping[str, Any], where: str) -> DistanceMatrix:
+def _matrix(values: _MatrixValues, where: str) -> DistanceMatrix:
     # "nan" and "inf" stand as text in JSON
     rows = tuple(tuple(float(value) for value in row) for row in values["rows"])
     size = len(values["parents"])
@@ -177,6 +190,9 @@ def _matrix(values: Mapping[str, Any], where: str) -> DistanceMatrix:
         for i in range(size)
     ):
         raise ValueError(f"{where} is not square and symmetric with zeros on its diagonal")
+    lacking = values["parents"].keys() - values["norms"].keys()
+    if lacking:
+        raise ValueError(f"{where} has no norm of {min(lacking)}")
     norms = {arm: float(values["norms"][arm]) for arm in values["parents"]}
     return DistanceMatrix(parents=dict(values["parents"]), norms=norms, rows=rows)
 

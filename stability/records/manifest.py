@@ -6,8 +6,9 @@ Leaves out the numbers of the run (`metric_log`) and whether two manifests make 
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
+from stability.records.record_types import Count, Pair
 from stability.records.sealed_json import read_record, write_sealed
 
 __all__ = [
@@ -25,17 +26,24 @@ ENDED: tuple[RunState, ...] = ("finished", "diverged")
 """States of a run that is never trained again."""
 
 
+class RecordedConfig(TypedDict, total=False):
+    """What readers look for in a config that may be of another version."""
+
+    attention: dict[str, Any]
+    probe: dict[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """One run in JSON values. `diff` maps config paths to [baseline's value, this arm's value]."""
 
     study: str
     arm: str
-    seed: int
+    seed: Count
     axis: str
-    config: dict[str, Any]
-    diff: dict[str, list[Any]]
-    environment: dict[str, Any]
+    config: RecordedConfig
+    diff: dict[str, Pair]
+    environment: dict[str, str | int | float | bool | None]
     """What else decides the bits (`identity`)."""
     resolved: dict[str, Any]
     """What `auto` became: the attention's engine and its numerics."""
@@ -43,7 +51,7 @@ class Manifest:
     """`config_less_axis`, `environment`, `init_weights` (before a nudge), `text`, `held_out` (the
     batches that are evaluated, empty without any); at the end also `batches`, `final_weights`."""
     state: RunState
-    step: int
+    step: Count
     """Updates made when the manifest was written."""
     message: str
     """Why the run failed or diverged; else empty."""
@@ -52,7 +60,7 @@ class Manifest:
     fork: dict[str, Any] = field(default_factory=dict)
     """Where the run goes on from, if it is a fork: `from` (the parent's folder, seen
     from this one), `at`, `until`."""
-    until: int = 0
+    until: Count = 0
     """The step at which the run is planned to stop; 0 in manifests of before arms had an end of
     their own, whose runs all go on to `config.train.steps`."""
     files: dict[str, str] = field(default_factory=dict)

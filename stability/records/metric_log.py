@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from io import FileIO
+from itertools import count
 from pathlib import Path
 from struct import error as StructError
 from struct import pack
@@ -30,6 +31,7 @@ import orjson
 from stability.records import file_operations
 from stability.records.atomic_files import DiskFullError, make_folders, naming
 from stability.records.metric_columns import MetricColumns
+from stability.records.plain_files import open_plain
 from stability.records.sealed_json import NON_FINITE
 
 __all__ = [
@@ -39,10 +41,13 @@ __all__ = [
     "read_lines",
     "read_log",
     "read_metrics",
+    "read_start",
     "read_text",
 ]
 
 
+MOST_OF_A_LINE = 2**26
+"""Bytes; no step logs as much, and a file without line ends is not read into memory."""
 _STEP = "step"
 _CRC = "crc"
 
@@ -109,14 +114,17 @@ class MetricLog:
         """Return the length of the log in bytes: whole lines only."""
         if self._file is not None:
             return self._file.tell()
-        return self._path.read_bytes().rfind(b"\n") + 1 if self._path.exists() else 0
+        if not self._path.exists():
+            return 0
+        with open_plain(self._path) as file:
+            return file.read().rfind(b"\n") + 1
 
     def hash_until(self, position: int) -> str:
         """Return the SHA-256 of the first `position` bytes; only what is new is read again."""
         if position < self._hashed_bytes:
             self._hashed, self._hashed_bytes = sha256(), 0
         if position > self._hashed_bytes:
-            with self._path.open("rb") as file:
+            with open_plain(self._path) as file:
                 file.seek(self._hashed_bytes)
                 _hash_into(self._hashed, file, position - self._hashed_bytes)
             self._hashed_bytes = position
@@ -154,9 +162,15 @@ def hash_start(path: Path, length: int) -> str:
     """Return the SHA-256 of the first `length` bytes of a log, or of all if it is shorter."""
     digest = sha256()
     if length:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             _hash_into(digest, file, length)
     return digest.hexdigest()
+
+
+def read_start(path: Path, length: int) -> bytes:
+    """Return the first `length` bytes of a log, or all if it is shorter."""
+    with open_plain(path) as file:
+        return file.read(length)
 
 
 def _hash_into(digest: Any, file: IO[bytes], length: int) -> None:
@@ -218,10 +232,15 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with path.open("rb", buffering=2**20) as file:
-        for number, raw in enumerate(file, start=1):
-            if raw.endswith(b"\n"):  # else torn
+    with open_plain(path) as file:
+        for number in count(1):
+            raw = file.readline(MOST_OF_A_LINE)
+            if raw.endswith(b"\n"):
                 yield number, raw
+            elif len(raw) == MOST_OF_A_LINE:
+                raise ValueError(f"{path}: line {number} must have fewer than {len(raw)} bytes")
+            else:  # the end, or torn
+                return
 
 
 def _quick(raw: bytes) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stability.records.record_types import Count
 from stability.records.sealed_json import read_record, write_sealed
 
 __all__ = ["METRICS_FILE", "PROBE_FILE", "ProbeRecord", "read_probe_record", "write_probe_record"]
@@ -27,7 +28,7 @@ class ProbeRecord:
     """What each shadow is, by name, e.g. its numerics."""
     golden: bool
     layers: list[str]
-    steps: int
+    steps: Count
     """Updates or batches that the probe has seen."""
     environment: dict[str, Any]
 

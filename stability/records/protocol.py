@@ -11,14 +11,26 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from stability.records import file_operations
 from stability.records.atomic_files import naming, remove, temporary_name
 from stability.records.paths import StudyPaths, is_run, list_runs
+from stability.records.record_types import Count, Pair
 from stability.records.sealed_json import file_checksum, read_record, write_sealed
 
 __all__ = ["Protocol", "has_begun", "protocol_hash", "read_protocol", "seal_protocol"]
+
+
+class SealedArm(TypedDict):
+    """What is fixed of an arm."""
+
+    role: str
+    until: Count
+    diff: dict[str, Pair]
+    """Config path -> [baseline's value, the arm's]."""
+    probe: NotRequired[dict[str, Any]]
+    """Decides what is seen of the arm; older protocols do not hold it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,15 +40,14 @@ class Protocol:
     study: str
     policy: dict[str, Any]
     """Candidates, limits, margins and the error rate, by name."""
-    arms: dict[str, dict[str, Any]]
-    """By name: `role`, `until`, `diff`, config path -> [baseline's value, the arm's], and `probe`,
-    which decides what is seen of the arm; older protocols do not hold the last."""
+    arms: dict[str, SealedArm]
+    """By name."""
     window: dict[str, Any]
     """How the judged step is chosen: `step` (0: by the rule), the rule's `limit`, the
     updates of `settling` that it passes over, and the `steps` that it chooses from."""
-    looks: list[int]
+    looks: list[Count]
     """The numbers of seeds at which the study may be judged."""
-    seeds: list[int]
+    seeds: list[Count]
     """The seeds that were asked for, in the order in which they count."""
     base: dict[str, Any]
     """The baseline's config, the held-out text included."""

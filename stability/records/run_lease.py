@@ -28,6 +28,8 @@ from typing import Any
 from stability.records import file_operations
 from stability.records.atomic_files import naming, remove
 from stability.records.paths import RunPaths
+from stability.records.plain_files import read_plain
+from stability.records.sealed_json import parse_json
 
 __all__ = ["LeaseLostError", "check_no_lease", "is_leased", "lease"]
 
@@ -164,7 +166,7 @@ def _time_of(path: Path) -> int | None:
 def _read(path: Path) -> Mapping[str, Any]:
     """Return what a lease says; nothing if it is gone or torn."""
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_plain(path))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

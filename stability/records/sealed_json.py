@@ -13,15 +13,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from stability.records.atomic_files import write_text
+from stability.records.plain_files import open_plain, read_plain
+from stability.records.record_types import check_plain_json, check_type
 
 __all__ = [
     "NON_FINITE",
     "DamagedError",
     "file_checksum",
     "jsonable",
+    "parse_json",
     "read_record",
     "read_sealed",
     "write_sealed",
@@ -60,12 +63,12 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
 def read_sealed(path: Path, writer: str) -> dict[str, Any]:
     """Return what `write_sealed` wrote to `path`, without the checksum.
 
-    ValueError, one line that names the file, if it is missing or can't be read, DamagedError if it
-    is truncated or no JSON object, or if its checksum is wrong. For a missing file it also says
-    which command (`writer`) writes it.
+    ValueError, one line that names the file, if it is missing, no plain file or can't be read,
+    DamagedError if it is truncated, no JSON object or nested deeper than any record, or if its
+    checksum is wrong. For a missing file it also says which command (`writer`) writes it.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_plain(path))
     except FileNotFoundError as error:
         raise ValueError(f"{path}: there is no such file; {writer} writes it") from error
     except OSError as error:
@@ -81,15 +84,25 @@ def read_sealed(path: Path, writer: str) -> dict[str, Any]:
     return content
 
 
+def parse_json(data: bytes) -> Any:
+    """Return what JSON says; ValueError, a clause, if it is none, or none that we could write."""
+    try:
+        content = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("is nested too deep to be read") from error
+    check_plain_json(content)
+    return content
+
+
 def read_record(path: Path, record: type[T], writer: str, kind: str = "record") -> T:
     """Return the dataclass `record` that `write_sealed` wrote to `path` field by field.
 
     `kind` is what the file is called in a message. A field with a default may be missing: it was
     added since. ValueError as `read_sealed`, and for keys or types that are not those of the
-    fields.
+    fields, however deep those are declared (`record_types`).
     """
     content = read_sealed(path, writer)
-    hints = get_type_hints(record)
+    hints = get_type_hints(record, include_extras=True)
     known = fields(record)  # pyright: ignore[reportArgumentType]
     names = [field.name for field in known]
     optional = {x.name for x in known if (x.default, x.default_factory) != (MISSING, MISSING)}
@@ -100,24 +113,17 @@ def read_record(path: Path, record: type[T], writer: str, kind: str = "record") 
     missing = [name for name in names if name not in content and name not in optional]
     if missing:
         raise ValueError(f"{path}: missing key {', '.join(missing)}; it is no whole {kind}")
-    for name in content:
-        _check_value(path, name, content[name], hints[name])
+    try:
+        for name in content:
+            check_type(content[name], hints[name], name)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return record(**content)
 
 
-def _check_value(path: Path, name: str, value: Any, hint: Any) -> None:
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise ValueError(f"{path}: {name} must be one of {get_args(hint)}, is {value!r}")
-        return
-    expected = get_origin(hint) or hint
-    if not isinstance(value, expected):
-        raise ValueError(f"{path}: {name} must be of type {expected.__name__}, is {value!r}")
-
-
 def file_checksum(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes; OSError if it can't be read."""
-    with path.open("rb") as file:
+    """Return the SHA-256 of a file's bytes; OSError if it can't be read or is no plain file."""
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

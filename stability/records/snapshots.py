@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stability.records.atomic_files import write_whole
+from stability.records.plain_files import check_plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ def read_snapshot(path: Path) -> "dict[str, Tensor]":
     import safetensors.torch  # heavy: torch
 
     try:
-        return safetensors.torch.load_file(path)
+        return safetensors.torch.load_file(check_plain(path))
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: must be a whole snapshot: {error}") from error
 

@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from stability.records.paths import RunPaths
+from stability.records.record_types import Count, Pair
 from stability.records.sealed_json import read_record, write_sealed
 
 __all__ = [
@@ -31,6 +32,23 @@ CHANGES = ("none", "lowered", "raised")
 """A step is the profile as it is, or has one point lowered to its format, or raised to FP64."""
 
 
+class WaterfallStep(TypedDict):
+    """One change of the profile and what came of it."""
+
+    change: Literal["none", "lowered", "raised"]
+    point: str
+    format: str
+    errors: dict[str, float]
+    """Relative, by result."""
+
+
+class WaterfallPoint(TypedDict, total=False):
+    """What is read of all that was chosen."""
+
+    changes: list[Pair]
+    """A field of the profile's numerics and what it was set to."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaterfallRecord:
     """One waterfall, in JSON values."""
@@ -38,15 +56,13 @@ class WaterfallRecord:
     profile: str
     format: str
     """The format of q, k and v, and of the points that the profile leaves to them."""
-    layer: int
-    step: int
+    layer: Count
+    step: Count
     """Updates made when the weights were taken."""
-    point: dict[str, Any]
-    """All that was chosen: mask, scale, shapes; `changes`, pairs of a field of the profile's
-    numerics and what it was set to."""
+    point: WaterfallPoint
+    """All that was chosen: mask, scale, shapes, changes."""
     numerics: dict[str, Any]
-    steps: list[dict[str, Any]]
-    """`change`, one of CHANGES; the `point` and its `format`; `errors`, relative, by result."""
+    steps: list[WaterfallStep]
     versions: dict[str, str]
 
     @property
@@ -82,27 +98,15 @@ def waterfall_files(run: RunPaths) -> list[Path]:
 
 def _read(path: Path) -> WaterfallRecord:
     record = read_record(path, WaterfallRecord, writer="`stability deviate --record`")
-    if not all(_is_step(step) for step in record.steps) or not _are_whole(record.steps):
+    if not _are_whole(record.steps):
         raise ValueError(
-            f"{path}: steps must be one as it is, and each point lowered and raised, of change, "
-            "point, format and errors of the same results"
+            f"{path}: steps must be one as it is, and each point lowered and raised, with errors "
+            "of the same results"
         )
     return record
 
 
-def _is_step(step: Any) -> bool:
-    return (
-        isinstance(step, dict)
-        and step.keys() == {"change", "point", "format", "errors"}
-        and step["change"] in CHANGES
-        and isinstance(step["point"], str)
-        and isinstance(step["format"], str)
-        and isinstance(step["errors"], dict)
-        and all(type(error) is float for error in step["errors"].values())
-    )
-
-
-def _are_whole(steps: list[dict[str, Any]]) -> bool:
+def _are_whole(steps: list[WaterfallStep]) -> bool:
     """Whether the points lowered are those raised, in one order, and results are alike."""
     points = {change: [s["point"] for s in steps if s["change"] == change] for change in CHANGES}
     return (

@@ -7,7 +7,6 @@ opening a file from elsewhere runs none of its code. Leaves out files from befor
 are no zip archives and can't be mapped, and writing (`snapshots`).
 """
 
-import json
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +18,9 @@ import torch
 from torch import Tensor
 
 from stability.records.paths import RunPaths, check_exists, is_run, list_runs, snapshot_steps
+from stability.records.plain_files import check_plain, read_plain
 from stability.records.run_files import read_run_file
+from stability.records.sealed_json import parse_json
 
 __all__ = ["TorchFile", "Weights", "open_weights"]
 
@@ -152,6 +153,7 @@ class TorchFile:
 
 def _load(path: Path) -> Any:
     try:
+        check_plain(path)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -192,7 +194,7 @@ class _SafetensorsFiles:
         self._paths: dict[str, Path] = {}
         for path in paths:
             try:
-                with safetensors.safe_open(path, "pt") as file:
+                with safetensors.safe_open(check_plain(path), "pt") as file:
                     names = file.keys()
                     outlines = {name: file.get_tensor(name).to("meta") for name in names}
             except (OSError, safetensors.SafetensorError) as error:
@@ -202,7 +204,7 @@ class _SafetensorsFiles:
 
     def load(self, name: str) -> Tensor:
         """Return a tensor."""
-        with safetensors.safe_open(self._paths[name], "pt") as file:
+        with safetensors.safe_open(check_plain(self._paths[name]), "pt") as file:
             return file.get_tensor(name)
 
 
@@ -246,7 +248,7 @@ def _open_folder(folder: Path) -> Weights:
 def _read_index(index: Path) -> dict[str, Path]:
     """Return by the name of a tensor the file beside the index that holds it."""
     try:
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = parse_json(read_plain(index))["weight_map"]
         found = {name: index.parent / Path(shard).name for name, shard in shards.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: must map names to files in weight_map: {error!r}") from error

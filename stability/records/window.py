@@ -6,35 +6,53 @@ noticed. It is written once, at the first look, and later looks read it. Leaves 
 (`analysis.window`).
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from stability.records.paths import StudyPaths
+from stability.records.record_types import Count, Number
 from stability.records.sealed_json import jsonable, read_record, write_sealed
 
 __all__ = ["WindowRecord", "read_window", "write_window"]
+
+
+class ControlRow(TypedDict):
+    """How far a control was from the baseline."""
+
+    step: Count
+    arm: str
+    seed: Count
+    log_excess: Number
+
+
+class ParentsRow(TypedDict):
+    """What the distances of a seed at a step were measured from."""
+
+    seed: Count
+    step: Count
+    files: dict[str, str]
+    """SHA-256 of the snapshots by arm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowRecord:
     """What the rule saw and the step that it picked, in JSON values."""
 
-    step: int
+    step: Count
     """The judged step; 0 if there is none."""
     reason: str
     """Why this step, or why none."""
-    limit: float
+    limit: Number
     """The largest |log E| of a control inside the window."""
     reference: str
     controls: list[str]
-    seeds: list[int]
+    seeds: list[Count]
     """The seeds of the look at which it was frozen."""
-    log_excess: list[dict[str, Any]]
-    """A row for each step, control and seed: `step`, `arm`, `seed`, `log_excess`."""
-    parents: list[dict[str, Any]]
-    """SHA-256 of the snapshots by arm, for each seed and step: `seed`, `step`, `files`."""
+    log_excess: list[ControlRow]
+    """A row for each step, control and seed."""
+    parents: list[ParentsRow]
+    """A row for each seed and step."""
 
 
 def write_window(study: Path, record: WindowRecord) -> Path:
@@ -52,18 +70,4 @@ def read_window(study: Path) -> WindowRecord | None:
     path = StudyPaths(study).window
     if not path.exists():
         return None
-    record = read_record(path, WindowRecord, writer="`stability run`", kind="record of a window")
-    rows = {"step", "arm", "seed", "log_excess"}
-    parents = {"seed", "step", "files"}
-    if not all(_has(row, rows) for row in record.log_excess) or not all(
-        _has(row, parents) and isinstance(row["files"], dict) for row in record.parents
-    ):
-        raise ValueError(
-            f"{path}: log_excess must hold {', '.join(sorted(rows))}, and parents "
-            f"{', '.join(sorted(parents))}; it is no whole record of a window"
-        )
-    return record
-
-
-def _has(row: Any, keys: set[str]) -> bool:
-    return isinstance(row, Mapping) and row.keys() == keys
+    return read_record(path, WindowRecord, writer="`stability run`", kind="record of a window")

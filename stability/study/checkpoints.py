@@ -18,7 +18,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 from stability.records.atomic_files import remove, write_whole
 from stability.records.manifest import Manifest
-from stability.records.metric_log import hash_start
+from stability.records.metric_log import hash_start, read_start
 from stability.records.metric_names import DRIFTS
 from stability.records.paths import (
     RunPaths,
@@ -26,6 +26,7 @@ from stability.records.paths import (
     prediction_steps,
     snapshot_steps,
 )
+from stability.records.plain_files import check_plain
 from stability.records.run_files import RunFiles, damaged_files, read_run_file
 from stability.records.sealed_json import file_checksum
 
@@ -57,7 +58,8 @@ class CheckpointFiles(CheckpointIO):
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return what `save_checkpoint` wrote: tensors and plain values, never a pickled object."""
-        return torch.load(path, map_location=map_location or "cpu", weights_only=True)
+        found = check_plain(Path(path))
+        return torch.load(found, map_location=map_location or "cpu", weights_only=True)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Do nothing: `save_checkpoint` deletes old checkpoints, and takes them off the list."""
@@ -139,7 +141,7 @@ def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str,
     position = checkpoint["callbacks"][_LOG_POSITION]["position"]
     kept = [
         line
-        for line in parent.metrics.read_bytes()[:position].splitlines(keepends=True)
+        for line in read_start(parent.metrics, position).splitlines(keepends=True)
         if not _holds_drifts(line)
     ]
     log = b"".join(kept)
@@ -170,7 +172,8 @@ def _write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
 
 def _log_lacks(paths: RunPaths, step: int) -> str:
     """Return what is wrong with the part of the log that a checkpoint goes with; mostly nothing."""
-    state = torch.load(paths.checkpoint(step), map_location="cpu", mmap=True, weights_only=True)
+    path = check_plain(paths.checkpoint(step))
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     said = state["callbacks"][_LOG_POSITION]
     position, log = said["position"], paths.metrics
     length = log.stat().st_size if log.exists() else 0

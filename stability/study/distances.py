@@ -26,6 +26,7 @@ from stability.records.distances import (
 )
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.paths import RunPaths
+from stability.records.plain_files import check_plain
 from stability.records.run_files import file_damage
 
 __all__ = ["update_distances"]
@@ -109,7 +110,7 @@ def _alike(files: Mapping[str, Path], note: Callable[[str, str], None]) -> dict[
     kept: dict[str, Path] = {}
     expected: dict[str, list[int]] = {}
     for arm, path in files.items():
-        with safetensors.safe_open(path, "pt") as opened:
+        with safetensors.safe_open(check_plain(path), "pt") as opened:
             shapes = _shapes(opened)
         expected = expected or shapes
         if shapes == expected:
@@ -133,7 +134,8 @@ def _measure(
     distinct = {parents[arm]: path for arm, path in files.items()}
     order = {checksum: i for i, checksum in enumerate(distinct)}
     with ExitStack() as stack:
-        opened = [stack.enter_context(safetensors.safe_open(p, "pt")) for p in distinct.values()]
+        paths = map(check_plain, distinct.values())
+        opened = [stack.enter_context(safetensors.safe_open(path, "pt")) for path in paths]
         norms, matrix = pairwise_l2(_parts(opened), len(opened))
         values = sum(math.prod(shape) for shape in _shapes(opened[0]).values())
     scale = math.sqrt(max(1, values)) if root_mean else 1.0

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from stability.records.atomic_files import write_text
 from stability.records.manifest import Manifest
 from stability.records.paths import RunPaths, StudyPaths, snapshot_steps
+from stability.records.plain_files import read_plain
 from stability.records.sealed_json import file_checksum
 from stability.tracking.environment import WandbMode, destination
 from stability.tracking.history import open_wandb_run
@@ -161,7 +162,7 @@ def _publish_once(
     stamp = directory / f"published-{mode}.sha256"
     stamped = json.dumps([destination(), dict(content)], sort_keys=True)
     digest = hashlib.sha256(stamped.encode()).hexdigest()
-    if stamp.exists() and stamp.read_text(encoding="utf-8").strip() == digest:
+    if stamp.exists() and read_plain(stamp) == f"{digest}\n".encode():
         return
     send()
     write_text(stamp, digest + "\n")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stability.records.atomic_files import make_folders, write_text
+from stability.records.plain_files import read_plain
 from stability.tracking.environment import WandbMode, added_tags, project
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _run_id(directory: Path) -> str:
     """
     path = directory / _ID_FILE
     if path.exists():
-        return path.read_text(encoding="utf-8").strip()
+        return read_plain(path).decode().strip()
     run_id = secrets.token_hex(8)
     write_text(path, run_id + "\n")
     return run_id
@@ -93,7 +94,7 @@ def _was_uploaded(folder: Path) -> bool:
     """Whether `wandb sync` has uploaded this folder, or has begun to."""
     if any(folder.glob("*.synced")):
         return True
-    return any("starting_step" in path.read_text() for path in folder.glob("*.syncstate"))
+    return any("starting_step" in read_plain(path).decode() for path in folder.glob("*.syncstate"))
 
 
 def _count_rows(file: Path) -> int:

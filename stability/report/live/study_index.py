@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from stability.records.paths import RunPaths, StudyPaths
+from stability.records.plain_files import read_plain
 from stability.records.probe_record import METRICS_FILE, PROBE_FILE
 from stability.records.run_lock import is_held
 from stability.records.waterfall_record import WATERFALLS
@@ -147,7 +148,7 @@ def _stamp(status: os.stat_result) -> str:
 def _says_running(manifest: str) -> bool:
     """Whether a manifest may say that its run is in training; it is not parsed."""
     try:
-        return RUNNING in Path(manifest).read_bytes()
+        return RUNNING in read_plain(Path(manifest))
     except OSError:
         return False
 

@@ -133,8 +133,8 @@ def test_a_study_of_before_there_were_roles_has_those_that_follow_from_its_chang
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("role", "hero", "role of 'rerun' must be a role, is 'hero'"),
-        ("until", "20", "until of 'rerun' must be a whole number, is '20'"),
+        ("role", "hero", "role of 'rerun' must be one of baseline, .*, yardstick, is 'hero'"),
+        ("until", "20", "arms.3.until must be of type int, is '20'"),
     ],
 )
 def test_a_role_or_end_that_is_none_is_refused(study, key, value, message):

@@ -449,7 +449,7 @@ def test_a_damaged_window_is_named_and_not_judged_by(tmp_path):
     write_sealed(path, content)
     assert "window.json" in _of(study).sentence
     assert _of(study).state == "not measured"
-    assert "it is no whole record of a window" in window_problems(study, POLICY)[0]
+    assert "log_excess.0 must have the key seed" in window_problems(study, POLICY)[0]
 
 
 def test_a_window_written_by_hand_is_told_among_the_changes_of_the_protocol(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from stability.records import metric_log
 from stability.records.metric_columns import Column, Series, column_of
 from stability.records.metric_log import read_lines, read_log, read_metrics, read_text
 from tests.stability.sealing import seal
@@ -136,3 +137,15 @@ def test_a_column_is_that_of_the_series_and_nobody_can_change_it(tmp_path):
         metrics.column("x").values[0] = 5.0
     assert column_of(metrics, "y").steps.size == 0
     assert metrics.get("y", Series()) == Series()
+
+
+def test_a_file_without_line_ends_is_not_read_into_memory(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(seal({"step": 1, "a": 2}))
+    length = path.stat().st_size
+    monkeypatch.setattr(metric_log, "MOST_OF_A_LINE", length)
+    assert read_metrics(path)["a"].values == [2]
+    with path.open("ab") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match=f"metrics.jsonl: line 2 must have fewer than {length} "):
+        read_metrics(path)

@@ -80,11 +80,14 @@ def _reseal(path: Path, **changes: object) -> None:
         (lambda path: write_sealed(path, {"profile": "fa2"}), "missing key format, layer"),
         (lambda path: _reseal(path, layer="2"), "layer must be of type int, is '2'"),
         (lambda path: _reseal(path, steps=[]), "steps must be one as it is"),
-        (lambda path: _reseal(path, steps=[{**STEPS[0], "errors": {"out": "<b>"}}]), "steps must"),
-        (lambda path: _reseal(path, steps=[{**STEPS[0], "change": "bent"}]), "steps must be one"),
+        (
+            lambda path: _reseal(path, steps=[{**STEPS[0], "errors": {"out": "<b>"}}]),
+            "out must be of",
+        ),
+        (lambda path: _reseal(path, steps=[{**STEPS[0], "change": "bent"}]), "change must be one"),
         (lambda path: _reseal(path, steps=[*STEPS, STEPS[0]]), "steps must be one"),
         (lambda path: _reseal(path, steps=[*STEPS[:-1]]), "steps must be one"),
-        (lambda path: _reseal(path, steps=[{**STEPS[0], "point": 3}]), "steps must be one"),
+        (lambda path: _reseal(path, steps=[{**STEPS[0], "point": 3}]), "point must be of"),
     ],
 )
 def test_a_damaged_waterfall_is_named(tmp_path, spoil, said):
