@@ -9,10 +9,11 @@ the snapshots and stand here, each with the checksums of both. Leaves out which 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypedDict
 
 from stability.records.metric_names import DRIFTS
 from stability.records.paths import StudyPaths
+from stability.records.record_types import PAIR, Count, Number
 from stability.records.sealed_json import jsonable, read_record, write_sealed
 
 __all__ = ["RemadeDrifts", "read_remade", "write_remade"]
@@ -30,17 +31,23 @@ class RemadeDrifts:
     """By the names that they have in a log."""
 
 
+class _Row(TypedDict):
+    arm: str
+    step: Count
+    parents: Annotated[list[str], PAIR]
+    drifts: dict[str, Number]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
-    seed: int
-    rows: list[Any]
+    seed: Count
+    rows: list[_Row]
 
 
 def write_remade(study: Path, seed: int, rows: Iterable[RemadeDrifts]) -> Path:
     """Write all that was computed anew of a seed, whole or not at all."""
     path = StudyPaths(study).drifts(seed)
-    content = _File(seed=seed, rows=[asdict(row) for row in rows])
-    write_sealed(path, jsonable(asdict(content)))
+    write_sealed(path, jsonable({"seed": seed, "rows": [asdict(row) for row in rows]}))
     return path
 
 
@@ -56,18 +63,19 @@ def read_remade(study: Path, seed: int) -> list[RemadeDrifts]:
     try:
         if content.seed != seed:
             raise ValueError(f"is of seed {content.seed}")
-        return [_row(**row) for row in content.rows]
-    except (TypeError, ValueError) as error:
+        return [_drifts(row) for row in content.rows]
+    except ValueError as error:
         raise ValueError(
-            f"{path}: must hold drifts by arm and step: {error!r}; remove it, and `stability run` "
+            f"{path}: must hold drifts by arm and step: {error}; remove it, and `stability run` "
             "makes it anew"
         ) from error
 
 
-def _row(arm: str, step: int, parents: list[str], drifts: Mapping[str, Any]) -> RemadeDrifts:
-    if type(step) is not int or not all(name.startswith(DRIFTS) for name in drifts):
-        raise ValueError(f"step {step!r} must be a whole number, and each name that of a drift")
-    of, origin = parents
+def _drifts(row: _Row) -> RemadeDrifts:
+    strange = [name for name in row["drifts"] if not name.startswith(DRIFTS)]
+    if strange:
+        raise ValueError(f"{strange[0]!r} is no drift")
+    of, origin = row["parents"]
     # "nan" and "inf" stand as text in JSON
-    values = {name: float(value) for name, value in drifts.items()}
-    return RemadeDrifts(arm=str(arm), step=step, parents=(str(of), str(origin)), drifts=values)
+    values = {name: float(value) for name, value in row["drifts"].items()}
+    return RemadeDrifts(arm=row["arm"], step=row["step"], parents=(of, origin), drifts=values)
