@@ -195,6 +195,7 @@ def test_a_study_that_is_not_whole_is_drawn_as_what_it_is(synthetic, tmp_path):
     folder = tmp_path / "ill"
     synthetic.write_study_json(folder, seeds=[0, 1])
     arms = {arm["name"]: arm for arm in synthetic.ARMS}
+    synthetic.write_run(folder, arms["baseline"], 0)
     synthetic.write_run(folder, arms["fp32"], 0)
     synthetic.write_run(folder, arms["flash_fa2"], 0, state="diverged", until=60)
     log = MetricLog(RunPaths.for_run(folder, "rerun", 0).metrics)

@@ -39,7 +39,10 @@ def printed(folder, arm, width=80):
 def ill(synthetic, tmp_path):
     """A study of which each seed of one arm went another way, with names that are not nice."""
     synthetic.write_study_json(tmp_path, seeds=[0, 1, 2, 3, 4])
-    arm = next(arm for arm in synthetic.ARMS if arm["name"] == "flash_fa2")
+    arms = {arm["name"]: arm for arm in synthetic.ARMS}
+    arm = arms["flash_fa2"]
+    for seed in range(4):  # that drifts may be taken from it
+        synthetic.write_run(tmp_path, arms["baseline"], seed)
     states = ["finished", "failed", "diverged", "interrupted"]
     for seed, state in enumerate(states):
         paths = synthetic.write_run(
