@@ -83,7 +83,7 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
-def _write_tiny(folder: Path, text: Path, edit: Callable[[dict], None]) -> Path:
+def write_tiny(folder: Path, text: Path, edit: Callable[[dict], None]) -> Path:
     # through YAML and back: `edit` may not reach what two arms share
     content = yaml.safe_load(yaml.safe_dump(tiny_content(text), sort_keys=False))
     edit(content)
@@ -102,7 +102,7 @@ def write_study(tmp_path, text_file) -> Callable[..., Path]:
     """Return a function that writes the tiny study, changed by `edit`, and returns its path."""
 
     def write(edit: Callable[[dict], None] = lambda content: None) -> Path:
-        return _write_tiny(tmp_path, text_file, edit)
+        return write_tiny(tmp_path, text_file, edit)
 
     return write
 
@@ -127,7 +127,7 @@ def train_edited(
     folder: Path, text: Path, edit: Callable[[dict], None] = lambda content: None
 ) -> tuple[Path, Path]:
     """Train the tiny study, changed by `edit`; return the path of its YAML and its folder."""
-    path = _write_tiny(folder, text, edit)
+    path = write_tiny(folder, text, edit)
     run_quietly(load_study(path), folder / "runs")
     return path, folder / "runs" / "tiny"
 
