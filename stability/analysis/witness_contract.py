@@ -122,7 +122,21 @@ def _beside(first: Witness, second: Witness, differences: Mapping[str, Any]) -> 
             f"{' x '.join(others[0].operands)} in one alone",
         )
     yield from _named("known answer", *(_flat(each, "answers") for each in (first, second)))
+    yield from _modules(first, second, is_free=touches(differences, ("attention",)))
     yield from _named("switch", *(_flat(each, "switches") for each in (first, second)))
+
+
+def _modules(first: Witness, second: Witness, *, is_free: bool) -> Iterator[ProofLine]:
+    """Give a line for each module that both runs have imported, and that was another in each."""
+    sources = [{n: h for s in each.all for n, h in s.modules.items()} for each in (first, second)]
+    for name in sorted(sources[0].keys() & sources[1].keys()):
+        if sources[0][name] != sources[1][name]:
+            yield compared(
+                f"the source of module {name}",
+                sources[0][name],
+                sources[1][name],
+                is_free=is_free,
+            )
 
 
 def _flat(witness: Witness, series: str) -> dict[str, list[Any]]:

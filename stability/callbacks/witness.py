@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from stability.callbacks.each_update import UpdateCallback
 from stability.probe.executed import Executed, naming_modules
 from stability.probe.known_answers import known_answers
-from stability.records.identity import numeric_switches, training_switches
+from stability.records.identity import numeric_switches, own_modules, training_switches
 from stability.records.witness import Label, Stretch, Witness, contradictions
 
 __all__ = ["LOOKS", "WitnessCallback", "WitnessError"]
@@ -40,9 +40,9 @@ class WitnessCallback(UpdateCallback):
     """Look at `model` while it trains up to `last_step`; WitnessError if that contradicts `label`.
 
     To be the last callback but for the checkpoints', so that what others compute at a step's begin
-    is not looked at. `before` are the switches before user modules were imported. `save` gets the
-    witness at the `end`, and before an error is raised. Without a label nothing is
-    compared.
+    is not looked at. `before` are the switches before user modules were imported; `git` is put on
+    record as it is. `save` gets the witness at the `end`, and before an error is raised. Without a
+    label nothing is compared.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class WitnessCallback(UpdateCallback):
         last_step: int,
         *,
         before: dict[str, Any],
+        git: dict[str, str] | None = None,
         label: Label | None = None,
         unproven: str = "",
         save: Callable[[Witness], None] = lambda witness: None,
@@ -58,6 +59,8 @@ class WitnessCallback(UpdateCallback):
         self._model = model
         self._last_step = last_step
         self._before = before
+        self._git = git or {}
+        self._modules: dict[str, str] = {}
         self._label = label
         self._unproven = unproven
         self._save = save
@@ -87,12 +90,15 @@ class WitnessCallback(UpdateCallback):
             executed=[list(asdict(row).values()) for row in rows],
             switches=dict(self._moments),
             answers=dict(self._answers),
+            modules=dict(self._modules),
+            git=dict(self._git),
         )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the switches, and compute the known answers, before the model is called at all."""
         self._moments = {"before_imports": self._before, "at_start": _switches()}
         self._answers = {"at_start": known_answers(trainer.strategy.root_device)}
+        self._note_modules()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a stretch, and hold it against those before."""
@@ -124,6 +130,7 @@ class WitnessCallback(UpdateCallback):
         self._last = trainer.global_step
         self._close()
         if self._steps and step == self._steps[-1]:
+            self._note_modules()
             self._check()
 
     def end(self, trainer: Trainer) -> None:
@@ -134,6 +141,7 @@ class WitnessCallback(UpdateCallback):
         """
         if self._last != trainer.global_step:
             self._first = self._last = trainer.global_step
+        self._note_modules()
         self._moments["at_end"] = _switches()
         self._answers["at_end"] = known_answers(trainer.strategy.root_device)
         self._check()
@@ -144,6 +152,10 @@ class WitnessCallback(UpdateCallback):
     ) -> None:
         """Leave no mode and no hook behind."""
         self._close()
+
+    def _note_modules(self) -> None:
+        """Note the sources of modules; that of one that was known stands as it was imported."""
+        self._modules = own_modules() | self._modules
 
     def _close(self) -> None:
         self._update.close()

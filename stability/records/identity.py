@@ -10,7 +10,10 @@ The entries are flat, so that a message can name the one that differs:
 - `switch.NAME`: numeric switches of torch, which any imported module may turn;
 - `variable.NAME`: environment variables that math libraries read;
 - `package_source`, `kernel_source`: SHA-256 of this package's files that training imports, and of
-  the attention library's. A user's own attention is in the manifest's `resolved`.
+  the attention library's;
+- `module.NAME`: SHA-256 of each other module that lies outside of what is installed: the user's
+  own, which are an attention's. One that only one of two runs has imported is its declared change,
+  or moves nothing; one that is imported after training began is in the run's witness.
 
 Leaves out what a run really executed, and every decision about it (`analysis.pair_contract`,
 `study.run`).
@@ -21,7 +24,9 @@ import hashlib
 import json
 import os
 import platform
+import site
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -34,9 +39,11 @@ __all__ = [
     "hash_environment",
     "hash_sources",
     "imported_packages",
-    "is_switch",
+    "is_module",
+    "is_of_process",
     "may_be_missing",
     "numeric_switches",
+    "own_modules",
     "training_switches",
 ]
 
@@ -108,6 +115,7 @@ def environment() -> dict[str, Any]:
         **{f"package.{name}": version for name, version in imported_packages().items()},
         **{f"switch.{name}": value for name, value in numeric_switches().items()},
         **{f"variable.{name}": value for name, value in _variables().items()},
+        **{f"module.{name}": sha256 for name, sha256 in own_modules().items()},
         "kernel_source": hash_sources(Path(str(attention_kernels.__file__)).parent),
         "package_source": hash_sources(_PACKAGE, _NOT_IN_TRAINING),
     }
@@ -116,7 +124,7 @@ def environment() -> dict[str, Any]:
 def hash_environment(environment: Mapping[str, Any]) -> str:
     """Return the SHA-256 of an environment: equal in two runs that may be a pair.
 
-    Packages are left out, since a run may need more of them than its pair.
+    Packages and modules are left out, since a run may need more of them than its pair.
     """
     kept = {key: value for key, value in environment.items() if not may_be_missing(key)}
     return _hash(json.dumps(kept, sort_keys=True))
@@ -124,12 +132,46 @@ def hash_environment(environment: Mapping[str, Any]) -> str:
 
 def may_be_missing(key: str) -> bool:
     """Whether two runs may differ in that only one of them has this entry."""
-    return key.startswith("package.")
+    return key.startswith(("package.", "module."))
 
 
-def is_switch(key: str) -> bool:
-    """Whether the entry is one that a module may change in the process that imports it."""
-    return key.startswith("switch.")
+def is_module(key: str) -> bool:
+    """Whether the entry is a module of the user's own."""
+    return key.startswith("module.")
+
+
+def is_of_process(key: str) -> bool:
+    """Whether the entry is true of the process that trains alone, which imports the modules."""
+    return key.startswith(("switch.", "module."))
+
+
+def own_modules() -> dict[str, str]:
+    """Return the SHA-256 of each imported module that is the user's own, by name.
+
+    Those are all whose file lies outside of this package, of Python and of what is installed there:
+    what is installed has a version. A script that is run is called `__main__`.
+    """
+    not_own = _not_own()
+    found: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or file.startswith(not_own) or not os.path.isfile(file):
+            continue
+        # the script that a process of `multiprocessing` was started from has a name of its own
+        name = "__main__" if name == "__mp_main__" else name
+        found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def _not_own() -> tuple[str, ...]:
+    """Return the folders of Python, of what is installed and of this package, with a slash each."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+    folders = [sysconfig.get_paths()[name] for name in names]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    folders += [str(Path(__file__).parents[1]), *attention_kernels.__path__]
+    real = [os.path.realpath(folder) for folder in folders]
+    return tuple(sorted({os.path.join(folder, "") for folder in [*folders, *real]}))
 
 
 def imported_packages() -> dict[str, str]:
@@ -165,6 +207,8 @@ _SWITCHES: dict[str, Callable[[Any], Any]] = {
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     ),
     "cudnn_tf32": lambda torch: torch.backends.cudnn.allow_tf32,
+    "cudnn": lambda torch: torch.backends.cudnn.enabled,
+    "cuda_blas": lambda torch: str(torch.backends.cuda.preferred_blas_library()),
     "mkldnn": lambda torch: torch.backends.mkldnn.enabled,
     "mkldnn_matmul_fp32": lambda torch: _effective(torch, torch.backends.mkldnn.matmul),
     "sdpa_flash": lambda torch: torch.backends.cuda.flash_sdp_enabled(),

@@ -3,7 +3,8 @@
 A stretch is what one process trained: from the start or a checkpoint to the end or the checkpoint
 that the next process went on from. For each it is on record which dtypes were multiplied where
 (`probe.executed`), how the numeric switches stood before the user's modules were imported, when
-training began and at its end, and the bits of a few fixed computations (`probe.known_answers`).
+training began and at its end, the sources of those modules, and the bits of a few fixed
+computations (`probe.known_answers`).
 
 A manifest says what a run was asked to be; a witness says what it was. The label is a claim about
 the products of the linear layers, forward and backward: `bf16-mixed` multiplies BF16, whatever the
@@ -16,7 +17,7 @@ Leaves out how all this is found. The seal is one of integrity: a witness that w
 is not told from a true one.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -107,6 +108,10 @@ class Stretch:
     """How switches stood `before_imports`, `at_start` of training, and `at_end`."""
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Known answers `at_start` and `at_end`; without the latter where a kill ended it."""
+    modules: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the user's own modules that were imported by its end (`identity.own_modules`)."""
+    git: dict[str, str] = field(default_factory=dict)
+    """The commit and changes of the folder that the process was started in (`git_state`)."""
 
     @property
     def rows(self) -> list[ExecutedRow]:
@@ -190,7 +195,7 @@ def read_witness(path: Path) -> Witness:
 
 def _is_stretch(found: Any) -> bool:
     kinds = {"first": int, "last": int, "unproven": str, "steps": list, "executed": list}
-    kinds |= {"switches": dict, "answers": dict}
+    kinds |= {"switches": dict, "answers": dict, "modules": dict, "git": dict}
     if not isinstance(found, dict) or set(found) != set(kinds):
         return False
     if not all(isinstance(found[name], kind) for name, kind in kinds.items()):
@@ -276,18 +281,22 @@ def _wrong_arithmetic(witness: Witness, label: Label) -> Iterable[str]:
 
 def _unsteady(witness: Witness, label: Label) -> Iterable[str]:
     """Give the first switch or known answer that did not stay what it was when training began."""
-    for what, series in (("switch", "switches"), ("known answer", "answers")):
-        began: Mapping[str, Any] | None = None
-        for stretch in witness.all:
-            found: Mapping[str, Mapping[str, Any]] = getattr(stretch, series)
-            for moment in (found.get("at_start"), found.get("at_end")):
-                if moment is None:
-                    continue
-                began = began or moment
-                other = next((k for k in moment if moment[k] != began.get(k)), None)
-                if other is not None:
-                    yield (
-                        f"arm {label.arm}: {what} {other} was {began.get(other)!r} when training "
-                        f"began, {moment[other]!r} by update {stretch.last}"
-                    )
-                    return
+    began: dict[str, Any] = {}
+    for stretch in witness.all:
+        for name, value in _moments(stretch):
+            if began.setdefault(name, value) != value:
+                yield (
+                    f"arm {label.arm}: {name} was {began[name]!r} when training began, {value!r} "
+                    f"by update {stretch.last}"
+                )
+                return
+
+
+def _moments(stretch: Stretch) -> Iterable[tuple[str, Any]]:
+    """Give all that must stay as it is while a run trains, by name and in the order of time."""
+    for moment in ("at_start", "at_end"):
+        for what, values in (("switch", stretch.switches), ("known answer", stretch.answers)):
+            for name, value in values.get(moment, {}).items():
+                yield f"{what} {name}", value
+    for name, sha256 in stretch.modules.items():
+        yield f"the source of module {name}", sha256[:16]

@@ -15,7 +15,7 @@ from stability.config.arms import Arm, with_seed
 from stability.config.convert import to_dict
 from stability.config.schema import ArmConfig, Axis
 from stability.records.atomic_files import remove
-from stability.records.identity import environment, is_switch, may_be_missing
+from stability.records.identity import environment, is_of_process, may_be_missing
 from stability.records.manifest import ENDED, Manifest, read_manifest, write_manifest
 from stability.records.paths import RunPaths, checkpoint_steps, strange_files
 from stability.records.run_files import damage
@@ -32,7 +32,7 @@ __all__ = [
     "has_ended",
     "locked",
     "needs_no_training",
-    "refuse_other_switches",
+    "refuse_other_process",
     "reopen",
 ]
 
@@ -126,9 +126,9 @@ def check_kept(run: Run, *, baseline_is_kept: bool) -> None:
                 "folder"
             )
         return
-    # switches are those of the process that trains
+    # switches and modules are those of the process that trains
     for key, was, now in _other_entries(manifest.environment, environment()):
-        if not is_switch(key):
+        if not is_of_process(key):
             raise RunConflictError(
                 f"{run.paths.root}: was trained with environment.{key} = {was!r}, and its baseline "
                 f"would be with {now!r}: no pair; remove it to train it anew, or use --out for "
@@ -220,9 +220,9 @@ def _refuse_other_sources(run: Run, manifest: Manifest) -> None:
     now = environment()
     for name, key in (("attention_kernels", "kernel_source"), ("stability", "package_source")):
         _refuse_source(run, manifest, name, manifest.environment.get(key), now[key])
-    # switches are those of the process that trains: see `refuse_other_switches`
-    was = {key: value for key, value in manifest.environment.items() if not is_switch(key)}
-    _refuse_environment(run, was, {key: now[key] for key in now if not is_switch(key)})
+    # switches and modules are those of the process that trains: see `refuse_other_process`
+    was = {key: value for key, value in manifest.environment.items() if not is_of_process(key)}
+    _refuse_environment(run, was, {key: now[key] for key in now if not is_of_process(key)})
     if max(checkpoint_steps(run.paths), default=0) <= (run.fork.at if run.fork else 0):
         return
     resolved = describe_attention(run.config)
@@ -231,10 +231,10 @@ def _refuse_other_sources(run: Run, manifest: Manifest) -> None:
     _refuse_difference(run, "attention", manifest.resolved, resolved)
 
 
-def refuse_other_switches(run: Run, manifest: Manifest, now: Mapping[str, Any]) -> None:
-    """RunConflictError if this process has other numeric switches than the run was begun with."""
-    was = {key: value for key, value in manifest.environment.items() if is_switch(key)}
-    _refuse_environment(run, was, {key: now[key] for key in now if is_switch(key)})
+def refuse_other_process(run: Run, manifest: Manifest, now: Mapping[str, Any]) -> None:
+    """RunConflictError if this process has other switches or modules than the run's first one."""
+    was = {key: value for key, value in manifest.environment.items() if is_of_process(key)}
+    _refuse_environment(run, was, {key: now[key] for key in now if is_of_process(key)})
 
 
 def _refuse_environment(run: Run, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:

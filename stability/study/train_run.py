@@ -6,6 +6,7 @@ The order of runs is left to `run_study`, how progress is shown to the observer.
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -22,6 +23,7 @@ from stability.config.diff import hash_without
 from stability.config.schema import ArmConfig
 from stability.data.datamodule import TextDataModule
 from stability.records.atomic_files import DiskFullError, is_disk_full
+from stability.records.git_state import git_state
 from stability.records.identity import environment, hash_environment, numeric_switches
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import MetricLog, read_text
@@ -35,7 +37,7 @@ from stability.records.witness import Label, Witness, write_witness
 from stability.study.assemble import Parts, assemble, fit, held_out, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
 from stability.study.observer_gate import ObserverError, check_observer
-from stability.study.run import Run, locked, refuse_other_switches
+from stability.study.run import Run, locked, refuse_other_process
 from stability.tracking.environment import WandbMode
 from stability.tracking.history import MirroredLog, WandbRun, open_wandb_run
 from stability.tracking.loggers import RecordsLogger
@@ -86,7 +88,7 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
     start, listed = _find_start(run, observer)
     first = _first_manifest(run, parts, data, listed)
     if start > (run.fork.at if run.fork else 0):
-        refuse_other_switches(run, read_manifest(run.paths.manifest), first.environment)
+        refuse_other_process(run, read_manifest(run.paths.manifest), first.environment)
     files = RunFiles(run.paths, first)
     files.update()
     if start == 0 and run.fork is not None and run.baseline is not None:
@@ -282,6 +284,7 @@ def _witness(
         parts.model,
         run.last_step,
         before=before_imports,
+        git=git_state(Path.cwd()),
         label=Label(
             arm=run.arm.name,
             precision=config.precision,

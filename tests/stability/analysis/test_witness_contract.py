@@ -155,9 +155,14 @@ def _other_switch(stretch):
         stretch["switches"][moment]["sdpa_flash"] = False
 
 
+def _other_module(stretch):
+    stretch["modules"]["tests.conftest"] = "f" * 64
+
+
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
+        (_other_module, "no pair: the source of module tests.conftest is "),
         (
             _other_attention,
             "no pair: what is executed in attention differs, first in layer_0.attention, backward: "
@@ -170,3 +175,10 @@ def _other_switch(stretch):
 def test_two_runs_of_one_config_execute_the_same(study, edit, said):
     _rewrite(_run(study, "rerun"), edit)
     assert _lines(study, "rerun")[0].sentence.startswith(said)
+
+
+def test_the_modules_of_another_attention_are_the_declared_change(study):
+    _rewrite(_run(study, "flash_fa2"), _other_module)
+    proof, lines = _lines(study, "flash_fa2")
+    assert proof.breach is None
+    assert lines["the source of module tests.conftest"] == "different by design"

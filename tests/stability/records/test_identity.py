@@ -12,7 +12,12 @@ import torch
 
 import attention_kernels
 from stability.records import identity
-from stability.records.identity import HARMLESS, environment, hash_environment
+from stability.records.identity import (
+    HARMLESS,
+    environment,
+    hash_environment,
+    training_switches,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -140,3 +145,45 @@ def test_versions_are_those_of_what_is_imported():
 def test_a_package_that_one_run_needs_more_than_the_other_is_no_difference_of_the_hash():
     found = environment()
     assert hash_environment({**found, "package.xformers": "1"}) == hash_environment(found)
+
+
+def test_a_process_that_autocasts_is_told_from_one_that_does_not():
+    before = environment()
+    assert before["switch.autocast_cpu"] == "off"
+    with torch.autocast("cpu", torch.bfloat16):
+        after = environment()
+    assert after["switch.autocast_cpu"] == "torch.bfloat16"
+    assert hash_environment(after) != hash_environment(before)
+
+
+def test_a_module_of_the_users_own_is_in_it_by_its_content(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "schedule_of_mine.py"
+    file.write_text("lr = 1\n")
+    assert "module.schedule_of_mine" not in environment()
+    import schedule_of_mine
+
+    monkeypatch.setitem(sys.modules, "schedule_of_mine", schedule_of_mine)
+    before = environment()
+    assert before["module.schedule_of_mine"] == hashlib.sha256(b"lr = 1\n").hexdigest()
+    file.write_text("lr = 2\n")
+    after = environment()
+    assert {key for key in after if after[key] != before.get(key)} == {"module.schedule_of_mine"}
+    # one that only one of two runs has imported is its declared change
+    assert hash_environment(after) == hash_environment(before)
+
+
+def test_what_is_installed_and_this_package_are_no_modules_of_the_users():
+    names = {key.removeprefix("module.").split(".")[0] for key in environment() if "module." in key}
+    assert not names & {"torch", "stability", "attention_kernels", "json", "pytest", "_pytest"}
+    assert "tests" in names
+
+
+def test_switches_that_a_trainer_sets_are_told_while_it_trains_alone():
+    assert "switch.deterministic_algorithms" not in environment()
+    before = training_switches()["deterministic_algorithms"]
+    torch.use_deterministic_algorithms(not before)
+    try:
+        assert training_switches()["deterministic_algorithms"] is not before
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from stability.records.identity import may_be_missing
 from stability.records.manifest import read_manifest
 from stability.records.witness import read_witness
 
@@ -19,8 +20,8 @@ def recorded_bits(study: Path) -> dict[str, bytes]:
             for name, sum in manifest.files.items()
             if not name.startswith("checkpoints/")
         }
-        # pytest's own process has other packages imported than one that only trains
-        known = {n: v for n, v in manifest.environment.items() if not n.startswith("package.")}
+        # pytest's own process has other modules imported than one that only trains
+        known = {n: v for n, v in manifest.environment.items() if not may_be_missing(n)}
         trained = replace(manifest, files=files, environment=known)
         bits[str(path.relative_to(study))] = repr(trained).encode()
     for path in study.rglob("witness.json"):

@@ -1,6 +1,8 @@
 """What a run executed is on record, and a run whose label says otherwise fails."""
 
 import itertools
+import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -17,10 +19,12 @@ from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles, damage
 from stability.records.snapshots import hash_state
 from stability.records.witness import gap, read_witness
+from stability.study import run as run_module
 from stability.study import train_run
 from stability.study.assemble import assemble, fit, load_data, make_trainer
 from stability.study.observer_gate import check_observer
 
+_refuse = run_module._refuse_difference
 QUICK = {
     ("bf16-mixed", "baseline"),
     ("32-true", "sdpa"),
@@ -206,3 +210,70 @@ def test_a_compiled_run_says_that_its_dtypes_are_unproven(write_study, run_tiny,
     assert witness.unproven == "torch.compile fuses operators"
     assert not witness.rows
     assert len(witness.answers) == 1
+
+
+EARLY = "from attention_kernels import baseline_attention as attend\nlr = 1\n"
+LATE = """
+def attend(q, k, v, *, causal, scale=None):
+    import late_one  # only the first call needs it
+
+    return late_one.attend(q, k, v, causal=causal, scale=scale)
+"""
+
+
+@pytest.fixture
+def own_modules(tmp_path, monkeypatch):
+    """The folder of two modules of a user's own; the one imports the other in its first call."""
+    (tmp_path / "early_one.py").write_text(LATE)
+    (tmp_path / "late_one.py").write_text(EARLY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    yield tmp_path
+    for name in ("early_one", "late_one"):
+        sys.modules.pop(name, None)
+
+
+def _of_own_modules(content):
+    _two_arms(content)
+    content.update(arms={"baseline": {}}, yardstick="")
+    content["base"]["attention"] = {"implementation": "early_one:attend"}
+    content["base"]["probe"] = {"every": 0}
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("early_one", r"environment\.module\.early_one = '[0-9a-f]{64}', asked for"),
+        (
+            "late_one",
+            r"witness: arm baseline: the source of module late_one was '[0-9a-f]{16}' when",
+        ),
+    ],
+)
+def test_a_resume_after_a_module_of_the_users_was_edited_is_refused(
+    write_study, run_tiny, tmp_path, own_modules, monkeypatch, module, said
+):
+    study = load_study(write_study(_of_own_modules))
+    run_tiny(study, tmp_path)
+    run = _run(tmp_path, "baseline")
+    (stretch,) = read_witness(run.witness).all
+    assert {"early_one", "late_one"} <= stretch.modules.keys()
+    _stopped_at_two(run)
+    manifest = read_manifest(run.manifest)
+    # what a new process knows when it begins
+    known = {k: v for k, v in manifest.environment.items() if k != "module.late_one"}
+    resolved = {**manifest.resolved, "source": ""}
+    write_manifest(run.manifest, replace(manifest, environment=known, resolved=resolved))
+    (own_modules / f"{module}.py").write_text("# edited\n" + (LATE if "early" in module else EARLY))
+    for name in ("early_one", "late_one"):
+        sys.modules.pop(name)
+    monkeypatch.setattr("stability.study.run._refuse_difference", _but_for_attention)
+    (ended,) = run_tiny(study, tmp_path).ended
+    assert ended[2] == "failed"
+    assert re.search(said, ended[3])
+
+
+def _but_for_attention(run, where, found, asked):
+    # the attention's own file is compared before, in another sentence
+    if where != "attention":
+        _refuse(run, where, found, asked)
