@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stability.analysis.arm_growth import ArmGrowth, arm_growth
+from stability.analysis.drift_notes import drift_notes
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.ladder_sentences import sentence
 from stability.analysis.probe_records import natural_order
@@ -54,6 +55,8 @@ class ArmSummary:
     diff: Mapping[str, list[Any]]
     """Dotted config path -> [baseline's value, this arm's value]."""
     seeds: tuple[SeedSummary, ...]
+    notes: tuple[str, ...]
+    """Which of its drifts are left out, and which prove nothing."""
     drifts: Mapping[str, BySteps]
     """Of all weights, by metric; empty for the baseline."""
     growth: ArmGrowth | None
@@ -78,6 +81,7 @@ class ArmSummary:
             "sentence": self.sentence,
             "diff": dict(self.diff),
             "seeds": [asdict(seed) for seed in self.seeds],
+            "notes": list(self.notes),
             "final_loss": row.final_loss.to_dict(),
             "rel_l2": row.rel_l2.to_dict(),
             "ratio": row.ratio.to_dict(),
@@ -108,6 +112,7 @@ def summarise_arm(study: RecordedStudy, ladder: Ladder, name: str) -> ArmSummary
         steps=arm.until,
         diff=arm.diff,
         seeds=tuple(_seed(run) for run in arm.runs.values()),
+        notes=drift_notes(study, [arm]),
         drifts=drifts,
         growth=arm_growth(study, arm) if name != BASELINE else None,
         parameters=_parameters(arm, last),

@@ -3,20 +3,25 @@
 Leaves out which drifts those are (`drift_parents`).
 """
 
+from collections.abc import Sequence
+
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 
 __all__ = ["drift_notes"]
 
 
-def drift_notes(study: RecordedStudy) -> tuple[str, ...]:
-    """Return a sentence for each arm whose drifts are left out, and one of all unproven ones."""
-    said = [_stale_note(arm) for arm in study.candidates]
-    unproven = [arm.name for arm in study.candidates if any(r.unproven for r in arm.runs.values())]
+def drift_notes(study: RecordedStudy, arms: Sequence[RecordedArm] = ()) -> tuple[str, ...]:
+    """Return a sentence for each arm whose drifts are left out, and one of all unproven ones.
+
+    Of `arms` alone if they are given.
+    """
+    asked = arms or study.candidates
+    said = [_stale_note(arm) for arm in asked]
+    unproven = [arm.name for arm in asked if any(run.unproven for run in arm.runs.values())]
     if unproven:
-        names = ", ".join(unproven)
         said.append(
-            f"Unproven: the drifts of {names} do not say which snapshots they were computed from, "
-            "as in records of an older version; `stability run` computes them anew."
+            f"Unproven: the drifts of {', '.join(unproven)} do not say which snapshots they were "
+            "computed from, as in records of an older version; `stability run` computes them anew."
         )
     return tuple(note for note in said if note)
 
@@ -29,6 +34,6 @@ def _stale_note(arm: RecordedArm) -> str:
     first = next(iter(stale.values()))
     seeds = f"seed{'' if len(stale) == 1 else 's'} {', '.join(map(str, stale))}"
     return (
-        f"Stale, and left out: drifts of {arm.name}, {seeds}, at step {steps}; the first was "
-        f"{first[min(first)]}. `stability run` computes them anew from snapshots."
+        f"Stale, and left out: drifts of {arm.name}, {seeds}, at step {steps} (at step "
+        f"{min(first)}: {first[min(first)]}). `stability run` computes them anew from snapshots."
     )

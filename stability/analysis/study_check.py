@@ -12,7 +12,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 from stability.analysis.drift_parents import listed_snapshot
@@ -22,7 +21,7 @@ from stability.analysis.study_records import RecordedRun, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_names import drift_name
-from stability.records.paths import StudyPaths
+from stability.records.paths import StudyPaths, snapshot_steps
 from stability.records.protocol import read_protocol
 from stability.records.run_files import damage, misplacement, read_run_snapshot
 
@@ -186,12 +185,12 @@ def _check_drifts(pair: _Pair, recomputed: tuple[int, ...]) -> None:
 
 def _shared_steps(pair: _Pair) -> list[int]:
     """Return the steps at which the manifests of both runs list a snapshot."""
-    manifest = pair.run.manifest
-    folder = f"{pair.run.paths.snapshots_dir.name}/step-"
-    names = manifest.files if manifest else {}
-    steps = (int(Path(name).stem.removeprefix("step-")) for name in names if folder in name)
-    base = pair.baseline
-    return sorted(step for step in steps if listed_snapshot(base.paths, base.manifest, step))
+    # a listed file that is not on disk has been told of as damage
+    return [
+        step
+        for step in snapshot_steps(pair.run.paths)
+        if all(listed_snapshot(of.paths, of.manifest, step) for of in (pair.run, pair.baseline))
+    ]
 
 
 def _recompute(pair: _Pair, *, every_drift: bool) -> Iterator[int]:

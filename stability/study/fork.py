@@ -112,7 +112,7 @@ def fork_drifts(run: Run, metric: str = "rel_l2") -> dict[int, float]:
     found = check_drifts(content.metrics, parents_by_line(content.kept), forked, parent)
     said = start_breach(parent[1], forked[1], forked[1].diff)
     if found.stale:
-        said = f"drift at step {min(found.stale)} was {found.stale[min(found.stale)]}"
+        said = f"drift at step {min(found.stale)}: {found.stale[min(found.stale)]}"
     if said:
         raise ValueError(
             f"{run.paths.root}: is no fork of {run.baseline.root} as it is now: {said}; remove the "

@@ -108,6 +108,8 @@ def _seed_table(view: ArmSummary) -> Table:
 
 
 def _print_drifts(view: ArmSummary, console: Console) -> None:
+    for note in view.notes:
+        console.print(as_text(f"\nnote: {note}"))
     recorded = sorted({step for values in view.drifts.values() for step in values})
     if not recorded:
         if view.row.arm != BASELINE:

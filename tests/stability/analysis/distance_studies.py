@@ -126,7 +126,7 @@ def write_run(folder: Path, name: str, part: Part, seed: int) -> None:
             seed=seed,
             axis=part.axis,
             config={},
-            diff={},
+            diff={**CHANGES[part.axis], **part.extra},
             environment={},
             resolved={},
             hashes={},

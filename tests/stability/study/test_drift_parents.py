@@ -13,8 +13,9 @@ from stability.model import lightning_module
 from stability.records import identity
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_names import DRIFT_FROM, DRIFT_OF
-from stability.records.paths import RunPaths
-from stability.records.sealed_json import file_checksum
+from stability.records.paths import RunPaths, StudyPaths
+from stability.records.sealed_json import file_checksum, read_sealed, write_sealed
+from stability.report.page.html import write_page
 from stability.study import run_study
 from stability.study.fork import fork_drifts, plan_fork, run_fork
 from stability.study.run import RunConflictError
@@ -104,7 +105,14 @@ def test_stale_drifts_are_named_and_left_out_until_they_are_computed_anew(
     assert drifts(folder) == {0: drifts(folder)[0]}, "the initial weights are the same bits again"
     assert main(["show", str(folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Stale, and left out: drifts of nudge, seed 0, at step 1, 4; the first was" in shown
+    stale = (
+        "Stale, and left out: drifts of nudge, seed 0, at step 1, 4 (at step 1: computed from a "
+        "snapshot"
+    )
+    assert stale in shown
+    assert main(["show", str(folder), "nudge"]) == 0
+    assert stale in " ".join(capsys.readouterr().out.split())
+    assert stale in " ".join(write_page(read_study(folder), folder).read_text().split())
     assert main(["verify", str(folder)]) == 1
     said = capsys.readouterr().out
     assert "0 of 2 planned pairs keep the contract; 2 stale" in said
@@ -121,6 +129,17 @@ def test_a_baseline_of_other_sources_is_no_pair_with_the_candidates_that_were_ke
     assert "no pair: environment.package_source must be the baseline's 'ffff" in run.message
     assert main(["verify", str(folder)]) == 1
     assert "0 of 2 planned pairs keep the contract; 2 no pair" in capsys.readouterr().out
+
+
+def test_an_arm_that_only_the_sealed_protocol_planned_is_counted(copied, capsys):
+    _, folder = copied
+    content = read_sealed(StudyPaths(folder).study, "")
+    content["arms"] = [arm for arm in content["arms"] if arm["name"] != "fp32"]
+    write_sealed(StudyPaths(folder).study, content)
+    assert main(["verify", str(folder)]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 planned pairs keep the contract; 1 missing" in said
+    assert "the sealed protocol planned it, the study has it no more" in said
 
 
 def rewrite_log(paths, edit):
@@ -222,7 +241,5 @@ def test_a_kept_fork_of_a_baseline_that_was_trained_anew_gives_no_drift(copied, 
     run_fork(fork, TrainOptions(wandb_mode="disabled"), SilentObserver())
     assert 0 < fork_drifts(fork)[4] < 1
     retrain_baseline(path, folder, monkeypatch)
-    with pytest.raises(
-        ValueError, match=r"is no fork of .* as it is now: drift at step 4 was comp"
-    ):
+    with pytest.raises(ValueError, match=r"is no fork of .* as it is now: drift at step 4: comp"):
         fork_drifts(fork)
