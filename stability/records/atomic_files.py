@@ -101,16 +101,21 @@ def write_text(path: Path, text: str) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those above it that are missing, and force their names to disk."""
-    missing = []
-    while not path.is_dir():
-        missing.append(path)
-        path = path.parent
-    for folder in reversed(missing):
-        # another process may make it at the same time
-        with contextlib.suppress(FileExistsError):
-            file_operations.make_folder(folder)
-        file_operations.sync(folder.parent)
+    """Make a folder and those above it that are missing, and force their names to disk.
+
+    OSError, which names the folder, if the system refuses.
+    """
+    missing: list[Path] = []
+    with naming(path):
+        folder = path
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        for folder in reversed(missing):
+            # another process may make it at the same time
+            with contextlib.suppress(FileExistsError):
+                file_operations.make_folder(folder)
+            file_operations.sync(folder.parent)
 
 
 def temporary_name(path: Path) -> Path:

@@ -186,6 +186,7 @@ def strange_files(run: RunPaths) -> list[str]:
         for path in (
             run.manifest,
             run.metrics,
+            run.witness,
             run.lock,
             run.snapshots_dir,
             run.predictions_dir,

@@ -83,7 +83,7 @@ class _Lease:
         """Keep the file and its beat as long as the block lasts."""
         content = json.dumps(_this_process()).encode()
         with naming(self.path):
-            file_operations.fill(self.path, lambda path: path.write_bytes(content))
+            file_operations.fill(self.path, lambda temporary: temporary.write_bytes(content))
         ended = threading.Event()
         heart = threading.Thread(target=self._beat_until, args=(ended,), daemon=True)
         heart.start()

@@ -16,6 +16,7 @@ import pytest
 
 from stability.analysis.study_records import read_study
 from stability.config.load import load_study
+from stability.records import sealed_json
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.paths import RunPaths
@@ -266,7 +267,8 @@ def test_a_manifest_that_is_whole_but_not_of_this_version_is_refused(copy, run_t
 
 
 def test_a_manifest_that_cannot_be_read_now_is_not_taken_for_damaged(copy, run_tiny, monkeypatch):
-    run, read = RunPaths.for_run(copy[1] / "tiny", "baseline", 0), Path.read_bytes
+    run = RunPaths.for_run(copy[1] / "tiny", "baseline", 0)
+    read = sealed_json.read_plain
 
     def refused(path):
         if path == run.manifest:
@@ -274,7 +276,7 @@ def test_a_manifest_that_cannot_be_read_now_is_not_taken_for_damaged(copy, run_t
         return read(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refused)
+        patch.setattr(sealed_json, "read_plain", refused)
         with pytest.raises(RunConflictError, match=r"can be read: Permission denied; use --out"):
             run_tiny(*copy)
     assert read_manifest(run.manifest).state == "finished"
