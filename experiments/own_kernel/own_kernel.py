@@ -13,7 +13,7 @@ BLOCK = 32
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
-    """Return attention, shaped and typed as q; k and v have as many heads."""
+    """Return attention, shaped and typed as q; heads of q may share one of k and v (GQA)."""
     return _attend(q, k, v, causal, scale, skips_tail_in=None)
 
 
@@ -39,6 +39,7 @@ def _attend(
     scale: float | None,
     skips_tail_in: int | None,
 ) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = torch.arange(q.shape[2], device=q.device).unsqueeze(1) + k.shape[2] - q.shape[2]
     largest = torch.full((*q.shape[:3], 1), -torch.inf, dtype=wide, device=q.device)
@@ -51,12 +52,14 @@ def _attend(
         hidden = (keys > rows) if causal else torch.zeros_like(scores[0, 0], dtype=torch.bool)
         hidden = hidden.expand_as(scores).clone()
         if skips_tail_in is not None and start > 0 and len(keys) < BLOCK:
-            hidden[:, skips_tail_in] = True
+            hidden[:, skips_tail_in : skips_tail_in + 1] = True
         scores = scores.masked_fill(hidden, -torch.inf)
-        new = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
+        # detached: what flows back through the maxima is 0, but for rounding errors
+        new = torch.maximum(largest, scores.detach().amax(dim=-1, keepdim=True))
         shift = new.masked_fill(new == -torch.inf, 0.0)
         p, keep = torch.exp(scores - shift), torch.exp(largest - shift)
         total = total * keep + p.sum(dim=-1, keepdim=True)
         out = out * keep + p @ v[:, :, keys].to(wide)
         largest = new
-    return (out / total).to(q.dtype)
+    # a row that sees no key gives 0
+    return (out / total.masked_fill(total == 0, 1.0)).to(q.dtype)

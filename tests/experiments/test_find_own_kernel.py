@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attention_kernels.testing import check_attention
+from attention_kernels.testing.cells import QUICK
 from stability import shadow
 from tests.stability.intercept.torch_models import Decoder, train_step
 
@@ -27,6 +29,22 @@ def test_the_bug_is_named_in_its_head_and_the_right_kernel_is_not_accused():
     right, wrong = done.stdout.split("attend_without_tail")
     assert "no layer or head stands out" in right
     assert wrong.count("head 1: error ratio stands out since step 0") == 3
+
+
+def test_the_right_kernel_passes_the_check_where_its_backward_is_hard(monkeypatch):
+    monkeypatch.syspath_prepend(PACKAGE)
+    import own_kernel
+
+    hard = [
+        cell
+        for cell in QUICK
+        if cell.law == "one-signed v"
+        or cell.shape.heads != cell.shape.kv_heads
+        or cell.shape.query_len > cell.shape.key_len
+    ]
+    report = check_attention(own_kernel.attend, dtypes=["fp32"], cells=hard)
+    assert report.passed, report.sentence
+    assert not report.unsupported
 
 
 @pytest.fixture
