@@ -167,7 +167,11 @@ _SEEN: tuple[tuple[Level, str, Callable[[float], str]], ...] = (
     ("operator", "gain_excluded", lambda value: f"a gain error of {100 * value:.2g} % in a layer"),
     ("operator", "head_gain_excluded", lambda value: f"one of {100 * value:.2g} % in a head"),
     ("operator", "golden_bias_ulp_excluded", lambda value: f"a mean bias of {value:.2g} ULP"),
-    ("gradient", "ratio_high", lambda value: f"{value:.3g} times the gradient's error"),
+    (
+        "gradient",
+        "ratio_high",
+        lambda value: f"a gradient that errs over {value:.3g} times as far",
+    ),
     ("training", "excess_high", lambda value: f"E {value:.3g}"),
     ("outcome", "difference_high", lambda value: f"a loss {nats(value).lstrip('+')} nats worse"),
 )

@@ -65,6 +65,19 @@ CONTROLS = ("baseline", "reference", "nudge", "rerun", "broken")
 DONE = ("finished", "diverged")
 
 
+_LIMITS = {
+    "max_error_ratio": "an error ratio of",
+    "max_gain": "a gain of",
+    "max_bias_ulp": "a bias in ULP of",
+    "max_gradient_ratio": "a gradient's error ratio of",
+    "max_share": "a share of",
+    "max_excess": "E",
+    "margin_nats": "a margin in nats of",
+    "alpha": "an error rate of",
+}
+"""The limits of a policy in words."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmVerdict:
     """The outcome of one arm, the evidence of each level, and the sentence that sums it up."""
@@ -166,7 +179,7 @@ def judge_arms(
     judge = partial(_judge, study, found, counts, alpha)
     planted = judge(broken, {}, [])
     assays = {arm.name: (assay or arm_assay)(study, arm, policy) for arm in candidates}
-    judged = judge(candidates, assays, _unseen(planted))
+    judged = [_at_its_limits(arm, policy) for arm in judge(candidates, assays, _unseen(planted))]
     look = min((look_at(counts[arm.name]) for arm in candidates), default=0)
     return StudyVerdict(
         outcome=next(bad for bad in WORST_FIRST if any(arm.outcome == bad for arm in judged)),
@@ -177,6 +190,19 @@ def judge_arms(
         alpha=alpha,
         exploratory=tuple((changes or protocol_changes)(study, policy)),
     )
+
+
+def _at_its_limits(arm: ArmVerdict, policy: PolicyConfig) -> ArmVerdict:
+    """Return a PASS that says which limits of the policy are wider than the usual ones."""
+    usual = PolicyConfig()
+    wider = [
+        f"{words} {value:g}, not {least:g}"
+        for name, words in _LIMITS.items()
+        if (value := getattr(policy, name)) > (least := getattr(usual, name))
+    ]
+    if arm.outcome != "PASS" or not wider:
+        return arm
+    return replace(arm, sentence=f"{arm.sentence}; at wider limits than usual: {', '.join(wider)}")
 
 
 def judged_candidates(study: RecordedStudy, policy: PolicyConfig) -> list[RecordedArm]:
@@ -253,8 +279,11 @@ def _at_look(evidence: LevelEvidence, p_harmed: float, share: float) -> LevelEvi
     # NaN: a level that holds by something else than a test
     if not p > share:
         return evidence
+    # these two are looked at in few seeds, or in one alone
+    few = evidence.level in ("operator", "gradient")
+    more = "more looks (more steps, or a smaller probe.every)" if few else "more seeds"
     decides = (
-        f"more seeds; p is {p:.2g}, corrected for all arms and levels, and has to be {share:.2g}"
+        f"{more}; p is {p:.2g}, corrected for all arms and levels, and has to be {share:.2g}"
         if share
         else f"at least {LOOKS[0]} seeds (--seeds {LOOKS[0]})"
     )

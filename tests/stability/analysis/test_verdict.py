@@ -70,6 +70,26 @@ def test_all_levels_hold_and_harm_would_have_been_seen(study):
     assert found.seeds == 3
 
 
+def test_a_pass_says_which_limits_are_wider_than_usual(study):
+    by_arm = {"flash_fa2": HOLDS, "flash_all_bf16": HARMED}
+    levels = {
+        level: lambda study, arm, policy, level=level: by_arm[arm.name][level] for level in LEVELS
+    }
+    said = {}
+    for ratio in (1.5, 2.0, 4.0):
+        policy = PolicyConfig(max_error_ratio=ratio, candidates=("flash_fa2",))
+        judged = judge_arms(
+            study,
+            policy,
+            levels=levels,
+            assay=lambda *_: SENSITIVE,
+            changes=lambda *_: [],
+        )
+        said[ratio] = judged.arm("flash_fa2").sentence
+    assert said[1.5] == said[2.0]
+    assert said[4.0] == f"{said[2.0]}; at wider limits than usual: an error ratio of 4, not 2"
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_one_level_that_does_not_hold_is_enough(study, level):
     for state, outcome in (
@@ -109,6 +129,10 @@ def test_harm_is_corrected_for_arms_and_levels(study):
     assert found.levels["training"].state == "undecided"
     assert found.levels["training"].decides == (
         "more seeds; p is 0.04, corrected for all arms and levels, and has to be 0.014"
+    )
+    looked_at = _outcome(study, _with(HOLDS, one=_evidence("gradient", "harmed", 0.01, 0.99)))
+    assert looked_at.levels["gradient"].decides.startswith(
+        "more looks (more steps, or a smaller probe.every); p is 0.04"
     )
     two = _evidence("operator", "harmed", 0.003, 0.99)
     assert _outcome(study, _with(HOLDS, one=one, two=two)).levels["operator"].state == "harmed"
