@@ -157,10 +157,14 @@ def _calm(probed: RecordedProbe, limits: OperatorLimits) -> str:
         return "Nothing has been compared yet."
     if not any(name.endswith("/error_ratio") for name in probed.metrics):
         return f"No layer or head stands out from the others, and none is biased ({over})."
-    worst = f"; the largest error ratio is {_largest_ratio(probed):.3g}"
+    largest = _largest_ratio(probed)
+    is_doubtful = largest > limits.error_ratio
+    surely = "surely " if is_doubtful else ""
+    worst = f"; the largest error ratio of a look is {largest:.3g}"
+    worst += ", and more looks tell whether that is chance" if is_doubtful else ""
     few = f" Gain and bias need {FEW} looks or more to be judged." if looks < FEW else ""
     return (
-        f"No layer or head is beyond its limit: error ratio {limits.error_ratio:g}, gain "
+        f"No layer or head is {surely}beyond its limit: error ratio {limits.error_ratio:g}, gain "
         f"{limits.gain:.2%}, bias {limits.bias_ulp:g} ULP ({over}){worst}.{few}"
     )
 

@@ -7,6 +7,7 @@ import pytest
 from stability.analysis.probe_answer import answer_of_probe, worst_result
 from stability.analysis.probe_records import RecordedProbe, read_probe
 from stability.records.events import Event
+from stability.records.metric_columns import Series
 from tests.stability.report.synthetic_probe import write_probe
 
 
@@ -24,6 +25,18 @@ def test_a_healthy_probe_holds_and_says_what_it_was_held_to(tmp_path):
     (line,) = answer.lines
     assert line.startswith("No layer or head is beyond its limit: error ratio 2, gain 0.10%, bias ")
     assert "4 layers, 6 looks" in line
+
+
+def test_a_single_look_beyond_the_limit_is_not_called_within_it(tmp_path):
+    probed = read_probe(write_probe(tmp_path))
+    metrics = dict(probed.metrics)
+    name = next(name for name in metrics if name.endswith("/dq/error_ratio"))
+    old = metrics[name]
+    metrics[name] = Series(list(old.steps), [*list(old.values)[:-1], 4.09])
+    answer = answer_of_probe(replace(probed, metrics=metrics))
+    (line,) = answer.lines
+    assert line.startswith("No layer or head is surely beyond its limit: error ratio 2")
+    assert "error ratio of a look is 4.09, and more looks tell whether that is chance" in line
 
 
 @pytest.mark.parametrize(
