@@ -13,10 +13,12 @@ arithmetic and the faults (`attention_kernels`) and checking what a user's funct
 import hashlib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Unpack
 
 import torch
@@ -253,6 +255,12 @@ def _resolve_named(config: AttentionConfig, device: torch.device) -> ResolvedAtt
     if name in IMPLEMENTATIONS:
         module, _, resolver = IMPLEMENTATIONS[name].resolver.partition(":")
         return getattr(importlib.import_module(module), resolver)(config, device)
+    head, _, profile = name.partition(":")
+    if head in IMPLEMENTATIONS:
+        raise ValueError(
+            f"resolve_attention: implementation must be a name without its profile, got {name!r}; "
+            f"write {{implementation: {head}, profile: {profile}}}"
+        )
     if not _may_be_users(name):
         known = [*IMPLEMENTATIONS, *plugins(ATTENTIONS)]
         raise ValueError(
@@ -316,7 +324,7 @@ def _import_user_function(name: str) -> Callable[..., Any]:
     where = entry.value if entry else name
     module_name, _, attribute = where.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        module = _import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ValueError(
@@ -331,6 +339,21 @@ def _import_user_function(name: str) -> Callable[..., Any]:
             f"{nearest(attribute, [key for key in dir(module) if key[0] != '_'])}"
         )
     return function
+
+
+def _import_module(name: str) -> ModuleType:
+    """Import a module; one that is nowhere else may lie in the current folder.
+
+    As with `python -m`; but the folder goes last, so that no file in it hides a library's module.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        here = str(Path.cwd())
+        if error.name != name.partition(".")[0] or here in sys.path:
+            raise
+        sys.path.append(here)
+        return importlib.import_module(name)
 
 
 def _user_attention(name: str, function: Callable[..., Any]) -> ResolvedAttention:

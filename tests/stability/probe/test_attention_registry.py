@@ -146,6 +146,23 @@ def test_a_function_of_ones_own_is_called_with_what_the_call_has(tmp_path, monke
     )
 
 
+def test_a_module_in_the_current_folder_is_found_and_hides_none_of_a_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    for name in ("mine_here", "json"):
+        (tmp_path / f"{name}.py").write_text(OWN)
+    with pytest.raises(ValueError, match="No module named 'mine_here'"):
+        resolve_attention("mine_here:my_attention", CPU)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_attention("mine_here:my_attention", CPU).name == "mine_here:my_attention"
+    with pytest.raises(ValueError, match="a function that json has, got 'my_attention'"):
+        resolve_attention("json:my_attention", CPU)
+
+
+def test_a_profile_in_the_implementation_is_told_where_it_goes():
+    with pytest.raises(ValueError, match=r"write \{implementation: sdpa, profile: math\}"):
+        resolve_attention(AttentionConfig(implementation="sdpa:math"), CPU)
+
+
 def test_a_function_of_a_notebook_s_cell_is_told_by_its_lines_and_one_typed_by_nothing():
     def cell(body, name="<ipython-input-1>", known=True):
         text = f"def mine(q, k, v, *, causal, scale=None):\n    return {body}\n"
