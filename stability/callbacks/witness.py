@@ -1,9 +1,9 @@
 """Bears witness to a training: dtypes at its first updates and its last, switches, known answers.
 
 A stretch, which is what one process trains, is looked at in its first two updates, and a run in its
-last one as well: forward and backward of the first micro-batch, and the optimizer's update apart
-from it. Under torch.compile no dispatch mode is installed, since torch would run the model eagerly
-for it; then dtypes are unproven, and said to be.
+last one as well: forward and backward of the first micro-batch, and once, apart from them, the
+optimizer's update. Under torch.compile no dispatch mode is installed, since torch would run the
+model eagerly for it; then dtypes are unproven, and said to be.
 
 What earlier stretches saw comes with the checkpoint. Leaves out how dtypes are found
 (`probe.executed`) and what contradicts a label (`records.witness`).
@@ -98,7 +98,6 @@ class WitnessCallback(UpdateCallback):
         """Note the switches, and compute the known answers, before the model is called at all."""
         self._moments = {"before_imports": self._before, "at_start": _switches()}
         self._answers = {"at_start": known_answers(trainer.strategy.root_device)}
-        self._note_modules()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a stretch, and hold it against those before."""
@@ -112,7 +111,8 @@ class WitnessCallback(UpdateCallback):
             return
         self._steps.append(step)
         self._open.enter_context(naming_modules(self._model, self._executed))
-        self._update.watch(trainer.optimizers)
+        if not self._update.was_seen:
+            self._update.watch(trainer.optimizers)
         self._open.enter_context(self._executed)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -126,12 +126,17 @@ class WitnessCallback(UpdateCallback):
         self._update.begin()
 
     def after_update(self, trainer: Trainer, step: int) -> None:
-        """Hold the first look against the label, before the step's checkpoint is written."""
+        """Hold a look against the label, before the step's checkpoint is written.
+
+        The last one is held against it at the `end`.
+        """
         self._last = trainer.global_step
         self._close()
-        if self._steps and step == self._steps[-1]:
-            self._note_modules()
+        if self._steps and step == self._steps[-1] and step != self._last_step - 1:
             self._check()
+        if step == self._first + LOOKS - 1:
+            # for a stretch that a kill ends: by now all is imported that each step needs
+            self._note_modules()
 
     def end(self, trainer: Trainer) -> None:
         """End the stretch: switches and known answers again, and the witness is saved.
@@ -190,6 +195,8 @@ class _UpdatePhase:
         self._stack = ExitStack()
         self._hooks: list[Any] = []
         self._is_stepping = self._may_begin = False
+        self.was_seen = False
+        """Whether an update has been looked at, whole."""
 
     def watch(self, optimizers: list[Optimizer]) -> None:
         self._is_stepping = self._may_begin = False
@@ -213,6 +220,7 @@ class _UpdatePhase:
             self._stack.enter_context(self._executed)
 
     def _leave_step(self, *_: Any) -> None:
+        self.was_seen |= self._executed.is_optimizer
         self._is_stepping = False
         self._stack.close()
         self._executed.is_optimizer = False

@@ -153,14 +153,21 @@ def own_modules() -> dict[str, str]:
     """
     not_own = _not_own()
     found: dict[str, str] = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
+    for name in sys.modules.keys() - _known_installed:
+        module = sys.modules.get(name)
+        # not getattr: a module that imports lazily would answer by importing
+        file = getattr(module, "__dict__", {}).get("__file__")
         if not isinstance(file, str) or file.startswith(not_own) or not os.path.isfile(file):
+            _known_installed.add(name)
             continue
         # the script that a process of `multiprocessing` was started from has a name of its own
         name = "__main__" if name == "__mp_main__" else name
         found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return dict(sorted(found.items()))
+
+
+_known_installed: set[str] = set()
+"""Names of modules that are not the user's own: thousands, and a run asks several times."""
 
 
 @functools.cache

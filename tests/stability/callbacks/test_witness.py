@@ -1,0 +1,91 @@
+"""The witness in a training of anybody's: what an optimizer casts by itself is told apart."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from stability.callbacks.witness import WitnessCallback, WitnessError
+from stability.records.identity import numeric_switches
+from stability.records.witness import Label
+
+LABEL = Label(arm="mine", precision="32-true", implementation="baseline")
+
+
+class _Module(LightningModule):
+    """One linear layer, trained by the optimizer that it is given."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(9, 5, bias=False)
+        self._optimizer = optimizer
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch.float() / 11).square().mean()
+
+    def configure_optimizers(self):
+        return self._optimizer(self.parameters())
+
+
+def _muon(parameters):
+    return torch.optim.Muon(parameters, lr=1e-2)
+
+
+def _adamw(parameters):
+    return torch.optim.AdamW(parameters)
+
+
+def _trained(fit, folder, optimizer, *, witnessed=True, **options):
+    module = _Module(optimizer)
+    witness = WitnessCallback(module, 4, before=numeric_switches(), label=LABEL)
+    trainer = fit(folder, module, [witness] if witnessed else [], 4, **options)
+    if witnessed:
+        witness.end(trainer)
+    return module, witness.witness
+
+
+@pytest.mark.parametrize("optimizer", [_muon, _adamw])
+def test_what_an_optimizer_casts_by_itself_is_recorded_apart(fit, tmp_path, optimizer):
+    module, witness = _trained(fit, tmp_path, optimizer)
+    by_part = {
+        part: {dtype for row in witness.rows if row.part == part for dtype in row.operands}
+        for part in ("linear", "optimizer")
+    }
+    assert by_part["linear"] == {"float32"}
+    # Muon's Newton-Schulz iteration runs in BF16, AdamW multiplies no matrices
+    assert by_part["optimizer"] == ({"float32", "bfloat16"} if optimizer is _muon else set())
+    plain, _ = _trained(fit, tmp_path, optimizer, witnessed=False)
+    assert torch.equal(module.layer.weight, plain.layer.weight)
+
+
+def test_the_first_micro_batch_alone_is_looked_at_where_gradients_are_accumulated(fit, tmp_path):
+    module, witness = _trained(fit, tmp_path, _muon, accumulate_grad_batches=2)
+    assert witness.all[0].steps == [0, 1, 3]
+    assert "optimizer" in {row.part for row in witness.rows}
+    assert not module.layer._forward_hooks
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_a_training_that_fails_leaves_no_mode_and_no_hook_behind(fit, tmp_path):
+    module = _Module(_adamw)
+    module.training_step = lambda batch, batch_idx: 1 / 0
+    witness = WitnessCallback(module, 4, before={}, label=LABEL)
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, module, [witness], 4)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert not module.layer._forward_hooks
+
+
+def test_a_layer_that_casts_by_itself_contradicts_the_label(fit, tmp_path):
+    module = _Module(_adamw)
+    layer = module.layer.forward
+
+    def cast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x).float()
+
+    module.layer.forward = cast
+    witness = WitnessCallback(module, 4, before={}, label=LABEL)
+    with pytest.raises(WitnessError, match="labelled 32-true, its linear layers multiplied BF16"):
+        fit(tmp_path, module, [witness], 4)
