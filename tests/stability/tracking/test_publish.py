@@ -1,7 +1,11 @@
 """A finished study on W&B: every number is the records', every digit, and nothing is sent twice."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from stability.tracking.history import numbers_of
 from stability.tracking.tables import deviation_rows
 from tests.stability.sealing import seal
 
+ROOT = Path(__file__).parents[3]
 PUBLISHED = [("baseline", 0), ("flash_fa2", 1), ("init_seed", 0)]
 
 
@@ -198,3 +203,53 @@ def test_disabled_publishes_nothing(synthetic, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert publish_study(read_study(folder), folder, "disabled") == ""
     assert not list(folder.rglob("wandb"))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from stability.analysis.study_records import read_study
+from stability.cli.workspace import publish_study
+from stability.tracking import history, publish
+
+left, send, tables = [int(sys.argv[2])], history.WandbRun.send, publish._send_tables
+
+def deadly(self, line):
+    left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    send(self, line)
+
+def deadly_tables(*arguments):
+    tables(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+history.WandbRun.send, publish._send_tables = deadly, deadly_tables
+folder = Path(sys.argv[1])
+publish_study(read_study(folder), folder, "offline")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [30, 10**9], ids=["in a run", "in the study's own"])
+def test_a_kill_while_it_publishes_harms_no_record_and_the_next_call_sends_all(
+    synthetic, tmp_path, offline_log, read_rows, lines
+):
+    folder = synthetic.write_synthetic(tmp_path / "quickstart")
+    write_page(read_study(folder), folder)
+    records = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    # W&B's server of this process, which outlives the other, is not to be shared
+    own = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, folder, str(lines)],
+        env={**own, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert records == {path: path.read_bytes() for path in records}
+    assert publish_study(read_study(folder), folder, "offline") == ""
+    for arm, seed in PUBLISHED:
+        paths = RunPaths.for_run(folder, arm, seed)
+        numbered = [line for _, line in read_lines(paths.metrics) if numbers_of(line)]
+        assert len(read_rows(offline_log(paths.wandb_dir))) == len(numbered)
+    assert offline_log(StudyPaths(folder).wandb_dir).is_file()
