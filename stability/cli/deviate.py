@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import yaml
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attention_kernels.api import Engine
     from stability.probe.attention_inputs import AttentionInputs
     from stability.probe.microbenchmark import Problem
+    from stability.records.waterfall_record import WaterfallPoint, WaterfallStep
 
 __all__ = ["deviate"]
 
@@ -234,9 +235,9 @@ def _record_waterfall(
         format=problem.format,
         layer=layer,
         step=snapshot_steps(run)[-1] if step is None else step,
-        point=dataclasses.asdict(problem),
+        point=cast("WaterfallPoint", dataclasses.asdict(problem)),
         numerics=problem.numerics().to_dict(),
-        steps=steps,
+        steps=cast("list[WaterfallStep]", steps),
         versions=versions(),
     )
     kept = write_waterfall(run, record)
@@ -350,11 +351,11 @@ def _own_numerics(checkpoint: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
     manifest = RunPaths(Path(checkpoint)).manifest
     if not checkpoint or not manifest.is_file():  # `capture` reports a folder that holds no run
         return DEFAULT_FLASH_PROFILE, ()
-    attention = read_manifest(manifest).config["attention"]
-    if attention["implementation"] != "flash":
+    attention = read_manifest(manifest).config.get("attention", {})
+    if attention.get("implementation") != "flash":
         return DEFAULT_FLASH_PROFILE, ()
-    profile = attention["profile"] or DEFAULT_FLASH_PROFILE
-    return profile, tuple(attention["numerics"].items())
+    profile = attention.get("profile") or DEFAULT_FLASH_PROFILE
+    return profile, tuple(attention.get("numerics", {}).items())
 
 
 def _columns(text: str) -> list[str]:

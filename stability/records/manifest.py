@@ -14,6 +14,7 @@ from stability.records.sealed_json import read_record, write_sealed
 __all__ = [
     "ENDED",
     "Manifest",
+    "RecordedFork",
     "RunState",
     "read_manifest",
     "write_manifest",
@@ -26,11 +27,25 @@ ENDED: tuple[RunState, ...] = ("finished", "diverged")
 """States of a run that is never trained again."""
 
 
+class RecordedAttention(TypedDict, total=False):
+    """What readers look for in the attention of a config that may be of another version."""
+
+    implementation: str
+    profile: str
+    numerics: dict[str, Any]
+    layers: list[str]
+    direction: str
+
+
 class RecordedConfig(TypedDict, total=False):
     """What readers look for in a config that may be of another version."""
 
-    attention: dict[str, Any]
+    attention: RecordedAttention
+    precision: str
     probe: dict[str, Any]
+
+
+RecordedFork = TypedDict("RecordedFork", {"from": str, "at": Count, "until": Count}, total=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +72,7 @@ class Manifest:
     """Why the run failed or diverged; else empty."""
     observer: dict[str, Any] = field(default_factory=dict)
     """The observer gate's result, if it was asked for: `steps`, `equal` and the two hashes."""
-    fork: dict[str, Any] = field(default_factory=dict)
+    fork: RecordedFork = field(default_factory=RecordedFork)
     """Where the run goes on from, if it is a fork: `from` (the parent's folder, seen
     from this one), `at`, `until`."""
     until: Count = 0

@@ -24,6 +24,7 @@ from typing import (
 __all__ = [
     "COUNT",
     "DEEPEST",
+    "FILLED",
     "PAIR",
     "Count",
     "Number",
@@ -48,6 +49,7 @@ class Rule:
 
 
 COUNT = Rule(">= 0", lambda value: value >= 0)
+FILLED = Rule("one value at least", bool)
 PAIR = Rule("a pair of values", lambda value: len(value) == 2)
 
 Count = Annotated[int, COUNT]

@@ -109,7 +109,7 @@ def read_record(path: Path, record: type[T], writer: str, kind: str = "record") 
     for name in content:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
-            raise ValueError(f"{path}: unknown key {name!r}; nearest: {', '.join(near)}")
+            raise ValueError(f"{path}: unknown key {name[:80]!r}; nearest: {', '.join(near)}")
     missing = [name for name in names if name not in content and name not in optional]
     if missing:
         raise ValueError(f"{path}: missing key {', '.join(missing)}; it is no whole {kind}")

@@ -6,10 +6,10 @@ versions too, so only what every reader looks for has a type here.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from stability.records.paths import StudyPaths
-from stability.records.record_types import Count, Pair
+from stability.records.record_types import FILLED, Count, Pair
 from stability.records.sealed_json import read_record
 
 __all__ = ["StudyArm", "StudyFile", "read_study_file"]
@@ -40,7 +40,7 @@ class _Config(TypedDict):
     name: str
     question: str
     base: _Base
-    seeds: list[Count]
+    seeds: Annotated[list[Count], FILLED]
     yardstick: NotRequired[str]
     early_step: NotRequired[Count]
     policy: NotRequired[dict[str, Any] | None]
@@ -51,7 +51,7 @@ class StudyFile:
     """What `study.json` holds."""
 
     config: _Config
-    arms: list[StudyArm]
+    arms: Annotated[list[StudyArm], FILLED]
 
 
 def read_study_file(study: Path) -> StudyFile:

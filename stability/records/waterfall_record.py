@@ -20,7 +20,9 @@ from stability.records.sealed_json import read_record, write_sealed
 __all__ = [
     "CHANGES",
     "WATERFALLS",
+    "WaterfallPoint",
     "WaterfallRecord",
+    "WaterfallStep",
     "read_waterfalls",
     "waterfall_files",
     "write_waterfall",

@@ -43,7 +43,7 @@ class WindowRecord:
     """The judged step; 0 if there is none."""
     reason: str
     """Why this step, or why none."""
-    limit: Number
+    limit: float
     """The largest |log E| of a control inside the window."""
     reference: str
     controls: list[str]

@@ -6,7 +6,7 @@ How it is trained is left to `train_run`.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stability.analysis.pair_contract import start_breach
@@ -16,7 +16,7 @@ from stability.config.convert import to_dict
 from stability.config.schema import ArmConfig, Axis
 from stability.records.atomic_files import remove
 from stability.records.identity import environment, is_of_process, may_be_missing
-from stability.records.manifest import ENDED, Manifest, read_manifest, write_manifest
+from stability.records.manifest import ENDED, Manifest, RecordedFork, read_manifest, write_manifest
 from stability.records.paths import RunPaths, checkpoint_steps, strange_files
 from stability.records.run_files import damage
 from stability.records.run_lock import hold
@@ -66,12 +66,12 @@ class Run:
     """The hash of the protocol that it is trained under; empty where none was sealed."""
 
     @property
-    def fork_record(self) -> dict[str, Any]:
+    def fork_record(self) -> RecordedFork:
         """The manifest's entry about the fork; `from` is relative, so that both may be moved."""
         if self.fork is None or self.baseline is None:
             return {}
         parent = os.path.relpath(self.baseline.root.resolve(), self.paths.root.resolve())
-        return {"from": parent, **asdict(self.fork)}
+        return {"from": parent, "at": self.fork.at, "until": self.fork.until}
 
     @property
     def last_step(self) -> int:

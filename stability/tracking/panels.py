@@ -172,7 +172,8 @@ def _watched(metrics: Sequence[str]) -> list[Panel]:
     """One panel for each watched metric of the run, and one for each watched metric of layers."""
     lines: dict[str, list[str]] = {}
     for name in metrics:
-        head, *layer, watched = name.split("/")
-        if head == "watch" and layer[:1] != ["rms"] and len(layer) <= 1:
+        head, *layer = name.split("/")
+        watched = layer.pop() if layer else ""
+        if head == "watch" and watched and layer[:1] != ["rms"] and len(layer) <= 1:
             lines.setdefault(watched, []).append(name)
     return [Panel(watched, "line", tuple(names)) for watched, names in sorted(lines.items())]

@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from stability.analysis.study_records import RecordedArm, RecordedStudy, find_arm
 from stability.config.convert import nearest
 from stability.records.metric_table import SHOWN_DRIFTS
+from stability.report.paper.figure_options import NothingToDrawError
 from stability.report.paper.files import Cell, Table
 from stability.report.paper.style import (
     PrintStyle,
@@ -46,7 +47,7 @@ def draw_drift(study: RecordedStudy, arm: str, metric: str, width: str) -> Figur
     """
     found = _drifts(study, arm, metric)
     if not any(drift.by_seed for drift in found):
-        raise ValueError(
+        raise NothingToDrawError(
             "draw_drift: study must have a drift on record, has none; `stability run` goes on "
             "with it"
         )

@@ -6,12 +6,15 @@ Leaves out what each kind shows (`ladder`, `drift`, `heatmap`, `waterfall`) and 
 
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import RecordedArm, RecordedStudy, find_arm
 from stability.records.paths import RunPaths
 from stability.records.waterfall_record import WaterfallRecord, read_waterfalls
 from stability.report.paper.drift import draw_drift, drift_table
-from stability.report.paper.files import write_files
+from stability.report.paper.figure_options import NothingToDrawError
+from stability.report.paper.files import Table, write_files
 from stability.report.paper.heatmap import draw_heatmap, has_probe, heatmap_table
 from stability.report.paper.ladder import draw_ladder, ladder_table
 from stability.report.paper.style import paper_style
@@ -37,21 +40,30 @@ def write_figure(
     study has no such arm, or nothing on record to draw: it says what to run.
     """
     with paper_style():
-        if kind == "ladder":
-            ladder = ladder_of(study)
-            arms = [each.name for each in study.arms]
-            figure, table = draw_ladder(ladder, arms, width), ladder_table(ladder)
-        elif kind == "drift":
-            figure = draw_drift(study, arm, metric, width)
-            table = drift_table(study, arm, metric)
-        elif kind == "heatmap":
-            probed = _probed(study, arm, compared, metric)
-            figure = draw_heatmap(probed, compared, metric, width)
-            table = heatmap_table(probed, compared, metric)
-        else:
-            run, record = _waterfall(study, arm)
-            figure, table = draw_waterfall(record, width), waterfall_table(run, record)
+        try:
+            figure, table = _drawn(study, kind, width, arm, compared, metric)
+        except NothingToDrawError as error:
+            runs = [run for each in study.arms for run in each.runs.values()]
+            lost = next((run.error or run.breach for run in runs if run.error or run.breach), "")
+            raise ValueError(f"{error}; {lost}" if lost else str(error)) from error
         return write_files(path, figure, table)
+
+
+def _drawn(
+    study: RecordedStudy, kind: str, width: str, arm: str, compared: str, metric: str
+) -> tuple[Figure, Table]:
+    if kind == "ladder":
+        ladder = ladder_of(study)
+        arms = [each.name for each in study.arms]
+        return draw_ladder(ladder, arms, width), ladder_table(ladder)
+    if kind == "drift":
+        return draw_drift(study, arm, metric, width), drift_table(study, arm, metric)
+    if kind == "heatmap":
+        probed = _probed(study, arm, compared, metric)
+        table = heatmap_table(probed, compared, metric)
+        return draw_heatmap(probed, compared, metric, width), table
+    run, record = _waterfall(study, arm)
+    return draw_waterfall(record, width), waterfall_table(run, record)
 
 
 def _probed(study: RecordedStudy, arm: str, compared: str, metric: str) -> RecordedArm:
@@ -62,7 +74,7 @@ def _probed(study: RecordedStudy, arm: str, compared: str, metric: str) -> Recor
     for each in arms:
         if has_probe(each, compared, metric):
             return each
-    raise ValueError(
+    raise NothingToDrawError(
         f"write_figure: heatmap must have {metric} of {compared} to draw, no arm has it on record; "
         "give the study a `probe:` and run it"
     )
@@ -76,7 +88,7 @@ def _waterfall(study: RecordedStudy, arm: str) -> tuple[RunPaths, WaterfallRecor
             found = read_waterfalls([run.paths])
             if found:
                 return max(found, key=lambda pair: pair[1].step)
-    raise ValueError(
+    raise NothingToDrawError(
         f"write_figure: waterfall must be on record, there is none in {arm or study.name!r}; run "
         "`stability deviate --waterfall --checkpoint RUN --record`, RUN being a run's folder"
     )

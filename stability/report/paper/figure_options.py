@@ -4,7 +4,7 @@ The metrics are those of `records.metric_table`. Nothing heavy is imported here,
 misspelled option is told before matplotlib is loaded.
 """
 
-__all__ = ["FORMATS", "KINDS", "RESULTS", "WIDTHS"]
+__all__ = ["FORMATS", "KINDS", "RESULTS", "WIDTHS", "NothingToDrawError"]
 
 KINDS = ("ladder", "drift", "heatmap", "waterfall")
 
@@ -15,3 +15,7 @@ FORMATS = ("pdf", "svg", "png")
 
 WIDTHS = {"column": 3.35, "page": 6.9}
 """In inches: a column of 85 mm, and a page of two columns."""
+
+
+class NothingToDrawError(ValueError):
+    """What was asked for is not on record."""

@@ -15,6 +15,7 @@ from stability.analysis.probe_records import natural_order
 from stability.analysis.study_records import RecordedArm
 from stability.records.metric_names import deviation_name, parse_deviation
 from stability.records.metric_table import LAYER_METRICS
+from stability.report.paper.figure_options import NothingToDrawError
 from stability.report.paper.files import Cell, Table
 from stability.report.paper.style import new_figure, shown
 from stability.report.view.drift import mean_over_seeds
@@ -46,7 +47,7 @@ def draw_heatmap(arm: RecordedArm, compared: str, metric: str, width: str) -> Fi
     mean = _cells(arm, compared, metric).mean
     steps = sorted({step for values in mean.values() for step in values})
     if not steps:
-        raise ValueError(
+        raise NothingToDrawError(
             f"draw_heatmap: arm must have {metric} of {compared} on record, {arm.name!r} has none; "
             "run the study with a probe"
         )

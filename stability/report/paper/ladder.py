@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.number_text import EXACT_ZERO, scientific
+from stability.report.paper.figure_options import NothingToDrawError
 from stability.report.paper.files import Cell, Table
 from stability.report.paper.style import (
     GREY,
@@ -34,7 +35,7 @@ def draw_ladder(ladder: Ladder, arms: Sequence[str], width: str) -> Figure:
     """
     drawn = rungs(ladder)
     if all(rung.off_axis == "missing" for rung in drawn):
-        raise ValueError(
+        raise NothingToDrawError(
             "draw_ladder: study must have a drift on record, has none; `stability run` goes on "
             "with it"
         )

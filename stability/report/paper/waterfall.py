@@ -7,14 +7,13 @@ of the whole profile's, so that bars start at 0 and can be compared. Leaves out 
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from stability.records.paths import RunPaths
-from stability.records.waterfall_record import WaterfallRecord
+from stability.records.waterfall_record import WaterfallRecord, WaterfallStep
 from stability.report.paper.files import Cell, Table
 from stability.report.paper.style import GREY, new_figure, shown
 from stability.report.view.palette import OKABE_ITO
@@ -64,7 +63,7 @@ def _whole(record: WaterfallRecord) -> Mapping[str, float]:
     return next(step["errors"] for step in record.steps if step["change"] == "none")
 
 
-def _steps(record: WaterfallRecord, change: str) -> list[dict[str, Any]]:
+def _steps(record: WaterfallRecord, change: str) -> list[WaterfallStep]:
     return [step for step in record.steps if step["change"] == change]
 
 
@@ -72,7 +71,7 @@ def _share(error: float, whole: float) -> float:
     return error / whole if whole else math.nan
 
 
-def _draw(axes: Axes, steps: list[dict[str, Any]], whole: Mapping[str, float]) -> None:
+def _draw(axes: Axes, steps: list[WaterfallStep], whole: Mapping[str, float]) -> None:
     axes.axvline(1.0, color=GREY, linewidth=0.8, linestyle="--", zorder=0)
     thickness = 0.8 / len(whole)
     for index, what in enumerate(whole):

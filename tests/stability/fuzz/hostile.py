@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -100,7 +100,7 @@ def _of_another(path: Path, data: bytes, draw: Random) -> None:
 def _odd_json(path: Path, data: bytes, draw: Random) -> None:
     content = json.loads(data)
     sealed = content.pop("checksum", None)
-    _change(content, draw)
+    change(content, draw)
     if sealed and draw.random() < 0.9:
         sealed_json.write_sealed(path, content)
     else:
@@ -112,7 +112,7 @@ def _odd_line(path: Path, data: bytes, draw: Random) -> None:
     at = draw.randrange(len(lines))
     said = json.loads(lines[at])
     del said[metric_log._CRC]
-    _change(said, draw)
+    change(said, draw)
     text = json.dumps(said).encode()
     lines[at] = metric_log._sealed(text) if draw.random() < 0.9 else text + b"\n"
     if draw.random() < 0.1:
@@ -123,13 +123,13 @@ def _odd_line(path: Path, data: bytes, draw: Random) -> None:
 def _odd_header(path: Path, data: bytes, draw: Random) -> None:
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
-    _change(header, draw)
+    change(header, draw)
     text = json.dumps(header).encode()
     said = draw.choice((len(text), len(text), 2**63, 0, len(data)))
     path.write_bytes(struct.pack("<Q", said) + text + data[8 + size :])
 
 
-def _change(content: Any, draw: Random) -> None:
+def change(content: Any, draw: Random, values: Sequence[Any] = VALUES) -> None:
     """Change one place of a tree of dicts and lists, at any depth."""
     while True:
         keys = list(content) if isinstance(content, dict) else list(range(len(content)))
@@ -142,13 +142,13 @@ def _change(content: Any, draw: Random) -> None:
             continue
         how = draw.random()
         if how < 0.7:
-            content[key] = draw.choice(VALUES)
+            content[key] = draw.choice(values)
         elif how < 0.85:
             del content[key]
         elif isinstance(content, dict):
             content[draw.choice((ESCAPES, "", "step", "x" * 5000))] = content.pop(key)
         else:
-            content.insert(key, draw.choice(VALUES))
+            content.insert(key, draw.choice(values))
         return
 
 
@@ -173,8 +173,3 @@ def damage(path: Path, draw: Random) -> str:
     path.unlink()  # a hard link: the others keep their bytes
     how(path, data, draw)
     return how.__name__.strip("_")
-
-
-def is_said(how: str) -> bool:
-    """Whether a kind of damage leaves a record that says other things under a right checksum."""
-    return how in ("odd_json", "odd_line", "of_another", "gone", "doubled")

@@ -1,11 +1,12 @@
 """A record's fields have the types that it declares, however deep; else a line says which one."""
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pytest
 
 from stability.records.record_types import (
     DEEPEST,
+    FILLED,
     Count,
     Number,
     Pair,
@@ -41,6 +42,7 @@ def test_what_is_declared_is_taken(value, hint):
 @pytest.mark.parametrize(
     ("value", "hint", "message"),
     [
+        ([], Annotated[list[int], FILLED], r"^key must be one value at least, is \[\]$"),
         (True, Count, "^key must be of type int, is True$"),
         (-1, Count, "^key must be >= 0, is -1$"),
         (1, bool, "^key must be of type bool, is 1$"),
