@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from stability.analysis.pair_contract import prove_pair
 from stability.cli.main import main
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.paths import RunPaths, prediction_steps
 from stability.records.run_files import damage
+from stability.records.witness import read_witness
 from stability.study.bisect import halve
 from stability.study.fork import fork_drifts, plan_fork, run_fork
 from stability.study.run import RunConflictError
@@ -79,6 +81,15 @@ def test_a_fork_is_apart_from_its_step_on_and_a_candidate_s_drifts_are_not_its_o
     late = _fork(parent, 8, FLASH)
     assert late.paths != run.paths
     assert fork_drifts(late)[10] < drifts[10]
+
+
+def test_a_fork_has_a_witness_of_its_own_updates_alone(parent):
+    run = _fork(parent, 4, {"precision": "32-true"}, name="fp32-4")
+    witness = read_witness(run.paths.witness)
+    # the parent multiplied FP16 up to there, under a label of its own
+    assert [(each.first, each.last) for each in witness.all] == [(4, 10)]
+    proof = prove_pair(parent, run.paths)
+    assert (proof.breach, proof.unproven) == (None, [])
 
 
 def test_a_fork_with_another_epsilon_takes_it(parent):
