@@ -133,11 +133,15 @@ def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str,
     Returns the fork's files for its manifest: the checkpoint's checksum by its name. Log lines with
     drifts are left out, since those are distances from the parent's baseline. `eps` is the fork's
     `optimizer.eps`; it is written into the checkpoint, because a restored optimizer takes its eps
-    from there and not from the config. ValueError if the parent's checkpoint is damaged or missing.
+    from there and not from the config. ValueError if the parent's checkpoint is damaged or missing,
+    or the log up to it.
     """
     checkpoint: dict[str, Any] = torch.load(
         read_run_file(parent, parent.checkpoint(at)), map_location="cpu", weights_only=True
     )
+    lacking = _log_lacks(parent, at)
+    if lacking:
+        raise ValueError(f"{parent.root}: {lacking}; fork from an earlier step, or run it again")
     position = checkpoint["callbacks"][_LOG_POSITION]["position"]
     kept = [
         line

@@ -149,3 +149,21 @@ def test_a_number_that_is_not_on_record_is_caught(copy, monkeypatch):
     monkeypatch.setattr(metric_log, "_is_sealed", lambda _: True)
     monkeypatch.setattr(study_records, "_changed_since", lambda *_: "")
     assert "0.734375" in strange()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda data: data[: len(data) // 2], "seed-0: metrics.jsonl has lost its end"),
+        (lambda data: data.replace(b": 0.", b": 1.", 1), "seed-0: metrics.jsonl is damaged in its"),
+    ],
+)
+def test_a_run_whose_log_is_damaged_is_not_forked(copy, spoil, said):
+    """Else numbers that nobody has measured would stand in the fork's log under a new seal."""
+    path = RunPaths.for_run(copy.folder / "tiny", CANDIDATE, 0).metrics
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(spoil(data))
+    reader = next(each for each in READERS if each.name == "fork")
+    assert said in call(reader.words(copy.folder)).err
+    assert not (copy.folder.parent / "fork").exists()
