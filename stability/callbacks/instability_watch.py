@@ -26,6 +26,7 @@ from stability.metrics.instability import (
     log_z,
     rms_ratio,
 )
+from stability.probe.executed import unwitnessed
 from stability.records.metric_names import watch_name
 from stability.tracking.loggers import alert_event, emit
 
@@ -145,7 +146,8 @@ class InstabilityWatch(UpdateCallback):
     def _measure_logits(self, module: nn.Module, inputs: Any, output: Any) -> None:
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.dim() >= 2 and logits.is_floating_point():
-            self._measured[watch_name("log_z")] = log_z(logits)
+            with unwitnessed():
+                self._measured[watch_name("log_z")] = log_z(logits)
 
     def _measure_second_moments(self, pl_module: LightningModule, optimizer: Optimizer) -> None:
         names = _parameter_names(pl_module, self._watched_module(pl_module))

@@ -12,13 +12,13 @@ Leaves out what a kernel does inside one operator (a switch may round the operan
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stability.records.witness import ExecutedRow, Part, Pass
 
@@ -41,16 +41,21 @@ _NOT_OF_INTEREST = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_function
 """Namespaces whose other operators are neither products nor attentions; any other namespace is a
 library's own, whose operators are recorded as they were called."""
 
-_paused = 0
+_paused = _entered = 0
 
 
 @contextmanager
 def unwitnessed() -> Iterator[None]:
-    """Inside, nothing is recorded: what an instrument computes is none of the training's."""
+    """Inside, nothing is recorded: what an instrument computes is none of the training's.
+
+    The mode is taken off, and not only deaf: where one is on, torch composes some operators
+    otherwise (ATen/TensorSubclassLikeUtils.h), and an FP64 norm came out 1 ULP away.
+    """
     global _paused
     _paused += 1
     try:
-        yield
+        with _disable_current_modes() if _entered else nullcontext():
+            yield
     finally:
         _paused -= 1
 
@@ -71,6 +76,18 @@ class Executed(TorchDispatchMode):
         self.is_optimizer = False
         self._owners: dict[int, tuple[str, Part]] = {}
         """Who called an operator in the forward pass, by the number of its autograd node."""
+
+    def __enter__(self) -> "Executed":
+        """Begin to record."""
+        global _entered
+        _entered += 1
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        """Record no more."""
+        global _entered
+        _entered -= 1
+        super().__exit__(*exception)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

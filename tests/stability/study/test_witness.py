@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from attention_kernels import baseline_attention
+from stability.callbacks import witness as witness_callback
 from stability.callbacks.witness import WitnessCallback
 from stability.config.arms import expand
 from stability.config.load import load_study
@@ -39,6 +40,9 @@ GRID = [
     )
     if each != ("emulated:e4m3", "sdpa")  # it can't be told to round
 ]
+
+
+FLASH = {"attention": {"implementation": "flash", "profile": "all_bf16"}}
 
 
 def _two_arms(content):
@@ -120,6 +124,26 @@ def test_the_witness_changes_no_bit(write_study, tmp_path, precision, attention)
     config = replace(config, train=replace(config.train, steps=3, snapshot_steps=()))
     plain = _weights(config, tmp_path / "plain", witnessed=False)
     assert _weights(config, tmp_path / "witnessed", witnessed=True) == plain
+
+
+def test_the_witness_changes_no_measurement(write_study, run_tiny, tmp_path, monkeypatch):
+    def edit(content):
+        _two_arms(content)
+        content.update(arms={"baseline": {}, "flash": FLASH}, yardstick="flash")
+        content["base"]["watch"] = {"every": 1}
+        content["base"]["probe"] |= {"every": 1, "inside": True, "inherited": True}
+
+    logs = []
+    for looks in (0, 100):
+        monkeypatch.setattr(witness_callback, "LOOKS", looks)
+        study = load_study(write_study(edit))
+        run_tiny(study, tmp_path / str(looks))
+        runs = [_run(tmp_path / str(looks), arm) for arm in ("baseline", "flash")]
+        assert [len(read_witness(run.witness).all[0].steps) for run in runs] == [
+            looks // 25 or 1
+        ] * 2
+        logs.append([run.metrics.read_bytes() for run in runs])
+    assert logs[0] == logs[1]
 
 
 def test_the_observer_gate_would_see_a_witness_that_changes_a_bit(write_study, monkeypatch):
