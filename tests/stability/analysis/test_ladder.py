@@ -167,7 +167,7 @@ def test_unreadable_record_fails_its_run_and_spares_the_others(study, spoiled):
         (None, "study.json: there is no such file; `stability run` writes it"),
         ("{", "must be JSON, is torn"),
         ("{}", "must have the checksum of what it says"),
-        ({}, "KeyError"),
+        ({}, "missing key config, arms"),
     ],
     ids=["missing", "torn", "edited", "empty"],
 )

@@ -166,6 +166,7 @@ def _edit_short(content):
 
 
 def test_a_clock_that_jumps_back_and_ahead_changes_no_bit(write_study, tmp_path, monkeypatch):
+    # no part of a run asks for the time of day today: none may come to choose by it
     study, clock, asked = load_study(write_study(_edit_short)), time.time, [0]
     run_quietly(study, tmp_path / "whole")
 
@@ -177,5 +178,4 @@ def test_a_clock_that_jumps_back_and_ahead_changes_no_bit(write_study, tmp_path,
     monkeypatch.setattr(time, "time_ns", lambda: int(jumping() * 1e9))
     ended = run_quietly(study, tmp_path / "runs").ended
     assert {state for *_, state, _ in ended} == {"finished"}, ended
-    assert asked[0] > 3
     assert recorded_bits(tmp_path / "runs") == recorded_bits(tmp_path / "whole")
