@@ -191,7 +191,9 @@ def test_diff_that_holds_no_pairs_is_refused(study):
     content = read_sealed(study / "study.json", writer="the test")
     content["arms"][1]["diff"]["precision"] = "fp32"
     write_sealed(study / "study.json", content)
-    with pytest.raises(ValueError, match=r"arms\.1\.diff\.precision must be of type list, is 'fp32'"):
+    with pytest.raises(
+        ValueError, match=r"arms\.1\.diff\.precision must be of type list, is 'fp32'"
+    ):
         read_study(study)
 
 
