@@ -49,7 +49,13 @@ dtypes = (torch.float32, torch.float64)
 print(first == {(name, dtype): 1 for name in ("exp", "log") for dtype in dtypes})
 """
 
-ATTENTIONS = ["flash_attention", "baseline_attention", "golden_attention", "shadowed", "checked"]
+ATTENTIONS = [
+    "flash_attention",
+    pytest.param("baseline_attention", marks=pytest.mark.slow),
+    pytest.param("golden_attention", marks=pytest.mark.slow),
+    "shadowed",
+    "checked",
+]
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)

@@ -251,6 +251,7 @@ def test_large_scores_do_not_overflow():
     torch.testing.assert_close(results["out"][0, 0], v[0, 0, best[0, 0]])
 
 
+@pytest.mark.slow
 def test_length_8192_forward_and_backward_never_hold_a_head_of_scores():
     script = """
 import resource, torch

@@ -45,6 +45,7 @@ def train(tmp_path):
     return train
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_its_checkpoint_has_each_row_once(server, train):
     # five steps were logged, the checkpoint was that of step 3
     for start, until in ((0, 5), (3, 7)):
@@ -56,6 +57,7 @@ def test_a_run_killed_after_its_checkpoint_has_each_row_once(server, train):
     assert sorted(run.about["tags"]) == ["precision", "seed-1"]
 
 
+@pytest.mark.slow
 def test_a_study_online_has_its_runs_snapshots_and_tables_and_is_sent_once(
     server, write_study, tmp_path
 ):
