@@ -11,6 +11,8 @@ from stability.config.convert import to_dict
 from stability.config.load import read_mapping
 from stability.report.paper.style import paper_style
 
+pytestmark = pytest.mark.slow  # the experiment itself takes ten seconds
+
 FOLDER = Path(__file__).parents[2] / "experiments"
 
 

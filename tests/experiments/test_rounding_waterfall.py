@@ -5,6 +5,8 @@ import pytest
 from stability.probe.microbenchmark import POINTS
 from stability.report.paper.style import paper_style
 
+pytestmark = pytest.mark.slow  # the experiment itself takes ten seconds
+
 
 @pytest.fixture(scope="module")
 def found(experiment):

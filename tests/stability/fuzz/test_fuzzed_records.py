@@ -98,6 +98,7 @@ def test_a_reader_that_does_not_look_at_types_is_caught(copy, monkeypatch):
     assert "TypeError" in str(_planted(copy, *spoilt))
 
 
+@pytest.mark.slow
 def test_a_reader_that_opens_pipes_is_caught(copy, monkeypatch):
     spoilt = ("tiny/study.json", _as_pipe, "verdict")
     assert not _planted(copy, *spoilt)
