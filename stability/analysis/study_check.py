@@ -25,7 +25,7 @@ from stability.records.paths import StudyPaths, snapshot_steps
 from stability.records.protocol import read_protocol
 from stability.records.run_files import damage, misplacement, read_run_snapshot
 
-__all__ = ["PairCheck", "PairState", "check_pairs"]
+__all__ = ["PairCheck", "PairState", "check_pairs", "plan_trouble"]
 
 PairState = Literal["holds", "missing", "foreign", "damaged", "no pair", "stale", "unproven"]
 
@@ -92,13 +92,28 @@ def check_pairs(study: RecordedStudy, *, every_drift: bool = False) -> list[Pair
     return found
 
 
+def plan_trouble(study: RecordedStudy) -> str:
+    """Return why it can't be told what a study planned; empty if its sealed protocol tells.
+
+    Every study is sealed before its first run: without the seal a pair that is gone is not missed.
+    """
+    path = StudyPaths(study.folder).protocol
+    if not path.exists():
+        return f"{path} is not there: planned pairs that study.json leaves out are not counted"
+    try:
+        read_protocol(path)
+    except (ValueError, OSError) as error:
+        return f"{error}: planned pairs that study.json leaves out are not counted"
+    return ""
+
+
 def _planned(study: RecordedStudy) -> list[tuple[str, int]]:
     """Return the pairs that the study plans now, and those that only its protocol planned."""
     pairs = {(arm.name, seed): None for arm in study.candidates for seed in study.seeds}
     path = StudyPaths(study.folder).protocol
     try:
         protocol = read_protocol(path) if path.exists() else None
-    except ValueError:  # damaged: the verdict tells of it
+    except (ValueError, OSError):  # `plan_trouble` tells of it
         protocol = None
     for arm in protocol.arms if protocol else ():
         for seed in protocol.seeds if protocol and arm != BASELINE else ():

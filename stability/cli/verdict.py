@@ -111,7 +111,7 @@ def verify(first: Path, second: Path | None = None, all: bool = False, json: boo
     Of a study every pair that was planned is checked: whether both runs are there and are those of
     their place, whether their files are whole, whether they keep the pair contract, and whether
     their drifts come from the snapshots on disk; some drifts are computed anew. Exit code 0 if
-    every planned pair holds, 1 if one does not, or is not there.
+    every planned pair holds, 1 if one does not, or is not there, or the plan itself is not.
 
     Args:
         first: a run's folder, runs/<study>/<arm>/seed-<n>, the baseline; or a study's folder
@@ -140,15 +140,17 @@ def verify(first: Path, second: Path | None = None, all: bool = False, json: boo
 def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
     from rich.console import Console  # heavy, and so is numpy behind the rest
 
-    from stability.analysis.study_check import check_pairs
+    from stability.analysis.study_check import check_pairs, plan_trouble
     from stability.analysis.study_records import read_study
     from stability.report.terminal.pairs import print_checks
 
-    checks = check_pairs(read_study(folder), every_drift=every_drift)
+    study = read_study(folder)
+    checks, trouble = check_pairs(study, every_drift=every_drift), plan_trouble(study)
     holding = sum(check.state == "holds" for check in checks)
     if json:
         pairs = [check.to_dict() for check in checks]
-        print_json({"planned": len(checks), "hold": holding, "pairs": pairs})
+        plan = {"planned": len(checks), "hold": holding, "plan_trouble": trouble}
+        print_json({**plan, "pairs": pairs})
     else:
-        print_checks(checks, Console())
-    return HOLDS if holding == len(checks) else FAILS
+        print_checks(checks, Console(), trouble)
+    return HOLDS if holding == len(checks) and not trouble else FAILS

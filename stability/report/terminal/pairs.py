@@ -50,8 +50,8 @@ def print_proof(proof: PairProof, console: Console) -> None:
     _conclude(proof.sentence, console)
 
 
-def print_checks(checks: Sequence[PairCheck], console: Console) -> None:
-    """Print a line for each planned pair of a study, and how many of them hold."""
+def print_checks(checks: Sequence[PairCheck], console: Console, trouble: str = "") -> None:
+    """Print a line for each planned pair of a study, how many hold, and any trouble of the plan."""
     table = plain_table(["run", "pair", ""], [])
     for column in table.columns[:2]:
         column.no_wrap = True
@@ -64,6 +64,8 @@ def print_checks(checks: Sequence[PairCheck], console: Console) -> None:
     holding = counts.pop("holds", 0)
     others = "".join(f"; {count} {state}" for state, count in counts.items())
     _conclude(f"{holding} of {len(checks)} planned pairs keep the contract{others}", console)
+    if trouble:
+        _conclude(trouble, console)
     anew = sum(len(check.recomputed) for check in checks)
     _conclude(f"{_count(range(anew), 'drift')} computed anew from snapshots, as on record", console)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -140,6 +141,20 @@ def test_an_arm_that_only_the_sealed_protocol_planned_is_counted(copied, capsys)
     said = " ".join(capsys.readouterr().out.split())
     assert "1 of 2 planned pairs keep the contract; 1 missing" in said
     assert "the sealed protocol planned it, the study has it no more" in said
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{")])
+def test_without_its_sealed_plan_no_study_is_said_to_be_complete(copied, capsys, damage):
+    _, folder = copied
+    content = read_sealed(StudyPaths(folder).study, "")
+    content["arms"] = [arm for arm in content["arms"] if arm["name"] != "fp32"]
+    write_sealed(StudyPaths(folder).study, content)
+    damage(StudyPaths(folder).protocol)
+    assert main(["verify", str(folder)]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of 1 planned pairs keep the contract" in said
+    assert "planned pairs that study.json leaves out are not counted" in said
+    assert "protocol.json" in said
 
 
 def rewrite_log(paths, edit):
