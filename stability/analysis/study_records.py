@@ -25,7 +25,7 @@ from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_columns import Column, MetricColumns, Series, column_of
 from stability.records.metric_log import LogContent
 from stability.records.metric_names import TRAIN_LOSS, drift_name
-from stability.records.parallel_reading import LogReaderProcess
+from stability.records.parallel_reading import ReaderProcess
 from stability.records.paths import RunPaths, StudyPaths, list_runs
 from stability.records.remade_drifts import RemadeDrifts, read_remade
 from stability.records.run_files import file_damage, misplacement
@@ -259,7 +259,7 @@ def _read_arms(
         with suppress(OSError):  # no more processes: this one reads it all
             # read again, most logs are known: what has grown is not worth starting processes for
             for _ in range(_helpers(study_dir) if has_logs and not known else 0):
-                readers.put(stack.enter_context(LogReaderProcess()).read)
+                readers.put(stack.enter_context(ReaderProcess(read_log_and_events)).read)
 
         def read(one: tuple[str, int]) -> RecordedRun:
             reader = readers.get()

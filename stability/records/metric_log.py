@@ -212,7 +212,7 @@ def read_log(path: Path, keep: Collection[str] = ()) -> LogContent:
 
 
 def _has_any(line: Mapping[str, Any], names: Collection[str]) -> bool:
-    return any(name in line for name in names)
+    return not line.keys().isdisjoint(names)
 
 
 def read_metrics(path: Path) -> MetricColumns:
@@ -342,7 +342,7 @@ def _is_entry(value: Any) -> bool:
 
 
 def _are_counts(values: list[Any]) -> bool:
-    return bool(values) and all(type(value) is int and value >= 0 for value in values)
+    return set(map(type, values)) == {int} and min(values) >= 0
 
 
 def _check_names(

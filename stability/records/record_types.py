@@ -5,8 +5,9 @@ one of those Annotated with rules (`Count`, `Pair`). Types are strict: a bool is
 is accepted for a float. Leaves out files (`sealed_json`) and what the values mean.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -73,78 +74,102 @@ def check_plain_json(value: Any, deepest: int = DEEPEST) -> None:
 
 def check_type(value: Any, hint: Any, key: str) -> None:
     """ValueError, which names the key, the type and the value, if that is of another type."""
-    hint, rules = _without_rules(hint)
-    if is_typeddict(hint):
-        _check_fields(value, hint, key)
-    elif get_origin(hint) in (Union, UnionType):
-        _check_union(value, hint, key)
-    elif not _is_of(value, hint):
+    kind = _kind(hint)
+    if kind.fields is not None:
+        _check_fields(value, kind.hint, kind.fields, key)
+    elif kind.is_union:
+        _check_union(value, kind, key)
+    elif not kind.holds(value):
         raise ValueError(f"{key} must be {_allowed(hint)}, is {_shown(value)}")
-    elif get_origin(hint) in (list, dict):
-        _check_items(value, get_args(hint)[-1], key)
-    for rule in rules:
+    elif kind.item is not Any:
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            check_type(item, kind.item, f"{key}.{str(name)[:80]}")
+    for rule in kind.rules:
         if not rule.holds(value):
             raise ValueError(f"{key} must be {rule.text}, is {_shown(value)}")
 
 
-def _check_items(value: list[Any] | dict[str, Any], hint: Any, key: str) -> None:
-    if hint is Any:
-        return
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for name, item in items:
-        check_type(item, hint, f"{key}.{str(name)[:80]}")
-
-
-def _check_fields(value: Any, hint: Any, key: str) -> None:
+def _check_fields(value: Any, hint: Any, fields: Mapping[str, Any], key: str) -> None:
     """Check the keys that a TypedDict knows; a mapping may hold others, of another version."""
     if not isinstance(value, dict):
         raise ValueError(f"{key} must be of type dict, is {_shown(value)}")
-    for name, kind in get_type_hints(hint, include_extras=True).items():
+    for name, kind in fields.items():
         if name in value:
             check_type(value[name], kind, f"{key}.{name}" if key else name)
         elif name in hint.__required_keys__:
             raise ValueError(f"{key} must have the key {name}, has {_shown(list(value))}")
 
 
-def _check_union(value: Any, hint: Any, key: str) -> None:
-    for kind in get_args(hint):
+def _check_union(value: Any, kind: "_Kind", key: str) -> None:
+    for part in kind.args:
         try:
-            check_type(value, kind, key)
+            check_type(value, part, key)
         except ValueError:
             continue
         return
-    raise ValueError(f"{key} must be {_allowed(hint)}, is {_shown(value)}")
+    raise ValueError(f"{key} must be {_allowed(kind.hint)}, is {_shown(value)}")
 
 
-def _without_rules(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A hint taken apart, once for all values: this takes longer than to check one."""
+
+    hint: Any
+    """Without its rules."""
+    rules: tuple[Rule, ...]
+    origin: Any
+    args: tuple[Any, ...]
+    fields: Mapping[str, Any] | None
+    """The hints of a TypedDict's keys; None for any other."""
+    types: tuple[type, ...]
+    """The types of which a value may be, if it is no union, no Literal and not Any."""
+
+    @property
+    def is_union(self) -> bool:
+        return self.origin in (Union, UnionType)
+
+    @property
+    def item(self) -> Any:
+        """The hint of what a list or dict holds; Any where nothing is said of it."""
+        return self.args[-1] if self.origin in (list, dict) else Any
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value is of this kind, no TypedDict or union; items are not looked at."""
+        if self.hint is Any:
+            return True
+        if self.origin is Literal:
+            # by type as well: True is 1, and 1.0 is
+            return any(type(value) is type(x) and value == x for x in self.args)
+        return type(value) in self.types
+
+
+@cache
+def _kind(hint: Any) -> _Kind:
     rules: tuple[Rule, ...] = ()
     while get_origin(hint) in (Annotated, Required, NotRequired):
         hint, *more = get_args(hint)
         rules = (*rules, *more)
-    return hint, rules
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value is of a hint, which is no TypedDict and no union; items are not looked at."""
-    if hint is Any:
-        return True
-    if get_origin(hint) is Literal:
-        # by type as well: True is 1, and 1.0 is
-        return any(type(value) is type(x) and value == x for x in get_args(hint))
-    kind = get_origin(hint) or hint
-    return type(value) in ((float, int) if kind is float else (kind,))
+    origin, is_fields = get_origin(hint), is_typeddict(hint)
+    return _Kind(
+        hint=hint,
+        rules=rules,
+        origin=origin,
+        args=get_args(hint),
+        fields=get_type_hints(hint, include_extras=True) if is_fields else None,
+        types=(float, int) if hint is float else (origin or hint,),
+    )
 
 
 def _allowed(hint: Any) -> str:
-    hint, _ = _without_rules(hint)
-    if get_origin(hint) is Literal:
-        return f"one of {get_args(hint)}"
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(map(_allowed, get_args(hint)))
-    if hint is NoneType:
+    kind = _kind(hint)
+    if kind.origin is Literal:
+        return f"one of {kind.args}"
+    if kind.is_union:
+        return " or ".join(map(_allowed, kind.args))
+    if kind.hint is NoneType:
         return "null"
-    kind = dict if is_typeddict(hint) else get_origin(hint) or hint
-    return f"of type {kind.__name__}"
+    of = dict if kind.fields is not None else kind.origin or kind.hint
+    return f"of type {of.__name__}"
 
 
 def _shown(value: Any) -> str:

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -94,6 +95,11 @@ def parse_json(data: bytes) -> Any:
     return content
 
 
+@cache
+def _hints(record: type) -> Mapping[str, Any]:
+    return get_type_hints(record, include_extras=True)
+
+
 def read_record(path: Path, record: type[T], writer: str, kind: str = "record") -> T:
     """Return the dataclass `record` that `write_sealed` wrote to `path` field by field.
 
@@ -102,7 +108,7 @@ def read_record(path: Path, record: type[T], writer: str, kind: str = "record") 
     fields, however deep those are declared (`record_types`).
     """
     content = read_sealed(path, writer)
-    hints = get_type_hints(record, include_extras=True)
+    hints = _hints(record)
     known = fields(record)  # pyright: ignore[reportArgumentType]
     names = [field.name for field in known]
     optional = {x.name for x in known if (x.default, x.default_factory) != (MISSING, MISSING)}

@@ -5,22 +5,28 @@ Safe to call from several threads. Leaves out HTTP (`server`) and what the pages
 """
 
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from urllib.parse import quote
 
 from stability.analysis.ladder import ladder_of
 from stability.analysis.probe_records import read_probe
 from stability.analysis.study_records import RecordedStudy, read_study
+from stability.records.parallel_reading import ReaderProcess
 from stability.report.live.cache import StudyCache
 from stability.report.live.comparison import render_comparison
 from stability.report.live.study_index import StudyFolder, StudyIndex, hash_stamps
 from stability.report.live.study_summary import (
     Summary,
     outline_of_study,
+    read_summary,
     summary_of_error,
     summary_of_probe,
     summary_of_study,
@@ -34,6 +40,9 @@ PATIENCE = 1.0
 """Seconds that the list of studies waits for summaries that are still to be made."""
 PAGES, SUMMARIES = 6, 1000
 """How many studies' records and pages, and how many summaries, are kept in memory."""
+WORTH_A_PROCESS = 15
+"""Studies that take as long to sum up as another process takes to start."""
+MOST_PROCESSES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +71,8 @@ class ServedPages:
         self._summaries = StudyCache(self._summarise, SUMMARIES)
         self._outlines = StudyCache(self._outline, SUMMARIES)
         self._reader = threading.Thread()
+        self._helpers: SimpleQueue[ReaderProcess[Summary]] = SimpleQueue()
+        """Processes that sum up studies, those that are free."""
         self._starting = threading.Lock()
 
     def find(self) -> dict[str, StudyFolder]:
@@ -137,12 +148,29 @@ class ServedPages:
 
     def _read_all(self, due: Sequence[StudyFolder]) -> None:
         # what a person asks first is how far the studies are, and that is read in milliseconds
-        for folder in due:
-            if self._summaries.last(folder.name) is None:
-                known = self._stored(folder)
-                (self._summaries if known else self._outlines).get(folder)
-        for folder in due:
-            self._summaries.get(folder)
+        unknown = [each for each in due if self._summaries.last(each.name) is None]
+        stored = [each for each in unknown if self._stored(each)]
+        with ExitStack() as stack:
+            count = self._start_helpers(stack, len(unknown) - len(stored))
+            for folder in stored:
+                self._summaries.get(folder)
+            for folder in unknown:
+                if self._summaries.last(folder.name) is None:
+                    self._outlines.get(folder)
+            pool = stack.enter_context(ThreadPoolExecutor(1 + count))
+            list(pool.map(self._summaries.get, due))
+
+    def _start_helpers(self, stack: ExitStack, studies: int) -> int:
+        """Start the processes that so many studies are worth, until `stack` ends; return how many.
+
+        This process reads as well.
+        """
+        self._helpers = SimpleQueue()
+        wanted = min(os.cpu_count() or 1, MOST_PROCESSES, studies // WORTH_A_PROCESS) - 1
+        with suppress(OSError):  # no more processes: this one reads it all
+            for _ in range(wanted):
+                self._helpers.put(stack.enter_context(ReaderProcess(read_summary)))
+        return self._helpers.qsize()
 
     def _outline(self, folder: StudyFolder, _: Summary | None) -> Summary:
         try:
@@ -167,7 +195,16 @@ class ServedPages:
             return summary_of_error(folder.name, _message(folder.name, error))
 
     def _computed(self, folder: StudyFolder) -> Summary:
-        summary = summary_of_study(self._studies.get(folder))
+        _check(folder)
+        try:
+            helper = self._helpers.get_nowait()
+        except Empty:
+            summary = summary_of_study(self._studies.get(folder))
+        else:
+            try:
+                summary = helper.read(folder.path)
+            finally:
+                self._helpers.put(helper)
         if self._store:
             self._store.keep(folder, summary)
         return summary

@@ -7,6 +7,7 @@ template's.
 import math
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import get_args
 
 from stability.analysis.ladder import Ladder, ladder_of
@@ -14,7 +15,7 @@ from stability.analysis.ladder_sentences import candidate_sentences
 from stability.analysis.number_text import EXACT_ZERO, MISSING, scientific, times
 from stability.analysis.probe_records import RecordedProbe
 from stability.analysis.seed_values import SeedValues
-from stability.analysis.study_records import RecordedRun, RecordedStudy, RunState
+from stability.analysis.study_records import RecordedRun, RecordedStudy, RunState, read_study
 from stability.analysis.verdict import answer_of
 from stability.report.terminal.probe import located_lines
 from stability.report.view.error_bars import bar_ends, written_bar
@@ -26,6 +27,7 @@ __all__ = [
     "Summary",
     "answers",
     "outline_of_study",
+    "read_summary",
     "small_ladder",
     "summary_of_error",
     "summary_of_probe",
@@ -116,6 +118,11 @@ def summary_of_study(study: RecordedStudy) -> Summary:
         answers=answers(study, ladder),
         ladder=small_ladder(ladder, arm_styles([arm.name for arm in study.arms])),
     )
+
+
+def read_summary(study_dir: Path) -> Summary:
+    """Return the summary of the study in a folder; ValueError as `read_study`."""
+    return summary_of_study(read_study(study_dir))
 
 
 def outline_of_study(study: RecordedStudy) -> Summary:

@@ -13,7 +13,7 @@ from stability.analysis.study_records import read_study
 from stability.cli.main import main
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_names import ULP_HISTOGRAM, deviation_name
-from stability.records.parallel_reading import LogReaderProcess
+from stability.records.parallel_reading import ReaderProcess
 from stability.records.paths import StudyPaths
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.page.html import write_page
@@ -99,14 +99,14 @@ def test_several_processes_read_what_one_does(study, monkeypatch, start):
     alone = read_study(study)
     started = []
 
-    class Counted(LogReaderProcess):
-        def __init__(self):
+    class Counted(ReaderProcess):
+        def __init__(self, function):
             started.append(self)
             if start == "fails":
                 raise BlockingIOError("no more processes")
-            super().__init__()
+            super().__init__(function)
 
-    monkeypatch.setattr(study_records, "LogReaderProcess", Counted)
+    monkeypatch.setattr(study_records, "ReaderProcess", Counted)
     monkeypatch.setattr(study_records, "WORTH_A_PROCESS", 1)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     with ThreadPoolExecutor(1) as thread:  # as a server does

@@ -4,7 +4,7 @@ import pytest
 
 from stability.records.events import Event, log_event, read_log_and_events
 from stability.records.metric_log import MetricLog
-from stability.records.parallel_reading import LogReaderProcess
+from stability.records.parallel_reading import ReaderProcess
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def path(tmp_path):
 
 def test_it_says_what_reading_here_says(path):
     content, events = read_log_and_events(path)
-    with LogReaderProcess() as process:
+    with ReaderProcess(read_log_and_events) as process:
         for _ in range(2):
             found, found_events = process.read(path)
             assert repr(dict(found.metrics)) == repr(dict(content.metrics))
@@ -37,7 +37,7 @@ def test_it_fails_as_reading_here_does_and_goes_on(path, tmp_path, damage):
         other.write_bytes(damage + path.read_bytes().removeprefix(b"{"))
     with pytest.raises((ValueError, OSError)) as here:
         read_log_and_events(other)
-    with LogReaderProcess() as process:
+    with ReaderProcess(read_log_and_events) as process:
         with pytest.raises(type(here.value)) as there:
             process.read(other)
         assert str(there.value) == str(here.value)
@@ -45,7 +45,7 @@ def test_it_fails_as_reading_here_does_and_goes_on(path, tmp_path, damage):
 
 
 def test_a_process_that_has_died_is_done_without(path):
-    with LogReaderProcess() as process:
+    with ReaderProcess(read_log_and_events) as process:
         process._process.kill()
         process._process.wait()
         assert process.read(path)[1] == read_log_and_events(path)[1]

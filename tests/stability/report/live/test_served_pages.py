@@ -1,11 +1,13 @@
 """The pages of many studies: one that is odd takes nothing from the others."""
 
 import logging
+import os
 import threading
 
 import pytest
 
 from stability.records.metric_log import MetricLog
+from stability.records.parallel_reading import ReaderProcess
 from stability.report.live import served_pages
 from stability.report.live.served_pages import ServedPages
 
@@ -63,6 +65,37 @@ def test_states_are_shown_before_the_numbers(synthetic, tmp_path, monkeypatch):
     assert "being read" not in late
     assert late.count("7 finished of 7 runs") == 2
     assert pages.index_stamp() != stamp
+
+
+@pytest.mark.parametrize("start", ["works", "fails"])
+def test_several_processes_sum_up_what_one_does(synthetic, tmp_path, monkeypatch, start):
+    for name in "abc":
+        synthetic.write_synthetic(tmp_path / name, seeds=[0])
+    (tmp_path / "b" / "study.json").write_text("{")
+    monkeypatch.setattr(served_pages, "PATIENCE", 60)
+    alone = ServedPages(tmp_path).index()
+    asked = []
+
+    class Counted(ReaderProcess):
+        def __init__(self, function):
+            if start == "fails":
+                raise BlockingIOError("no more processes")
+            super().__init__(function)
+
+        def read(self, path):
+            asked.append(path.name)
+            return super().read(path)
+
+    monkeypatch.setattr(served_pages, "ReaderProcess", Counted)
+    monkeypatch.setattr(served_pages, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    pages = ServedPages(tmp_path)
+    assert pages.index() == alone
+    assert "b/study.json" in alone
+    assert bool(asked) == (start == "works")
+    asked.clear()
+    assert pages.index() == alone
+    assert not asked, "what is known is not read again"
 
 
 def test_next_dashboard_computes_only_what_has_changed(synthetic, tmp_path, monkeypatch):
