@@ -22,7 +22,12 @@ from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.records.events import Event, read_log_and_events
 from stability.records.metric_columns import Column, Series
 from stability.records.metric_names import COMPARED, DeviationName, deviation_name, parse_deviation
-from stability.records.probe_record import METRICS_FILE, ProbeRecord, read_probe_record
+from stability.records.probe_record import (
+    METRICS_FILE,
+    ProbeRecord,
+    check_probe_log,
+    read_probe_record,
+)
 
 __all__ = [
     "LayerTable",
@@ -68,6 +73,29 @@ class RecordedProbe:
         found = {parts.what for name in self.metrics if (parts := parse_deviation(name))}
         return [what for what in COMPARED if what in found]
 
+    @property
+    def open_end(self) -> str:
+        """Why there may be figures that are not read here; empty if the probe has ended."""
+        if self.record.state == "ended":
+            return ""
+        looks = len(self.steps())
+        on_record = f"{looks} step{'s are' if looks != 1 else ' is'} on record"
+        if self.record.state == "running":
+            return f"unfinished: its writer did not end, or runs still; {on_record}"
+        return f"nothing seals the end of an older version's log; {on_record}"
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is on record how many steps there were; a probe writes that when it ends."""
+        return self.record.state != "running" and self.record.steps > 0
+
+    @property
+    def looked_at(self) -> str:
+        """How many steps were looked at, and of how many, if the probe has ended."""
+        looks = len(self.steps())
+        of = f" of {self.record.steps}" if self.is_counted else ""
+        return f"{looks}{of} step{'s' if looks != 1 or of else ''}"
+
     def steps(self) -> list[int]:
         """Return the steps that were looked at."""
         return sorted(
@@ -107,6 +135,7 @@ def read_probe(folder: Path) -> RecordedProbe:
     """Read the probe in `folder`; ValueError names the file that is missing or damaged."""
     log = folder / METRICS_FILE
     record = read_probe_record(folder)
+    check_probe_log(folder, record)
     if not log.is_file():
         raise ValueError(f"{log}: there are no figures here; the probe has looked at no step yet")
     content, events = read_log_and_events(log)

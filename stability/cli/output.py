@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from stability.records.sealed_json import jsonable
-from stability.report.view.plain_text import readable
+from stability.report.view.plain_text import json_escaped, readable
 
 __all__ = [
     "EXIT_CODES",
@@ -18,6 +18,7 @@ __all__ = [
     "WRONG",
     "print_json",
     "print_line",
+    "write_json",
 ]
 
 HOLDS, FAILS, WRONG, UNDECIDED, EXPLORATORY, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 130, 141
@@ -37,7 +38,12 @@ EXIT_CODES = {
 def print_json(content: Any) -> None:
     """Print `content` as JSON; NaN and infinities, which JSON lacks, become text."""
     text = json.dumps(jsonable(content), indent=2, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write(text + "\n")
+    write_json(text + "\n")
+
+
+def write_json(text: str) -> None:
+    """Print JSON as it stands, but for characters that a terminal obeys: JSON escapes them too."""
+    sys.stdout.write(json_escaped(text))
 
 
 def print_line(text: object) -> None:

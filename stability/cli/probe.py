@@ -129,8 +129,7 @@ def probe(
         sinks=[sink.write],
     ) as session:
         _run(loaded, blocks.to(device), batch, lr, precision == "bf16-mixed", session.step)
-    sink.describe(session.layers, session.steps)
-    sink.close()
+    sink.end(session.layers, session.steps)
     return _show(folder, console, as_json=json)
 
 

@@ -1,10 +1,9 @@
 """`stability show`: a study, one of its arms, or a probe, in the terminal."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stability.cli.output import FAILS, HOLDS, print_json
+from stability.cli.output import FAILS, HOLDS, print_json, write_json
 from stability.records.probe_record import PROBE_FILE
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
         view = summarise_arm(study, ladder, arm)
         print_json(view.to_dict()) if json else print_arm(view, console)
     elif json:
-        sys.stdout.write(ladder.to_json())
+        write_json(ladder.to_json())
     else:
         _print_study(study, ladder, console)
     return HOLDS

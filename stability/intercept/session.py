@@ -133,8 +133,7 @@ def shadow(
     finally:
         session.close()
         if recorder is not None:
-            recorder.describe(session.layers, session.steps)
-            recorder.close()
+            recorder.end(session.layers, session.steps)
 
 
 def _recorder(

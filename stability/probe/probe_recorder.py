@@ -1,13 +1,14 @@
 """Records a probe's measurements in a folder, for models that no study trains.
 
 The folder gets a `probe.json` and a `metrics.jsonl`, as `stability show` and `stability report`
-read them. Leaves out measuring (`attention_probe`) and Lightning's loggers
+read them. The first is there before the second, and says that the probe runs until it has ended;
+then it seals the log. Leaves out measuring (`attention_probe`) and Lightning's loggers
 (`callbacks.probe_callbacks`).
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stability.metrics.instability import crossings
 from stability.probe.measurements import StepMeasurements
@@ -19,6 +20,7 @@ from stability.records.probe_record import (
     METRICS_FILE,
     PROBE_FILE,
     ProbeRecord,
+    SealedLog,
     write_probe_record,
 )
 
@@ -49,6 +51,7 @@ class ProbeRecorder:
         self._folder = folder
         self._log = MetricLog(folder / METRICS_FILE)
         self._watched: dict[str, float] = {}
+        self._is_described = False
         self._record = {
             "model": model,
             "primary": primary,
@@ -59,6 +62,8 @@ class ProbeRecorder:
 
     def write(self, step: int, measured: StepMeasurements) -> None:
         """Append one step's values, histograms, findings and alerts."""
+        if not self._is_described:
+            self.describe((), step)
         if measured.metrics or measured.counts:
             self._log.append(step, measured.metrics, measured.counts)
         for layer, text in measured.findings:
@@ -71,11 +76,25 @@ class ProbeRecorder:
 
     def describe(self, layers: Sequence[str], steps: int) -> None:
         """Write `probe.json`: the layers that were caught by now, and how many steps were made."""
-        make_folders(self._folder)
-        write_probe_record(
-            self._folder, ProbeRecord(**self._record, layers=list(layers), steps=steps)
-        )
+        self._write_record(layers, steps, "running", None)
 
-    def close(self) -> None:
-        """Close the log."""
+    def end(self, layers: Sequence[str], steps: int) -> None:
+        """Close the log, force it to disk, and seal it in `probe.json`."""
         self._log.close()
+        length = self._log.position()
+        self._log.truncate_to(length)  # less the line that a full disk has torn
+        self._log.sync()
+        sealed = SealedLog(bytes=length, sha256=self._log.hash_until(length))
+        self._write_record(layers, steps, "ended", sealed)
+
+    def _write_record(
+        self,
+        layers: Sequence[str],
+        steps: int,
+        state: Literal["running", "ended"],
+        log: SealedLog | None,
+    ) -> None:
+        make_folders(self._folder)
+        record = ProbeRecord(**self._record, layers=list(layers), steps=steps, state=state, log=log)
+        write_probe_record(self._folder, record)
+        self._is_described = True

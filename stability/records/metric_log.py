@@ -37,6 +37,7 @@ from stability.records.sealed_json import NON_FINITE
 __all__ = [
     "LogContent",
     "MetricLog",
+    "difference_from",
     "hash_start",
     "read_lines",
     "read_log",
@@ -165,6 +166,21 @@ def hash_start(path: Path, length: int) -> str:
         with open_plain(path) as file:
             _hash_into(digest, file, length)
     return digest.hexdigest()
+
+
+def difference_from(path: Path, length: int, sha256: str, *, is_whole: bool = False) -> str:
+    """Return what is wrong with a log whose first `length` bytes had this SHA-256, mostly nothing.
+
+    With `is_whole` nothing may follow them. An empty hash is none: only the length is compared.
+    """
+    found = path.stat().st_size if path.exists() else 0
+    if found < length:
+        return f"has lost its end: it must hold {length} bytes, holds {found}"
+    if sha256 and hash_start(path, length) != sha256:
+        return f"is damaged in its first {length} bytes"
+    if is_whole and found > length:
+        return f"must end after {length} bytes, where its writer closed it; holds {found}"
+    return ""
 
 
 def read_start(path: Path, length: int) -> bytes:

@@ -1,19 +1,37 @@
 """The record of a probe on a model that no study describes: `probe.json` beside its metric log.
 
-Leaves out the measurements themselves (`metric_log`) and the runs of studies (`manifest`).
+Once the probe has ended, the record holds the length and the SHA-256 of its log, so that a log that
+has lost its end is not read as that of a shorter probe. Leaves out the measurements themselves
+(`metric_log`) and the runs of studies (`manifest`).
 """
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
+from stability.records.metric_log import difference_from
 from stability.records.record_types import Count
 from stability.records.sealed_json import read_record, write_sealed
 
-__all__ = ["METRICS_FILE", "PROBE_FILE", "ProbeRecord", "read_probe_record", "write_probe_record"]
+__all__ = [
+    "METRICS_FILE",
+    "PROBE_FILE",
+    "ProbeRecord",
+    "SealedLog",
+    "check_probe_log",
+    "read_probe_record",
+    "write_probe_record",
+]
 
 PROBE_FILE = "probe.json"
 METRICS_FILE = "metrics.jsonl"
+
+
+class SealedLog(TypedDict):
+    """A metric log that nobody appends to any more."""
+
+    bytes: Count
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +49,10 @@ class ProbeRecord:
     steps: Count
     """Updates or batches that the probe has seen."""
     environment: dict[str, Any]
+    state: Literal["", "running", "ended"] = ""
+    """Whether the probe has closed its log; empty in records of an older version."""
+    log: SealedLog | None = None
+    """The log as it was when the probe ended."""
 
 
 def write_probe_record(folder: Path, record: ProbeRecord) -> None:
@@ -45,3 +67,18 @@ def read_probe_record(folder: Path) -> ProbeRecord:
     fields.
     """
     return read_record(folder / PROBE_FILE, ProbeRecord, writer="`stability probe`")
+
+
+def check_probe_log(folder: Path, record: ProbeRecord) -> None:
+    """ValueError, which names the file, if the log is not the one that an ended probe has closed.
+
+    Nothing is known of the log of a probe that has not ended, or of an older version's.
+    """
+    if record.state != "ended":
+        return
+    if record.log is None:
+        raise ValueError(f"{folder / PROBE_FILE}: must say which log an ended probe has closed")
+    log = folder / METRICS_FILE
+    wrong = difference_from(log, record.log["bytes"], record.log["sha256"], is_whole=True)
+    if wrong:
+        raise ValueError(f"{log}: {wrong}")

@@ -18,7 +18,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 from stability.records.atomic_files import remove, write_whole
 from stability.records.manifest import Manifest
-from stability.records.metric_log import hash_start, read_start
+from stability.records.metric_log import difference_from, read_start
 from stability.records.metric_names import DRIFTS
 from stability.records.paths import (
     RunPaths,
@@ -179,14 +179,9 @@ def _log_lacks(paths: RunPaths, step: int) -> str:
     path = check_plain(paths.checkpoint(step))
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     said = state["callbacks"][_LOG_POSITION]
-    position, log = said["position"], paths.metrics
-    length = log.stat().st_size if log.exists() else 0
-    if length < position:
-        return f"{log.name} has lost its end: it must hold {position} bytes, holds {length}"
     # a checkpoint of an earlier version names no hash
-    if "sha256" in said and hash_start(log, position) != said["sha256"]:
-        return f"{log.name} is damaged in its first {position} bytes"
-    return ""
+    wrong = difference_from(paths.metrics, said["position"], said.get("sha256", ""))
+    return wrong and f"{paths.metrics.name} {wrong}"
 
 
 def _holds_drifts(line: bytes) -> bool:

@@ -104,7 +104,7 @@ def summary_of_probe(probed: RecordedProbe) -> Summary:
     return Summary(
         title=f"{probed.record.model}: {', '.join(probed.record.shadows)}",
         size=f"probe, {_count(probed.layers, 'layer')}",
-        state=f"looked at {len(probed.steps())} of {probed.record.steps} steps",
+        state=probed.open_end or f"looked at {probed.looked_at}",
         answers=tuple(located_lines(probed)),
     )
 

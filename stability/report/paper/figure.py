@@ -43,10 +43,22 @@ def write_figure(
         try:
             figure, table = _drawn(study, kind, width, arm, compared, metric)
         except NothingToDrawError as error:
-            runs = [run for each in study.arms for run in each.runs.values()]
-            lost = next((run.error or run.breach for run in runs if run.error or run.breach), "")
+            lost = _lost(study)
             raise ValueError(f"{error}; {lost}" if lost else str(error)) from error
         return write_files(path, figure, table)
+
+
+def _lost(study: RecordedStudy) -> str:
+    """Return the first thing that is wrong with a run of the study, or which run is missing."""
+    runs = [run for each in study.arms for run in each.runs.values()]
+    wrong = [run.error or run.breach for run in runs if run.error or run.breach]
+    missing = [
+        f"{each.name}/seed-{seed} is not on record"
+        for each in study.arms
+        for seed in study.seeds
+        if seed not in each.runs
+    ]
+    return next(iter((*wrong, *missing)), "")
 
 
 def _drawn(

@@ -67,13 +67,13 @@ def print_probe(folder: Path, console: Console) -> ProbeAnswer:
     """Print the probe recorded in `folder`, and return its answer; ValueError as `read_probe`."""
     probed = read_probe(folder)
     record = probed.record
-    steps = probed.steps()
     console.print()
     names = ", ".join(record.shadows)
     console.print(as_text(f"{record.model}: {names} beside {_name(record.primary)}", "bold"))
-    seen = f"{len(steps)} step{'s' if len(steps) != 1 else ''} looked at"
     caught = len(probed.layers or record.layers)
-    console.print(as_text(f"{caught} layers, {seen} of {record.steps}", "dim"))
+    console.print(as_text(f"{caught} layers, {probed.looked_at} looked at", "dim"))
+    if probed.open_end:
+        console.print(as_text(probed.open_end, "yellow"))
     console.print()
     answer = answer_of_probe(probed)
     for line in shown_lines(answer):

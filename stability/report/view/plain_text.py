@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["as_markup", "as_text", "readable", "shortened"]
+__all__ = ["as_markup", "as_text", "json_escaped", "readable", "shortened"]
 
 # the control characters C0 (but for the line feed), DEL and C1, and Unicode's marks that turn the
 # direction of writing round
@@ -20,6 +20,11 @@ _OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202
 def readable(words: str) -> str:
     """Return `words` with each control character written as its escape, e.g. `\\x1b`."""
     return _OBEYED.sub(lambda found: ascii(found.group())[1:-1], words)
+
+
+def json_escaped(text: str) -> str:
+    """Return JSON text that says the same, with each control character escaped as JSON does."""
+    return _OBEYED.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def as_markup(words: str) -> str:

@@ -103,6 +103,16 @@ def test_the_table_names_all_that_is_undecided():
     assert "a control of an experiment" in said
 
 
+def test_a_terminal_obeys_nothing_in_json_which_says_the_same(capsys):
+    said = {"arm \x1b[2J\x7f\x9b\u202e\u2066\n": ["\\", "\u00e9\u4f60"]}
+    print_json(said)
+    text = capsys.readouterr().out
+    assert json.loads(text) == said
+    assert r"\u001b[2J\u007f\u009b\u202e\u2066\n" in text
+    assert "\u00e9\u4f60" in text
+    assert not {"\x7f", "\x9b", "\u202e", "\u2066"} & set(text)
+
+
 def test_a_terminal_obeys_nothing_in_a_line_or_an_error(capsys):
     print_line("arm \x1b]0;owned\x07 FAIL")
     with pytest.raises(SystemExit):

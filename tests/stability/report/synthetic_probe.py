@@ -78,6 +78,7 @@ def write_probe(
     for event in events:
         log_event(log, event)
     log.close()
+    length = log.position()
     write_probe_record(
         folder,
         ProbeRecord(
@@ -88,6 +89,8 @@ def write_probe(
             layers=names,
             steps=55,
             environment={"torch": "2.13"},
+            state="ended",
+            log={"bytes": length, "sha256": log.hash_until(length)},
         ),
     )
     return folder

@@ -26,7 +26,7 @@ def test_the_table_says_what_stands_out_and_has_a_line_a_layer(tmp_path):
     assert [row.split()[0] for row in rows[-4:]] == [
         f"model.layers.{i}.self_attn" for i in range(4)
     ]
-    assert "4 layers, 6 steps looked at of 55" in text
+    assert "4 layers, 6 of 55 steps looked at" in text
     assert "own" in text
 
 
