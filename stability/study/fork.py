@@ -27,6 +27,7 @@ from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import file_damage
 from stability.study.assemble import assemble
 from stability.study.run import Fork, Run, check_existing, has_ended, reopen
+from stability.study.size_check import check_memory
 from stability.study.train_run import TrainOptions, train
 
 __all__ = ["fork_drifts", "plan_fork", "run_fork"]
@@ -43,7 +44,7 @@ def plan_fork(
     `changes` are nested as in an arm of a study. It trains up to step `until`, 0 being the parent's
     last. Its folder is `forks/<name>/seed-<n>` in the parent's study. ValueError for a run that
     does not exist, a step without a whole checkpoint, an axis that is settled at the start, several
-    axes, or an end before the fork.
+    axes, an end before the fork, or more than this machine's memory.
     """
     manifest = read_manifest(parent.manifest)
     config = from_dict(ArmConfig, manifest.config, str(parent.manifest))
@@ -69,10 +70,9 @@ def plan_fork(
             f"fork: {axis} must not change, it only decides how a run begins; "
             "make it an arm of the study"
         )
-    assemble(changed)
     folder = parent.root.parent.parent
     folder = folder if folder.name == "forks" else folder / "forks"
-    return Run(
+    run = Run(
         study=manifest.study,
         arm=arm,
         axis=axis,
@@ -81,6 +81,9 @@ def plan_fork(
         baseline=parent,
         fork=Fork(at=at, until=until),
     )
+    check_memory([run])  # before the model is built
+    assemble(changed)
+    return run
 
 
 def run_fork(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:

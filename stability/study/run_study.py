@@ -31,7 +31,15 @@ from stability.study.assemble import assemble, load_data
 from stability.study.distances import update_distances
 from stability.study.processes import train_in_processes
 from stability.study.remade_drifts import remake_drifts
-from stability.study.run import Run, check_existing, check_kept, needs_no_training, reopen
+from stability.study.run import (
+    Run,
+    check_existing,
+    check_kept,
+    has_ended,
+    needs_no_training,
+    reopen,
+)
+from stability.study.size_check import check_disk, check_memory
 from stability.study.train_run import TrainOptions, train
 from stability.study.window import freeze_window
 
@@ -79,18 +87,23 @@ def _as_probed(arm: Arm, *, is_first: bool) -> Arm:
     return replace(arm, config=replace(arm.config, probe=probe))
 
 
-def check_study(runs: list[Run]) -> list[tuple[Run, list[str]]]:
-    """Check everything that can be known before training; write nothing.
+def check_study(runs: list[Run], jobs: int = 1) -> list[tuple[Run, list[str]]]:
+    """Check everything that can be known before training `jobs` runs at once; write nothing.
 
     Returns each run that has ended and what is damaged of it: see `run.reopen`.
     ValueError for a device or precision that cannot be had, an unknown attention, a text that is
-    missing or too short; RunConflictError for a directory that holds another run.
+    missing or too short, sizes beyond this machine's memory or disk; RunConflictError for a
+    directory that holds another run.
     """
     damaged = [(run, found) for run in runs if (found := check_existing(run))]
     sent_back = {run.paths for run, _ in damaged}
     for run in runs:
         if run.baseline is not None and run.paths not in sent_back:
             check_kept(run, baseline_is_kept=run.baseline not in sent_back)
+    to_train = [run for run in runs if run.paths in sent_back or not has_ended(run.paths)]
+    # before any model is built, which may itself be beyond memory
+    check_memory(to_train, jobs)
+    check_disk(to_train, runs[0].paths.root.parent.parent)
     # the first run of each arm: those of further seeds may train without a probe
     for run in {run.arm.name: run for run in reversed(runs)}.values():
         assemble(run.config)
@@ -120,7 +133,7 @@ def run_study(
     if jobs < 1:
         raise ValueError(f"run_study: jobs must be >= 1, got {jobs}")
     runs = plan_study(study, out)
-    damaged = check_study(runs)
+    damaged = check_study(runs, jobs)
     folder, content = StudyPaths(out / study.name).root, _content(study, runs)
     seal_protocol(folder, _protocol(study, content))
     write_sealed(StudyPaths(folder).study, content)

@@ -1,0 +1,310 @@
+"""The least memory that one run can do with, in bytes, from its config alone.
+
+It is a lower estimate: it counts only tensors that PyTorch can't do without, so that a study that
+fits is never refused, and one that is far too large is. With P parameters of w bytes each, L
+layers, batch B, T tokens, width W, heads H, kv heads G of head_dim D, vocabulary V, and n the bytes
+of an activation (2 in mixed precision), four moments of a training are added up, and the largest
+is the estimate.
+
+    loss        weights, gradients of the step before and Adam's two moments:  4 P w
+                (a run of a single update has its weights alone here:  P w)
+                matrices cast by autocast, which the backward needs:  2 L W (10 W + 2 G D)
+                what the backward needs of each layer:  B T W (2 w + 11 n) + B T 2 G D n
+                baseline attention's score matrices:  c B H T T s in each layer, where s is 4, or 8
+                if a format asks for FP64; c is 2 where the probabilities are rounded apart, else 1
+                golden attention's q, k and v in FP64, in each layer:  8 B T (W + 2 G D)
+                logits in the dtype of the loss, and their log-softmax:  2 B T V max(w, 4)
+    backward    the same, less gradients and logits, and either two more score matrices of the
+                layer whose attention is differentiated, or what the probe adds in that layer:
+                (c + 2) score matrices of a baseline that is its shadow, or where it compares with
+                the golden q, k, v, out, and their gradients in FP64:  8 B T (4 W + 4 G D)
+    snapshot    4 P w, and one more copy of the weights:  P w. It is what `write_snapshot` copies,
+                and what a candidate reads of its baseline to compare with
+    held out    4 P w + 2 B T V max(w, 4)
+
+Neither flash attention (twin or kernel) nor the golden ever holds a matrix of T x T: the first goes
+block by block, the second by chunks of queries. An attention of the user's own is believed to hold
+none, and so are PyTorch's. Under torch.compile only the residual stream and score matrices count as
+kept, since a compiler may compute the rest again.
+
+On a GPU all of that is the device's, and the host has to hold a copy of the weights. Leaves out
+text, libraries (some 300 MB a process) and what allocators lose; and what the machine has
+(`machine_memory`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from attention_kernels.formats import FORMATS, Format, format_named
+from attention_kernels.profiles import BASELINE_PROFILES, DEFAULT_BASELINE_PROFILE
+from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig, emulated_format
+
+__all__ = [
+    "Estimate",
+    "Part",
+    "estimate_memory",
+    "kept_for_backward",
+    "parameter_count",
+    "weight_bytes",
+]
+
+FP64_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something that fills memory, in words, e.g. "logits of 4 x 128 x 256", and its bytes."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a run holds at the moment at which it holds most."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def largest(self) -> Part:
+        """What takes most of it."""
+        return max(self.parts, key=lambda part: part.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Widths:
+    """Bytes of a number, by what it is, and the format of q, k and v."""
+
+    weight: int
+    """And of the residual stream, of gradients and of Adam's moments."""
+    activation: int
+    cast: int
+    """Of a weight's copy for the products; 0 if there is none."""
+    inputs: Format
+
+    @property
+    def loss(self) -> int:
+        """Logits are widened for the loss."""
+        return max(self.weight, 4)
+
+
+_WIDTHS = {
+    "64-true": _Widths(8, 8, 0, FORMATS["fp64"]),
+    "32-true": _Widths(4, 4, 0, FORMATS["fp32"]),
+    "bf16-true": _Widths(2, 2, 0, FORMATS["bf16"]),
+    "bf16-mixed": _Widths(4, 2, 2, FORMATS["bf16"]),
+    "16-mixed": _Widths(4, 2, 2, FORMATS["fp16"]),
+}
+
+
+def estimate_memory(config: ArmConfig, until: int) -> Estimate:
+    """Return the least that a run of `config` up to step `until` holds at its peak.
+
+    On a GPU it is the device's.
+    """
+    widths = _widths(config.precision)
+    kept = kept_for_backward(config)
+    logits = _logits(config, widths)
+    has_update_before = until > 1
+    moments = (
+        [_state(config, widths, 4 if has_update_before else 1), *kept, logits],
+        [_state(config, widths, 3 if has_update_before else 1), *kept, *_transient(config, widths)],
+        [_state(config, widths, 5)],
+        [_state(config, widths, 4), *([logits] if config.held_out.share else ())],
+    )
+    return max(map(_estimate, moments), key=lambda estimate: estimate.bytes)
+
+
+def kept_for_backward(config: ArmConfig) -> list[Part]:
+    """Return what the backward needs of all layers and can't compute again."""
+    widths = _widths(config.precision)
+    return [*_activations(config, widths), *_scores_kept(config, widths)]
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Return how many parameters our GPT of this shape has."""
+    width, head_dim = model.width, model.width // model.heads
+    kv_width = (model.kv_heads or model.heads) * head_dim
+    norms = 2 * head_dim if model.qk_norm else 0
+    biases = width + kv_width + width + 4 * width + width  # the keys have none
+    block = _matrices(model) + biases + 2 * 2 * width + norms
+    return (model.vocab_size + model.context) * width + model.depth * block + 2 * width
+
+
+def weight_bytes(config: ArmConfig) -> int:
+    """Return the bytes of all weights as they are trained, and written to a snapshot."""
+    return parameter_count(config.model) * _widths(config.precision).weight
+
+
+def _matrices(model: ModelConfig) -> int:
+    """Return the weights in the matrices of one block."""
+    kv_width = (model.kv_heads or model.heads) * (model.width // model.heads)
+    return model.width * (2 * model.width + 2 * kv_width + 8 * model.width)
+
+
+def _widths(precision: str) -> _Widths:
+    format = emulated_format(precision)
+    return _Widths(4, 4, 0, format) if format else _WIDTHS[precision]
+
+
+def _estimate(parts: Iterable[Part]) -> Estimate:
+    return Estimate(tuple(part for part in parts if part.bytes))
+
+
+def _state(config: ArmConfig, widths: _Widths, copies: int) -> Part:
+    count = parameter_count(config.model)
+    named = {
+        1: "weights",
+        3: "weights and Adam's moments",
+        4: "weights, gradients and Adam's moments",
+        5: "weights, gradients, Adam's moments and a snapshot",
+    }
+    return Part(f"{named[copies]} of {count:,} parameters", copies * count * widths.weight)
+
+
+def _activations(config: ArmConfig, widths: _Widths) -> list[Part]:
+    """Return what the backward needs of all layers, less the scores."""
+    model = config.model
+    tokens = config.train.batch_size * model.context
+    residual, cast = 2 * widths.weight * model.width, widths.cast * _matrices(model)
+    kv_width = (model.kv_heads or model.heads) * (model.width // model.heads)
+    products = widths.activation * (11 * model.width + 2 * kv_width)
+    if config.train.compile:
+        residual, products, cast = residual // 2, 0, 0
+    name = (
+        f"activations of {_times(model.depth, 'layer')}, {config.train.batch_size} x "
+        f"{model.context} tokens of width {model.width}"
+    )
+    return [
+        Part(name, model.depth * tokens * (residual + products)),
+        Part(f"weights cast for the products of {model.depth} layers", model.depth * cast),
+    ]
+
+
+def _logits(config: ArmConfig, widths: _Widths) -> Part:
+    shape = (config.train.batch_size, config.model.context, config.model.vocab_size)
+    batch, context, vocab_size = shape
+    name = f"logits of {batch} x {context} tokens, {vocab_size} kinds of them, and their softmax"
+    return Part(name, 2 * batch * context * vocab_size * widths.loss)
+
+
+def _scores_kept(config: ArmConfig, widths: _Widths) -> list[Part]:
+    """Return what else the backward needs of the attention of all layers."""
+    return [
+        _scores(config, attention, widths, _kept_matrices(attention, widths), len(layers))
+        for attention, layers in _attention_by_layer(config)
+        if layers and attention.implementation == "baseline"
+    ] + [
+        _in_fp64(config, "the golden's copies", (1, 2), len(layers))
+        for attention, layers in _attention_by_layer(config)
+        if layers and attention.implementation == "golden" and config.precision != "64-true"
+    ]
+
+
+def _transient(config: ArmConfig, widths: _Widths) -> list[Part]:
+    """Return what is added while one layer's attention is differentiated, the most of it."""
+    found: list[list[Part]] = [[]]
+    for attention, layers in _attention_by_layer(config):
+        if layers and attention.implementation == "baseline":
+            found.append([_scores(config, attention, widths, 2, 1)])
+    if _is_probed(config):
+        for shadow in config.probe.shadows:
+            if shadow.implementation == "baseline":
+                matrices = _kept_matrices(shadow, widths) + 2 if config.probe.backward else 2
+                found.append([_scores(config, shadow, widths, matrices, 1, "the probe's ")])
+        if config.probe.golden:
+            # q, k, v and out, and forward and backward their gradients
+            tensors = (4, 4) if config.probe.backward else (1, 2)
+            found.append([_in_fp64(config, "the probe's copies", tensors)])
+    return max(found, key=lambda parts: sum(part.bytes for part in parts))
+
+
+def _attention_by_layer(config: ArmConfig) -> list[tuple[AttentionConfig, list[str]]]:
+    """Return the attentions that train the layers, each with the layers that are all its own."""
+    names = [f"layer_{index}" for index in range(config.model.depth)]
+    changed = config.attention
+    if not changed.is_partial:
+        return [(changed, names)]
+    if changed.direction != "both":  # which of the two keeps what is not told from here
+        return []
+    own = [name for name in names if any(fnmatchcase(name, glob) for glob in changed.layers)]
+    return [
+        (changed, own),
+        (config.probe.shadows[0], [name for name in names if name not in own]),
+    ]
+
+
+def _scores(
+    config: ArmConfig,
+    attention: AttentionConfig,
+    widths: _Widths,
+    matrices: int,
+    layers: int,
+    whose: str = "",
+) -> Part:
+    model, batch = config.model, config.train.batch_size
+    work = _work_format(attention, widths)
+    # `Format.name` is lower case, as in a config
+    name = (
+        f"{whose}attention scores of {model.heads} heads x {model.context} x {model.context} in "
+        f"{work.upper()}, {_times(batch, 'sequence')}"
+        + (f", {_times(layers, 'layer')}" if not whose else "")
+    )
+    matrix = batch * model.heads * model.context**2 * (8 if work == "fp64" else 4)
+    return Part(name, matrices * layers * matrix)
+
+
+def _formats(attention: AttentionConfig, widths: _Widths) -> dict[str, Format]:
+    """Return the formats of a baseline's rounding points, by field; none if it has no such."""
+    profile = BASELINE_PROFILES.get(attention.profile or DEFAULT_BASELINE_PROFILE)
+    if profile is None:
+        return {}
+    named = {**profile.to_dict(), **attention.numerics}
+    points = ("operands", "products", "scores", "softmax", "probabilities", "output")
+    return {
+        point: widths.inputs if named[point] == "input" else format_named(str(named[point]))
+        for point in points
+    }
+
+
+def _work_format(attention: AttentionConfig, widths: _Widths) -> str:
+    formats = _formats(attention, widths).values()
+    wide = FORMATS["fp32"]
+    return "fp32" if all(each.fits(wide) for each in (*formats, widths.inputs)) else "fp64"
+
+
+def _kept_matrices(attention: AttentionConfig, widths: _Widths) -> int:
+    """Return how many score matrices the backward keeps: the softmax, and P if rounding copies."""
+    rounded = _formats(attention, widths).get("probabilities")
+    work = FORMATS[_work_format(attention, widths)]
+    return 1 if rounded is None or rounded.changes_nothing(work) else 2
+
+
+def _is_probed(config: ArmConfig) -> bool:
+    """Whether the probe looks at some layer at step 0, which every run takes."""
+    probe = config.probe
+    names = [f"layer_{index}" for index in range(config.model.depth)]
+    is_due = probe.every > 0 or 0 in probe.steps or probe.per_decade > 0
+    return is_due and any(fnmatchcase(name, glob) for name in names for glob in probe.layers)
+
+
+def _in_fp64(config: ArmConfig, whose: str, tensors: tuple[int, int], layers: int = 1) -> Part:
+    """Return what so many tensors of q's shape, and of k's, take in FP64."""
+    model, batch = config.model, config.train.batch_size
+    kv_width = (model.kv_heads or model.heads) * (model.width // model.heads)
+    width = tensors[0] * model.width + tensors[1] * kv_width
+    name = (
+        f"{whose} of q, k and v in FP64, {batch} x {model.context} tokens of width {model.width}, "
+        f"{_times(layers, 'layer')}"
+    )
+    return Part(name, layers * FP64_BYTES * batch * model.context * width)
+
+
+def _times(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,130 @@
+"""Refuses a study that this machine can't hold, before anything is written: its memory, its disk.
+
+Both are lower estimates, so a study that fits is never refused: memory as `memory_estimate` says,
+on disk the weights in snapshots and checkpoints and the predictions, and neither logs nor W&B's
+files. Runs that train side by side count together: the one that needs most, and beside it those
+that need least. Leaves out mistakes in the study's values (`config.load`).
+"""
+
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from stability.records.paths import checkpoint_steps, prediction_steps, snapshot_steps
+from stability.study.assemble import resolve_device
+from stability.study.machine_memory import Memory, gpu_memory, host_memory
+from stability.study.memory_estimate import Estimate, Part, estimate_memory, weight_bytes
+from stability.study.run import Run
+
+__all__ = ["check_disk", "check_memory", "files_to_write", "most_at_once"]
+
+LESS = "make train.batch_size, model.context or the model smaller"
+
+
+def check_memory(runs: Sequence[Run], jobs: int = 1) -> None:
+    """ValueError if one of `runs`, which are to be trained, or `jobs` at once can't be in memory.
+
+    It names the arm, what it needs at least and for what, and what there is.
+    """
+    on_gpu = [run for run in runs if resolve_device(run.config).type == "cuda"]
+    on_host = [run for run in runs if run not in on_gpu]
+    if on_gpu:
+        _check_together(on_gpu, jobs, gpu_memory(), torch.cuda.device_count())
+    host = host_memory()
+    if on_host and host is not None:
+        _check_together(on_host, jobs, host, 1)
+
+
+def _check_together(runs: Sequence[Run], jobs: int, memory: Memory, devices: int) -> None:
+    """ValueError if `memory`, of each of as many `devices`, can't hold the runs that share it."""
+    needs = sorted(
+        ((estimate_memory(run.config, run.last_step), run) for run in runs),
+        key=lambda pair: pair[0].bytes,
+    )
+    most, run = needs[-1]
+    if most.bytes > memory.bytes:
+        raise ValueError(
+            f"arm {run.arm.name}: a run must fit the {_size(memory.bytes)} of {memory.owner}, got "
+            f"at least {_size(most.bytes)}, {_mostly(most)}; {LESS}"
+        )
+    sums = [most.bytes]
+    for other, _ in needs[:-1]:
+        sums.append(sums[-1] + other.bytes)
+    together = math.ceil(most_at_once(runs, jobs) / devices)
+    if sums[together - 1] > memory.bytes:
+        fit = devices * sum(size <= memory.bytes for size in sums[:together])
+        raise ValueError(
+            f"--jobs: {together} runs at once must fit the {_size(memory.bytes)} of "
+            f"{memory.owner}, got at least {_size(sums[together - 1])}; arm {run.arm.name} alone "
+            f"needs {_size(most.bytes)}, {_mostly(most)}; use --jobs {fit}"
+        )
+
+
+def most_at_once(runs: Sequence[Run], jobs: int) -> int:
+    """Return how many of `runs` at most are in training at once, all taking the same time.
+
+    A run whose baseline is to be trained has to wait for it.
+    """
+    waiting, most = list(runs), 0
+    while waiting:
+        to_come = {run.paths for run in waiting}
+        started = [run for run in waiting if run.baseline not in to_come][:jobs]
+        waiting = [run for run in waiting if run not in started]
+        most = max(most, len(started))
+    return most
+
+
+def check_disk(runs: Sequence[Run], out: Path) -> None:
+    """ValueError if the disk of the folder `out` has no room for what `runs` have yet to write."""
+    needs = [(files_to_write(run), run) for run in runs]
+    needed = sum(estimate.bytes for estimate, _ in needs)
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if needed <= free:
+        return
+    most, run = max(needs, key=lambda pair: pair[0].bytes)
+    raise ValueError(
+        f"{out}: must have room for the study, got {_size(free)} free and at least "
+        f"{_size(needed)} to be written by {len(runs)} runs; one of arm {run.arm.name} writes "
+        f"{_size(most.bytes)}, {_mostly(most)}; ask for fewer train.snapshot_steps or "
+        "train.keep_checkpoints, or use --out for another disk"
+    )
+
+
+def files_to_write(run: Run) -> Estimate:
+    """Return what the run's files will take when it ends, less those that are there."""
+    train, held_out, paths = run.config.train, run.config.held_out, run.paths
+    weights = weight_bytes(run.config)
+    steps = {step for step in train.planned_snapshots() if step <= run.last_step} | {run.last_step}
+    saved = list(range(train.checkpoint_every, run.last_step + 1, train.checkpoint_every))
+    saved = saved[-train.keep_checkpoints :] if train.keep_checkpoints else saved
+    tokens = held_out.prediction_batches * train.batch_size * run.config.model.context
+    predicted = 4 * tokens if held_out.share else 0
+    # what an earlier start left is counted by its steps, whatever is in the files
+    snapshots = len(steps - {*snapshot_steps(paths)})
+    checkpoints = max(0, len(saved) - len(checkpoint_steps(paths)))
+    predictions = len(steps - {*prediction_steps(paths)})
+    return Estimate(
+        (
+            Part(f"{snapshots} snapshots of {_size(weights)}", snapshots * weights),
+            Part(f"{checkpoints} checkpoints of {_size(3 * weights)}", checkpoints * 3 * weights),
+            Part(f"{predictions} files of predictions", predictions * predicted),
+        )
+    )
+
+
+def _mostly(estimate: Estimate) -> str:
+    largest = estimate.largest
+    return f"{_size(largest.bytes)} of it {largest.name}"
+
+
+def _size(count: int) -> str:
+    """Return bytes in words, e.g. "23.5 GiB"."""
+    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:,.1f} {units[0]}"
