@@ -92,6 +92,13 @@ def command(whole, tmp_path):
         each.process.communicate()
 
 
+def _with_two_in_training(command) -> Command:
+    running = command()
+    running.wait_for("rerun", 20)
+    running.wait_for("fp32", 5)
+    return running
+
+
 def _check_bits(whole, out: Path) -> None:
     assert recorded_bits(out / "tiny") == whole[1]
 
@@ -120,9 +127,7 @@ def test_a_process_that_is_stopped_for_a_while_goes_on_to_the_same_bits(whole, c
 
 @pytest.mark.slow
 def test_a_killed_run_beside_another_is_told_and_trained_by_the_next_command(whole, command):
-    running = command()
-    running.wait_for("rerun", 20)
-    running.wait_for("fp32", 5)
+    running = _with_two_in_training(command)
     os.kill(running.trainers()[0], signal.SIGKILL)
     code, output = running.end()
     assert code == 1
@@ -135,9 +140,7 @@ def test_a_killed_run_beside_another_is_told_and_trained_by_the_next_command(who
 
 @pytest.mark.slow
 def test_a_killed_command_takes_its_runs_along_and_the_next_goes_on(whole, command):
-    running = command()
-    running.wait_for("rerun", 20)
-    running.wait_for("fp32", 5)
+    running = _with_two_in_training(command)
     running.process.kill()
     running.process.wait()
     again = command()
