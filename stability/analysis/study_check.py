@@ -14,18 +14,20 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Literal
 
-from stability.analysis.drift_parents import listed_snapshot
+from stability.analysis.drift_parents import check_drifts, listed_snapshot, parents_by_line
 from stability.analysis.pair_contract import prove_pair
 from stability.analysis.pair_proof import PairProof
 from stability.analysis.study_records import RecordedRun, RecordedStudy
 from stability.config.schema import BASELINE
+from stability.records.events import read_log_and_events
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_names import drift_name
-from stability.records.paths import StudyPaths, snapshot_steps
+from stability.records.paths import RunPaths, StudyPaths, snapshot_steps
 from stability.records.protocol import read_protocol
+from stability.records.remade_drifts import read_remade
 from stability.records.run_files import damage, misplacement, read_run_snapshot
 
-__all__ = ["PairCheck", "PairState", "check_pairs", "plan_trouble"]
+__all__ = ["DriftCheck", "PairCheck", "PairState", "check_drifts_of", "check_pairs", "plan_trouble"]
 
 PairState = Literal["holds", "missing", "foreign", "damaged", "no pair", "stale", "unproven"]
 
@@ -53,6 +55,20 @@ class PairCheck:
         """Return JSON-able values."""
         proof = self.proof.to_dict() if self.proof else None
         return {**asdict(self), "recomputed": list(self.recomputed), "proof": proof}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriftCheck:
+    """What the drifts between two runs come to."""
+
+    state: PairState | Literal["not looked at"]
+    said: str
+    recomputed: tuple[int, ...] = ()
+    """The steps at which they were computed anew."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able values."""
+        return {**asdict(self), "recomputed": list(self.recomputed)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +145,8 @@ def _check(pair: _Pair, find_damage: Any, *, every_drift: bool) -> PairCheck:
         proof = prove_pair(pair.baseline.paths, pair.run.paths, find_damage)
         if proof.breach is not None or pair.run.breach:
             raise _PairError("no pair", proof.sentence if proof.breach else pair.run.breach)
-        recomputed = tuple(_recompute(pair, every_drift=every_drift))
-        _check_drifts(pair, recomputed)
+        recomputed = tuple(_recompute(pair.baseline, pair.run, every_drift=every_drift))
+        _check_drifts(pair.baseline, pair.run, recomputed)
         if proof.unproven:
             raise _PairError("unproven", f"not on record: {', '.join(proof.unproven)}")
         state, said = "holds", proof.sentence
@@ -179,14 +195,75 @@ def _check_snapshots(
         raise _PairError("missing", f"the snapshot of {name} at step {lost[0]}")
 
 
-def _check_drifts(pair: _Pair, recomputed: tuple[int, ...]) -> None:
+def check_drifts_of(
+    baseline: RunPaths, candidate: RunPaths, *, every_drift: bool = False
+) -> DriftCheck:
+    """Check the drifts of `candidate` from `baseline`, two folders of whole runs that are a pair.
+
+    They are those of the pair only where it is the candidate of that baseline, in one study's
+    folder: else they were measured from another run, and nothing is said of them.
+    """
+    if not _is_baseline_of(baseline, candidate):
+        return DriftCheck(
+            state="not looked at",
+            said=f"those on record of {candidate.arm}, seed {candidate.seed}, are not from "
+            f"{baseline.root}",
+        )
+    recomputed: tuple[int, ...] = ()
+    try:
+        run, other = _read_drifts(baseline, candidate)
+        recomputed = tuple(_recompute(other, run, every_drift=every_drift))
+        _check_drifts(other, run, recomputed)
+    except _PairError as trouble:
+        return DriftCheck(state=trouble.state, said=str(trouble), recomputed=recomputed)
+    except (ValueError, OSError) as error:
+        return DriftCheck(state="damaged", said=str(error), recomputed=recomputed)
+    said = "all come from the snapshots on disk" if recomputed else "none is on record yet"
+    return DriftCheck(state="holds", said=said, recomputed=recomputed)
+
+
+def _is_baseline_of(baseline: RunPaths, candidate: RunPaths) -> bool:
+    place = RunPaths.for_run(candidate.root.parent.parent, BASELINE, candidate.seed)
+    return baseline.root == place.root != candidate.root
+
+
+def _read_drifts(baseline: RunPaths, candidate: RunPaths) -> tuple[RecordedRun, RecordedRun]:
+    """Return the candidate with the drifts that may be taken, and its baseline, without its log."""
+    ours, theirs = (read_manifest(paths.manifest) for paths in (candidate, baseline))
+    content, _ = read_log_and_events(candidate.metrics)
+    try:
+        remade = read_remade(candidate.root.parent.parent, candidate.seed)
+    except ValueError:  # those that it stood for are stale, and told of
+        remade = []
+    checked = check_drifts(
+        content.metrics,
+        parents_by_line(content.kept),
+        (candidate, ours),
+        (baseline, theirs),
+        [row for row in remade if row.arm == candidate.arm],
+    )
+    run = RecordedRun(
+        paths=candidate,
+        seed=candidate.seed,
+        manifest=ours,
+        metrics=checked.metrics,
+        stale=checked.stale,
+        remade=checked.remade,
+        unproven=checked.unproven,
+        error="",
+    )
+    other = RecordedRun(paths=baseline, seed=baseline.seed, manifest=theirs, metrics={}, error="")
+    return run, other
+
+
+def _check_drifts(baseline: RecordedRun, run: RecordedRun, recomputed: tuple[int, ...]) -> None:
     """Check that each drift which two snapshots allow is on record, and comes from them."""
-    run = pair.run
     for step, said in sorted(run.stale.items()):
         raise _PairError("stale", f"drift at step {step}: {said}")
     there = run.drift("rel_l2")
-    for step in _shared_steps(pair):
-        if step not in there:
+    for step in _shared_steps(baseline, run):
+        # of a run that is still going, the drift may be on its way to the log
+        if step not in there and run.manifest and run.manifest.state in ENDED:
             raise _PairError("missing", f"drift at step {step}, of which both have a snapshot")
     # what was computed anew, and is the same, needs no parents to be believed
     unproven = [step for step in run.unproven if step not in recomputed]
@@ -198,31 +275,29 @@ def _check_drifts(pair: _Pair, recomputed: tuple[int, ...]) -> None:
         )
 
 
-def _shared_steps(pair: _Pair) -> list[int]:
+def _shared_steps(baseline: RecordedRun, run: RecordedRun) -> list[int]:
     """Return the steps at which the manifests of both runs list a snapshot."""
     # a listed file that is not on disk has been told of as damage
     return [
         step
-        for step in snapshot_steps(pair.run.paths)
-        if all(listed_snapshot(of.paths, of.manifest, step) for of in (pair.run, pair.baseline))
+        for step in snapshot_steps(run.paths)
+        if all(listed_snapshot(of.paths, of.manifest, step) for of in (run, baseline))
     ]
 
 
-def _recompute(pair: _Pair, *, every_drift: bool) -> Iterator[int]:
+def _recompute(baseline: RecordedRun, run: RecordedRun, *, every_drift: bool) -> Iterator[int]:
     """Compute drifts anew from the snapshots, and give the steps; one that is another ends it."""
     from stability.metrics.drift import drift  # heavy: torch
 
-    steps = [step for step in _shared_steps(pair) if step in pair.run.drift("rel_l2")]
+    steps = [step for step in _shared_steps(baseline, run) if step in run.drift("rel_l2")]
     if not every_drift and steps:
         steps = [random.SystemRandom().choice(steps)]
     for step in steps:
-        found = drift(
-            read_run_snapshot(pair.run.paths, step), read_run_snapshot(pair.baseline.paths, step)
-        )
+        found = drift(read_run_snapshot(run.paths, step), read_run_snapshot(baseline.paths, step))
         for parameter, values in found.items():
             for metric, value in values.items():
                 name = drift_name(parameter, metric)
-                told = pair.run.series(name).get(step)
+                told = run.series(name).get(step)
                 if told is None or not _same(told, value):
                     raise _PairError(
                         "damaged",

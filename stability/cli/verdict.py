@@ -111,30 +111,40 @@ def verify(first: Path, second: Path | None = None, all: bool = False, json: boo
     Of a study every pair that was planned is checked: whether both runs are there and are those of
     their place, whether their files are whole, whether they keep the pair contract, and whether
     their drifts come from the snapshots on disk; some drifts are computed anew. Exit code 0 if
-    every planned pair holds, 1 if one does not, or is not there, or the plan itself is not.
+    every planned pair holds, 1 if one does not, or is not there, or the plan itself is not. Of two
+    runs the drifts are checked where the first is the baseline that the second's are from.
 
     Args:
         first: a run's folder, runs/<study>/<arm>/seed-<n>, the baseline; or a study's folder
         second: the run it is paired with; none with a study, where every pair is proven
-        all: compute every drift of a study anew, not one of each pair drawn at random
+        all: compute every drift anew, not one of each pair drawn at random
         json: print the proof as JSON
     """
+    if second is None:
+        return _verify_study(first, every_drift=all, json=json)
+    return _verify_runs(first, second, every_drift=all, json=json)
+
+
+def _verify_runs(first: Path, second: Path, *, every_drift: bool, json: bool) -> int:
     from rich.console import Console  # heavy, and so is numpy behind the rest
 
     from stability.analysis.pair_contract import prove_pair
+    from stability.analysis.study_check import check_drifts_of
     from stability.records.paths import run_at
-    from stability.report.terminal.pairs import print_proof
+    from stability.report.terminal.pairs import print_drift_check, print_proof
 
-    if second is None:
-        return _verify_study(first, every_drift=all, json=json)
-    if all:
-        raise ValueError("verify: all is for a study, got two runs")
-    proof = prove_pair(run_at(first, "verify: first"), run_at(second, "verify: second"))
+    runs = run_at(first, "verify: first"), run_at(second, "verify: second")
+    proof = prove_pair(*runs)
+    # of two runs that are no pair, or whose files are damaged, no drift counts
+    drifts = None if proof.breach else check_drifts_of(*runs, every_drift=every_drift)
     if json:
-        print_json([proof.to_dict()])
+        print_json([{**proof.to_dict(), "drifts": drifts.to_dict() if drifts else None}])
     else:
         print_proof(proof, Console())
-    return FAILS if proof.breach else HOLDS
+        if drifts:
+            print_drift_check(drifts, Console())
+    holds = drifts is not None and drifts.state in ("holds", "not looked at")
+    return HOLDS if holds else FAILS
 
 
 def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:

@@ -7,7 +7,7 @@ that need least. Leaves out mistakes in the study's values (`config.load`).
 """
 
 import math
-import shutil
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -82,7 +82,8 @@ def check_disk(runs: Sequence[Run], out: Path) -> None:
     needs = [(files_to_write(run), run) for run in runs]
     needed = sum(estimate.bytes for estimate, _ in needs)
     there = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(there).free
+    found = os.statvfs(there)
+    free = found.f_bavail * found.f_frsize  # what is left to those who are not root
     if needed <= free:
         return
     most, run = max(needs, key=lambda pair: pair[0].bytes)

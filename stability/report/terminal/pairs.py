@@ -15,14 +15,21 @@ from rich.table import Table
 
 from stability.analysis.number_text import scientific
 from stability.analysis.pair_proof import PairProof
-from stability.analysis.study_check import PairCheck
+from stability.analysis.study_check import DriftCheck, PairCheck
 from stability.analysis.weight_comparison import WeightComparison
 from stability.records.metric_names import ALL_WEIGHTS
 from stability.records.metric_table import DRIFT_METRICS, Metric
 from stability.report.terminal.tables import add_row, first_that_fits, plain_table, ruled_table
 from stability.report.view.plain_text import as_text
 
-__all__ = ["print_checks", "print_comparison", "print_fork", "print_halvings", "print_proof"]
+__all__ = [
+    "print_checks",
+    "print_comparison",
+    "print_drift_check",
+    "print_fork",
+    "print_halvings",
+    "print_proof",
+]
 
 SAMENESS_STYLE = {
     "same": "green",
@@ -50,6 +57,13 @@ def print_proof(proof: PairProof, console: Console) -> None:
     _conclude(proof.sentence, console)
 
 
+def print_drift_check(check: DriftCheck, console: Console) -> None:
+    """Print what the drifts between two runs come to, below their proof."""
+    anew = f"; {_anew(len(check.recomputed))}" if check.state == "holds" else ""
+    state = "hold" if check.state == "holds" else check.state
+    _conclude(f"drifts: {state}: {check.said}{anew}", console)
+
+
 def print_checks(checks: Sequence[PairCheck], console: Console, trouble: str = "") -> None:
     """Print a line for each planned pair of a study, how many hold, and any trouble of the plan."""
     table = plain_table(["run", "pair", ""], [])
@@ -67,7 +81,11 @@ def print_checks(checks: Sequence[PairCheck], console: Console, trouble: str = "
     if trouble:
         _conclude(trouble, console)
     anew = sum(len(check.recomputed) for check in checks)
-    _conclude(f"{_count(range(anew), 'drift')} computed anew from snapshots, as on record", console)
+    _conclude(_anew(anew), console)
+
+
+def _anew(count: int) -> str:
+    return f"{_count(range(count), 'drift')} computed anew from snapshots, as on record"
 
 
 def print_comparison(found: WeightComparison, top: int, console: Console) -> None:

@@ -172,6 +172,11 @@ def _pair(verb: str, *words: str) -> Callable[[Path], Words]:
     ]
 
 
+def _candidate(verb: str) -> Callable[[Path], Words]:
+    runs = ("baseline", CANDIDATE)
+    return lambda root: [verb, *(str(_run_of(root, arm).root) for arm in runs)]
+
+
 def _resume(root: Path) -> Words:
     run = _run_of(root, CANDIDATE)
     return lambda: resume_from(run, read_manifest(run.manifest), lambda _: None)
@@ -201,6 +206,7 @@ READERS: Sequence[Reader] = (
     Reader("verify", _study("verify")),
     Reader("verify --json", _study("verify", "--json")),
     Reader("verify of two runs", _pair("verify")),
+    Reader("verify of a candidate", _candidate("verify")),
     Reader("verdict", _study("verdict")),
     Reader("verdict --json", _study("verdict", "--json")),
     Reader("compare", _pair("compare")),

@@ -119,6 +119,50 @@ def test_stale_drifts_are_named_and_left_out_until_they_are_computed_anew(
     assert "0 of 2 planned pairs keep the contract; 2 stale" in said
 
 
+def verified_pair(folder, arm, capsys, *options):
+    """Return the exit code of `verify` of the baseline and an arm, and what it says of drifts."""
+    capsys.readouterr()
+    runs = [str(folder / name / "seed-0") for name in ("baseline", arm)]
+    code = main(["verify", *runs, *options])
+    said = capsys.readouterr().out
+    return code, said.splitlines()[-1]
+
+
+def test_two_runs_are_verified_with_their_drifts(copied, monkeypatch, capsys):
+    path, folder = copied
+    holding = "drifts: hold: all come from the snapshots on disk; "
+    once, every = (
+        f"{holding}{n} computed anew from snapshots, as on record" for n in ("1 drift", "3 drifts")
+    )
+    assert verified_pair(folder, "nudge", capsys) == (0, once)
+    assert verified_pair(folder, "nudge", capsys, "--all") == (0, every)
+    code, said = verified_pair(folder, "baseline", capsys)
+    assert (code, said.startswith("drifts: not looked at: those on record of baseline")) == (
+        0,
+        True,
+    )
+    monkeypatch.setattr(run_study, "remake_drifts", lambda *_: [])
+    retrain_baseline(path, folder, monkeypatch)
+    code, said = verified_pair(folder, "nudge", capsys)
+    assert code == 1
+    assert said.startswith("drifts: stale: drift at step 1: computed from a snapshot")
+    assert main(["verify", *(str(folder / a / "seed-0") for a in ("nudge", "fp32"))]) == 1
+
+
+def test_a_drift_of_two_runs_that_is_another_on_record_is_told(copied, capsys):
+    _, folder = copied
+    run = RunPaths.for_run(folder, "nudge", 0)
+
+    def raise_drift(line):
+        name = "drift/all/rel_l2"
+        return {**line, name: 2 * line[name]} if line.get(name) else line
+
+    rewrite_log(run, raise_drift)
+    code, said = verified_pair(folder, "nudge", capsys, "--all")
+    assert code == 1
+    assert "drifts: damaged: drift/all/rel_l2 at step 0 is " in said
+
+
 def test_a_baseline_of_other_sources_is_no_pair_with_the_candidates_that_were_kept(copied, capsys):
     _, folder = copied
     runs = read_study(folder).arm("baseline").runs
