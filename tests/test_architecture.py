@@ -1,5 +1,6 @@
 """The house rules of the design: arrows, sizes, names, lightness, and who may round."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -162,6 +163,28 @@ ELSEWHERE = {
     "tracking/wandb_run.py": "W&B's own folders",
 }
 """Where files are changed otherwise, and which; a test that replays our operations misses them."""
+
+
+def test_no_message_tells_a_user_to_remove_files_of_ours():
+    said = re.compile(r"\b([Rr]emove|[Dd]elete) (it\b|this\b|that\b|the\b|them\b|\{)")
+    found = [
+        f"{path.name}: {literal.value}"
+        for path in sorted((ROOT / "stability").rglob("*.py"))
+        for literal in ast.walk(ast.parse(path.read_text()))
+        if isinstance(literal, ast.Constant) and isinstance(literal.value, str)
+        if said.search(literal.value) and literal.value not in _docstrings(path)
+    ]
+    assert found == []
+
+
+def _docstrings(path):
+    """Return the strings of a file that stand alone: docstrings, of attributes too."""
+    tree = ast.parse(path.read_text())
+    return {
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
 
 
 def test_records_are_changed_by_the_file_operations_alone():

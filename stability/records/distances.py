@@ -128,7 +128,7 @@ def read_distances(study: Path, seed: int) -> SeedDistances:
         )
     except ValueError as error:
         raise ValueError(
-            f"{path}: must hold symmetric matrices of distances by step: {error}; remove it, and "
+            f"{path}: must hold symmetric matrices of distances by step: {error}; "
             "`stability run` makes it anew"
         ) from error
 

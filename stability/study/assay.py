@@ -177,7 +177,7 @@ def _sources_now(run: Run) -> dict[str, str]:
     if other:
         raise ValueError(
             f"assay: {run.arm.name} must have the {other[0]} that it was trained with, has another "
-            f"now; restore it, or remove {run.paths.root} to train it anew"
+            f"now; restore it, or move {run.paths.root} away to train it anew"
         )
     return now
 

@@ -118,8 +118,8 @@ def fork_drifts(run: Run, metric: str = "rel_l2") -> dict[int, float]:
         said = f"drift at step {min(found.stale)}: {found.stale[min(found.stale)]}"
     if said:
         raise ValueError(
-            f"{run.paths.root}: is no fork of {run.baseline.root} as it is now: {said}; remove the "
-            "fork's folder to make it anew"
+            f"{run.paths.root}: is no fork of {run.baseline.root} as it is now: {said}; give "
+            "--name, or move the fork's folder away, to make it anew"
         )
     series = found.metrics.get(drift_name("all", metric))
     return dict(zip(series.steps, series.values, strict=True)) if series else {}

@@ -122,8 +122,8 @@ def check_kept(run: Run, *, baseline_is_kept: bool) -> None:
         breach = start_breach(read_manifest(run.baseline.manifest), manifest, manifest.diff)
         if breach:
             raise RunConflictError(
-                f"{run.paths.root}: {breach}; remove it to train it anew, or use --out for another "
-                "folder"
+                f"{run.paths.root}: {breach}; use --out for another folder, or move this one away "
+                "to train it anew"
             )
         return
     # switches and modules are those of the process that trains
@@ -131,8 +131,8 @@ def check_kept(run: Run, *, baseline_is_kept: bool) -> None:
         if not is_of_process(key):
             raise RunConflictError(
                 f"{run.paths.root}: was trained with environment.{key} = {was!r}, and its baseline "
-                f"would be with {now!r}: no pair; remove it to train it anew, or use --out for "
-                "another folder"
+                f"would be with {now!r}: no pair; use --out for another folder, or "
+                "move this one away to train it anew"
             )
 
 
@@ -247,7 +247,7 @@ def _refuse_source(run: Run, manifest: Manifest, name: str, was: Any, now: Any) 
         raise RunConflictError(
             f"{run.paths.root}: was stopped at step {manifest.step}, trained by {name} as its "
             f"source was then (SHA-256 {was[:12]}, now {now[:12]}); put that source back to go "
-            f"on, remove {run.paths.root} to train it anew, or use --out for another folder"
+            f"on, use --out for another folder, or move {run.paths.root} away to train it anew"
         )
 
 
@@ -258,5 +258,5 @@ def _refuse_difference(run: Run, where: str, found: object, asked: object) -> No
     elif found != asked:
         raise RunConflictError(
             f"{run.paths.root}: holds a run with {where} = {found!r}, asked for {asked!r}; "
-            "use --out for another folder, or remove this one"
+            "use --out for another folder, or move this one away"
         )

@@ -74,8 +74,8 @@ def test_a_run_whose_attention_was_edited_is_not_resumed(source, stopped, run_ti
     with pytest.raises(
         RunConflictError,
         match=r"own/seed-0: was stopped at step 5, trained by my_attention:attend as its source was"
-        r" then \(SHA-256 [0-9a-f]{12}, now [0-9a-f]{12}\); put that source back to go on, remove "
-        r".*own/seed-0 to train it anew, or use --out for another folder",
+        r" then \(SHA-256 [0-9a-f]{12}, now [0-9a-f]{12}\); put that source back to go on, use "
+        r"--out for another folder, or move .*own/seed-0 away to train it anew",
     ):
         run_tiny(study, out)
     assert recorded_bits(out / "tiny") == before
@@ -120,7 +120,7 @@ def test_a_run_is_not_resumed_with_an_edited_library(stopped, run_tiny, monkeypa
     monkeypatch.setattr("stability.study.run.environment", lambda: edited)
     said = (
         rf"own/seed-0: was stopped at step 5, trained by {library} as its source was then "
-        r"\(SHA-256 [0-9a-f]{12}, now 0123456789ab\); put that source back to go on, remove "
+        r"\(SHA-256 [0-9a-f]{12}, now 0123456789ab\); put that source back to go on, use "
     )
     with pytest.raises(RunConflictError, match=said):
         run_tiny(study, out)
