@@ -30,6 +30,7 @@ class SilentObserver:
         self.ended: list[tuple[str, int, str, str]] = []
         self.losses: list[float] = []
         self.notes: list[str] = []
+        self.study_notes: list[str] = []
 
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
         """Ignore."""
@@ -41,6 +42,10 @@ class SilentObserver:
     def run_noted(self, arm: str, seed: int, text: str) -> None:
         """Remember what was said."""
         self.notes.append(text)
+
+    def study_noted(self, text: str) -> None:
+        """Remember what is done beside training."""
+        self.study_notes.append(text)
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """Remember how it ended."""

@@ -24,6 +24,10 @@ class StudyObserver(Protocol):
         """Something about a run that its user should know, e.g. a record that was damaged."""
         ...
 
+    def study_noted(self, text: str) -> None:
+        """What is done while no run trains, and may take a while."""
+        ...
+
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """A run is over: `state` as in its manifest, with a message if it failed."""
         ...

@@ -63,6 +63,11 @@ class Divergence(_LossCallback):
         self._bad = 0
         self._since = 0
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the run ends with the next update, if the loss of that one is not finite too."""
+        return self._bad == PATIENCE - 1
+
     def after_update(self, trainer: Trainer, step: int) -> None:
         """Count the losses in a row that are not finite."""
         if math.isfinite(self._loss):

@@ -1,9 +1,10 @@
 """Bears witness to a training: dtypes at its first updates and its last, switches, known answers.
 
 A stretch, which is what one process trains, is looked at in its first two updates, and a run in its
-last one as well: forward and backward of the first micro-batch, and once, apart from them, the
-optimizer's update. Under torch.compile no dispatch mode is installed, since torch would run the
-model eagerly for it; then dtypes are unproven, and said to be.
+last one as well, also in one with which a divergence would end it: forward and backward of the
+first micro-batch, and once, apart from them, the optimizer's update. Under torch.compile no
+dispatch mode is installed, since torch would run the model eagerly for it; then dtypes are
+unproven, and said to be.
 
 What earlier stretches saw comes with the checkpoint. Leaves out how dtypes are found
 (`probe.executed`) and what contradicts a label (`records.witness`).
@@ -40,9 +41,10 @@ class WitnessCallback(UpdateCallback):
     """Look at `model` while it trains up to `last_step`; WitnessError if that contradicts `label`.
 
     To be the last callback but for the checkpoints', so that what others compute at a step's begin
-    is not looked at. `before` are the switches before user modules were imported; `git` is put on
-    record as it is. `save` gets the witness at the `end`, and before an error is raised. Without a
-    label nothing is compared.
+    is not looked at. `may_end` says whether the next update may be the last one before `last_step`.
+    `before` are the switches before user modules were imported; `git` is put on record as it is.
+    `save` gets the witness at the `end`, and before an error is raised. Without a label nothing is
+    compared.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class WitnessCallback(UpdateCallback):
         label: Label | None = None,
         unproven: str = "",
         save: Callable[[Witness], None] = lambda witness: None,
+        may_end: Callable[[], bool] = lambda: False,
     ) -> None:
         self._model = model
         self._last_step = last_step
@@ -64,6 +67,7 @@ class WitnessCallback(UpdateCallback):
         self._label = label
         self._unproven = unproven
         self._save = save
+        self._may_end = may_end
         self._earlier: list[dict[str, Any]] = []
         self._first = self._last = 0
         """The numbers of updates made when the stretch began, and until now."""
@@ -106,7 +110,8 @@ class WitnessCallback(UpdateCallback):
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         """Look at this update if it is one of the first, or the last."""
-        is_due = step - self._first < LOOKS or step == self._last_step - 1
+        is_last = step == self._last_step - 1 or self._may_end()
+        is_due = step - self._first < LOOKS or is_last
         if not is_due or self._unproven:
             return
         self._steps.append(step)

@@ -19,14 +19,18 @@ from typing import TYPE_CHECKING
 
 from stability.cli.output import HOLDS, print_line
 from stability.cli.show import holds_probe
+from stability.records.manifest import ENDED
+from stability.records.run_lock import is_held
 
 if TYPE_CHECKING:
-    from stability.analysis.study_records import RecordedStudy
+    from stability.analysis.study_records import RecordedRun, RecordedStudy
 
 __all__ = ["dashboard", "report"]
 
 RELOAD_S = 5
 """How often a page that is watched reloads itself."""
+QUIET_S = 30
+"""For so long no process may train a study: between two runs it measures distances."""
 SHARE = 10
 """Reading and writing may take one part in so many of the time: training needs the cores."""
 
@@ -42,7 +46,8 @@ def report(folder: Path, open: bool = False, watch: bool = False) -> int:
     Args:
         folder: the folder of a study, e.g. runs/quickstart, or of a probe
         open: open the page in the browser
-        watch: write it whenever the records have grown, until the study has ended or Ctrl-C
+        watch: write it whenever the records have grown, until the study has ended or Ctrl-C; while
+            no process trains it, that is said
     """
     is_probe = holds_probe(folder)
     if watch and is_probe:
@@ -127,25 +132,58 @@ def _page_that_opens(address: str) -> Iterator[str]:
 
 
 def _follow(folder: Path, study: "RecordedStudy") -> None:
-    """Write the page whenever the records have changed, and at last one that does not reload."""
+    """Write the page whenever the records have changed, and at last one that does not reload.
+
+    Says once that no process trains the study, if so it is for QUIET_S; between two runs none does.
+    """
     from stability.analysis.study_records import read_study  # heavy: numpy
     from stability.report.live.study_index import find_studies
     from stability.report.page.html import write_page  # heavy: plotly
 
     stamp, seconds = "", 0.0
+    trained_at, is_said = time.monotonic(), False
     try:
         while _goes_on(study):
             time.sleep(max(RELOAD_S / 2, SHARE * seconds))
             start = time.monotonic()
-            newer = next(iter(find_studies(folder).values())).stamp
+            # a process that was killed changes no record
+            newer = f"{next(iter(find_studies(folder).values())).stamp} {_is_trained(study)}"
             if newer != stamp:
                 stamp, study = newer, read_study(folder, study)
                 write_page(study, folder, reload_s=RELOAD_S)
+            if _is_trained(study):
+                trained_at, is_said = start, False
+            elif start - trained_at >= QUIET_S and not is_said and _goes_on(study):
+                _say_untrained(study, "still watching, Ctrl-C ends it")
+                is_said = True
             seconds = time.monotonic() - start
+        if _left(study) and not is_said:
+            _say_untrained(study, "so the page follows it no more")
     except KeyboardInterrupt:
         pass
     finally:
         write_page(read_study(folder, study), folder)
+
+
+def _left(study: "RecordedStudy") -> "list[RecordedRun]":
+    """Return the runs that have not ended."""
+    runs = [run for arm in study.arms for run in arm.runs.values()]
+    return [run for run in runs if run.state not in ENDED]
+
+
+def _is_trained(study: "RecordedStudy") -> bool:
+    """Whether a process trains one of the runs now, whatever was so when they were read."""
+    running = (run for run in _left(study) if run.manifest and run.manifest.state == "running")
+    return any(is_held(run.paths) for run in running)
+
+
+def _say_untrained(study: "RecordedStudy", then: str) -> None:
+    count = len(_left(study))
+    runs = "run is" if count == 1 else "runs are"
+    print_line(
+        f"no process trains this study: {count} {runs} left, which `stability run` goes on with; "
+        f"{then}"
+    )
 
 
 def _goes_on(study: "RecordedStudy") -> bool:

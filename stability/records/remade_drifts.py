@@ -66,8 +66,7 @@ def read_remade(study: Path, seed: int) -> list[RemadeDrifts]:
         return [_drifts(row) for row in content.rows]
     except ValueError as error:
         raise ValueError(
-            f"{path}: must hold drifts by arm and step: {error}; `stability run` makes "
-            "it anew"
+            f"{path}: must hold drifts by arm and step: {error}; `stability run` makes it anew"
         ) from error
 
 

@@ -70,12 +70,13 @@ def update_assays(
     runs: Sequence[Run],
     policy: PolicyConfig,
     note: Callable[[str, int, str], None],
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[AssayRecord]:
     """Assay each candidate of the first seed whose record is missing, stale, or not of its run.
 
     Nothing is done in a study without an arm that is broken on purpose, nor on a candidate that
     fails already: an assay can only keep an arm from passing. `note` is told of an arm, its seed
-    and why it could not be assayed.
+    and why it could not be assayed; `tell` of each that begins, since it takes some seconds.
     """
     first = [run for run in runs if run.seed == runs[0].seed]
     if not any(run.arm.role == "broken" for run in first):
@@ -90,6 +91,7 @@ def update_assays(
             continue
         if not has_ended(run.paths) or _is_known(study, run):
             continue
+        tell(f"planting known faults on {run.arm.name}, to see whether the study would find them")
         try:
             record = assay_run(run, policy)
         except (ValueError, RuntimeError) as error:

@@ -188,6 +188,10 @@ class _Relay:
         """Send it."""
         self._send("run_noted", arm, seed, text)
 
+    def study_noted(self, text: str) -> None:
+        """Send it."""
+        self._send("study_noted", text)
+
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """Send it."""
         self._send("run_ended", arm, seed, state, message)

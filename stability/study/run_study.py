@@ -152,7 +152,7 @@ def run_study(
         _measure_distances(runs, seed, observer)
         _remake_drifts(runs, seed, observer)
     freeze_window(out / study.name)
-    update_assays(folder, runs, study.policy, observer.run_noted)
+    update_assays(folder, runs, study.policy, observer.run_noted, observer.study_noted)
     return runs
 
 

@@ -102,8 +102,10 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
             check_start(read_manifest(run.baseline.manifest), files.manifest)
         if options.check_observer:
             files.update(observer=_pass_observer_gate(config))
-        witness = _witness(run, files, parts, before_imports)
-        diverged = _fit(run, files, parts, data, start, options.wandb_mode, observer, witness)
+        divergence = Divergence()
+        witness = _witness(run, files, parts, before_imports, divergence)
+        ends = divergence, witness
+        diverged = _fit(run, files, parts, data, start, options.wandb_mode, observer, ends)
         files.update(**_end(run, files.manifest, parts, diverged))
     except (KeyboardInterrupt, SystemExit):
         # Lightning turns Ctrl-C into SystemExit
@@ -185,15 +187,18 @@ def _fit(
     start: int,
     wandb_mode: WandbMode,
     observer: StudyObserver,
-    witness: WitnessCallback,
+    ends: tuple[Divergence, WitnessCallback],
 ) -> int | None:
-    """Train from step `start`; return the step at which the run diverged, or None."""
+    """Train from step `start`; return the step at which the run diverged, or None.
+
+    `ends` are the last callbacks.
+    """
     config = run.config
     wandb = _open_wandb_run(run, wandb_mode, observer)
     log = MirroredLog(run.paths.metrics, wandb) if wandb else MetricLog(run.paths.metrics)
     if start == 0:
         log.truncate_to(0)
-    divergence = Divergence()
+    divergence, witness = ends
     callbacks = [*_callbacks(run, files, parts, data, log, observer), divergence, witness]
     failed = True
     trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, run.last_step)
@@ -271,7 +276,11 @@ def _callbacks(
 
 
 def _witness(
-    run: Run, files: RunFiles, parts: Parts, before_imports: dict[str, Any]
+    run: Run,
+    files: RunFiles,
+    parts: Parts,
+    before_imports: dict[str, Any],
+    divergence: Divergence,
 ) -> WitnessCallback:
     """Return the callback that writes the run's witness, and holds it against what it should be."""
     config = run.config
@@ -293,6 +302,7 @@ def _witness(
         ),
         unproven="torch.compile fuses operators" if config.train.compile else "",
         save=save,
+        may_end=lambda: divergence.may_end,
     )
 
 

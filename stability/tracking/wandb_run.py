@@ -11,6 +11,8 @@ import secrets
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,8 @@ def start_run(
     `described` are further arguments of `wandb.init`: name, group, job_type, config. Returns the
     run and the number of rows that W&B has of it, or will have from folders that stay. W&B can't
     append to an offline folder: one that was never uploaded is deleted, and the new run replaces
-    it. Raises ValueError unless `directory` is called wandb, which W&B itself insists on.
+    it. Raises ValueError unless `directory` is called wandb, which W&B itself insists on, and
+    ConnectionError where another process has the run open.
     """
     import wandb  # heavy
 
@@ -43,26 +46,44 @@ def start_run(
     make_folders(directory)
     run_id = _run_id(directory)
     uploaded = _delete_unsent(directory, run_id) if mode == "offline" else 0
-    run = wandb.init(
-        project=project(),
-        dir=directory.parent,
-        id=run_id,
-        tags=[*tags, *added_tags()],
-        mode=mode,
-        resume="allow",  # offline too: `wandb sync` then adds to a run that the server has
-        reinit="create_new",
-        settings=wandb.Settings(
-            console="off",
-            silent=True,
-            disable_git=True,
-            disable_code=True,
-            x_disable_stats=mode == "offline",
-            # the manifest lists the packages; W&B's own list takes ten times as long as the rest
-            x_save_requirements=False,
-        ),
-        **described,
-    )
+    with _told_in_a_line():
+        run = wandb.init(
+            project=project(),
+            dir=directory.parent,
+            id=run_id,
+            tags=[*tags, *added_tags()],
+            mode=mode,
+            resume="allow",  # offline too: `wandb sync` then adds to a run that the server has
+            reinit="create_new",
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                x_disable_stats=mode == "offline",
+                # the manifest lists the packages; W&B's own list takes ten times as long as all
+                # the rest
+                x_save_requirements=False,
+            ),
+            **described,
+        )
     return run, max(run.starting_step, uploaded)
+
+
+@contextmanager
+def _told_in_a_line() -> Iterator[None]:
+    """Raise ConnectionError where W&B's own service process refuses a run.
+
+    It refuses an id that another process has open with the same service, as it is where that
+    process has started it and told its children.
+    """
+    try:
+        yield
+    except Exception as error:
+        # by its name: W&B 0.31 has it in a private module, and below no error of its own
+        if type(error).__name__ != "ServerResponseError":
+            raise
+        raise ConnectionError(f"its service refuses: {' '.join(str(error).split())}") from error
 
 
 def _run_id(directory: Path) -> str:

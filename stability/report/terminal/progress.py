@@ -87,6 +87,10 @@ class StudyDisplay:
             highlight=False,
         )
 
+    def study_noted(self, text: str) -> None:
+        """Leave a line above the bars."""
+        self._progress.console.print(f"[cyan]{'study':>9}[/]  {as_markup(text)}", highlight=False)
+
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """Count the run as done and leave a line above the bars."""
         run = self._runs.pop((arm, seed), None)

@@ -16,6 +16,7 @@ from stability.cli import report as module
 from stability.cli.main import main
 from stability.cli.report import report
 from stability.records.manifest import read_manifest
+from stability.records.run_lock import hold
 from stability.report.live import server
 from stability.report.live.summary_store import default_folder
 from tests.stability.report.synthetic import (
@@ -57,6 +58,57 @@ def test_watched_page_follows_the_records_and_rests_once_the_study_has_ended(tmp
     assert all('data-reload="5"' in page for page in pages)
     assert pages[1] != pages[2]
     assert "data-reload=" not in (folder / "report.html").read_text().split("<script")[0]
+
+
+def _watched(folder, monkeypatch, capsys, looks, quiet_s=0):
+    """Watch a study, call `looks` one after another instead of sleeping; return what is said."""
+
+    def look(_seconds):
+        if not waiting:
+            raise KeyboardInterrupt
+        waiting.pop(0)()
+
+    waiting = list(looks)
+    monkeypatch.setattr(module, "QUIET_S", quiet_s)
+    monkeypatch.setattr(module.time, "sleep", look)
+    assert report(folder, watch=True) == 0
+    return capsys.readouterr().out.splitlines()[1:], waiting
+
+
+def test_a_watched_study_whose_process_was_killed_is_said_to_have_none(
+    tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "study"
+    write_study_json(folder, seeds=[0])
+    paths = write_run(folder, ARMS[0], 0, state="running", until=40)
+    with hold(paths):
+        said, _ = _watched(folder, monkeypatch, capsys, [lambda: None] * 3)
+    assert said == [], "it is held"
+    said, _ = _watched(folder, monkeypatch, capsys, [lambda: None] * 3)
+    assert said == [
+        f"no process trains this study: {len(ARMS)} runs are left, which `stability run` goes on "
+        "with; still watching, Ctrl-C ends it"
+    ], "once, however often it looks"
+    said, _ = _watched(folder, monkeypatch, capsys, [lambda: None] * 3, quiet_s=60)
+    assert said == [], "another run may start in a moment"
+
+
+def test_watching_ends_with_the_process_where_no_run_waits_for_another(
+    tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "study"
+    write_study_json(folder, seeds=[0])
+    for arm in ARMS[1:]:
+        write_run(folder, arm, 0)
+    lock = hold(write_run(folder, ARMS[0], 0, state="running", until=40))
+    lock.__enter__()
+    looks = [lambda: None, lambda: lock.__exit__(None, None, None), *[lambda: None] * 5]
+    said, unused = _watched(folder, monkeypatch, capsys, looks, quiet_s=60)
+    assert len(unused) == 5, "it ends when the lock is free"
+    assert said == [
+        "no process trains this study: 1 run is left, which `stability run` goes on with; so the "
+        "page follows it no more"
+    ]
 
 
 def test_interrupted_watch_leaves_a_page_that_does_not_reload(tmp_path, monkeypatch):

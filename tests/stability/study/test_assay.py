@@ -13,7 +13,7 @@ from stability.config.schema import PolicyConfig
 from stability.records.assay import read_assay, write_assay
 from stability.study import assay
 from stability.study.run_study import plan_study
-from tests.conftest import train_edited
+from tests.conftest import run_quietly, train_edited
 
 
 def _edit(content):
@@ -144,5 +144,7 @@ def test_an_arm_that_fails_already_is_not_assayed(trained_study, tmp_path, monke
         patch.setattr(assay, "judge_arms", failing)
         assert assay.update_assays(folder, runs, study.policy, lambda *_: None) == []
     assert not path.exists()
-    (made,) = assay.update_assays(folder, runs, study.policy, lambda *_: None)
-    assert made.arm == "fa2", "it is undecided after one seed"
+    observer = run_quietly(study, tmp_path)
+    assert read_assay(folder, "fa2").arm == "fa2", "it is undecided after one seed"
+    (told,) = observer.study_notes
+    assert told.startswith("planting known faults on fa2, to see")

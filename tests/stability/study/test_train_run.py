@@ -20,6 +20,7 @@ from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles
+from stability.records.witness import read_witness
 from stability.study import train_run
 from stability.study.assemble import make_trainer
 
@@ -46,6 +47,8 @@ def test_an_arm_that_diverges_is_a_result_and_the_others_go_on(write_study, run_
     manifest = read_manifest(RunPaths.for_run(tmp_path / "tiny", "broken", 0).manifest)
     assert (manifest.state, manifest.step) == ("diverged", 5)
     assert manifest.message == "the loss is not finite from step 0 on"
+    (stretch,) = read_witness(RunPaths.for_run(tmp_path / "tiny", "broken", 0).witness).all
+    assert stretch.steps == [0, 1, 4], "the first two updates, and the last one"
     row = ladder_of(read_study(tmp_path / "tiny")).row("broken")
     assert row.state == "diverged"
     assert math.isnan(row.rel_l2.early.mean)

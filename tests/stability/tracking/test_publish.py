@@ -17,7 +17,7 @@ from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths, StudyPaths
 from stability.report.page.html import write_page
 from stability.tracking import publish
-from stability.tracking.history import numbers_of
+from stability.tracking.history import numbers_of, open_wandb_run
 from stability.tracking.tables import deviation_rows
 from tests.stability.sealing import seal
 
@@ -176,6 +176,25 @@ def test_what_w_and_b_refuses_is_one_line_and_no_error(copied, monkeypatch):
     monkeypatch.setattr(publish, "_publish_run", refuse)
     said = publish_study(read_study(copied), copied, "offline")
     assert said.startswith("W&B is not up to date: the server is on fire; the records are whole")
+
+
+def test_a_run_that_another_process_has_open_with_the_same_service_is_one_line(copied):
+    run = next(iter(read_study(copied).arm("baseline").runs.values()))
+    stamps = list(copied.rglob("published-offline.sha256"))
+    for stamp in stamps:
+        stamp.unlink()
+    manifest = run.manifest
+    described = {"study": manifest.study, "arm": manifest.arm, "seed": manifest.seed}
+    mine = open_wandb_run(
+        "offline", axis=manifest.axis, config=manifest.config, paths=run.paths, **described
+    )
+    try:
+        said = publish_study(read_study(copied), copied, "offline")
+    finally:
+        mine.close()
+    assert "\n" not in said
+    assert said.startswith("W&B is not up to date: its service refuses: run ID ")
+    assert " is in use; the records are whole" in said
 
 
 def test_a_failure_half_way_leaves_no_run_open_for_the_next_study(copied, monkeypatch):

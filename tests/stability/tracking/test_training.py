@@ -34,6 +34,9 @@ class Interrupting:
     def run_noted(self, *_: object) -> None:
         pass
 
+    def study_noted(self, *_: object) -> None:
+        pass
+
     def run_ended(self, *_: object) -> None:
         pass
 

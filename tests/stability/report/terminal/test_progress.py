@@ -20,8 +20,10 @@ def test_names_and_messages_are_shown_and_not_obeyed(is_terminal):
     with StudyDisplay(console, 2) as display:
         display.run_started(1, 2, f"a[red]{ORDER}", 0, 10)
         display.run_noted(f"a[red]{ORDER}", 0, f"note {ORDER}")
+        display.study_noted(f"faults on a[red]{ORDER}")
         display.run_ended(f"a[red]{ORDER}", 0, "failed", f"message {ORDER}")
     written = file.getvalue()
     assert not any(order in written for order in ("\x1b]0", "\x1b[2J", "\x07", "\x9b"))
     assert f"a[red]{SHOWN}, seed 0   note {SHOWN}" in written
+    assert f"    study  faults on a[red]{SHOWN}" in written
     assert f"a[red]{SHOWN}, seed 0   message {SHOWN}" in written
