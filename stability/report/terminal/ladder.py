@@ -1,8 +1,8 @@
 """The ladder in the terminal: a table with one line an arm, and below it what the table says.
 
-A narrow terminal gets fewer columns rather than broken ones: the sparkline leaves first, then W1,
-then the seeds' ranges. Leaves out where the numbers come from (`analysis.ladder`) and every
-judgement (`analysis.ladder_sentences`).
+A narrow terminal gets fewer columns rather than broken ones, and is told which: the sparkline
+leaves first, then W1, then the seeds' ranges. Leaves out where the numbers come from
+(`analysis.ladder`) and every judgement (`analysis.ladder_sentences`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -118,7 +118,11 @@ def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = 
     console.print()
     console.print(table)
     console.print()
-    console.print(as_text(_caption(ladder, layout, sparks), style="dim"))
+    caption = _caption(ladder, layout, sparks)
+    left_out = _left_out(ladder, layout, layouts[0])
+    if left_out:
+        caption += f"\nno room in {console.width} columns for: {', '.join(left_out)}."
+    console.print(as_text(caption, style="dim"))
     for text in candidate_sentences(ladder):
         console.print()
         console.print(as_text(text))
@@ -183,6 +187,19 @@ def _cell(name: str, number: Number, layout: _Layout) -> Text:
     if layout.w1 if is_loss else layout.ranges:
         return Text(written_with_bar(values, write, relative=not is_loss))
     return Text(write(values.mean))
+
+
+def _left_out(ladder: Ladder, layout: _Layout, widest: _Layout) -> list[str]:
+    """Return what the table would show besides if there were room."""
+    has_ranges = len(ladder.seeds) > 1
+    lacking = {
+        "drift by step": widest.sparks and not layout.sparks,
+        "W1": widest.w1 and not layout.w1,
+        "ranges of the losses": has_ranges and widest.w1 and not layout.w1,
+        "ranges of the drifts": has_ranges and widest.ranges and not layout.ranges,
+        "held-out loss": has_held_out(ladder) and not layout.held_out,
+    }
+    return [name for name, is_lacking in lacking.items() if is_lacking]
 
 
 def _caption(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> str:

@@ -1,6 +1,7 @@
 """The table in the terminal: the ladder's numbers, at any width."""
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,21 @@ def test_the_sparkline_leaves_before_the_figures(finished):
     narrow = printed(finished, 80)
     assert "▄" not in narrow
     assert "scale" not in narrow
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 124, 130, 150, 200])
+def test_each_column_that_has_no_room_is_named(finished, width):
+    text = printed(finished, width)
+    table, _, below = text.partition("drift: distance")
+    lead = f"no room in {width} columns for: "
+    said = " ".join(below.split()).partition(lead)[2].partition(".")[0]
+    named = said.split(", ") if said else []
+    assert ("W1" in named) == ("W1" not in table)
+    assert ("drift by step" in named) == ("by step" not in table)
+    row = line_of(table, "fp32")
+    for what, has_range in (("losses", r"2\.\d+ ±"), ("drifts", r"e-\d\d ±")):
+        assert (f"ranges of the {what}" in named) == (not re.search(has_range, row))
+    assert bool(named) == (width < 150)
 
 
 def test_an_interval_shares_its_exponent(five_seeds):
