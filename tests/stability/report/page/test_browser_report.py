@@ -159,6 +159,27 @@ def test_text_is_large_strong_and_whole(view):
     assert [str(text) for text in found if text.is_clipped(view.width)] == []
 
 
+# of each arm that is judged, the levels whose cell, with its name, lies within the page
+LEVELS_IN_SIGHT = """
+const inside = (box) => box.width > 0 && box.left >= 0 && box.right <= innerWidth;
+const named = (cell) => innerWidth > 800
+  ? document.querySelectorAll("#evidence thead th")[cell.cellIndex].innerText
+  : getComputedStyle(cell, "::before").content.replaceAll('"', "");
+const scroll = document.querySelector("#evidence .scroll");
+return [...document.querySelectorAll("#evidence tbody tr")].map((row) => [
+  scroll.scrollWidth <= scroll.clientWidth,
+  ...[...row.cells].slice(2).filter((cell) => inside(cell.getBoundingClientRect())).map(named),
+]);
+"""
+
+
+@pytest.mark.parametrize("width", [360, 500, 799, 900])
+def test_the_verdict_is_in_sight_at_any_width_and_no_level_behind_an_edge(browser, report, width):
+    browser.open(report, width=width)
+    rows = browser.run(LEVELS_IN_SIGHT)
+    assert rows == [[True, "operator", "gradient", "training", "outcome"]] * 2
+
+
 def test_ticks_do_not_lie_on_one_another(view):
     assert crowded_ticks(view) == []
 
