@@ -68,7 +68,7 @@ class WitnessCallback(UpdateCallback):
         self._unproven = unproven
         self._save = save
         self._may_end = may_end
-        self._earlier: list[dict[str, Any]] = []
+        self._earlier: list[Any] = []
         self._first = self._last = 0
         """The numbers of updates made when the stretch began, and until now."""
         self._steps: list[int] = []
@@ -82,7 +82,8 @@ class WitnessCallback(UpdateCallback):
     @property
     def witness(self) -> Witness:
         """What has been witnessed so far; its last stretch ends at the last update made."""
-        return Witness(stretches=[*self._earlier, asdict(self._stretch(self._last))])
+        last: Any = asdict(self._stretch(self._last))
+        return Witness(stretches=[*self._earlier, last])
 
     def _stretch(self, last: int) -> Stretch:
         rows = sorted(self._executed.rows)

@@ -292,6 +292,10 @@ class SeedConfig:
         _require(abs(offset) < 2**32, "seed", rule, offset)
 
 
+MOST_ULPS = 1024
+"""A weight is moved ULP by ULP, so that a number without a bound would never end."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NudgeConfig:
     """Move every initial weight by `ulps` units in the last place, up or down by a seeded coin."""
@@ -301,7 +305,8 @@ class NudgeConfig:
     """Which coin: with another draw the same seed sends each weight another way."""
 
     def __post_init__(self) -> None:
-        _require(self.ulps >= 0, "nudge", "ulps must be >= 0", self.ulps)
+        rule = f"ulps must be from 0 to {MOST_ULPS}: a nudge is the least that can be changed"
+        _require(0 <= self.ulps <= MOST_ULPS, "nudge", rule, self.ulps)
         _require(self.draw >= 0, "nudge", "draw must be >= 0", self.draw)
         _require(
             self.ulps > 0 or self.draw == 0,

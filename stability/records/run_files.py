@@ -13,6 +13,7 @@ from stability.records.atomic_files import remove
 from stability.records.manifest import Manifest, read_manifest, write_manifest
 from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths
+from stability.records.plain_files import HollowFileError
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import read_snapshot
 
@@ -169,7 +170,10 @@ def file_damage(paths: RunPaths, manifest: Manifest, path: Path) -> str:
     expected = manifest.files.get(paths.name_of(path))
     if expected is None:
         return "is not in the run's manifest"
-    found = file_checksum(path)
+    try:
+        found = file_checksum(path)
+    except HollowFileError as error:
+        return f"is damaged: it {error.strerror}"
     if found != expected:
         return f"is damaged: its SHA-256 is {found[:16]}..., the manifest's {expected[:16]}..."
     return ""

@@ -22,7 +22,7 @@ from stability.records.plain_files import check_plain, read_plain
 from stability.records.run_files import read_run_file
 from stability.records.sealed_json import parse_json
 
-__all__ = ["TorchFile", "Weights", "open_weights"]
+__all__ = ["TorchFile", "Weights", "load_torch_file", "open_weights"]
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 HF_FILE = "model.safetensors"
@@ -136,7 +136,7 @@ class TorchFile:
         return self._tensors[name]
 
     def _map(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        content = _load(self._path)
+        content = load_torch_file(self._path)
         inner = content.get("state_dict") if isinstance(content, Mapping) else None
         state = inner if isinstance(inner, Mapping) else content
         entries = state if isinstance(state, Mapping) else {}
@@ -151,7 +151,11 @@ class TorchFile:
         return tensors, others
 
 
-def _load(path: Path) -> Any:
+def load_torch_file(path: Path) -> Any:
+    """Return what `torch.save` wrote, mapped into memory: tensors and plain values.
+
+    ValueError, one line that names the file, if it holds other objects, is missing or damaged.
+    """
     try:
         check_plain(path)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

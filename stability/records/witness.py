@@ -20,8 +20,9 @@ is not told from a true one.
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
+from stability.records.record_types import Count, Rule
 from stability.records.sealed_json import read_record, write_sealed
 
 __all__ = [
@@ -65,6 +66,8 @@ _BITS_OF_FP32 = 17.0
 """Fewer correct bits than this, and an FP32 product has rounded its operands: of the 24 of FP32 a
 known answer loses one or two to its sum of 320 terms, while TF32 keeps 11 of each operand and BF16
 8, of which the mean over a sum wins back two or three."""
+
+_BITS_RULE = "empty, or hold the number fp32_product_bits"
 
 SDPA_BACKENDS = {
     "_safe_softmax": "math",  # the math path has no operator of its own, and nobody else calls this
@@ -129,11 +132,31 @@ class Stretch:
         ]
 
 
+_FIELDS = {each.name for each in fields(Stretch)}
+
+
+class _StretchValues(TypedDict):
+    """A stretch as it is written, field by field."""
+
+    first: Count
+    last: Count
+    unproven: str
+    steps: list[Count]
+    executed: list[Annotated[list[Any], Rule("a row of ExecutedRow", lambda row: _is_row(row))]]
+    switches: dict[str, dict[str, Any]]
+    answers: dict[str, Annotated[dict[str, Any], Rule(_BITS_RULE, lambda x: _has_bits(x))]]
+    modules: dict[str, str]
+    git: dict[str, str]
+
+
+_NO_OTHERS = Rule("a stretch's fields and no others", lambda found: found.keys() <= _FIELDS)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Witness:
     """A run's stretches, in order; their JSON values are what a checkpoint keeps of them."""
 
-    stretches: list[dict[str, Any]]
+    stretches: list[Annotated[_StretchValues, _NO_OTHERS]]
 
     @property
     def all(self) -> list[Stretch]:
@@ -186,34 +209,20 @@ def read_witness(path: Path) -> Witness:
 
     Stretches are looked into as well: the seal can't tell that somebody wrote other fields.
     """
-    found = read_record(path, Witness, writer="`stability run`", kind="witness")
-    for index, stretch in enumerate(found.stretches):
-        if not _is_stretch(stretch):
-            raise ValueError(f"{path}: must have a witness's fields, stretch {index} has not")
-    return found
+    return read_record(path, Witness, writer="`stability run`", kind="witness")
 
 
-def _is_stretch(found: Any) -> bool:
-    kinds = {"first": int, "last": int, "unproven": str, "steps": list, "executed": list}
-    kinds |= {"switches": dict, "answers": dict, "modules": dict, "git": dict}
-    if not isinstance(found, dict) or set(found) != set(kinds):
+def _is_row(found: list[Any]) -> bool:
+    if len(found) != len(fields(ExecutedRow)):
         return False
-    if not all(isinstance(found[name], kind) for name, kind in kinds.items()):
-        return False
-    answers = list(found["answers"].values())
-    return (
-        all(isinstance(each, dict) for each in (*found["switches"].values(), *answers))
-        and all(isinstance(each.get("fp32_product_bits"), int | float) for each in answers if each)
-        and all(map(_is_row, found["executed"]))
-    )
+    part, module, during, operator, operands, result = found
+    texts = (module, operator, result, *(operands if isinstance(operands, list) else [None]))
+    is_known = part in get_args(Part) and during in get_args(Pass)
+    return is_known and all(isinstance(text, str) for text in texts)
 
 
-def _is_row(found: Any) -> bool:
-    if not isinstance(found, list) or len(found) != len(fields(ExecutedRow)):
-        return False
-    *texts, operands, result = found
-    texts += [result, *operands] if isinstance(operands, list) else [None]
-    return all(isinstance(text, str) for text in texts)
+def _has_bits(answers: dict[str, Any]) -> bool:
+    return not answers or type(answers.get("fp32_product_bits")) in (int, float)
 
 
 def _why_unproven(stretch: Stretch) -> str:

@@ -3,15 +3,16 @@
 Lightning decides when to save and what. This module writes the file atomically and lists it in the
 manifest with its checksum, so a checkpoint is whole or does not count. A checkpoint goes with the
 log up to its step, which is on disk before it; one whose log has lost that part is passed over for
-an older one. A run is decided by its config alone, so one without a checkpoint that serves starts
-anew and still ends in the same bits. Whether a run may be forked is left to `fork`.
+an older one, and so is one that lacks what a checkpoint holds. A run is decided by its config
+alone, so one without a checkpoint that serves starts anew and still ends in the same bits. Whether
+a run may be forked is left to `fork`.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -27,8 +28,10 @@ from stability.records.paths import (
     snapshot_steps,
 )
 from stability.records.plain_files import check_plain
+from stability.records.record_types import Count, check_type
 from stability.records.run_files import RunFiles, damaged_files, read_run_file
 from stability.records.sealed_json import file_checksum
+from stability.records.weight_files import load_torch_file
 
 __all__ = ["CheckpointFiles", "clear_unlisted", "lay_fork", "resume_from"]
 
@@ -81,8 +84,9 @@ def resume_from(
     lost = [_step_of(name) for name in wrong if name.endswith(".safetensors")]
     # damaged weights or predictions are written again only if the run passes their step again
     usable = [step for step in steps if step < min(lost, default=step + 1)]
-    while usable and (lacking := _log_lacks(paths, usable[-1])):
-        said.append(f"{lacking}, which the checkpoint of step {usable.pop()} goes with")
+    while usable and (wrong_with := _fault(paths, usable[-1])):
+        said.append(wrong_with)
+        usable.pop()
     at = max(usable, default=0)
     for sentence in said:
         note(sentence)
@@ -136,10 +140,9 @@ def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str,
     from there and not from the config. ValueError if the parent's checkpoint is damaged or missing,
     or the log up to it.
     """
-    checkpoint: dict[str, Any] = torch.load(
-        read_run_file(parent, parent.checkpoint(at)), map_location="cpu", weights_only=True
-    )
-    lacking = _log_lacks(parent, at)
+    read_run_file(parent, parent.checkpoint(at))
+    checkpoint = _read_checkpoint(parent, at)
+    lacking = _log_lacks(parent, checkpoint)
     if lacking:
         raise ValueError(f"{parent.root}: {lacking}; fork from an earlier step, or run it again")
     position = checkpoint["callbacks"][_LOG_POSITION]["position"]
@@ -174,11 +177,57 @@ def _write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
     write_whole(path, save)
 
 
-def _log_lacks(paths: RunPaths, step: int) -> str:
+class _LogState(TypedDict):
+    position: Count
+    sha256: NotRequired[str]
+
+
+class _Callbacks(TypedDict):
+    LogPosition: _LogState
+
+
+class _Optimizer(TypedDict):
+    param_groups: list[dict[str, Any]]
+
+
+class _Checkpoint(TypedDict):
+    """What this file reads in a checkpoint; the rest is Lightning's, and the callbacks' own."""
+
+    callbacks: _Callbacks
+    global_step: NotRequired[Count]
+    optimizer_states: list[_Optimizer]
+
+
+def _read_checkpoint(paths: RunPaths, step: int) -> dict[str, Any]:
+    """Return a checkpoint; ValueError, which names the file, if it does not say what one says.
+
+    A right seal does not tell: who has the file can seal anything.
+    """
+    path = paths.checkpoint(step)
+    content = load_torch_file(path)
+    try:
+        check_type(content, _Checkpoint, "its content")
+    except ValueError as error:
+        raise ValueError(f"{path}: must be a checkpoint: {error}") from error
+    found = content.get("global_step", step)
+    if found != step:
+        raise ValueError(f"{path}: must be the checkpoint of step {step}, is that of step {found}")
+    return content
+
+
+def _fault(paths: RunPaths, step: int) -> str:
+    """Return why a run can't go on from the checkpoint of a step; mostly nothing."""
+    try:
+        checkpoint = _read_checkpoint(paths, step)
+    except ValueError as error:
+        return str(error)
+    lacking = _log_lacks(paths, checkpoint)
+    return lacking and f"{lacking}, which the checkpoint of step {step} goes with"
+
+
+def _log_lacks(paths: RunPaths, checkpoint: Mapping[str, Any]) -> str:
     """Return what is wrong with the part of the log that a checkpoint goes with; mostly nothing."""
-    path = check_plain(paths.checkpoint(step))
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    said = state["callbacks"][_LOG_POSITION]
+    said = checkpoint["callbacks"][_LOG_POSITION]
     # a checkpoint of an earlier version names no hash
     wrong = difference_from(paths.metrics, said["position"], said.get("sha256", ""))
     return wrong and f"{paths.metrics.name} {wrong}"

@@ -4,12 +4,12 @@ The order of runs is left to `run_study`, how progress is shown to the observer.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 
 from stability.analysis.pair_contract import ContractError, check_batches, check_start, may_differ
 from stability.callbacks.batch_hash import BatchHash
@@ -47,6 +47,10 @@ __all__ = ["TrainOptions", "UnfinishedError", "train"]
 
 class UnfinishedError(RuntimeError):
     """A training ended at another step than was planned, and its loss did not diverge."""
+
+
+class CheckpointError(ValueError):
+    """A run can't go on from a checkpoint that has the checksum it should have."""
 
 
 _FAILURES = {
@@ -200,11 +204,13 @@ def _fit(
         log.truncate_to(0)
     divergence, witness = ends
     callbacks = [*_callbacks(run, files, parts, data, log, observer), divergence, witness]
+    callbacks.insert(0, LogPosition(log, start))
     failed = True
     trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, run.last_step)
     try:
-        fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
-        witness.end(trainer)
+        with _naming_checkpoint(run, trainer, start):
+            fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
+            witness.end(trainer)
         if divergence.step is None:
             _check_reached(run, trainer.global_step)
         log.sync()  # before the manifest says that the run has ended
@@ -214,6 +220,25 @@ def _fit(
         if wandb:
             wandb.close(failed=failed)
     return divergence.step
+
+
+@contextlib.contextmanager
+def _naming_checkpoint(run: Run, trainer: Trainer, start: int) -> Iterator[None]:
+    """Name the checkpoint of step `start` in what goes wrong before an update follows it.
+
+    Most of what it holds is Lightning's and the callbacks', who take it as it comes.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        is_told = isinstance(error, (*_FAILURES, LeaseLostError)) or _was_interrupted(error)
+        if not start or trainer.global_step > start or is_told:
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(
+            f"{run.paths.checkpoint(start)}: the run can't go on from it: {said[:300]}; if the "
+            "file is to blame, remove it, and the run goes on from an older one or begins anew"
+        ) from error
 
 
 def _check_reached(run: Run, step: int) -> None:
@@ -272,7 +297,7 @@ def _callbacks(
                 check=_batch_check(run, baseline),
             )
         )
-    return [*callbacks, LogPosition(log), ProgressCallback(observer, run.arm.name, run.seed)]
+    return [*callbacks, ProgressCallback(observer, run.arm.name, run.seed)]
 
 
 def _witness(

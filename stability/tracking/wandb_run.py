@@ -7,6 +7,7 @@ and `wandb leet` shows it in the terminal. This file does not say what is logged
 
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -94,7 +95,14 @@ def _run_id(directory: Path) -> str:
     """
     path = directory / _ID_FILE
     if path.exists():
-        return read_plain(path).decode().strip()
+        found = read_plain(path).strip()
+        # the id becomes a part of names of folders, which are deleted
+        if not re.fullmatch(rb"[A-Za-z0-9_-]{1,64}", found):
+            raise ValueError(
+                f"{path}: must hold the id of a W&B run, 1 to 64 letters, digits, '_' or '-'; is "
+                f"{found[:40]!r}; remove it, and W&B gets a new run"
+            )
+        return found.decode()
     run_id = secrets.token_hex(8)
     write_text(path, run_id + "\n")
     return run_id

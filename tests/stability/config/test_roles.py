@@ -257,6 +257,9 @@ def test_the_limits_of_a_policy_have_the_documented_defaults():
 @pytest.mark.parametrize(
     ("base", "message"),
     [
+        ({"nudge": {"ulps": 1025}}, "base.nudge: ulps must be from 0 to 1024: .*, got 1025"),
+        ({"nudge": {"ulps": 10**30}}, "base.nudge: ulps must be from 0 to 1024: .*, got 10000"),
+        ({"nudge": {"ulps": 1e30}}, "base.nudge.ulps: must be a whole number, got 1e"),
         ({"nudge": {"ulps": 1, "draw": -1}}, "base.nudge: draw must be >= 0, got -1"),
         ({"nudge": {"draw": 1}}, "base.nudge: draw must be 0 where ulps is 0 .* got 1"),
         ({"probe": {"gradient_every": -1}}, "base.probe: gradient_every must be >= 0, got -1"),

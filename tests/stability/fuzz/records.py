@@ -12,9 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
+import torch
+from safetensors.torch import save_file
+
+from attention_kernels.testing.fault_names import FAULT_LEVELS
 from stability.analysis.study_distances import study_distances
 from stability.analysis.study_records import read_study
 from stability.analysis.window import pick_window, window_record
+from stability.records.assay import AssayRecord, FaultRecord, write_assay
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
 from stability.records.remade_drifts import RemadeDrifts, write_remade
@@ -24,7 +29,7 @@ from tests.conftest import train_edited
 from tests.stability.fuzz.hostile import damage
 from tests.stability.report.synthetic_probe import write_probe
 
-__all__ = ["Copy", "ends_in_its_own_words", "kinds_of_records", "make_records"]
+__all__ = ["Copy", "copy_records", "ends_in_its_own_words", "kinds_of_records", "make_records"]
 
 ARMS = {
     "flash_fa2": {"attention": {"implementation": "flash", "profile": "fa2"}},
@@ -32,7 +37,7 @@ ARMS = {
     "reference": {"precision": "32-true", "role": "reference"},
 }
 CANDIDATE, CONTROL = "flash_fa2", "nudge"
-SUFFIXES = (".json", ".jsonl", ".safetensors", ".ckpt", ".id", ".sha256")
+SUFFIXES = (".json", ".jsonl", ".safetensors", ".ckpt", ".txt", ".sha256")
 
 
 def make_records(folder: Path, text: Path) -> Path:
@@ -41,11 +46,13 @@ def make_records(folder: Path, text: Path) -> Path:
     def edit(content: dict) -> None:
         content |= {"arms": ARMS, "seeds": [0], "early_step": 2}
         content["yardstick"] = ""
-        content["base"]["train"] |= {"steps": 4, "snapshot_steps": [2]}
+        content["base"]["train"] |= {"steps": 4, "snapshot_steps": [2], "keep_checkpoints": 0}
         content["base"]["probe"]["gradient_every"] = 2
 
-    study = train_edited(folder, text, edit)[1]
+    config, study = train_edited(folder, text, edit)
+    shutil.copy(config, study.parent)
     _write_rare(study)
+    _write_inputs(study.parent / "qkv.safetensors")
     probe = study.parent / "probe"
     probe.mkdir()
     write_probe(probe, layers=2, heads=2)
@@ -82,8 +89,52 @@ def _write_rare(study: Path) -> None:
             versions={"torch": "2"},
         ),
     )
+    write_assay(study, _assay(run))
     run.wandb_dir.mkdir(exist_ok=True)
-    (run.wandb_dir / "run.id").write_text("0123456789abcdef\n")
+    for kept in ("id.txt", "published-offline.sha256"):
+        (run.wandb_dir / kept).write_text("0123456789abcdef\n")
+
+
+def _assay(run: RunPaths) -> AssayRecord:
+    """Return an assay that finds each fault: ratios and shares far beyond the limits."""
+    figures = {"error_ratio": (3.5, 3.25, 3.75), "gain": (0.5, 0.25, 0.5)}
+    operator = dict.fromkeys(("out", "dq", "dk", "dv"), figures | {"golden_bias_ulp": (0.5,) * 3})
+    own = FaultRecord(name="", what="no fault", levels=(), operator=operator)
+    faults = [
+        FaultRecord(
+            name=name,
+            what="a fault",
+            levels=levels,
+            operator=operator,
+            ratios=(2.5, 2.75, 3.25),
+            share=0.5,
+            share_se=0.0625,
+            share_looks=24,
+        )
+        for name, levels in FAULT_LEVELS.items()
+    ]
+    parents = {run.name_of(run.snapshot(4)): _weights(run)}
+    return AssayRecord(arm=CANDIDATE, seed=0, parents=parents, own=own, faults=tuple(faults))
+
+
+def _write_inputs(path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    save_file({name: torch.randn(1, 2, 16, 16, generator=generator) for name in "qkv"}, path)
+
+
+def copy_records(source: Path, target: Path) -> Path:
+    """Copy records, whatever lies where one should be, to `target`, which is made anew."""
+    shutil.rmtree(target, ignore_errors=True)
+    for folder, _, names in os.walk(source):
+        place = target / Path(folder).relative_to(source)
+        place.mkdir(parents=True)
+        for name in names:
+            path = Path(folder, name)
+            if path.is_file() and not path.is_symlink():
+                shutil.copyfile(path, place / name)
+            else:
+                os.link(path, place / name, follow_symlinks=False)
+    return target
 
 
 def _weights(run: RunPaths) -> str:

@@ -39,9 +39,17 @@ def test_every_kind_of_record_is_there(copy):
     kinds = copy.kinds
     assert {Path(kind).name for kind in kinds} >= {
         *("study.json", "protocol.json", "window.json", "manifest.json", "metrics.jsonl"),
-        *("witness.json", "seed-0.json", "step.safetensors", "step.ckpt", "run.id", "probe.json"),
+        *("witness.json", "seed-0.json", "step.safetensors", "step.ckpt", "id.txt", "probe.json"),
     }
-    for part in ("distances", "drifts", "waterfalls", "snapshots", "predictions", "checkpoints"):
+    for part in (
+        "assay",
+        "distances",
+        "drifts",
+        "waterfalls",
+        "snapshots",
+        "predictions",
+        "checkpoints",
+    ):
         assert any(f"/{part}/" in kind for kind in kinds), part
 
 

@@ -62,9 +62,7 @@ class Fuzzer:
         count = 1 if draw.random() < 1 / 3 else draw.randint(2, MOST)
         readers = readers_of(draw, self._verbs)
         with self._copy.damaged(draw, count) as done:
-            answers = [
-                (each, call(each.words(self._copy.folder), self._seconds)) for each in readers
-            ]
+            answers = [(each, self._call(each)) for each in readers]
         report.trials += 1
         report.records += len(done)
         report.calls += len(answers)
@@ -95,7 +93,7 @@ class Fuzzer:
         return self._known[key]
 
     def _call(self, reader: Reader) -> Answer:
-        return call(reader.words(self._copy.folder), self._seconds)
+        return call(reader.words(self._copy.folder), self._seconds, reader.stubs)
 
     def whole(self) -> Report:
         """Return what all verbs say of undamaged records: they must have nothing to refuse."""

@@ -6,25 +6,32 @@ line that names a file which is damaged. It prints no character that a terminal 
 
 import contextlib
 import io
+import itertools
 import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 from stability.analysis.study_records import read_study
 from stability.cli.main import main
-from stability.cli.output import WRONG
+from stability.cli.output import HOLDS, WRONG
+from stability.cli.workspace import publish_study
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
 from stability.report.live.study_index import StudyIndex
 from stability.report.live.study_summary import outline_of_study, summary_of_study
+from stability.report.page.html import write_page
 from stability.report.view.plain_text import readable
 from stability.study.checkpoints import lay_fork, resume_from
-from tests.stability.fuzz.records import CANDIDATE, CONTROL
+from tests.stability.fuzz.offline_wandb import OfflineRun
+from tests.stability.fuzz.records import CANDIDATE, CONTROL, copy_records
 
 __all__ = ["READERS", "Answer", "Reader", "call", "complaints", "numbers_in", "readers_of"]
 
@@ -55,6 +62,8 @@ class Reader:
 
     name: str
     words: Callable[[Path], Words]
+    stubs: Mapping[str, Any] = field(default_factory=dict)
+    """What takes the place of training or of a long measurement, by its dotted name."""
 
 
 class _Hang(BaseException):
@@ -76,14 +85,14 @@ def _alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def call(words: Words, seconds: float = SECONDS) -> Answer:
+def call(words: Words, seconds: float = SECONDS, stubs: Mapping[str, Any] | None = None) -> Answer:
     """Run a verb, or a function that reads; what it prints is encoded as for a terminal."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     err.reconfigure(errors="backslashreplace")
     code, trouble = -1, ""
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            with _alarm(seconds):
+            with _stubbed(stubs or {}), _alarm(seconds):
                 code = main(words) if isinstance(words, list) else _read(words)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else -1
@@ -92,6 +101,14 @@ def call(words: Words, seconds: float = SECONDS) -> Answer:
         except BaseException:
             trouble = traceback.format_exc()[-1500:]
     return Answer(code, _text(out), _text(err), trouble)
+
+
+@contextlib.contextmanager
+def _stubbed(stubs: Mapping[str, Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for name, stub in stubs.items():
+            stack.enter_context(patch(name, stub))
+        yield
 
 
 def _text(stream: io.TextIOWrapper) -> str:
@@ -198,6 +215,55 @@ def _dashboard(root: Path) -> Words:
     return look
 
 
+def _of_run(verb: str, arm: str, *words: str) -> Callable[[Path], Words]:
+    return lambda root: [verb, str(_run_of(root, arm).root), *words]
+
+
+def _of_checkpoint(*words: str) -> Callable[[Path], Words]:
+    return lambda root: [*words, str(_run_of(root, CANDIDATE).root)]
+
+
+def _compare_files(root: Path) -> Words:
+    files = (_run_of(root, arm).checkpoint(4) for arm in (CANDIDATE, CONTROL))
+    return ["compare", *map(str, files), "--json"]
+
+
+def _go_on(root: Path) -> Words:
+    """Return the words that go on with a study: it writes, so it is given a copy of its own."""
+    copied = copy_records(root, root.parent / "resumed")
+    return ["run", str(copied / "tiny.yaml"), "--out", str(copied), "--wandb", "disabled"]
+
+
+def _publish(root: Path) -> Words:
+    def send() -> None:
+        study = root / "tiny"
+        recorded = read_study(study)
+        write_page(recorded, study)
+        sys.stdout.write(f"{readable(publish_study(recorded, study, 'offline'))}\n")
+
+    return send
+
+
+def _train(*_: object, **__: object) -> None:
+    """Stand where training would begin: all that is read before has been read."""
+    raise SystemExit(HOLDS)
+
+
+TRAINING = {"stability.cli.fork._train": _train}
+CHECKING = {
+    "stability.cli.check._check": lambda *_: SimpleNamespace(cells=[0], passed=1, to_dict=dict)
+}
+STUDY = {
+    "stability.study.run_study.train_in_processes": lambda *_, **__: None,
+    "stability.study.assay.assay_run": lambda *_: None,
+}
+PLACES = itertools.count()
+"""Each time W&B's runs go elsewhere, so that they are sent again."""
+PUBLISHING = {
+    "wandb.init": OfflineRun,
+    "stability.tracking.publish.destination": lambda: [next(PLACES)],
+}
+
 READERS: Sequence[Reader] = (
     Reader("show", _study("show")),
     Reader("show --json", _study("show", "--json")),
@@ -220,6 +286,26 @@ READERS: Sequence[Reader] = (
     Reader("dashboard", _dashboard),
     Reader("resume", _resume),
     Reader("fork", _fork),
+    Reader("verify --all", _study("verify", "--all")),
+    Reader("compare of files", _compare_files),
+    Reader("deviate from a run", _of_checkpoint("deviate", "--json", "--checkpoint")),
+    Reader(
+        "deviate from q, k and v",
+        lambda root: ["deviate", "--json", "--qkv", str(root / "qkv.safetensors")],
+    ),
+    Reader("check", _of_checkpoint("check", "flash:fa2", "--json", "--from"), CHECKING),
+    Reader(
+        "fork, the verb",
+        _of_run("fork", CANDIDATE, "--at", "2", "--set", "optimizer.lr=0.001"),
+        TRAINING,
+    ),
+    Reader(
+        "bisect",
+        _of_run("bisect", "baseline", "--at", "2", "--set", "attention.implementation=flash"),
+        TRAINING,
+    ),
+    Reader("run", _go_on, STUDY),
+    Reader("publish", _publish, PUBLISHING),
     Reader("show of a probe", lambda root: ["show", str(root / "probe")]),
     Reader("report of a probe", lambda root: ["report", str(root / "probe")]),
 )

@@ -1,5 +1,6 @@
 """Only plain files are opened: a reader of anything else would wait, or read without an end."""
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -8,6 +9,9 @@ import pytest
 
 from stability.records import plain_files
 from stability.records.plain_files import check_plain, open_plain, read_plain
+from stability.records.run_files import RunFiles, damaged_files
+from stability.records.sealed_json import file_checksum
+from stability.records.snapshots import read_snapshot
 
 READERS = (open_plain, read_plain, check_plain)
 
@@ -81,3 +85,53 @@ def test_a_file_that_says_it_holds_a_terabyte_is_not_read(tmp_path):
         file.truncate(2**40)
     with pytest.raises(OSError, match="holds 1099511627776 bytes, more than any record"):
         read_plain(path)
+
+
+def _hollow(path: Path, *, written: int) -> Path:
+    """Make a file of a terabyte in which `written` bytes are no holes."""
+    with path.open("wb") as file:
+        file.write(b"x" * written)
+        file.truncate(2**40)
+    return path
+
+
+@pytest.mark.parametrize("read", [open_plain, check_plain, file_checksum, read_snapshot])
+@pytest.mark.parametrize("written", [0, 5000])
+def test_a_large_file_of_holes_is_neither_read_nor_given_to_a_library(tmp_path, read, written):
+    path = _hollow(tmp_path / "step-1.safetensors", written=written)
+    said = "holds 1099511627776 bytes, nearly all of them holes"
+    with pytest.raises((OSError, ValueError), match=said) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_large_file_that_was_written_is_read_from_its_begin(tmp_path, monkeypatch):
+    monkeypatch.setattr(plain_files, "MOST_BYTES", 2**20)
+    path = tmp_path / "log"
+    path.write_bytes(b"ab" * 2**20)
+    assert check_plain(path) == path
+    with open_plain(path) as file:
+        assert file.read() == b"ab" * 2**20
+
+
+def test_a_file_system_that_knows_no_holes_is_taken_at_its_word(tmp_path, monkeypatch):
+    path = _hollow(tmp_path / "log", written=10)
+
+    def refuse(descriptor: int, at: int, how: int) -> int:
+        if how != os.SEEK_SET:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return at
+
+    monkeypatch.setattr(plain_files.os, "lseek", refuse)
+    open_plain(path).close()
+
+
+def test_a_listed_file_of_holes_is_damaged(tmp_path):
+    files = RunFiles.unnamed(tmp_path)
+    path = files.paths.snapshot(1)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"weights")
+    files.add(path)
+    _hollow(path, written=10)
+    wrong = damaged_files(files.paths, files.manifest)
+    assert wrong[files.paths.name_of(path)].startswith("is damaged: it holds 1099511627776 bytes")

@@ -1,6 +1,5 @@
 """A witness: what contradicts a label, what is missing, and what is no whole record."""
 
-import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -153,21 +152,34 @@ def test_a_witness_is_read_as_it_was_written_and_a_flipped_letter_is_found(tmp_p
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "said"),
     [
-        {"color": 3},
-        {"executed": [["linear"]]},
-        {"executed": [["linear", "", "forward", "mm", 3, ""]]},
-        {"executed": [["linear", "", "forward", "mm", [3], ""]]},
-        {"first": "0"},
-        {"answers": {"at_start": 3}},
-        {"answers": {"at_start": {"fp32_product_bits": "many"}}},
-        {"switches": []},
+        ({"color": 3}, " must be a stretch's fields and no others"),
+        ({"executed": [["linear"]]}, "executed.0 must be a row of ExecutedRow"),
+        ({"executed": [["linear", "", "forward", "mm", 3, ""]]}, "executed.0 must be a row"),
+        ({"executed": [["linear", "", "forward", "mm", [3], ""]]}, "executed.0 must be a row"),
+        ({"executed": [["other", "", "forward", "mm", ["float32"], ""]]}, "executed.0 must be"),
+        ({"executed": [[{}, "", "forward", "mm", ["float32"], ""]]}, "executed.0 must be a row"),
+        ({"executed": [3]}, "executed.0 must be of type list, is 3"),
+        ({"first": "0"}, "first must be of type int, is '0'"),
+        ({"first": True}, "first must be of type int, is True"),
+        ({"last": -1}, "last must be >= 0, is -1"),
+        ({"steps": [0, None]}, "steps.1 must be of type int, is None"),
+        ({"modules": {"m": 3}}, "modules.m must be of type str, is 3"),
+        ({"answers": {"at_start": 3}}, "answers.at_start must be of type dict, is 3"),
+        (
+            {"answers": {"at_start": {"fp32_product_bits": "many"}}},
+            "answers.at_start must be empty",
+        ),
+        ({"answers": {"at_start": {"fp32_product_bits": True}}}, "answers.at_start must be empty"),
+        ({"switches": []}, "switches must be of type dict"),
     ],
-    ids=json.dumps,
 )
-def test_other_fields_under_a_valid_seal_are_one_line_that_names_the_file(tmp_path, wrong):
+def test_other_fields_under_a_valid_seal_are_one_line_that_names_file_and_key(
+    tmp_path, wrong, said
+):
     path = tmp_path / "witness.json"
     write_sealed(path, {"stretches": [asdict(_stretch(_row("float32"))) | wrong]})
-    with pytest.raises(ValueError, match=r"witness\.json: must have a witness's fields"):
+    with pytest.raises(ValueError, match=rf"witness\.json: stretches\.0.*{said}") as caught:
         read_witness(path)
+    assert "\n" not in str(caught.value)
