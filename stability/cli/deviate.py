@@ -9,6 +9,7 @@ it was measured on. With --preset it puts published numbers beside measured ones
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -130,17 +131,29 @@ def deviate(
     lists["profile"] = lists["profile"] or [own_profile]
     fixed["changes"] = fixed["changes"] or own_changes
     problems = _problems(lists, fixed)
-    given = _given(qkv, checkpoint, layer, step)
-    if given is not None:
-        problems = [dataclasses.replace(problem, **_shape_of(given)) for problem in problems]
-    if waterfall:
-        steps = _waterfall(problems, given, plot, json)
-        if record:
-            _record_waterfall(checkpoint, layer, step, problems[0], steps)
-        return HOLDS
-    varied = [name for name, values in lists.items() if len(values) > 1]
-    _show(list(_rows(problems, given, backward)), varied, shown, plot, json)
+    with _naming(qkv or checkpoint):
+        given = _given(qkv, checkpoint, layer, step)
+        if given is not None:
+            problems = [dataclasses.replace(problem, **_shape_of(given)) for problem in problems]
+        if waterfall:
+            steps = _waterfall(problems, given, plot, json)
+            if record:
+                _record_waterfall(checkpoint, layer, step, problems[0], steps)
+            return HOLDS
+        varied = [name for name, values in lists.items() if len(values) > 1]
+        _show(list(_rows(problems, given, backward)), varied, shown, plot, json)
     return HOLDS
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Name the file or the run that q, k and v come from in what attention refuses about them."""
+    try:
+        yield
+    except ValueError as error:
+        if not source or source in str(error):
+            raise
+        raise ValueError(f"{source}: {error}") from error
 
 
 def _problems(lists: dict[str, list[Any]], fixed: dict[str, Any]) -> list["Problem"]:

@@ -6,19 +6,18 @@ capturing them from a trained model (`study.capture`).
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from attention_kernels import round_to
 from attention_kernels.formats import FORMATS, format_named
 from attention_kernels.rounding import INPUT_DTYPES
 from attention_kernels.testing import Shape
-from stability.records.plain_files import check_plain
+from stability.records.snapshots import read_snapshot
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -86,13 +85,14 @@ def draw_inputs(
 def read_inputs(path: Path, format: str, device: str = "cpu") -> AttentionInputs:
     """Read q, k, v (and dout, else N(0, 1)) from a safetensors file and round them to `format`.
 
-    ValueError if the file is missing or holds no q, k or v.
+    ValueError, which names the file, if it is missing or damaged, or holds no q, k or v that go
+    together.
     """
     if not path.is_file():
         raise ValueError(
             f"read_inputs: qkv must be a safetensors file, got {str(path)!r}; no such file"
         )
-    tensors = load_file(check_plain(path))
+    tensors = read_snapshot(path)
     missing = [name for name in ("q", "k", "v") if name not in tensors]
     if missing:
         raise ValueError(
@@ -100,10 +100,26 @@ def read_inputs(path: Path, format: str, device: str = "cpu") -> AttentionInputs
             f"{', '.join(sorted(tensors)) or 'nothing'}; missing: {', '.join(missing)}"
         )
     q = tensors["q"]
+    _check_shapes(path, tensors)
     # a fixed seed: one file has one set of figures
     noise = torch.randn(q.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = [q, tensors["k"], tensors["v"], tensors.get("dout", noise)]
     return round_inputs([x.double().to(device) for x in found], format)
+
+
+def _check_shapes(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """ValueError unless q, k, v and dout are numbers, (batch, heads, length, head_dim) each."""
+    for name in ("q", "k", "v", "dout"):
+        found = tensors.get(name, tensors["q"])
+        of_heads = found.shape if name == "dout" else (*found.shape[:1], *found.shape[3:])
+        q = tensors["q"].shape
+        expected = q if name == "dout" else (*q[:1], *q[3:])
+        if found.ndim != 4 or not found.is_floating_point() or of_heads != expected:
+            raise ValueError(
+                f"read_inputs: {path} must hold q, k, v (batch, heads, length, head_dim) and dout "
+                f"like q, numbers with a fraction, got {name} of {tuple(found.shape)}, "
+                f"{str(found.dtype).removeprefix('torch.')}, beside q of {tuple(q)}"
+            )
 
 
 def _draw(distribution: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
