@@ -111,6 +111,10 @@ def _require(ok: bool, owner: str, rule: str, value: Any) -> None:
         raise ValueError(f"{owner}: {rule}, got {value!r}")
 
 
+MOST_LAYERS = 4096
+"""Layers are named one by one; the deepest published transformers have some thousand."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """A pre-norm decoder. `kv_heads=0` means as many as heads."""
@@ -125,6 +129,8 @@ class ModelConfig:
     init: InitScheme = "gpt2"
 
     def __post_init__(self) -> None:
+        rule = f"depth must be at most {MOST_LAYERS}"
+        _require(self.depth <= MOST_LAYERS, "model", rule, self.depth)
         for name in ("depth", "width", "heads", "context", "vocab_size"):
             _require(getattr(self, name) >= 1, "model", f"{name} must be >= 1", getattr(self, name))
         _require(
@@ -168,6 +174,10 @@ class AttentionConfig:
         return self.layers != ("*",) or self.direction != "both"
 
 
+MOST_WORKERS = 1024
+"""Of one loader: a node with more cores than that is not known to us."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Where the text comes from and how it becomes tokens."""
@@ -181,7 +191,8 @@ class DataConfig:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.workers >= 0, "data", "workers must be >= 0", self.workers)
+        rule = f"workers must be from 0 to {MOST_WORKERS}, each is a process of its own"
+        _require(0 <= self.workers <= MOST_WORKERS, "data", rule, self.workers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

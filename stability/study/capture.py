@@ -4,19 +4,22 @@ The run's model is rebuilt from its manifest with the weights of a snapshot, and
 the layer's attention are recorded. What is measured on them is left to `probe.microbenchmark`.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from stability.config.convert import from_dict
-from stability.config.schema import ArmConfig
+from stability.config.schema import ArmConfig, ModelConfig
 from stability.model.gpt import GPT
 from stability.probe.attention_inputs import AttentionInputs
 from stability.records.manifest import read_manifest
-from stability.records.paths import run_at, snapshot_steps
+from stability.records.paths import RunPaths, run_at, snapshot_steps
 from stability.records.run_files import read_run_snapshot
 from stability.study.assemble import load_data
+from stability.study.memory_estimate import parameter_count
 
 __all__ = ["capture"]
 
@@ -39,7 +42,8 @@ class _Recorder:
 def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
     """Return FP32 q, k and v at `layer` and a random dout, from the snapshot of `step` or the last.
 
-    ValueError if the folder holds no run, the run no such snapshot, or the model no such layer.
+    ValueError if the folder holds no run, the run no such snapshot or another model's, the model no
+    such layer, or if the run's text can't be loaded.
     """
     paths = run_at(run, "capture: checkpoint")
     config = from_dict(ArmConfig, read_manifest(paths.manifest).config, str(paths.manifest))
@@ -49,13 +53,42 @@ def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
         raise ValueError(f"capture: step must be one of {steps}, got {step!r} in {run}")
     if not 0 <= layer < config.model.depth:
         raise ValueError(f"capture: layer must be from 0 to {config.model.depth - 1}, got {layer}")
+    weights = read_run_snapshot(paths, step)
+    _check_size(paths, step, config.model, weights)
     recorders = [_Recorder() for _ in range(config.model.depth)]
     model = GPT(config.model, recorders)
-    model.load_state_dict(read_run_snapshot(paths, step))
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{paths.snapshot(step)}: must fit the manifest's model: {said}"
+        ) from error
     with torch.no_grad():
-        model(next(iter(load_data(config).train_dataloader()))[:, :-1])
+        model(_first_batch(paths, config)[:, :-1])
     seen = recorders[layer].seen
     assert seen is not None
     q, k, v = (x.float() for x in seen)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(0))
     return AttentionInputs(q, k, v, dout)
+
+
+def _check_size(
+    paths: RunPaths, step: int, model: ModelConfig, weights: Mapping[str, Tensor]
+) -> None:
+    """ValueError if the manifest's model is not as large as the snapshot, before it is built."""
+    found, expected = sum(x.numel() for x in weights.values()), parameter_count(model)
+    if found != expected:
+        raise ValueError(
+            f"{paths.snapshot(step)}: must hold the {expected} weights of the manifest's model, "
+            f"holds {found}"
+        )
+
+
+def _first_batch(paths: RunPaths, config: ArmConfig) -> Tensor:
+    # in this process: for a single batch others are not worth their start
+    config = replace(config, data=replace(config.data, workers=0))
+    try:
+        return next(iter(load_data(config).train_dataloader()))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{paths.manifest}: the run's text can't be loaded: {error}") from error

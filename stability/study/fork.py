@@ -81,8 +81,11 @@ def plan_fork(
         baseline=parent,
         fork=Fork(at=at, until=until),
     )
-    check_memory([run])  # before the model is built
-    assemble(changed)
+    try:
+        check_memory([run])  # before the model is built
+        assemble(changed)
+    except ValueError as error:
+        raise ValueError(f"fork: {parent.root}: {error}") from error
     return run
 
 

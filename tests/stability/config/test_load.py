@@ -79,6 +79,7 @@ def test_a_study_is_read_with_the_baseline_first(tmp_path):
         (_set("base.model", "demmo"), "base.model: .* preset, got 'demmo'; nearest: demo"),
         (_set("base.model", {"preset": "x"}), "base.model.preset: must be a model preset, got 'x'"),
         (_set("base.model", 7), "base.model: must be a mapping, got 7"),
+        (_set("base.model.depth", 10**9), "base.model: depth must be at most 4096, got 1000000000"),
         (_set("base", None), "base.model: missing"),
         (_set("base", [1]), r"base: must be a mapping, got \[1\]"),
         (
@@ -125,7 +126,8 @@ def test_a_study_is_read_with_the_baseline_first(tmp_path):
             _set("arms.x", {"seed": {"init_offset": 2**32}}),
             r"arms.x.seed: init_offset must be between -2\*\*32 and 2\*\*32, got 4294967296",
         ),
-        (_set("base.data", {"workers": -1}), "base.data: workers must be >= 0, got -1"),
+        (_set("base.data", {"workers": -1}), "base.data: workers must be from 0 to .*, got -1"),
+        (_set("base.data", {"workers": 10**6}), "base.data: workers must be from 0 to 1024"),
         (
             _set("base.model.heads", 4),
             r"base.model: width / heads must be from 16 to 256 for the .* baseline, got 32 / 4 = 8",

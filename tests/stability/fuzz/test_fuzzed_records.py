@@ -176,3 +176,28 @@ def test_a_run_whose_log_is_damaged_is_not_forked(copy, spoil, said):
     reader = next(each for each in READERS if each.name == "fork")
     assert said in call(reader.words(copy.folder)).err
     assert not (copy.folder.parent / "fork").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"depth": 3}, "must hold the "),
+        ({"depth": 10**9}, "depth must be at most 4096"),
+        ({"width": 65536}, "must hold the "),
+        ({"context": 10**9}, "must hold the "),
+        ({"qk_norm": True}, "must hold the "),
+        ({"context": 31, "vocab_size": 257}, "must fit the manifest's model"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["deviate from a run", "check"])
+def test_a_model_that_is_not_the_snapshots_is_not_built(copy, verb, changes, said):
+    """Under a right seal a manifest may ask for a model that no memory holds."""
+    run = RunPaths.for_run(copy.folder / "tiny", CANDIDATE, 0)
+    content = read_sealed(run.manifest, "")
+    content["config"]["model"] |= changes
+    run.manifest.unlink()
+    sealed_json.write_sealed(run.manifest, content)
+    reader = next(each for each in READERS if each.name == verb)
+    answer = call(reader.words(copy.folder), 5, reader.stubs)
+    assert said in answer.err
+    assert not complaints(answer, {run.manifest: "planted"})

@@ -91,3 +91,28 @@ def test_tensors_of_a_file_are_read_rounded_and_asked_for_by_name(tmp_path):
 def test_unknown_names_are_refused_with_their_neighbours(problem, message):
     with pytest.raises(ValueError, match=message):
         measure(Problem(**problem), backward=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"k": torch.zeros(2, 2, 16, 16)},
+        {"v": torch.zeros(1, 2, 16, 32)},
+        {"q": torch.zeros(2, 16, 16)},
+        {"k": torch.zeros(1, 2, 16, 16, dtype=torch.int64)},
+        {"dout": torch.zeros(1, 2, 8, 16)},
+    ],
+)
+def test_tensors_that_do_not_go_together_are_refused_by_file_and_name(tmp_path, changes):
+    sound = {name: torch.zeros(1, 2, 16, 16) for name in "qkv"}
+    path = tmp_path / "qkv.safetensors"
+    save_file(sound | changes, path)
+    with pytest.raises(ValueError, match=r"qkv\.safetensors must hold q, k, v \(batch, heads"):
+        read_inputs(path, "bf16")
+
+
+def test_a_file_of_noise_is_refused_by_name(tmp_path):
+    path = tmp_path / "qkv.safetensors"
+    path.write_bytes(b"noise" * 100)
+    with pytest.raises(ValueError, match=r"qkv\.safetensors: must be a whole snapshot"):
+        read_inputs(path, "bf16")
