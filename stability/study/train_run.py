@@ -208,7 +208,7 @@ def _fit(
     failed = True
     trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, run.last_step)
     try:
-        with _naming_checkpoint(run, trainer, start):
+        with _naming_checkpoint(files, trainer, start):
             fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
             witness.end(trainer)
         if divergence.step is None:
@@ -223,10 +223,12 @@ def _fit(
 
 
 @contextlib.contextmanager
-def _naming_checkpoint(run: Run, trainer: Trainer, start: int) -> Iterator[None]:
+def _naming_checkpoint(files: RunFiles, trainer: Trainer, start: int) -> Iterator[None]:
     """Name the checkpoint of step `start` in what goes wrong before an update follows it.
 
-    Most of what it holds is Lightning's and the callbacks', who take it as it comes.
+    Most of what it holds is Lightning's and the callbacks', who take it as it comes. One that they
+    can't take is listed no more: the next start passes over it. It stays where something else may
+    be to blame, as an error of the device.
     """
     try:
         yield
@@ -234,10 +236,14 @@ def _naming_checkpoint(run: Run, trainer: Trainer, start: int) -> Iterator[None]
         is_told = isinstance(error, (*_FAILURES, LeaseLostError)) or _was_interrupted(error)
         if not start or trainer.global_step > start or is_told:
             raise
-        said = " ".join(f"{type(error).__name__}: {error}".split())
+        path, said = files.paths.checkpoint(start), " ".join(str(error).split())
+        is_of_device = isinstance(error, RuntimeError) and not said.startswith("Error(s) in load")
+        what = "the same command tries again"
+        if not is_of_device:
+            files.remove(path)
+            what = "it is dropped, and the same command goes on from an older one or begins anew"
         raise CheckpointError(
-            f"{run.paths.checkpoint(start)}: the run can't go on from it: {said[:300]}; if the "
-            "file is to blame, remove it, and the run goes on from an older one or begins anew"
+            f"{path}: the run can't go on from it: {type(error).__name__}: {said[:300]}; {what}"
         ) from error
 
 

@@ -88,7 +88,7 @@ def _told_in_a_line() -> Iterator[None]:
 
 
 def _run_id(directory: Path) -> str:
-    """Return the id of the run in `directory`; draw one if it has none.
+    """Return the id of the run in `directory`; draw one if it has none, or what can't be one.
 
     It is drawn and not computed, because a run that is trained anew, perhaps by other code, must be
     another run to W&B.
@@ -96,13 +96,9 @@ def _run_id(directory: Path) -> str:
     path = directory / _ID_FILE
     if path.exists():
         found = read_plain(path).strip()
-        # the id becomes a part of names of folders, which are deleted
-        if not re.fullmatch(rb"[A-Za-z0-9_-]{1,64}", found):
-            raise ValueError(
-                f"{path}: must hold the id of a W&B run, 1 to 64 letters, digits, '_' or '-'; is "
-                f"{found[:40]!r}; remove it, and W&B gets a new run"
-            )
-        return found.decode()
+        # the id becomes a part of names of folders, which are deleted: it must be no path
+        if re.fullmatch(rb"[A-Za-z0-9_-]{1,64}", found):
+            return found.decode()
     run_id = secrets.token_hex(8)
     write_text(path, run_id + "\n")
     return run_id

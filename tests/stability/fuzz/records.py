@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -98,7 +99,8 @@ def _write_rare(study: Path) -> None:
 def _assay(run: RunPaths) -> AssayRecord:
     """Return an assay that finds each fault: ratios and shares far beyond the limits."""
     figures = {"error_ratio": (3.5, 3.25, 3.75), "gain": (0.5, 0.25, 0.5)}
-    operator = dict.fromkeys(("out", "dq", "dk", "dv"), figures | {"golden_bias_ulp": (0.5,) * 3})
+    figures |= {"golden_bias_ulp": (0.5, 0.5, 0.5)}
+    operator: dict[str, Any] = dict.fromkeys(("out", "dq", "dk", "dv"), figures)
     own = FaultRecord(name="", what="no fault", levels=(), operator=operator)
     faults = [
         FaultRecord(

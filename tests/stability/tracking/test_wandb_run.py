@@ -1,22 +1,37 @@
 """The id that W&B knows a run by comes from a file that anybody may have written."""
 
+import re
+
 import pytest
 
 from stability.tracking.wandb_run import start_run
+from tests.stability.fuzz.offline_wandb import OfflineRun
 
 
 @pytest.mark.parametrize(
     "said", [b"", b"*", b"kept/../../../..", b"..", b"a\nb", b"\xff", b"\x1b[2J", b"x" * 65]
 )
-def test_an_id_that_is_none_deletes_no_folder_and_starts_no_run(tmp_path, monkeypatch, said):
-    """Such an id stands in the pattern of folders that an offline run deletes."""
-    monkeypatch.setattr("wandb.init", lambda **_: pytest.fail("W&B was called"))
+def test_an_id_that_is_none_deletes_no_folder_and_another_is_drawn(tmp_path, monkeypatch, said):
+    """Such an id would stand in the pattern of folders that an offline run deletes."""
+    begun = []
+    monkeypatch.setattr("wandb.init", lambda **given: begun.append(given["id"]) or OfflineRun())
     directory = tmp_path / "study" / "arm" / "wandb"
     for kept in ("offline-run-1-kept", "offline-run-2-x"):
         (directory / kept).mkdir(parents=True)
     (directory / "id.txt").write_bytes(said)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match=r"id\.txt: must hold the id of a W&B run") as caught:
+    for _ in range(2):
         start_run("offline", directory, tags=[])
-    assert str(caught.value).isprintable()
     assert sorted(tmp_path.rglob("*")) == before
+    assert re.fullmatch("[0-9a-f]{16}", begun[0])
+    assert begun == [begun[0]] * 2
+
+
+def test_an_id_that_is_one_is_kept(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr("wandb.init", lambda **given: begun.append(given["id"]) or OfflineRun())
+    directory = tmp_path / "wandb"
+    directory.mkdir()
+    (directory / "id.txt").write_text("0123456789abcdef\n")
+    start_run("offline", directory, tags=[])
+    assert begun == ["0123456789abcdef"]
