@@ -50,7 +50,7 @@ def run(
     from stability.report.terminal.progress import StudyDisplay
     from stability.study.assemble import quieten_lightning
     from stability.study.run import has_ended
-    from stability.study.run_study import changed_protocol, plan_study, run_study
+    from stability.study.run_study import StudyError, changed_protocol, plan_study, run_study
     from stability.study.train_run import TrainOptions
 
     runs = plan_study(config, out)
@@ -60,14 +60,13 @@ def run(
     for change in changed_protocol(config, out):
         print_line(f"EXPLORATORY: {change}")
     console = Console()
+    options = TrainOptions(wandb_mode=mode, check_observer=check_observer)
+    jobs = jobs or max(1, torch.cuda.device_count())
     with StudyDisplay(console, len(runs)) as display:
-        run_study(
-            config,
-            out,
-            options=TrainOptions(wandb_mode=mode, check_observer=check_observer),
-            observer=display,
-            jobs=jobs or max(1, torch.cuda.device_count()),
-        )
+        try:
+            run_study(config, out, options=options, observer=display, jobs=jobs)
+        except StudyError as error:
+            raise ValueError(f"{study}: {error}") from error
     _show_study(out / config.name, mode, console)
     return HOLDS if all(has_ended(run.paths) for run in runs) else FAILS
 

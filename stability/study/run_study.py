@@ -43,13 +43,24 @@ from stability.study.size_check import check_disk, check_memory
 from stability.study.train_run import TrainOptions, train
 from stability.study.window import freeze_window
 
-__all__ = ["changed_protocol", "check_study", "in_training_order", "plan_study", "run_study"]
+__all__ = [
+    "StudyError",
+    "changed_protocol",
+    "check_study",
+    "in_training_order",
+    "plan_study",
+    "run_study",
+]
 
 
 _ORDER: tuple[Role, ...] = ("baseline", "reference", "nudge", "rerun")
 """Roles in the order in which a seed's runs are trained; those of other roles come after them, as
 they stand in the study. A candidate's first snapshot then finds every control it is held against,
 and the step at which it is judged can be fixed before its own numbers exist."""
+
+
+class StudyError(ValueError):
+    """Something that a study asks for can't be had here: its text, an attention, the memory."""
 
 
 def plan_study(study: StudyConfig, out: Path) -> list[Run]:
@@ -91,7 +102,7 @@ def check_study(runs: list[Run], jobs: int = 1) -> list[tuple[Run, list[str]]]:
     """Check everything that can be known before training `jobs` runs at once; write nothing.
 
     Returns each run that has ended and what is damaged of it: see `run.reopen`.
-    ValueError for a device or precision that cannot be had, an unknown attention, a text that is
+    StudyError for a device or precision that cannot be had, an unknown attention, a text that is
     missing or too short, sizes beyond this machine's memory or disk; RunConflictError for a
     directory that holds another run.
     """
@@ -101,13 +112,16 @@ def check_study(runs: list[Run], jobs: int = 1) -> list[tuple[Run, list[str]]]:
         if run.baseline is not None and run.paths not in sent_back:
             check_kept(run, baseline_is_kept=run.baseline not in sent_back)
     to_train = [run for run in runs if run.paths in sent_back or not has_ended(run.paths)]
-    # before any model is built, which may itself be beyond memory
-    check_memory(to_train, jobs)
-    check_disk(to_train, runs[0].paths.root.parent.parent)
-    # the first run of each arm: those of further seeds may train without a probe
-    for run in {run.arm.name: run for run in reversed(runs)}.values():
-        assemble(run.config)
-        load_data(run.config)
+    try:
+        # before any model is built, which may itself be beyond memory
+        check_memory(to_train, jobs)
+        check_disk(to_train, runs[0].paths.root.parent.parent)
+        # the first run of each arm: those of further seeds may train without a probe
+        for run in {run.arm.name: run for run in reversed(runs)}.values():
+            assemble(run.config)
+            load_data(run.config)
+    except ValueError as error:
+        raise StudyError(str(error)) from error
     return damaged
 
 

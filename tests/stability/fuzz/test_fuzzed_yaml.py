@@ -1,7 +1,7 @@
 """A study's YAML that anybody may have written: it is sound, or one line says what is wrong in it.
 
 Nothing is written before that, and nothing is trained here: where a study is sound, the verb ends
-at the place where training would begin.
+at the place where its first byte would be written.
 """
 
 import copy
@@ -41,7 +41,7 @@ TEXTS = (
 
 
 class _SoundError(SystemExit):
-    """Training would begin."""
+    """The first byte would be written, and then training begin."""
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def untrained(monkeypatch):
     def stop(*_: object, **__: object) -> None:
         raise _SoundError(HOLDS)
 
-    monkeypatch.setattr("stability.study.run_study.run_study", stop)
+    monkeypatch.setattr("stability.study.run_study.seal_protocol", stop)  # the first write
 
 
 def _write(path: Path, draw: Random, text: Path) -> str:
