@@ -130,7 +130,7 @@ class RunPaths:
         return self.root / ".lock"
 
     def leases(self) -> list[Path]:
-        """The files of those who hold the run, or have held it, where it could not be locked."""
+        """The files of those who hold the run, or have held it, for all who can't lock it."""
         return sorted(self.root.glob(".lease-*"))
 
     @property

@@ -1,8 +1,10 @@
-"""A lease on a run: who trains it, on a file system that has no locks.
+"""A lease on a run: who trains it, for those who can't lock its folder.
 
 Each process that wants a run first writes a file of its own into the run's folder,
 `.lease-<owner>`, and only then looks for those of others: of two that come at once, each sees the
-other, so at least one gives way. The owner's heart beats: every BEAT_S a thread sets the file's
+other, so at least one gives way. Who holds the lock writes one too, `.lease-<owner>-locked`, since
+one file system may have locks on one machine and none on another; whoever gets the lock knows that
+such an owner has lost it. The owner's heart beats: every BEAT_S a thread sets the file's
 time. A process of this machine is looked up by its number; a lease from another machine is watched,
 and if its time stands still for WATCH_S it has expired and is deleted by whoever takes the run
 over. No clock is compared with another, and one that jumps takes nobody's run.
@@ -31,7 +33,7 @@ from stability.records.paths import RunPaths
 from stability.records.plain_files import read_plain
 from stability.records.sealed_json import parse_json
 
-__all__ = ["LeaseLostError", "check_no_lease", "is_leased", "lease"]
+__all__ = ["LeaseLostError", "is_leased", "lease"]
 
 BEAT_S = 2.0
 TRUSTED_S = 8.0
@@ -41,6 +43,8 @@ WATCH_S = 12.0
 FRESH_S = 60.0
 """A reader, who can't wait, takes a lease of another machine for one in use until it is so old."""
 PAUSE_S = 0.1
+LOCKED = "-locked"
+"""Ends the name of a lease whose owner holds the lock as well: the content may be torn."""
 
 
 class LeaseLostError(RuntimeError):
@@ -48,26 +52,26 @@ class LeaseLostError(RuntimeError):
 
 
 @contextmanager
-def lease(paths: RunPaths) -> Iterator[None]:
+def lease(paths: RunPaths, *, has_lock: bool) -> Iterator[None]:
     """Hold the run by a lease of this process; BlockingIOError if another one holds it.
 
-    Inside, every change of a file raises LeaseLostError once the lease is lost.
+    `has_lock` says whether it holds the lock, too. Inside, every change of a file raises
+    LeaseLostError once the lease is lost.
     """
-    held = _Lease(paths.root / f".lease-{secrets.token_hex(8)}")
+    name = f".lease-{secrets.token_hex(8)}"
+    held = _Lease(paths.root / (name + LOCKED if has_lock else name))
     with held.beating():
-        _take_over(paths, held.path)
+        _take_over(paths, held.path, has_lock=has_lock)
         with file_operations.allowed_by(held.check):
             yield
 
 
-def check_no_lease(paths: RunPaths) -> None:
-    """BlockingIOError if a process that could not lock the run has leased it."""
-    _take_over(paths, None)
+def is_leased(paths: RunPaths, *, could_lock: bool) -> bool:
+    """Return whether somebody seems to hold a lease on the run; never waits.
 
-
-def is_leased(paths: RunPaths) -> bool:
-    """Return whether somebody seems to hold a lease on the run; never waits."""
-    return any(_seems_held(path) for path in paths.leases())
+    `could_lock` says whether the lock was free, so that those who held it are gone.
+    """
+    return any(_seems_held(path) for path in paths.leases() if not (could_lock and _is_void(path)))
 
 
 class _Lease:
@@ -121,11 +125,16 @@ class _Lease:
             self._is_lost = True
 
 
-def _take_over(paths: RunPaths, own: Path | None) -> None:
+def _is_void(path: Path) -> bool:
+    """Whether the owner of a lease is gone if the lock is not its own."""
+    return path.name.endswith(LOCKED)
+
+
+def _take_over(paths: RunPaths, own: Path, *, has_lock: bool) -> None:
     """Delete the leases that have expired; BlockingIOError if one has not."""
     others = [path for path in paths.leases() if path != own]
     for path in others:
-        if not _has_expired(path):
+        if not (has_lock and _is_void(path)) and not _has_expired(path):
             raise BlockingIOError(f"{path}: is the lease of a process that trains the run")
     for path in others:
         remove(path)

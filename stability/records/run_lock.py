@@ -2,7 +2,8 @@
 
 Readers ask for it too, to tell a run in training from one whose process was killed, which still
 says `running` in its manifest. Where the file system has no locks, as some network file systems, a
-lease does the same (`run_lease`). Leaves out what a held lock means to a study (`study.run`).
+lease does the same (`run_lease`); who has the lock writes one too, for those who can't see it.
+Leaves out what a held lock means to a study (`study.run`).
 """
 
 import errno
@@ -18,7 +19,7 @@ from typing import TypeVar
 from stability.records import file_operations
 from stability.records.atomic_files import make_folders, naming
 from stability.records.paths import RunPaths
-from stability.records.run_lease import check_no_lease, is_leased, lease
+from stability.records.run_lease import is_leased, lease
 
 __all__ = ["hold", "is_held"]
 
@@ -40,10 +41,7 @@ def hold(paths: RunPaths) -> Iterator[None]:
         with naming(paths.lock):
             file = stack.enter_context(file_operations.open_lock(paths.lock))
             is_locked = _patiently(lambda: _lock(file))
-        if is_locked:
-            _patiently(lambda: check_no_lease(paths))
-        else:
-            _patiently(lambda: stack.enter_context(lease(paths)))
+        _patiently(lambda: stack.enter_context(lease(paths, has_lock=is_locked)))
         yield
 
 
@@ -59,15 +57,17 @@ def is_held(paths: RunPaths) -> bool:
         return False
     except OSError:
         return True
+    could_lock = True
     try:
         # shared, so that two readers don't take each other for the process
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             return True
+        could_lock = False
     finally:
         os.close(file)
-    return is_leased(paths)
+    return is_leased(paths, could_lock=could_lock)
 
 
 def _lock(file: FileIO) -> bool:

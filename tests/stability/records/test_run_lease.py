@@ -20,6 +20,16 @@ from stability.records.run_lease import LeaseLostError
 from stability.records.run_lock import hold, is_held
 
 ROOT = Path(__file__).parents[3]
+LOCKING = """
+import sys, time
+from pathlib import Path
+from stability.records.paths import RunPaths
+from stability.records.run_lock import hold
+
+with hold(RunPaths(Path(sys.argv[1]))):
+    print("held", flush=True)
+    time.sleep(60)
+"""
 HOLDER = """
 import errno, fcntl, sys, time
 from pathlib import Path
@@ -55,8 +65,18 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def other(run):
     """Another process that holds the run."""
+    yield from _process(run, HOLDER)
+
+
+@pytest.fixture
+def locking(run):
+    """Another process, which holds the run by its lock."""
+    yield from _process(run, LOCKING)
+
+
+def _process(run, program):
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run.root)],
+        [sys.executable, "-c", program, str(run.root)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -221,3 +241,44 @@ def test_lock_beside_a_lease_is_refused(run, other, monkeypatch):
     assert is_held(run)
     with pytest.raises(BlockingIOError), hold(run):
         pass
+
+
+def test_who_has_no_locks_sees_a_process_that_has_the_lock(run, locking):
+    assert is_held(run)
+    with pytest.raises(BlockingIOError, match="-locked: is the lease"), hold(run):
+        pass
+    locking.kill()
+    locking.wait()
+    assert not is_held(run)
+    with hold(run):
+        assert not [path for path in run.leases() if path.name.endswith("-locked")]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{"], ids=["whole", "empty", "torn"])
+def test_lease_that_a_killed_process_with_the_lock_has_left_keeps_nobody_who_has_it(
+    run, locking, monkeypatch, content
+):
+    locking.kill()
+    locking.wait()
+    path = _as_from_another_machine(run)  # that no process is to be looked up, or watched
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.undo()  # this machine has locks
+    monkeypatch.setattr(run_lease, "_stands_still", lambda _: pytest.fail("it is waited for"))
+    assert not is_held(run)
+    with hold(run):
+        assert path not in run.leases()
+
+
+def test_process_with_the_lock_changes_no_file_once_another_without_has_taken_over(
+    run, monkeypatch
+):
+    monkeypatch.undo()
+    monkeypatch.setattr(run_lease, "BEAT_S", 60.0)
+    monkeypatch.setattr(run_lease, "TRUSTED_S", 0.1)
+    with hold(run):
+        (path,) = run.leases()
+        path.unlink()  # as whoever watched it for long enough, and saw no beat
+        time.sleep(0.15)
+        with pytest.raises(LeaseLostError, match="another process has taken over this run"):
+            write_text(run.manifest, "{}")

@@ -101,8 +101,10 @@ def test_lock_that_a_server_refuses_for_a_moment_is_waited_for(run, monkeypatch)
 
     monkeypatch.setattr(file_operations, "lock", busy)
     with hold(run):
-        assert not run.leases()
+        (lease,) = run.leases()
+        assert lease.name.endswith("-locked")
         assert is_held(run)
+    assert not run.leases()
 
 
 def test_lock_that_the_disk_refuses_is_told_with_its_name(run, monkeypatch):
