@@ -56,7 +56,7 @@ def _lost(study: RecordedStudy) -> str:
         f"{each.name}/seed-{seed} is not on record"
         for each in study.arms
         for seed in study.seeds
-        if seed not in each.runs
+        if seed not in each.runs or each.runs[seed].manifest is None
     ]
     return next(iter((*wrong, *missing)), "")
 

@@ -40,8 +40,8 @@ SECONDS = 30
 OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.])")
 """With a decimal point or an exponent; not the middle of a checksum or a version."""
-QUOTED = re.compile(r"b'[^'\n]*'|b\"[^\"\n]*\"")
-"""Bytes of a file, shown as such."""
+QUOTED = re.compile(r"b'[^'\n]*(?:\n[^'\n]*){0,2}'|b\"[^\"\n]*(?:\n[^\"\n]*){0,2}\"")
+"""Bytes of a file, shown as such: the start of a line, which a terminal may break."""
 
 Words = list[str] | Callable[[], object]
 
