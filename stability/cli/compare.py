@@ -1,5 +1,6 @@
 """`stability compare`: how far apart two sets of weights on disk are, whatever holds them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from stability.cli.output import HOLDS, print_json
@@ -13,7 +14,9 @@ def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool
 
     Each is the folder of a run, a snapshot or another safetensors file, a Lightning checkpoint, a
     Hugging Face folder, or a state dict of torch.save (.pt, .pth, .bin). Parameters are matched by
-    name; what can't be compared is listed.
+    name; what can't be compared is listed. Any two may be compared: of two runs the first line says
+    whether they keep the pair contract, with `b` as the baseline, as far as their small records
+    tell; `stability verify B A` holds every file against its checksum too.
 
     Args:
         a: the candidate
@@ -39,11 +42,42 @@ def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool
 
     opened = (open_weights(path, step if path in runs else None) for path in (a, b))
     compared = compare_weights(*opened)
+    contract = _contract(RunPaths(a), RunPaths(b)) if len(runs) == 2 else ""
     if json:
-        print_json(compared.to_dict())
+        print_json({**compared.to_dict(), **({"contract": contract} if contract else {})})
     else:
-        print_comparison(compared, top, Console())
+        print_comparison(compared, top, Console(), contract)
     return HOLDS
+
+
+def _contract(run: RunPaths, baseline: RunPaths) -> str:
+    """Return in a sentence whether two runs are a pair."""
+    from stability.analysis.pair_contract import prove_pair  # heavy: numpy
+
+    try:
+        proof = prove_pair(baseline, run, _damage_of_small_files)
+    except ValueError as error:  # the weights of a folder can be read, and its manifest not
+        return f"unproven: {error}"
+    if proof.unproven and not proof.breach:
+        return f"unproven: not on record: {', '.join(proof.unproven)}"
+    return proof.sentence
+
+
+def _damage_of_small_files(paths: RunPaths) -> list[str]:
+    """Return what is wrong with a run's files but its snapshots, which are large.
+
+    Of those the one that is compared is held against its checksum when it is read.
+    """
+    from stability.records.manifest import read_manifest
+    from stability.records.run_files import damaged_files, log_damage
+
+    manifest = read_manifest(paths.manifest)
+    folder = f"{paths.name_of(paths.snapshot(0).parent)}/"
+    small = {name: known for name, known in manifest.files.items() if not name.startswith(folder)}
+    found = damaged_files(paths, replace(manifest, files=small))
+    return [*(f"{paths.root / name}: {wrong}" for name, wrong in found.items())] or [
+        *filter(None, [log_damage(paths)])
+    ]
 
 
 def _last_common_step(a: Path, b: Path) -> int | None:

@@ -88,8 +88,13 @@ def _anew(count: int) -> str:
     return f"{_count(range(count), 'drift')} computed anew from snapshots, as on record"
 
 
-def print_comparison(found: WeightComparison, top: int, console: Console) -> None:
-    """Print "all", the `top` parameters of the largest `rel_l2`, and what was not compared."""
+def print_comparison(
+    found: WeightComparison, top: int, console: Console, contract: str = ""
+) -> None:
+    """Print "all", the `top` parameters of the largest `rel_l2`, and what was not compared.
+
+    `contract` is what the pair contract says of two runs; it comes first.
+    """
     moved = sorted(
         (name for name in found.drifts if name != ALL_WEIGHTS), key=lambda n: _rank(found, n)
     )
@@ -100,6 +105,8 @@ def print_comparison(found: WeightComparison, top: int, console: Console) -> Non
     console.print()
     console.print(as_text(found.a, style="bold"))
     console.print(as_text(f"against {found.b}", style="bold"))
+    if contract:
+        console.print(as_text(contract))
     console.print()
     console.print(table)
     if left_out := moved[top:]:

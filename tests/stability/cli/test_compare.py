@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 
 from stability.cli.main import main
 from stability.metrics.drift import drift
+from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import write_snapshot
 
@@ -110,6 +112,33 @@ def test_what_a_study_leaves_on_disk_is_compared(shown, refused, trained):
     moved = json.loads(shown(*checkpoints, "--json"))["drift"]
     assert moved.keys() - {"all"} == {f"model.{name}" for name in found["drift"].keys() - {"all"}}
     assert "nearest on the other: " in refused(checkpoints[0], baseline)
+
+
+def test_of_two_runs_it_says_whether_they_are_a_pair(shown, trained, tmp_path):
+    baseline, fp32 = trained / "baseline" / "seed-0", trained / "fp32" / "seed-0"
+    other_seed = trained / "fp32" / "seed-1"
+    said = {
+        run: json.loads(shown(run, baseline, "--json"))["contract"] for run in (fp32, other_seed)
+    }
+    assert said[fp32] == "a pair: they differ in precision alone"
+    assert said[other_seed].startswith("no pair: config.seed.")
+    text = shown(other_seed, baseline)
+    assert text.index("no pair: config.seed.") < text.index("rel_l2")
+    loose = [_run(tmp_path / name, (1,)) for name in ("a", "b")]
+    assert json.loads(shown(*loose, "--json"))["contract"].startswith("unproven: ")
+    save_file(_state(), tmp_path / "s.safetensors")
+    assert "contract" not in json.loads(shown(loose[0], tmp_path / "s.safetensors", "--json"))
+
+
+def test_of_a_damaged_record_it_says_so_and_hashes_no_other_snapshot(shown, trained, tmp_path):
+    for arm in ("baseline", "fp32"):
+        shutil.copytree(trained / arm / "seed-0", tmp_path / arm / "seed-0")
+    baseline, fp32 = tmp_path / "baseline" / "seed-0", tmp_path / "fp32" / "seed-0"
+    RunPaths(fp32).snapshot(0).write_bytes(b"large, and verify's to read")
+    assert "a pair: " in shown(fp32, baseline)
+    RunPaths(fp32).witness.write_text("{}")
+    text = " ".join(shown(fp32, baseline).split())
+    assert "no pair: records of fp32, seed 0 is" in text
 
 
 def test_the_table_has_all_first_then_what_moved_most_and_counts_the_rest(shown, tmp_path):
