@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from stability.records.metric_log import difference_from
 from stability.records.record_types import Count
 from stability.records.sealed_json import read_record, write_sealed
 
@@ -76,6 +75,8 @@ def check_probe_log(folder: Path, record: ProbeRecord) -> None:
     """
     if record.state != "ended":
         return
+    from stability.records.metric_log import difference_from  # heavy: numpy
+
     if record.log is None:
         raise ValueError(f"{folder / PROBE_FILE}: must say which log an ended probe has closed")
     log = folder / METRICS_FILE
