@@ -47,6 +47,7 @@ __all__ = [
     "ResolvedAttention",
     "attention_from_text",
     "attention_function",
+    "is_users",
     "resolve_attention",
     "resolve_baseline",
     "resolve_flash",
@@ -270,6 +271,11 @@ def _resolve_named(config: AttentionConfig, device: torch.device) -> ResolvedAtt
     _refuse_engine(config)
     _refuse_settings(config, "a function of your own knows its own numerics")
     return _user_attention(name, _import_user_function(name))
+
+
+def is_users(config: AttentionConfig) -> bool:
+    """Whether an attention would have to be imported from the user's or another package's code."""
+    return config.implementation not in IMPLEMENTATIONS
 
 
 def attention_function(name: str, device: torch.device) -> Callable[..., Any]:

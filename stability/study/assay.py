@@ -71,12 +71,15 @@ def update_assays(
     policy: PolicyConfig,
     note: Callable[[str, int, str], None],
     tell: Callable[[str], None] = lambda text: None,
+    *,
+    measure: Callable[[Run, PolicyConfig], AssayRecord | None] | None = None,
 ) -> list[AssayRecord]:
     """Assay each candidate of the first seed whose record is missing, stale, or not of its run.
 
     Nothing is done in a study without an arm that is broken on purpose, nor on a candidate that
     fails already: an assay can only keep an arm from passing. `note` is told of an arm, its seed
     and why it could not be assayed; `tell` of each that begins, since it takes some seconds.
+    `measure` is `assay_run`, or that in a process of its own.
     """
     first = [run for run in runs if run.seed == runs[0].seed]
     if not any(run.arm.role == "broken" for run in first):
@@ -93,7 +96,7 @@ def update_assays(
             continue
         tell(f"planting known faults on {run.arm.name}, to see whether the study would find them")
         try:
-            record = assay_run(run, policy)
+            record = (measure or assay_run)(run, policy)
         except (ValueError, RuntimeError) as error:
             note(run.arm.name, run.seed, f"no assay: {error}")
             continue

@@ -36,6 +36,7 @@ from stability.model.precision import precision_plugins
 from stability.probe.attention_probe import AttentionProbe, DualAttention, as_shadows
 from stability.probe.attention_registry import (
     ResolvedAttention,
+    is_users,
     resolve_attention,
     with_input_format,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "describe_attention",
     "fit",
     "held_out",
+    "imports_user_modules",
     "load_data",
     "make_trainer",
     "quieten_lightning",
@@ -209,6 +211,11 @@ def _compiled(function: Any, backend: str) -> Any:
             f"train.compile must be a backend of torch.compile, got {backend!r}; nearest: "
             f"{nearest(backend, known)}"
         ) from error
+
+
+def imports_user_modules(config: ArmConfig) -> bool:
+    """Whether `assemble` would import code that is not this package's."""
+    return any(map(is_users, (config.attention, *config.probe.shadows)))
 
 
 def describe_attention(config: ArmConfig) -> dict[str, Any]:

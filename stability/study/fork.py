@@ -25,7 +25,8 @@ from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import file_damage
-from stability.study.assemble import assemble
+from stability.study.assemble import assemble, imports_user_modules
+from stability.study.fresh_process import call_alone
 from stability.study.run import Fork, Run, check_existing, has_ended, reopen
 from stability.study.size_check import check_memory
 from stability.study.train_run import TrainOptions, train
@@ -89,20 +90,27 @@ def plan_fork(
     return run
 
 
-def run_fork(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
-    """Train a planned fork, or resume it; one that has ended is kept.
+def run_fork(
+    run: Run, options: TrainOptions, observer: StudyObserver, *, isolated: bool = True
+) -> Manifest:
+    """Train a planned fork, or resume it, in a fresh process; one that has ended is kept.
 
-    RunConflictError if its folder holds another run.
+    Not `isolated`, it trains in this process, as `run_study`. RunConflictError if its folder holds
+    another run.
     """
     assert run.fork is not None
-    damaged = check_existing(run)
+    is_foreign = isolated and imports_user_modules(run.config)
+    damaged = call_alone(check_existing, run) if is_foreign else check_existing(run)
     if damaged:
         reopen(run, damaged, observer)
     if has_ended(run.paths):
         observer.run_ended(run.arm.name, run.seed, "finished", "kept")
         return read_manifest(run.paths.manifest)
     observer.run_started(1, 1, run.arm.name, run.seed, run.fork.until)
-    manifest = train(run, options, observer)
+    if isolated:
+        manifest = call_alone(train, run, options, observer=observer)
+    else:
+        manifest = train(run, options, observer)
     observer.run_ended(run.arm.name, run.seed, manifest.state, manifest.message)
     return manifest
 

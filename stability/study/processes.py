@@ -1,24 +1,15 @@
 """Trains runs, one or several at once, each in a process that no other run has touched.
 
-What a run's modules do to their process, such as another matmul precision, ends with it: the next
-one starts from a server process that has imported torch, Lightning and this package, but no module
-of the user's, and has computed nothing. A bare start would cost seconds, a fork costs hundredths.
-
 If the machine has several GPUs the processes are spread over them. A run depends on nothing but its
 config and its baseline's records, so the order of runs changes no bit; only a candidate has to wait
 for its baseline. A child process whose parent has died is killed, or stops at its next step where
-the system has no signal for it. A child that is
-killed counts as a failed run, and the other runs go on. How one run is trained is left to
+the system has no signal for it. A child that is killed counts as a failed run, and the other runs
+go on. How a fresh process is started is left to `fresh_process`, how one run is trained to
 `train_run`.
 """
 
-import ctypes
-import multiprocessing
 import os
 import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -27,16 +18,11 @@ import torch
 
 from stability.callbacks.progress import StudyObserver
 from stability.records.atomic_files import DiskFullError
-from stability.study.assemble import quieten_lightning
+from stability.study.fresh_process import Relay, how_it_ended, start_process
 from stability.study.run import Run, needs_no_training
 from stability.study.train_run import TrainOptions, train
 
 __all__ = ["train_in_processes"]
-
-_READY = "stability.study.preload"
-"""What the server imports before it forks; by name, since this process must not import it."""
-_PR_SET_PDEATHSIG = 1
-"""Of `<sys/prctl.h>`."""
 
 
 @dataclass(slots=True)
@@ -119,16 +105,8 @@ def _start_ready(
         if needs_no_training(run, observer):
             continue
         observer.run_started(index, total, run.arm.name, run.seed, run.last_step)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_READY])
-        ours, theirs = context.Pipe(duplex=False)
         slot = queue.free_slot()
-        process = context.Process(
-            target=_train_alone, args=(theirs, run, options, torch.get_num_threads(), slot)
-        )
-        with _waiting_threads_sleep():
-            process.start()
-        theirs.close()
+        process, ours = start_process(_train_alone, run, options, slot)
         queue.active[ours] = _Child(run, process, slot)
 
 
@@ -142,8 +120,7 @@ def _listen(queue: _Queue, connection: Connection, observer: StudyObserver) -> N
         del queue.active[connection]
         connection.close()
         if not child.told:
-            code = child.process.exitcode or 0
-            how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            how = how_it_ended(child.process)
             observer.run_ended(child.run.arm.name, child.run.seed, "failed", how)
         return
     if what == "disk_full":
@@ -153,90 +130,13 @@ def _listen(queue: _Queue, connection: Connection, observer: StudyObserver) -> N
     getattr(observer, what)(*values)
 
 
-@contextmanager
-def _waiting_threads_sleep() -> Iterator[None]:
-    """Inside the context, start children whose idle OpenMP threads sleep instead of spin.
-
-    Two children with spinning threads slow each other down 30-fold. A child reads the variable when
-    it starts, so it need not stay set here. It decides how a thread waits and not what it computes,
-    so no bit depends on it. A policy that the user has set is left as it is.
-    """
-    before = os.environ.get("OMP_WAIT_POLICY")
-    os.environ["OMP_WAIT_POLICY"] = before or "PASSIVE"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_WAIT_POLICY"]
-
-
-class _Relay:
-    """The observer inside a child process: sends each call to the parent, which repeats it."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
-        """Send it."""
-        self._send("run_started", index, total, arm, seed, steps)
-
-    def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
-        """Send it."""
-        self._send("run_advanced", arm, seed, step, loss)
-
-    def run_noted(self, arm: str, seed: int, text: str) -> None:
-        """Send it."""
-        self._send("run_noted", arm, seed, text)
-
-    def study_noted(self, text: str) -> None:
-        """Send it."""
-        self._send("study_noted", text)
-
-    def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
-        """Send it."""
-        self._send("run_ended", arm, seed, state, message)
-
-    def disk_full(self, message: str) -> None:
-        """Send it."""
-        self._send("disk_full", message)
-
-    def _send(self, *message: object) -> None:
-        try:
-            self._connection.send(message)
-        except BrokenPipeError:
-            # The parent is gone. An interrupt ends the training, and the run can be resumed.
-            raise KeyboardInterrupt from None
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when the server that it was forked from ends.
-
-    The server ends with the process that started it, however that ended. Without this, a run whose
-    command was killed would keep its lock until its next step. Elsewhere that is what happens.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _train_alone(
-    connection: Connection, run: Run, options: TrainOptions, threads: int, slot: int
-) -> None:
-    """Train one run; the main function of a child process.
-
-    `slot` selects one of several GPUs. `threads` is the parent's number of torch threads, so
-    that a run computes as it would have in the parent.
-    """
-    _die_with_parent()
-    # a terminal sends Ctrl-C to its whole process group: only the parent gets it and sends it on,
-    # so that a child is not interrupted twice
-    os.setpgrp()
+def _train_alone(connection: Connection, run: Run, options: TrainOptions, slot: int) -> None:
+    """Train one run; the main function of a child process. `slot` selects one of several GPUs."""
     if torch.cuda.device_count() > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         devices = visible if visible[0] else [str(i) for i in range(torch.cuda.device_count())]
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
-    torch.set_num_threads(threads)
-    quieten_lightning()
-    relay, name, seed = _Relay(connection), run.arm.name, run.seed
+    relay, name, seed = Relay(connection), run.arm.name, run.seed
     try:
         manifest = train(run, options, relay)
         relay.run_ended(name, seed, manifest.state, manifest.message)

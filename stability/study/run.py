@@ -215,17 +215,19 @@ def locked(paths: RunPaths) -> Iterator[None]:
 def _refuse_other_sources(run: Run, manifest: Manifest) -> None:
     """Refuse to go on where the machine, the attention or its source is another one than before.
 
-    An attention may be mended as long as the run has no checkpoint of its own: it is trained anew.
+    As long as the run has no checkpoint of its own, all may be mended: it is trained anew, and held
+    against its baseline.
     """
+    if max(checkpoint_steps(run.paths), default=0) <= (run.fork.at if run.fork else 0):
+        return
+    # first, since the user's module, which this imports, may change the process
+    resolved = describe_attention(run.config)
     now = environment()
     for name, key in (("attention_kernels", "kernel_source"), ("stability", "package_source")):
         _refuse_source(run, manifest, name, manifest.environment.get(key), now[key])
     # switches and modules are those of the process that trains: see `refuse_other_process`
     was = {key: value for key, value in manifest.environment.items() if not is_of_process(key)}
     _refuse_environment(run, was, {key: now[key] for key in now if not is_of_process(key)})
-    if max(checkpoint_steps(run.paths), default=0) <= (run.fork.at if run.fork else 0):
-        return
-    resolved = describe_attention(run.config)
     name = resolved["implementation"]
     _refuse_source(run, manifest, name, manifest.resolved.get("source"), resolved.get("source"))
     _refuse_difference(run, "attention", manifest.resolved, resolved)

@@ -5,17 +5,18 @@ stopped half-way holds whole pairs. How one run is trained is left to `train_run
 shown to the observer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stability.analysis.pair_contract import axis_of
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, expand, probe_of_seed
 from stability.config.convert import to_dict
-from stability.config.schema import BASELINE, Axis, Role, StudyConfig
+from stability.config.schema import BASELINE, ArmConfig, Axis, Role, StudyConfig
 from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.protocol import (
@@ -26,9 +27,10 @@ from stability.records.protocol import (
     seal_protocol,
 )
 from stability.records.sealed_json import write_sealed
-from stability.study.assay import update_assays
-from stability.study.assemble import assemble, load_data
+from stability.study.assay import assay_run, update_assays
+from stability.study.assemble import assemble, imports_user_modules, load_data
 from stability.study.distances import update_distances
+from stability.study.fresh_process import call_alone
 from stability.study.processes import train_in_processes
 from stability.study.remade_drifts import remake_drifts
 from stability.study.run import (
@@ -52,6 +54,8 @@ __all__ = [
     "run_study",
 ]
 
+
+T = TypeVar("T")
 
 _ORDER: tuple[Role, ...] = ("baseline", "reference", "nudge", "rerun")
 """Roles in the order in which a seed's runs are trained; those of other roles come after them, as
@@ -98,15 +102,24 @@ def _as_probed(arm: Arm, *, is_first: bool) -> Arm:
     return replace(arm, config=replace(arm.config, probe=probe))
 
 
-def check_study(runs: list[Run], jobs: int = 1) -> list[tuple[Run, list[str]]]:
+def check_study(
+    runs: list[Run], jobs: int = 1, *, isolated: bool = False
+) -> list[tuple[Run, list[str]]]:
     """Check everything that can be known before training `jobs` runs at once; write nothing.
 
-    Returns each run that has ended and what is damaged of it: see `run.reopen`.
+    Returns each run that has ended and what is damaged of it: see `run.reopen`. `isolated`, what
+    needs the user's modules is checked in processes of their own: else all that comes later would
+    find what they do to a process.
     StudyError for a device or precision that cannot be had, an unknown attention, a text that is
     missing or too short, sizes beyond this machine's memory or disk; RunConflictError for a
     directory that holds another run.
     """
-    damaged = [(run, found) for run in runs if (found := check_existing(run))]
+    arms = {run.arm.name: [one for one in runs if one.arm.name == run.arm.name] for run in runs}
+    found: dict[RunPaths, list[str]] = {}
+    for its_runs in arms.values():
+        of_each = _for_arm(its_runs, isolated, _find_damage, its_runs)
+        found |= zip((run.paths for run in its_runs), of_each, strict=True)
+    damaged = [(run, found[run.paths]) for run in runs if found[run.paths]]
     sent_back = {run.paths for run, _ in damaged}
     for run in runs:
         if run.baseline is not None and run.paths not in sent_back:
@@ -116,13 +129,28 @@ def check_study(runs: list[Run], jobs: int = 1) -> list[tuple[Run, list[str]]]:
         # before any model is built, which may itself be beyond memory
         check_memory(to_train, jobs)
         check_disk(to_train, runs[0].paths.root.parent.parent)
-        # the first run of each arm: those of further seeds may train without a probe
-        for run in {run.arm.name: run for run in reversed(runs)}.values():
-            assemble(run.config)
-            load_data(run.config)
+        for its_runs in arms.values():
+            # the first run of each arm: those of further seeds may train without a probe
+            _for_arm(its_runs, isolated, _check_parts, its_runs[0].config)
     except ValueError as error:
         raise StudyError(str(error)) from error
     return damaged
+
+
+def _for_arm(runs: list[Run], isolated: bool, function: Callable[..., T], *args: Any) -> T:
+    """Call a function about an arm's runs, in a process of its own if it imports user modules."""
+    if isolated and imports_user_modules(runs[0].config):
+        return call_alone(function, *args)
+    return function(*args)
+
+
+def _find_damage(runs: list[Run]) -> list[list[str]]:
+    return [check_existing(run) for run in runs]
+
+
+def _check_parts(config: ArmConfig) -> None:
+    assemble(config)
+    load_data(config)
 
 
 def run_study(
@@ -147,7 +175,7 @@ def run_study(
     if jobs < 1:
         raise ValueError(f"run_study: jobs must be >= 1, got {jobs}")
     runs = plan_study(study, out)
-    damaged = check_study(runs, jobs)
+    damaged = check_study(runs, jobs, isolated=isolated)
     folder, content = StudyPaths(out / study.name).root, _content(study, runs)
     seal_protocol(folder, _protocol(study, content))
     write_sealed(StudyPaths(folder).study, content)
@@ -166,7 +194,14 @@ def run_study(
         _measure_distances(runs, seed, observer)
         _remake_drifts(runs, seed, observer)
     freeze_window(out / study.name)
-    update_assays(folder, runs, study.policy, observer.run_noted, observer.study_noted)
+    update_assays(
+        folder,
+        runs,
+        study.policy,
+        observer.run_noted,
+        observer.study_noted,
+        measure=partial(call_alone, assay_run) if isolated else assay_run,
+    )
     return runs
 
 

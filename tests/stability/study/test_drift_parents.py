@@ -297,7 +297,7 @@ def test_a_kept_fork_of_a_baseline_that_was_trained_anew_gives_no_drift(copied, 
     path, folder = copied
     parent = RunPaths.for_run(folder, "baseline", 0)
     fork = plan_fork(parent, 2, {"precision": "32-true"})
-    run_fork(fork, TrainOptions(wandb_mode="disabled"), SilentObserver())
+    run_fork(fork, TrainOptions(wandb_mode="disabled"), SilentObserver(), isolated=False)
     assert 0 < fork_drifts(fork)[4] < 1
     retrain_baseline(path, folder, monkeypatch)
     with pytest.raises(ValueError, match=r"is no fork of .* as it is now: drift at step 4: comp"):

@@ -48,7 +48,7 @@ def parent(study):
 
 def _fork(parent, at, changes, **options):
     run, observer = plan_fork(parent, at, changes, **options), SilentObserver()
-    run_fork(run, TrainOptions(wandb_mode="disabled"), observer)
+    run_fork(run, TrainOptions(wandb_mode="disabled"), observer, isolated=False)
     assert observer.ended[0][2:] in (("finished", ""), ("finished", "kept"))
     return run
 
@@ -102,7 +102,7 @@ def test_a_name_that_another_fork_has_is_refused(parent):
     for at, until in ((6, 7), (4, 10)):
         run = plan_fork(parent, at, {"precision": "32-true"}, name="mine", until=until)
         with pytest.raises(RunConflictError, match=r"holds a run with fork\.(at|until)"):
-            run_fork(run, TrainOptions(wandb_mode="disabled"), SilentObserver())
+            run_fork(run, TrainOptions(wandb_mode="disabled"), SilentObserver(), isolated=False)
 
 
 def test_a_kill_while_a_fork_is_laid_down_leaves_it_to_be_laid_again(parent, monkeypatch):
@@ -114,7 +114,7 @@ def test_a_kill_while_a_fork_is_laid_down_leaves_it_to_be_laid_again(parent, mon
     with monkeypatch.context() as patch:
         patch.setattr("stability.study.train_run.lay_fork", killed)
         with pytest.raises(SystemExit):
-            run_fork(run, TrainOptions(wandb_mode="disabled"), SilentObserver())
+            run_fork(run, TrainOptions(wandb_mode="disabled"), SilentObserver(), isolated=False)
     run.paths.metrics.write_text("half")
     assert set(fork_drifts(_fork(parent, 4, {}, name="laid-again")).values()) == {0.0}
 
@@ -178,6 +178,9 @@ def test_a_killed_fork_goes_on_to_the_same_bits(parent):
         "from pathlib import Path\n"
         "from stability.callbacks.progress import ProgressCallback\n"
         "from stability.cli.main import main\n"
+        "from stability.study import fork\n"
+        "run_fork = fork.run_fork\n"
+        "fork.run_fork = lambda *given: run_fork(*given, isolated=False)\n"
         "end = ProgressCallback.on_train_batch_end\n"
         "def deadly(self, trainer, *rest):\n"
         "    end(self, trainer, *rest)\n"

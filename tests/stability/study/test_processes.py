@@ -1,15 +1,20 @@
 """Runs in processes of their own end in the bits of runs one after another; a dead one is told."""
 
+import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
-import torch
 
 from stability.config.load import load_study
-from stability.records.manifest import read_manifest
+from stability.records.atomic_files import DiskFullError
+from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
-from stability.study import processes
+from stability.study import fresh_process
+from stability.study.fresh_process import call_alone
+from stability.study.run import RunConflictError
+from tests.conftest import SilentObserver
 from tests.stability.study.recorded_bits import recorded_bits
 
 
@@ -66,7 +71,7 @@ def test_what_the_server_has_ready_can_be_imported_and_holds_what_a_run_needs():
     # multiprocessing leaves out, in silence, what it cannot import: each run would be slower
     code = (
         "import importlib, sys\n"
-        f"importlib.import_module({processes._READY!r})\n"
+        f"importlib.import_module({fresh_process._READY!r})\n"
         "from stability.records import identity\n"
         "assert identity._distributions.cache_info().currsize == 1\n"
         "assert {'wandb', 'safetensors.torch', 'stability.study.train_run'} <= set(sys.modules)\n"
@@ -76,47 +81,108 @@ def test_what_the_server_has_ready_can_be_imported_and_holds_what_a_run_needs():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@pytest.fixture
-def matmul_precision():
-    """Put back what checking a study, which imports the arms' modules, leaves in this process."""
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
-    sys.modules.pop("tests.stability.study.own_switches", None)
-
-
-def test_what_an_arms_module_does_to_its_process_reaches_no_other_run(
-    write_study, run_tiny, tmp_path, matmul_precision
-):
+def _edit_own(module):
     def edit(content):
-        own = {"implementation": "tests.stability.study.own_switches:attend"}
+        own = {"implementation": f"tests.stability.study.{module}:attend"}
         content["base"]["precision"] = "32-true"
-        content |= {"arms": {"coarse": {"attention": own}}, "yardstick": ""}
-        content["seeds"] = [0, 1]
+        content |= {"arms": {"own": {"attention": own}}, "yardstick": "", "seeds": [0, 1]}
 
-    def edit_alone(content):
-        edit(content)
-        content |= {"arms": {}, "yardstick": ""}
+    return edit
 
-    run_tiny(load_study(write_study(edit_alone)), tmp_path / "alone", isolated=True)
-    assert torch.get_float32_matmul_precision() == "highest"
-    beside = run_tiny(load_study(write_study(edit)), tmp_path / "beside", isolated=True)
-    assert torch.get_float32_matmul_precision() == "medium"  # the check has imported it here
+
+def _edit_alone(content):
+    _edit_own("own_switches")(content)
+    content |= {"arms": {}, "yardstick": ""}
+
+
+def _of_baseline(folder, seed):
+    return read_manifest(RunPaths.for_run(folder / "tiny", "baseline", seed).manifest)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("own_switches", "switch.cuda_matmul_fp32 must be the baseline's 'ieee', is 'tf32'"),
+        ("own_threads", "threads must be the baseline's 1, is 3"),
+    ],
+)
+def test_what_an_arms_module_does_to_its_process_reaches_no_other_run(
+    write_study, run_tiny, tmp_path, module, said
+):
+    run_tiny(load_study(write_study(_edit_alone)), tmp_path / "alone", isolated=True)
+    study = load_study(write_study(_edit_own(module)))
+    before = dict(os.environ)
+    beside = run_tiny(study, tmp_path / "beside", isolated=True)
+    assert f"tests.stability.study.{module}" not in sys.modules, "nothing imports it here"
+    assert os.environ == before
     assert [ended[:3] for ended in beside.ended] == [
         ("baseline", 0, "finished"),
-        ("coarse", 0, "failed"),
+        ("own", 0, "failed"),
         ("baseline", 1, "finished"),
-        ("coarse", 1, "failed"),
+        ("own", 1, "failed"),
     ]
-    said = "environment.switch.cuda_matmul_fp32 must be the baseline's 'ieee', is 'tf32'"
-    assert said in beside.ended[1][3]
+    assert f"environment.{said}" in beside.ended[1][3]
     for seed in (0, 1):
-        alone, other = (
-            read_manifest(RunPaths.for_run(tmp_path / folder / "tiny", "baseline", seed).manifest)
-            for folder in ("alone", "beside")
-        )
+        alone, other = (_of_baseline(tmp_path / one, seed) for one in ("alone", "beside"))
         assert other.hashes["final_weights"] == alone.hashes["final_weights"]
         assert other.environment == alone.environment
+    # a run that was stopped goes on: the check before it has not changed this process either
+    paths = RunPaths.for_run(tmp_path / "beside" / "tiny", "baseline", 0)
+    write_manifest(paths.manifest, replace(read_manifest(paths.manifest), state="interrupted"))
+    again = run_tiny(study, tmp_path / "beside", isolated=True)
+    assert again.ended[0] == ("baseline", 0, "finished", "")
+
+
+def test_a_module_that_ends_the_process_that_checks_it_is_told(write_study, run_tiny, tmp_path):
+    (tmp_path / "own_end.py").write_text("import os\nos._exit(7)\n")
+    sys.path.append(str(tmp_path))
+    try:
+        edit = _edit_own("x")
+
+        def edit_end(content):
+            edit(content)
+            content["arms"]["own"]["attention"]["implementation"] = "own_end:attend"
+
+        with pytest.raises(RuntimeError, match="gave no answer: ended with exit code 7"):
+            run_tiny(load_study(write_study(edit_end)), tmp_path / "runs", isolated=True)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert not (tmp_path / "runs").exists()
+
+
+class _OddError(ValueError):
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+def _raise(kind, *values):
+    raise kind(*values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "raised", "said"),
+    [
+        (DiskFullError, ["a"], DiskFullError, "a"),
+        (RunConflictError, ["b"], RunConflictError, "b"),
+        (_OddError, ["c", "d"], ValueError, "_OddError: c d"),
+        (SystemExit, [3], SystemExit, "3"),
+    ],
+)
+def test_an_error_elsewhere_is_raised_here(kind, values, raised, said):
+    with pytest.raises(raised) as error:
+        call_alone(_raise, kind, *values)
+    assert (type(error.value), str(error.value)) == (raised, said)
+
+
+def test_a_call_elsewhere_tells_the_observer_and_returns():
+    observer = SilentObserver()
+    assert call_alone(_end_one, "x", observer=observer) != os.getpid()
+    assert observer.ended == [("x", 0, "finished", "said")]
+
+
+def _end_one(arm, observer):
+    observer.run_ended(arm, 0, "finished", "said")
+    return os.getpid()
 
 
 def test_no_jobs_are_refused(write_study, run_tiny, tmp_path):
