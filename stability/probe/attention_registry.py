@@ -13,6 +13,7 @@ arithmetic and the faults (`attention_kernels`) and checking what a user's funct
 import hashlib
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -329,6 +330,7 @@ def _import_user_function(name: str) -> Callable[..., Any]:
     entry = plugins(ATTENTIONS).get(name)
     where = entry.value if entry else name
     module_name, _, attribute = where.partition(":")
+    here = Path.cwd()
     try:
         module = _import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
@@ -337,6 +339,9 @@ def _import_user_function(name: str) -> Callable[..., Any]:
             f"resolve_attention: attention must be MODULE:FUNCTION of a module that imports, got "
             f"{where!r}; {said}"
         ) from error
+    finally:
+        if Path.cwd() != here:  # a study's own paths begin there
+            os.chdir(here)
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(

@@ -25,6 +25,7 @@ from stability.callbacks.gradient_callback import GradientProbe
 from stability.callbacks.held_out import HeldOut
 from stability.callbacks.instability_watch import InstabilityWatch
 from stability.callbacks.probe_callbacks import DeviationProbe
+from stability.callbacks.random_numbers import RandomNumbers
 from stability.config.convert import nearest
 from stability.config.schema import ArmConfig, emulated_format
 from stability.data.datamodule import TextDataModule
@@ -338,7 +339,7 @@ def make_trainer(
         gradient_clip_val=config.train.grad_clip,
         deterministic=True,
         logger=loggers,
-        callbacks=[*callbacks, checkpoints],
+        callbacks=[RandomNumbers(config.seed.base), *callbacks, checkpoints],
         log_every_n_steps=config.train.log_every,
         default_root_dir=files.paths.root,
         enable_progress_bar=False,

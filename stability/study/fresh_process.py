@@ -13,9 +13,10 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from stability.callbacks.progress import StudyObserver
 from stability.study.assemble import quieten_lightning
 
-__all__ = ["Relay", "call_alone", "how_it_ended", "start_process"]
+__all__ = ["Relay", "call_alone", "how_it_ended", "received", "start_process"]
 
 _READY = "stability.study.preload"
 """What the server imports before it forks; by name, since this process must not import it."""
@@ -57,18 +58,16 @@ def call_alone(
     """
     process, connection = start_process(_answer, function, args, observer is not None)
     try:
-        while True:
-            what, *values = connection.recv()
+        while (message := received(process, connection)) is not None:
+            what, *values = message
             if what == "returned":
                 return values[0]
             if what == "raised":
                 raise values[0]
             getattr(observer, what)(*values)
-    except EOFError:
-        process.join()
         raise RuntimeError(
             f"{function.__name__}: its process gave no answer: {how_it_ended(process)}"
-        ) from None
+        )
     except KeyboardInterrupt:
         if process.pid is not None and process.is_alive():
             os.kill(process.pid, signal.SIGINT)
@@ -78,8 +77,21 @@ def call_alone(
         process.join()
 
 
+def received(process: ForkServerProcess, connection: Connection) -> Any:
+    """Wait for the next message of a process; None if it has ended and there will be none.
+
+    Its end of the connection may outlive it, in a process that the user's module has started.
+    """
+    wait([connection, process.sentinel])
+    try:
+        return connection.recv() if connection.poll() else None
+    except EOFError:
+        return None
+
+
 def how_it_ended(process: ForkServerProcess) -> str:
     """Return how a process ended that has not said so itself."""
+    process.join()
     code = process.exitcode or 0
     return f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
@@ -157,6 +169,12 @@ def _begin(
     torch.set_num_threads(threads)
     quieten_lightning()
     target(connection, *args)
+    others = [x for x in threading.enumerate() if x is not threading.current_thread()]
+    if not all(thread.daemon for thread in others):
+        # Python would wait for a thread of the user's module, perhaps for ever
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _die_with_parent() -> None:

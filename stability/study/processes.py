@@ -18,7 +18,7 @@ import torch
 
 from stability.callbacks.progress import StudyObserver
 from stability.records.atomic_files import DiskFullError
-from stability.study.fresh_process import Relay, how_it_ended, start_process
+from stability.study.fresh_process import Relay, how_it_ended, received, start_process
 from stability.study.run import Run, needs_no_training
 from stability.study.train_run import TrainOptions, train
 
@@ -79,9 +79,8 @@ def train_in_processes(
     try:
         while queue.waiting or queue.active:
             _start_ready(queue, total or len(runs), jobs, options, observer)
-            for connection in wait(list(queue.active)) if queue.active else ():
-                assert isinstance(connection, Connection)
-                _listen(queue, connection, observer)
+            if queue.active:
+                _listen_to_all(queue, observer)
     except KeyboardInterrupt:
         for child in queue.active.values():
             if child.process.pid is not None and child.process.is_alive():
@@ -110,19 +109,27 @@ def _start_ready(
         queue.active[ours] = _Child(run, process, slot)
 
 
+def _listen_to_all(queue: _Queue, observer: StudyObserver) -> None:
+    """Wait until a child has something to say, or has ended, and listen to each of those."""
+    of_sentinel = {child.process.sentinel: of for of, child in queue.active.items()}
+    ready = set(wait([*queue.active, *of_sentinel]))
+    for connection in list(queue.active):
+        if ready & {connection, queue.active[connection].process.sentinel}:
+            _listen(queue, connection, observer)
+
+
 def _listen(queue: _Queue, connection: Connection, observer: StudyObserver) -> None:
     """Forward one message of a child to `observer`, or note that the child is gone."""
     child = queue.active[connection]
-    try:
-        what, *values = connection.recv()
-    except EOFError:
-        child.process.join()
+    message = received(child.process, connection)
+    if message is None:
+        how = how_it_ended(child.process)
         del queue.active[connection]
         connection.close()
         if not child.told:
-            how = how_it_ended(child.process)
             observer.run_ended(child.run.arm.name, child.run.seed, "failed", how)
         return
+    what, *values = message
     if what == "disk_full":
         queue.disk_full = values[0]
         return

@@ -37,7 +37,7 @@ from stability.records.witness import Label, Witness, write_witness
 from stability.study.assemble import Parts, assemble, fit, held_out, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
 from stability.study.observer_gate import ObserverError, check_observer
-from stability.study.run import Run, locked, refuse_other_process
+from stability.study.run import Run, has_ended, locked, refuse_other_process
 from stability.tracking.environment import WandbMode
 from stability.tracking.history import MirroredLog, WandbRun, open_wandb_run
 from stability.tracking.loggers import RecordsLogger
@@ -82,6 +82,8 @@ def train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
     is training the run.
     """
     with locked(run.paths):
+        if has_ended(run.paths):  # another process has trained it while this one waited
+            return read_manifest(run.paths.manifest)
         return _train(run, options, observer)
 
 

@@ -1,6 +1,7 @@
 """Attention by name: what is resolved, and what is refused."""
 
 import linecache
+import os
 import sys
 import types
 
@@ -271,3 +272,14 @@ def test_every_fault_can_be_planted_on_every_kind_of_attention(name, fault, monk
 def test_an_unknown_fault_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="got 'dropped_kee'; nearest: dropped_key"):
         resolve_attention(AttentionConfig(fault="dropped_kee"), CPU)
+
+
+def test_a_module_that_changes_the_folder_as_it_is_imported_leaves_it(tmp_path, monkeypatch):
+    (tmp_path / "moving.py").write_text(
+        f"import os\nos.chdir({str(tmp_path)!r})\n"
+        "from attention_kernels import baseline_attention as attend\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    here = os.getcwd()
+    resolve_attention("moving:attend", CPU)
+    assert os.getcwd() == here

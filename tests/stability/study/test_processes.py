@@ -1,8 +1,11 @@
 """Runs in processes of their own end in the bits of runs one after another; a dead one is told."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -189,3 +192,30 @@ def test_no_jobs_are_refused(write_study, run_tiny, tmp_path):
     with pytest.raises(ValueError, match="jobs must be >= 1, got 0"):
         run_tiny(load_study(write_study(_three)), tmp_path, jobs=0)
     assert not list(tmp_path.glob("tiny/*"))
+
+
+def _linger(how, told):
+    """Leave behind a thread or a process that would say after a while that it was waited for."""
+
+    def wait_and_tell():
+        time.sleep(60)
+        told.touch()
+
+    if how == "a thread":
+        threading.Thread(target=wait_and_tell).start()
+    elif os.fork() == 0:
+        wait_and_tell()
+        os._exit(0)
+    if how == "a process of a killed one":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return how
+
+
+@pytest.mark.parametrize("how", ["a thread", "a process", "a process of a killed one"])
+def test_what_a_process_leaves_behind_is_not_waited_for(how, tmp_path):
+    if how == "a process of a killed one":
+        with pytest.raises(RuntimeError, match=r"_linger: .*killed by signal 9"):
+            call_alone(_linger, how, tmp_path / "told")
+    else:
+        assert call_alone(_linger, how, tmp_path / "told") == how
+    assert not (tmp_path / "told").exists()
