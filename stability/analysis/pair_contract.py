@@ -5,7 +5,7 @@ their configs are equal but for one axis. The contract serves twice, from the sa
 
 - a study refuses a run that breaks it (`axis_of`, `check_start`, `check_batches`), by a
   `ContractError` with the two values that differ;
-- a reader takes nothing from two runs that break it (`start_breach`), and is shown it
+- a reader takes nothing from two runs that break it (`pair_breach`), and is shown it
   (`prove_pair` for two runs, `study_hashes` for the runs of a study). Nothing is believed there:
   the files' checksums, both configs, both environments, the hashes, every line of both batch logs
   and what both have executed (`witness_contract`) are compared.
@@ -17,7 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from stability.analysis.pair_proof import PairProof, ProofLine, compared
-from stability.analysis.witness_contract import witness_lines
+from stability.analysis.witness_contract import (
+    Testimony,
+    testimony_of,
+    witness_breach,
+    witness_lines,
+)
 from stability.config.arms import INDEPENDENT_AXES, Arm
 from stability.config.convert import from_dict
 from stability.config.diff import changed_axes, diff, hash_without, leaves, touches
@@ -36,8 +41,10 @@ __all__ = [
     "check_batches",
     "check_start",
     "may_differ",
+    "pair_breach",
     "prove_pair",
     "start_breach",
+    "wrong_end",
 ]
 
 HASHES = ("init_weights", "text", "held_out", "batches", "final_weights")
@@ -141,6 +148,39 @@ def start_breach(baseline: Manifest, candidate: Manifest, planned: Mapping[str, 
     return ""
 
 
+def pair_breach(first: Testimony, second: Testimony, planned: Mapping[str, list[Any]]) -> str:
+    """Return why two runs are no pair that differs as `planned`; empty if they are one.
+
+    For whoever takes numbers from them, `verify` too: what both manifests say, of the start and of
+    the batches, and what both runs executed, each held against its label and one another. `first`
+    is the baseline's.
+    """
+    said = start_breach(first.manifest, second.manifest, planned)
+    said = said or _batches_breach(first.manifest, second.manifest, planned)
+    if said:
+        return said
+    executed = witness_breach(first, second, planned)
+    return f"no pair: {executed}" if executed else ""
+
+
+def _batches_breach(baseline: Manifest, candidate: Manifest, planned: Mapping[str, Any]) -> str:
+    """Return why two runs of one length saw other batches; which one differs the logs tell."""
+    expected, found = (each.hashes.get("batches") for each in (baseline, candidate))
+    is_comparable = bool(expected and found) and baseline.step == candidate.step
+    if not is_comparable or expected == found or may_differ("batches", planned):
+        return ""
+    return (
+        f"no pair: hashes.batches must be the {BASELINE}'s {_quoted(expected)}, is {_quoted(found)}"
+    )
+
+
+def wrong_end(manifest: Manifest, planned: int) -> str:
+    """Return what is wrong with the end that a run says it has come to; empty if nothing is."""
+    if manifest.state != "finished" or manifest.step == planned:
+        return ""
+    return f"says that it finished at step {manifest.step} of {planned}"
+
+
 def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
     """Check that both runs saw the same batches in the first `step` updates.
 
@@ -175,7 +215,12 @@ def prove_pair(
         for paths, manifest in zip((first, second), manifests, strict=True)
     ]
     differences = diff(*configs)
-    records = [_records(paths, find_damage(paths)) for paths in (first, second)]
+    records = [
+        _records(paths, find_damage(paths), wrong_end(manifest, manifest.until or steps))
+        for paths, manifest, steps in zip(
+            (first, second), manifests, [config.train.steps for config in configs], strict=True
+        )
+    ]
     are_whole = all(line.sameness == "same" for line in records)
     final = [manifest.hashes.get("final_weights") for manifest in manifests]
     lines = [
@@ -193,7 +238,9 @@ def prove_pair(
             is_free=may_differ("final_weights", differences)
             or manifests[0].step != manifests[1].step,
         ),
-        *witness_lines((first, second), manifests, differences),
+        *witness_lines(
+            testimony_of(first, manifests[0]), testimony_of(second, manifests[1]), differences
+        ),
     ]
     return PairProof(
         first=str(first.root),
@@ -203,13 +250,17 @@ def prove_pair(
     )
 
 
-def _records(paths: RunPaths, found: list[str]) -> ProofLine:
-    """Say whether the run's files are those that its manifest lists; `found` is what is wrong."""
+def _records(paths: RunPaths, found: list[str], end: str) -> ProofLine:
+    """Say whether the run's files are those that its manifest lists, and its end the planned one.
+
+    `found` is what is wrong with the files, `end` what is with the end.
+    """
+    wrong = [*found, *([f"{paths.manifest}: {end}"] if end else [])]
     return ProofLine(
         field=f"records of {paths.arm}, seed {paths.seed}",
-        first=found[0] if found else "whole",
+        first=wrong[0] if wrong else "whole",
         second="whole",
-        sameness="different" if found else "same",
+        sameness="different" if wrong else "same",
     )
 
 

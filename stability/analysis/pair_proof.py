@@ -57,6 +57,13 @@ class PairProof:
         return bool(self.axes) and FINAL_WEIGHTS in same
 
     @property
+    def state(self) -> Literal["holds", "no pair", "unproven"]:
+        """What the proof comes to, in the words of `stability verify`."""
+        if self.breach is not None:
+            return "no pair"
+        return "unproven" if self.unproven else "holds"
+
+    @property
     def sentence(self) -> str:
         """What the proof comes to, in one sentence."""
         if self.breach is not None:
@@ -75,6 +82,7 @@ class PairProof:
             "second": self.second,
             "axes": list(self.axes),
             "is_pair": self.breach is None,
+            "state": self.state,
             "had_no_effect": self.had_no_effect,
             "sentence": self.sentence,
             "lines": [asdict(line) for line in self.lines],

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, get_args
 
 from stability.analysis.drift_parents import Parents, check_drifts, parents_by_line
-from stability.analysis.pair_contract import start_breach
-from stability.analysis.witness_contract import witness_breach
+from stability.analysis.pair_contract import pair_breach, wrong_end
+from stability.analysis.witness_contract import Testimony, testimony_of
 from stability.config.convert import from_dict, nearest, repeated
 from stability.config.roles import default_role
 from stability.config.schema import BASELINE, Axis, PolicyConfig, Role
@@ -28,7 +29,7 @@ from stability.records.metric_names import TRAIN_LOSS, drift_name
 from stability.records.parallel_reading import ReaderProcess
 from stability.records.paths import RunPaths, StudyPaths, list_runs
 from stability.records.remade_drifts import RemadeDrifts, read_remade
-from stability.records.run_files import file_damage, misplacement
+from stability.records.run_files import file_damage, misplacement, missing_file
 from stability.records.run_lock import is_held
 from stability.records.study_file import StudyArm, StudyFile, read_study_file
 
@@ -55,13 +56,14 @@ class RecordedRun:
     seed: int
     manifest: Manifest | None
     metrics: Mapping[str, Series]
-    """Without the drifts that are stale."""
+    """Without the drifts that are stale; empty where the run, or the pair, can't be relied on."""
     counts: Mapping[str, Mapping[int, list[int]]] = field(default_factory=dict)
     """Histograms by name, then step."""
     events: tuple[Event, ...] = ()
     error: str
     stamps: tuple[tuple[int, int], ...] = ()
-    """Size and time of change (ns) of manifest and log when they were read; empty if unread."""
+    """Size and time of change (ns) of manifest, log, witness and folders when they were read; empty
+    if unread."""
     has_process: bool = False
     """Whether a process held the run's lock when it was read; only asked if it says `running`."""
     log: MetricColumns = field(default_factory=MetricColumns)
@@ -234,11 +236,30 @@ def find_arm(study: RecordedStudy, name: str) -> RecordedArm:
     return arm
 
 
-def _changed_since(paths: RunPaths, manifest: Manifest) -> str:
-    """Return what is wrong with the log of a run that has ended; empty if nothing is."""
+def _fault(
+    paths: RunPaths,
+    manifest: Manifest,
+    until: int,
+    stamps: tuple[tuple[int, int], ...],
+    *,
+    has_log: bool,
+) -> str:
+    """Return why nothing of a run may be taken; empty if it may.
+
+    The bytes of snapshots and checkpoints are not looked at: `verify` does (`study_check`).
+    """
+    end = wrong_end(manifest, until)
+    if end:
+        return f"it {end}"
+    missing = missing_file(paths, manifest)
+    # of a run that is trained meanwhile, what is missing may be listed no more
+    if missing and _stamp(paths.manifest) == stamps[0]:
+        return f"damaged: {missing}"
+    # a log that is still written has outgrown any checksum: only an ended one is held to it
     log = paths.metrics
-    if paths.name_of(log) in manifest.files and file_damage(paths, manifest, log):
-        return f"records can't be read: {paths.metrics} is not the one that the manifest lists"
+    is_listed = manifest.state in ENDED and paths.name_of(log) in manifest.files
+    if has_log and is_listed and file_damage(paths, manifest, log):
+        return f"records can't be read: {log} is not the one that the manifest lists"
     return ""
 
 
@@ -253,6 +274,7 @@ def _read_arms(
     arms_before = known.arms if known else ()
     before = {(arm.name, seed): run for arm in arms_before for seed, run in arm.runs.items()}
     wanted = [(arm["name"], seed) for arm in arms for seed in seeds]
+    ends = {arm["name"]: arm.get("until", config["base"]["train"]["steps"]) for arm in arms}
     with ExitStack() as stack:
         readers: SimpleQueue[_Reader] = SimpleQueue()
         readers.put(read_log_and_events if has_logs else _read_nothing)
@@ -265,25 +287,32 @@ def _read_arms(
             reader = readers.get()
             try:
                 known_run = before.get(one)
-                return _read_run(study_dir, config["name"], *one, known_run, reader)
+                return _read_run(study_dir, config["name"], *one, ends[one[0]], known_run, reader)
             finally:
                 readers.put(reader)
 
         pool = stack.enter_context(ThreadPoolExecutor(readers.qsize()))
         found = dict(zip(wanted, list(pool.map(read, wanted)), strict=True))
     remade = {seed: _remade(study_dir, seed) for seed in seeds}
+    # a baseline has many candidates, and is asked once for all of them
+    of_baseline = cache(lambda seed: _testimony(found[BASELINE, seed]))
+
+    def testify(run: RecordedRun) -> Testimony:
+        return of_baseline(run.seed) if run.paths.arm == BASELINE else _testimony(run)
+
     return tuple(
         RecordedArm(
             name=arm["name"],
             axis=_one_of(Axis, arm["axis"], f"{path}: axis of {arm['name']!r}"),
             diff=arm["diff"],
             role=_one_of(Role, _role(arm, config), f"{path}: role of {arm['name']!r}"),
-            until=arm.get("until", config["base"]["train"]["steps"]),
+            until=ends[arm["name"]],
             runs={
                 seed: _as_pair(
                     found[arm["name"], seed],
                     found.get((BASELINE, seed)),
                     arm["diff"],
+                    testify,
                     *remade[seed],
                 )
                 for seed in seeds
@@ -317,7 +346,13 @@ def _helpers(study_dir: Path) -> int:
 
 
 def _read_run(
-    study_dir: Path, study: str, arm: str, seed: int, known: RecordedRun | None, read: _Reader
+    study_dir: Path,
+    study: str,
+    arm: str,
+    seed: int,
+    until: int,
+    known: RecordedRun | None,
+    read: _Reader,
 ) -> RecordedRun:
     manifest, content, events, stamps = None, LogContent(), [], ()
     try:
@@ -328,7 +363,7 @@ def _read_run(
     error = ""
     try:
         # before reading: what is appended meanwhile leaves the stamp old, and the run is read again
-        stamps = tuple(_stamp(path) for path in (paths.manifest, paths.metrics))
+        stamps = _stamps(paths)
         if known and known.paths == paths and known.stamps == stamps:
             has_process = _has_process(paths, known.manifest, stamps)
             is_same = has_process == known.has_process
@@ -337,16 +372,15 @@ def _read_run(
             manifest = _own_manifest(paths, study)
         if paths.metrics.exists():
             content, events = read(paths.metrics)
-        # a log that is still written has outgrown any checksum: only an ended one is held to it
-        if manifest is not None and manifest.state in ENDED and read is not _read_nothing:
-            error = _changed_since(paths, manifest)
+        if manifest is not None:
+            error = _fault(paths, manifest, until, stamps, has_log=read is not _read_nothing)
     except (ValueError, OSError) as caught:
         error = f"records can't be read: {caught}"
     return RecordedRun(
         paths=paths,
         seed=seed,
         manifest=manifest,
-        metrics=content.metrics,
+        metrics={} if error else content.metrics,
         log=content.metrics,
         parents=parents_by_line(content.kept),
         counts=content.counts,
@@ -371,24 +405,24 @@ def _as_pair(
     run: RecordedRun,
     baseline: RecordedRun | None,
     planned: Mapping[str, list[Any]],
+    testify: Callable[[RecordedRun], Testimony],
     remade: list[RemadeDrifts],
     stamp: tuple[int, int],
 ) -> RecordedRun:
     """Return `run` with what of it may be held against its baseline, as both are on record now.
 
     One that is no pair with it has failed, whatever it says of itself. Drifts are taken if the
-    snapshots that they name are the two runs' own.
+    snapshots that they name are the two runs' own. `testify` reads what a run executed.
     """
     if baseline is None or run.paths == baseline.paths or run.error:
         return run
-    stamps = (baseline.stamps[0], stamp) if baseline.stamps else ()
+    stamps = (baseline.stamps[0], baseline.stamps[2], stamp) if baseline.stamps else ()
     if stamps and run.paired_with == stamps:
         return run
     own, other = run.manifest, None if baseline.error else baseline.manifest
-    said = start_breach(other, own, planned) if own and other else ""
-    if own and other and not said:
-        witnessed = witness_breach(run.paths, own) or witness_breach(baseline.paths, other)
-        said = f"no pair: {witnessed}" if witnessed else ""
+    said = f"no pair: {BASELINE}, seed {run.seed}: {baseline.error}" if baseline.error else ""
+    if own and other:
+        said = pair_breach(testify(baseline), testify(run), planned)
     mine = [row for row in remade if row.arm == run.paths.arm]
     checked = check_drifts(run.log, run.parents, (run.paths, own), (baseline.paths, other), mine)
     return replace(
@@ -400,6 +434,11 @@ def _as_pair(
         unproven=checked.unproven,
         paired_with=stamps,
     )
+
+
+def _testimony(run: RecordedRun) -> Testimony:
+    assert run.manifest is not None
+    return testimony_of(run.paths, run.manifest)
 
 
 def _has_process(
@@ -418,6 +457,12 @@ def _own_manifest(paths: RunPaths, study: str) -> Manifest:
     if wrong:
         raise ValueError(f"{paths.root}: {wrong}")
     return manifest
+
+
+def _stamps(paths: RunPaths) -> tuple[tuple[int, int], ...]:
+    # a file that is made or removed changes its folder
+    of = (paths.manifest, paths.metrics, paths.witness, paths.root, paths.snapshots_dir)
+    return tuple(_stamp(path) for path in of)
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -311,11 +311,11 @@ def _outcome(
     no_baseline = _baseline_lost(study, look_at(count) or count)
     if no_baseline:
         return "INCONCLUSIVE", f"the baseline is lost, {no_baseline}; nothing can be compared"
-    silent = by_state["not applicable"]
+    silent, needed = by_state["not applicable"], _needed(study, arm)
     rest = f"; {_listed(silent)} {_verb(silent, 'does')} not apply" if silent else ""
     if not look_at(count):
         return "INCONCLUSIVE", (
-            f"it has {count} of the {LOOKS[0]} seeds of the first look{_trouble(arm)}{rest}"
+            f"it has {count} of the {LOOKS[0]} seeds of the first look{_trouble(needed)}{rest}"
         )
     if by_state["not measured"]:
         lacking = by_state["not measured"]
@@ -329,6 +329,8 @@ def _outcome(
         return "INCONCLUSIVE", f"{_listed(open_)} {_verb(open_, 'is')} undecided{then}{rest}"
     hold = f"{_listed(by_state['holds'])} {_verb(by_state['holds'], 'holds')}"
     blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
+    if refused := _refused(needed):
+        return "INCONCLUSIVE", f"{hold}, but not every pair does: {refused}"
     if blind or unseen:
         return "NO ASSAY", f"{hold}, but {', and '.join([*blind, *unseen])}"
     shown = would_have_shown(levels)
@@ -383,11 +385,30 @@ def _with_seeds(study: RecordedStudy, seeds: Sequence[int]) -> RecordedStudy:
 
 def _complete_seeds(study: RecordedStudy, arm: RecordedArm) -> int:
     """Return how many of the first seeds have ended, in the controls and in `arm`."""
-    needed = [other for other in study.arms if other.role in CONTROLS] + [arm]
+    needed = _needed(study, arm)
     for count, seed in enumerate(study.seeds):
         if not all(seed in one.runs and one.runs[seed].state in DONE for one in needed):
             return count
     return len(study.seeds)
+
+
+def _needed(study: RecordedStudy, arm: RecordedArm) -> list[RecordedArm]:
+    """Return the arms that a verdict on `arm` rests on: the controls, and itself."""
+    controls = [one for one in study.arms if one.role in CONTROLS and one.name != arm.name]
+    return [*controls, arm]
+
+
+def _refused(arms: Iterable[RecordedArm]) -> str:
+    """Return the first run that a reader refuses, in whichever seed, and why; mostly empty."""
+    return next(
+        (
+            f"{arm.name}, seed {seed}: {run.error or run.breach}"
+            for arm in arms
+            for seed, run in arm.runs.items()
+            if run.error or run.breach
+        ),
+        "",
+    )
 
 
 def _lost(study: RecordedStudy, arm: RecordedArm) -> str:
@@ -406,9 +427,19 @@ def _baseline_lost(study: RecordedStudy, count: int) -> str:
     return lost[0] if lost else ""
 
 
-def _trouble(arm: RecordedArm) -> str:
-    failed = [(seed, run.message) for seed, run in arm.runs.items() if run.state == "failed"]
-    return f"; seed {failed[0][0]} failed: {failed[0][1]}" if failed else ""
+def _trouble(arms: Sequence[RecordedArm]) -> str:
+    """Return the first run that failed, of the last of `arms`, then of those before it."""
+    failed = [
+        (arm, seed, run.message)
+        for arm in (arms[-1], *arms[:-1])
+        for seed, run in arm.runs.items()
+        if run.state == "failed"
+    ]
+    if not failed:
+        return ""
+    arm, seed, message = failed[0]
+    name = "" if arm == arms[-1] else f"{arm.name}, "
+    return f"; {name}seed {seed} failed: {message}"
 
 
 def _listed(levels: Sequence[Level]) -> str:

@@ -6,7 +6,8 @@ declared change touches; switches and known answers must be equal. What has no w
 record, and neither is what a compiled run multiplied. Everything here only reads.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from stability.analysis.pair_proof import ProofLine, compared
@@ -17,6 +18,7 @@ from stability.records.paths import RunPaths
 from stability.records.run_files import file_damage
 from stability.records.witness import (
     DTYPE_NAMES,
+    ExecutedRow,
     Label,
     Part,
     Witness,
@@ -25,7 +27,7 @@ from stability.records.witness import (
     read_witness,
 )
 
-__all__ = ["witness_breach", "witness_lines"]
+__all__ = ["Testimony", "other_answer", "testimony_of", "witness_breach", "witness_lines"]
 
 CHANGED_BY: dict[Part, tuple[Axis, ...]] = {
     "linear": ("precision",),
@@ -35,46 +37,61 @@ CHANGED_BY: dict[Part, tuple[Axis, ...]] = {
 """Axes that are meant to change the dtypes of a part."""
 
 
-def witness_lines(
-    runs: tuple[RunPaths, RunPaths],
-    manifests: tuple[Manifest, Manifest],
-    differences: Mapping[str, Any],
-) -> Iterator[ProofLine]:
-    """Give a line for each run's own witness, then what both have executed beside one another."""
-    found: list[Witness] = []
-    for paths, manifest in zip(runs, manifests, strict=True):
-        witness, why = _read(paths, manifest)
-        yield _own_line(manifest, witness, why)
-        found += [witness] if witness else []
-    if len(found) == len(runs):
-        yield from _beside(found[0], found[1], differences)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Testimony:
+    """What is on record of what one run executed."""
+
+    manifest: Manifest
+    witness: Witness | None
+    lacking: str = ""
+    """What is not on record, in words."""
+    is_damaged: bool = False
+    """Whether the manifest lists a witness, and there is none that can be read."""
 
 
-def witness_breach(paths: RunPaths, manifest: Manifest) -> str:
-    """Return how a run's witness contradicts its label; empty if it doesn't, or there is none."""
-    witness, _ = _read(paths, manifest)
-    return "; ".join(contradictions(witness, _label(manifest))) if witness else ""
-
-
-def _read(paths: RunPaths, manifest: Manifest) -> tuple[Witness | None, str]:
-    """Return a run's witness, or None and what is missing in words."""
+def testimony_of(paths: RunPaths, manifest: Manifest) -> Testimony:
+    """Read what a run executed, once its file is known to be the one that the manifest lists."""
     run = f"{manifest.arm}, seed {manifest.seed}"
     if paths.name_of(paths.witness) not in manifest.files:
-        ended = manifest.state in ENDED
-        return None, f"what {run} executed{', which has no witness' if ended else ''}"
-    wrong = file_damage(paths, manifest, paths.witness)
-    if wrong:
-        return None, f"what {run} executed: its witness {wrong}"
+        why = ", which has no witness" if manifest.state in ENDED else ""
+        return Testimony(manifest=manifest, witness=None, lacking=f"what {run} executed{why}")
+    witness = None
     try:
-        return read_witness(paths.witness), ""
-    except ValueError as error:
-        return None, f"what {run} executed: {error}"
+        wrong = file_damage(paths, manifest, paths.witness)
+        witness = None if wrong else read_witness(paths.witness)
+    except (ValueError, OSError) as error:
+        wrong = str(error)
+    said = f"what {run} executed: its witness {wrong}" if wrong else ""
+    return Testimony(manifest=manifest, witness=witness, lacking=said, is_damaged=bool(wrong))
 
 
-def _own_line(manifest: Manifest, witness: Witness | None, why: str) -> ProofLine:
+def witness_lines(
+    first: Testimony, second: Testimony, differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
+    """Give a line for each run's own witness, then what both have executed beside one another."""
+    for each in (first, second):
+        yield _own_line(each)
+    if first.witness and second.witness:
+        yield from _beside(first.witness, second.witness, differences)
+
+
+def witness_breach(first: Testimony, second: Testimony, differences: Mapping[str, Any]) -> str:
+    """Return the first thing that two runs executed, and a pair may not; empty if there is none."""
+    lines = witness_lines(first, second, differences)
+    return next((line.sentence for line in lines if line.sameness == "different"), "")
+
+
+def other_answer(first: Witness, second: Witness) -> str:
+    """Return the first known answer that has other bits in two runs; empty if there is none."""
+    lines = _named("known answer", *(_flat(each, "answers") for each in (first, second)))
+    return next((line.sentence for line in lines if line.sameness == "different"), "")
+
+
+def _own_line(found: Testimony) -> ProofLine:
     """Hold a run's witness against its label, and against the updates that the run has made."""
-    label = _label(manifest)
-    found = contradictions(witness, label) if witness else []
+    manifest, witness = found.manifest, found.witness
+    label, why = _label(manifest), found.lacking
+    wrong = contradictions(witness, label) if witness else [why] * found.is_damaged
     if witness and not why:
         run = f"{manifest.arm}, seed {manifest.seed}"
         lacking = gap(witness, manifest.fork.get("at", 0), manifest.step)
@@ -82,13 +99,13 @@ def _own_line(manifest: Manifest, witness: Witness | None, why: str) -> ProofLin
             why = f"what {run} executed: {lacking}"
         elif witness.unproven:
             why = f"what {run} multiplied: {witness.unproven}"
-    executed = _dtypes(witness, "linear") if witness else "nothing"
+    executed = _dtypes(witness.rows, "linear") if witness else "nothing"
     return ProofLine(
         field=f"witness of {manifest.arm}",
         first=label.precision,
         second=executed,
-        sameness="different" if found else ("unknown" if why else "same"),
-        says="; ".join(found) or why,
+        sameness="different" if wrong else ("unknown" if why else "same"),
+        says="; ".join(wrong) or why,
     )
 
 
@@ -104,10 +121,11 @@ def _label(manifest: Manifest) -> Label:
 
 
 def _beside(first: Witness, second: Witness, differences: Mapping[str, Any]) -> Iterator[ProofLine]:
+    every = [each.rows for each in (first, second)]
     for part, axes in CHANGED_BY.items() if not (first.unproven or second.unproven) else ():
-        rows = [{row for row in each.rows if row.part == part} for each in (first, second)]
+        rows = [{row for row in each if row.part == part} for each in every]
         is_free = touches(differences, axes)
-        shown = [_dtypes(each, part) for each in (first, second)]
+        shown = [_dtypes(each, part) for each in rows]
         others = sorted(rows[0] ^ rows[1])
         if not others:
             yield compared(f"executed in {part}", shown[0], shown[1])
@@ -166,7 +184,7 @@ def _named(
         yield compared(plural, f"{len(first)} alike", f"{len(second)} alike")
 
 
-def _dtypes(witness: Witness, part: Part) -> str:
+def _dtypes(rows: Iterable[ExecutedRow], part: Part) -> str:
     """Return what a part multiplied, in a reader's words."""
-    found = {dtype for row in witness.rows if row.part == part for dtype in row.operands}
+    found = {dtype for row in rows if row.part == part for dtype in row.operands}
     return " ".join(sorted(DTYPE_NAMES.get(dtype, dtype) for dtype in found)) or "nothing"

@@ -43,8 +43,8 @@ class WitnessCallback(UpdateCallback):
     To be the last callback but for the checkpoints', so that what others compute at a step's begin
     is not looked at. `may_end` says whether the next update may be the last one before `last_step`.
     `before` are the switches before user modules were imported; `git` is put on record as it is.
-    `save` gets the witness at the `end`, and before an error is raised. Without a label nothing is
-    compared.
+    `save` gets the witness at the `end`, and before an error is raised. `beside` says what another
+    run witnessed that this one may not contradict. Without a label nothing else is compared.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class WitnessCallback(UpdateCallback):
         unproven: str = "",
         save: Callable[[Witness], None] = lambda witness: None,
         may_end: Callable[[], bool] = lambda: False,
+        beside: Callable[[Witness], str] = lambda witness: "",
     ) -> None:
         self._model = model
         self._last_step = last_step
@@ -68,6 +69,7 @@ class WitnessCallback(UpdateCallback):
         self._unproven = unproven
         self._save = save
         self._may_end = may_end
+        self._beside = beside
         self._earlier: list[Any] = []
         self._first = self._last = 0
         """The numbers of updates made when the stretch began, and until now."""
@@ -174,6 +176,7 @@ class WitnessCallback(UpdateCallback):
 
     def _check(self) -> None:
         found = contradictions(self.witness, self._label) if self._label else []
+        found += [said] if (said := self._beside(self.witness)) else []
         if found:
             self._save(self.witness)
             raise WitnessError("; ".join(found))

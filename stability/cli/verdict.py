@@ -111,8 +111,9 @@ def verify(first: Path, second: Path | None = None, all: bool = False, json: boo
     Of a study every pair that was planned is checked: whether both runs are there and are those of
     their place, whether their files are whole, whether they keep the pair contract, and whether
     their drifts come from the snapshots on disk; some drifts are computed anew. Exit code 0 if
-    every planned pair holds, 1 if one does not, or is not there, or the plan itself is not. Of two
-    runs the drifts are checked where the first is the baseline that the second's are from.
+    every planned pair holds, 1 if one does not, is unproven, or is not there, or the plan itself is
+    not. Of two runs the drifts are checked as well, where the first is the baseline that those of
+    the second are from.
 
     Args:
         first: a run's folder, runs/<study>/<arm>/seed-<n>, the baseline; or a study's folder
@@ -144,6 +145,7 @@ def _verify_runs(first: Path, second: Path, *, every_drift: bool, json: bool) ->
         if drifts:
             print_drift_check(drifts, Console())
     holds = drifts is not None and drifts.state in ("holds", "not looked at")
+    holds &= not proof.unproven
     return HOLDS if holds else FAILS
 
 

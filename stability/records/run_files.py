@@ -5,6 +5,7 @@ written whole; a file that a kill left unlisted is written again. The metric log
 each line while it grows (`metric_log`); once the run has ended the manifest lists it too.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ __all__ = [
     "file_damage",
     "log_damage",
     "misplacement",
+    "missing_file",
     "read_run_file",
     "read_run_snapshot",
     "read_summed_snapshot",
@@ -88,6 +90,29 @@ def damaged_files(paths: RunPaths, manifest: Manifest) -> dict[str, str]:
     """Return what is wrong with files that `manifest` lists, by name; empty if all are whole."""
     found = {name: file_damage(paths, manifest, paths.root / name) for name in manifest.files}
     return {name: wrong for name, wrong in found.items() if wrong}
+
+
+def missing_file(paths: RunPaths, manifest: Manifest) -> str:
+    """Return a sentence on the first file that `manifest` lists and that is not there; mostly none.
+
+    For readers: folders are listed, and no byte is read.
+    """
+    there: dict[str, set[str]] = {}
+    for name in manifest.files:
+        folder, _, file = name.rpartition("/")
+        if folder not in there:
+            there[folder] = _files_in(paths.root / folder)
+        if file not in there[folder]:
+            return f"{paths.root / name}: is missing"
+    return ""
+
+
+def _files_in(folder: Path) -> set[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name for entry in entries if entry.is_file()}
+    except FileNotFoundError:
+        return set()
 
 
 def damage(paths: RunPaths) -> list[str]:

@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from stability.analysis.drift_parents import check_drifts, parents_by_line
-from stability.analysis.pair_contract import axis_of, start_breach
+from stability.analysis.pair_contract import axis_of, pair_breach
+from stability.analysis.witness_contract import testimony_of
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, override
 from stability.config.convert import from_dict
@@ -124,7 +125,7 @@ def fork_drifts(run: Run, metric: str = "rel_l2") -> dict[int, float]:
     forked, parent = ((paths, read_manifest(paths.manifest)) for paths in (run.paths, run.baseline))
     content, _ = read_log_and_events(run.paths.metrics)
     found = check_drifts(content.metrics, parents_by_line(content.kept), forked, parent)
-    said = start_breach(parent[1], forked[1], forked[1].diff)
+    said = pair_breach(testimony_of(*parent), testimony_of(*forked), forked[1].diff)
     if found.stale:
         said = f"drift at step {min(found.stale)}: {found.stale[min(found.stale)]}"
     if said:

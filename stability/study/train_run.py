@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from stability.analysis.pair_contract import ContractError, check_batches, check_start, may_differ
+from stability.analysis.witness_contract import other_answer, testimony_of
 from stability.callbacks.batch_hash import BatchHash
 from stability.callbacks.log_position import LogPosition
 from stability.callbacks.progress import ProgressCallback, StudyObserver
@@ -20,7 +21,7 @@ from stability.callbacks.weight_callbacks import DriftProbe, SnapshotWriter, Wei
 from stability.callbacks.witness import WitnessCallback, WitnessError
 from stability.config.convert import to_dict
 from stability.config.diff import hash_without
-from stability.config.schema import ArmConfig
+from stability.config.schema import BASELINE, ArmConfig
 from stability.data.datamodule import TextDataModule
 from stability.records.atomic_files import DiskFullError, is_disk_full
 from stability.records.git_state import git_state
@@ -336,7 +337,28 @@ def _witness(
         unproven="torch.compile fuses operators" if config.train.compile else "",
         save=save,
         may_end=lambda: divergence.may_end,
+        beside=_answers_check(run),
     )
+
+
+def _answers_check(run: Run) -> Callable[[Witness], str]:
+    """Return a check that the known answers are those that the baseline's process computed.
+
+    ContractError if the baseline's witness is damaged: then nobody can take the two for a pair.
+    """
+    if run.baseline is None:
+        return lambda witness: ""
+    baseline = testimony_of(run.baseline, read_manifest(run.baseline.manifest))
+    if baseline.is_damaged:
+        raise ContractError(baseline.lacking)
+    # one of before there were witnesses says nothing; the pair is unproven then
+    known = baseline.witness
+
+    def check(witness: Witness) -> str:
+        said = other_answer(known, witness) if known else ""
+        return f"arm {run.arm.name} computes other bits than its {BASELINE}: {said}" if said else ""
+
+    return check
 
 
 def _batch_check(run: Run, baseline: RunPaths) -> Callable[[int], None]:

@@ -55,6 +55,8 @@ def print_proof(proof: PairProof, console: Console) -> None:
         add_row(table, line.field, line.first, line.second, sameness)
     console.print(table)
     _conclude(proof.sentence, console)
+    if proof.state == "unproven":
+        _conclude(f"unproven: {', '.join(proof.unproven)}", console)
 
 
 def print_drift_check(check: DriftCheck, console: Console) -> None:
