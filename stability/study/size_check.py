@@ -43,15 +43,16 @@ def _check_together(runs: Sequence[Run], jobs: int, memory: Memory, devices: int
     needs = sorted(
         ((estimate_memory(run.config, run.last_step), run) for run in runs),
         key=lambda pair: pair[0].bytes,
+        reverse=True,
     )
-    most, run = needs[-1]
+    most, run = needs[0]  # of equals the first: the baseline, whose size is everybody's
     if most.bytes > memory.bytes:
         raise ValueError(
             f"arm {run.arm.name}: a run must fit the {_size(memory.bytes)} of {memory.owner}, got "
             f"at least {_size(most.bytes)}, {_mostly(most)}; {LESS}"
         )
     sums = [most.bytes]
-    for other, _ in needs[:-1]:
+    for other, _ in reversed(needs[1:]):
         sums.append(sums[-1] + other.bytes)
     together = math.ceil(most_at_once(runs, jobs) / devices)
     if sums[together - 1] > memory.bytes:
