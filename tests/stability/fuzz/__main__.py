@@ -1,6 +1,7 @@
 """Runs trials from a first seed to a last one: `python -m tests.stability.fuzz 0 2000 FOLDER`.
 
-Prints each complaint as it is found, and at the end what was tried.
+Prints each complaint as it is found, and at the end what was tried. The records are made once for
+a folder: a run of other sources is refused to go on, so after a change of the code take a new one.
 """
 
 import random
