@@ -16,12 +16,15 @@ from tests.stability.fuzz.trials import Fuzzer, Report
 
 def _main(first: int, last: int, folder: Path) -> int:
     source = folder / "source"
-    if not (source / "runs").is_dir():
+    made = source / "made"  # a process that is stopped before leaves a part of the records
+    if not made.is_file():
+        shutil.rmtree(source, ignore_errors=True)
         source.mkdir(parents=True)
         text = source / "words.txt"
         lines = Path(random.__file__).read_text(encoding="utf-8").splitlines()
         text.write_text("\n".join(line.strip() for line in lines if line.strip()))
         make_records(source, text)
+        made.touch()
     work = folder / f"work-{first}"
     shutil.rmtree(work, ignore_errors=True)
     fuzzer = Fuzzer(Copy(source / "runs", work), verbs=4)
