@@ -16,6 +16,7 @@ Everything here only reads.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from stability.analysis.environment_contract import is_free_entry
 from stability.analysis.pair_proof import PairProof, ProofLine, compared
 from stability.analysis.witness_contract import (
     Testimony,
@@ -27,7 +28,6 @@ from stability.config.arms import INDEPENDENT_AXES, Arm
 from stability.config.convert import from_dict
 from stability.config.diff import changed_axes, diff, hash_without, leaves, touches
 from stability.config.schema import AXES, BASELINE, ArmConfig, Axis
-from stability.records.identity import is_module, may_be_missing
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
@@ -286,9 +286,7 @@ def _start_parts(
     # keys of both: an entry that only one manifest has is a difference too
     for key in sorted({*first.environment, *second.environment}):
         one, other = first.environment.get(key), second.environment.get(key)
-        is_free = may_be_missing(key) and (one is None or other is None)
-        # a user's own modules are those of an attention: what is mended there is the change
-        is_free |= is_module(key) and touches(differences, ("attention",))
+        is_free = is_free_entry(key, first, second, differences)
         yield f"environment.{key}", one, other, is_free
     for key in ("text", "held_out", "init_weights"):
         is_free = may_differ(key, differences)

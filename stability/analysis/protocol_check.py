@@ -4,7 +4,7 @@ A verdict is confirmatory only if what it rests on was fixed before the first re
 arms with their roles and ends, what the probe looks at in each, the rule for the judged step, the
 looks, and all that decides the runs' bits. Whatever differs is told in a sentence, and the verdict
 is then exploratory. More seeds are no change: the looks are made for them; but all seeds of an arm
-must have been trained with one source of its attention.
+must have been trained with one source of its attention, and in one environment.
 
 A protocol of an older version does not hold the arms' probe settings, only the base's. It is judged
 by what it sealed: that those settings are unchanged is then not known, and nothing is told of them.
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from stability.analysis.environment_contract import other_entries
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_distances import window_problems
 from stability.analysis.study_records import RecordedStudy
@@ -27,10 +28,20 @@ from stability.records.assay import sources_of
 from stability.records.paths import StudyPaths, is_run, list_runs
 from stability.records.protocol import Protocol, SealedArm, has_begun, protocol_hash, read_protocol
 
-__all__ = ["UNSEALED", "changes_between", "make_protocol", "protocol_changes", "protocol_of"]
+__all__ = [
+    "UNSEALED",
+    "changes_between",
+    "make_protocol",
+    "protocol_changes",
+    "protocol_of",
+    "seeds_apart",
+]
 
 UNSEALED = "no protocol was sealed before the first run"
 """What is said of a study whose runs began without a protocol, and of one whose file is gone."""
+
+_MOST_KEYS = 4
+"""How many entries of an environment one sentence names."""
 
 
 def make_protocol(
@@ -109,6 +120,7 @@ def protocol_changes(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
         *changes,
         *_other_probes(study, sealed),
         *_other_sources(study),
+        *seeds_apart(study),
         *_left_out_seeds(study),
         *window_problems(study, policy),
     ]
@@ -236,11 +248,38 @@ def _other_sources(study: RecordedStudy) -> Iterator[str]:
         yield f"the study was trained with {_by_source(libraries, 'attention library')}"
 
 
+def seeds_apart(study: RecordedStudy) -> Iterator[str]:
+    """Tell of arms whose seeds were trained by other code, other libraries or on other machines.
+
+    Every seed is held against the first one that has a record. The attention library is told of by
+    `_other_sources`, for the study as a whole.
+    """
+    for arm in study.arms:
+        known = {seed: run.manifest for seed, run in arm.runs.items() if run.manifest}
+        apart: dict[tuple[str, ...], list[int]] = {}
+        for seed, manifest in known.items():
+            keys = tuple(other_entries(next(iter(known.values())), manifest, {}))
+            keys = tuple(key for key in keys if key != "kernel_source")
+            apart.setdefault(keys, []).append(seed)
+        for keys, seeds in apart.items():
+            if keys:
+                were = f"{_seeds_text(seeds)}, {'were' if len(seeds) > 1 else 'was'}"
+                first = next(iter(known))
+                yield f"{arm.name}, {were} trained with another {_some(keys)} than seed {first}"
+
+
+def _some(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
+    return f"environment.{', environment.'.join(keys[:_MOST_KEYS])}{more}"
+
+
+def _seeds_text(seeds: Sequence[int]) -> str:
+    found = sorted(set(seeds))
+    return f"{'seed' if len(found) == 1 else 'seeds'} {', '.join(map(str, found))}"
+
+
 def _by_source(seeds: Mapping[str, Sequence[int]], what: str) -> str:
-    groups = [
-        f"{'seed' if len(set(of)) == 1 else 'seeds'} {', '.join(map(str, sorted(set(of))))}"
-        for of in seeds.values()
-    ]
+    groups = [_seeds_text(of) for of in seeds.values()]
     return f"several sources of its {what}: one with {', another with '.join(groups)}"
 
 

@@ -112,8 +112,9 @@ def verify(first: Path, second: Path | None = None, all: bool = False, json: boo
     their place, whether their files are whole, whether they keep the pair contract, and whether
     their drifts come from the snapshots on disk; some drifts are computed anew. Exit code 0 if
     every planned pair holds, 1 if one does not, is unproven, or is not there, or the plan itself is
-    not. Of two runs the drifts are checked as well, where the first is the baseline that those of
-    the second are from.
+    not, or where seeds of one arm were trained in several environments, which are no repetitions.
+    Of two runs the drifts are checked as well, where the first is the baseline that those of the
+    second are from.
 
     Args:
         first: a run's folder, runs/<study>/<arm>/seed-<n>, the baseline; or a study's folder
@@ -152,17 +153,19 @@ def _verify_runs(first: Path, second: Path, *, every_drift: bool, json: bool) ->
 def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
     from rich.console import Console  # heavy, and so is numpy behind the rest
 
+    from stability.analysis.protocol_check import seeds_apart
     from stability.analysis.study_check import check_pairs, plan_trouble
     from stability.analysis.study_records import read_study
     from stability.report.terminal.pairs import print_checks
 
     study = read_study(folder)
     checks, trouble = check_pairs(study, every_drift=every_drift), plan_trouble(study)
+    apart = list(seeds_apart(study))
     holding = sum(check.state == "holds" for check in checks)
     if json:
         pairs = [check.to_dict() for check in checks]
         plan = {"planned": len(checks), "hold": holding, "plan_trouble": trouble}
-        print_json({**plan, "pairs": pairs})
+        print_json({**plan, "seeds_apart": apart, "pairs": pairs})
     else:
-        print_checks(checks, Console(), trouble)
-    return HOLDS if holding == len(checks) and not trouble else FAILS
+        print_checks(checks, Console(), [*([trouble] if trouble else []), *apart])
+    return HOLDS if holding == len(checks) and not trouble and not apart else FAILS

@@ -15,7 +15,7 @@ from stability.config.arms import Arm, with_seed
 from stability.config.convert import to_dict
 from stability.config.schema import ArmConfig, Axis
 from stability.records.atomic_files import remove
-from stability.records.identity import environment, is_of_process, may_be_missing
+from stability.records.identity import environment, is_module, is_of_process, may_be_missing
 from stability.records.manifest import ENDED, Manifest, RecordedFork, read_manifest, write_manifest
 from stability.records.paths import RunPaths, checkpoint_steps, strange_files
 from stability.records.run_files import damage
@@ -141,7 +141,8 @@ def _other_entries(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Give each entry in which two environments may not differ, and do: its name, both values."""
     for key in sorted({*was, *now}):
-        is_free = may_be_missing(key) and (key not in was or key not in now)
+        # a module that is new has run its code, and one that is gone has not
+        is_free = may_be_missing(key) and not is_module(key) and (key not in was or key not in now)
         if was.get(key) != now.get(key) and not is_free:
             yield key, was.get(key), now.get(key)
 

@@ -66,8 +66,10 @@ def print_drift_check(check: DriftCheck, console: Console) -> None:
     _conclude(f"drifts: {state}: {check.said}{anew}", console)
 
 
-def print_checks(checks: Sequence[PairCheck], console: Console, trouble: str = "") -> None:
-    """Print a line for each planned pair of a study, how many hold, and any trouble of the plan."""
+def print_checks(
+    checks: Sequence[PairCheck], console: Console, troubles: Sequence[str] = ()
+) -> None:
+    """Print a line for each planned pair of a study, how many hold, and what else is wrong."""
     table = plain_table(["run", "pair", ""], [])
     for column in table.columns[:2]:
         column.no_wrap = True
@@ -80,7 +82,7 @@ def print_checks(checks: Sequence[PairCheck], console: Console, trouble: str = "
     holding = counts.pop("holds", 0)
     others = "".join(f"; {count} {state}" for state, count in counts.items())
     _conclude(f"{holding} of {len(checks)} planned pairs keep the contract{others}", console)
-    if trouble:
+    for trouble in troubles:
         _conclude(trouble, console)
     anew = sum(len(check.recomputed) for check in checks)
     _conclude(_anew(anew), console)

@@ -43,6 +43,65 @@ def test_another_environment_is_refused(trained):
         check_start(baseline, other)
 
 
+def _importing(manifest, *keys, **changes):
+    return replace(
+        manifest, environment={**manifest.environment, **dict.fromkeys(keys, "abc")}, **changes
+    )
+
+
+@pytest.mark.parametrize("arm", ["fp32", "rerun", "init_seed"])
+@pytest.mark.parametrize("by_candidate", [True, False])
+def test_a_module_that_one_run_alone_imported_is_refused_but_of_an_attention(
+    trained, arm, by_candidate
+):
+    def pair(candidate):
+        found = _manifests(trained, candidate)
+        both = (found[0], _importing(found[1], "module.mine"))
+        return both if by_candidate else (_importing(found[0], "module.mine"), found[1])
+
+    with pytest.raises(ContractError, match=r"environment\.module\.mine must be"):
+        check_start(*pair(arm))
+    check_start(*pair("flash_fa2"))
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["module.torch.optim.adamw", "module.lightning.pytorch.plugins", "module.sitecustomize"],
+)
+def test_no_attention_is_a_reason_for_another_torch_or_hook(trained, key):
+    baseline, candidate = _manifests(trained)
+    with pytest.raises(ContractError, match=rf"environment\.{key} must be"):
+        check_start(baseline, _importing(candidate, key))
+    other = replace(candidate, environment={**candidate.environment, key: "other"})
+    with pytest.raises(ContractError, match=rf"environment\.{key} must be"):
+        check_start(_importing(baseline, key), other)
+    check_start(_importing(baseline, key), _importing(candidate, key))
+
+
+def test_a_plug_in_may_be_an_attentions_and_a_copy_of_what_the_baseline_took_may_not(trained):
+    baseline, candidate = _manifests(trained)
+    keys = ("package.my-attention", "module.my_attention.core")
+    check_start(baseline, _importing(candidate, *keys))
+    check_start(_importing(baseline, *keys), _importing(candidate, *keys, "module.my_attention"))
+    with pytest.raises(ContractError, match=r"environment\.module\.my_attention\.core must be"):
+        check_start(_importing(baseline, keys[0]), _importing(candidate, *keys))
+
+
+def test_a_module_of_the_attention_that_one_probe_looks_at_is_free(trained):
+    baseline, candidate = _manifests(trained, "rerun")
+    probe = {"every": 2, "shadows": [{"implementation": "mine:attend"}]}
+    watched = replace(candidate, config={**candidate.config, "probe": probe})
+    check_start(baseline, _importing(watched, "module.mine"))
+    off = replace(candidate, config={**candidate.config, "probe": {**probe, "every": 0}})
+    unwatched = replace(baseline, config={**baseline.config, "probe": {"every": 0}})
+    with pytest.raises(ContractError, match=r"environment\.module\.mine must be"):
+        check_start(unwatched, _importing(off, "module.mine"))
+    other = _importing(baseline, "module.mine")
+    other.environment["module.mine"] = "other"
+    with pytest.raises(ContractError, match=r"environment\.module\.mine must be"):
+        check_start(other, _importing(watched, "module.mine"))
+
+
 @pytest.mark.parametrize("key", ["text", "init_weights", "config_less_axis"])
 def test_another_text_or_start_is_refused(trained, key):
     baseline, candidate = _manifests(trained)

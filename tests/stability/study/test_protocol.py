@@ -13,6 +13,7 @@ import pytest
 from stability.analysis import protocol_check
 from stability.analysis.protocol_check import protocol_changes
 from stability.analysis.study_records import read_study
+from stability.cli.main import main
 from stability.config.load import load_study
 from stability.config.schema import PolicyConfig
 from stability.records.manifest import read_manifest, write_manifest
@@ -260,6 +261,40 @@ def test_seeds_of_an_arm_with_several_sources_are_told(study):
     assert _changes(study) == [
         "the study was trained with several sources of its attention library: one with seeds "
         "0, 1, another with seed 2"
+    ]
+
+
+@pytest.mark.parametrize(
+    "key", ["module.helper", "package_source", "package.torch", "threads", "switch.mkldnn"]
+)
+def test_seeds_of_an_arm_that_were_trained_otherwise_are_told_and_fail_verify(study, key, capsys):
+    _respell(study, lambda content: content["config"].update(seeds=[0, 1, 2]))
+    for arm in ("flash", "baseline"):
+        known = read_manifest(RunPaths.for_run(study, arm, 0).manifest).environment
+        _retell(study, arm, 0, environment={**known, "module.helper": "as it was"})
+        for seed, value in ((1, {}), (2, {key: "edited"})):
+            _retell(study, arm, seed, environment={**known, "module.helper": "as it was", **value})
+    said = [
+        f"{arm}, seed 2, was trained with another environment.{key} than seed 0"
+        for arm in ("baseline", "flash")
+    ]
+    assert _changes(study) == said
+    assert main(["verify", str(study), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["seeds_apart"] == said
+    assert main(["verdict", str(study)]) == 4
+    assert main(["verify", str(study)]) == 1
+    assert said[1] in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_module_that_one_seed_lacks_is_told_and_many_entries_are_counted(study):
+    _respell(study, lambda content: content["config"].update(seeds=[0, 1, 2]))
+    known = read_manifest(RunPaths.for_run(study, "flash", 0).manifest).environment
+    for seed in (1, 2):
+        others = {f"module.m{number}": "new" for number in range(6)}
+        _retell(study, "flash", seed, environment={**known, **others, "package.new": "1"})
+    assert _changes(study) == [
+        "flash, seeds 1, 2, were trained with another environment.module.m0, "
+        "environment.module.m1, environment.module.m2, environment.module.m3 and 2 more than seed 0"
     ]
 
 

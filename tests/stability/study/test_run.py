@@ -1,5 +1,6 @@
 """A run that has begun goes on with the attention that it was begun with, or is refused by name."""
 
+import importlib
 import shutil
 import sys
 from dataclasses import replace
@@ -134,6 +135,27 @@ def test_a_run_is_not_resumed_under_another_variable_of_the_math_library(
     said = r"environment\.variable\.MKL_CBWR = None, asked for 'COMPATIBLE'"
     with pytest.raises(RunConflictError, match=said):
         run_tiny(study, out)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_run_is_not_resumed_with_a_module_more_or_less(
+    stopped, run_tiny, tmp_path, monkeypatch, is_new
+):
+    study, out, run = stopped
+    if is_new:
+        (tmp_path / "start_hook.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.import_module("start_hook")
+    else:
+        manifest = read_manifest(run.manifest)
+        more = {**manifest.environment, "module.start_hook": "abc"}
+        write_manifest(run.manifest, replace(manifest, environment=more))
+    try:
+        ended = run_tiny(study, out).ended
+    finally:
+        sys.modules.pop("start_hook", None)
+    assert ended[-1][2] == "failed"
+    assert "environment.module.start_hook = " in ended[-1][3]
 
 
 def test_a_run_is_not_resumed_with_another_switch(stopped, run_tiny, monkeypatch):

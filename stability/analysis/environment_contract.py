@@ -1,0 +1,93 @@
+"""What two runs' environments may differ in: the modules of the attentions that only one needs.
+
+All other entries must be equal (`records.identity`), a package's version where both have it. A
+module of the user's own that only one of two runs imported has run its code in that one, wherever
+it came from: a hook of Python's start, a checkout on PYTHONPATH. So it is free only where the two
+were asked for other attentions, to train with or to look at, and never in the place of what is
+installed: an arm's attention is no reason for another optimizer.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stability.config.diff import touches
+from stability.records.identity import is_module, may_be_missing
+from stability.records.manifest import Manifest
+
+__all__ = ["is_free_entry", "other_entries"]
+
+_INSTALLED = (
+    "attention_kernels",
+    "lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "numpy",
+    "pytorch_lightning",
+    "safetensors",
+    "scipy",
+    "stability",
+    "tokenizers",
+    "torch",
+    "torchmetrics",
+    "transformers",
+    "triton",
+)
+"""Packages that compute in every run, or decide what is computed."""
+_HOOKS = ("sitecustomize", "usercustomize")
+"""What Python itself imports when it starts: it changes all that follows."""
+
+
+def other_entries(
+    first: Manifest, second: Manifest, differences: Mapping[str, Any]
+) -> Iterator[str]:
+    """Give the entries in which two environments must be equal and are not."""
+    for key in sorted({*first.environment, *second.environment}):
+        one, other = first.environment.get(key), second.environment.get(key)
+        if one != other and not is_free_entry(key, first, second, differences):
+            yield key
+
+
+def is_free_entry(
+    key: str, first: Manifest, second: Manifest, differences: Mapping[str, Any]
+) -> bool:
+    """Whether two runs whose configs have these `differences` may differ in an entry."""
+    was, now = first.environment, second.environment
+    is_in_one = key not in was or key not in now
+    if not is_module(key):
+        return may_be_missing(key) and is_in_one
+    if _is_in_place_of_installed(key, was, now):
+        return False
+    # what is mended in an attention's own modules is its change
+    if touches(differences, ("attention",)):
+        return True
+    return is_in_one and _looked_at(first.config) != _looked_at(second.config)
+
+
+def _is_in_place_of_installed(key: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a module is one of what is installed, or was taken from there by one of two runs."""
+    top = key.removeprefix("module.").partition(".")[0]
+    if top in _INSTALLED or top in _HOOKS:
+        return True
+    own = [any(_is_of(name, top) for name in each) for each in (was, now)]
+    installed = [any(_is_version_of(name, top) for name in each) for each in (was, now)]
+    # a plug-in has both a version and hashed modules, in each run that has imported it
+    return all(installed) and own[0] != own[1]
+
+
+def _is_of(key: str, top: str) -> bool:
+    """Whether an entry is a module of the package `top`."""
+    return key == f"module.{top}" or key.startswith(f"module.{top}.")
+
+
+def _is_version_of(key: str, top: str) -> bool:
+    """Whether an entry is the version of the distribution called as the package `top` is."""
+    return key.startswith("package.") and (
+        key.removeprefix("package.").replace("-", "_").replace(".", "_").lower() == top.lower()
+    )
+
+
+def _looked_at(config: Mapping[str, Any]) -> list[Any]:
+    """Return the attentions that a run's probe needs besides its own; none where it is off."""
+    probe = config.get("probe") or {}
+    is_on = any(probe.get(name) for name in ("every", "steps", "per_decade", "gradient_every"))
+    return list(probe.get("shadows") or ()) if is_on else []
