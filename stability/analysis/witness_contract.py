@@ -6,8 +6,9 @@ declared change touches; switches and known answers must be equal. What has no w
 record, and neither is what a compiled run multiplied. Everything here only reads.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from stability.analysis.pair_proof import ProofLine, compared
@@ -37,7 +38,7 @@ CHANGED_BY: dict[Part, tuple[Axis, ...]] = {
 """Axes that are meant to change the dtypes of a part."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: a baseline's rows are made once for all its pairs
 class Testimony:
     """What is on record of what one run executed."""
 
@@ -47,6 +48,24 @@ class Testimony:
     """What is not on record, in words."""
     is_damaged: bool = False
     """Whether the manifest lists a witness, and there is none that can be read."""
+
+    @cached_property
+    def rows(self) -> Mapping[str, Set[ExecutedRow]]:
+        """The distinct operators by part; empty without a witness."""
+        found: dict[str, set[ExecutedRow]] = {}
+        for row in self.witness.rows if self.witness else ():
+            found.setdefault(row.part, set()).add(row)
+        return found
+
+    @cached_property
+    def unproven(self) -> str:
+        """Why some stretch says nothing of dtypes; empty if all do."""
+        return self.witness.unproven if self.witness else ""
+
+    @cached_property
+    def line(self) -> ProofLine:
+        """What comes of the witness, held against the run's label and the updates it has made."""
+        return _own_line(self)
 
 
 def testimony_of(paths: RunPaths, manifest: Manifest) -> Testimony:
@@ -70,8 +89,9 @@ def witness_lines(
 ) -> Iterator[ProofLine]:
     """Give a line for each run's own witness, then what both have executed beside one another."""
     for each in (first, second):
-        yield _own_line(each)
+        yield each.line
     if first.witness and second.witness:
+        yield from _dtype_lines(first, second, differences)
         yield from _beside(first.witness, second.witness, differences)
 
 
@@ -97,9 +117,9 @@ def _own_line(found: Testimony) -> ProofLine:
         lacking = gap(witness, manifest.fork.get("at", 0), manifest.step)
         if lacking:
             why = f"what {run} executed: {lacking}"
-        elif witness.unproven:
-            why = f"what {run} multiplied: {witness.unproven}"
-    executed = _dtypes(witness.rows, "linear") if witness else "nothing"
+        elif found.unproven:
+            why = f"what {run} multiplied: {found.unproven}"
+    executed = _dtypes(found.rows.get("linear", ()))
     return ProofLine(
         field=f"witness of {manifest.arm}",
         first=label.precision,
@@ -120,12 +140,13 @@ def _label(manifest: Manifest) -> Label:
     )
 
 
-def _beside(first: Witness, second: Witness, differences: Mapping[str, Any]) -> Iterator[ProofLine]:
-    every = [each.rows for each in (first, second)]
+def _dtype_lines(
+    first: Testimony, second: Testimony, differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
     for part, axes in CHANGED_BY.items() if not (first.unproven or second.unproven) else ():
-        rows = [{row for row in each if row.part == part} for each in every]
+        rows = [each.rows.get(part, set()) for each in (first, second)]
         is_free = touches(differences, axes)
-        shown = [_dtypes(each, part) for each in rows]
+        shown = [_dtypes(each) for each in rows]
         others = sorted(rows[0] ^ rows[1])
         if not others:
             yield compared(f"executed in {part}", shown[0], shown[1])
@@ -139,6 +160,9 @@ def _beside(first: Witness, second: Witness, differences: Mapping[str, Any]) -> 
             says=f"what is executed in {part} differs, first in {at}: {others[0].operator} of "
             f"{' x '.join(others[0].operands)} in one alone",
         )
+
+
+def _beside(first: Witness, second: Witness, differences: Mapping[str, Any]) -> Iterator[ProofLine]:
     yield from _named("known answer", *(_flat(each, "answers") for each in (first, second)))
     yield from _modules(first, second, is_free=touches(differences, ("attention",)))
     yield from _named("switch", *(_flat(each, "switches") for each in (first, second)))
@@ -184,7 +208,7 @@ def _named(
         yield compared(plural, f"{len(first)} alike", f"{len(second)} alike")
 
 
-def _dtypes(rows: Iterable[ExecutedRow], part: Part) -> str:
-    """Return what a part multiplied, in a reader's words."""
-    found = {dtype for row in rows if row.part == part for dtype in row.operands}
+def _dtypes(rows: Iterable[ExecutedRow]) -> str:
+    """Return what was multiplied, in a reader's words."""
+    found = {dtype for row in rows for dtype in row.operands}
     return " ".join(sorted(DTYPE_NAMES.get(dtype, dtype) for dtype in found)) or "nothing"
