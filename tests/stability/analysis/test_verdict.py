@@ -70,6 +70,28 @@ def test_all_levels_hold_and_harm_would_have_been_seen(study):
     assert found.seeds == 3
 
 
+@pytest.mark.parametrize("field", ["error", "breach"])
+@pytest.mark.parametrize("arm", ["flash_fa2", "baseline", "flash_all_bf16"])
+def test_no_arm_passes_while_a_run_is_refused_in_a_seed_that_no_look_has_reached(
+    synthetic, tmp_path, arm, field
+):
+    folder = synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0, 1, 2, 3])
+    study = with_broken(read_study(folder))
+    found = _outcome(study, HOLDS)
+    assert (found.outcome, found.seeds) == ("PASS", 3)
+
+    def refuse(one):
+        spoiled = replace(one.runs[3], **{field: "no pair: switch a is 1 in one, 2 in the other"})
+        return replace(one, runs={**one.runs, 3: spoiled}) if one.name == arm else one
+
+    found = _outcome(replace(study, arms=tuple(map(refuse, study.arms))), HOLDS)
+    assert found.outcome == "INCONCLUSIVE"
+    assert found.sentence == (
+        "the operator, gradient, training and outcome levels hold, but not every pair does: "
+        f"{arm}, seed 3: no pair: switch a is 1 in one, 2 in the other"
+    )
+
+
 def test_a_pass_says_which_limits_are_wider_than_usual(study):
     by_arm = {"flash_fa2": HOLDS, "flash_all_bf16": HARMED}
     levels = {
