@@ -34,6 +34,8 @@ CHANGED_BY: dict[Part, tuple[Axis, ...]] = {
     "linear": ("precision",),
     "attention": ("precision", "attention"),
     "optimizer": ("precision",),
+    # an attention's hooks may be among them
+    "unowned": ("precision", "attention"),
 }
 """Axes that are meant to change the dtypes of a part."""
 
@@ -145,6 +147,8 @@ def _dtype_lines(
 ) -> Iterator[ProofLine]:
     for part, axes in CHANGED_BY.items() if not (first.unproven or second.unproven) else ():
         rows = [each.rows.get(part, set()) for each in (first, second)]
+        if part == "unowned" and not any(rows):
+            continue
         is_free = touches(differences, axes)
         shown = [_dtypes(each) for each in rows]
         others = sorted(rows[0] ^ rows[1])

@@ -8,10 +8,10 @@ computations (`probe.known_answers`).
 
 A manifest says what a run was asked to be; a witness says what it was. The label is a claim about
 the products of the linear layers, forward and backward: `bf16-mixed` multiplies BF16, whatever the
-weights are kept in. Attentions have rounding points of their own and optimizers their own casts:
-both are recorded, and compared between the runs of a pair (`analysis.pair_contract`), but no
-precision names them. An emulated precision multiplies FP32 tensors whose values lie on another
-grid, which dtypes don't show.
+weights are kept in, but for the few that autocast lowers nowhere. Attentions have rounding points
+of their own and optimizers their own casts: both are recorded, and compared between the runs of a
+pair (`analysis.pair_contract`), but no precision names them. An emulated precision multiplies FP32
+tensors whose values lie on another grid, which dtypes don't show.
 
 Leaves out how all this is found. The seal is one of integrity: a witness that was made up with care
 is not told from a true one.
@@ -39,8 +39,10 @@ __all__ = [
     "write_witness",
 ]
 
-Part = Literal["linear", "attention", "optimizer"]
-"""Which claim an operator belongs to: `linear` is every product outside attention and optimizer."""
+Part = Literal["linear", "attention", "optimizer", "unowned"]
+"""Which claim an operator belongs to: `linear` is every product outside attention and optimizer.
+`unowned` are those of a backward that belong to no module, as a tensor's hook or a node made before
+the look: nobody's claim, but compared between the runs of a pair."""
 Pass = Literal["forward", "backward", "update"]
 
 DTYPE_NAMES = {
@@ -61,6 +63,22 @@ _OPERANDS = {
     "16-mixed": "float16",
 }
 """What the linear layers of each native precision multiply; an emulated one multiplies FP32."""
+
+_EXACT = frozenset(("int64", "int32", "int16", "bool"))
+"""What is multiplied without rounding, if nothing else is in the product."""
+
+_REAL = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+"""The dtype of a complex number's parts."""
+
+_NOT_LOWERED = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("dot", "vdot", "_trilinear", "_cdist_forward", "_cdist_backward", "_euclidean_dist"),
+        "_compute_linear_combination",
+    )
+)
+"""Products that autocast leaves in FP32 or in their operands' widest dtype on every device, as it
+does all of complex numbers (aten/src/ATen/autocast_mode.h)."""
 
 _BITS_OF_FP32 = 17.0
 """Fewer correct bits than this, and an FP32 product has rounded its operands: of the 24 of FP32 a
@@ -252,7 +270,7 @@ def _wrong_products(witness: Witness, label: Label) -> Iterable[str]:
     """Give what the linear layers multiplied, if that is not what the precision says."""
     expected = _OPERANDS.get(label.precision, "float32")
     rows = [row for row in witness.rows if row.part == "linear"]
-    wrong = [row for row in rows if set(row.operands) != {expected}]
+    wrong = [row for row in rows if not _is_as_labelled(row, label.precision)]
     if not wrong:
         return
     dtypes = {dtype for row in wrong for dtype in row.operands} - {expected}
@@ -263,6 +281,16 @@ def _wrong_products(witness: Witness, label: Label) -> Iterable[str]:
         which = f"{len(wrong)} of {len(rows)} kinds of product in its linear layers"
         names += f" (first: {first.module or 'the model itself'}, {first.during})"
     yield f"arm {label.arm} is labelled {label.precision}, {which} multiplied {names}"
+
+
+def _is_as_labelled(row: ExecutedRow, precision: str) -> bool:
+    """Return whether a product of a linear layer has the operands that the precision says."""
+    expected = _OPERANDS.get(precision, "float32")
+    operands = {_REAL.get(dtype, dtype) for dtype in row.operands}
+    if operands == {expected} or operands <= _EXACT:
+        return True
+    is_left = row.operator in _NOT_LOWERED or not _REAL.keys().isdisjoint(row.operands)
+    return precision.endswith("-mixed") and is_left and operands <= {expected, "float32"}
 
 
 def _wrong_backend(witness: Witness, label: Label) -> Iterable[str]:

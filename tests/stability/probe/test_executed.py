@@ -1,10 +1,13 @@
 """What was executed: found by module and direction, without touching compiled code or the probe."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from attention_kernels.formats import format_named
 from stability.model.precision import EmulatedLinear
@@ -122,3 +125,165 @@ def test_the_model_is_left_as_it_was():
     assert model.attention == (len,)
     assert not model[0]._forward_hooks
     assert not model[0]._forward_pre_hooks
+
+
+class _Nested(torch.autograd.Function):
+    """The square of a matrix, whose backward is an autograd of its own, in FP64."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()  # no product: nothing else than its place tells whose node it is
+
+    @staticmethod
+    def backward(ctx, dy):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().double().requires_grad_()
+            return torch.autograd.grad(x @ x, x, dy.double())[0].float()
+
+
+class _Squares(nn.Module):
+    def forward(self, x):
+        return _Nested.apply(x)
+
+
+class _Attending(nn.Module):
+    """A layer, an attention, which is a function, and another layer."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.attention = (attention,)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(self.attention[0](x, x, x))
+
+
+def _executed(model, x=None):
+    executed = Executed()
+    with naming_modules(model, executed), executed:
+        out = model(torch.ones(4, 4, requires_grad=True) if x is None else x)
+        out.sum().backward()
+    return executed
+
+
+def _wide(executed):
+    """Return where FP64 was multiplied."""
+    rows = [row for row in executed.rows if "float64" in row.operands]
+    return {(row.part, row.module, row.during) for row in rows}
+
+
+def test_what_an_attentions_backward_runs_by_itself_belongs_to_that_attention():
+    executed = _executed(_Attending(lambda q, k, v: _Nested.apply(q)))
+    assert _wide(executed) == {("attention", "layer_0.attention", "backward")}
+    linear = {(row.module, row.during) for row in executed.rows if row.part == "linear"}
+    assert linear == {(m, d) for m in ("first", "last") for d in ("forward", "backward")}
+
+
+def test_what_a_layers_backward_runs_by_itself_belongs_to_that_layer():
+    model = nn.Sequential(nn.Linear(4, 4), _Squares(), nn.Linear(4, 4))
+    assert _wide(_executed(model)) == {("linear", "1", "backward")}
+
+
+def _wide_where_grad_is_on(q, k, v):
+    """Multiply FP64 in the second forward of a checkpoint alone, and in its backward."""
+    q = q.double() if torch.is_grad_enabled() else q
+    return (q @ q).float()
+
+
+def test_a_checkpointed_attention_is_computed_again_as_that_attention():
+    def attention(q, k, v):
+        return checkpoint(_wide_where_grad_is_on, q, k, v, use_reentrant=True)
+
+    executed = _executed(_Attending(attention))
+    assert _wide(executed) == {("attention", "layer_0.attention", "backward")}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_block_is_computed_again_by_its_own_modules(use_reentrant):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = _Attending(lambda q, k, v: _Nested.apply(q))
+            self.squares = _Squares()
+
+        def forward(self, x):
+            return checkpoint(self._both, x, use_reentrant=use_reentrant)
+
+        def _both(self, x):
+            return self.squares(self.inside(x))
+
+    model = nn.Sequential(nn.Linear(4, 4), Block())
+    assert _wide(_executed(model)) == {("linear", "1.squares", "backward")} | {
+        # only a tuple of the model itself is one of attentions
+        ("linear", "1.inside", "backward")
+    }
+    model = Block()
+    model.attention, model.inside.attention = model.inside.attention, None
+    model.inside.forward = lambda x: model.inside.last(model.attention[0](x, x, x))
+    assert _wide(_executed(model)) == {
+        ("attention", "layer_0.attention", "backward"),
+        ("linear", "squares", "backward"),
+    }
+
+
+def test_a_gradient_within_a_forward_belongs_to_the_module_that_takes_it():
+    class Penalty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = x.double()
+            (slope,) = torch.autograd.grad((x @ x).sum(), x, create_graph=True)
+            return self.layer((x @ slope).float())
+
+    executed = _executed(nn.Sequential(nn.Linear(4, 4), Penalty()))
+    assert _wide(executed) == {("linear", "1", "forward"), ("linear", "1", "backward")}
+    narrow = {(row.module, row.during) for row in executed.rows if "float32" in row.operands}
+    assert narrow == {(m, d) for m in ("0", "1.layer") for d in ("forward", "backward")}
+
+
+def test_what_no_module_made_is_nobodys():
+    wide, model = torch.ones(4, 4, dtype=torch.float64), nn.Linear(4, 4)
+    hook = model.weight.register_hook(lambda dw: (wide @ dw.double()).float())
+    assert _wide(_executed(model)) == {("unowned", "", "backward")}
+    hook.remove()
+    x = torch.ones(4, 4, requires_grad=True)
+    made_before = _Nested.apply(x)
+    assert _wide(_executed(model, made_before)) == {("unowned", "", "backward")}
+    model.weight.register_post_accumulate_grad_hook(lambda w: (wide @ w.double(), None)[1])
+    assert _wide(_executed(model)) == {("unowned", "", "backward")}
+
+
+def test_the_numbers_of_another_threads_nodes_are_not_taken_for_the_forwards():
+    # as on a GPU, whose nodes run in a thread that counts its own from 0
+    executed, gradient = Executed(), torch.ones(4, 4)
+
+    def backward():
+        with executed:
+            out.backward(gradient)
+
+    attending = _Attending(lambda q, k, v: _Nested.apply(q))
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), attending)
+    model.attention, attending.attention = (
+        attending.attention,
+        (lambda *qkv: model.attention[0](*qkv),),
+    )
+    other = threading.Thread(target=lambda: made.append(_first_number()) or backward())
+    made = []
+    with naming_modules(model, executed):
+        with executed:
+            ours = _first_number()
+            out = model(torch.ones(4, 4, requires_grad=True))
+            numbers = range(ours, _first_number())
+        other.start()
+        other.join()
+    assert made[0] < numbers[0]
+    assert _wide(executed) == {("attention", "layer_0.attention", "backward")}
+    assert {row.part for row in executed.rows} == {"linear", "attention"}
+
+
+def _first_number():
+    return torch.ones(1, requires_grad=True).neg().grad_fn._sequence_nr()
