@@ -103,6 +103,23 @@ def test_an_honest_study_has_no_such_finding(trained):
         assert found == by_axis.get(arm, ("same", "same"))
 
 
+def _with_a_hooks_product(stretch):
+    row = ["unowned", "", "backward", "aten::mm", ["float64", "float64"], "float64"]
+    stretch["executed"].append(row)
+
+
+def test_a_product_of_no_module_is_compared_between_the_runs_of_a_pair(study):
+    assert "executed in unowned" not in _lines(study, "rerun")[1]
+    for arm, sameness in (("rerun", "different"), ("fp32", "different by design")):
+        _rewrite(_run(study, arm), _with_a_hooks_product)
+        proof, lines = _lines(study, arm)
+        assert lines["executed in unowned"] == sameness
+        assert lines[f"witness of {arm}"] == "same"
+        assert bool(proof.breach) == (sameness == "different")
+    _rewrite(_run(study, "baseline"), _with_a_hooks_product)
+    assert _lines(study, "rerun")[1]["executed in unowned"] == "same"
+
+
 def test_a_run_without_a_witness_is_unproven(study):
     run = _run(study, "rerun")
     run.witness.unlink()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stability.callbacks.witness import WitnessCallback, WitnessError
 from stability.records.identity import numeric_switches
@@ -88,4 +89,19 @@ def test_a_layer_that_casts_by_itself_contradicts_the_label(fit, tmp_path):
     module.layer.forward = cast
     witness = WitnessCallback(module, 4, before={}, label=LABEL)
     with pytest.raises(WitnessError, match="labelled 32-true, its linear layers multiplied BF16"):
+        fit(tmp_path, module, [witness], 4)
+
+
+def test_a_layer_that_casts_where_a_backward_computes_it_again_contradicts_the_label(fit, tmp_path):
+    module = _Module(_adamw)
+    layer = module.layer.forward
+
+    def cast_again(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.is_grad_enabled()):
+            return layer(x).float()
+
+    module.layer.forward = lambda x: checkpoint(cast_again, x.requires_grad_(), use_reentrant=True)
+    witness = WitnessCallback(module, 4, before={}, label=LABEL)
+    said = r"1 of 2 kinds of product in .* multiplied BF16 \(first: layer, backward\)"
+    with pytest.raises(WitnessError, match=said):
         fit(tmp_path, module, [witness], 4)

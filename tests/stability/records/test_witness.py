@@ -92,6 +92,40 @@ def test_attentions_and_optimizers_have_numerics_of_their_own():
     assert contradictions(_witness(_stretch(*rows)), LABEL) == []
 
 
+def test_what_belongs_to_no_module_contradicts_no_label():
+    rows = [_row("float32"), _row("float64", part="unowned", module="", during="backward")]
+    witness = _witness(_stretch(*rows))
+    assert contradictions(witness, LABEL) == []
+    assert {row.part for row in witness.rows} == {"linear", "unowned"}
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "bool"])
+def test_integers_that_are_multiplied_without_rounding_contradict_no_label(dtype):
+    assert contradictions(_witness(_stretch(_row("float32"), _row(dtype))), LABEL) == []
+    packed = replace(_row("float32"), operands=("float32", dtype))
+    assert len(contradictions(_witness(_stretch(packed)), LABEL)) == 1
+    assert len(contradictions(_witness(_stretch(_row("int8"))), LABEL)) == 1
+
+
+def test_a_complex_product_is_one_of_its_parts_dtype():
+    assert contradictions(_witness(_stretch(_row("complex64"))), LABEL) == []
+    assert len(contradictions(_witness(_stretch(_row("complex128"))), LABEL)) == 1
+
+
+def test_what_autocast_lowers_nowhere_may_be_wide_in_a_mixed_precision_alone():
+    mixed, left = replace(LABEL, precision="bf16-mixed"), _row("float32", op="aten::dot")
+    narrow = replace(LABEL, precision="bf16-true")
+    assert contradictions(_witness(_stretch(left, _row("complex64"))), mixed) == []
+    for label, row in [
+        (mixed, _row("float32")),
+        (mixed, _row("float64", op="aten::dot")),
+        (mixed, _row("complex128")),
+        (narrow, left),
+        (LABEL, _row("bfloat16", op="aten::dot")),
+    ]:
+        assert len(contradictions(_witness(_stretch(row)), label)) == 1
+
+
 def test_a_backend_other_than_the_one_named_contradicts_the_label():
     flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
     witness = _witness(_stretch(_row("float32", part="attention", op=flash)))

@@ -8,18 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.utils.checkpoint import checkpoint
 
 from attention_kernels import baseline_attention
+from attention_kernels.testing.faults import FAULTS
 from stability.callbacks import witness as witness_callback
 from stability.callbacks.witness import WitnessCallback
 from stability.config.arms import expand
 from stability.config.load import load_study
+from stability.model.gpt import Block
 from stability.records.identity import numeric_switches
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles, damage
 from stability.records.snapshots import hash_state
-from stability.records.witness import gap, read_witness
+from stability.records.witness import Label, gap, read_witness
 from stability.study import run as run_module
 from stability.study import train_run
 from stability.study.assemble import assemble, fit, load_data, make_trainer
@@ -158,6 +161,76 @@ def test_the_observer_gate_would_see_a_witness_that_changes_a_bit(write_study, m
     assert check_observer(config, steps=2).equal
     monkeypatch.setattr(WitnessCallback, "after_update", disturbing)
     assert not check_observer(config, steps=2).equal
+
+
+def _witnessed(config, tmp_path):
+    """Train `config`, held against its own label, and return what the witness saw."""
+    parts, data = assemble(config), load_data(config)
+    implementation = parts.attention.description["implementation"]
+    label = Label(arm="broken", precision=config.precision, implementation=implementation)
+    witness = WitnessCallback(parts.model, config.train.steps, before={}, label=label)
+    callbacks: list[Callback] = [*parts.callbacks, witness]
+    trainer = make_trainer(config, RunFiles.unnamed(tmp_path), [], callbacks)
+    fit(trainer, parts, data)
+    witness.end(trainer)
+    return witness.witness
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "attention",
+    ["baseline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flash", "sdpa"))],
+)
+def test_every_planted_fault_trains_under_its_label(
+    write_study, tmp_path, attention, precision, fault
+):
+    def edit(content):
+        _two_arms(content)
+        content["base"].update(precision=precision, probe={"every": 0})
+        content["base"]["attention"] = {"implementation": attention, "fault": fault}
+        content["base"]["train"].update(steps=2, snapshot_steps=[])
+        content.update(arms={"baseline": {}}, yardstick="")
+
+    witness = _witnessed(expand(load_study(write_study(edit)))[0].config, tmp_path)
+    dtype = {"32-true": "float32", "bf16-mixed": "bfloat16"}[precision]
+    linear = [row for row in witness.rows if row.part == "linear"]
+    assert {row.operands for row in linear} == {(dtype, dtype)}
+    assert not [row for row in witness.rows if row.part == "unowned"]
+    # golden, which all faults but that of the scale are computed with
+    wide = {row.module for row in witness.rows if "float64" in row.operands}
+    golden = set() if fault == "scale_gain" else {"layer_0.attention", "layer_1.attention"}
+    assert wide == golden
+
+
+def test_a_block_that_is_computed_again_in_another_precision_fails(
+    write_study, run_tiny, tmp_path, monkeypatch
+):
+    own = Block.forward
+
+    def again_in_bf16(self, x, attention):
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.is_grad_enabled()):
+            return own(self, x, attention).float()
+
+    def forward(self, x, attention):
+        if not x.requires_grad:  # the loss on held-out text
+            return own(self, x, attention)
+        return checkpoint(again_in_bf16, self, x, attention, use_reentrant=True)
+
+    monkeypatch.setattr(Block, "forward", forward)
+
+    def edit(content):
+        _two_arms(content)
+        content.update(arms={"baseline": {}}, yardstick="")
+        content["base"].update(precision="32-true", probe={"every": 0})
+
+    (ended,) = run_tiny(load_study(write_study(edit)), tmp_path).ended
+    assert ended[2] == "failed"
+    assert "its linear layers multiplied BF16 (first: blocks.layer_0." in ended[3]
+    (stretch,) = read_witness(_run(tmp_path, "baseline").witness).all
+    rows = [row for row in stretch.rows if "bfloat16" in row.operands]
+    assert {row.during for row in rows} == {"backward"}
+    assert {row.part for row in rows} == {"linear", "attention"}
 
 
 def turns_a_switch(q, k, v, *, causal, scale=None):
