@@ -155,7 +155,8 @@ def _dtype_lines(
         if not others:
             yield compared(f"executed in {part}", shown[0], shown[1])
             continue
-        at = f"{others[0].module or 'the model itself'}, {others[0].during}"
+        nameless = "no module" if part == "unowned" else "the model itself"
+        at = f"{others[0].module or nameless}, {others[0].during}"
         yield ProofLine(
             field=f"executed in {part}",
             first=shown[0],

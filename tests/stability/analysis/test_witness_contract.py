@@ -116,6 +116,8 @@ def test_a_product_of_no_module_is_compared_between_the_runs_of_a_pair(study):
         assert lines["executed in unowned"] == sameness
         assert lines[f"witness of {arm}"] == "same"
         assert bool(proof.breach) == (sameness == "different")
+        said = "differs, first in no module, backward: aten::mm of float64 x float64 in one alone"
+        assert [line for line in proof.lines if line.says.endswith(said)]
     _rewrite(_run(study, "baseline"), _with_a_hooks_product)
     assert _lines(study, "rerun")[1]["executed in unowned"] == "same"
 
