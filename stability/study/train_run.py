@@ -25,7 +25,12 @@ from stability.config.schema import BASELINE, ArmConfig
 from stability.data.datamodule import TextDataModule
 from stability.records.atomic_files import DiskFullError, is_disk_full
 from stability.records.git_state import git_state
-from stability.records.identity import environment, hash_environment, numeric_switches
+from stability.records.identity import (
+    environment,
+    hash_environment,
+    numeric_switches,
+    own_modules,
+)
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import MetricLog, read_text
 from stability.records.metric_names import BATCH_HASH
@@ -34,6 +39,7 @@ from stability.records.run_files import RunFiles
 from stability.records.run_lease import LeaseLostError
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
+from stability.records.stale_bytecode import refuse_stale_bytecode
 from stability.records.witness import Label, Witness, write_witness
 from stability.study.assemble import Parts, assemble, fit, held_out, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
@@ -137,6 +143,7 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
 def _first_manifest(
     run: Run, parts: Parts, data: TextDataModule, listed: dict[str, str]
 ) -> Manifest:
+    refuse_stale_bytecode(own_modules())
     found = environment()
     return Manifest(
         study=run.study,

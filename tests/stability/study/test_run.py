@@ -1,6 +1,7 @@
 """A run that has begun goes on with the attention that it was begun with, or is refused by name."""
 
 import importlib
+import py_compile
 import shutil
 import sys
 from dataclasses import replace
@@ -135,6 +136,18 @@ def test_a_run_is_not_resumed_under_another_variable_of_the_math_library(
     said = r"environment\.variable\.MKL_CBWR = None, asked for 'COMPATIBLE'"
     with pytest.raises(RunConflictError, match=said):
         run_tiny(study, out)
+
+
+def test_a_run_whose_attention_comes_from_a_stale_pyc_is_refused(source, run_tiny):
+    other = ATTENTION.replace("scale=scale", "scale=0.3")
+    source.write_text(other)
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(source), invalidation_mode=unchecked)
+    source.write_text(ATTENTION)
+    ended = run_tiny(load_study(source.parent / "tiny.yaml"), source.parent / "anew").ended
+    # in this test both arms train in one process, so the first one imports it too
+    assert {state for _, _, state, _ in ended} <= {"failed", "skipped"}
+    assert f"{source}: its .pyc is not that of its source" in ended[0][3]
 
 
 @pytest.mark.parametrize("is_new", [True, False])
