@@ -129,6 +129,36 @@ def test_the_witness_changes_no_bit(write_study, tmp_path, precision, attention)
     assert _weights(config, tmp_path / "witnessed", witnessed=True) == plain
 
 
+def computes_again(q, k, v, *, causal, scale=None):
+    def attend(q, k, v):
+        return baseline_attention(q, k, v, causal=causal, scale=scale)
+
+    return checkpoint(attend, q, k, v, use_reentrant=True) if q.requires_grad else attend(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"implementation": "baseline", "fault": "dq_gain"},
+        {"implementation": f"{__name__}:computes_again"},
+    ],
+    ids=["fault", "checkpoint"],
+)
+def test_the_witness_changes_no_bit_of_a_backward_in_a_backward(write_study, tmp_path, attention):
+    def edit(content):
+        _two_arms(content)
+        content.update(arms={"baseline": {}}, yardstick="")
+        content["base"].update(precision="bf16-mixed", attention=attention, probe={"every": 0})
+
+    config = expand(load_study(write_study(edit)))[0].config
+    config = replace(config, train=replace(config.train, steps=3, snapshot_steps=()))
+    plain = _weights(config, tmp_path / "plain", witnessed=False)
+    assert _weights(config, tmp_path / "witnessed", witnessed=True) == plain
+    witness = _witnessed(config, tmp_path / "seen")
+    again = [row for row in witness.rows if row.part == "attention" and row.during == "backward"]
+    assert {row.module for row in again} == {"layer_0.attention", "layer_1.attention"}
+
+
 def test_the_witness_changes_no_measurement(write_study, run_tiny, tmp_path, monkeypatch):
     def edit(content):
         _two_arms(content)
