@@ -40,6 +40,8 @@ PATIENCE = 1.0
 """Seconds that the list of studies waits for summaries that are still to be made."""
 PAGES, SUMMARIES = 6, 1000
 """How many studies' records and pages, and how many summaries, are kept in memory."""
+CLOSING_S = 2.0
+"""Seconds that the end of the server waits for summaries in the making."""
 WORTH_A_PROCESS = 15
 """Studies that take as long to sum up as another process takes to start."""
 MOST_PROCESSES = 4
@@ -74,6 +76,16 @@ class ServedPages:
         self._helpers: SimpleQueue[ReaderProcess[Summary]] = SimpleQueue()
         """Processes that sum up studies, those that are free."""
         self._starting = threading.Lock()
+        self._closing = threading.Event()
+
+    def close(self) -> None:
+        """Begin no other summary, and wait for those in the making, but not for long.
+
+        What is still in the making then ends with the program, and says nothing of it.
+        """
+        self._closing.set()
+        if self._reader.ident:
+            self._reader.join(CLOSING_S)
 
     def find(self) -> dict[str, StudyFolder]:
         """Return the studies and probes by name, the newest first."""
@@ -114,7 +126,7 @@ class ServedPages:
         try:
             return self._pages.get(folder)
         except Exception as error:
-            return unreadable_page(folder.name, _message(folder.name, error), folder.stamp)
+            return unreadable_page(folder.name, self._message(folder.name, error), folder.stamp)
 
     def comparison(self, chosen: Sequence[StudyFolder], stamp: str) -> str:
         """Return the page on several studies, or one that says why one of them can't be read."""
@@ -124,7 +136,19 @@ class ServedPages:
             return render_comparison(studies, addresses, stamp)
         except Exception as error:
             names = ", ".join(addresses)
-            return unreadable_page(names, _message(names, error), stamp)
+            return unreadable_page(names, self._message(names, error), stamp)
+
+    def _message(self, name: str, error: Exception) -> str:
+        """Return what is wrong with a study's records, for its page.
+
+        One study must not take away the others' pages, so an error that nobody foresaw is shown
+        too, and goes to the log. The end of the server is nobody's error.
+        """
+        if isinstance(error, ValueError | OSError):
+            return str(error)
+        if not self._closing.is_set():
+            logging.getLogger(__name__).error("%s can't be shown", name, exc_info=error)
+        return f"{type(error).__name__}: {error}"
 
     def _index_stamp(self, found: Mapping[str, StudyFolder]) -> str:
         """Return a stamp of the summaries: the list changes only once they have been made anew."""
@@ -138,7 +162,7 @@ class ServedPages:
         """Return the one thread that makes the summaries that are due, started if need be."""
         with self._starting:
             due = [each for each in found.values() if self._summaries.is_due(each)]
-            if due and not self._reader.is_alive():
+            if due and not self._reader.is_alive() and not self._closing.is_set():
                 # a daemon: Ctrl-C does not wait for it
                 self._reader = threading.Thread(target=self._read_all, args=[due], daemon=True)
                 self._reader.start()
@@ -147,18 +171,29 @@ class ServedPages:
             return self._reader
 
     def _read_all(self, due: Sequence[StudyFolder]) -> None:
+        try:
+            self._summarise_all(due)
+        except RuntimeError:  # no pool of threads begins anything while Python ends
+            if not self._closing.is_set():
+                raise
+
+    def _summarise_all(self, due: Sequence[StudyFolder]) -> None:
         # what a person asks first is how far the studies are, and that is read in milliseconds
         unknown = [each for each in due if self._summaries.last(each.name) is None]
         stored = [each for each in unknown if self._stored(each)]
         with ExitStack() as stack:
             count = self._start_helpers(stack, len(unknown) - len(stored))
             for folder in stored:
-                self._summaries.get(folder)
+                self._make(self._summaries, folder)
             for folder in unknown:
                 if self._summaries.last(folder.name) is None:
-                    self._outlines.get(folder)
+                    self._make(self._outlines, folder)
             pool = stack.enter_context(ThreadPoolExecutor(1 + count))
-            list(pool.map(self._summaries.get, due))
+            list(pool.map(lambda folder: self._make(self._summaries, folder), due))
+
+    def _make(self, cache: StudyCache[Summary], folder: StudyFolder) -> None:
+        if not self._closing.is_set():
+            cache.get(folder)
 
     def _start_helpers(self, stack: ExitStack, studies: int) -> int:
         """Start the processes that so many studies are worth, until `stack` ends; return how many.
@@ -179,7 +214,7 @@ class ServedPages:
                 return outline_of_study(read_study(folder.path, has_logs=False))
             return summary_of_probe(read_probe(folder.path))
         except Exception as error:
-            return summary_of_error(folder.name, _message(folder.name, error))
+            return summary_of_error(folder.name, self._message(folder.name, error))
 
     def _stored(self, folder: StudyFolder) -> Summary | None:
         is_allowed = self._store and folder.kind == "study" and not folder.error
@@ -192,7 +227,7 @@ class ServedPages:
             _check(folder)
             return summary_of_probe(read_probe(folder.path))
         except Exception as error:
-            return summary_of_error(folder.name, _message(folder.name, error))
+            return summary_of_error(folder.name, self._message(folder.name, error))
 
     def _computed(self, folder: StudyFolder) -> Summary:
         _check(folder)
@@ -235,15 +270,3 @@ def _read(folder: StudyFolder, earlier: RecordedStudy | None) -> RecordedStudy:
 def _check(folder: StudyFolder) -> None:
     if folder.error:
         raise ValueError(folder.error)
-
-
-def _message(name: str, error: Exception) -> str:
-    """Return what is wrong with a study's records, for its page.
-
-    One study must not take away the others' pages, so an error that nobody foresaw is shown too,
-    and goes to the log.
-    """
-    if isinstance(error, ValueError | OSError):
-        return str(error)
-    logging.getLogger(__name__).error("%s can't be shown", name, exc_info=error)
-    return f"{type(error).__name__}: {error}"

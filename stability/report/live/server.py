@@ -5,7 +5,10 @@ looked up by name among those found, never by a path. Leaves out who may ask (`g
 client may take (`deadlines`) and what a page holds (`served_pages`).
 """
 
+import contextlib
 import hashlib
+import importlib
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +32,10 @@ __all__ = ["make_server"]
 SERVED = ("report.js", "live.js", "index.js", "served.css")
 """Files that the pages ask for, beside plotly's script."""
 MOST_COMPARED = 6
+LOOKED_FOR = ("pandas", "polars", "pyarrow")
+"""What plotly asks of each value whether it is one of theirs, if it finds them imported. One that
+another thread is still importing (statsmodels needs pandas) has no classes yet, and plotly fails:
+so they are imported before there are threads."""
 UNSTORED = {"Cache-Control": "no-store"}
 
 
@@ -39,10 +46,12 @@ def make_server(
 
     `token` and `allowed` are as in `Guard`, `store` as in `ServedPages`.
     """
+    for name in LOOKED_FOR:
+        with contextlib.suppress(ImportError):  # nobody else can import it either
+            importlib.import_module(name)
+    pages = ServedPages(runs, store)
     config = uvicorn.Config(
-        _make_app(
-            ServedPages(runs, store), Middleware(Guard, port=port, token=token, allowed=allowed)
-        ),
+        _make_app(pages, Middleware(Guard, port=port, token=token, allowed=allowed)),
         http=DeadlineProtocol,
         lifespan="off",
         ws="none",
@@ -51,7 +60,20 @@ def make_server(
         server_header=False,
         timeout_graceful_shutdown=1,
     )
-    return uvicorn.Server(config)
+    return _Server(config, pages)
+
+
+class _Server(uvicorn.Server):
+    """Ends the making of summaries with itself."""
+
+    def __init__(self, config: uvicorn.Config, pages: ServedPages) -> None:
+        super().__init__(config)
+        self._pages = pages
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Hang up, then let the pages end."""
+        await super().shutdown(sockets)
+        self._pages.close()
 
 
 def _make_app(pages: ServedPages, guard: Middleware) -> Starlette:

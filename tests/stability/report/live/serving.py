@@ -17,8 +17,9 @@ HOSTILE = "<script>alert(1)</script>\"'&🦊../../etc/passwd"
 class Client:
     """Sends a request target as it stands: nothing is normalised."""
 
-    def __init__(self, port):
+    def __init__(self, port, server):
         self.port = port
+        self.server = server
         self.host = f"127.0.0.1:{port}"
 
     def ask(self, target, method="GET", **headers):
@@ -48,7 +49,7 @@ def serving(runs, **options):
         server = make_server(runs, port, **({"token": TOKEN} | options))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
-        yield Client(port)
+        yield Client(port, server)
         server.should_exit = True
         thread.join()
 

@@ -31,6 +31,43 @@ def test_error_that_nobody_foresaw_is_shown_and_logged(synthetic, tmp_path, monk
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 
+def test_what_is_in_the_making_at_the_end_is_left_in_silence(
+    synthetic, tmp_path, monkeypatch, caplog
+):
+    for name in ("a", "b", "c", "d"):
+        synthetic.write_synthetic(tmp_path / name, seeds=[0])
+    begun, go_on, asked = threading.Event(), threading.Event(), []
+
+    def fail_at_the_end(study):
+        asked.append(study.folder.name)
+        begun.set()
+        go_on.wait(60)
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(served_pages, "summary_of_study", fail_at_the_end)
+    monkeypatch.setattr(served_pages, "PATIENCE", 0)
+    monkeypatch.setattr(served_pages, "CLOSING_S", 0.01)
+    pages = ServedPages(tmp_path)
+    pages.index()
+    assert begun.wait(60)
+    pages.close()
+    go_on.set()
+    pages._reader.join(60)
+    assert len(asked) == 1
+    assert not caplog.records
+    pages.index()  # somebody asks once more: nothing begins anew
+    assert len(asked) == 1
+
+
+def test_an_index_asked_for_late_starts_no_thread(synthetic, tmp_path):
+    synthetic.write_synthetic(tmp_path / "a", seeds=[0])
+    pages = ServedPages(tmp_path)
+    pages.close()
+    assert "a" in pages.index()
+    assert not pages._reader.is_alive()
+    assert pages._summaries.last("a") is None
+
+
 def test_records_that_lead_out_are_not_read(synthetic, tmp_path):
     synthetic.write_study_json(tmp_path / "runs" / "study", question="secret")
     (tmp_path / "runs" / "study" / "study.json").rename(tmp_path / "study.json")

@@ -3,6 +3,8 @@
 import html
 import re
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
 
@@ -10,7 +12,7 @@ import pytest
 
 from stability.records.metric_log import MetricLog
 from stability.report.live.server import SERVED
-from tests.stability.report.live.serving import HOSTILE, eventually, settled
+from tests.stability.report.live.serving import HOSTILE, eventually, serving, settled
 
 
 def test_list_shows_each_study_as_what_it_is(client):
@@ -41,6 +43,28 @@ def test_probe_has_its_own_page(client):
     assert "What was compared" in page
     assert f'data-stamp="{client.page("/study/probed/stamp")}"' in page
     assert 'src="/assets/plotly.js"' in page
+
+
+def test_what_plotly_looks_for_is_whole_before_two_threads_can_meet_over_it(tmp_path):
+    # in a process of its own: in this one a page has been made already
+    program = (
+        "import sys; from pathlib import Path; from stability.report.live import server\n"
+        "assert 'pandas' not in sys.modules\n"
+        "made = server.make_server(Path(sys.argv[1]), 1, token='')\n"
+        "looked = [sys.modules[name] for name in server.LOOKED_FOR if name in sys.modules]\n"
+        "assert sys.modules['pandas'] in looked and not any(\n"
+        "    getattr(each.__spec__, '_initializing', False) for each in looked)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_end_of_the_server_is_that_of_its_summaries(runs):
+    with serving(runs) as client:
+        settled(client)
+        server = client.server
+    assert server._pages._closing.is_set()
 
 
 def test_study_that_cannot_be_read_says_so_and_looks_for_better(client):
