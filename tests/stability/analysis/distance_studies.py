@@ -116,8 +116,13 @@ def write_study(
 def write_run(folder: Path, name: str, part: Part, seed: int) -> None:
     paths = RunPaths.for_run(folder, name, seed)
     kept = {step: part.weights(seed, step) for step in part.steps}
-    files = {paths.name_of(paths.snapshot(step)): checksum(w) for step, w in kept.items()}
-    files |= {paths.name_of(paths.predictions(step)): checksum(w) for step, w in kept.items()}
+    files = {}
+    for path_of in (paths.snapshot, paths.predictions):
+        for step, weights in kept.items():
+            path = path_of(step)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(weights.tobytes())
+            files[paths.name_of(path)] = checksum(weights)
     write_manifest(
         paths.manifest,
         Manifest(

@@ -156,7 +156,7 @@ def test_a_number_that_is_not_on_record_is_caught(copy, monkeypatch):
 
     assert not strange()
     monkeypatch.setattr(metric_log, "_is_sealed", lambda _: True)
-    monkeypatch.setattr(study_records, "_changed_since", lambda *_: "")
+    monkeypatch.setattr(study_records, "_fault", lambda *_, **__: "")
     assert "0.734375" in strange()
 
 
