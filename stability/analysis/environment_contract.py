@@ -11,10 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stability.config.diff import touches
-from stability.records.identity import is_module, may_be_missing
+from stability.records.identity import (
+    is_about_the_list,
+    is_module,
+    is_on_record,
+    may_be_missing,
+)
 from stability.records.manifest import Manifest
 
-__all__ = ["is_free_entry", "other_entries"]
+__all__ = ["is_free_entry", "is_known_of_both", "other_entries"]
 
 _INSTALLED = (
     "attention_kernels",
@@ -43,8 +48,16 @@ def other_entries(
     """Give the entries in which two environments must be equal and are not."""
     for key in sorted({*first.environment, *second.environment}):
         one, other = first.environment.get(key), second.environment.get(key)
-        if one != other and not is_free_entry(key, first, second, differences):
+        if one == other or is_about_the_list(key) or not is_known_of_both(key, first, second):
+            continue
+        if not is_free_entry(key, first, second, differences):
             yield key
+
+
+def is_known_of_both(key: str, first: Manifest, second: Manifest) -> bool:
+    """Whether both runs have an entry on record, or would have it if there were anything to say."""
+    was, now = first.environment, second.environment
+    return is_on_record(key, was, now) and is_on_record(key, now, was)
 
 
 def is_free_entry(

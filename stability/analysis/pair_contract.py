@@ -16,7 +16,7 @@ Everything here only reads.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from stability.analysis.environment_contract import is_free_entry
+from stability.analysis.environment_contract import is_free_entry, is_known_of_both
 from stability.analysis.pair_proof import PairProof, ProofLine, compared
 from stability.analysis.witness_contract import (
     Testimony,
@@ -28,9 +28,11 @@ from stability.config.arms import INDEPENDENT_AXES, Arm
 from stability.config.convert import from_dict
 from stability.config.diff import changed_axes, diff, hash_without, leaves, touches
 from stability.config.schema import AXES, BASELINE, ArmConfig, Axis
+from stability.records.identity import is_about_the_list
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
+from stability.records.module_sources import UNHASHED
 from stability.records.paths import RunPaths
 from stability.records.run_files import damage
 
@@ -283,10 +285,13 @@ def _start_parts(
 
     The hash of the initial weights is taken before a nudge; `differences` are those of the configs.
     """
-    # keys of both: an entry that only one manifest has is a difference too
-    for key in sorted({*first.environment, *second.environment}):
-        one, other = first.environment.get(key), second.environment.get(key)
+    was, now = first.environment, second.environment
+    for key in sorted(key for key in {*was, *now} if not is_about_the_list(key)):
+        one, other = was.get(key), now.get(key)
         is_free = is_free_entry(key, first, second, differences)
+        is_unhashed = UNHASHED in (one, other) and (is_free or one == other)
+        if is_unhashed or not is_known_of_both(key, first, second):
+            one = other = None  # what one alone has on record proves nothing of both
         yield f"environment.{key}", one, other, is_free
     for key in ("text", "held_out", "init_weights"):
         is_free = may_differ(key, differences)

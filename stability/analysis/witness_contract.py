@@ -121,6 +121,8 @@ def _own_line(found: Testimony) -> ProofLine:
             why = f"what {run} executed: {lacking}"
         elif found.unproven:
             why = f"what {run} multiplied: {found.unproven}"
+        elif witness.unhashed:
+            why = f"the source of what {run} executed: unhashed: {', '.join(witness.unhashed)}"
     executed = _dtypes(found.rows.get("linear", ()))
     return ProofLine(
         field=f"witness of {manifest.arm}",
@@ -204,7 +206,12 @@ def _named(
 ) -> Iterator[ProofLine]:
     """Give a line for each name whose values differ, or one that says that all are equal."""
     names = sorted({*first, *second})
+    # a run from before a switch was listed says nothing of it
+    unlisted = [name for name in names if name not in first or name not in second]
+    for name in unlisted if first and second else ():
+        yield compared(f"{what} {name}", None, None)
     others = [name for name in names if first.get(name) != second.get(name)]
+    others = [name for name in others if name not in unlisted or not (first and second)]
     for name in others:
         values = [", ".join(map(str, each.get(name, ["nothing"]))) for each in (first, second)]
         yield compared(f"{what} {name}", values[0], values[1])

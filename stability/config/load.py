@@ -21,7 +21,13 @@ from stability.config.arms import Arm, expand
 from stability.config.attentions import HEAD_DIMS, IMPLEMENTATIONS, takes_head_dim
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, repeated
 from stability.config.plugins import ATTENTIONS, plugins
-from stability.config.schema import BASELINE, ArmConfig, AttentionConfig, StudyConfig
+from stability.config.schema import (
+    BASELINE,
+    ArmConfig,
+    AttentionConfig,
+    StudyConfig,
+    emulated_format,
+)
 
 __all__ = ["load_study", "parse_value", "read_mapping"]
 
@@ -29,6 +35,7 @@ _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}")
 _RESERVED = (
     "assay",
     "distances",
+    "drifts",
     "figures",
     "forks",
     "ladder.json",
@@ -74,6 +81,7 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     for arm in arms:
         _check_attention(arm.config.attention, root.at("arms").at(arm.name).at("attention"))
         _check_head_dim(arm.config, root.at("base.model"))
+        _check_train(arm, study, root)
     _check_ends(study, arms, root)
     return study
 
@@ -247,6 +255,33 @@ def _check_head_dim(config: ArmConfig, place: Place) -> None:
                 f"width / heads must be from {HEAD_DIMS[0]} to {HEAD_DIMS[1]} for the attention "
                 f"{name}, got {model.width} / {model.heads} = {head_dim}"
             )
+
+
+def _check_train(arm: Arm, study: StudyConfig, root: Place) -> None:
+    """ConfigError for values of an arm that contradict one another.
+
+    Here and not where a config is made: a record of a run from before must stay readable.
+    """
+    config, base = arm.config, study.base
+    train, own = config.train, root.at("arms").at(arm.name)
+    place = root.at("base.train") if train == base.train else own.at("train")
+    again = repeated(train.snapshot_steps)
+    if again is not None:
+        raise place.at("snapshot_steps").error(
+            f"must not hold a step twice, got {list(train.snapshot_steps)}; it is step {again}"
+        )
+    algorithm = train.trainer.get("gradient_clip_algorithm")
+    if algorithm and not train.grad_clip:
+        raise place.at("trainer.gradient_clip_algorithm").error(
+            f"must not be given where train.grad_clip is 0 and nothing is clipped, got "
+            f"{algorithm!r}"
+        )
+    if train.compile and emulated_format(config.precision):
+        place = own if config.precision != base.precision else root.at("base")
+        raise place.at("precision").error(
+            f"must not be emulated where train.compile is {train.compile!r}, got "
+            f"{config.precision!r}; the compiled graph would not be rounded"
+        )
 
 
 def _with_steps_in_reach(study: StudyConfig, root: Place) -> StudyConfig:

@@ -8,66 +8,86 @@ The entries are flat, so that a message can name the one that differs:
 - `package.NAME`: the version of each imported distribution. One that only one of two runs has
   imported can't have moved the other (`may_be_missing`);
 - `switch.NAME`: numeric switches of torch, which any imported module may turn;
-- `variable.NAME`: environment variables that math libraries read;
+- `variable.NAME`: environment variables that math libraries read. `variables_listed` says which
+  would be here, so that one that is not set is told from one that an older list did not have;
 - `package_source`, `kernel_source`: SHA-256 of this package's files that training imports, and of
   the attention library's;
-- `module.NAME`: SHA-256 of each other module that lies outside of what is installed: the user's
-  own, which are an attention's. One that only one of two runs has imported is its declared change,
-  or moves nothing; one that is imported after training began is in the run's witness.
+- `module.NAME`: SHA-256 of each other source that was imported or executed and that no version
+  names (`module_sources`): the user's own, which are an attention's. One that only one of two runs
+  has imported is its declared change, or moves nothing; one that is imported after training began
+  is in the run's witness.
 
-Leaves out what a run really executed, and every decision about it (`analysis.pair_contract`,
-`study.run`).
+An entry that one of two runs does not have on record proves nothing (`is_on_record`). Leaves out
+what a run really executed, and every decision about it (`analysis.pair_contract`, `study.run`).
 """
 
-import functools
+import fnmatch
 import hashlib
 import json
 import os
 import platform
-import site
+import re
 import sys
-import sysconfig
+import tempfile
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import attention_kernels
+from stability.records.distributions import imported_packages
+from stability.records.module_sources import own_modules
 
 __all__ = [
     "environment",
     "hash_environment",
     "hash_sources",
-    "imported_packages",
+    "is_about_the_list",
     "is_module",
     "is_of_process",
+    "is_on_record",
     "may_be_missing",
     "numeric_switches",
-    "own_modules",
     "training_switches",
 ]
 
-VARIABLES = (
-    "ATEN_",  # ATEN_CPU_CAPABILITY chooses the instructions of torch's own kernels
-    "CUBLAS_",
-    "CUDNN_",
-    "DNNL_",  # the same two of oneDNN: DNNL_MAX_CPU_ISA
-    "GOMP_",
-    "KMP_",  # Intel's OpenMP: threads, and the order in which they add
-    "LIBXSMM_",
-    "MKL_",  # MKL_CBWR and MKL_ENABLE_INSTRUCTIONS choose the code of every GEMM
-    "NCCL_",  # the algorithm of a reduction is its order
-    "NVIDIA_TF32_OVERRIDE",  # TF32 whatever torch's switches say
-    "NVTE_",  # TransformerEngine's FP8 recipes and attention backends
-    "OMP_",  # threads: another split of a sum is another order
-    "ONEDNN_",
-    "OPENBLAS_",
-    "PYTORCH_",
-    "TORCH_",
-    "TORCHINDUCTOR_",
-    "TRITON_",  # TRITON_INTERPRET, TRITON_F32_DEFAULT
-)
-"""Beginnings of the names of environment variables that reach numerics."""
+VARIABLES = {
+    "ATEN_*": "ATEN_CPU_CAPABILITY chooses the instructions of torch's own kernels",
+    "BLIS_*": "threads and the architecture of BLIS, numpy's or torch's BLAS in some builds",
+    "CUBLASLT_*": "which algorithms cuBLASLt may take, and how much memory for them",
+    "CUBLAS_*": "CUBLAS_EMULATE_SINGLE_PRECISION computes FP32 products from BF16 ones",
+    "CUDA_*JIT*": "kernels compiled anew by the driver (CUDA_FORCE_PTX_JIT) are other machine code",
+    "CUDNN_*": "which of cuDNN's engines are tried",
+    "DISABLE_ADDMM_*": "DISABLE_ADDMM_CUDA_LT: the bias of a linear layer is added apart",
+    "DNNL_*": "oneDNN by its older name: DNNL_MAX_CPU_ISA chooses the code of every product",
+    "FLASH_ATTENTION_*": "flash-attn's backends, e.g. FLASH_ATTENTION_TRITON_AMD_ENABLE",
+    "GLIBC_TUNABLES": "masks CPU features: another exp, log and sin of libm, other last bits",
+    "GOMP_*": "GNU OpenMP: which cores, and so how many threads, share a sum",
+    "GOTO_NUM_THREADS": "OpenBLAS by its older name: another number of threads splits a sum anew",
+    "HIPBLASLT_*": "HIPBLASLT_TUNING_OVERRIDE_FILE says which algorithms are taken",
+    "HSA_OVERRIDE_GFX_VERSION": "ROCm takes the kernels of another GPU",
+    "KMP_*": "Intel's OpenMP: threads, and KMP_DETERMINISTIC_REDUCTION the order of their sum",
+    "LD_LIBRARY_PATH": "which file a library's name means: another BLAS, libm or CUDA library",
+    "LD_PRELOAD": "a library that takes the place of any function",
+    "LIBXSMM_*": "LIBXSMM_TARGET chooses the instructions of small products",
+    "MIOPEN_*": "which of MIOpen's algorithms are tried, and where it keeps what it found fastest",
+    "MKL_*": "MKL_CBWR and MKL_ENABLE_INSTRUCTIONS choose the code of every GEMM",
+    "NCCL_*": "the algorithm of a reduction is its order",
+    "NVIDIA_TF32_OVERRIDE": "TF32 whatever torch's switches say",
+    "NVTE_*": "TransformerEngine's FP8 recipes and attention backends",
+    "OMP_*": "threads: another split of a sum is another order",
+    "ONEDNN_*": "ONEDNN_MAX_CPU_ISA and ONEDNN_DEFAULT_FPMATH_MODE: code and precision of products",
+    "OPENBLAS_*": "OPENBLAS_CORETYPE chooses the kernels, OPENBLAS_NUM_THREADS the split",
+    "PYTHONHASHSEED": "the order of sets, which may be the order of layers or of sums",
+    "PYTORCH_*": "PYTORCH_TUNABLEOP_ENABLED takes the GEMM that was measured to be fastest",
+    "ROCBLAS_*": "ROCBLAS_DEFAULT_ATOMICS_MODE: sums in the order of arrival",
+    "TORCHAO_*": "TORCHAO_AUTOTUNER_ENABLE takes the kernels that were measured to be fastest",
+    "TORCHDYNAMO_*": "what is compiled, and what stays eager and is rounded between operators",
+    "TORCHINDUCTOR_*": "fusion, autotuning, and TORCHINDUCTOR_EMULATE_PRECISION_CASTS",
+    "TORCH_*": "TORCH_BLAS_PREFER_HIPBLASLT, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and others",
+    "TRITON_*": "TRITON_INTERPRET, TRITON_F32_DEFAULT",
+    "XFORMERS_*": "which of xFormers' attentions are taken",
+}
+"""Names of environment variables that reach numerics, as patterns, and how."""
 
 HARMLESS = {
     "CUBLAS_WORKSPACE_CONFIG": "the Trainer sets it for each run, whatever it was",
@@ -83,12 +103,14 @@ HARMLESS = {
     "TORCH_HOME": "where downloads lie",
     "TORCH_LOGS": "prints",
     "TORCH_SHOW_CPP_STACKTRACES": "prints",
-    "TORCHINDUCTOR_CACHE_DIR": "where compiled code lies",
-    "TRITON_CACHE_DIR": "where compiled code lies",
+    "TRITON_CACHE_DIR": "where compiled code lies; which was fastest is kept there only where "
+    "TRITON_CACHE_AUTOTUNING says so, which is listed",
     "PYTORCH_ALLOC_CONF": "where memory comes from",
     "PYTORCH_CUDA_ALLOC_CONF": "where memory comes from",
 }
 """Variables of those names that no bit depends on, and why."""
+
+_LISTED = re.compile("|".join(map(fnmatch.translate, VARIABLES)))
 
 _PACKAGE = Path(__file__).parents[1]
 _NOT_IN_TRAINING = ("cli", "report", "tracking")
@@ -104,6 +126,8 @@ def environment() -> dict[str, Any]:
 
     return {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
+        # -O drops assert statements, whatever they call
+        "python_optimize": sys.flags.optimize,
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu("model name") or platform.processor(),
         # a virtual machine may hide some of a model's instructions
@@ -115,6 +139,7 @@ def environment() -> dict[str, Any]:
         **{f"package.{name}": version for name, version in imported_packages().items()},
         **{f"switch.{name}": value for name, value in numeric_switches().items()},
         **{f"variable.{name}": value for name, value in _variables().items()},
+        "variables_listed": " ".join(VARIABLES),
         **{f"module.{name}": sha256 for name, sha256 in own_modules().items()},
         "kernel_source": hash_sources(Path(str(attention_kernels.__file__)).parent),
         "package_source": hash_sources(_PACKAGE, _NOT_IN_TRAINING),
@@ -124,15 +149,37 @@ def environment() -> dict[str, Any]:
 def hash_environment(environment: Mapping[str, Any]) -> str:
     """Return the SHA-256 of an environment: equal in two runs that may be a pair.
 
-    Packages and modules are left out, since a run may need more of them than its pair.
+    Packages and modules are left out, since a run may need more of them than its pair, and so is
+    what the list was.
     """
-    kept = {key: value for key, value in environment.items() if not may_be_missing(key)}
+    left_out = (may_be_missing, is_about_the_list)
+    kept = {k: v for k, v in environment.items() if not any(test(k) for test in left_out)}
     return _hash(json.dumps(kept, sort_keys=True))
 
 
 def may_be_missing(key: str) -> bool:
     """Whether two runs may differ in that only one of them has this entry."""
     return key.startswith(("package.", "module."))
+
+
+def is_about_the_list(key: str) -> bool:
+    """Whether the entry says what would be on record, and nothing of the run."""
+    return key == "variables_listed"
+
+
+def is_on_record(key: str, environment: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether `environment` tells of an entry that it or the `other` one has.
+
+    A run from before an entry was listed says nothing of it. A variable that was listed and is
+    not there was not set; of two environments by one list both know the same names.
+    """
+    if key in environment:
+        return True
+    if not key.startswith("variable."):
+        return may_be_missing(key)
+    listed, by_other = (each.get("variables_listed") for each in (environment, other))
+    name, patterns = key.removeprefix("variable."), str(listed or "").split()
+    return listed == by_other or any(fnmatch.fnmatchcase(name, each) for each in patterns)
 
 
 def is_module(key: str) -> bool:
@@ -145,95 +192,80 @@ def is_of_process(key: str) -> bool:
     return key.startswith(("switch.", "module."))
 
 
-def own_modules() -> dict[str, str]:
-    """Return the SHA-256 of each imported module that is the user's own, by name.
-
-    Those are all whose file lies outside of this package, of Python and of what is installed there:
-    what is installed has a version. A script that is run is called `__main__`.
-    """
-    not_own = _not_own()
-    found: dict[str, str] = {}
-    for name in sys.modules.keys() - _known_installed:
-        module = sys.modules.get(name)
-        # not getattr: a module that imports lazily would answer by importing
-        file = getattr(module, "__dict__", {}).get("__file__")
-        if not isinstance(file, str) or file.startswith(not_own) or not os.path.isfile(file):
-            _known_installed.add(name)
-            continue
-        # the script that a process of `multiprocessing` was started from has a name of its own
-        name = "__main__" if name == "__mp_main__" else name
-        found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return dict(sorted(found.items()))
-
-
-_known_installed: set[str] = set()
-"""Names of modules that are not the user's own: thousands, and a run asks several times."""
-
-
-@functools.cache
-def _not_own() -> tuple[str, ...]:
-    """Return the folders of Python, of what is installed and of this package, with a slash each."""
-    names = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
-    folders = [sysconfig.get_paths()[name] for name in names]
-    folders += [*site.getsitepackages(), site.getusersitepackages()]
-    folders += [str(Path(__file__).parents[1]), *attention_kernels.__path__]
-    real = [os.path.realpath(folder) for folder in folders]
-    return tuple(sorted({os.path.join(folder, "") for folder in [*folders, *real]}))
-
-
-def imported_packages() -> dict[str, str]:
-    """Return the version of each distribution of which a module is imported, by name."""
-    tops = {name.partition(".")[0] for name in list(sys.modules)}
-    found = {name for top in tops for name in _distributions().get(top, ())}
-    return {name: _version(name) for name in sorted(found)}
-
-
-@functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    # a third of a second, once a process; the server of fresh processes has done it for all
-    return metadata.packages_distributions()
-
-
-@functools.cache
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 _SWITCHES: dict[str, Callable[[Any], Any]] = {
+    # what a tensor is made in where no dtype is named
     "default_dtype": lambda torch: str(torch.get_default_dtype()),
+    # "high" and "medium" multiply FP32 as TF32 or BF16; the same by backend and operator below
     "float32_matmul_precision": lambda torch: torch.get_float32_matmul_precision(),
+    "fp32_precision": lambda torch: torch.backends.fp32_precision,
     "cuda_matmul_tf32": lambda torch: torch.backends.cuda.matmul.allow_tf32,
     "cuda_matmul_fp32": lambda torch: _effective(torch, torch.backends.cuda.matmul),
+    # partial sums of a split product in BF16 or FP16, or all of one in FP16
     "cuda_bf16_reduction": lambda torch: (
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     ),
     "cuda_fp16_reduction": lambda torch: (
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     ),
+    "cuda_bf16_split": lambda torch: (
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction_split_k
+    ),
+    "cuda_fp16_split": lambda torch: (
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction_split_k
+    ),
+    "cuda_fp16_accumulation": lambda torch: torch.backends.cuda.matmul.allow_fp16_accumulation,
     "cudnn_tf32": lambda torch: torch.backends.cudnn.allow_tf32,
+    "cudnn_conv_fp32": lambda torch: torch.backends.cudnn.conv.fp32_precision,
+    "cudnn_rnn_fp32": lambda torch: torch.backends.cudnn.rnn.fp32_precision,
+    # whether cuDNN, oneDNN, NNPACK or torch's own loops compute at all
     "cudnn": lambda torch: torch.backends.cudnn.enabled,
-    "cuda_blas": lambda torch: str(torch.backends.cuda.preferred_blas_library()),
     "mkldnn": lambda torch: torch.backends.mkldnn.enabled,
+    "nnpack": lambda torch: torch._C._get_nnpack_enabled(),
+    # which library multiplies, decomposes, and attends
+    "cuda_blas": lambda torch: str(torch.backends.cuda.preferred_blas_library()),
+    "cuda_linalg": lambda torch: str(torch.backends.cuda.preferred_linalg_library()),
+    "rocm_attention": lambda torch: str(torch.backends.cuda.preferred_rocm_fa_library()),
+    "mkldnn_deterministic": lambda torch: torch.backends.mkldnn.deterministic,
     "mkldnn_matmul_fp32": lambda torch: _effective(torch, torch.backends.mkldnn.matmul),
+    "mkldnn_conv_fp32": lambda torch: _effective(torch, torch.backends.mkldnn.conv),
+    "mkldnn_rnn_fp32": lambda torch: _effective(torch, torch.backends.mkldnn.rnn),
+    # which backends attention may take, in which order they are asked, and whether the math one
+    # rounds between its products in BF16 and FP16, where it otherwise computes in FP32
     "sdpa_flash": lambda torch: torch.backends.cuda.flash_sdp_enabled(),
     "sdpa_memory_efficient": lambda torch: torch.backends.cuda.mem_efficient_sdp_enabled(),
     "sdpa_math": lambda torch: torch.backends.cuda.math_sdp_enabled(),
     "sdpa_cudnn": lambda torch: torch.backends.cuda.cudnn_sdp_enabled(),
+    "sdpa_order": lambda torch: str(torch._C._get_sdp_priority_order()),
+    "sdpa_math_reduction": lambda torch: torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+    # a fused encoder layer in inference, which held-out text is
+    "mha_fastpath": lambda torch: torch.backends.mha.get_fastpath_enabled(),
+    # the order in which an einsum of several operands multiplies them
+    "einsum": lambda torch: torch.backends.opt_einsum.enabled,
+    "einsum_strategy": lambda torch: torch.backends.opt_einsum.strategy,
+    # what torch.empty holds under deterministic algorithms: NaN, or what lay there
+    "fill_uninitialized": lambda torch: torch.utils.deterministic.fill_uninitialized_memory,
+    # fusion, autotuning, what is compiled: what differs from torch's default
+    "inductor": lambda torch: _changed("torch._inductor.config"),
+    "dynamo": lambda torch: _changed("torch._dynamo.config"),
+    "functorch": lambda torch: _changed("torch._functorch.config"),
     # autocast of a whole process: an arm of another name would train in its format
     "autocast_cpu": lambda torch: _autocast(torch, "cpu"),
     "autocast_cuda": lambda torch: _autocast(torch, "cuda"),
+    # the recipe of TransformerEngine's autocast, where one is entered for the whole process
+    "fp8_transformer_engine": lambda torch: _fp8_recipe(),
     # a quarter of the least normal number is 0 where denormals are flushed
     "flush_denormal": lambda torch: bool(torch.tensor(1.2e-38).div(4).eq(0)),
+    # rounded to nearest unless a library has told the processor otherwise
+    "rounds_to_nearest": lambda torch: _rounds_to_nearest(),
 }
-"""How torch tells of each numeric switch, by the name that it gets here."""
+"""How torch tells of each numeric switch, by the name that it gets here, and above it why."""
 
 _SET_BY_TRAINER: dict[str, Callable[[Any], Any]] = {
+    # operators that add in the order of arrival are replaced, or refused, or only warned of
     "deterministic_algorithms": lambda torch: torch.are_deterministic_algorithms_enabled(),
     "deterministic_warn_only": lambda torch: torch.is_deterministic_algorithms_warn_only_enabled(),
     "cudnn_deterministic": lambda torch: torch.backends.cudnn.deterministic,
+    # the fastest of several algorithms is another one from run to run
     "cudnn_benchmark": lambda torch: torch.backends.cudnn.benchmark,
 }
 """Switches that the Trainer sets for each run anew (`study.assemble.make_trainer`), whatever they
@@ -265,6 +297,50 @@ def _effective(torch: Any, backend: Any) -> str:
     return next(precision for precision in told if precision != "none")
 
 
+_FOLLOWS_THE_TRAINER = ("torch._inductor.config", "deterministic")
+"""Set together with the deterministic algorithms, which the Trainer does for each run."""
+
+
+def _changed(module: str) -> str:
+    """Return what of a compiler's config is not torch's default; "" if it is not imported."""
+    config = sys.modules.get(module)
+    if config is None:
+        return ""
+    # not `codegen_config`, which lists what was set once and is the default again
+    entries, values = config._config, config.get_config_copy()
+    others = [
+        f"{name} = {values[name]!r}"
+        for name in sorted(values.keys() & entries.keys())
+        if not entries[name].alias and values[name] != entries[name].default
+        if (module, name) != _FOLLOWS_THE_TRAINER
+    ]
+    return _without_addresses("; ".join(others))
+
+
+def _without_addresses(text: str) -> str:
+    """Return what `repr` says of objects without where they lie, another place each time."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+_FP8_STATES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
+"""Where TransformerEngine keeps the recipe that is entered, in its newer and its older versions."""
+
+
+def _fp8_recipe() -> str:
+    states = (getattr(sys.modules.get(name), "FP8GlobalStateManager", None) for name in _FP8_STATES)
+    state = next((each for each in states if each), None)
+    if state is None or not state.is_fp8_enabled():
+        return "off"
+    return _without_addresses(repr(state.get_fp8_recipe()))
+
+
+def _rounds_to_nearest() -> bool:
+    """Whether what is far below the last place of 1 leaves it as it is, in each direction."""
+    one = float(len("1"))  # no constant, which would have been added up when this was compiled
+    small = one * 2.0**-55
+    return one + small == one and one - small == one and -one - small == -one
+
+
 def _told(tell: Callable[[Any], Any], torch: Any) -> Any:
     try:
         return tell(torch)
@@ -278,8 +354,14 @@ def _variables() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(VARIABLES) and name not in HARMLESS
+        if _LISTED.match(name) and name not in HARMLESS and not _is_default(name, value)
     }
+
+
+def _is_default(name: str, value: str) -> bool:
+    """Whether torch itself has set a variable while it compiled, to what it takes without it."""
+    folder = os.path.join(tempfile.gettempdir(), "torchinductor_")
+    return name == "TORCHINDUCTOR_CACHE_DIR" and value.startswith(folder)
 
 
 def _gpu() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
+from stability.records.module_sources import UNHASHED
 from stability.records.record_types import Count, Rule
 from stability.records.sealed_json import read_record, write_sealed
 
@@ -130,7 +131,8 @@ class Stretch:
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Known answers `at_start` and `at_end`; without the latter where a kill ended it."""
     modules: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of the user's own modules that were imported by its end (`identity.own_modules`)."""
+    """SHA-256 of the user's own sources that were imported or executed by its end
+    (`module_sources`); `UNHASHED` of what has none."""
     git: dict[str, str] = field(default_factory=dict)
     """The commit and changes of the folder that the process was started in (`git_state`)."""
 
@@ -190,6 +192,12 @@ class Witness:
     def unproven(self) -> str:
         """Why some stretch says nothing of dtypes; empty if all do."""
         return next((why for each in self.all if (why := _why_unproven(each))), "")
+
+    @property
+    def unhashed(self) -> list[str]:
+        """The names of what was executed and has no source that could be hashed, sorted."""
+        each = (item for stretch in self.all for item in stretch.modules.items())
+        return sorted({name for name, sha256 in each if sha256 == UNHASHED})
 
     @property
     def answers(self) -> list[dict[str, Any]]:

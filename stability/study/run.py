@@ -15,7 +15,14 @@ from stability.config.arms import Arm, with_seed
 from stability.config.convert import to_dict
 from stability.config.schema import ArmConfig, Axis
 from stability.records.atomic_files import remove
-from stability.records.identity import environment, is_module, is_of_process, may_be_missing
+from stability.records.identity import (
+    environment,
+    is_about_the_list,
+    is_module,
+    is_of_process,
+    is_on_record,
+    may_be_missing,
+)
 from stability.records.manifest import ENDED, Manifest, RecordedFork, read_manifest, write_manifest
 from stability.records.paths import RunPaths, checkpoint_steps, strange_files
 from stability.records.run_files import damage
@@ -143,6 +150,9 @@ def _other_entries(
     for key in sorted({*was, *now}):
         # a module that is new has run its code, and one that is gone has not
         is_free = may_be_missing(key) and not is_module(key) and (key not in was or key not in now)
+        # a run from before an entry was listed says nothing of it
+        is_free |= is_about_the_list(key)
+        is_free |= not (is_on_record(key, was, now) and is_on_record(key, now, was))
         if was.get(key) != now.get(key) and not is_free:
             yield key, was.get(key), now.get(key)
 

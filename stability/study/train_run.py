@@ -34,6 +34,7 @@ from stability.records.identity import (
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import MetricLog, read_text
 from stability.records.metric_names import BATCH_HASH
+from stability.records.module_sources import watch_sources
 from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import RunFiles
 from stability.records.run_lease import LeaseLostError
@@ -96,6 +97,7 @@ def train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
 
 def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
     config, before_imports = run.config, numeric_switches()
+    watch_sources()
     parts = assemble(config)
     data = load_data(config)
     start, listed = _find_start(run, observer)

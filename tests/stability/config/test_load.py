@@ -1,5 +1,6 @@
 """A study's YAML: what is read, and each mistake in one line that names file and key."""
 
+import inspect
 import math
 from pathlib import Path
 
@@ -109,6 +110,42 @@ def test_a_study_is_read_with_the_baseline_first(tmp_path):
         (_set("arms.x", "fp32"), "arms.x: must be a mapping of overrides, got 'fp32'"),
         (_set("arms.a/b", {}), "arms: a name must be 1 to 64 letters, .* got 'a/b'"),
         (_set("arms.baseline", {"precision": "32-true"}), "arms.baseline: must override nothing"),
+        (_set("arms.drifts", {}), "arms: 'drifts' is reserved"),
+        (_set("base.data", {"workers": 1e6}), "base.data.workers: must be a whole number"),
+        (
+            _set("base.train.snapshot_steps", [2, 5, 2]),
+            r"base.train.snapshot_steps: must not hold a step twice, got \[2, 5, 2\]; it is step 2",
+        ),
+        (
+            _set(
+                "base.train",
+                {
+                    "steps": 10,
+                    "snapshot_steps": [5],
+                    "grad_clip": 0,
+                    "trainer": {"gradient_clip_algorithm": "value"},
+                },
+            ),
+            "base.train.trainer.gradient_clip_algorithm: must not be given where .*_clip is 0",
+        ),
+        (
+            _set(
+                "base",
+                {
+                    "model": {"depth": 2, "width": 32, "heads": 2, "context": 32},
+                    "precision": "emulated:e4m3",
+                    "train": {"steps": 10, "snapshot_steps": [5], "compile": "inductor"},
+                },
+            ),
+            "base.precision: must not be emulated where train.compile is 'inductor'",
+        ),
+        (
+            lambda content: (
+                _set("base.train.compile", "inductor")(content),
+                _set("arms.e4m3", {"precision": "emulated:e4m3"})(content),
+            ),
+            "arms.e4m3.precision: must not be emulated where train.compile is 'inductor'",
+        ),
         (_set("arms", {"study.json": {}}), "arms: 'study.json' is reserved"),
         (_set("arms.FORKS", {}), "arms: 'FORKS' is reserved: .*; reserved are assay, distances"),
         (_set("arms.FP32", {}), "arms: names must differ in more than case, got 'fp32', 'FP32'"),
@@ -185,8 +222,12 @@ def test_what_is_no_yaml_mapping_is_refused(tmp_path, text, message):
 
 def test_every_file_of_a_study_has_a_reserved_name():
     paths = StudyPaths(Path("study"))
-    own = [name for name, value in vars(StudyPaths).items() if isinstance(value, property)]
-    files = [getattr(paths, name) for name in own] + [paths.distances(0), paths.assay("a")]
+    own = {name: value for name, value in vars(StudyPaths).items() if not name.startswith("_")}
+    properties = {name for name, value in own.items() if isinstance(value, property)}
+    methods = {name for name, value in own.items() if inspect.isfunction(value)}
+    files = [getattr(paths, name) for name in properties]
+    files += [getattr(paths, name)(0) for name in methods]
+    assert {"drifts", "distances", "assay"} == methods, "each is called with a seed or an arm"
     assert {file.relative_to(paths.root).parts[0] for file in files} <= set(_RESERVED)
 
 

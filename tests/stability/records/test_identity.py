@@ -1,10 +1,16 @@
 """The identity of a run holds what decides its bits, and tells of each change by name."""
 
+import ctypes
 import hashlib
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,8 +20,11 @@ import attention_kernels
 from stability.records import identity
 from stability.records.identity import (
     HARMLESS,
+    VARIABLES,
     environment,
     hash_environment,
+    is_on_record,
+    numeric_switches,
     training_switches,
 )
 
@@ -79,9 +88,28 @@ def test_what_only_shows_a_run_is_no_part_of_it(tmp_path, monkeypatch):
         ("MKL_CBWR", "COMPATIBLE"),
         ("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
         ("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        ("DNNL_MAX_CPU_ISA", "AVX2"),
         ("ATEN_CPU_CAPABILITY", "default"),
         ("NVIDIA_TF32_OVERRIDE", "1"),
         ("TRITON_INTERPRET", "1"),
+        ("GLIBC_TUNABLES", "glibc.cpu.hwcaps=-AVX2"),
+        ("LD_PRELOAD", "libother.so"),
+        ("LD_LIBRARY_PATH", "/opt/other/lib"),
+        ("DISABLE_ADDMM_CUDA_LT", "1"),
+        ("CUDA_FORCE_PTX_JIT", "1"),
+        ("CUDA_DISABLE_PTX_JIT", "1"),
+        ("ROCBLAS_DEFAULT_ATOMICS_MODE", "0"),
+        ("HIPBLASLT_TUNING_OVERRIDE_FILE", "tuned.txt"),
+        ("MIOPEN_FIND_MODE", "1"),
+        ("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE"),
+        ("BLIS_ARCH_TYPE", "haswell"),
+        ("OPENBLAS_CORETYPE", "Haswell"),
+        ("GOMP_CPU_AFFINITY", "0"),
+        ("PYTORCH_TUNABLEOP_ENABLED", "1"),
+        ("PYTHONHASHSEED", "7"),
+        ("TORCHDYNAMO_DISABLE", "1"),
+        ("TORCHINDUCTOR_CACHE_DIR", "/data/tuned"),
+        ("NVTE_FLASH_ATTN", "0"),
     ],
 )
 def test_a_variable_that_math_libraries_read_is_in_it(name, value, monkeypatch):
@@ -90,6 +118,31 @@ def test_a_variable_that_math_libraries_read_is_in_it(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     assert environment()[f"variable.{name}"] == value
     assert hash_environment(environment()) != before
+
+
+def test_every_listed_variable_says_how_it_reaches_numerics_and_is_tried_or_like_one():
+    for name, why in [*VARIABLES.items(), *HARMLESS.items()]:
+        assert len(why.split()) >= 1, name
+        assert why.strip() != name, name
+    # without a `*` at the end of a word, `OMP` would be each name that begins so
+    assert all(re.fullmatch(r"[A-Z0-9_]+(\*[A-Z]*)?\*?", name) for name in VARIABLES)
+
+
+def test_every_switch_has_a_reason_above_it():
+    source = Path(str(identity.__file__)).read_text()
+    for table in ("_SWITCHES", "_SET_BY_TRAINER"):
+        (body,) = re.findall(rf"^{table}: .*?^}}", source, re.MULTILINE | re.DOTALL)
+        lines = body.splitlines()[1:-1]
+        assert lines[0].lstrip().startswith("#")
+        assert all(line.startswith(("    #", '    "', "        ", "    )")) for line in lines)
+
+
+def test_the_cache_that_torch_chose_itself_is_no_choice(monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    before = environment()
+    chosen = os.path.join(tempfile.gettempdir(), "torchinductor_somebody")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
+    assert environment() == before
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -187,3 +240,181 @@ def test_switches_that_a_trainer_sets_are_told_while_it_trains_alone():
         assert training_switches()["deterministic_algorithms"] is not before
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def _set(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def _called(function, value, before):
+    function(value)
+    try:
+        yield
+    finally:
+        function(before)
+
+
+_CUDA = torch.backends.cuda
+_REDUCTION = _CUDA.allow_fp16_bf16_reduction_math_sdp
+_ORDER = torch._C._get_sdp_priority_order()
+
+
+@pytest.mark.parametrize(
+    ("name", "turned"),
+    [
+        ("sdpa_math_reduction", lambda: _called(_REDUCTION, True, False)),
+        ("sdpa_order", lambda: _called(torch._C._set_sdp_priority_order, _ORDER[::-1], _ORDER)),
+        ("cuda_fp16_accumulation", lambda: _set(_CUDA.matmul, "allow_fp16_accumulation", True)),
+        ("cuda_linalg", lambda: _set(_CUDA, "preferred_linalg_library", lambda: "magma")),
+        ("rocm_attention", lambda: _set(_CUDA, "preferred_rocm_fa_library", lambda: "ck")),
+        ("mkldnn_matmul_fp32", lambda: _fp32_of("mkldnn.matmul", "bf16")),
+        ("mkldnn_conv_fp32", lambda: _fp32_of("mkldnn.conv", "bf16")),
+        ("mkldnn_rnn_fp32", lambda: _fp32_of("mkldnn.rnn", "bf16")),
+        ("cudnn_conv_fp32", lambda: _fp32_of("cudnn.conv", "ieee")),
+        ("cudnn_rnn_fp32", lambda: _fp32_of("cudnn.rnn", "ieee")),
+        ("mkldnn_deterministic", lambda: _mkldnn_deterministic()),
+        ("nnpack", lambda: torch.backends.nnpack.flags(enabled=False)),
+        ("mha_fastpath", lambda: _called(torch.backends.mha.set_fastpath_enabled, False, True)),
+        ("einsum", lambda: _set(torch.backends.opt_einsum, "enabled", "other")),
+        ("einsum_strategy", lambda: _set(torch.backends.opt_einsum, "strategy", "optimal")),
+        (
+            "fill_uninitialized",
+            lambda: _set(torch.utils.deterministic, "fill_uninitialized_memory", False),
+        ),
+        ("rounds_to_nearest", lambda: _rounding(0x800)),
+        ("rounds_to_nearest", lambda: _rounding(0x400)),
+        ("rounds_to_nearest", lambda: _rounding(0xC00)),
+    ],
+)
+def test_a_switch_that_moves_bits_is_told(name, turned):
+    before = numeric_switches()
+    with turned():
+        after = numeric_switches()
+    assert before[name] != after[name]
+    assert numeric_switches() == before
+    assert json.loads(json.dumps(after)) == after
+
+
+@contextmanager
+def _fp32_of(path, precision):
+    backend = torch.backends
+    for name in path.split("."):
+        backend = getattr(backend, name)
+    with _set(backend, "fp32_precision", precision):
+        yield
+
+
+@contextmanager
+def _mkldnn_deterministic():
+    # not `flags`, which would set all that it isn't told as well
+    with _called(torch._C._set_mkldnn_deterministic, True, False):
+        yield
+
+
+@contextmanager
+def _rounding(mode):
+    """Let this thread round in another direction: <fenv.h> of x86."""
+    libm = ctypes.CDLL("libm.so.6")
+    if libm.fesetround(mode):
+        pytest.skip("this processor numbers its rounding modes otherwise")
+    try:
+        yield
+    finally:
+        libm.fesetround(0)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        ("torch._inductor.config", "inductor", "max_autotune"),
+        ("torch._dynamo.config", "dynamo", "suppress_errors"),
+    ],
+)
+def test_a_compilers_config_is_told_where_it_is_not_the_default(module, name, value):
+    config = __import__(module, fromlist=["config"])
+    before = numeric_switches()[name]
+    with config.patch(value, True):
+        assert f"{value} = True" in numeric_switches()[name].split("; ")
+    assert numeric_switches()[name] == before
+
+
+def test_what_the_trainer_turns_in_a_compilers_config_is_no_difference():
+    import torch._inductor.config as config
+
+    before = numeric_switches()["inductor"]
+    with config.patch(deterministic=True):
+        assert config.deterministic
+        assert numeric_switches()["inductor"] == before
+
+
+@dataclass
+class _Recipe:
+    margin: int = 0
+
+
+class _State:
+    """TransformerEngine's `FP8GlobalStateManager`, as far as it is asked."""
+
+    enabled = True
+
+    @classmethod
+    def is_fp8_enabled(cls):
+        return cls.enabled
+
+    @classmethod
+    def get_fp8_recipe(cls):
+        return _Recipe(margin=3)
+
+
+@pytest.mark.parametrize("name", identity._FP8_STATES)
+def test_the_recipe_that_transformer_engine_has_entered_is_told(name, monkeypatch):
+    assert numeric_switches()["fp8_transformer_engine"] == "off"
+    module = type(sys)(name)
+    monkeypatch.setitem(vars(module), "FP8GlobalStateManager", _State)
+    monkeypatch.setitem(sys.modules, name, module)
+    assert numeric_switches()["fp8_transformer_engine"] == "_Recipe(margin=3)"
+    monkeypatch.setattr(_State, "enabled", False)
+    assert numeric_switches()["fp8_transformer_engine"] == "off"
+
+
+def test_a_torch_without_a_switch_says_so(monkeypatch):
+    def lacks(torch):
+        return torch.backends.no_such_switch
+
+    monkeypatch.setitem(identity._SWITCHES, "sdpa_order", lacks)
+    assert numeric_switches()["sdpa_order"] == "unknown to this torch"
+
+
+def test_python_without_assertions_is_another_one():
+    code = "from stability.records.identity import environment; print(environment()['{}'])"
+    asked = code.format("python_optimize")
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, "-O", "-c", asked]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert (done.stdout.strip(), environment()["python_optimize"]) == ("1", sys.flags.optimize)
+
+
+def test_an_entry_of_a_later_list_is_not_on_record_and_an_unset_variable_is():
+    now = {"switch.new": 1, "variable.MKL_CBWR": "AVX2", "variables_listed": "MKL_* GLIBC_TUNABLES"}
+    assert is_on_record("switch.new", now, {})
+    assert not is_on_record("switch.new", {"variables_listed": "MKL_*"}, now)
+    assert is_on_record("variable.MKL_CBWR", {"variables_listed": "MKL_*"}, now)
+    assert not is_on_record("variable.GLIBC_TUNABLES", {"variables_listed": "MKL_*"}, now)
+    # an older run says nothing of what was listed; two of them were of one list
+    assert not is_on_record("variable.MKL_CBWR", {}, now)
+    assert is_on_record("variable.MKL_CBWR", {}, {"variable.MKL_CBWR": "AVX2"})
+    assert is_on_record("package.xformers", {}, now)
+    assert is_on_record("module.mine", {}, now)
+
+
+def test_the_list_itself_is_no_difference():
+    found = environment()
+    other = {**found, "variables_listed": "MKL_*"}
+    assert hash_environment(found) == hash_environment(other)
