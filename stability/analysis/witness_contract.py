@@ -204,20 +204,21 @@ def _flat(witness: Witness, series: str) -> dict[str, list[Any]]:
 def _named(
     what: str, first: Mapping[str, list[Any]], second: Mapping[str, list[Any]]
 ) -> Iterator[ProofLine]:
-    """Give a line for each name whose values differ, or one that says that all are equal."""
-    names = sorted({*first, *second})
-    # a run from before a switch was listed says nothing of it
-    unlisted = [name for name in names if name not in first or name not in second]
-    for name in unlisted if first and second else ():
+    """Give a line for each name whose values differ, or one that says that all are equal.
+
+    A run from before a name was listed says nothing of it: that is unknown.
+    """
+    names = {*first, *second}
+    unlisted = names - (first.keys() & second.keys()) if first and second else set()
+    for name in sorted(unlisted):
         yield compared(f"{what} {name}", None, None)
-    others = [name for name in names if first.get(name) != second.get(name)]
-    others = [name for name in others if name not in unlisted or not (first and second)]
+    others = [name for name in sorted(names - unlisted) if first.get(name) != second.get(name)]
     for name in others:
         values = [", ".join(map(str, each.get(name, ["nothing"]))) for each in (first, second)]
         yield compared(f"{what} {name}", values[0], values[1])
     if not others:
-        plural = f"{what}es" if what.endswith("ch") else f"{what}s"
-        yield compared(plural, f"{len(first)} alike", f"{len(second)} alike")
+        plural, alike = f"{what}es" if what.endswith("ch") else f"{what}s", names - unlisted
+        yield compared(plural, f"{len(alike)} alike", f"{len(alike)} alike")
 
 
 def _dtypes(rows: Iterable[ExecutedRow]) -> str:

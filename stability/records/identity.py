@@ -241,7 +241,7 @@ _SWITCHES: dict[str, Callable[[Any], Any]] = {
     "mha_fastpath": lambda torch: torch.backends.mha.get_fastpath_enabled(),
     # the order in which an einsum of several operands multiplies them
     "einsum": lambda torch: torch.backends.opt_einsum.enabled,
-    "einsum_strategy": lambda torch: torch.backends.opt_einsum.strategy,
+    "einsum_strategy": lambda torch: str(torch.backends.opt_einsum.strategy),
     # what torch.empty holds under deterministic algorithms: NaN, or what lay there
     "fill_uninitialized": lambda torch: torch.utils.deterministic.fill_uninitialized_memory,
     # fusion, autotuning, what is compiled: what differs from torch's default

@@ -12,6 +12,7 @@ from stability.analysis.pair_contract import prove_pair
 from stability.analysis.study_check import check_pairs
 from stability.analysis.study_records import read_study
 from stability.records.manifest import read_manifest, write_manifest
+from stability.records.module_sources import UNHASHED
 from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles
 from stability.records.witness import Witness, read_witness, write_witness
@@ -201,3 +202,57 @@ def test_the_modules_of_another_attention_are_the_declared_change(study):
     proof, lines = _lines(study, "flash_fa2")
     assert proof.breach is None
     assert lines["the source of module tests.conftest"] == "different by design"
+
+
+@pytest.mark.parametrize("gone", ["baseline", "fp32"])
+def test_a_switch_that_one_run_does_not_list_is_unproven_and_no_breach(study, gone):
+    run, name = _run(study, gone), "sdpa_math_reduction"
+    manifest = read_manifest(run.manifest)
+    known = {k: v for k, v in manifest.environment.items() if k != f"switch.{name}"}
+    write_manifest(run.manifest, replace(manifest, environment=known))
+    _rewrite(run, lambda stretch: [each.pop(name) for each in stretch["switches"].values()])
+    proof, lines = _lines(study, "fp32")
+    assert proof.breach is None
+    assert lines[f"environment.switch.{name}"] == lines[f"switch {name}"] == "unknown"
+    assert proof.unproven == [f"environment.switch.{name}", f"switch {name}"]
+
+
+@pytest.mark.parametrize(("listed", "sameness"), [("MKL_*", "different"), ("NVTE_*", "unknown")])
+def test_a_variable_that_one_run_had_set_is_a_breach_where_the_other_listed_it(
+    study, listed, sameness
+):
+    for arm, more in (("baseline", {"variables_listed": listed}), ("fp32", _SET)):
+        run = _run(study, arm)
+        manifest = read_manifest(run.manifest)
+        known = {k: v for k, v in manifest.environment.items() if k not in _SET}
+        write_manifest(run.manifest, replace(manifest, environment={**known, **more}))
+    proof, lines = _lines(study, "fp32")
+    assert lines["environment.variable.MKL_CBWR"] == sameness
+    assert "environment.variables_listed" not in lines
+    assert (proof.breach is None) is (sameness == "unknown")
+
+
+_SET = {"variable.MKL_CBWR": "AVX2", "variables_listed": "MKL_* NVTE_*"}
+
+
+@pytest.mark.parametrize("where", ["environment", "witness"])
+def test_what_was_executed_without_a_source_leaves_its_pairs_unproven(study, where):
+    name = "mine (text that it executes)"
+    for arm in ("baseline", "fp32"):
+        run = _run(study, arm)
+        if where == "witness":
+            _rewrite(run, lambda stretch: stretch["modules"].update({name: UNHASHED}))
+            continue
+        manifest = read_manifest(run.manifest)
+        known = {**manifest.environment, f"module.{name}": UNHASHED}
+        write_manifest(run.manifest, replace(manifest, environment=known))
+    proof, _ = _lines(study, "fp32")
+    assert proof.breach is None
+    said = {
+        "environment": [f"environment.module.{name}"],
+        "witness": [
+            f"the source of what {arm}, seed 0 executed: unhashed: {name}"
+            for arm in ("baseline", "fp32")
+        ],
+    }
+    assert proof.unproven == said[where]

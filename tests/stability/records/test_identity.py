@@ -40,6 +40,7 @@ def test_it_is_json_and_says_what_decides_the_bits():
     assert found["simd"] == torch.backends.cpu.get_cpu_capability()
     assert set(found) >= {"python", "platform", "gpu", "cpu_flags", "interop_threads"}
     assert "unknown to this torch" not in found.values()
+    assert None not in found.values(), "None is what a run says that has no such entry"
 
 
 def _copy_of_the_library(folder, monkeypatch):
