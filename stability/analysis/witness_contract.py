@@ -82,7 +82,7 @@ def testimony_of(paths: RunPaths, manifest: Manifest) -> Testimony:
         witness = None if wrong else read_witness(paths.witness)
     except (ValueError, OSError) as error:
         wrong = str(error)
-    said = f"what {run} executed: its witness {wrong}" if wrong else ""
+    said = f"what {run} executed: {paths.witness.name} {wrong}" if wrong else ""
     return Testimony(manifest=manifest, witness=witness, lacking=said, is_damaged=bool(wrong))
 
 

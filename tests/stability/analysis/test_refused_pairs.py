@@ -96,7 +96,7 @@ PLANTED = {
     "no snapshot": (lambda run: run.snapshot(1).unlink(), "step-00000001.safetensors: is missing"),
     "no checkpoint": (lambda run: run.checkpoint(4).unlink(), "is missing"),
     "no witness": (lambda run: run.witness.unlink(), "witness.json: is missing"),
-    "a damaged witness": (lambda run: _flip(run.witness), "its witness is damaged: its SHA-256"),
+    "a damaged witness": (lambda run: _flip(run.witness), "witness.json is damaged: its SHA-256"),
     "short": (lambda run: _seal(run, step=2), "says that it finished at step 2 of 4"),
     "other batches": (_other_batches, "hashes.batches must be the baseline's '"),
 }
