@@ -5,6 +5,7 @@ object. Leaves out what the texts are (`test_hostile_names`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import cycle, product
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from stability.analysis.study_records import read_study
 from stability.metrics.ulp import ULP_EDGES
 from stability.records.events import Event, log_event
+from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import (
     ULP_HISTOGRAM,
@@ -23,9 +25,14 @@ from stability.records.metric_names import (
     watch_name,
 )
 from stability.records.paths import RunPaths, StudyPaths
-from stability.records.probe_record import METRICS_FILE, PROBE_FILE, read_probe_record
+from stability.records.probe_record import (
+    METRICS_FILE,
+    PROBE_FILE,
+    read_probe_record,
+    write_probe_record,
+)
 from stability.records.sealed_json import read_sealed, write_sealed
-from tests.stability.report.synthetic import ARMS, write_run, write_study_json
+from tests.stability.report.synthetic import ARMS, CONFIG, write_run, write_study_json
 from tests.stability.report.synthetic_probe import write_probe
 
 __all__ = ["ODD_ARM", "write_hostile_probe", "write_hostile_study"]
@@ -38,6 +45,9 @@ TRIED = "</script><img src=\"x\" onerror='a'>&amp;"
 METRICS = ("rel_fro", "error_ratio")
 
 Place = tuple[str | int, ...]
+
+STEPS = 50
+"""Of the study's runs."""
 
 
 def write_hostile_study(folder: Path, *texts: str) -> Path:
@@ -53,6 +63,8 @@ def write_hostile_study(folder: Path, *texts: str) -> Path:
 def write_hostile_probe(folder: Path, *texts: str) -> Path:
     """Write a probe that says `texts`, in turn, wherever it can; return `folder`."""
     write_probe(folder, layers=2, heads=2)
+    # one that has not ended: what is logged below would else not be the log that it has closed
+    write_probe_record(folder, replace(read_probe_record(folder), state="running", log=None))
     path = folder / PROBE_FILE
     _plant_all(path, _accepted(path, lambda: read_probe_record(folder)), texts)
     _log(MetricLog(folder / METRICS_FILE), texts)
@@ -66,7 +78,8 @@ def _study_places() -> dict[str, list[Place]]:
         study = _write_plain_study(Path(folder))
 
         def read() -> None:
-            errors = [run.error for arm in read_study(study).arms for run in arm.runs.values()]
+            runs = [run for arm in read_study(study).arms for run in arm.runs.values()]
+            errors = [run.error or run.breach for run in runs]
             if any(errors):
                 raise ValueError(errors)
 
@@ -121,12 +134,16 @@ def _plant(content: Any, place: Place, text: str) -> None:
 def _write_plain_study(folder: Path) -> Path:
     """Write three short runs: the baseline, one under an odd name, and one that failed."""
     arms = [ARMS[0], {**ARMS[2], "name": ODD_ARM}, ARMS[5]]
-    write_study_json(folder, seeds=[0], policy={"candidates": [ODD_ARM]})
+    train = {**CONFIG["base"]["train"], "steps": STEPS, "snapshot_steps": [20]}
+    base = {**CONFIG["base"], "train": train}
+    write_study_json(folder, seeds=[0], base=base, policy={"candidates": [ODD_ARM]})
     study = StudyPaths(folder).study
     write_sealed(study, {**read_sealed(study, ""), "arms": arms})
-    write_run(folder, ARMS[0], 0, until=50)
-    write_run(folder, ARMS[2], 0, until=50).root.parent.rename(folder / ODD_ARM)
-    write_run(folder, ARMS[5], 0, state="failed", until=50)
+    write_run(folder, ARMS[0], 0, until=STEPS)
+    write_run(folder, ARMS[2], 0, until=STEPS).root.parent.rename(folder / ODD_ARM)
+    odd = RunPaths.for_run(folder, ODD_ARM, 0).manifest
+    write_manifest(odd, replace(read_manifest(odd), arm=ODD_ARM))
+    write_run(folder, ARMS[5], 0, state="failed", until=STEPS)
     return folder
 
 
