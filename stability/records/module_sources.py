@@ -104,12 +104,13 @@ def _of_module(name: str, values: Any) -> str | None:
     kind = loader if isinstance(loader, type) else type(loader)
     if loader is None or kind in _WITHOUT_SOURCE:
         return None
-    content = _from_loader(loader, name, str(values.get("__file__")))
-    if content is not None:
-        return hashlib.sha256(content).hexdigest()
-    # a package's own importer makes modules of what it has, as six does
+    # a package's own importer makes modules of what it has, as those of six and torch do
     made_by = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return None if isinstance(made_by, str) and is_installed(made_by) else UNHASHED
+    is_of_package = kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+    if is_of_package and isinstance(made_by, str) and is_installed(made_by):
+        return None
+    content = _from_loader(loader, name, str(values.get("__file__")))
+    return UNHASHED if content is None else hashlib.sha256(content).hexdigest()
 
 
 def _from_loader(loader: Any, name: str, file: str) -> bytes | None:

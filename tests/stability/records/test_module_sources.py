@@ -181,3 +181,9 @@ def test_a_large_file_is_read_once_unless_it_changes(tmp_path, monkeypatch):
     file.write_bytes(b"654321")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert module_sources._hash_file(str(file)) == expected
+
+
+def test_a_module_that_torch_makes_of_its_own_text_is_not_the_users():
+    importlib.import_module("torch.distributed.nn.jit.instantiator")
+    assert "_remote_module_non_scriptable" in sys.modules
+    assert "_remote_module_non_scriptable" not in module_sources.own_modules()
