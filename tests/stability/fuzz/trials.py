@@ -23,6 +23,8 @@ from tests.stability.fuzz.verbs import (
 
 __all__ = ["Fuzzer", "Report"]
 
+USERS = "qkv.safetensors"
+"""A file of the user's, which nothing of ours seals: it is compared as it is."""
 MOST = 12
 """Records that are damaged in one trial; in a third of the trials it is one."""
 
@@ -69,6 +71,7 @@ class Fuzzer:
         names = [path.relative_to(self._copy.folder).as_posix() for path in done]
         where = f"seed {seed}, {', '.join(map(': '.join, zip(names, done.values(), strict=True)))}"
         is_compared = len(done) == 1 and not any(map(ends_in_its_own_words, done.values()))
+        is_compared = is_compared and names[0] != USERS
         for reader, answer in answers:
             wrong = complaints(answer, done)
             if is_compared:
