@@ -23,7 +23,15 @@ def drift_notes(study: RecordedStudy, arms: Sequence[RecordedArm] = ()) -> tuple
             f"Unproven: the drifts of {', '.join(unproven)} do not say which snapshots they were "
             "computed from, as in records of an older version; `stability run` computes them anew."
         )
+    gaps = [(arm.name, gap) for arm in asked if (gap := _gap(arm))]
+    if gaps:
+        names = ", ".join(name for name, _ in gaps)
+        said.append(f"Unproven: not all is on record of what {names} executed: {gaps[0][1]}.")
     return tuple(note for note in said if note)
+
+
+def _gap(arm: RecordedArm) -> str:
+    return next((run.unwitnessed for run in arm.runs.values() if run.unwitnessed), "")
 
 
 def _stale_note(arm: RecordedArm) -> str:

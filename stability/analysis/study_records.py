@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from stability.analysis.drift_parents import Parents, check_drifts, parents_by_line
 from stability.analysis.pair_contract import pair_breach, wrong_end
-from stability.analysis.witness_contract import Testimony, testimony_of
+from stability.analysis.witness_contract import Testimony, testimony_of, witness_gap
 from stability.config.convert import from_dict, nearest, repeated
 from stability.config.roles import default_role
 from stability.config.schema import BASELINE, Axis, PolicyConfig, Role
@@ -76,6 +76,8 @@ class RecordedRun:
     """By step the drifts that were computed anew, and stand in the place of those in the log."""
     unproven: tuple[int, ...] = ()
     """Steps whose drifts do not say what they were computed from."""
+    unwitnessed: str = ""
+    """Why it is not proven what it or its baseline executed; empty too where neither says."""
     breach: str = ""
     """Why it is no pair with its baseline, so that none of its metrics may be taken."""
     paired_with: tuple[tuple[int, int], ...] = ()
@@ -421,8 +423,10 @@ def _as_pair(
         return run
     own, other = run.manifest, None if baseline.error else baseline.manifest
     said = f"no pair: {BASELINE}, seed {run.seed}: {baseline.error}" if baseline.error else ""
+    gap = ""
     if own and other:
-        said = pair_breach(testify(baseline), testify(run), planned)
+        pair = testify(baseline), testify(run)
+        said, gap = pair_breach(*pair, planned), witness_gap(*pair)
     mine = [row for row in remade if row.arm == run.paths.arm]
     checked = check_drifts(run.log, run.parents, (run.paths, own), (baseline.paths, other), mine)
     return replace(
@@ -432,6 +436,7 @@ def _as_pair(
         stale=checked.stale,
         remade=checked.remade,
         unproven=checked.unproven,
+        unwitnessed=gap,
         paired_with=stamps,
     )
 

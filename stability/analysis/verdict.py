@@ -335,7 +335,7 @@ def _outcome(
         return "NO ASSAY", f"{hold}, but {', and '.join([*blind, *unseen])}"
     shown = would_have_shown(levels)
     seen = f"; it would have shown {shown}" if shown else ""
-    return "PASS", f"{hold}{rest}; {assay.sentence}{seen}"
+    return "PASS", f"{hold}{rest}; {assay.sentence}{seen}{_unproven(needed)}"
 
 
 def _unseen(planted: Iterable[ArmVerdict]) -> list[str]:
@@ -409,6 +409,13 @@ def _refused(arms: Iterable[RecordedArm]) -> str:
         ),
         "",
     )
+
+
+def _unproven(arms: Iterable[RecordedArm]) -> str:
+    """Return why it is not proven what a run executed that a PASS rests on; mostly empty."""
+    gaps = (run.unwitnessed for arm in arms for run in arm.runs.values() if run.unwitnessed)
+    gap = next(gaps, "")
+    return f"; unproven: {gap}" if gap else ""
 
 
 def _lost(study: RecordedStudy, arm: RecordedArm) -> str:

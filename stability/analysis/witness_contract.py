@@ -28,7 +28,14 @@ from stability.records.witness import (
     read_witness,
 )
 
-__all__ = ["Testimony", "other_answer", "testimony_of", "witness_breach", "witness_lines"]
+__all__ = [
+    "Testimony",
+    "other_answer",
+    "testimony_of",
+    "witness_breach",
+    "witness_gap",
+    "witness_lines",
+]
 
 CHANGED_BY: dict[Part, tuple[Axis, ...]] = {
     "linear": ("precision",),
@@ -101,6 +108,14 @@ def witness_breach(first: Testimony, second: Testimony, differences: Mapping[str
     """Return the first thing that two runs executed, and a pair may not; empty if there is none."""
     lines = witness_lines(first, second, differences)
     return next((line.sentence for line in lines if line.sameness == "different"), "")
+
+
+def witness_gap(first: Testimony, second: Testimony) -> str:
+    """Return why what two runs executed is not proven; empty if it is, or if neither says."""
+    if not (first.witness or second.witness):
+        return ""  # of before there were witnesses
+    unknown = (one.line.sentence for one in (first, second) if one.line.sameness == "unknown")
+    return next(unknown, "")
 
 
 def other_answer(first: Witness, second: Witness) -> str:

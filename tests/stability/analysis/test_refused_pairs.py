@@ -167,6 +167,10 @@ def test_two_runs_of_which_one_has_no_witness_are_unproven(study, capsys):
     code, (proof,) = _answer(capsys, "verify", *runs)
     assert (code, proof["is_pair"], proof["state"]) == (1, True, "unproven")
     assert main(["verify", str(study)]) == 1
+    capsys.readouterr()
+    assert main(["show", str(study)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Unproven: not all is on record of what {ARM} executed: what {ARM}, seed 0" in said
 
 
 def test_a_run_whose_known_answers_are_not_its_baselines_is_refused(sample, study):

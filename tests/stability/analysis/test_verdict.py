@@ -92,6 +92,17 @@ def test_no_arm_passes_while_a_run_is_refused_in_a_seed_that_no_look_has_reached
     )
 
 
+@pytest.mark.parametrize("arm", ["flash_fa2", "flash_all_bf16"])
+def test_a_pass_says_what_of_a_run_it_rests_on_is_not_proven(study, arm):
+    def leave_open(one):
+        runs = {seed: replace(run, unwitnessed="what a executed") for seed, run in one.runs.items()}
+        return replace(one, runs=runs) if one.name == arm else one
+
+    found = _outcome(replace(study, arms=tuple(map(leave_open, study.arms))), HOLDS)
+    assert found.outcome == "PASS"
+    assert found.sentence.endswith(f"{SENSITIVE.sentence}; unproven: what a executed")
+
+
 def test_a_pass_says_which_limits_are_wider_than_usual(study):
     by_arm = {"flash_fa2": HOLDS, "flash_all_bf16": HARMED}
     levels = {
