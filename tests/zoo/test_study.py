@@ -137,6 +137,7 @@ def sample(tmp_path_factory) -> RecordedStudy:
     return read_study(_train(tmp_path_factory.mktemp("sample"), keys, (GOLDEN,)))
 
 
+@pytest.mark.slow
 def test_golden_passes_with_every_planted_fault_found(sample):
     judged = judge_arms(sample, sample.policy)
     assert judged.outcome == "PASS", _row(judged.arms[0]) + judged.arms[0].sentence
@@ -144,6 +145,7 @@ def test_golden_passes_with_every_planted_fault_found(sample):
     assert "all 11 planted faults were found" in judged.arms[0].sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", SAMPLE["right"])
 def test_a_right_attention_does_not_fail(sample, key):
     judged = _judged(sample, key)
@@ -151,6 +153,7 @@ def test_a_right_attention_does_not_fail(sample, key):
     assert not any(level.state == "not measured" for level in judged.levels.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [*SAMPLE["wrong"], *SAMPLE["training"]])
 def test_a_wrong_attention_does_not_pass(sample, key):
     judged = _judged_wrong(sample, key)
@@ -158,6 +161,7 @@ def test_a_wrong_attention_does_not_pass(sample, key):
     assert not any(level.state == "not measured" for level in judged.levels.values())
 
 
+@pytest.mark.slow
 def test_half_a_percent_of_scale_is_seen_at_the_operator_alone(sample):
     judged = _judged_wrong(sample, SCALE)
     assert judged.outcome == "FAIL"
@@ -166,6 +170,7 @@ def test_half_a_percent_of_scale_is_seen_at_the_operator_alone(sample):
     assert "harmed" not in states.values(), states
 
 
+@pytest.mark.slow
 def test_a_late_divergence_is_seen_by_its_outcome_though_training_held(sample):
     assert LATE > STEP
     levels = _judged_wrong(sample, "late_sign").levels
@@ -175,6 +180,7 @@ def test_a_late_divergence_is_seen_by_its_outcome_though_training_held(sample):
     assert levels["outcome"].figures["difference"] > 10 * sample.policy.margin_nats
 
 
+@pytest.mark.slow
 def test_a_bias_adds_up_in_the_gradient(sample):
     found = _judged_wrong(sample, "bias_fifth_ulp").levels
     assert found["training"].state != "harmed", "else it would be no test of a bias"
@@ -183,12 +189,14 @@ def test_a_bias_adds_up_in_the_gradient(sample):
     ].sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["reference", "nudge", "broken"])
 def test_without_a_control_not_even_golden_passes(sample, lost):
     arms = tuple(arm for arm in sample.arms if arm.role != lost)
     assert _judged(replace(sample, arms=arms), GOLDEN).outcome in ("INCONCLUSIVE", "NO ASSAY")
 
 
+@pytest.mark.slow
 def test_nudges_that_are_the_baseline_to_the_bit_let_nothing_pass(sample):
     moved = [arm for arm in sample.arms if arm.role not in ("nudge", "rerun")]
     rerun = next(arm for arm in sample.arms if arm.role == "rerun")
@@ -196,6 +204,7 @@ def test_nudges_that_are_the_baseline_to_the_bit_let_nothing_pass(sample):
     assert _judged(same, GOLDEN).outcome == "INCONCLUSIVE"
 
 
+@pytest.mark.slow
 def test_the_yardstick_has_no_part_in_the_answer(sample):
     # the sample's own is a nudge, which everything is further from than a rerun
     assert sample.yardstick == "nudge"

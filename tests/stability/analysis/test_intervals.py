@@ -34,6 +34,7 @@ def several(values, smallest=5):
     return st.lists(values, min_size=smallest, max_size=9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps",
     [[1, 2, 5, 10, 20, 50, 100, 150], list(range(5, 151, 5))],

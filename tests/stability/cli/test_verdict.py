@@ -59,16 +59,15 @@ def test_another_batch_is_named_by_its_step(runs):
 @pytest.mark.parametrize(
     ("name", "change", "field"),
     [
-        ("fp32", {"environment": {"torch": "1.0"}}, "environment.cpu"),
+        ("fp32", {"environment": {"cpu": "another"}}, "environment.cpu"),
         ("fp32", {"hashes": {"text": "x", "init_weights": "y"}}, "hashes.text"),
         ("rerun", {"hashes": {"final_weights": "other"}}, "hashes.final_weights"),
     ],
 )
 def test_each_part_is_broken_once(runs, name, change, field):
     manifest = read_manifest(runs[name].manifest)
-    if "hashes" in change:
-        change = {"hashes": {**manifest.hashes, **change["hashes"]}}
-    _change(runs[name], **change)
+    whole = {key: {**getattr(manifest, key), **values} for key, values in change.items()}
+    _change(runs[name], **whole)
     assert prove_pair(runs["baseline"], runs[name]).breach.field == field
 
 
@@ -95,7 +94,9 @@ def test_the_command_shows_a_run_a_study_and_json(runs, trained, capsys):
     assert "batches up to step 6" in shown
     assert main(["verify", str(trained)]) == 0
     assert "12 of 12 planned pairs keep the contract" in capsys.readouterr().out
-    _change(runs["rerun"], environment={})
+    _change(
+        runs["rerun"], environment=read_manifest(runs["rerun"].manifest).environment | {"cpu": "x"}
+    )
     arguments = [str(runs["baseline"].root), str(runs["rerun"].root), "--json"]
     assert main(["verify", *arguments]) == 1
     (proof,) = json.loads(capsys.readouterr().out)

@@ -58,6 +58,7 @@ def _slow_unless_baseline_or_fa3(cell):
     return pytest.param(cell, marks=marks, id=f"{cell.row}-{cell.column}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [_slow_unless_baseline_or_fa3(cell) for cell in FA3_TABLE3])
 def test_table_3_of_flash_attention_3_is_within_35_percent_from_the_profile_names(cell):
     (figures,) = measure(fa3_table3(cell), backward=False)
@@ -65,7 +66,10 @@ def test_table_3_of_flash_attention_3_is_within_35_percent_from_the_profile_name
     assert measured == pytest.approx(published, rel=0.35)
 
 
-@pytest.mark.parametrize(("engine", "heads"), [("twin", 512), ("triton", 64)])
+@pytest.mark.parametrize(
+    ("engine", "heads"),
+    [("twin", 512), pytest.param("triton", 64, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("sign", [-1, 1], ids=["negative", "positive"])
 def test_tied_maxima_bias_bf16_accumulation_by_a_fifth_of_an_ulp_and_beta_cures_it(
     engine, heads, sign

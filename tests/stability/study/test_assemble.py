@@ -299,6 +299,7 @@ print(run_quietly(load_study(Path(sys.argv[1]), None), Path(sys.argv[2])).ended)
 """
 
 
+@pytest.mark.slow
 def test_a_study_trains_without_a_warning_where_srun_is_on_the_path(write_study, tmp_path):
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()

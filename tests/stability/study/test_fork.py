@@ -231,6 +231,7 @@ def test_halving_stops_where_the_parts_act_together():
     assert halve("ab", lambda parts: 0.0)[-1].drift == 0.0
 
 
+@pytest.mark.slow
 def test_bisecting_forks_each_half_of_the_layers(parent, capsys):
     words = ["bisect", str(parent.root), "--at", "4", "--until", "10"]
     change = ["--set", "attention={implementation: flash, profile: all_bf16}"]

@@ -146,6 +146,7 @@ def _with_looks(content):
     content["base"]["probe"] = {"every": 0, "gradient_every": 2}
 
 
+@pytest.mark.slow
 def test_in_a_study_the_first_seed_alone_pays_for_it(write_study, run_tiny, tmp_path):
     run_tiny(load_study(write_study(_with_looks), None), tmp_path)
     for arm in ("baseline", "flash_fa2", "fp32"):

@@ -75,8 +75,8 @@ def test_what_the_server_has_ready_can_be_imported_and_holds_what_a_run_needs():
     code = (
         "import importlib, sys\n"
         f"importlib.import_module({fresh_process._READY!r})\n"
-        "from stability.records import identity\n"
-        "assert identity._distributions.cache_info().currsize == 1\n"
+        "from stability.records import distributions\n"
+        "assert distributions._distributions.cache_info().currsize == 1\n"
         "assert {'wandb', 'safetensors.torch', 'stability.study.train_run'} <= set(sys.modules)\n"
         "import torch\n"
         "assert not torch.cuda.is_initialized()\n"

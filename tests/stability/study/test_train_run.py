@@ -56,6 +56,7 @@ def test_an_arm_that_diverges_is_a_result_and_the_others_go_on(write_study, run_
     assert [message for *_, message in run_tiny(study, tmp_path).ended] == ["kept"] * 3
 
 
+@pytest.mark.slow
 def test_a_divergence_at_a_checkpoint_survives_a_kill(write_study, run_tiny, tmp_path):
     def edit(content):
         _with_broken_arm(content)
@@ -73,6 +74,7 @@ def test_a_divergence_at_a_checkpoint_survives_a_kill(write_study, run_tiny, tmp
     assert run.metrics.read_bytes() == bits
 
 
+@pytest.mark.slow
 def test_arms_are_compared_up_to_where_their_baseline_diverged(write_study, run_tiny, tmp_path):
     def edit(content):
         _with_broken_arm(content)

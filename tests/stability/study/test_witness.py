@@ -207,7 +207,9 @@ def _witnessed(config, tmp_path):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"]
+)
 @pytest.mark.parametrize(
     "attention",
     ["baseline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flash", "sdpa"))],

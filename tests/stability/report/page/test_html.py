@@ -14,6 +14,7 @@ from stability.analysis.number_text import scientific, times
 from stability.analysis.study_records import read_study
 from stability.cli.main import main
 from stability.records.events import Event
+from stability.records.probe_record import read_probe_record, write_probe_record
 from stability.records.run_lock import hold
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.page.html import render, write_page, write_probe_page
@@ -294,6 +295,8 @@ def test_show_and_report_take_a_probe_and_refuse_other_folders(tmp_path, capsys)
     assert caught.value.code == 2
     assert "must hold study.json or probe.json" in capsys.readouterr().err
     (folder / "metrics.jsonl").unlink()
+    # of one that has ended it is known that there were figures
+    write_probe_record(folder, replace(read_probe_record(folder), state="running", log=None))
     with pytest.raises(SystemExit):
         main(["show", str(folder)])
     assert "there are no figures here" in capsys.readouterr().err
