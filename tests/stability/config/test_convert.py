@@ -37,7 +37,8 @@ ATTENTION = st.builds(
 ARMS = st.builds(
     ArmConfig,
     model=st.builds(
-        ModelConfig, depth=st.integers(1, 4096), width=st.just(24), heads=st.sampled_from([1, 2, 3, 4]),
+        ModelConfig, depth=st.integers(1, 4096), width=st.just(24),
+        heads=st.sampled_from([1, 2, 3, 4]),
         context=POSITIVE, vocab_size=POSITIVE, qk_norm=st.booleans(),
         init=st.sampled_from(["gpt2", "xavier", "kaiming", "orthogonal"]),
     ),

@@ -53,13 +53,8 @@ def test_delta_has_the_bias_of_out_and_not_when_it_is_summed_from_p(sign):
     assert abs(failing.delta_from_p_ulp) < 1e-3
 
 
-def _slow_unless_baseline_or_fa3(cell):
-    marks = () if cell.column in ("baseline", "FA3") else pytest.mark.slow
-    return pytest.param(cell, marks=marks, id=f"{cell.row}-{cell.column}")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", [_slow_unless_baseline_or_fa3(cell) for cell in FA3_TABLE3])
+@pytest.mark.parametrize("cell", FA3_TABLE3, ids=lambda cell: f"{cell.row}-{cell.column}")
 def test_table_3_of_flash_attention_3_is_within_35_percent_from_the_profile_names(cell):
     (figures,) = measure(fa3_table3(cell), backward=False)
     published, measured = published_and_measured(cell, figures)
