@@ -22,12 +22,13 @@ from stability.analysis.study_records import read_study
 from stability.config.load import load_study
 from stability.records.paths import RunPaths
 
+pytestmark = pytest.mark.slow
+
 
 def _two(content):
     content["seeds"] = [0]
 
 
-@pytest.mark.slow
 def test_what_has_ended_is_kept_and_further_arms_are_added(write_study, tmp_path, capsys):
     study, kept = load_study(write_study(_two)), tmp_path / "kept"
     threads = torch.get_num_threads()
@@ -49,7 +50,6 @@ def test_what_has_ended_is_kept_and_further_arms_are_added(write_study, tmp_path
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.slow
 def test_runs_of_other_code_are_not_read(write_study, tmp_path, monkeypatch):
     study, pairs = load_study(write_study(_two)), {"A/A": ("rerun", "baseline")}
     source = tmp_path / "code" / "stability" / "model"
@@ -61,7 +61,6 @@ def test_runs_of_other_code_are_not_read(write_study, tmp_path, monkeypatch):
     assert len(list((tmp_path / "kept").glob("*/tiny/baseline/seed-0"))) == 2
 
 
-@pytest.mark.slow
 def test_updates_that_a_loss_scaler_leaves_out_are_counted(write_study, tmp_path):
     def edit(content):
         _two(content)

@@ -220,7 +220,7 @@ def test_the_fast_path_of_each_head_dim_fits_and_spills_nothing(arch, tmp_path):
 @pytest.mark.parametrize(
     ("arch", "only", "count"),
     [
-        (80, "^fp64-d64", 3),
+        pytest.param(80, "^fp64-d64", 3, marks=pytest.mark.slow),
         pytest.param(90, "^(fp16|fp32|tf32)-", 27, marks=pytest.mark.slow),
         pytest.param(90, "^(e4m3|all_bf16)-|^fp64-d64", 21, marks=pytest.mark.slow),
         pytest.param(

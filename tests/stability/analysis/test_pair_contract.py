@@ -136,6 +136,7 @@ def test_two_axes_in_one_arm_are_refused(write_study):
         axis_of(arm)
 
 
+@pytest.mark.slow
 def test_a_study_may_allow_two_axes_and_the_arm_is_called_confounded(
     write_study, run_tiny, tmp_path
 ):
@@ -159,6 +160,7 @@ def test_a_change_that_is_no_axis_is_refused(write_study):
         axis_of(arm)
 
 
+@pytest.mark.slow
 def test_an_arm_that_breaks_the_contract_while_it_runs_fails_and_the_others_go_on(
     write_study, run_tiny, tmp_path, monkeypatch
 ):

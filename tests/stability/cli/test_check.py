@@ -50,6 +50,7 @@ def test_an_attention_that_supports_nothing_cannot_be_judged(my_kernels, capsys)
     assert f"unsupported in {len(QUICK)} cells: no CPU" in said
 
 
+@pytest.mark.slow
 def test_inputs_of_a_recorded_run_are_checked(trained_run, capsys):
     words = ["check", "baseline", "--quick", "--dtype", "fp32", "--json"]
     assert main([*words, "--from", str(trained_run)]) == 0

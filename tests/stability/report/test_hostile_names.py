@@ -131,6 +131,7 @@ def is_unharmed(browser):
     return True
 
 
+@pytest.mark.slow
 def test_texts_are_shown_as_they_are_in_tables_and_charts(full):
     tables = full.run("return document.querySelector('main').textContent")
     chart = full.run("return document.getElementById('deviation-map').textContent")
@@ -139,6 +140,7 @@ def test_texts_are_shown_as_they_are_in_tables_and_charts(full):
     assert is_unharmed(full)
 
 
+@pytest.mark.slow
 def test_texts_pop_up_as_they_are(full):
     cells = full.traces("deviation-map")[0]
     shown = [html.unescape(layer) for layer in cells["y"]]
@@ -152,6 +154,7 @@ def test_texts_pop_up_as_they_are(full):
     assert is_unharmed(full)
 
 
+@pytest.mark.slow
 def test_texts_can_be_chosen_and_stand_in_the_address(full):
     full.shown = None  # what is chosen here stays so
     for section, name, options in full.run(SELECTS):

@@ -26,6 +26,8 @@ from stability.study.run_study import plan_study
 from tests.conftest import train_edited
 from tests.stability.sealing import seal
 
+pytestmark = pytest.mark.slow
+
 FLASH = {"attention": {"implementation": "flash", "profile": "fa2"}}
 ORDER = ["baseline", "truth", "nudge", "rerun", "flash", "init_seed"]
 

@@ -159,6 +159,7 @@ def test_in_a_study_the_first_seed_alone_pays_for_it(write_study, run_tiny, tmp_
                 assert metrics["gradient/all/looks"].values == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_records(
     write_study, run_tiny, tmp_path, monkeypatch
 ):

@@ -70,6 +70,7 @@ def test_candidates_of_a_failed_baseline_are_skipped(write_study, run_tiny, tmp_
     assert {ended[2:] for ended in ended[1:]} == {("skipped", "its baseline did not finish")}
 
 
+@pytest.mark.slow
 def test_what_the_server_has_ready_can_be_imported_and_holds_what_a_run_needs():
     # multiprocessing leaves out, in silence, what it cannot import: each run would be slower
     code = (
@@ -105,7 +106,11 @@ def _of_baseline(folder, seed):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        ("own_switches", "switch.cuda_matmul_fp32 must be the baseline's 'ieee', is 'tf32'"),
+        pytest.param(
+            "own_switches",
+            "switch.cuda_matmul_fp32 must be the baseline's 'ieee', is 'tf32'",
+            marks=pytest.mark.slow,
+        ),
         ("own_threads", "threads must be the baseline's 1, is 3"),
     ],
 )

@@ -355,6 +355,7 @@ def test_a_broken_seal_is_told_by_readers_and_refused_by_a_run(study, done, run_
     assert StudyPaths(study).study.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_changed_policy_keeps_the_first_seal_and_the_runs_go_on(study, done, run_tiny):
     asked = load_study(done[0])
     policy = dataclasses.replace(asked.policy, max_excess=1.5)
