@@ -87,7 +87,8 @@ def test_a_stopped_study_goes_on_to_the_same_bits(write_study, run_tiny, tmp_pat
     assert len(read_metrics(run.metrics)["train/loss"].steps) < 100
 
     study = load_study(path, None)
-    ended = run_tiny(study, tmp_path / "stopped").ended
+    # as the command does: a process that has imported more is another one
+    ended = run_tiny(study, tmp_path / "stopped", isolated=True).ended
     assert [(state, message) for _, _, state, message in ended][-1] == ("finished", ""), ended
     run_tiny(study, tmp_path / "whole")
     assert recorded_bits(tmp_path / "stopped" / "tiny") == recorded_bits(

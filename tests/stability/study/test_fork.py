@@ -172,10 +172,20 @@ def test_a_damaged_checkpoint_is_no_start(parent):
 
 
 @pytest.mark.slow
-def test_a_killed_fork_goes_on_to_the_same_bits(parent):
-    code = (
+def test_a_killed_fork_goes_on_to_the_same_bits(write_study, tmp_path):
+    # all of it in processes of the command: one that has imported more is another one
+    def stability(
+        *words, code="from stability.cli.main import main; import sys; main(sys.argv[1:])"
+    ):
+        return subprocess.run(
+            [sys.executable, "-c", code, *map(str, words)],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+            capture_output=True,
+            timeout=240,
+        ).returncode
+
+    deadly = (
         "import os, sys\n"
-        "from pathlib import Path\n"
         "from stability.callbacks.progress import ProgressCallback\n"
         "from stability.cli.main import main\n"
         "from stability.study import fork\n"
@@ -188,18 +198,13 @@ def test_a_killed_fork_goes_on_to_the_same_bits(parent):
         "ProgressCallback.on_train_batch_end = deadly\n"
         "main(sys.argv[1:])\n"
     )
-    words = ["fork", str(parent.root), "--at", "4", "--set", "precision=32-true", "--name"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words, "killed"],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
-        capture_output=True,
-        timeout=120,
-    )
-    assert done.returncode == -signal.SIGKILL
-    assert main([*words, "killed"]) == 0
-    assert main([*words, "whole"]) == 0
-    folder = parent.root.parent.parent / "forks"
-    forks = [RunPaths.for_run(folder, name, 0) for name in ("killed", "whole")]
+    assert stability("run", write_study(_edit), "--out", tmp_path, "--wandb", "disabled") == 0
+    parent = RunPaths.for_run(tmp_path / "tiny", "baseline", 0)
+    words = ["fork", parent.root, "--at", "4", "--set", "precision=32-true", "--name"]
+    assert stability(*words, "killed", code=deadly) == -signal.SIGKILL
+    assert stability(*words, "killed") == 0
+    assert stability(*words, "whole") == 0
+    forks = [RunPaths.for_run(tmp_path / "tiny" / "forks", x, 0) for x in ("killed", "whole")]
     first, second = (read_manifest(fork.manifest).hashes for fork in forks)
     assert first == second
     assert forks[0].metrics.read_bytes() == forks[1].metrics.read_bytes()
