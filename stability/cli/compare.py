@@ -74,10 +74,10 @@ def _damage_of_small_files(paths: RunPaths) -> list[str]:
     manifest = read_manifest(paths.manifest)
     folder = f"{paths.name_of(paths.snapshot(0).parent)}/"
     small = {name: known for name, known in manifest.files.items() if not name.startswith(folder)}
-    found = damaged_files(paths, replace(manifest, files=small))
-    return [*(f"{paths.root / name}: {wrong}" for name, wrong in found.items())] or [
-        *filter(None, [log_damage(paths)])
-    ]
+    damaged = damaged_files(paths, replace(manifest, files=small))
+    found = [f"{paths.root / name}: {wrong}" for name, wrong in damaged.items()]
+    log = log_damage(paths)
+    return [*found, log] if log else found
 
 
 def _last_common_step(a: Path, b: Path) -> int | None:

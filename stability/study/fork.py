@@ -26,8 +26,8 @@ from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import file_damage
-from stability.study.assemble import assemble, imports_user_modules
-from stability.study.fresh_process import call_alone
+from stability.study.assemble import assemble
+from stability.study.fresh_process import call_alone, call_for
 from stability.study.run import Fork, Run, check_existing, has_ended, reopen
 from stability.study.size_check import check_memory
 from stability.study.train_run import TrainOptions, train
@@ -85,10 +85,14 @@ def plan_fork(
     )
     try:
         check_memory([run])  # before the model is built
-        assemble(changed)
+        call_for(changed, _check_parts, changed)
     except ValueError as error:
         raise ValueError(f"fork: {parent.root}: {error}") from error
     return run
+
+
+def _check_parts(config: ArmConfig) -> None:
+    assemble(config)
 
 
 def run_fork(
@@ -100,8 +104,7 @@ def run_fork(
     another run.
     """
     assert run.fork is not None
-    is_foreign = isolated and imports_user_modules(run.config)
-    damaged = call_alone(check_existing, run) if is_foreign else check_existing(run)
+    damaged = call_for(run.config, check_existing, run) if isolated else check_existing(run)
     if damaged:
         reopen(run, damaged, observer)
     if has_ended(run.paths):

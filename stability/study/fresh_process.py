@@ -18,14 +18,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from stability.callbacks.progress import StudyObserver
-from stability.study.assemble import quieten_lightning
+from stability.config.schema import ArmConfig
+from stability.study.assemble import imports_user_modules, quieten_lightning
 
-__all__ = ["Relay", "call_alone", "how_it_ended", "received", "start_process"]
+__all__ = ["Relay", "call_alone", "call_for", "how_it_ended", "received", "start_process"]
+
+T = TypeVar("T")
 
 _READY = "stability.study.preload"
 """What the server imports before it forks; by name, since this process must not import it."""
@@ -75,6 +78,13 @@ def call_alone(
     finally:
         connection.close()
         process.join()
+
+
+def call_for(config: ArmConfig, function: Callable[..., T], *args: Any) -> T:
+    """Return `function(*args)`, called in a fresh process if to assemble `config` it imports users'
+    modules; errors as `call_alone`.
+    """
+    return call_alone(function, *args) if imports_user_modules(config) else function(*args)
 
 
 def received(process: ForkServerProcess, connection: Connection) -> Any:

@@ -28,9 +28,9 @@ from stability.records.protocol import (
 )
 from stability.records.sealed_json import write_sealed
 from stability.study.assay import assay_run, update_assays
-from stability.study.assemble import assemble, imports_user_modules, load_data
+from stability.study.assemble import assemble, load_data
 from stability.study.distances import update_distances
-from stability.study.fresh_process import call_alone
+from stability.study.fresh_process import call_alone, call_for
 from stability.study.processes import train_in_processes
 from stability.study.remade_drifts import remake_drifts
 from stability.study.run import (
@@ -114,10 +114,11 @@ def check_study(
     missing or too short, sizes beyond this machine's memory or disk; RunConflictError for a
     directory that holds another run.
     """
+    call = call_for if isolated else _call_here
     arms = {run.arm.name: [one for one in runs if one.arm.name == run.arm.name] for run in runs}
     found: dict[RunPaths, list[str]] = {}
     for its_runs in arms.values():
-        of_each = _for_arm(its_runs, isolated, _find_damage, its_runs)
+        of_each = call(its_runs[0].config, _find_damage, its_runs)
         found |= zip((run.paths for run in its_runs), of_each, strict=True)
     damaged = [(run, found[run.paths]) for run in runs if found[run.paths]]
     sent_back = {run.paths for run, _ in damaged}
@@ -131,16 +132,13 @@ def check_study(
         check_disk(to_train, runs[0].paths.root.parent.parent)
         for its_runs in arms.values():
             # the first run of each arm: those of further seeds may train without a probe
-            _for_arm(its_runs, isolated, _check_parts, its_runs[0].config)
+            call(its_runs[0].config, _check_parts, its_runs[0].config)
     except ValueError as error:
         raise StudyError(str(error)) from error
     return damaged
 
 
-def _for_arm(runs: list[Run], isolated: bool, function: Callable[..., T], *args: Any) -> T:
-    """Call a function about an arm's runs, in a process of its own if it imports user modules."""
-    if isolated and imports_user_modules(runs[0].config):
-        return call_alone(function, *args)
+def _call_here(_: ArmConfig, function: Callable[..., T], *args: Any) -> T:
     return function(*args)
 
 

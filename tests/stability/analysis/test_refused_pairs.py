@@ -11,9 +11,8 @@ from stability.cli.main import main
 from stability.config.load import load_study
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
-from stability.records.run_files import RunFiles
-from stability.records.witness import Witness, read_witness, write_witness
 from tests.conftest import run_quietly, train_edited
+from tests.stability.sealing import change_witness
 
 ARM = "flash_fa2"
 
@@ -51,15 +50,6 @@ def _row(ladder):
     return next(row for row in ladder["rows"] if row["arm"] == ARM)
 
 
-def _rewrite(run, edit):
-    """Change the stretches of a witness, and seal it anew as the manifest lists it."""
-    stretches = json.loads(json.dumps(read_witness(run.witness).stretches))
-    for stretch in stretches:
-        edit(stretch)
-    write_witness(run.witness, Witness(stretches=stretches))
-    RunFiles(run, read_manifest(run.manifest)).add(run.witness)
-
-
 def _other_answer(stretch):
     for answers in stretch["answers"].values():
         answers["gemm_fp32"] = "0" * 16
@@ -89,10 +79,14 @@ def _other_batches(run):
     _seal(run, hashes={**read_manifest(run.manifest).hashes, "batches": "f" * 64})
 
 
+def _changing(edit):
+    return lambda run: change_witness(run, edit)
+
+
 PLANTED = {
-    "a known answer": (lambda run: _rewrite(run, _other_answer), "known answer gemm_fp32 is "),
-    "a switch": (lambda run: _rewrite(run, _other_switch), "switch sdpa_flash is "),
-    "a dtype": (lambda run: _rewrite(run, _other_product), "what is executed in linear differs"),
+    "a known answer": (_changing(_other_answer), "known answer gemm_fp32 is "),
+    "a switch": (_changing(_other_switch), "switch sdpa_flash is "),
+    "a dtype": (_changing(_other_product), "what is executed in linear differs"),
     "no snapshot": (lambda run: run.snapshot(1).unlink(), "step-00000001.safetensors: is missing"),
     "no checkpoint": (lambda run: run.checkpoint(4).unlink(), "is missing"),
     "no witness": (lambda run: run.witness.unlink(), "witness.json: is missing"),
@@ -175,7 +169,7 @@ def test_two_runs_of_which_one_has_no_witness_are_unproven(study, capsys):
 
 def test_a_run_whose_known_answers_are_not_its_baselines_is_refused(sample, study):
     shutil.rmtree(_run(study).root)
-    _rewrite(_run(study, "baseline"), _other_answer)
+    change_witness(_run(study, "baseline"), _other_answer)
     observer = run_quietly(load_study(sample[0]), study.parent)
     manifest = read_manifest(_run(study).manifest)
     assert manifest.state == "failed"

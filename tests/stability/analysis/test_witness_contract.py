@@ -1,6 +1,5 @@
 """What was executed is part of the contract: a label alone makes no pair."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -14,8 +13,7 @@ from stability.analysis.study_records import read_study
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.module_sources import UNHASHED
 from stability.records.paths import RunPaths
-from stability.records.run_files import RunFiles
-from stability.records.witness import Witness, read_witness, write_witness
+from tests.stability.sealing import change_witness
 
 
 @pytest.fixture
@@ -38,15 +36,6 @@ def _relabel(study):
     claims = {name: getattr(label, name) for name in ("arm", "axis", "config", "diff", "resolved")}
     write_manifest(run.manifest, replace(trained, hashes=hashes, **claims))
     return run
-
-
-def _rewrite(run, edit):
-    """Change a run's witness, and seal it anew as its manifest lists it."""
-    stretches = json.loads(json.dumps(read_witness(run.witness).stretches))
-    for stretch in stretches:
-        edit(stretch)
-    write_witness(run.witness, Witness(stretches=stretches))
-    RunFiles(run, read_manifest(run.manifest)).add(run.witness)
 
 
 def _lines(study, arm):
@@ -79,7 +68,7 @@ def _as_if_fp32(stretch):
 
 def test_a_change_that_had_no_effect_is_a_finding(study):
     run = _relabel(study)
-    _rewrite(run, _as_if_fp32)
+    change_witness(run, _as_if_fp32)
     proof, _ = _lines(study, "fp32")
     said = "a pair: they differ in precision alone; the change had no effect: both end in the same"
     assert proof.sentence.startswith(said)
@@ -112,14 +101,14 @@ def _with_a_hooks_product(stretch):
 def test_a_product_of_no_module_is_compared_between_the_runs_of_a_pair(study):
     assert "executed in unowned" not in _lines(study, "rerun")[1]
     for arm, sameness in (("rerun", "different"), ("fp32", "different by design")):
-        _rewrite(_run(study, arm), _with_a_hooks_product)
+        change_witness(_run(study, arm), _with_a_hooks_product)
         proof, lines = _lines(study, arm)
         assert lines["executed in unowned"] == sameness
         assert lines[f"witness of {arm}"] == "same"
         assert bool(proof.breach) == (sameness == "different")
         said = "differs, first in no module, backward: aten::mm of float64 x float64 in one alone"
         assert [line for line in proof.lines if line.says.endswith(said)]
-    _rewrite(_run(study, "baseline"), _with_a_hooks_product)
+    change_witness(_run(study, "baseline"), _with_a_hooks_product)
     assert _lines(study, "rerun")[1]["executed in unowned"] == "same"
 
 
@@ -137,21 +126,21 @@ def test_a_run_without_a_witness_is_unproven(study):
 
 
 def test_a_stretch_that_nobody_witnessed_is_unproven(study):
-    _rewrite(_run(study, "rerun"), lambda stretch: stretch.update(first=2))
+    change_witness(_run(study, "rerun"), lambda stretch: stretch.update(first=2))
     proof, _ = _lines(study, "rerun")
     said = "what rerun, seed 0 executed: nothing is on record of updates 0 to 2"
     assert proof.unproven == [said]
 
 
 def test_a_stretch_of_which_nothing_was_seen_is_unproven(study):
-    _rewrite(_run(study, "rerun"), lambda stretch: stretch.update(executed=[]))
+    change_witness(_run(study, "rerun"), lambda stretch: stretch.update(executed=[]))
     proof, _ = _lines(study, "rerun")
     said = "what rerun, seed 0 multiplied: no product of updates 0 to 6 was looked at"
     assert proof.unproven == [said]
 
 
 def test_what_a_compiled_run_multiplied_is_unproven(study):
-    _rewrite(
+    change_witness(
         _run(study, "rerun"),
         lambda stretch: stretch.update(executed=[], unproven="torch.compile fuses operators"),
     )
@@ -193,12 +182,12 @@ def _other_module(stretch):
     ],
 )
 def test_two_runs_of_one_config_execute_the_same(study, edit, said):
-    _rewrite(_run(study, "rerun"), edit)
+    change_witness(_run(study, "rerun"), edit)
     assert _lines(study, "rerun")[0].sentence.startswith(said)
 
 
 def test_the_modules_of_another_attention_are_the_declared_change(study):
-    _rewrite(_run(study, "flash_fa2"), _other_module)
+    change_witness(_run(study, "flash_fa2"), _other_module)
     proof, lines = _lines(study, "flash_fa2")
     assert proof.breach is None
     assert lines["the source of module tests.conftest"] == "different by design"
@@ -210,7 +199,7 @@ def test_a_switch_that_one_run_does_not_list_is_unproven_and_no_breach(study, go
     manifest = read_manifest(run.manifest)
     known = {k: v for k, v in manifest.environment.items() if k != f"switch.{name}"}
     write_manifest(run.manifest, replace(manifest, environment=known))
-    _rewrite(run, lambda stretch: [each.pop(name) for each in stretch["switches"].values()])
+    change_witness(run, lambda stretch: [each.pop(name) for each in stretch["switches"].values()])
     proof, lines = _lines(study, "fp32")
     assert proof.breach is None
     assert lines[f"environment.switch.{name}"] == lines[f"switch {name}"] == "unknown"
@@ -241,7 +230,7 @@ def test_what_was_executed_without_a_source_leaves_its_pairs_unproven(study, whe
     for arm in ("baseline", "fp32"):
         run = _run(study, arm)
         if where == "witness":
-            _rewrite(run, lambda stretch: stretch["modules"].update({name: UNHASHED}))
+            change_witness(run, lambda stretch: stretch["modules"].update({name: UNHASHED}))
             continue
         manifest = read_manifest(run.manifest)
         known = {**manifest.environment, f"module.{name}": UNHASHED}

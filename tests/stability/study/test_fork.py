@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from stability.analysis.pair_contract import prove_pair
 from stability.cli.main import main
@@ -169,6 +170,15 @@ def test_a_damaged_checkpoint_is_no_start(parent):
     with pytest.raises(ValueError, match=r"step-00000006.ckpt is damaged"):
         plan_fork(parent, 6, {})
     path.write_bytes(before)
+
+
+def test_to_plan_a_fork_imports_no_module_of_the_users_here(parent):
+    own = {"attention": {"implementation": "tests.stability.study.own_threads:attend"}}
+    threads = torch.get_num_threads()
+    run = plan_fork(parent, 4, own, name="own")
+    assert run.arm.diff
+    assert "tests.stability.study.own_threads" not in sys.modules
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.slow
