@@ -18,6 +18,7 @@ from attention_kernels.checks import (
     check_numerics,
     check_packable,
     check_tensors,
+    check_transforms,
     scale_of,
 )
 from attention_kernels.masks import MaskArguments, mask_fields
@@ -136,6 +137,7 @@ def flash_attention(
     """
     where = "flash_attention"
     check_tensors(where, q, k, v)
+    check_transforms(where, {"q": q, "k": k, "v": v, **mask}, tangents=False, batches=True)
     check_mask(where, q, k, mask)
     check_numerics(where, numerics, FlashNumerics, "PROFILES")
     packed = q.dim() == 3
@@ -235,6 +237,9 @@ def _by_definition(
     return_lse: bool,
 ) -> Tensor | AttentionOutput:
     check_tensors(function, q, k, v)
+    tangents = engine == "golden" and not torch.compiler.is_compiling()
+    given = {"q": q, "k": k, "v": v, **mask}
+    check_transforms(function, given, tangents=tangents, batches=False)
     check_mask(function, q, k, mask)
     text = None if numerics is None else numerics.text
     call = _call(q, mask, plan_to_text(engine, text, q.dtype))

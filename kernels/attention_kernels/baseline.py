@@ -161,6 +161,9 @@ def attend(
             lse_BHQ[:, :, queries.start : queries.stop] = lse_BGRQ.flatten(1, 2)
         stop = queries.stop
     parts.append(torch.zeros_like(q_BHQD[:, :, stop:]))
+    if stop == 0:
+        # no sequence has queries and keys: sums of no rows make the gradients zeros, not None
+        parts.append(parts[0][:, :, :0] + sum(x[:, :, :0].sum() for x in (q_BHQD, k_BGKD, v_BGKD)))
     out_BHQD = _Round.apply(torch.cat(parts, dim=2), numerics.output, work)
     return _Round.apply(out_BHQD, stored, q.dtype), lse_BHQ
 

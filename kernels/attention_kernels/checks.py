@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attention_kernels.masks import Mask, MaskArguments, mask_fields
 from attention_kernels.numerics import FlashNumerics
@@ -31,6 +32,7 @@ __all__ = [
     "check_numerics",
     "check_packable",
     "check_tensors",
+    "check_transforms",
     "read_mask",
     "require",
     "scale_of",
@@ -69,6 +71,37 @@ def check_tensors(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     _check_same(function, q, k, v)
     _check_shapes(function, q, k, v)
+
+
+def check_transforms(
+    function: str, tensors: Mapping[str, Any], *, tangents: bool, batches: bool
+) -> None:
+    """Raise NotImplementedError for a tensor that carries what `function` does not hand on.
+
+    These are tangents of forward-mode differentiation, unless the function takes `tangents`, and an
+    axis hidden by vmap, unless it takes `batches`. An operator without a rule for tangents would
+    drop them, and torch would take the derivative for 0.
+    """
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    # A compiled call is an operator, which torch repeats along an axis of vmap's by itself.
+    compiling = torch.compiler.is_compiling()
+    differentiates = not tangents and forward_ad._current_level >= 0
+    for name, x in tensors.items():
+        batched = False
+        while not compiling and isinstance(x, Tensor) and functorch.is_batchedtensor(x):
+            batched, x = True, functorch.get_unwrapped(x)
+        if batched and not batches:
+            raise NotImplementedError(
+                f"{function}: {name} must not be batched by torch.vmap, got an axis that vmap "
+                "hides; make it part of the batch axis"
+            )
+        if differentiates and isinstance(x, Tensor) and x.is_floating_point():
+            if forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError(
+                    f"{function}: {name} must carry no tangent of forward-mode differentiation "
+                    "(torch.func.jvp, jacfwd), got one; differentiate backward, or take "
+                    "golden_attention outside of torch.compile"
+                )
 
 
 def check_numerics(function: str, numerics: object, kind: type, profiles: str) -> None:

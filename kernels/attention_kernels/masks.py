@@ -70,7 +70,7 @@ class Mask:
     bias: Tensor | None = None
     """Floating, shaped as `visible`: added to the scores; -inf hides the key."""
     alibi_slopes: Tensor | None = None
-    """FP32 (batch or 1, heads)."""
+    """FP32, or FP64 where given so, (batch or 1, heads)."""
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
 
@@ -178,7 +178,9 @@ def mask_fields(arguments: MaskArguments) -> dict[str, Any]:
         attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
     is_bias = attn_mask is not None and attn_mask.is_floating_point()
     if slopes is not None:
-        slopes = slopes.detach().float().reshape(-1, slopes.shape[-1])
+        # FP64 slopes stay whole for the golden; engines convert them to their work format
+        slopes = slopes.detach().to(torch.promote_types(slopes.dtype, torch.float32))
+        slopes = slopes.reshape(-1, slopes.shape[-1])
     left, right = arguments.get("window") or (None, None)
     return {
         "causal": bool(arguments.get("causal", False)),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_kernels import golden, golden_attention
+from attention_kernels import baseline_attention, golden, golden_attention
 from attention_kernels.masks import Mask, Sequence
 from attention_kernels.testing import HARD_SHAPES, Shape, make_qkv, with_gradients
 
@@ -168,6 +168,31 @@ def test_packed_sequences_are_attended_each_by_itself(options, slopes):
     packed = {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1], "alibi_slopes": slopes}
     ours = with_gradients(golden_attention, q, k, v, dout, **packed, **options)
     assert_close(ours, with_gradients(one_by_one, q, k, v, dout))
+
+
+@pytest.mark.parametrize("attention", [golden_attention, baseline_attention])
+@pytest.mark.parametrize(("queries", "keys"), [([3, 0], [0, 5]), ([0, 4, 0], [2, 0, 3])], ids=str)
+def test_packed_sequences_of_which_none_has_queries_and_keys_have_zero_gradients(
+    attention, queries, keys
+):
+    shape = Shape(1, 4, 2, sum(queries), sum(keys), 16)
+    inputs = [x[0].transpose(0, 1).contiguous() for x in draw(shape)]
+    inputs[0][0], inputs[2][0] = torch.inf, torch.nan  # nothing is read of them
+    offsets = [torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in (queries, keys)]
+    packed = {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1]}
+    results = with_gradients(attention, *inputs, **packed)
+    for name, like in zip(("out", "dq", "dk", "dv"), [inputs[0], *inputs[:3]], strict=True):
+        assert torch.equal(results[name], torch.zeros_like(like)), name
+
+
+def test_golden_keeps_slopes_of_alibi_in_fp64():
+    inputs = draw(SHAPE)
+    slopes = SLOPES.double() + 2.0**-40  # 2**-40 is less than half an ULP of FP32 at each
+    ours = with_gradients(golden_attention, *inputs, alibi_slopes=slopes)
+    assert_close(ours, with_gradients(naive, *inputs, alibi_slopes=slopes))
+    narrowed = with_gradients(golden_attention, *inputs, alibi_slopes=slopes.float())
+    error = (ours["out"] - narrowed["out"]).abs().max() / ours["out"].abs().max()
+    assert error > 10 * FP64_RTOL
 
 
 NOTHING = {

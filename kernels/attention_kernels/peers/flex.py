@@ -124,7 +124,7 @@ def _score_mod(q: Tensor, k: Tensor, mask: Mask) -> Any:
     if slopes is not None:
         sequences = batch if mask.cu_seqlens_q is None else len(mask.cu_seqlens_q) - 1
         slopes = slopes.expand(sequences, heads)
-        slopes = slopes.double() if q.dtype == torch.float64 else slopes
+        slopes = slopes.double() if q.dtype == torch.float64 else slopes.float()
 
     def modified(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if softcap:

@@ -114,7 +114,7 @@ def attend_flash(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, n
     if mask.softcap:
         options["softcap"] = mask.softcap
     if mask.alibi_slopes is not None:
-        slopes = mask.alibi_slopes
+        slopes = mask.alibi_slopes.float()  # the libraries take no other dtype
         options["alibi_slopes"] = slopes[0] if len(slopes) == 1 else slopes
     tensors = [x.transpose(1, 2) for x in (q, k, v)]
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
