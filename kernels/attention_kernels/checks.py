@@ -95,13 +95,17 @@ def check_transforms(
                 f"{function}: {name} must not be batched by torch.vmap, got an axis that vmap "
                 "hides; make it part of the batch axis"
             )
-        if differentiates and isinstance(x, Tensor) and x.is_floating_point():
-            if forward_ad.unpack_dual(x).tangent is not None:
-                raise NotImplementedError(
-                    f"{function}: {name} must carry no tangent of forward-mode differentiation "
-                    "(torch.func.jvp, jacfwd), got one; differentiate backward, or take "
-                    "golden_attention outside of torch.compile"
-                )
+        if differentiates and _has_tangent(x):
+            raise NotImplementedError(
+                f"{function}: {name} must carry no tangent of forward-mode differentiation "
+                "(torch.func.jvp, jacfwd), got one; differentiate backward, or take "
+                "golden_attention outside of torch.compile"
+            )
+
+
+def _has_tangent(x: Any) -> bool:
+    is_number = isinstance(x, Tensor) and x.is_floating_point()
+    return is_number and forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_numerics(function: str, numerics: object, kind: type, profiles: str) -> None:
