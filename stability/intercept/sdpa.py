@@ -1,10 +1,10 @@
-"""Catches every `scaled_dot_product_attention` of a torch model, in the model's own forward passes.
+"""Catches the calls of `scaled_dot_product_attention`, by whatever name it was imported.
 
-A `TorchFunctionMode` sees the calls. Forward hooks name the module that makes a call, and switch
-the mode on only while the model's forward runs, so that calls elsewhere are never seen.
+A `TorchFunctionMode` sees them, in the thread that runs the model and only while it runs.
 `nn.MultiheadAttention` calls SDPA inside a function that the mode sees as one, so there the name
-itself is replaced for the time of that call. Leaves out what is done with a call (`probe`,
-`replacement`). A compiled graph has no calls to catch: `session` refuses such a model.
+itself is replaced for the time of that call. Leaves out whose a call is (`catcher`) and what is
+done with it (`probe`, `replacement`). A compiled graph has no calls to catch: `session` refuses
+such a model.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,12 +13,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attention_kernels import MaskArguments
-from stability.probe.captured_call import AttentionCall, CallHandler, autocast_dtype, valid_rows
+from stability.intercept.catcher import Catcher
+from stability.probe.captured_call import AttentionCall, autocast_dtype, valid_rows
 
 __all__ = ["catch_sdpa"]
 
@@ -26,59 +27,16 @@ _SDPA = F.scaled_dot_product_attention
 
 
 @contextmanager
-def catch_sdpa(model: nn.Module, handler: CallHandler) -> Iterator[None]:
-    """Hand each call that a module of `model` makes to `handler`.
+def catch_sdpa(catcher: Catcher) -> Iterator[None]:
+    """Inside, each call that a module of the model makes goes to `catcher`."""
 
-    The layer is the dotted path of the innermost module; a second call of one module in the same
-    forward pass gets `#1` behind it, and so on. The model itself is called `model`.
-    """
-    names = {module: name or "model" for name, module in model.named_modules()}
-    tracker = _Tracker(names, handler)
-    handles = []
-    for module in names:
-        handles.append(module.register_forward_pre_hook(tracker.enter))
-        handles.append(module.register_forward_hook(tracker.leave, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        tracker.close()
+    def caught(*args: Any, **kwargs: Any) -> Tensor:
+        if not catcher.may_catch:
+            return _SDPA(*args, **kwargs)
+        return _hand_over(catcher, *args, **kwargs)
 
-
-class _Tracker:
-    """Knows which module is running, and keeps the mode on while one is."""
-
-    def __init__(self, names: dict[nn.Module, str], handler: CallHandler) -> None:
-        self._names = names
-        self._handler = handler
-        self._running: list[nn.Module] = []
-        self._calls: dict[str, int] = {}
-        self._mode: _SdpaMode | None = None
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        if not self._running:
-            self._calls.clear()
-            self._mode = _SdpaMode(self.caught)
-            self._mode.__enter__()
-        self._running.append(module)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._running:
-            self._running.pop()
-        if not self._running:
-            self.close()
-
-    def close(self) -> None:
-        self._running.clear()
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)
-            self._mode = None
-
-    def caught(self, *args: Any, **kwargs: Any) -> Tensor:
-        name = self._names[self._running[-1]]
-        count = self._calls[name] = self._calls.get(name, -1) + 1
-        return _hand_over(f"{name}#{count}" if count else name, self._handler, *args, **kwargs)
+    catcher.modes.append(lambda: _SdpaMode(caught))
+    yield
 
 
 class _SdpaMode(TorchFunctionMode):
@@ -100,8 +58,7 @@ class _SdpaMode(TorchFunctionMode):
 
 
 def _hand_over(
-    layer: str,
-    handler: CallHandler,
+    catcher: Catcher,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -111,6 +68,7 @@ def _hand_over(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    layer = catcher.next_layer()
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
 
     def primary(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
@@ -119,7 +77,7 @@ def _hand_over(
     if query.dim() not in (3, 4):
         unsupported = f"q of {query.dim()} dimensions"
         call = AttentionCall(layer=layer, q=query, k=key, v=value, unsupported=unsupported)
-        return handler(call, primary)
+        return catcher.hand_over(call, primary)
     no_heads = query.dim() == 3
     if no_heads and attn_mask is not None and attn_mask.dim() == 3:
         seen = attn_mask.detach().unsqueeze(1)
@@ -137,12 +95,12 @@ def _hand_over(
         unsupported=_unsupported(q, v, dropout_p),
     )
     if not no_heads:
-        return handler(call, primary)
+        return catcher.hand_over(call, primary)
 
     def primary_with_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         return primary(*(x.squeeze(1) for x in (q, k, v)))[0].unsqueeze(1), None
 
-    return handler(call, primary_with_heads).squeeze(1)
+    return catcher.hand_over(call, primary_with_heads).squeeze(1)
 
 
 def _mask(

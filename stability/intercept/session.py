@@ -1,12 +1,13 @@
 """`shadow`: the instrument on any torch model, in one line.
 
 A model whose calls cannot be caught is refused before it runs. At due steps the session catches the
-calls in the way that fits the model (`sdpa`, `transformers`) and hands them to a probe, or makes
-the candidate compute in their place (`replacement`). At any other step nothing at all is installed
-in the model. Leaves out the comparison (`probe.attention_probe`) and the record on disk
+calls (`doors`) and hands them to a probe, or makes the candidate compute in their place
+(`replacement`). At any other step nothing at all is installed. Leaves out what is refused
+(`model_check`), the comparison (`probe.attention_probe`) and the record on disk
 (`probe.probe_recorder`).
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,19 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from stability.config.schema import ProbeConfig
+from stability.intercept.doors import catch_attention
 from stability.intercept.gradients import CaughtGradients, Loss
+from stability.intercept.layer_globs import check_globs, check_globs_of_calls
+from stability.intercept.model_check import check_model, nothing_caught
 from stability.intercept.replacement import Direction, Replacement
-from stability.intercept.sdpa import catch_sdpa
-from stability.intercept.transformers import (
-    catch_transformers,
-    check_transformers,
-    is_transformers_model,
-)
 from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shadows
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
-from stability.probe.captured_call import AttentionCall, BoundAttention, Interceptor
+from stability.probe.captured_call import AttentionCall, BoundAttention
 from stability.probe.gradient_evidence import GradientMeter
-from stability.probe.measurements import HostTransfer, StepMeasurements
+from stability.probe.measurements import HostTransfer, ProbeFinding, StepMeasurements
 from stability.probe.probe_recorder import ProbeRecorder
 from stability.probe.schedule import Schedule
 from stability.probe.second_forward import repeating_forward
@@ -44,8 +42,10 @@ OWN = "own"
 Sink = Callable[[int, StepMeasurements], None]
 """Is given each probed step's number and measurements, in order, once they have arrived."""
 
-_SHOWN = 12
-"""The most module classes that a message names."""
+_FORGOTTEN = (
+    "the weights were updated and step() was not called since; call it on what shadow yields "
+    "after each update: without it no further step is looked at"
+)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def shadow(
     model: nn.Module,
     candidate: Candidate | list[Candidate] = "flash:fa2",
     *,
-    every: int = 1,
+    every: int | None = None,
     steps: Sequence[int] = (),
     per_decade: int = 0,
     layers: Sequence[str] = ("*",),
@@ -63,6 +63,7 @@ def shadow(
     positions: int = 0,
     inside: bool = False,
     inherited: bool = False,
+    evaluation: bool = False,
     overhead: float | str = 0.0,
     gradient_every: int = 0,
     loss: Loss | None = None,
@@ -79,22 +80,24 @@ def shadow(
     compute in these layers, in both directions or only the "forward" or "backward" one; then the
     model's own attention is the shadow there.
 
-    `every`, `steps` and `per_decade` say which steps are looked at, counted from 0. `golden` also
-    measures both against FP64, `backward` also dq, dk and dv; `heads` and `positions` (a number of
-    ranges) also measure each head and range, `inside` logits, entropy and the like,
-    `inherited` runs the forward a second time in the candidate's stream. `overhead`, e.g. "5%",
-    bounds the probe's share of the time. Every `gradient_every` steps `loss`, a function that
+    `every`, `steps` and `per_decade` say which steps are looked at, counted from 0: every one where
+    none of them is given. A call counts where the model trains: gradients are enabled and it is in
+    training mode; with `evaluation` any call does. Of several micro-batches of a step the first is
+    looked at. `golden` also measures both against FP64, `backward` also dq, dk and dv; `heads` and
+    `positions` (a number of ranges) also measure each head and range, `inside` logits, entropy and
+    the like, `inherited` runs the forward a second time in the candidate's stream. `overhead`, e.g.
+    "5%", bounds the probe's share of the time. Every `gradient_every` steps `loss`, a function that
     computes the loss of the current batch as the training does, autocast included, is called six
     times inside `step()`: for the whole model's gradient under the (first) candidate, the model's
     own attention and FP64, isolated and as trained (`probe.gradient_evidence`). `records` is a
     folder for the measurements, which `stability show` and `stability report` read; `sinks` are
     given each step's, e.g. `lambda step, measured: wandb.log(measured.metrics)`. `first_step` is
     the number of updates made before. ValueError, before anything runs, for an unknown candidate,
-    attention dropout or a compiled model; and after the first due step, if no attention call could
-    be caught in it.
+    a glob that matches no module, attention dropout or a compiled model; and after the first due
+    step, if no attention call could be caught in it or a glob matches none of its layers.
     """
     config = ProbeConfig(
-        every=every,
+        every=(0 if steps or per_decade else 1) if every is None else every,
         steps=tuple(steps),
         per_decade=per_decade,
         layers=tuple(layers),
@@ -112,7 +115,8 @@ def shadow(
             "shadow: loss must be a function where gradient_every is given, got None; e.g. "
             "loss=lambda: criterion(model(x), y)"
         )
-    _check_model(model)
+    check_model(model)
+    check_globs(model, layers=layers, replace=replace)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     several = candidate if isinstance(candidate, list) else [candidate]
     named = [resolve_attention(one, device) for one in several]
@@ -125,7 +129,9 @@ def shadow(
     if records is not None:
         recorder = _recorder(Path(records), model, named, replacement, golden)
         sinks = [*sinks, recorder.write]
-    session = Shadow(model, config, named, replacement, sinks, first_step, loss)
+    session = Shadow(
+        model, config, named, replacement, sinks, first_step, loss, evaluation=evaluation
+    )
     if recorder is not None:
         recorder.describe((), first_step)
     try:
@@ -167,6 +173,8 @@ class Shadow:
         sinks: Sequence[Sink] = (),
         first_step: int = 0,
         loss: Loss | None = None,
+        *,
+        evaluation: bool = False,
     ) -> None:
         self.candidates = tuple(candidates)
         self.findings: list[tuple[int, str, str]] = []
@@ -191,14 +199,21 @@ class Shadow:
             shadow_is_candidate=replacement is None,
             modules=dict(model.named_modules()),
         )
-        self._step = first_step
+        self._evaluation = evaluation
+        self._step = self._first_step = first_step
         self._layers: dict[str, None] = {}
+        self._called: set[str] = set()
+        """The layers that have attended since the last step."""
+        self._has_counted = False
+        """Whether one of these calls was one to look at."""
+        self._is_globs_checked = False
+        self._updates = self._version()
         self._latest: StepMeasurements = StepMeasurements({}, {}, ())
         self._transfer: tuple[int, HostTransfer] | None = None
         self._installed: ExitStack | None = None
         self._replacing = ExitStack()
         if replacement is not None:
-            self._replacing.enter_context(self._catch(model, self._attend))
+            self._replacing.enter_context(catch_attention(model, self._attend))
         self._begin()
 
     @property
@@ -226,12 +241,14 @@ class Shadow:
     def step(self) -> None:
         """End a step: to be called after each update of the weights.
 
-        ValueError after the first due step if no attention was caught in it.
+        ValueError after the first due step if no attention was caught in it, or a glob of layers
+        matches none of it.
         """
-        was_due = self._installed is not None
+        if self._installed is not None or self._called:
+            self._check_calls()
         self._end()
-        if was_due and not self._layers:
-            raise ValueError(_nothing_caught(self._model))
+        self._called.clear()
+        self._has_counted = False
         self._step += 1
         if self._config.gradient_every and self._step % self._config.gradient_every == 0:
             self._look_at_gradient()
@@ -242,14 +259,18 @@ class Shadow:
         self._end()
         self.deliver()
         self._replacing.close()
+        is_any_due = self._schedule != Schedule()
+        if is_any_due and self._step == self._first_step and self._version() != self._updates:
+            self._warn_of_a_forgotten_step()
 
     def _begin(self) -> None:
         if not self._schedule.is_due(self._step):
             return
         self.probe.arm()
+        self._updates = self._version()
         self._installed = ExitStack()
         if self._replacement is None:
-            self._installed.enter_context(self._catch(self._model, self._attend))
+            self._installed.enter_context(catch_attention(self._model, self._attend))
         if self._config.inherited:
             roots = [self._model, *self._model.children()]
             self._installed.enter_context(repeating_forward(roots, self.probe))
@@ -276,11 +297,11 @@ class Shadow:
             candidate=self.candidates[0], layers=self._config.layers
         )
         try:
-            taken = CaughtGradients(self._model, self._loss, compared, self._catch)
+            taken = CaughtGradients(self._model, self._loss, compared, catch_attention)
             measured = self.gradient_meter.look(taken.of)
         finally:
             if replacement is not None:
-                self._replacing.enter_context(self._catch(self._model, self._attend))
+                self._replacing.enter_context(catch_attention(self._model, self._attend))
         self.gradient_metrics = measured.metrics
         self.findings += [(self._step, layer, text) for layer, text in measured.findings]
         for sink in self._sinks:
@@ -299,16 +320,53 @@ class Shadow:
 
     def _attend(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
         self._layers.setdefault(call.layer)
-        if self._replacement is None:
-            return self.probe.attend(call, primary)
-        if not self._replacement.covers(call.layer):
+        is_due = self._installed is not None
+        if is_due and call.layer in self._called and self._version() != self._updates:
+            self._warn_of_a_forgotten_step()
+        self._called.add(call.layer)
+        counts = call.trains or self._evaluation or self.probe.is_in_second_forward
+        self._has_counted |= counts
+        if self._replacement is not None:
+            if not self._replacement.covers(call.layer):
+                return primary(call.q, call.k, call.v)[0]
+            primary = _ReplacedAttention(self._replacement.of(call, primary), primary)
+        if not counts:
             return primary(call.q, call.k, call.v)[0]
-        replaced = _ReplacedAttention(self._replacement.of(call, primary), primary)
-        return self.probe.attend(call, replaced)
+        return self.probe.attend(call, primary)
 
-    @property
-    def _catch(self) -> Interceptor:
-        return catch_transformers if is_transformers_model(self._model) else catch_sdpa
+    def _check_calls(self) -> None:
+        """ValueError if the step's calls can't be what was meant; a finding if they were later."""
+        if not self._layers:
+            raise ValueError(nothing_caught(self._model))
+        if self._installed is not None and not self._has_counted:
+            text = (
+                f"no attention call of step {self._step} was one of training (gradients enabled, "
+                f"model in training mode): {len(self._called)} layers attended in evaluation; "
+                "shadow(..., evaluation=True) looks at these too"
+            )
+            if self._step == self._first_step:
+                raise ValueError(f"shadow: {text}")
+            self._find("model", text)
+        if not self._is_globs_checked:
+            replace = () if self._replacement is None else self._replacement.layers
+            check_globs_of_calls(self._layers, layers=self._config.layers, replace=replace)
+            self._is_globs_checked = True
+
+    def _version(self) -> int:
+        """Return a number that changes with each update of the weights in place."""
+        return sum(parameter._version for parameter in self._model.parameters())
+
+    def _warn_of_a_forgotten_step(self) -> None:
+        self._updates = self._version()
+        if not any(text == _FORGOTTEN for _, _, text in self.findings):
+            self._find("model", _FORGOTTEN)
+            warnings.warn(f"shadow: {_FORGOTTEN}", stacklevel=2)
+
+    def _find(self, layer: str, text: str) -> None:
+        finding = ProbeFinding(layer, text)
+        self.findings.append((self._step, layer, text))
+        for sink in self._sinks:
+            sink(self._step, StepMeasurements({}, {}, (finding,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,79 +383,3 @@ class _ReplacedAttention:
 def _bind_own(call: AttentionCall, primary: BoundAttention) -> BoundAttention:
     assert isinstance(primary, _ReplacedAttention)
     return primary.own
-
-
-def _check_model(model: nn.Module) -> None:
-    """ValueError if the attention of `model` cannot be caught, or drops values at random.
-
-    A compiled or scripted model calls attention from a graph, with no Python in between; with
-    dropout a shadow would drop other values than the model does.
-    """
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"shadow: model must be a torch.nn.Module, got {type(model).__name__}; "
-            "functions can be given to a DualAttention"
-        )
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if kind in (
-            "OptimizedModule",
-            "RecursiveScriptModule",
-            "ScriptModule",
-            "TopLevelTracedModule",
-        ):
-            raise ValueError(
-                f"shadow: model must run eagerly, got {kind} at {name or 'its root'}: a compiled "
-                "graph calls attention with no Python in between; give the model before it is "
-                "compiled"
-            )
-        if module._compiled_call_impl is not None:
-            raise ValueError(
-                f"shadow: model must run eagerly, got {kind}.compile() at {name or 'its root'}: a "
-                "compiled graph calls attention with no Python in between"
-            )
-    if is_transformers_model(model):
-        check_transformers(model)
-        return
-    for name, module in model.named_modules():
-        dropout = _attention_dropout(module)
-        if dropout and module.training:
-            raise ValueError(
-                f"shadow: attention dropout must be 0, got {dropout:g} in {name or 'the model'} "
-                f"({type(module).__name__}); a shadow would drop other values"
-            )
-
-
-def _attention_dropout(module: nn.Module) -> float:
-    """Return the rate with which an attention module drops probabilities, 0 if it has none."""
-    if "attention" not in type(module).__name__.lower():
-        return 0.0
-    for name in ("dropout", "dropout_p", "attn_dropout", "attention_dropout", "attn_pdrop"):
-        value = getattr(module, name, None)
-        rate = getattr(value, "p", value)
-        if isinstance(rate, float) and name in ("attn_dropout", "attention_dropout", "attn_pdrop"):
-            return rate
-        if isinstance(value, float):  # a Dropout module of this name may follow the projection
-            return value
-    return 0.0
-
-
-def _nothing_caught(model: nn.Module) -> str:
-    """Return the message for a model in which no attention call was caught."""
-    kinds = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
-    shown = ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
-    named = [kind for kind in kinds if "attention" in kind.lower() or "attn" in kind.lower()]
-    if "MultiheadAttention" in kinds:
-        way = "call nn.MultiheadAttention with need_weights=False: else it does not use SDPA"
-    elif named:
-        way = (
-            f"let {named[0]} call torch.nn.functional.scaled_dot_product_attention, or give it a "
-            "stability.probe.attention_probe.DualAttention to call; a Hugging Face model needs no "
-            "change"
-        )
-    else:
-        way = "it seems to have no attention"
-    return (
-        f"shadow: model must call scaled_dot_product_attention, got no such call in a step of "
-        f"{type(model).__name__}; module classes seen: {shown}; {way}"
-    )

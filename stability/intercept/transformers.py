@@ -11,13 +11,15 @@ what a call means (`transformers_call`), and replacing a model's attention for g
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
+from stability.intercept.catcher import Catcher
 from stability.intercept.transformers_call import (
     CANDIDATE_ARGUMENTS,
     REGISTERED,
@@ -26,7 +28,7 @@ from stability.intercept.transformers_call import (
     argument_names,
     unsupported,
 )
-from stability.probe.captured_call import AttentionCall, CallHandler, autocast_dtype
+from stability.probe.captured_call import AttentionCall, autocast_dtype
 
 __all__ = [
     "catch_transformers",
@@ -38,34 +40,11 @@ Function = Callable[..., tuple[Tensor, Tensor | None]]
 """An attention function of transformers; it returns (batch, query_len, heads, head_dim)."""
 
 
-@dataclass(kw_only=True, slots=True)
-class _Catching:
-    """One open context of `catch_transformers`: its model's layers, and what is done with calls."""
+class _Catching(NamedTuple):
+    """One open context of `catch_transformers`."""
 
-    layers: dict[nn.Module, str]
-    handler: CallHandler
-    reader: MaskReader = field(default_factory=MaskReader)
-    calls: dict[nn.Module, int] = field(default_factory=dict)
-    """How often each module has attended in this forward pass before its latest call."""
-    depth: int = 0
-    """How many modules of the model are running now, each inside the one before."""
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Count a module in, as its forward pre-hook."""
-        # A forward pass begins with the outermost module. So does a recomputation of a checkpointed
-        # layer in the backward pass, whose calls thereby keep their names.
-        if not self.depth:
-            self.calls.clear()
-        self.depth += 1
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Count a module out, as its forward hook, which runs after an error too."""
-        self.depth = max(0, self.depth - 1)
-
-    def layer(self, module: nn.Module) -> str:
-        """Return the dotted path of the module, with `#n` added at its n-th repeat in a pass."""
-        count = self.calls[module] = self.calls.get(module, -1) + 1
-        return f"{self.layers[module]}#{count}" if count else self.layers[module]
+    catcher: Catcher
+    reader: MaskReader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +60,7 @@ class _AskedFunction:
     """The arguments that it takes by name."""
 
 
+_LOCK = Lock()
 _CATCHING: list[_Catching] = []
 """All open contexts, of any model; the interface is patched while there is at least one."""
 
@@ -132,35 +112,26 @@ def _refuse_dropout(layer: str, config: Any) -> None:
 
 
 @contextmanager
-def catch_transformers(model: nn.Module, handler: CallHandler) -> Iterator[None]:
-    """Inside the context, pass each attention call of `model` to `handler`.
+def catch_transformers(catcher: Catcher) -> Iterator[None]:
+    """Inside, each call by the interface that a module of the model makes goes to `catcher`.
 
-    `model` is or contains a `PreTrainedModel`. The layer computes with what `handler(call,
-    primary)` returns; where that is the primary's own out, the model computes the same bits as
-    outside the context. `call.layer` is the dotted path of the attention module; its second call in
-    a forward pass gets `#1` behind it, and so on. Contexts may be nested and may end in any order.
-    ValueError as `check_transformers`.
+    Where its handler returns the primary's own out, the model computes the same bits as outside the
+    context. Contexts may be nested and may end in any order.
     """
     from transformers import AttentionInterface  # optional dependency
 
-    check_transformers(model)
-    layers = {module: name for name, module in model.named_modules()}
-    catching = _Catching(layers=layers, handler=handler)
-    handles = []
-    for module in layers:
-        handles.append(module.register_forward_pre_hook(catching.enter))
-        handles.append(module.register_forward_hook(catching.leave, always_call=True))
-    if not _CATCHING:
-        AttentionInterface.get_interface = _catching_interface(AttentionInterface.get_interface)
-    _CATCHING.append(catching)
+    catching = _Catching(catcher, MaskReader())
+    with _LOCK:
+        if not _CATCHING:
+            AttentionInterface.get_interface = _catching_interface(AttentionInterface.get_interface)
+        _CATCHING.append(catching)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-        _CATCHING[:] = [other for other in _CATCHING if other is not catching]
-        if not _CATCHING:
-            AttentionInterface.get_interface = AttentionInterface.get_interface.__wrapped__
+        with _LOCK:
+            _CATCHING[:] = [other for other in _CATCHING if other is not catching]
+            if not _CATCHING:
+                AttentionInterface.get_interface = AttentionInterface.get_interface.__wrapped__
 
 
 def _catching_interface(get_interface: Callable[..., Function]) -> Callable[..., Function]:
@@ -176,7 +147,7 @@ def _catching_interface(get_interface: Callable[..., Function]) -> Callable[...,
             known=function is default or registered or attn_implementation == "sdpa",
             argument_names=CANDIDATE_ARGUMENTS if registered else argument_names(function),
         )
-        for context in _CATCHING:
+        for context in tuple(_CATCHING):
             function = partial(_attend, context, asked, function)
         return function
 
@@ -196,9 +167,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Hand the call of `module` to the context's handler in place of `function`."""
     # the interface is shared by all models: a call of another one passes through
-    if module not in catching.layers:
+    catcher = catching.catcher
+    if not (catcher.knows(module) and catcher.may_catch):
         return function(module, query, key, value, attention_mask, **options)
-    layer = catching.layer(module)
+    layer = catcher.next_layer(module)
     received = TransformersCall(
         module=module,
         attention_mask=attention_mask,
@@ -224,7 +196,7 @@ def _attend(
         unsupported=reason,
     )
     primary = _ModelAttention(function, received)
-    return primary.returned(catching.handler(call, primary))
+    return primary.returned(catcher.hand_over(call, primary))
 
 
 def _is_cross(layer: str, module: nn.Module) -> bool:

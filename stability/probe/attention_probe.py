@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Unpack
+from threading import RLock
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,12 @@ from torch import Tensor, nn
 from attention_kernels import MaskArguments, golden_attention
 from stability.config.schema import ProbeConfig
 from stability.probe.attention_registry import ResolvedAttention
-from stability.probe.captured_call import AttentionCall, BoundAttention, CapturedCall
+from stability.probe.captured_call import (
+    AttentionCall,
+    BoundAttention,
+    CapturedCall,
+    repeating,
+)
 from stability.probe.executed import unwitnessed
 from stability.probe.measurements import (
     DeviationMeter,
@@ -100,7 +106,9 @@ class AttentionProbe:
         known = {} if modules is None else modules
         self._meter = DeviationMeter(config, list(shadows), known)
         self._captured: dict[str, CapturedCall] = {}
-        self._in_second_forward = self._had_second_forward = False
+        self.is_in_second_forward = self._had_second_forward = False
+        # two threads may run the model, and autograd runs hooks in threads of its own on a GPU
+        self._lock = RLock()
         self._findings: list[ProbeFinding] = []
         self._reported: set[ProbeFinding] = set()
 
@@ -125,19 +133,25 @@ class AttentionProbe:
 
     def attend(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
         """Return the primary's result, untouched, and capture the call if it is due."""
-        if self._in_second_forward:
+        if self.is_in_second_forward:
             return self._attend_in_second_forward(call, primary)
         if not self.is_armed or not self._is_due(call):
             return primary(call.q, call.k, call.v)[0]
         qkv = [self._alias(x) for x in (call.q, call.k, call.v)]
         out, lse = primary(*qkv)
         captured = CapturedCall.of(call, primary, qkv, out, lse)
-        self._captured[call.layer] = captured
+        with self._lock:
+            # another thread may have made the same call meanwhile
+            if self._captured.setdefault(call.layer, captured) is not captured:
+                return out
+        if self._config.backward and call.trains:
+            self._find_untrained(call.layer, qkv)
         # under no_grad no hook would ever run
         if self._config.backward and out.requires_grad:
             # autograd reaches out before q, k and v, so shadows are evaluated when these hooks run
             for name, x in zip(GRADIENTS, qkv, strict=True):
                 if x.requires_grad:
+                    captured.awaited.add(name)
                     x.register_hook(partial(self._compare_gradient, captured, name))
             out.register_hook(partial(self._evaluate, captured))
         # evaluating frees the forward's tensors, which the second forward is compared with
@@ -148,17 +162,20 @@ class AttentionProbe:
     @contextmanager
     def second_forward(self) -> Iterator[None]:
         """Inside, each call follows the first shadow and is compared with the pass before."""
-        self._in_second_forward = self._had_second_forward = True
+        self.is_in_second_forward = self._had_second_forward = True
         try:
             yield
         finally:
-            self._in_second_forward = False
+            self.is_in_second_forward = False
 
     def start_transfer(self) -> HostTransfer | None:
         """End the step: evaluate what no backward has reached, and send the values to the host."""
         # e.g. under no_grad, or in a layer whose out does not reach the loss: forward alone
         for captured in self._captured.values():
             self._evaluate(captured, None)
+            if captured.awaited:
+                names = ", ".join(name for name in GRADIENTS if name in captured.awaited)
+                self._add_finding(captured.layer, f"{names} not measured: no backward reached it")
         self._captured.clear()
         new = [
             finding
@@ -188,6 +205,18 @@ class AttentionProbe:
         self._reported = {ProbeFinding(*pair) for pair in reported}
         self._meter.load_state_dict(state["sums"])  # pyright: ignore[reportArgumentType]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AttentionProbe":
+        """Return a probe that is never armed: a copy of a model, e.g. an average, isn't watched."""
+        return AttentionProbe(
+            self._config, self._shadows, shadow_is_candidate=self._shadow_is_candidate
+        )
+
+    def _find_untrained(self, layer: str, qkv: Sequence[Tensor]) -> None:
+        frozen = [name for name, x in zip(GRADIENTS, qkv, strict=True) if not x.requires_grad]
+        if frozen:
+            text = f"{', '.join(frozen)} not measured: nothing before it is trained"
+            self._add_finding(layer, text)
+
     def _is_due(self, call: AttentionCall) -> bool:
         # a second call of the layer in this step, e.g. from the next micro-batch
         if call.layer in self._captured:
@@ -209,10 +238,13 @@ class AttentionProbe:
 
     def _evaluate(self, captured: CapturedCall, dout: Tensor | None) -> None:
         """Run shadows and golden, and compare all that the forward gave."""
-        if captured.seen:
-            return
-        # first of all, so that a call that can't be compared is not tried again at the step's end
-        captured.seen = True
+        with self._lock:
+            if not captured.seen:
+                # first, so that a call that can't be compared is not tried again at the step's end
+                captured.seen = True
+                self._compare_forward(captured, dout)
+
+    def _compare_forward(self, captured: CapturedCall, dout: Tensor | None) -> None:
         with unwitnessed(), torch.no_grad(), self._budget.spending(captured.out.device):
             # the captured tensors share the run's memory, which it may have written to since
             if captured.was_overwritten():
@@ -233,7 +265,9 @@ class AttentionProbe:
             captured.forget_forward()
 
     def _compare_gradient(self, captured: CapturedCall, name: str, gradient: Tensor) -> None:
-        with unwitnessed(), torch.no_grad(), self._budget.spending(gradient.device):
+        budget = self._budget.spending(gradient.device)
+        with self._lock, unwitnessed(), torch.no_grad(), budget:
+            captured.awaited.discard(name)
             self._compare(captured, name, gradient.detach())
             captured.forget(name)
 
@@ -246,7 +280,8 @@ class AttentionProbe:
     ) -> dict[str, Tensor]:
         """Return what `repeat` gives; if it fails, nothing and a finding: the run must go on."""
         try:
-            return repeat(*captured.qkv, dout)
+            with repeating():
+                return repeat(*captured.qkv, dout)
         except torch.AcceleratorError:
             raise  # the device is lost, and the run with it
         except Exception as error:

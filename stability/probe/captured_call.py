@@ -3,9 +3,10 @@
 Leaves out how calls are caught (`intercept`) and what is compared (`attention_probe`).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from threading import local
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ __all__ = [
     "CapturedCall",
     "Interceptor",
     "autocast_dtype",
+    "is_repeating",
+    "repeating",
     "valid_rows",
 ]
 
@@ -34,7 +37,7 @@ class AttentionCall:
     is false for query rows that are padding; None means that none are. `dtype` is the one in which
     the model's attention computes, where autocast makes it differ from q's. `unsupported` names
     what the golden and the shadows cannot do, e.g. "dropout_p 0.1"; such a call is not compared,
-    and becomes a finding.
+    and becomes a finding. `trains` is false for a call of an evaluation.
     """
 
     layer: str
@@ -45,6 +48,7 @@ class AttentionCall:
     valid: Tensor | None = None
     dtype: torch.dtype | None = None
     unsupported: str = ""
+    trains: bool = True
 
 
 BoundAttention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -57,6 +61,28 @@ To leave the call alone it returns `primary(call.q, call.k, call.v)[0]`."""
 
 Interceptor = Callable[[nn.Module, CallHandler], AbstractContextManager[None]]
 """Gives a context in which each attention call of the model goes through the handler."""
+
+
+class _Repeating(local):
+    depth = 0
+
+
+_REPEATING = _Repeating()
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Inside, this thread repeats a call: the attention calls it makes are none of the model's."""
+    _REPEATING.depth += 1
+    try:
+        yield
+    finally:
+        _REPEATING.depth -= 1
+
+
+def is_repeating() -> bool:
+    """Whether this thread is inside `repeating`."""
+    return _REPEATING.depth > 0
 
 
 def autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
@@ -103,6 +129,8 @@ class CapturedCall:
     lse: Tensor | None
     seen: bool = False
     """Whether shadows and golden have been run."""
+    awaited: set[str] = field(default_factory=set)
+    """The gradients that the backward pass has still to bring: of dq, dk, dv."""
     shadows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Results still to be compared, by shadow and then by name: out, lse, dq, dk, dv."""
     golden: dict[str, Tensor] = field(default_factory=dict)

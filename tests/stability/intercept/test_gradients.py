@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from attention_kernels import golden_attention
+from stability.intercept.doors import catch_attention
 from stability.intercept.gradients import CaughtGradients
 from stability.intercept.replacement import Replacement
-from stability.intercept.sdpa import catch_sdpa
 from stability.intercept.session import shadow
 from stability.probe.attention_registry import resolve_attention
 from tests.stability.intercept.torch_models import Decoder, tokens, train_step
@@ -86,7 +86,7 @@ def test_isolated_is_one_precision_wider_whatever_the_model_is_in(dtype):
         return F.cross_entropy(logits.double().flatten(0, 1), batch[:, 1:].flatten())
 
     candidate = Replacement(candidate=resolve_attention("golden", torch.device("cpu")), layers="*")
-    gradients = CaughtGradients(model, loss, candidate, catch_sdpa)
+    gradients = CaughtGradients(model, loss, candidate, catch_attention)
     as_trained = gradients.of("baseline", False)
     isolated = gradients.of("baseline", True)
     wide = torch.float32 if dtype is torch.bfloat16 else torch.float64
@@ -109,7 +109,7 @@ def test_isolated_switches_off_the_autocast_that_the_loss_switches_on():
 
     candidate = Replacement(candidate=resolve_attention(attend, torch.device("cpu")), layers="*")
     gradients = CaughtGradients(
-        model, lambda: _loss(model, 0, torch.bfloat16), candidate, catch_sdpa
+        model, lambda: _loss(model, 0, torch.bfloat16), candidate, catch_attention
     )
     for is_isolated in (False, True):
         gradients.of("candidate", is_isolated)
@@ -125,7 +125,7 @@ def test_as_trained_the_baseline_has_the_models_own_gradient():
         candidate=resolve_attention("flash:fa2", torch.device("cpu")), layers="*"
     )
     gradients = CaughtGradients(
-        model, lambda: _loss(model, 0, torch.bfloat16), candidate, catch_sdpa
+        model, lambda: _loss(model, 0, torch.bfloat16), candidate, catch_attention
     )
     found = gradients.of("baseline", False)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -169,7 +169,7 @@ def test_a_forward_pass_that_raises_leaves_nothing_behind():
         return baseline_attention(q, k, v, causal=causal)
 
     model = Raises(depth=1)
-    with shadow(model, counts, backward=False), torch.no_grad():
+    with shadow(model, counts, backward=False, evaluation=True), torch.no_grad():
         with pytest.raises(RuntimeError, match="the model's own"):
             model(tokens(0))
         caught = len(calls)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _global_forward_hooks
 
 from attention_kernels import flash_attention, golden_attention
 from stability import shadow
@@ -57,11 +58,11 @@ def test_figures_are_of_the_steps_asked_for_and_the_model_is_left_as_it_was():
     seen = []
     with shadow(model, every=3, steps=[1], sinks=[lambda step, r: seen.append(step)]) as probe:
         for step in range(5):
-            hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-            assert hooked == (step in (0, 1, 3))
+            assert bool(_global_forward_hooks) == (step in (0, 1, 3))
             train_step(model, step)
             probe.step()
     assert seen == [0, 1, 3]
+    assert not _global_forward_hooks
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -188,7 +189,7 @@ def test_attention_dropout_is_refused_at_set_up_and_seen_in_a_call():
         def forward(self, q):
             return F.scaled_dot_product_attention(q, q, q, dropout_p=0.2)
 
-    with shadow(Drops()) as probe, torch.no_grad():
+    with shadow(Drops(), evaluation=True) as probe, torch.no_grad():
         probe._model(torch.randn(1, 2, 8, 16))
         probe.step()
     assert "not looked at: dropout_p 0.2" in probe.findings[0][2]

@@ -75,7 +75,10 @@ def test_a_key_dropped_in_layer_2_head_1_is_located_there(name):
         return flash_attention(q, k, v, **mask)
 
     model = tiny.build().eval()
-    with shadow(model, drops, heads=True, backward=False) as probe, torch.no_grad():
+    with (
+        shadow(model, drops, heads=True, backward=False, evaluation=True) as probe,
+        torch.no_grad(),
+    ):
         model(**tiny.inputs())
         probe.step()
     assert not probe.findings

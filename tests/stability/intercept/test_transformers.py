@@ -18,8 +18,9 @@ from transformers import (
 )
 
 from attention_kernels import baseline_attention, golden_attention
+from stability import shadow
+from stability.intercept.doors import catch_attention
 from stability.intercept.transformers import (
-    catch_transformers,
     check_transformers,
     is_transformers_model,
 )
@@ -100,7 +101,7 @@ def rounding_bound(call, out, implementation):
 def test_caught_model_computes_the_same_bits(name, implementation, side):
     model, given, recorder = built(name, implementation), inputs(name, side), Recorder()
     logits, grads = trained(model, given)
-    with catch_transformers(model, recorder):
+    with catch_attention(model, recorder):
         caught_logits, caught_grads = trained(model, given)
     assert recorder.calls
     assert torch.equal(caught_logits, logits)
@@ -117,7 +118,7 @@ def test_a_call_says_what_the_model_computed(name, implementation, side, dtype):
         pytest.skip("transformers itself gives NaN")
     model, recorder = built(name, implementation).to(dtype), Recorder()
     given = {k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs(name, side).items()}
-    with torch.no_grad(), catch_transformers(model, recorder):
+    with torch.no_grad(), catch_attention(model, recorder):
         model(**given)
     assert [call.layer for call, _ in recorder.calls] == tiny.TINY[name].layers
     for call, out in recorder.calls:
@@ -134,7 +135,7 @@ def test_a_call_says_what_the_model_computed(name, implementation, side, dtype):
 @pytest.mark.parametrize(("name", "implementation"), PADDED)
 def test_padding_is_told_from_the_mask(name, implementation, side):
     model, recorder = built(name, implementation), Recorder()
-    with torch.no_grad(), catch_transformers(model, recorder):
+    with torch.no_grad(), catch_attention(model, recorder):
         model(**inputs(name, side))
     assert all(torch.equal(call.valid, tiny.padding(side).bool()) for call, _ in recorder.calls)
 
@@ -147,7 +148,7 @@ def test_padding_of_the_encoder_is_none_of_the_decoder(implementation):
     model, recorder = BartForConditionalGeneration(config).eval(), Recorder()
     model.set_attn_implementation(implementation)
     given = {**inputs("bert"), "decoder_input_ids": tiny.tokens()["input_ids"]}
-    with torch.no_grad(), catch_transformers(model, recorder):
+    with torch.no_grad(), catch_attention(model, recorder):
         model(**given)
     valid = {call.layer.rpartition(".")[2]: call.valid for call, _ in recorder.calls[1:]}
     assert recorder.calls[0][0].valid.equal(tiny.padding("right").bool())
@@ -157,7 +158,7 @@ def test_padding_of_the_encoder_is_none_of_the_decoder(implementation):
 @pytest.mark.parametrize(("name", "implementation"), EVERY)
 def test_all_rows_count_without_padding(name, implementation):
     model, recorder = built(name, implementation), Recorder()
-    with torch.no_grad(), catch_transformers(model, recorder):
+    with torch.no_grad(), catch_attention(model, recorder):
         model(**tiny.TINY[name].inputs())
     assert all(call.valid is None or call.valid.all() for call, _ in recorder.calls)
 
@@ -187,7 +188,7 @@ def test_one_dropped_key_changes_one_call(name, implementation):
         ).tolist()
         return out
 
-    with torch.no_grad(), catch_transformers(model, planted):
+    with torch.no_grad(), catch_attention(model, planted):
         model(**given)
     nothing = [False] * tiny.HEADS
     assert changed.pop(target) == [False, True, False, False]
@@ -199,9 +200,9 @@ def test_what_is_returned_is_what_the_model_goes_on_with(name, implementation):
     model, given = built(name, implementation), inputs(name)
     with torch.no_grad():
         before = model(**given).logits
-        with catch_transformers(model, lambda call, primary: torch.zeros_like(call.q)):
+        with catch_attention(model, lambda call, primary: torch.zeros_like(call.q)):
             zeroed = model(**given).logits
-        with catch_transformers(model, copied):
+        with catch_attention(model, copied):
             same = model(**given).logits
     assert not torch.equal(before, zeroed)
     assert torch.equal(before, same)
@@ -210,7 +211,7 @@ def test_what_is_returned_is_what_the_model_goes_on_with(name, implementation):
 @pytest.mark.parametrize("attend", [leave_alone, copied], ids=["own", "copied"])
 def test_attention_weights_are_still_returned(attend):
     model, given = built("llama", "eager"), inputs("llama")
-    with torch.no_grad(), catch_transformers(model, attend):
+    with torch.no_grad(), catch_attention(model, attend):
         weights = model(**given, output_attentions=True).attentions
     assert [tuple(x.shape) for x in weights] == [(2, tiny.HEADS, tiny.LENGTH, tiny.LENGTH)] * 3
 
@@ -220,7 +221,7 @@ def test_generation_with_a_cache_is_caught(implementation):
     model, recorder = built("llama", implementation), Recorder()
     given = {**inputs("llama", "left"), "max_new_tokens": 3, "do_sample": False}
     expected = model.generate(**given)
-    with catch_transformers(model, recorder):
+    with catch_attention(model, recorder):
         assert torch.equal(model.generate(**given), expected)
     assert {call.q.shape[2] for call, _ in recorder.calls} == {tiny.LENGTH, 1}
     for call, out in recorder.calls:
@@ -233,7 +234,7 @@ def test_calls_of_one_module_in_a_forward_pass_are_numbered():
     sizes = {"hidden_size": tiny.WIDTH, "num_attention_heads": tiny.HEADS, "num_hidden_layers": 3}
     config = AlbertConfig(vocab_size=tiny.VOCABULARY, intermediate_size=tiny.WIDTH, **sizes)
     model, recorder = AlbertModel(config).eval(), Recorder()
-    with torch.no_grad(), catch_transformers(model, recorder):
+    with torch.no_grad(), catch_attention(model, recorder):
         model(**tiny.tokens())
         model(**tiny.tokens())
     layers = [call.layer.rpartition(".")[2] for call, _ in recorder.calls]
@@ -244,7 +245,7 @@ def test_checkpointed_layers_keep_their_names_and_their_bits():
     model, recorder = built("llama", "sdpa").train(), Recorder()
     expected = trained(model, inputs("llama"))
     model.activation_checkpointing_enable()
-    with catch_transformers(model, recorder):
+    with catch_attention(model, recorder):
         caught = trained(model, inputs("llama"))
     assert all(torch.equal(caught[1][key], grad) for key, grad in expected[1].items())
     layers = tiny.TINY["llama"].layers
@@ -256,7 +257,7 @@ def test_autocast_names_the_dtype_that_is_computed_in(implementation):
     model, recorder = built("qwen3", implementation), Recorder()
     with torch.autocast("cpu", torch.bfloat16):
         expected = trained(model, inputs("qwen3"))
-        with catch_transformers(model, recorder):
+        with catch_attention(model, recorder):
             caught = trained(model, inputs("qwen3"))
     assert torch.equal(caught[0], expected[0])
     assert all(torch.equal(caught[1][key], grad) for key, grad in expected[1].items())
@@ -278,7 +279,7 @@ def test_everything_is_restored_after_an_exception():
     def fail(call, primary):
         raise RuntimeError("planted")
 
-    with pytest.raises(RuntimeError, match="planted"), catch_transformers(model, fail):
+    with pytest.raises(RuntimeError, match="planted"), catch_attention(model, fail):
         model(**inputs("gpt2"))
     assert AttentionInterface.get_interface is before
     assert hooks_of(model) == hooks
@@ -289,7 +290,7 @@ def test_contexts_nest_end_in_any_order_and_keep_to_their_model():
     first, second = built("gpt2", "sdpa"), built("llama", "sdpa")
     recorders = [Recorder(), Recorder(), Recorder()]
     contexts = [
-        catch_transformers(model, recorder)
+        catch_attention(model, recorder)
         for model, recorder in zip((first, first, second), recorders, strict=True)
     ]
     for context in contexts:
@@ -324,10 +325,7 @@ def test_attention_dropout_is_refused_in_training_only(name, field):
     message = rf"check_transformers: config.{field} of \S+ must be 0 in training, got 0.1; build"
     with pytest.raises(ValueError, match=message):
         check_transformers(model.train())
-    with (
-        pytest.raises(ValueError, match="check_transformers: config"),
-        catch_transformers(model, lambda call, primary: call.q),
-    ):
+    with pytest.raises(ValueError, match="check_transformers: config"), shadow(model):
         pass
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention_kernels import flash_attention
-from stability.intercept.transformers import catch_transformers
+from stability.intercept.doors import catch_attention
 from stability.intercept.transformers_call import REGISTERED
 from stability.intercept.transformers_candidate import register_transformers
 
@@ -99,7 +99,7 @@ def test_registered_candidate_can_be_caught():
         calls.append(call)
         return primary(call.q, call.k, call.v)[0]
 
-    with catch_transformers(model, attend):
+    with catch_attention(model, attend):
         assert torch.equal(logits(model, inputs("llama", "left")), expected)
     assert [call.unsupported for call in calls] == [""] * 3
     assert all(torch.equal(call.valid, tiny.padding("left").bool()) for call in calls)

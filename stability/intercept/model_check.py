@@ -1,0 +1,86 @@
+"""What `shadow` refuses of a model before it runs, and what it says if nothing could be caught."""
+
+from torch import nn
+
+from stability.intercept.transformers import check_transformers, is_transformers_model
+
+__all__ = ["check_model", "nothing_caught"]
+
+_SHOWN = 12
+"""The most module classes that a message names."""
+
+
+def check_model(model: nn.Module) -> None:
+    """ValueError if the attention of `model` cannot be caught, or drops values at random.
+
+    A compiled or scripted model calls attention from a graph, with no Python in between; with
+    dropout a shadow would drop other values than the model does.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"shadow: model must be a torch.nn.Module, got {type(model).__name__}; "
+            "functions can be given to a DualAttention"
+        )
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in (
+            "OptimizedModule",
+            "RecursiveScriptModule",
+            "ScriptModule",
+            "TopLevelTracedModule",
+        ):
+            raise ValueError(
+                f"shadow: model must run eagerly, got {kind} at {name or 'its root'}: a compiled "
+                "graph calls attention with no Python in between; give the model before it is "
+                "compiled"
+            )
+        if module._compiled_call_impl is not None:
+            raise ValueError(
+                f"shadow: model must run eagerly, got {kind}.compile() at {name or 'its root'}: a "
+                "compiled graph calls attention with no Python in between"
+            )
+    if is_transformers_model(model):
+        check_transformers(model)
+        return
+    for name, module in model.named_modules():
+        dropout = _attention_dropout(module)
+        if dropout and module.training:
+            raise ValueError(
+                f"shadow: attention dropout must be 0, got {dropout:g} in {name or 'the model'} "
+                f"({type(module).__name__}); a shadow would drop other values"
+            )
+
+
+def _attention_dropout(module: nn.Module) -> float:
+    """Return the rate with which an attention module drops probabilities, 0 if it has none."""
+    if "attention" not in type(module).__name__.lower():
+        return 0.0
+    for name in ("dropout", "dropout_p", "attn_dropout", "attention_dropout", "attn_pdrop"):
+        value = getattr(module, name, None)
+        rate = getattr(value, "p", value)
+        if isinstance(rate, float) and name in ("attn_dropout", "attention_dropout", "attn_pdrop"):
+            return rate
+        if isinstance(value, float):  # a Dropout module of this name may follow the projection
+            return value
+    return 0.0
+
+
+def nothing_caught(model: nn.Module) -> str:
+    """Return the message for a model in which no attention call was caught."""
+    kinds = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
+    shown = ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
+    named = [kind for kind in kinds if "attention" in kind.lower() or "attn" in kind.lower()]
+    if "MultiheadAttention" in kinds:
+        way = "call nn.MultiheadAttention with need_weights=False: else it does not use SDPA"
+    elif named:
+        way = (
+            f"let {named[0]} call torch.nn.functional.scaled_dot_product_attention, or give it a "
+            "stability.probe.attention_probe.DualAttention to call; a Hugging Face model needs no "
+            "change"
+        )
+    else:
+        way = "it seems to have no attention"
+    return (
+        f"shadow: model must call scaled_dot_product_attention, got no such call in a step of "
+        f"{type(model).__name__}; module classes seen: {shown}; {way}"
+    )
