@@ -30,7 +30,13 @@ PUBLIC = {
         "resolve_engine",
         "round_to",
     ],
-    "stability": ["ShadowCallback", "__version__", "register_transformers", "shadow"],
+    "stability": [
+        "ShadowCallback",
+        "__version__",
+        "attention_call",
+        "register_transformers",
+        "shadow",
+    ],
 }
 
 

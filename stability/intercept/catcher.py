@@ -24,10 +24,26 @@ from torch.utils.hooks import RemovableHandle
 from stability.intercept.layer_names import layer_names
 from stability.probe.captured_call import AttentionCall, BoundAttention, CallHandler, is_repeating
 
-__all__ = ["Catcher", "Door"]
+__all__ = ["Catcher", "Door", "newest_catcher"]
 
 Door = Callable[["Catcher"], AbstractContextManager[None]]
 """A way to catch calls: inside the context they go to the catcher."""
+
+
+_OPEN: list["Catcher"] = []
+"""All that are open, of any model, in the order in which they were opened."""
+
+
+def newest_catcher(module: nn.Module | None = None) -> "Catcher | None":
+    """Return who is to be handed a call that this thread makes now, None if nobody is.
+
+    With `module`, only one of whose model that is a part. Where several are open the newest comes
+    first; its primary makes the call again, which then is the next one's.
+    """
+    for catcher in reversed(tuple(_OPEN)):
+        if catcher.may_catch and (module is None or catcher.knows(module)):
+            return catcher
+    return None
 
 
 class _Thread(local):
@@ -52,6 +68,8 @@ class Catcher:
         self.names = layer_names(model)
         self.modes: list[Callable[[], AbstractContextManager[Any]]] = []
         """Made and entered in a thread when its forward pass begins, and left when it ends."""
+        self.ran: set[nn.Module] = set()
+        """The modules that have run while it was open."""
         self._handler = handler
         self._thread = _Thread()
         self._is_open = False
@@ -68,10 +86,12 @@ class Catcher:
             register_module_forward_hook(self._leave, always_call=True),
         ]
         self._is_open = True
+        _OPEN.append(self)
         try:
             yield
         finally:
             self._is_open = False
+            _OPEN.remove(self)
             self._end_pass()
             self._remove_hooks()
 
@@ -80,6 +100,10 @@ class Catcher:
         """Whether a call that this thread makes now is one to hand over."""
         thread = self._thread
         return bool(self._is_open and thread.running and not thread.caught and not is_repeating())
+
+    def running_layer(self) -> str:
+        """Return the path of the innermost module that runs in this thread."""
+        return self.names[self._thread.running[-1]]
 
     def knows(self, module: nn.Module) -> bool:
         """Whether `module` is one of the model's."""
@@ -90,7 +114,7 @@ class Catcher:
 
         The second call of a module in one forward pass has `#1` behind it, and so on.
         """
-        name = self.names[module or self._thread.running[-1]]
+        name = self.running_layer() if module is None else self.names[module]
         calls = self._thread.calls
         count = calls[name] = calls.get(name, -1) + 1
         return f"{name}#{count}" if count else name
@@ -119,6 +143,7 @@ class Catcher:
                 return
             self._begin_pass()
         thread.running.append(module)
+        self.ran.add(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Count a module out, as the forward hook of every module, after an error too."""

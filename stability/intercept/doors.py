@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from stability.intercept.catcher import Catcher, Door
+from stability.intercept.coverage import Coverage
 from stability.intercept.sdpa import catch_sdpa
 from stability.intercept.transformers import catch_transformers
 from stability.probe.captured_call import CallHandler
@@ -19,15 +20,20 @@ __all__ = ["catch_attention"]
 
 
 @contextmanager
-def catch_attention(model: nn.Module, handler: CallHandler) -> Iterator[None]:
+def catch_attention(
+    model: nn.Module, handler: CallHandler, coverage: Coverage | None = None
+) -> Iterator[None]:
     """Inside, each attention call that `model` makes in a forward pass is handed to `handler`.
 
     The layer is the dotted path of the module that calls, without the segments of wrappers such as
     DDP; a second call of one module in the same forward pass gets `#1` behind it, and so on. Where
     the handler returns the primary's own out, the model computes the same bits as outside.
-    Contexts may be nested; calls that an instrument makes to repeat one are not caught.
+    Contexts may be nested; calls that an instrument makes to repeat one are not caught. `coverage`
+    is told what else looks like attention.
     """
     catcher = Catcher(model, handler)
+    if coverage is not None:
+        coverage.watch(catcher)
     with ExitStack() as opened:
         for door in _doors():
             opened.enter_context(door(catcher))

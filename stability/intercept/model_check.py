@@ -1,13 +1,16 @@
 """What `shadow` refuses of a model before it runs, and what it says if nothing could be caught."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
+from stability.intercept.coverage import LayerCoverage
 from stability.intercept.transformers import check_transformers, is_transformers_model
 
 __all__ = ["check_model", "nothing_caught"]
 
 _SHOWN = 12
-"""The most module classes that a message names."""
+"""The most modules or classes that a message names."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -65,22 +68,15 @@ def _attention_dropout(module: nn.Module) -> float:
     return 0.0
 
 
-def nothing_caught(model: nn.Module) -> str:
+def nothing_caught(model: nn.Module, coverage: Sequence[LayerCoverage]) -> str:
     """Return the message for a model in which no attention call was caught."""
+    if coverage:
+        listed = "".join(f"\n  {one.layer}: {one}" for one in coverage[:_SHOWN])
+        more = f"\n  and {len(coverage) - _SHOWN} more" if len(coverage) > _SHOWN else ""
+        return f"shadow: no attention of {type(model).__name__} is seen:{listed}{more}"
     kinds = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
     shown = ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
-    named = [kind for kind in kinds if "attention" in kind.lower() or "attn" in kind.lower()]
-    if "MultiheadAttention" in kinds:
-        way = "call nn.MultiheadAttention with need_weights=False: else it does not use SDPA"
-    elif named:
-        way = (
-            f"let {named[0]} call torch.nn.functional.scaled_dot_product_attention, or give it a "
-            "stability.probe.attention_probe.DualAttention to call; a Hugging Face model needs no "
-            "change"
-        )
-    else:
-        way = "it seems to have no attention"
     return (
-        f"shadow: model must call scaled_dot_product_attention, got no such call in a step of "
-        f"{type(model).__name__}; module classes seen: {shown}; {way}"
+        f"shadow: {type(model).__name__} has no attention that could be seen in a step: no call of "
+        f"it, and no softmax that multiplies a matrix; module classes seen: {shown}"
     )

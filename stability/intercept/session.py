@@ -9,7 +9,7 @@ calls (`doors`) and hands them to a probe, or makes the candidate compute in the
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stability.config.schema import ProbeConfig
+from stability.intercept.coverage import Coverage, LayerCoverage
 from stability.intercept.doors import catch_attention
 from stability.intercept.gradients import CaughtGradients, Loss
 from stability.intercept.layer_globs import check_globs, check_globs_of_calls
@@ -206,14 +207,18 @@ class Shadow:
         """The layers that have attended since the last step."""
         self._has_counted = False
         """Whether one of these calls was one to look at."""
-        self._is_globs_checked = False
+        self._looking_round: Coverage | None = Coverage()
+        """None once a step has shown what is seen."""
+        self.coverage: tuple[LayerCoverage, ...] = ()
+        """What is seen of each module that looks like attention, as the first due step has shown
+        it."""
         self._updates = self._version()
         self._latest: StepMeasurements = StepMeasurements({}, {}, ())
         self._transfer: tuple[int, HostTransfer] | None = None
         self._installed: ExitStack | None = None
         self._replacing = ExitStack()
         if replacement is not None:
-            self._replacing.enter_context(catch_attention(model, self._attend))
+            self._replacing.enter_context(self._catching())
         self._begin()
 
     @property
@@ -270,7 +275,7 @@ class Shadow:
         self._updates = self._version()
         self._installed = ExitStack()
         if self._replacement is None:
-            self._installed.enter_context(catch_attention(self._model, self._attend))
+            self._installed.enter_context(self._catching())
         if self._config.inherited:
             roots = [self._model, *self._model.children()]
             self._installed.enter_context(repeating_forward(roots, self.probe))
@@ -301,7 +306,7 @@ class Shadow:
             measured = self.gradient_meter.look(taken.of)
         finally:
             if replacement is not None:
-                self._replacing.enter_context(catch_attention(self._model, self._attend))
+                self._replacing.enter_context(self._catching())
         self.gradient_metrics = measured.metrics
         self.findings += [(self._step, layer, text) for layer, text in measured.findings]
         for sink in self._sinks:
@@ -320,6 +325,8 @@ class Shadow:
 
     def _attend(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
         self._layers.setdefault(call.layer)
+        if self._looking_round is not None:
+            self._looking_round.note(call.layer, call.unsupported)
         is_due = self._installed is not None
         if is_due and call.layer in self._called and self._version() != self._updates:
             self._warn_of_a_forgotten_step()
@@ -334,10 +341,15 @@ class Shadow:
             return primary(call.q, call.k, call.v)[0]
         return self.probe.attend(call, primary)
 
+    def _catching(self) -> AbstractContextManager[None]:
+        return catch_attention(self._model, self._attend, self._looking_round)
+
     def _check_calls(self) -> None:
-        """ValueError if the step's calls can't be what was meant; a finding if they were later."""
-        if not self._layers:
-            raise ValueError(nothing_caught(self._model))
+        """ValueError if the first step's calls can't be what was meant; a finding if later ones."""
+        if self._looking_round is not None:
+            self.coverage = self._looking_round.end()
+            if not self._layers:
+                raise ValueError(nothing_caught(self._model, self.coverage))
         if self._installed is not None and not self._has_counted:
             text = (
                 f"no attention call of step {self._step} was one of training (gradients enabled, "
@@ -347,10 +359,13 @@ class Shadow:
             if self._step == self._first_step:
                 raise ValueError(f"shadow: {text}")
             self._find("model", text)
-        if not self._is_globs_checked:
+        if self._looking_round is not None:
             replace = () if self._replacement is None else self._replacement.layers
             check_globs_of_calls(self._layers, layers=self._config.layers, replace=replace)
-            self._is_globs_checked = True
+            for one in self.coverage:
+                if one.state != "seen" and not one.is_found_anyway:
+                    self._find(one.layer, str(one))
+            self._looking_round = None
 
     def _version(self) -> int:
         """Return a number that changes with each update of the weights in place."""

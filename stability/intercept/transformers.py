@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
-from stability.intercept.catcher import Catcher
+from stability.intercept.catcher import Catcher, newest_catcher
 from stability.intercept.transformers_call import (
     CANDIDATE_ARGUMENTS,
     REGISTERED,
@@ -40,13 +40,6 @@ Function = Callable[..., tuple[Tensor, Tensor | None]]
 """An attention function of transformers; it returns (batch, query_len, heads, head_dim)."""
 
 
-class _Catching(NamedTuple):
-    """One open context of `catch_transformers`."""
-
-    catcher: Catcher
-    reader: MaskReader
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AskedFunction:
     """What is known of the attention function that a model asked the interface for."""
@@ -61,8 +54,10 @@ class _AskedFunction:
 
 
 _LOCK = Lock()
-_CATCHING: list[_Catching] = []
-"""All open contexts, of any model; the interface is patched while there is at least one."""
+_OPEN: list[Catcher] = []
+"""The interface is patched while there is one of any model here."""
+
+_READER = MaskReader()
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -120,22 +115,21 @@ def catch_transformers(catcher: Catcher) -> Iterator[None]:
     """
     from transformers import AttentionInterface  # optional dependency
 
-    catching = _Catching(catcher, MaskReader())
     with _LOCK:
-        if not _CATCHING:
+        if not _OPEN:
             AttentionInterface.get_interface = _catching_interface(AttentionInterface.get_interface)
-        _CATCHING.append(catching)
+        _OPEN.append(catcher)
     try:
         yield
     finally:
         with _LOCK:
-            _CATCHING[:] = [other for other in _CATCHING if other is not catching]
-            if not _CATCHING:
+            _OPEN.remove(catcher)
+            if not _OPEN:
                 AttentionInterface.get_interface = AttentionInterface.get_interface.__wrapped__
 
 
 def _catching_interface(get_interface: Callable[..., Function]) -> Callable[..., Function]:
-    """Return a `get_interface` whose functions go through every open context, the newest first."""
+    """Return a `get_interface` whose functions hand their calls to whoever watches the model."""
 
     @wraps(get_interface)
     def catching(self: Any, attn_implementation: str, default: Function) -> Function:
@@ -147,15 +141,12 @@ def _catching_interface(get_interface: Callable[..., Function]) -> Callable[...,
             known=function is default or registered or attn_implementation == "sdpa",
             argument_names=CANDIDATE_ARGUMENTS if registered else argument_names(function),
         )
-        for context in tuple(_CATCHING):
-            function = partial(_attend, context, asked, function)
-        return function
+        return partial(_attend, asked, function)
 
     return catching
 
 
 def _attend(
-    catching: _Catching,
     asked: _AskedFunction,
     function: Function,
     module: nn.Module,
@@ -165,10 +156,10 @@ def _attend(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Hand the call of `module` to the context's handler in place of `function`."""
+    """Hand the call of `module` to whoever watches it in place of `function`."""
     # the interface is shared by all models: a call of another one passes through
-    catcher = catching.catcher
-    if not (catcher.knows(module) and catcher.may_catch):
+    catcher = newest_catcher(module)
+    if catcher is None:
         return function(module, query, key, value, attention_mask, **options)
     layer = catcher.next_layer(module)
     received = TransformersCall(
@@ -184,7 +175,7 @@ def _attend(
         reason = f"attention implementation {asked.name!r}"
     mask, valid = MaskArguments(), None
     if not reason:
-        mask, valid = catching.reader.read(received, query, key)
+        mask, valid = _READER.read(received, query, key)
     call = AttentionCall(
         layer=layer,
         q=query,
@@ -195,7 +186,8 @@ def _attend(
         dtype=autocast_dtype(query, key, value),
         unsupported=reason,
     )
-    primary = _ModelAttention(function, received)
+    # by this function: an outer catch is still to see the call
+    primary = _ModelAttention(partial(_attend, asked, function), received)
     return primary.returned(catcher.hand_over(call, primary))
 
 

@@ -153,7 +153,8 @@ def test_under_autocast_a_shadow_computes_in_the_dtype_that_sdpa_does():
         probe.step()
     assert seen == {torch.bfloat16}
     assert probe.metrics["deviation/model/out/rel_fro"] == 0
-    assert not probe.findings
+    said = {text for _, _, text in probe.findings}
+    assert said == {"not seen: Attention was not run in the step that was looked at"}
 
 
 def test_a_forward_pass_that_raises_leaves_nothing_behind():

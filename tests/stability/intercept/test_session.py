@@ -229,12 +229,16 @@ class _OwnAttention(_Pools):
 @pytest.mark.parametrize(
     ("model", "inputs", "message"),
     [
-        (_Pools(), (torch.randn(2, 8),), "seen: _Pools, Linear; it seems to have no attention"),
-        (_OwnAttention(), (torch.randn(2, 8),), "let _OwnAttention call .*scaled_dot_product"),
+        (_Pools(), (torch.randn(2, 8),), "_Pools has no attention that .* seen: _Pools, Linear"),
+        (
+            _OwnAttention(),
+            (torch.randn(2, 8),),
+            r"model: not seen: _OwnAttention ran, .*stability.attention_call\(attend\)",
+        ),
         (
             nn.MultiheadAttention(32, 2),
             (torch.randn(5, 32),) * 3,
-            "call nn.MultiheadAttention with need_weights=False",
+            "call it with need_weights=False",
         ),
     ],
     ids=["none", "own", "weights"],

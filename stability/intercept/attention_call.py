@@ -1,0 +1,105 @@
+"""`attention_call`: makes an attention that is written by hand one whose calls `shadow` sees.
+
+Called outside of a watched model, or in one while nothing is looked at, the function is called as
+it is. Leaves out what is done with a call (`probe`, `replacement`).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import update_wrapper
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attention_kernels import MaskArguments
+from stability.intercept.catcher import newest_catcher
+from stability.probe.captured_call import AttentionCall, autocast_dtype, valid_rows
+
+__all__ = ["attention_call"]
+
+Layout = Literal["bhtd", "bthd"]
+"""batch, heads, tokens, head_dim; or heads behind tokens, as flash-attn has them."""
+
+
+def attention_call(
+    function: Callable[..., Tensor],
+    *,
+    masks: Callable[..., Mapping[str, Any]] | None = None,
+    layout: Layout = "bhtd",
+) -> Callable[..., Tensor]:
+    """Return `function` as one whose calls `shadow` sees; also a decorator.
+
+    `function(q, k, v, ...)` returns out, shaped as q; all are in `layout`. What else it is given is
+    taken for the arguments of `attention_kernels.MaskArguments` by their names; a function that
+    names them otherwise says so by `masks`, which is called with what follows q, k and v and
+    returns them: `attention_call(attend, masks=lambda mask: {"attn_mask": mask})`. A call with an
+    argument that is neither is made all the same, and is a finding. ValueError for another layout.
+    """
+    if layout not in ("bhtd", "bthd"):
+        raise ValueError(f"attention_call: layout must be 'bhtd' or 'bthd', got {layout!r}")
+    return update_wrapper(_WatchedAttention(function, masks, layout), function)
+
+
+class _WatchedAttention:
+    """An attention that hands its calls to whoever watches the model that makes them."""
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        masks: Callable[..., Mapping[str, Any]] | None,
+        layout: Layout,
+    ) -> None:
+        self._function = function
+        self._masks = masks
+        self._layout = layout
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        catcher = newest_catcher()
+        if catcher is None:
+            return self._function(q, k, v, *args, **kwargs)
+
+        def primary(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+            # by this object: an outer catch is still to see the call
+            return self._turned(self(*map(self._turned, (q, k, v)), *args, **kwargs)), None
+
+        mask, unsupported = self._read(args, kwargs)
+        q, k, v = map(self._turned, (q, k, v))
+        attn_mask = mask.get("attn_mask")
+        call = AttentionCall(
+            layer=catcher.next_layer(),
+            q=q,
+            k=k,
+            v=v,
+            mask=mask,
+            valid=None if attn_mask is None else valid_rows(attn_mask, q, k),
+            dtype=autocast_dtype(q, k, v),
+            unsupported=unsupported,
+        )
+        return self._turned(catcher.hand_over(call, primary))
+
+    def __reduce__(self) -> Any:
+        """Pickle and copy as what made it."""
+        return _WatchedAttention, (self._function, self._masks, self._layout)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        return x if self._layout == "bhtd" else x.transpose(1, 2)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[MaskArguments, str]:
+        """Return the call's arguments as ours, or none of them and what can't be read."""
+        known = MaskArguments.__optional_keys__
+        given = dict(self._masks(*args, **kwargs)) if self._masks else kwargs
+        unknown = [name for name, value in given.items() if name not in known and value is not None]
+        if args and not self._masks:
+            unknown.insert(0, f"{len(args)} arguments without a name")
+        if unknown:
+            name = getattr(self._function, "__name__", type(self._function).__name__)
+            reason = f"{', '.join(unknown)} of {name}: say by attention_call(masks=...) what it is"
+            return MaskArguments(), reason
+        return _detached({name: x for name, x in given.items() if name in known}), ""
+
+
+def _detached(given: Mapping[str, Any]) -> MaskArguments:
+    mask = MaskArguments()
+    for name, value in given.items():
+        mask[name] = value.detach() if isinstance(value, torch.Tensor) else value
+    return mask
