@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
@@ -21,11 +21,20 @@ from numpy.typing import NDArray
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.records.events import Event, read_log_and_events
 from stability.records.metric_columns import Column, Series
-from stability.records.metric_names import COMPARED, DeviationName, deviation_name, parse_deviation
+from stability.records.metric_names import (
+    COMPARED,
+    DeviationName,
+    at_rank,
+    deviation_name,
+    of_rank,
+    parse_deviation,
+)
 from stability.records.probe_record import (
     METRICS_FILE,
+    PROBE_FILE,
     ProbeRecord,
     check_probe_log,
+    rank_folder,
     read_probe_record,
 )
 
@@ -53,6 +62,8 @@ class RecordedProbe:
     counts: Mapping[str, Mapping[int, list[int]]]
     """Histograms by name, then step."""
     events: tuple[Event, ...]
+    missing_ranks: int = 0
+    """How many ranks there are of which nothing is on record."""
 
     @property
     def layers(self) -> list[str]:
@@ -76,6 +87,8 @@ class RecordedProbe:
     @property
     def open_end(self) -> str:
         """Why there may be figures that are not read here; empty if the probe has ended."""
+        if self.missing_ranks:
+            return f"nothing is on record of {self.missing_ranks} of {self.record.ranks} ranks"
         if self.record.state == "ended":
             return ""
         looks = len(self.steps())
@@ -132,7 +145,58 @@ def natural_order(name: str) -> list[tuple[bool, int, str]]:
 
 
 def read_probe(folder: Path) -> RecordedProbe:
-    """Read the probe in `folder`; ValueError names the file that is missing or damaged."""
+    """Read the probe in `folder`; ValueError names the file that is missing or damaged.
+
+    Where several ranks have trained the model their layers are told apart: `layer@rank1`.
+    """
+    first = _read_rank(folder)
+    if first.record.ranks <= 1:
+        return first
+    ranks = {0: first, **_other_ranks(folder, first.record.ranks)}
+    states = {one.record.state for one in ranks.values()}
+    return RecordedProbe(
+        record=replace(
+            first.record,
+            layers=[
+                at_rank(layer, rank) for rank, one in ranks.items() for layer in one.record.layers
+            ],
+            state="ended" if states == {"ended"} else "running",
+            steps=min(one.record.steps for one in ranks.values()),
+        ),
+        metrics={
+            of_rank(name, rank): one.metrics[name]
+            for rank, one in ranks.items()
+            for name in one.metrics
+        },
+        counts={
+            of_rank(name, rank): counts
+            for rank, one in ranks.items()
+            for name, counts in one.counts.items()
+        },
+        events=tuple(
+            replace(event, layer=at_rank(event.layer, rank))
+            for rank, one in ranks.items()
+            for event in one.events
+        ),
+        missing_ranks=first.record.ranks - len(ranks),
+    )
+
+
+def _other_ranks(folder: Path, ranks: int) -> dict[int, RecordedProbe]:
+    found = {}
+    # by what is there, and not by a number that stands in a file
+    for place in sorted(folder.glob("rank-*"), key=lambda path: natural_order(path.name)):
+        one = _read_rank(place)
+        if rank_folder(folder, one.record.rank) != place or one.record.ranks != ranks:
+            raise ValueError(
+                f"{place / PROBE_FILE}: must be of rank {place.name.removeprefix('rank-')} of "
+                f"{ranks}, is of rank {one.record.rank} of {one.record.ranks}"
+            )
+        found[one.record.rank] = one
+    return found
+
+
+def _read_rank(folder: Path) -> RecordedProbe:
     log = folder / METRICS_FILE
     record = read_probe_record(folder)
     check_probe_log(folder, record)

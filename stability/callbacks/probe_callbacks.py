@@ -188,8 +188,7 @@ class ShadowCallback(UpdateCallback):
         # Lightning loads callback states before training starts, when there was no probe yet.
         # Once: a second `fit` that resumes from nothing begins its sums anew.
         if self._state:
-            self._session.probe.load_state_dict(self._state["probe"])
-            self._session.gradient_meter.load_state_dict(self._state["gradient"])
+            self._session.load_state_dict(self._state)
             self._state = {}
 
     def _loss_of_batch(self) -> Tensor:
@@ -232,8 +231,7 @@ class ShadowCallback(UpdateCallback):
             return {}
         self._session.deliver()
         return {
-            "probe": self._session.probe.state_dict(),
-            "gradient": self._session.gradient_meter.state_dict(),
+            **self._session.state_dict(),
             "watched": self._log.state_dict(),
         }
 

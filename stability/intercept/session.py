@@ -8,10 +8,11 @@ calls (`doors`) and hands them to a probe, or makes the candidate compute in the
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,9 +94,11 @@ def shadow(
     own attention and FP64, isolated and as trained (`probe.gradient_evidence`). `records` is a
     folder for the measurements, which `stability show` and `stability report` read; `sinks` are
     given each step's, e.g. `lambda step, measured: wandb.log(measured.metrics)`. `first_step` is
-    the number of updates made before. ValueError, before anything runs, for an unknown candidate,
-    a glob that matches no module, attention dropout or a compiled model; and after the first due
-    step, if no attention call could be caught in it or a glob matches none of its layers.
+    the number of updates made before: a resumed job gives it, and goes on with its `records`; what
+    `state_dict()` of this returns belongs into its checkpoints. ValueError, before anything runs,
+    for an unknown candidate, a glob that matches no module, attention dropout or a compiled model;
+    and after the first due step, if no attention call could be caught in it or a glob matches none
+    of its layers.
     """
     config = ProbeConfig(
         every=(0 if steps or per_decade else 1) if every is None else every,
@@ -128,7 +131,7 @@ def shadow(
         replacement = Replacement(candidate=named[0], layers=tuple(replace), direction=direction)
     recorder = None
     if records is not None:
-        recorder = _recorder(Path(records), model, named, replacement, golden)
+        recorder = _recorder(Path(records), model, named, replacement, golden, first_step)
         sinks = [*sinks, recorder.write]
     session = Shadow(
         model, config, named, replacement, sinks, first_step, loss, evaluation=evaluation
@@ -149,6 +152,7 @@ def _recorder(
     candidates: Sequence[ResolvedAttention],
     replacement: Replacement | None,
     golden: bool,
+    first_step: int,
 ) -> ProbeRecorder:
     own = {"implementation": "the model's own"}
     described = {one.name: one.description for one in candidates}
@@ -159,6 +163,7 @@ def _recorder(
         primary=replaced or own,
         shadows={OWN: own} if replaced else described,
         golden=golden,
+        first_step=first_step,
     )
 
 
@@ -201,6 +206,8 @@ class Shadow:
             modules=dict(model.named_modules()),
         )
         self._evaluation = evaluation
+        self._has_state = not first_step
+        """Whether running sums are those of all looks from the first step on."""
         self._step = self._first_step = first_step
         self._layers: dict[str, None] = {}
         self._called: set[str] = set()
@@ -259,6 +266,18 @@ class Shadow:
             self._look_at_gradient()
         self._begin()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed job needs: running sums, and findings that were told."""
+        self.deliver()
+        gradient = self.gradient_meter.state_dict()
+        return {"probe": self.probe.state_dict(), "gradient": gradient}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.probe.load_state_dict(state["probe"])
+        self.gradient_meter.load_state_dict(state["gradient"])
+        self._has_state = True
+
     def close(self) -> None:
         """End the last step, and leave the model as it was."""
         self._end()
@@ -295,6 +314,10 @@ class Shadow:
         """Look at the gradient on the weights as they are now, and the batch that made them so."""
         assert self._loss is not None
         self.deliver()  # sinks are given steps in order
+        if not self._has_state:
+            text = f"its running figures begin anew at step {self._first_step}: no state was loaded"
+            self._find("gradient", text)
+            self._has_state = True
         replacement = self._replacement
         # the model's own attention is the baseline, also where it is replaced
         self._replacing.close()

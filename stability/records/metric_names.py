@@ -28,10 +28,12 @@ __all__ = [
     "DeviationName",
     "DriftName",
     "GradientName",
+    "at_rank",
     "deviation_name",
     "drift_name",
     "gradient_name",
     "head_part",
+    "of_rank",
     "parse_deviation",
     "parse_drift",
     "parse_gradient",
@@ -133,6 +135,17 @@ def gradient_name(group: str, metric: str, *, as_trained: bool = False) -> str:
 def watch_name(name: str, *, layer: str = "", part: str = "") -> str:
     """Return the name of a watched figure of the run, of a layer, or of a head of a layer."""
     return "/".join(("watch", *filter(None, (layer, part)), name))
+
+
+def of_rank(name: str, rank: int) -> str:
+    """Return the name of a layer's or a group's metric on one of several ranks: `layer@rank1`."""
+    first, *others = name.split("/")
+    return "/".join([first, at_rank(others[0], rank), *others[1:]]) if others else name
+
+
+def at_rank(layer: str, rank: int) -> str:
+    """Return what a layer is called where several ranks have it."""
+    return f"{layer}@rank{rank}"
 
 
 def parse_deviation(name: str) -> DeviationName | None:

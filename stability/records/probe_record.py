@@ -18,6 +18,7 @@ __all__ = [
     "ProbeRecord",
     "SealedLog",
     "check_probe_log",
+    "rank_folder",
     "read_probe_record",
     "write_probe_record",
 ]
@@ -52,6 +53,14 @@ class ProbeRecord:
     """Whether the probe has closed its log; empty in records of an older version."""
     log: SealedLog | None = None
     """The log as it was when the probe ended."""
+    rank: Count = 0
+    ranks: Count = 1
+    """How many processes train the model together; each has a record of its own."""
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Return where a rank's record lies: that of the first in `folder`, the others' inside it."""
+    return folder / f"rank-{rank}" if rank else folder
 
 
 def write_probe_record(folder: Path, record: ProbeRecord) -> None:
