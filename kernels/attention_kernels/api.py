@@ -47,7 +47,7 @@ __all__ = [
 class AttentionOutput(NamedTuple):
     """What attention returns when the log-sum-exp is asked for.
 
-    `out` is `(batch, heads, query_len, head_dim)` in q's dtype; `lse` is
+    `out` is `(batch, heads, query_len, head_dim of v)` in q's dtype; `lse` is
     `(batch, heads, query_len)`, natural log, FP32 or FP64.
     """
 
@@ -57,13 +57,14 @@ class AttentionOutput(NamedTuple):
 
 class AttentionFn(Protocol):
     """A differentiable attention: q `(batch, heads, query_len, head_dim)`, k and v
-    `(batch, kv_heads, key_len, head_dim)`, out like q. `scale=None` means 1/sqrt(head_dim).
+    `(batch, kv_heads, key_len, head_dim)`, out like q, but of v's head_dim where that is another.
+    `scale=None` means 1/sqrt(head_dim of q).
     """
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None
     ) -> Tensor:
-        """Attend and return `out`, shaped and typed as q."""
+        """Attend and return `out`, typed as q and shaped as q but for v's head_dim."""
         ...
 
 
@@ -125,9 +126,10 @@ def flash_attention(
     """Attend by the flash recurrence at the given numerics; differentiable once in q, k and v.
 
     q is `(batch, heads, query_len, head_dim)`, k and v `(batch, kv_heads, key_len, head_dim)`;
-    heads is a multiple of kv_heads, head_dim is 16 to 256, the dtype is FP64, FP32, BF16 or FP16,
-    any strides. Returns out, shaped and typed as q; with `return_lse` also the natural-log
-    log-sum-exp of the scores, `(batch, heads, query_len)` (packed: `(heads, total_tokens)`), FP32
+    heads is a multiple of kv_heads, head_dim is 16 to 256, in v perhaps another one (multi-head
+    latent attention), the dtype is FP64, FP32, BF16 or FP16, any strides. Returns out, typed as q
+    and shaped as q but for v's head_dim; with `return_lse` also the natural-log log-sum-exp of the
+    scores, `(batch, heads, query_len)` (packed: `(heads, total_tokens)`), FP32
     or FP64, which carries no gradient.
 
     `mask` is `MaskArguments`: causal, scale, window, softcap, key_padding, attn_mask, alibi_slopes,

@@ -13,7 +13,7 @@ Leaves out blocks and running statistics (`twin`, `triton`) and shares no code w
 and roundings. Shared errors would cancel in the comparison.
 
 Shape suffixes: B batch, H query heads, G kv heads, R query heads of one kv head (H = G R), L
-either length, Q query_len, K key_len, D head_dim.
+either length, Q query_len, K key_len, D head_dim (of v, in v and out).
 """
 
 import math
@@ -132,7 +132,7 @@ def attend(
     numerics: BaselineNumerics,
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return attention in q's dtype and shape; `numerics` is resolved, the rest as in `api`.
+    """Return attention in q's dtype, of v's head_dim; `numerics` is resolved, the rest as in `api`.
 
     With `with_lse` also the log-sum-exp of the rounded scores `(batch, heads, query_len)` in the
     work format, without gradient.
@@ -145,7 +145,7 @@ def attend(
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
         queries, keys = sequence.queries, sequence.keys
         # rows between packed sequences belong to none, and attend nothing
-        parts.append(torch.zeros_like(q_BHQD[:, :, stop : queries.start]))
+        parts.append(q.new_zeros(*q.shape[:2], queries.start - stop, v.shape[3], dtype=work))
         out_BHQD, scores_BGRQK = _attend_sequence(
             q_BHQD[:, :, queries.start : queries.stop],
             k_BGKD[:, :, keys.start : keys.stop],
@@ -160,7 +160,7 @@ def attend(
             lse_BGRQ = scores_BGRQK.detach().logsumexp(dim=-1)
             lse_BHQ[:, :, queries.start : queries.stop] = lse_BGRQ.flatten(1, 2)
         stop = queries.stop
-    parts.append(torch.zeros_like(q_BHQD[:, :, stop:]))
+    parts.append(q.new_zeros(*q.shape[:2], q.shape[2] - stop, v.shape[3], dtype=work))
     if stop == 0:
         # no sequence has queries and keys: sums of no rows make the gradients zeros, not None
         parts.append(parts[0][:, :, :0] + sum(x[:, :, :0].sum() for x in (q_BHQD, k_BGKD, v_BGKD)))

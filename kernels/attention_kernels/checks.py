@@ -132,17 +132,18 @@ def _check_shapes(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     packed, head_dim = q.dim() == 3, q.shape[-1]
     heads, kv_heads = (x.shape[1] for x in (q, k))
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    for whose, size in (("", head_dim), (" of v", v.shape[-1])):
+        require(
+            MIN_HEAD_DIM <= size <= MAX_HEAD_DIM,
+            f"{function}: head_dim{whose}",
+            f"from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
+            f"{size} ({shapes})",
+            f"pad q, k and v with zeros to {MIN_HEAD_DIM} and pass scale, or use more heads",
+        )
     require(
-        MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM,
-        f"{function}: head_dim",
-        f"from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
-        f"{head_dim} ({shapes})",
-        f"pad q, k and v with zeros to {MIN_HEAD_DIM} and pass scale, or use more heads",
-    )
-    require(
-        k.shape == v.shape,
+        k.shape[:-1] == v.shape[:-1],
         f"{function}: v",
-        "shaped as k",
+        "shaped as k, but for its head_dim",
         shapes,
         "pass one value for each key",
     )

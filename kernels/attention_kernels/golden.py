@@ -11,7 +11,7 @@ in FP64 would take 8 GiB a head at length 32768.
 Leaves out speed, formats and rounding: FP64 is all it knows.
 
 Shape suffixes: B batch, H query heads, G kv heads, R query heads of one kv head (H = G R),
-C query rows of a chunk, K keys that the chunk may see, D head_dim.
+C query rows of a chunk, K keys that the chunk may see, D head_dim (of v, in v and out).
 """
 
 from bisect import bisect_right
@@ -52,31 +52,31 @@ def _joined(parts: Many[_Part], dim: int) -> _Part:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, with_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return attention in FP64, `(batch, heads, query_len, head_dim)`; arguments as in `api`.
+    """Return attention in FP64, `(batch, heads, query_len, head_dim of v)`; arguments as in `api`.
 
     With `with_lse` also the log-sum-exp of the scores `(batch, heads, query_len)`, no gradient.
     """
     q, k, v = q.double(), k.double(), v.double()
     sequences = list(mask.sequences(q.shape[2], k.shape[2]))
     if not sequences:
-        out, lse = _nothing(q, with_lse)
+        out, lse = _nothing(q, v, with_lse)
         # sums of no rows: out hangs on q, k and v, and their gradients are zeros
         return out + sum(x[:, :, :0].sum() for x in (q, k, v)), lse
     queries, keys = [s.queries for s in sequences], [s.keys for s in sequences]
     pieces = zip(sequences, _rows(q, queries), _rows(k, keys), _rows(v, keys), strict=True)
     parts, stop = [], 0
     for sequence, q_rows, k_rows, v_rows in pieces:
-        parts.append(_nothing(q[:, :, stop : sequence.queries.start], with_lse))
+        parts.append(_nothing(q[:, :, stop : sequence.queries.start], v, with_lse))
         parts.append(_attend_sequence(q_rows, k_rows, v_rows, sequence, scale, with_lse))
         stop = sequence.queries.stop
-    parts.append(_nothing(q[:, :, stop:], with_lse))
+    parts.append(_nothing(q[:, :, stop:], v, with_lse))
     return _joined(parts, dim=2)
 
 
-def _nothing(q: Tensor, with_lse: bool) -> _Part:
+def _nothing(q: Tensor, v: Tensor, with_lse: bool) -> _Part:
     """Return what rows give that belong to no sequence."""
     lse = q.new_full(q.shape[:3], -torch.inf) if with_lse else None
-    return _Part(torch.zeros_like(q), lse)
+    return _Part(q.new_zeros(*q.shape[:3], v.shape[3]), lse)
 
 
 def _rows(x: Tensor, ranges: list[range]) -> list[Tensor]:

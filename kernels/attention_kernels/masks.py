@@ -28,7 +28,7 @@ class MaskArguments(TypedDict, total=False):
 
     A query stands at the key that is as far from the last key as it is from the last query
     (bottom-right). `causal`: it attends keys up to there. `scale`: of q k^T, None is
-    1/sqrt(head_dim). `window` (left, right): so many keys before and after, None is no bound.
+    1/sqrt(head_dim of q). `window` (left, right): so many keys before and after, None is no bound.
     `softcap`: scores become softcap * tanh(score / softcap). `key_padding`, bool
     `(batch, key_len)`: true where a key may be attended. `attn_mask`, broadcastable to
     `(batch, heads, query_len, key_len)`: bool, true where it may be attended, or floating, added to

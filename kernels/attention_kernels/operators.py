@@ -162,7 +162,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     assert isinstance(numerics, FlashNumerics)
     work = numerics.work_dtype()
     # Compiled code trusts these strides: both engines return contiguous tensors, whatever q's are.
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=work)
     apart = _stored_apart(numerics, q.dtype)
     return out, lse, torch.empty_like(out, dtype=work) if apart else q.new_empty(0)
@@ -265,7 +265,7 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     golden_plan = plan_from_text(Call(*rest).plan).engine == "golden"
     dtype = torch.float64 if golden_plan else q.dtype
-    return torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+    return q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
 
 
 @torch.library.custom_op(

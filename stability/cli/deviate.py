@@ -37,6 +37,7 @@ def deviate(
     format: str = "bf16",
     length: str = "512",
     head_dim: str = "64",
+    value_dim: int = 0,
     block_q: str = "",
     block_k: str = "",
     distribution: str = "normal",
@@ -72,6 +73,7 @@ def deviate(
         format: formats of q, k, v and of what the numerics leave to them, e.g. bf16,fp16,e8m12
         length: query and key lengths
         head_dim: head dims
+        value_dim: head_dim of v and out; 0 for that of q and k
         block_q: rows of q in a tile; empty is as the profile says
         block_k: rows of k in a tile; empty is as the profile says
         distribution: normal, outliers, uniform or large
@@ -119,6 +121,7 @@ def deviate(
         "batch": batch,
         "heads": heads,
         "kv_heads": kv_heads or None,
+        "value_dim": value_dim or None,
         "causal": causal or record,
         "window": _window(window),
         "softcap": softcap,
@@ -415,5 +418,6 @@ def _shape_of(given: "AttentionInputs") -> dict[str, Any]:
         "length": length,
         "key_len": given.k.shape[2],
         "head_dim": head_dim,
+        "value_dim": given.v.shape[3] if given.v.shape[3] != head_dim else None,
         "distribution": "given",
     }

@@ -76,7 +76,9 @@ def draw_inputs(
     tensors = []
     for name, length in lengths.items():
         heads = shape.heads if name in ("q", "dout") else shape.kv_heads
-        size = (shape.batch, heads, length, shape.head_dim)
+        value_dim = shape.value_dim or shape.head_dim
+        head_dim = value_dim if name in ("v", "dout") else shape.head_dim
+        size = (shape.batch, heads, length, head_dim)
         law = "normal" if name == "dout" else distribution
         tensors.append(_draw(law, size, generator).to(device))
     return round_inputs(tensors, format)
@@ -99,25 +101,38 @@ def read_inputs(path: Path, format: str, device: str = "cpu") -> AttentionInputs
             f"read_inputs: {path} must hold q, k and v, got "
             f"{', '.join(sorted(tensors)) or 'nothing'}; missing: {', '.join(missing)}"
         )
-    q = tensors["q"]
+    q, v = tensors["q"], tensors["v"]
     _check_shapes(path, tensors)
     # a fixed seed: one file has one set of figures
-    noise = torch.randn(q.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    size, generator = (*q.shape[:3], v.shape[3]), torch.Generator().manual_seed(0)
+    noise = torch.randn(size, generator=generator, dtype=torch.float64)
     found = [q, tensors["k"], tensors["v"], tensors.get("dout", noise)]
     return round_inputs([x.double().to(device) for x in found], format)
 
 
 def _check_shapes(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """ValueError unless q, k, v and dout are numbers, (batch, heads, length, head_dim) each."""
-    for name in ("q", "k", "v", "dout"):
-        found = tensors.get(name, tensors["q"])
-        of_heads = found.shape if name == "dout" else (*found.shape[:1], *found.shape[3:])
-        q = tensors["q"].shape
-        expected = q if name == "dout" else (*q[:1], *q[3:])
-        if found.ndim != 4 or not found.is_floating_point() or of_heads != expected:
+    """ValueError unless q, k, v and dout are numbers, (batch, heads, length, head_dim) each.
+
+    v and dout may have another head_dim than q and k.
+    """
+    q = tensors["q"].shape
+    value_dim = tuple(tensors["v"].shape[3:])
+    expected = {
+        "q": tuple(q),
+        "k": (*q[:1], *q[3:]),
+        "v": (*q[:1], *value_dim),
+        "dout": (*q[:3], *value_dim),
+    }
+    for name, shape in expected.items():
+        if name not in tensors:
+            continue
+        found = tensors[name]
+        whole = name in ("q", "dout")
+        of_heads = tuple(found.shape) if whole else (*found.shape[:1], *found.shape[3:])
+        if found.ndim != 4 or not found.is_floating_point() or of_heads != shape:
             raise ValueError(
                 f"read_inputs: {path} must hold q, k, v (batch, heads, length, head_dim) and dout "
-                f"like q, numbers with a fraction, got {name} of {tuple(found.shape)}, "
+                f"like out, numbers with a fraction, got {name} of {tuple(found.shape)}, "
                 f"{str(found.dtype).removeprefix('torch.')}, beside q of {tuple(q)}"
             )
 

@@ -54,6 +54,8 @@ class Problem:
     format: str = "bf16"
     length: int = 512
     head_dim: int = 64
+    value_dim: int | None = None
+    """The head_dim of v; None: as q's."""
     block_q: int | None = None
     """None: as the profile says; so is block_k."""
     block_k: int | None = None
@@ -81,6 +83,7 @@ class Problem:
             self.length,
             self.key_len or self.length,
             self.head_dim,
+            self.value_dim,
         )
 
     def mask(self) -> dict[str, Any]:

@@ -57,13 +57,21 @@ BAD_TENSORS = {
         (zeros(1, 1, 8, 15),) * 3,
         "head_dim must be from 16 to 256, got 15 (q (1, 1, 8, 15), k (1, 1, 8, 15), v",
     ),
+    "head_dim of v too small": (
+        lambda: {"v": torch.ones(2, 4, 8, 15)},
+        "head_dim of v must be from 16 to 256, got 15 (q (2, 4, 8, 32), k (2, 4, 8, 32), v",
+    ),
+    "head_dim of v too large": (
+        lambda: {"v": torch.ones(2, 4, 8, 257)},
+        "head_dim of v must be from 16 to 256, got 257",
+    ),
     "head_dim too large": (
         (zeros(1, 1, 8, 257),) * 3,
         "head_dim must be from 16 to 256, got 257",
     ),
     "v unlike k": (
         (Q, Q, zeros(2, 4, 9, 32)),
-        "v must be shaped as k, got q (2, 4, 8, 32), k (2, 4, 8, 32), v (2, 4, 9, 32); pass one",
+        "v must be shaped as k, but for its head_dim, got q (2, 4, 8, 32), k (2, 4, 8, 32), v (2, 4, 9, 32); pass one",
     ),
     "another batch": (
         (Q, zeros(1, 4, 8, 32), zeros(1, 4, 8, 32)),

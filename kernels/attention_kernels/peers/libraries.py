@@ -138,6 +138,8 @@ def attend_flashinfer(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: flo
     load("flashinfer", q.device)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise PeerRefusalError("FlashInfer has no backward; call it under torch.no_grad()")
+    if v.shape[3] != q.shape[3]:
+        raise PeerRefusalError("FlashInfer is planned for a head_dim of v that is q's")
     left, right = mask.window
     if right is not None and not (mask.causal or right == 0):
         raise PeerRefusalError("FlashInfer's window has a left side only")

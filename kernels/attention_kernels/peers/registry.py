@@ -161,13 +161,14 @@ def _call_peer(
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (AssertionError, RuntimeError) as error:
-        _refuse(name, q, k, error)
+        _refuse(name, q, k, v, error)
     return out.squeeze(0).transpose(0, 1) if packed else out
 
 
-def _refuse(name: str, q: Tensor, k: Tensor, error: Exception) -> NoReturn:
+def _refuse(name: str, q: Tensor, k: Tensor, v: Tensor, error: Exception) -> NoReturn:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    call = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}"
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    call = f"{shapes}, {str(q.dtype).removeprefix('torch.')}"
     raise ValueError(
         f"attention: implementation must be one that takes this call, got {name!r} for {call} on "
         f"{q.device}; it says: {lines[0]}"
@@ -200,9 +201,9 @@ def _call_own(name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
     out = function(q, k, v, **options)
     got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
     require(
-        got == tuple(q.shape),
+        got == (*q.shape[:3], v.shape[3]),
         f"attention: what {name!r} returns",
-        f"a tensor shaped as q {tuple(q.shape)}",
+        f"a tensor shaped as q, of v's head_dim {(*q.shape[:3], v.shape[3])}",
         got,
         "return out alone, (batch, heads, query_len, head_dim)",
     )

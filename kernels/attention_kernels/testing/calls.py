@@ -250,7 +250,8 @@ def _changed_inputs(where: Reference, before: list[Tensor], versions: list[int])
 def _wrong_form(results: dict[str, Any], where: Reference) -> list[Breach]:
     """Return what is missing, or of another shape, dtype or device than it must be."""
     breaches = []
-    like = dict(zip(("out", "dq", "dk", "dv"), (*where.inputs[:1], *where.inputs[:3]), strict=True))
+    q, k, v, dout = where.inputs
+    like = {"out": dout, "dq": q, "dk": k, "dv": v}
     for name in RESULTS:
         if name not in results:
             continue

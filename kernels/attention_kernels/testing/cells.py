@@ -69,6 +69,7 @@ class Cell:
         """Whether any attention should take it: as many kv heads, equal lengths, head_dim 64."""
         shape = self.shape
         usual = shape.heads == shape.kv_heads and shape.query_len == shape.key_len
+        usual = usual and shape.value_dim is None
         return usual and shape.head_dim == 64 and self.scale is None and not self.strided
 
     def visible(self) -> Tensor:
@@ -121,6 +122,9 @@ _IN_BOTH = (
 FULL: tuple[Cell, ...] = (
     *(cell for shape in _SHAPES for cell in _cells("normal", shape)),
     *_cells("normal", Shape(8, 4, 2, 160, 160, 32)),
+    # v's head_dim below and above that of q and k: 192 and 128 in multi-head latent attention
+    Cell(law="normal", shape=Shape(2, 4, 2, 65, 97, 48, 32), causal=True),
+    Cell(law="normal", shape=Shape(2, 2, 2, 70, 70, 32, 40), causal=False, strided="qkv"),
     Cell(law="normal", shape=Shape(2, 4, 2, 96, 96, 32), causal=True, scale=0.3),
     Cell(law="normal", shape=Shape(2, 4, 2, 130, 130, 32), causal=True, strided="qkv"),
     *_IN_BOTH,
@@ -167,6 +171,8 @@ def not_looked_at(cells: Sequence[Cell]) -> str:
     for what in ("head_dim", "length"):
         unseen = sorted(_sizes(FULL, what) - _sizes(cells, what))
         words += [f"{what} {', '.join(map(str, unseen))}"] if unseen else []
+    if all(cell.shape.value_dim is None for cell in cells):
+        words.append("a head_dim of v that is not q's")
     return "; ".join([*words, *_beyond(cells)])
 
 
@@ -236,7 +242,10 @@ def reference(cell: Cell, dtype: torch.dtype) -> Reference:
 def given_cell(inputs: Inputs, dtype: torch.dtype, what: str) -> Reference:
     """Return the reference of causal attention on given inputs, rounded to `dtype`."""
     batch, heads, query_len, head_dim = inputs.q.shape
-    shape = Shape(batch, heads, inputs.k.shape[1], query_len, inputs.k.shape[2], head_dim)
+    value_dim = inputs.v.shape[3] if inputs.v.shape[3] != head_dim else None
+    shape = Shape(
+        batch, heads, inputs.k.shape[1], query_len, inputs.k.shape[2], head_dim, value_dim
+    )
     cell = Cell(law=what, shape=shape, causal=True)
     return _reference(cell, dtype, Inputs(*(x.to(dtype) for x in inputs)))
 
@@ -254,9 +263,9 @@ def _reference(cell: Cell, dtype: torch.dtype, inputs: Inputs) -> Reference:
             for name in cell.strided
         }
         if "q" in views:
-            views["dout"] = inputs.dout[:, :1].expand_as(inputs.q)
+            views["dout"] = inputs.dout[:, :1].expand_as(inputs.dout)
         elif cell.strided == "v":
-            views["dout"] = torch.ones((), dtype=dtype).expand_as(inputs.q)
+            views["dout"] = torch.ones((), dtype=dtype).expand_as(inputs.dout)
         inputs = inputs._replace(**views)
         misread = Inputs(*map(_as_if_contiguous, inputs))
     options = {"causal": cell.causal, "scale": cell.scale}

@@ -166,6 +166,7 @@ class Formula:
             by_head_BHKD = moved.index_add_(2, self.source, by_head_BHKD)
         if self.group:
             by_head_BHKD = by_head_BHKD * by_head_BHKD.new_tensor(self.group)[:, None, None]
-        total_BGKD = torch.zeros(self.inputs.k.shape, dtype=torch.float64)
+        like = self.inputs.k if name == "k" else self.inputs.v
+        total_BGKD = torch.zeros(like.shape, dtype=torch.float64)
         index = torch.tensor(self._kv_index(wrongly=not self.sums_right))
         return total_BGKD.index_add_(1, index, by_head_BHKD)

@@ -77,7 +77,7 @@ def _each_sequence(attend: GoldenFault) -> GoldenFault:
             if slopes is not None:
                 alone["alibi_slopes"] = slopes[index] if slopes.dim() == 2 else slopes
             if rows[0] == rows[1] or keys[0] == keys[1]:  # golden takes no empty axis
-                outs.append(torch.zeros_like(q[slice(*rows)]))
+                outs.append(q.new_zeros(rows[1] - rows[0], q.shape[1], v.shape[2]))
                 lses.append(q.new_full((q.shape[1], rows[1] - rows[0]), -torch.inf))
                 continue
             out, lse = attend(one_q, one_k, one_v, alone, dtype)

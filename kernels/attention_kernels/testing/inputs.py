@@ -25,11 +25,14 @@ class Shape(NamedTuple):
     query_len: int
     key_len: int
     head_dim: int
+    value_dim: int | None = None
+    """The head_dim of v and out where it is not that of q and k."""
 
     def __str__(self) -> str:
         return (
             f"b{self.batch}-h{self.heads}-g{self.kv_heads}"
             f"-q{self.query_len}-k{self.key_len}-d{self.head_dim}"
+            + ("" if self.value_dim is None else f"-v{self.value_dim}")
         )
 
 
@@ -56,8 +59,8 @@ def make_qkv(
     (arXiv 2407.08608).
     """
 
-    def draw(heads: int, length: int) -> Tensor:
-        size = (shape.batch, heads, length, shape.head_dim)
+    def draw(heads: int, length: int, head_dim: int) -> Tensor:
+        size = (shape.batch, heads, length, head_dim)
         x = torch.randn(size, generator=generator, device=generator.device)
         if outliers:
             rare = torch.rand(size, generator=generator, device=generator.device) < 0.001
@@ -65,9 +68,9 @@ def make_qkv(
         return x.to(dtype)
 
     return (
-        draw(shape.heads, shape.query_len),
-        draw(shape.kv_heads, shape.key_len),
-        draw(shape.kv_heads, shape.key_len),
+        draw(shape.heads, shape.query_len, shape.head_dim),
+        draw(shape.kv_heads, shape.key_len, shape.head_dim),
+        draw(shape.kv_heads, shape.key_len, shape.value_dim or shape.head_dim),
     )
 
 

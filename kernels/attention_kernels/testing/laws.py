@@ -86,6 +86,6 @@ def draw(law: str, shape: Shape, dtype: torch.dtype, seed: int) -> Inputs:
     """Draw inputs of `law` on the grid of `dtype`; the same seed gives the same values."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = make_qkv(shape, torch.float32, generator)
-    dout = torch.randn(q.shape, generator=generator)
+    dout = torch.randn((*q.shape[:3], v.shape[3]), generator=generator)
     LAWS[law].shape(q, k, v, generator)
     return Inputs(*(x.to(dtype) for x in (q, k, v, dout)))

@@ -25,6 +25,11 @@ def _lengths(where: Reference) -> tuple[object, ...]:
     return where.cell.shape.query_len, where.cell.shape.key_len
 
 
+def _head_dims(where: Reference) -> tuple[object, ...]:
+    shape = where.cell.shape
+    return (shape.head_dim,) if shape.value_dim is None else (shape.head_dim, shape.value_dim)
+
+
 def _groups(where: Reference) -> tuple[object, ...]:
     shape = where.cell.shape
     return () if shape.heads == shape.kv_heads else (shape.heads, shape.kv_heads)
@@ -36,7 +41,7 @@ _OPTIONS = (
         r"dtype|float\d*|bfloat16|half|bf16|fp16|fp32",
         lambda where: (where.dtype, str(where.dtype).removeprefix("torch.")),
     ),
-    _Option(r"head[_ ]?dim|head[_ ]size", lambda where: (where.cell.shape.head_dim,)),
+    _Option(r"head[_ ]?dim|head[_ ]size", _head_dims),
     _Option(r"gqa|mqa|grouped|(kv|num)[_ ]heads|heads", _groups),
     _Option(r"(query|key|kv|seq|sequence)[_ ]?len\w*|lengths?|seqlens?", _lengths),
     _Option(r"scale", lambda where: () if where.cell.scale is None else (where.cell.scale,)),

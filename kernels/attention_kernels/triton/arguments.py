@@ -72,12 +72,15 @@ class Constants:
     group: int
     head_dim: int
     block_d: int
+    v_head_dim: int
+    """Of v, dout and out; `head_dim` is that of q and k."""
+    block_v: int
     block_q: int
     block_k: int
 
 
 def constants_of(
-    q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float, numerics: FlashNumerics
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, numerics: FlashNumerics
 ) -> Constants:
     """Return the constants of a call; `numerics` is resolved.
 
@@ -94,7 +97,6 @@ def constants_of(
         "has_visible": mask.visible is not None,
         "has_bias": mask.bias is not None,
     }
-    head_dim = q.shape[3]
     return Constants(
         points=tuple(points),
         **tensors,
@@ -120,12 +122,18 @@ def constants_of(
         has_tensors=any(tensors.values()),
         packed=mask.cu_seqlens_q is not None,
         group=q.shape[1] // k.shape[1],
-        head_dim=head_dim,
-        # Blocks are powers of two, of 16 at least for tl.dot; dimensions past head_dim are 0.
-        block_d=max(16, 1 << (head_dim - 1).bit_length()),
+        head_dim=q.shape[3],
+        block_d=_block_of(q.shape[3]),
+        v_head_dim=v.shape[3],
+        block_v=_block_of(v.shape[3]),
         block_q=numerics.tiling.block_q,
         block_k=numerics.tiling.block_k,
     )
+
+
+def _block_of(head_dim: int) -> int:
+    # Blocks are powers of two, of 16 at least for tl.dot; dimensions past head_dim are 0.
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 _NONE = (0, 0, 0, 0)

@@ -98,8 +98,8 @@ def dq_kernel(
     p_dout = at_head(p_dout, dout_strides, o_batch, o_head, q_first, N)
     p_out = at_head(p_out, out_strides, o_batch, o_head, q_first, N)
     b_q = load_rows(p_q, q_strides, o_q, query_len, N, True)
-    b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True)
-    b_out = load_rows(p_out, out_strides, o_q, query_len, N, True)
+    b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True, True)
+    b_out = load_rows(p_out, out_strides, o_q, query_len, N, True, True)
     block = o_start // N.block_q
     q_factor = load_factor(factors.q, o_batch, o_head, heads, q_blocks, block, N)
     do_factor = load_factor(factors.dout, o_batch, o_head, heads, q_blocks, block, N)
@@ -117,7 +117,7 @@ def dq_kernel(
         k_start = first + last - at if N.reversed else at
         o_k = k_start + tl.arange(0, N.block_k)
         b_k = load_rows(p_k, k_strides, o_k, key_len, N, True)
-        b_v = load_rows(p_v, v_strides, o_k, key_len, N, True)
+        b_v = load_rows(p_v, v_strides, o_k, key_len, N, True, True)
         block = k_start // N.block_k
         k_factor = load_factor(factors.k, o_batch, o_kv_head, heads // N.group, k_blocks, block, N)
         v_factor = load_factor(factors.v, o_batch, o_kv_head, heads // N.group, k_blocks, block, N)
@@ -165,12 +165,13 @@ def _add_query_block(
     N: tl.constexpr,
 ):
     """Return dK and dV of a key block with what one query block of one head adds to them."""
-    n, o_dim = o_batch * heads + o_head, tl.arange(0, N.block_d)
+    n = o_batch * heads + o_head
+    o_dim, o_v_dim = tl.arange(0, N.block_d), tl.arange(0, N.block_v)
     o_q = q_start + tl.arange(0, N.block_q)
     m_q = o_q < query_len
     o_row, o_col = o_q[None, :], o_k[:, None]
     b_q = load_rows(p_q, q_strides, o_q, query_len, N, True)
-    b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True)
+    b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True, True)
     blocks, block = (query_len + N.block_q - 1) // N.block_q, q_start // N.block_q
     q_factor = load_factor(factors.q, o_batch, o_head, heads, blocks, block, N)
     do_factor = load_factor(factors.dout, o_batch, o_head, heads, blocks, block, N)
@@ -192,7 +193,7 @@ def _add_query_block(
     b_p = rounded(b_p, "backward_probabilities", N, 0, n, o_row, o_col)
     b_pdo = dot(contain(b_p, FORMAT, N.work), b_do, N.work, N.dot)
     b_dv += _times(b_pdo, do_factor / N.p_scale, N)
-    b_dv = rounded(b_dv, "dv_accumulator", N, q_start, n, o_col, o_dim[None, :])
+    b_dv = rounded(b_dv, "dv_accumulator", N, q_start, n, o_col, o_v_dim[None, :])
     b_dk += _times(dot(b_ds, b_q, N.work, N.dot), q_factor, N)
     b_dk = rounded(b_dk, "dk_accumulator", N, q_start, n, o_col, o_dim[None, :])
     return b_dk, b_dv
@@ -212,7 +213,8 @@ def dkv_kernel(
     k_strides,
     v_strides,
     dout_strides,
-    dkv_strides,
+    dk_strides,
+    dv_strides,
     factors,
     masks,
     heads,
@@ -226,19 +228,20 @@ def dkv_kernel(
     o_start, o_kv_head, o_batch = place(max_key_len, kv_heads, N.block_k)
     q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
     k_first, key_len = bounds(masks.cu_k, o_batch, key_rows, N)
-    o_k, o_dim = o_start + tl.arange(0, N.block_k), tl.arange(0, N.block_d)
+    o_k = o_start + tl.arange(0, N.block_k)
+    o_dim, o_v_dim = tl.arange(0, N.block_d), tl.arange(0, N.block_v)
     k_blocks = (key_len + N.block_k - 1) // N.block_k
     p_k = at_head(p_k, k_strides, o_batch, o_kv_head, k_first, N)
     p_v = at_head(p_v, v_strides, o_batch, o_kv_head, k_first, N)
     b_k = load_rows(p_k, k_strides, o_k, key_len, N, True)
-    b_v = load_rows(p_v, v_strides, o_k, key_len, N, True)
+    b_v = load_rows(p_v, v_strides, o_k, key_len, N, True, True)
     block = o_start // N.block_k
     k_factor = load_factor(factors.k, o_batch, o_kv_head, kv_heads, k_blocks, block, N)
     v_factor = load_factor(factors.v, o_batch, o_kv_head, kv_heads, k_blocks, block, N)
 
     first, stop = row_span(o_start, query_len, key_len, N)
     b_dk_group = tl.full((N.block_k, N.block_d), 0.0, N.work)
-    b_dv_group = tl.full((N.block_k, N.block_d), 0.0, N.work)
+    b_dv_group = tl.full((N.block_k, N.block_v), 0.0, N.work)
     # The heads of a group are added by one program, in their order. A program for each would need
     # atomics, and the sum would depend on which finishes first.
     for member in range(0, N.group):
@@ -248,7 +251,7 @@ def dkv_kernel(
         p_lse_head = at_row(p_lse, o_batch, o_head, heads, query_rows, q_first, N)
         p_delta_head = at_row(p_delta, o_batch, o_head, heads, query_rows, q_first, N)
         b_dk = tl.full((N.block_k, N.block_d), 0.0, N.work)
-        b_dv = tl.full((N.block_k, N.block_d), 0.0, N.work)
+        b_dv = tl.full((N.block_k, N.block_v), 0.0, N.work)
         for q_start in range(first, stop, N.block_q):
             b_dk, b_dv = _add_query_block(
                 b_dk, b_dv, b_k, b_v, k_factor, v_factor, p_q_head, p_do_head, p_lse_head,
@@ -260,9 +263,9 @@ def dkv_kernel(
 
     n = o_batch * kv_heads + o_kv_head
     o_row = o_k[:, None]
-    p_dk = at_head(p_dk, dkv_strides, o_batch, o_kv_head, k_first, N)
-    p_dv = at_head(p_dv, dkv_strides, o_batch, o_kv_head, k_first, N)
+    p_dk = at_head(p_dk, dk_strides, o_batch, o_kv_head, k_first, N)
+    p_dv = at_head(p_dv, dv_strides, o_batch, o_kv_head, k_first, N)
     b_dk_group = rounded(b_dk_group * N.scale, "dk", N, 0, n, o_row, o_dim[None, :])
-    store_rows(p_dk, dkv_strides, o_k, key_len, b_dk_group, N)
-    b_dv_group = rounded(b_dv_group, "dv", N, 0, n, o_row, o_dim[None, :])
-    store_rows(p_dv, dkv_strides, o_k, key_len, b_dv_group, N)
+    store_rows(p_dk, dk_strides, o_k, key_len, b_dk_group, N)
+    b_dv_group = rounded(b_dv_group, "dv", N, 0, n, o_row, o_v_dim[None, :])
+    store_rows(p_dv, dv_strides, o_k, key_len, b_dv_group, N, True)

@@ -83,12 +83,12 @@ def _accumulate(
     b_acc, b_p, b_v, v_factor, b_alpha, b_old_sum, b_sum, n, o_q, o_k, step, N: tl.constexpr
 ):
     """Return the accumulator, or with key_outer the stored output, with one block of P v."""
-    o_dim = tl.arange(0, N.block_d)
+    o_dim = tl.arange(0, N.block_v)
     if N.p_scale > 1.0:
         b_p = b_p * N.p_scale
     FORMAT: tl.constexpr = format_at(N, "probabilities")
     b_p = rounded(b_p, "probabilities", N, 0, n, o_q[:, None], o_k[None, :])
-    b_pv = dot(contain(b_p, FORMAT, N.work), b_v, N.work, N.dot)  # [BLOCK_Q, BLOCK_D]
+    b_pv = dot(contain(b_p, FORMAT, N.work), b_v, N.work, N.dot)  # [BLOCK_Q, BLOCK_V]
     if N.scaled:
         b_pv = b_pv * (v_factor / N.p_scale)
     # With key_outer acc is out already, so that l * out is what alpha * acc would be.
@@ -133,7 +133,7 @@ def _attend_blocks(
         k_start = first + last - at if N.reversed else at
         o_k = k_start + tl.arange(0, N.block_k)
         b_k = load_rows(p_k, k_strides, o_k, key_len, N, MASKED)
-        b_v = load_rows(p_v, v_strides, o_k, key_len, N, MASKED)
+        b_v = load_rows(p_v, v_strides, o_k, key_len, N, MASKED, True)
         block = k_start // N.block_k
         kv_head = o_head // N.group
         k_factor = load_factor(factors.k, o_batch, kv_head, heads // N.group, blocks, block, N)
@@ -211,7 +211,7 @@ def forward_kernel(
     q_blocks = (query_len + N.block_q - 1) // N.block_q
     q_factor = load_factor(factors.q, o_batch, o_head, heads, q_blocks, o_start // N.block_q, N)
 
-    b_acc = tl.full((N.block_q, N.block_d), 0.0, N.work)
+    b_acc = tl.full((N.block_q, N.block_v), 0.0, N.work)
     b_max = tl.full((N.block_q,), float("-inf"), N.work)
     b_sum = tl.full((N.block_q,), 0.0, N.work)
     first, stop = key_span(o_start, query_len, key_len, N)
@@ -237,7 +237,7 @@ def forward_kernel(
         )  # fmt: skip
 
     # A row that attends nothing has sum 0 and max -inf: out 0, lse -inf.
-    o_dim = tl.arange(0, N.block_d)
+    o_dim = tl.arange(0, N.block_v)
     b_lse = b_max + tl.log(b_sum)
     if N.splits > 1:
         b_acc = divide(b_acc, one_for_zero(b_sum)[:, None])
@@ -250,7 +250,7 @@ def forward_kernel(
         b_lse = rounded(b_lse, "lse", N, 0, n, o_q, 0)
     o_outer = o_split if N.packed else o_split * batches + o_batch
     p_out = p_out + o_outer * out_strides[0] + o_head * out_strides[1] + q_first * out_strides[2]
-    store_rows(p_out, out_strides, o_q, query_len, b_acc, N)
+    store_rows(p_out, out_strides, o_q, query_len, b_acc, N, True)
     p_lse = p_lse + (o_outer * heads + o_head) * query_rows + q_first
     tl.store(p_lse + o_q, b_lse, mask=o_q < query_len)
 
@@ -274,7 +274,7 @@ def merge_kernel(
     o_start, o_head, o_batch = place(max_query_len, heads, N.block_q)
     q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
     n = o_batch * heads + o_head
-    o_q, o_dim = o_start + tl.arange(0, N.block_q), tl.arange(0, N.block_d)
+    o_q, o_dim = o_start + tl.arange(0, N.block_q), tl.arange(0, N.block_v)
     m_q = o_q < query_len
     inner = 0 if N.packed else o_batch
     outer = 1 if N.packed else batches
@@ -286,7 +286,7 @@ def merge_kernel(
         p_split = p_row + split * outer * heads * query_rows + o_q
         b_max = tl.maximum(b_max, tl.load(p_split, mask=m_q, other=float("-inf")))
     b_shift = finite_or_zero(b_max)
-    b_acc = tl.full((N.block_q, N.block_d), 0.0, N.work)
+    b_acc = tl.full((N.block_q, N.block_v), 0.0, N.work)
     b_total = tl.full((N.block_q,), 0.0, N.work)
     for split in range(0, N.splits):
         p_split = p_row + split * outer * heads * query_rows + o_q
@@ -294,14 +294,14 @@ def merge_kernel(
         b_weight = exponential(b_lse - b_shift, N.exp)
         b_weight = rounded(b_weight, "split_weights", N, split, n, o_q, 0)
         p_block = p_part + split * outer * part_strides[0]
-        b_part = load_rows(p_block, part_strides, o_q, query_len, N, True)
+        b_part = load_rows(p_block, part_strides, o_q, query_len, N, True, True)
         b_total += b_weight
         b_acc += b_weight[:, None] * b_part
     b_total = rounded(b_total, "split_total", N, 0, n, o_q, 0)
     b_out = divide(b_acc, one_for_zero(b_total)[:, None])
     b_out = rounded(b_out, "output", N, 0, n, o_q[:, None], o_dim[None, :])
     p_out = p_out + inner * out_strides[0] + o_head * out_strides[1] + q_first * out_strides[2]
-    store_rows(p_out, out_strides, o_q, query_len, b_out, N)
+    store_rows(p_out, out_strides, o_q, query_len, b_out, N, True)
     b_lse = rounded(b_shift + tl.log(b_total), "lse", N, 0, n, o_q, 0)
     p_lse = p_lse + (inner * heads + o_head) * query_rows + q_first
     tl.store(p_lse + o_q, b_lse, mask=m_q)

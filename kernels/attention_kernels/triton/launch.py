@@ -96,11 +96,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` in the work dtype, rounded at `output` and `lse`.
 
-    q `(batch, heads, query_len, head_dim)`, k and v `(batch, kv_heads, key_len, head_dim)`, any
-    strides, unrounded; `numerics` resolved. ValueError if the blocks do not fit the GPU.
+    q `(batch, heads, query_len, head_dim)`, k and v `(batch, kv_heads, key_len, head_dim)`, v and
+    out perhaps of another head_dim, any strides, unrounded; `numerics` resolved. ValueError if the blocks do not fit the GPU.
     """
     work, tiling = numerics.work_dtype(), numerics.tiling
-    constants = constants_of(q, k, mask, scale, numerics)
+    constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)
     lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k)
     heads, query_rows, key_rows = q.shape[1], q.shape[2], k.shape[2]
     operands = [
@@ -116,7 +116,7 @@ def forward(
     # Rows of packed tensors that are in no sequence are nobody's program to write.
     make = torch.zeros if constants.packed else torch.empty
     parts = tiling.splits * q.shape[0]
-    out = make((parts, *q.shape[1:]), dtype=work, device=q.device)
+    out = make((parts, *q.shape[1:3], v.shape[3]), dtype=work, device=q.device)
     lse = torch.full((parts, *q.shape[1:3]), -torch.inf, dtype=work, device=q.device)
     strides = (q_.stride(), k_.stride(), v_.stride(), out.stride())
     blocks = _blocks(lengths.query, tiling.block_q) * heads * lengths.batches
@@ -130,7 +130,7 @@ def forward(
     )
     if tiling.splits == 1:
         return out, lse
-    merged = make(q.shape, dtype=work, device=q.device)
+    merged = make((*q.shape[:3], v.shape[3]), dtype=work, device=q.device)
     merged_lse = torch.full_like(lse[: q.shape[0]], -torch.inf)
     arguments = (out, lse, merged, merged_lse, out.stride(), merged.stride(), masks, *counts)
     _launch(merge_kernel, blocks, arguments, constants, numerics.arithmetic.fp_fusion)
@@ -154,7 +154,7 @@ def backward(
     `out` and `lse` are `forward`'s, `dout` is shaped like out; the rest as in `forward`.
     """
     work, tiling = numerics.work_dtype(), numerics.tiling
-    constants = constants_of(q, k, mask, scale, numerics)
+    constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)
     lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k)
     heads, kv_heads, query_rows, key_rows = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     rows_of = {
@@ -191,7 +191,7 @@ def backward(
         _blocks(lengths.key, tiling.block_k) * kv_heads * lengths.batches,
         (
             *(q_, k_, v_, dout_, lse, delta, dk, dv),
-            *(*strides, dout_.stride(), dk.stride(), factors, masks),
+            *(*strides, dout_.stride(), dk.stride(), dv.stride(), factors, masks),
             *(heads, lengths.key, query_rows, key_rows),
         ),
         constants,
@@ -237,7 +237,8 @@ def compile_options(kernel: Any, constants: Constants, fp_fusion: bool = False) 
     dV are two sums beside two tiles, and get 8: with 4 they spill on sm_100. FP fusion is off
     unless asked: a contracted multiply-add skips a rounding.
     """
-    values = constants.block_q * max(constants.block_k, constants.block_d)
+    columns = max(constants.block_k, constants.block_d, constants.block_v)
+    values = constants.block_q * columns
     registers = values * constants.work.primitive_bitwidth // 32
     warps = 8 if kernel is dkv_kernel or registers > 64 * 128 else 4
     return {"num_warps": warps, "enable_fp_fusion": fp_fusion}

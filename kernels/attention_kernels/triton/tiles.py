@@ -85,27 +85,42 @@ def at_row(p_rows, o_batch, o_head, heads, rows, o_first, N: tl.constexpr):
     return p_rows
 
 
+@triton.constexpr_function
+def width(N, OF_V):
+    """Return head_dim and its block: those of v, dout and out with OF_V, else those of q and k."""
+    return (N.v_head_dim, N.block_v) if OF_V else (N.head_dim, N.block_d)
+
+
 @triton.jit
-def load_rows(p_head, strides, o_rows, rows, N: tl.constexpr, TAIL: tl.constexpr):
-    """Load rows of a head, [rows, block_d]: zero past head_dim and, with TAIL, past `rows`."""
-    o_dim = tl.arange(0, N.block_d)
+def load_rows(
+    p_head, strides, o_rows, rows, N: tl.constexpr, TAIL: tl.constexpr, OF_V: tl.constexpr = False
+):
+    """Load rows of a head, [rows, block_d]: zero past head_dim and, with TAIL, past `rows`.
+
+    With OF_V they are rows of v, dout or out, [rows, block_v].
+    """
+    HEAD_DIM: tl.constexpr = width(N, OF_V)[0]
+    BLOCK: tl.constexpr = width(N, OF_V)[1]
+    o_dim = tl.arange(0, BLOCK)
     p_rows = p_head + widen_index(o_rows)[:, None] * strides[2] + o_dim[None, :] * strides[3]
     if TAIL:
-        m_rows = (o_rows[:, None] < rows) & (o_dim[None, :] < N.head_dim)
+        m_rows = (o_rows[:, None] < rows) & (o_dim[None, :] < HEAD_DIM)
         b_rows = tl.load(p_rows, mask=m_rows, other=0.0)
-    elif N.block_d == N.head_dim:
+    elif BLOCK == HEAD_DIM:
         b_rows = tl.load(p_rows)
     else:
-        b_rows = tl.load(p_rows, mask=o_dim[None, :] < N.head_dim, other=0.0)
+        b_rows = tl.load(p_rows, mask=o_dim[None, :] < HEAD_DIM, other=0.0)
     return b_rows
 
 
 @triton.jit
-def store_rows(p_head, strides, o_rows, rows, b_rows, N: tl.constexpr):
-    """Store the rows before `rows` and the dimensions before head_dim."""
-    o_dim = tl.arange(0, N.block_d)
+def store_rows(p_head, strides, o_rows, rows, b_rows, N: tl.constexpr, OF_V: tl.constexpr = False):
+    """Store the rows before `rows` and the dimensions before head_dim; OF_V as in `load_rows`."""
+    HEAD_DIM: tl.constexpr = width(N, OF_V)[0]
+    BLOCK: tl.constexpr = width(N, OF_V)[1]
+    o_dim = tl.arange(0, BLOCK)
     p_rows = p_head + widen_index(o_rows)[:, None] * strides[2] + o_dim[None, :] * strides[3]
-    tl.store(p_rows, b_rows, mask=(o_rows[:, None] < rows) & (o_dim[None, :] < N.head_dim))
+    tl.store(p_rows, b_rows, mask=(o_rows[:, None] < rows) & (o_dim[None, :] < HEAD_DIM))
 
 
 @triton.jit

@@ -17,7 +17,8 @@ and dK are also multiplied by scale, in the work format. The forward is in `forw
 two have in common in `arithmetic`.
 
 Shape suffixes: N batch x query heads, G batch x kv heads, I rows of a query block, J keys of a key
-block, Q query_len, K key_len, L either length, D head_dim; 1 is an axis of length 1.
+block, Q query_len, K key_len, L either length, D head_dim (of v, in v, dout and dv); 1 is an axis of
+length 1.
 """
 
 from typing import NamedTuple
@@ -198,12 +199,12 @@ def _add_tile(
     # p_scale is not 1 there is a factor.
     if dout_factor is not None:
         dout_factor = dout_factor / p_scale
-    mode, dims = numerics.arithmetic.dot, range(sums.dq.shape[-1])
     dq, dk, dv = sums
+    mode, dims, v_dims = numerics.arithmetic.dot, range(dq.shape[-1]), range(dv.shape[-1])
     _add_product(dv, p_NIJ.mT, rows.dout.values[at_q], dout_factor, mode)
     _add_product(dk, ds_NIJ.mT, rows.q.values[at_q], rows.q.factor(row), mode)
     _add_product(dq, ds_NIJ, keys.k.values[at_k], keys.k.factor(key), mode)
-    _store(dv, rounded(dv, "dv_accumulator", key, dims, row.start))
+    _store(dv, rounded(dv, "dv_accumulator", key, v_dims, row.start))
     _store(dk, rounded(dk, "dk_accumulator", key, dims, row.start))
     _store(dq, rounded(dq, "dq_accumulator", row, dims, key.start))
 

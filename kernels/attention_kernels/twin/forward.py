@@ -25,7 +25,7 @@ out gradients (`backward`), the checks of arguments (`checks`) and the caller's 
 `operators` shuts out.
 
 Shape suffixes: N batch x query heads, H query heads, I rows of a query block, J keys of a key
-block, Q query_len, K key_len, D head_dim; 1 is an axis of one.
+block, Q query_len, K key_len, D head_dim (of v, in v, acc and out); 1 is an axis of one.
 """
 
 import math
@@ -69,7 +69,7 @@ class _State:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, numerics: FlashNumerics
 ) -> tuple[Tensor, Tensor]:
-    """Return `out` `(batch, heads, query_len, head_dim)` and `lse` `(batch, heads, query_len)`.
+    """Return `out` `(batch, heads, query_len, head_dim of v)` and `lse` `(batch, heads, query_len)`.
 
     Both are in the work format. q, k and v come unrounded, `numerics` resolved; a row that attends
     nothing gets out 0 and lse -inf.
@@ -81,7 +81,7 @@ def forward(
     flat_k, flat_v = (
         flatten(x, name, heads, numerics, block_k) for x, name in ((k, "k"), (v, "v"))
     )
-    out_NQD = torch.zeros_like(flat_q.values)
+    out_NQD = flat_q.values.new_zeros((*flat_q.values.shape[:2], v.shape[3]))
     lse_NQ1 = out_NQD.new_full((*out_NQD.shape[:2], 1), -torch.inf)
     for sequence in mask.sequences(query_len, key_len):
         first, rounded = sequence.queries.start, Rounder(numerics, heads, sequence.index * heads)
@@ -112,7 +112,7 @@ def _attend_rows(
     splits = rounded.numerics.tiling.splits
     states = []
     for blocks in _key_blocks(rows, sequence, rounded.numerics.tiling):
-        state = _start(q, rows)
+        state = _start(q, v, rows)
         for keys in blocks:
             scores_NIJ, _ = masked_scores(q, k, rows, keys, sequence, scale, rounded)
             _update(state, scores_NIJ, v, rows, keys, rounded)
@@ -135,8 +135,8 @@ def _key_blocks(rows: range, sequence: Sequence, tiling: Tiling) -> Iterator[lis
         yield blocks[::-1] if tiling.key_order == "reversed" else blocks
 
 
-def _start(q: Flat, rows: range) -> _State:
-    count, head_dim = q.values.shape[0], q.values.shape[2]
+def _start(q: Flat, v: Flat, rows: range) -> _State:
+    count, head_dim = q.values.shape[0], v.values.shape[2]
     max_NI1 = q.values.new_full((count, len(rows), 1), -torch.inf)
     acc_NID = q.values.new_zeros((count, len(rows), head_dim))
     return _State(acc_NID, max_NI1, torch.zeros_like(max_NI1))

@@ -31,6 +31,7 @@ def test_each_check_says_what_it_leaves_out_and_the_full_one_only_what_is_beyond
     left_out = not_looked_at(QUICK)
     assert "the law 'rare rows'" in left_out
     assert "head_dim 96" in left_out
+    assert "a head_dim of v that is not q's" in left_out
     assert not_looked_at(FULL) == (
         "head_dim above 128; lengths above 2050; heads above 8; heads per kv head (GQA) above 8; "
         "batch above 8; combinations of these that no cell has"
