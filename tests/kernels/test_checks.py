@@ -71,7 +71,8 @@ BAD_TENSORS = {
     ),
     "v unlike k": (
         (Q, Q, zeros(2, 4, 9, 32)),
-        "v must be shaped as k, but for its head_dim, got q (2, 4, 8, 32), k (2, 4, 8, 32), v (2, 4, 9, 32); pass one",
+        "v must be shaped as k, but for its head_dim, got q (2, 4, 8, 32), k (2, 4, 8, 32), "
+        "v (2, 4, 9, 32); pass one",
     ),
     "another batch": (
         (Q, zeros(1, 4, 8, 32), zeros(1, 4, 8, 32)),

@@ -97,7 +97,8 @@ def forward(
     """Return `(out, lse)` in the work dtype, rounded at `output` and `lse`.
 
     q `(batch, heads, query_len, head_dim)`, k and v `(batch, kv_heads, key_len, head_dim)`, v and
-    out perhaps of another head_dim, any strides, unrounded; `numerics` resolved. ValueError if the blocks do not fit the GPU.
+    out perhaps of another head_dim, any strides, unrounded; `numerics` resolved. ValueError if the
+    blocks do not fit the GPU.
     """
     work, tiling = numerics.work_dtype(), numerics.tiling
     constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)

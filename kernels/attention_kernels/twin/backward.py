@@ -17,8 +17,8 @@ and dK are also multiplied by scale, in the work format. The forward is in `forw
 two have in common in `arithmetic`.
 
 Shape suffixes: N batch x query heads, G batch x kv heads, I rows of a query block, J keys of a key
-block, Q query_len, K key_len, L either length, D head_dim (of v, in v, dout and dv); 1 is an axis of
-length 1.
+block, Q query_len, K key_len, L either length, D head_dim (of v, in v, dout and dv); 1 is an axis
+of length 1.
 """
 
 from typing import NamedTuple

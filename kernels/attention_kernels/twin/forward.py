@@ -69,7 +69,7 @@ class _State:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, numerics: FlashNumerics
 ) -> tuple[Tensor, Tensor]:
-    """Return `out` `(batch, heads, query_len, head_dim of v)` and `lse` `(batch, heads, query_len)`.
+    """Return `out` `(batch, heads, query_len, head_dim of v)`, `lse` `(batch, heads, query_len)`.
 
     Both are in the work format. q, k and v come unrounded, `numerics` resolved; a row that attends
     nothing gets out 0 and lse -inf.
