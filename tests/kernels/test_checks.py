@@ -58,11 +58,11 @@ BAD_TENSORS = {
         "head_dim must be from 16 to 256, got 15 (q (1, 1, 8, 15), k (1, 1, 8, 15), v",
     ),
     "head_dim of v too small": (
-        lambda: {"v": torch.ones(2, 4, 8, 15)},
+        (Q, Q, zeros(2, 4, 8, 15)),
         "head_dim of v must be from 16 to 256, got 15 (q (2, 4, 8, 32), k (2, 4, 8, 32), v",
     ),
     "head_dim of v too large": (
-        lambda: {"v": torch.ones(2, 4, 8, 257)},
+        (Q, Q, zeros(2, 4, 8, 257)),
         "head_dim of v must be from 16 to 256, got 257",
     ),
     "head_dim too large": (
