@@ -20,7 +20,7 @@ from attention_kernels.testing import (
     make_qkv,
     with_gradients,
 )
-from attention_kernels.testing.cells import FULL
+from attention_kernels.testing.cells import FULL, reference
 
 FP64_RTOL = 1e-13
 """Two FP64 evaluations in other orders: about sqrt(100) * 2**-53 = 1e-15 each, with room."""
@@ -181,3 +181,10 @@ def test_the_check_takes_a_right_attention_and_finds_a_scale_of_the_wrong_head_d
         raise ValueError("head_dim of v must be that of q")
 
     assert check_attention(refuses, **options).unsupported
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_the_formula_of_the_check_is_the_golden(cell):
+    where = reference(cell, torch.float32)
+    for name, x in where.formula().results().items():
+        torch.testing.assert_close(x, where.golden[name], atol=1e-11, rtol=1e-11)

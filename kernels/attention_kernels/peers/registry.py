@@ -203,9 +203,9 @@ def _call_own(name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
     require(
         got == (*q.shape[:3], v.shape[3]),
         f"attention: what {name!r} returns",
-        f"a tensor shaped as q, of v's head_dim {(*q.shape[:3], v.shape[3])}",
+        f"a tensor shaped as q {(*q.shape[:3], v.shape[3])}",
         got,
-        "return out alone, (batch, heads, query_len, head_dim)",
+        "return out alone, (batch, heads, query_len, head_dim of v)",
     )
     return out
 

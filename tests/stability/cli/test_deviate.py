@@ -80,6 +80,17 @@ def test_captured_tensors_are_measured(capsys, tmp_path):
     assert point["distribution"] == "given"
 
 
+def test_v_may_have_a_head_dim_of_its_own_drawn_or_given(capsys, tmp_path):
+    rows = json.loads(shown(capsys, *SMALL, "--value_dim", "24", "--backward", "--json"))["rows"]
+    assert [row["what"] for row in rows] == ["out", "dq", "dk", "dv"]
+    assert {row["point"]["value_dim"] for row in rows} == {24}
+    path = tmp_path / "qkv.safetensors"
+    sizes = {"q": 16, "k": 16, "v": 24, "dout": 24}
+    save_file({name: torch.randn(1, 2, 32, size) for name, size in sizes.items()}, path)
+    (row,) = json.loads(shown(capsys, "--qkv", str(path), "--json"))["rows"]
+    assert (row["point"]["head_dim"], row["point"]["value_dim"]) == (16, 24)
+
+
 def test_a_layer_of_a_run_is_captured_and_measured(capsys, trained_run):
     words = ["--checkpoint", str(trained_run), "--layer", "1", "--causal", "--json"]
     (row,) = json.loads(shown(capsys, *words))["rows"]

@@ -97,7 +97,8 @@ def test_unknown_names_are_refused_with_their_neighbours(problem, message):
     "changes",
     [
         {"k": torch.zeros(2, 2, 16, 16)},
-        {"v": torch.zeros(1, 2, 16, 32)},
+        {"v": torch.zeros(2, 2, 16, 32)},
+        {"v": torch.zeros(1, 2, 16, 32), "dout": torch.zeros(1, 2, 16, 16)},
         {"q": torch.zeros(2, 16, 16)},
         {"k": torch.zeros(1, 2, 16, 16, dtype=torch.int64)},
         {"dout": torch.zeros(1, 2, 8, 16)},
