@@ -64,6 +64,10 @@ def _bind(
     return partial(attention.with_lse, **call.mask)
 
 
+def _made_already(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    raise ValueError("a call that was given with its results can't be made again")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DualAttention:
     """The attention of one layer of our GPT: computes with the primary and lets the probe watch."""
@@ -158,6 +162,27 @@ class AttentionProbe:
         elif not self._config.inherited:
             self._evaluate(captured, None)
         return out
+
+    def compare_given(
+        self,
+        call: AttentionCall,
+        out: Tensor,
+        dout: Tensor | None = None,
+        gradients: Sequence[Tensor | None] = (),
+    ) -> None:
+        """Compare a call that the run has made already, with its dq, dk and dv if it has them.
+
+        Nothing is kept of the tensors, which a compiled graph writes over.
+        """
+        if not self.is_armed or not self._is_due(call):
+            return
+        qkv = (call.q, call.k, call.v)
+        captured = CapturedCall.of(call, _made_already, qkv, out, None)
+        self._captured[call.layer] = captured
+        self._evaluate(captured, dout)
+        for name, gradient in zip(GRADIENTS, gradients, strict=False):
+            if gradient is not None:
+                self._compare_gradient(captured, name, gradient)
 
     @contextmanager
     def second_forward(self) -> Iterator[None]:

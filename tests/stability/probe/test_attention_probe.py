@@ -13,6 +13,7 @@ from stability.config.schema import ProbeConfig
 from stability.metrics.deviation import LAYER_COLUMNS, compare, deviation
 from stability.probe.attention_probe import AttentionProbe, DualAttention, as_shadows
 from stability.probe.attention_registry import resolve_attention
+from stability.probe.captured_call import AttentionCall
 from stability.records.metric_names import deviation_name
 from tests.stability.metrics.floored_ulps import floored_ulps
 
@@ -221,3 +222,29 @@ def test_a_fifth_of_an_ulp_of_bias_is_caught_by_bias_ulp_and_not_by_max_abs():
 
 
 METRICS = ("bias_ulp", "bias_ulp_se", "max_abs")
+
+
+def test_a_call_that_is_given_with_its_results_has_the_figures_of_one_that_is_attended():
+    """Except for those of the LSE, which a call that is given comes without."""
+
+    def without_lse(probe):
+        metrics = probe.collect().metrics
+        return {name: x for name, x in metrics.items() if "/lse/" not in name}
+
+    qkv = _inputs()
+    hook = _hook(heads=True)
+    dout = _run(hook, qkv)
+    attended = without_lse(hook.probe)
+    out = hook.primary.function(*qkv, causal=True)
+    given = _hook(heads=True).probe
+    q, k, v = (x.detach() for x in qkv)
+    call = AttentionCall(layer="layer_3", q=q, k=k, v=v, mask={"causal": True})
+    gradients = [x.grad for x in qkv]
+    given.compare_given(call, out.detach(), dout, gradients)
+    # the first call of a layer is the one of this step
+    given.compare_given(call, 2 * out.detach(), dout, gradients)
+    assert without_lse(given) == attended
+    assert {name.split("/")[-2] for name in attended} == {"out", "dq", "dk", "dv"}
+    given.disarm()
+    given.compare_given(call, out.detach(), dout, gradients)
+    assert not given.collect().metrics
