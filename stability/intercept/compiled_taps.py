@@ -40,6 +40,7 @@ from stability.intercept.compiled_graphs import (
     naming_graphs,
     source_names,
 )
+from stability.intercept.layer_names import layer_names
 from stability.probe.captured_call import AttentionCall, valid_rows
 
 __all__ = ["CompiledTaps", "ObservedCall", "compiled_taps"]
@@ -158,7 +159,7 @@ class CompiledTaps:
     def __init__(
         self, model: nn.Module, on_call: OnCall, on_missed: OnMissed, *, backward: bool
     ) -> None:
-        self._layers = _names(model)
+        self._layers = layer_names(model)
         self._on_call = on_call
         self._on_missed = on_missed
         self._backward = backward
@@ -299,15 +300,6 @@ class CompiledTaps:
         if (layer, text) not in self._told:
             self._told.add((layer, text))
             self._on_missed(layer, text)
-
-
-def _names(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the names of the modules, those of a compiled one as if it were not."""
-    names = {}
-    for name, module in model.named_modules():
-        parts = [part for part in name.split(".") if part != "_orig_mod"]
-        names.setdefault(module, ".".join(parts) or "model")
-    return names
 
 
 def _mask(arguments: dict[str, Any]) -> MaskArguments:
