@@ -133,7 +133,8 @@ def flash_attention(
     or FP64, which carries no gradient.
 
     `mask` is `MaskArguments`: causal, scale, window, softcap, key_padding, attn_mask, alibi_slopes,
-    cu_seqlens_q, cu_seqlens_k. A row that attends nothing gives 0, lse -inf and zero gradients.
+    sinks, cu_seqlens_q, cu_seqlens_k. A row that attends nothing gives 0, zero gradients, and for
+    lse the sink, or -inf without one. The sinks get a gradient too.
     `numerics` says all that decides the bits; the caller's autocast and matmul precision do not.
     `engine` is resolved by `resolve_engine`. ValueError for anything that doesn't fit.
     """

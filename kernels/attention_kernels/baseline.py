@@ -142,6 +142,9 @@ def attend(
     q_BHQD, k_BGKD, v_BGKD = (_Round.apply(x, stored, work) for x in (q, k, v))
     parts, stop = [], 0
     lse_BHQ = q_BHQD.new_full(q.shape[:3], -torch.inf) if with_lse else None
+    sinks_H = None if mask.sinks is None else _Round.apply(mask.sinks, numerics.scores, work)
+    if lse_BHQ is not None and sinks_H is not None:
+        lse_BHQ.copy_(sinks_H.detach()[:, None].expand(q.shape[:3]))
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
         queries, keys = sequence.queries, sequence.keys
         # rows between packed sequences belong to none, and attend nothing
@@ -150,6 +153,7 @@ def attend(
             q_BHQD[:, :, queries.start : queries.stop],
             k_BGKD[:, :, keys.start : keys.stop],
             v_BGKD[:, :, keys.start : keys.stop],
+            sinks_H,
             sequence,
             scale,
             numerics,
@@ -163,7 +167,9 @@ def attend(
     parts.append(q.new_zeros(*q.shape[:2], q.shape[2] - stop, v.shape[3], dtype=work))
     if stop == 0:
         # no sequence has queries and keys: sums of no rows make the gradients zeros, not None
-        parts.append(parts[0][:, :, :0] + sum(x[:, :, :0].sum() for x in (q_BHQD, k_BGKD, v_BGKD)))
+        none = sum(x[:, :, :0].sum() for x in (q_BHQD, k_BGKD, v_BGKD))
+        none = none if sinks_H is None else none + sinks_H[:0].sum()
+        parts.append(parts[0][:, :, :0] + none)
     out_BHQD = _Round.apply(torch.cat(parts, dim=2), numerics.output, work)
     return _Round.apply(out_BHQD, stored, q.dtype), lse_BHQ
 
@@ -172,14 +178,22 @@ def _attend_sequence(
     q_BHQD: Tensor,
     k_BGKD: Tensor,
     v_BGKD: Tensor,
+    sinks_H: Tensor | None,
     sequence: Sequence,
     scale: float,
     numerics: BaselineNumerics,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and the rounded scores."""
+    """Return out and the rounded scores, with the sink as a last key if there are sinks."""
     query_len = q_BHQD.shape[2]
     scores_BGRQK = _masked_scores(q_BHQD, k_BGKD, sequence, scale, numerics)
+    if sinks_H is not None:
+        # as GPT-OSS does: a logit more in the softmax, whose weight is then left out
+        sinks_GR11 = sinks_H.view(k_BGKD.shape[1], -1, 1, 1)
+        sinks_BGRQ1 = sinks_GR11.expand(*scores_BGRQK.shape[:4], 1)
+        scores_BGRQK = torch.cat([scores_BGRQK, sinks_BGRQ1], dim=-1)
     weights_BGRQK = _Softmax.apply(scores_BGRQK, numerics)
+    if sinks_H is not None:
+        weights_BGRQK = weights_BGRQK[..., :-1]
     value = _operand(v_BGKD, numerics)
     p_scale = _probability_scale(numerics)
     if p_scale != 1.0:

@@ -189,13 +189,14 @@ def check_mask(function: str, q: Tensor, k: Tensor, mask: Mapping[str, Any]) -> 
     _check_scalars(function, mask)
     _check_window(function, mask.get("window"))
     _check_packing(function, q, mask)
-    for name in ("key_padding", "attn_mask", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"):
+    names = ("key_padding", "attn_mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
+    for name in names:
         x = mask.get(name)
         if x is not None:
             _check_tensor(function, name, x, q)
     _check_offset_shapes(function, mask)
     _check_mask_shapes(function, q, k, mask)
-    _check_slope_shape(function, q, mask)
+    _check_head_shapes(function, q, mask)
 
 
 def read_mask(
@@ -275,7 +276,7 @@ def _check_tensor(function: str, name: str, x: Any, q: Tensor) -> None:
     require(isinstance(x, Tensor), where, "a tensor", type(x).__name__, "pass a torch.Tensor")
     require(x.device == q.device, where, f"on q's device {q.device}", x.device, "move it there")
     require(
-        not x.requires_grad,
+        name == "sinks" or not x.requires_grad,
         where,
         "without gradient",
         "requires_grad=True",
@@ -288,6 +289,7 @@ def _check_tensor(function: str, name: str, x: Any, q: Tensor) -> None:
             "bool, float64, float32, bfloat16 or float16",
         ),
         "alibi_slopes": (x.dtype in INPUT_DTYPES, "float64, float32, bfloat16 or float16"),
+        "sinks": (x.dtype in INPUT_DTYPES, "float64, float32, bfloat16 or float16"),
         "cu_seqlens_q": (x.dtype == torch.int32, "int32"),
         "cu_seqlens_k": (x.dtype == torch.int32, "int32"),
     }[name]
@@ -330,11 +332,18 @@ def _check_mask_shapes(function: str, q: Tensor, k: Tensor, mask: Mapping[str, A
         )
 
 
-def _check_slope_shape(function: str, q: Tensor, mask: Mapping[str, Any]) -> None:
-    slopes = mask.get("alibi_slopes")
+def _check_head_shapes(function: str, q: Tensor, mask: Mapping[str, Any]) -> None:
+    slopes, sinks, heads = mask.get("alibi_slopes"), mask.get("sinks"), q.shape[1]
+    if sinks is not None:
+        require(
+            tuple(sinks.shape) == (heads,),
+            f"{function}: sinks",
+            f"(heads,) = {(heads,)}",
+            tuple(sinks.shape),
+            "give one logit for each query head",
+        )
     if slopes is None:
         return
-    heads = q.shape[1]
     batch = q.shape[0] if q.dim() == 4 else len(mask["cu_seqlens_q"]) - 1
     require(
         tuple(slopes.shape) in ((heads,), (batch, heads)),
@@ -361,14 +370,18 @@ def check_mask_values(function: str, mask: Mask, query_len: int, key_len: int) -
                 values if len(values) <= 8 else f"{values[:4]} ... {values[-4:]}",
                 "take the cumulative sum of the lengths, with 0 before it",
             )
-    if mask.alibi_slopes is not None:
-        require(
-            bool(mask.alibi_slopes.isfinite().all()),
-            f"{function}: alibi_slopes",
-            "finite",
-            mask.alibi_slopes.flatten().tolist()[:8],
-            "one finite slope for each head",
-        )
+    for name, x, what in (
+        ("alibi_slopes", mask.alibi_slopes, "slope"),
+        ("sinks", mask.sinks, "logit"),
+    ):
+        if x is not None:
+            require(
+                bool(x.isfinite().all()),
+                f"{function}: {name}",
+                "finite",
+                x.flatten().tolist()[:8],
+                f"one finite {what} for each head",
+            )
     if mask.bias is not None:
         require(
             not bool((mask.bias.isnan() | (mask.bias == torch.inf)).any()),

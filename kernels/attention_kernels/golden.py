@@ -59,23 +59,26 @@ def attend(
     q, k, v = q.double(), k.double(), v.double()
     sequences = list(mask.sequences(q.shape[2], k.shape[2]))
     if not sequences:
-        out, lse = _nothing(q, v, with_lse)
+        out, lse = _nothing(q, v, mask, with_lse)
         # sums of no rows: out hangs on q, k and v, and their gradients are zeros
-        return out + sum(x[:, :, :0].sum() for x in (q, k, v)), lse
+        out = out + sum(x[:, :, :0].sum() for x in (q, k, v))
+        return out if mask.sinks is None else out + mask.sinks[:0].sum(), lse
     queries, keys = [s.queries for s in sequences], [s.keys for s in sequences]
     pieces = zip(sequences, _rows(q, queries), _rows(k, keys), _rows(v, keys), strict=True)
     parts, stop = [], 0
     for sequence, q_rows, k_rows, v_rows in pieces:
-        parts.append(_nothing(q[:, :, stop : sequence.queries.start], v, with_lse))
+        parts.append(_nothing(q[:, :, stop : sequence.queries.start], v, mask, with_lse))
         parts.append(_attend_sequence(q_rows, k_rows, v_rows, sequence, scale, with_lse))
         stop = sequence.queries.stop
-    parts.append(_nothing(q[:, :, stop:], v, with_lse))
+    parts.append(_nothing(q[:, :, stop:], v, mask, with_lse))
     return _joined(parts, dim=2)
 
 
-def _nothing(q: Tensor, v: Tensor, with_lse: bool) -> _Part:
-    """Return what rows give that belong to no sequence."""
+def _nothing(q: Tensor, v: Tensor, mask: Mask, with_lse: bool) -> _Part:
+    """Return what rows give that have no keys: 0, and the sink for LSE."""
     lse = q.new_full(q.shape[:3], -torch.inf) if with_lse else None
+    if lse is not None and mask.sinks is not None:
+        lse = mask.sinks.detach().double()[:, None].expand(q.shape[:3])
     return _Part(q.new_zeros(*q.shape[:3], v.shape[3]), lse)
 
 
@@ -158,7 +161,9 @@ def _checkpointed(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     arguments = (q_BGRCD, k_BGKD, v_BGKD, rows, keys, sequence, scale, with_lse)
+    sinks = sequence.mask.sinks
     needs_grad = any(x.requires_grad for x in (q_BGRCD, k_BGKD, v_BGKD))
+    needs_grad |= sinks is not None and sinks.requires_grad
     # without a backward no scores are kept, so there is nothing to compute again
     if not (needs_grad and torch.is_grad_enabled()):
         return _attend_rows(*arguments)
@@ -191,7 +196,14 @@ def _attend_rows(
     hidden = mask.hidden(rows, keys, *lengths, scores_BGRCK.device)
     if hidden is not None:
         scores_BGRCK = scores_BGRCK.masked_fill(_grouped(hidden, kv_heads), -torch.inf)
+    if mask.sinks is not None:
+        # one more key, the last, which has a logit and no value
+        sinks_GR11 = mask.sinks.double().view(kv_heads, -1, 1, 1)
+        sinks_BGRC1 = sinks_GR11.expand(*scores_BGRCK.shape[:4], 1)
+        scores_BGRCK = torch.cat([scores_BGRCK, sinks_BGRC1], dim=-1)
     weights_BGRCK = _softmax(scores_BGRCK)
+    if mask.sinks is not None:
+        weights_BGRCK = weights_BGRCK[..., :-1]
     out_BGRCD = (weights_BGRCK.flatten(2, 3) @ v_BGKD).unflatten(2, (-1, len(rows)))
     return out_BGRCD, scores_BGRCK.detach().logsumexp(dim=-1) if with_lse else None
 

@@ -33,7 +33,9 @@ class MaskArguments(TypedDict, total=False):
     `(batch, key_len)`: true where a key may be attended. `attn_mask`, broadcastable to
     `(batch, heads, query_len, key_len)`: bool, true where it may be attended, or floating, added to
     the scores; it gets no gradient. `alibi_slopes`, `(heads,)` or `(batch, heads)`: subtract
-    slope * distance. `cu_seqlens_q`, `cu_seqlens_k`, int32: where each packed sequence starts and,
+    slope * distance. `sinks`, `(heads,)`: a logit of each head that joins the softmax's denominator
+    and has no value (GPT-OSS); neither scaled, capped nor masked, it gets a gradient, and the LSE
+    includes it. `cu_seqlens_q`, `cu_seqlens_k`, int32: where each packed sequence starts and,
     last, how many tokens there are; then q is `(total_tokens, heads, head_dim)`, k and v likewise.
     `dropout_p` must be 0.
     """
@@ -45,6 +47,7 @@ class MaskArguments(TypedDict, total=False):
     key_padding: Tensor | None
     attn_mask: Tensor | None
     alibi_slopes: Tensor | None
+    sinks: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     dropout_p: float
@@ -71,6 +74,8 @@ class Mask:
     """Floating, shaped as `visible`: added to the scores; -inf hides the key."""
     alibi_slopes: Tensor | None = None
     """FP32, or FP64 where given so, (batch or 1, heads)."""
+    sinks: Tensor | None = None
+    """Floating (heads,): a logit that joins each row's sum and has no value; differentiable."""
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
 
@@ -107,6 +112,7 @@ class Mask:
             visible=_part(self.visible, batch, heads),
             bias=_part(self.bias, batch, heads),
             alibi_slopes=_part(slopes, batch, heads),
+            sinks=None if self.sinks is None else self.sinks[heads],
         )
 
     def key_range(self, rows: range, query_len: int, key_len: int) -> range:
@@ -190,6 +196,7 @@ def mask_fields(arguments: MaskArguments) -> dict[str, Any]:
         "visible": None if is_bias else attn_mask,
         "bias": attn_mask if is_bias else None,
         "alibi_slopes": slopes,
+        "sinks": arguments.get("sinks"),
         "cu_seqlens_q": arguments.get("cu_seqlens_q"),
         "cu_seqlens_k": arguments.get("cu_seqlens_k"),
     }

@@ -54,6 +54,7 @@ class Call(NamedTuple):
     visible: Tensor | None
     bias: Tensor | None
     alibi_slopes: Tensor | None
+    sinks: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     causal: bool
@@ -70,12 +71,12 @@ class Call(NamedTuple):
         return Mask(window=(fields.pop("left"), fields.pop("right")), **fields)
 
 
-TENSORS = 6
+TENSORS = 7
 """How many fields of a call are tensors; the backward gets them saved, the rest as constants."""
 _QKV = "Tensor q, Tensor k, Tensor v, "
 _CALL = (
     "Tensor? key_padding, Tensor? visible, Tensor? bias, Tensor? alibi_slopes, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, SymInt? left, SymInt? right, "
+    "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, SymInt? left, SymInt? right, "
     "float softcap, float scale, str plan"
 )
 """The fields of `Call`, as a schema of torch."""
@@ -172,28 +173,31 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     "attention_kernels::flash_backward",
     mutates_args=(),
     schema=f"(Tensor dout, {_QKV}Tensor out, Tensor lse, {_CALL}) -> "
-    "(Tensor dq, Tensor dk, Tensor dv)",
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
 )
 def flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v in their dtype."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and the sinks, an empty one if there are none."""
     call = Call(*rest)
     engine, numerics = plan_from_text(call.plan)
     assert isinstance(numerics, FlashNumerics)
     _, run = _engine(engine)
     options = {"mask": call.mask(), "scale": call.scale, "numerics": numerics}
     with ieee_arithmetic(q.device):
-        gradients = run(dout, q, k, v, out.to(lse.dtype), lse, **options)
+        *gradients, dsinks = run(dout, q, k, v, out.to(lse.dtype), lse, **options)
     dq, dk, dv = (round_into(x, input_format(q.dtype), q.dtype) for x in gradients)
-    return dq, dk, dv
+    if call.sinks is None:
+        return dq, dk, dv, q.new_empty(0)
+    dtype = call.sinks.dtype
+    return dq, dk, dv, round_into(dsinks, input_format(dtype), dtype)
 
 
-def _like_qkv(dout: Tensor, *qkv_and_rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in qkv_and_rest[:3]
-    )
-    return dq, dk, dv
+def _like_inputs(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
@@ -203,7 +207,11 @@ def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
     )
 
 
-flash_backward.register_fake(_like_qkv)
+@flash_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _like_inputs(q, k, v, Call(*rest[2:]).sinks)
+
+
 flash_backward.register_autograd(_refuse)
 
 
@@ -220,7 +228,16 @@ def _flash_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | N
         return (None,) * (3 + len(Call._fields))
     q, k, v, *tensors, out, lse = ctx.saved_tensors
     gradients = flash_backward(dout, q, k, v, out, lse, *tensors, *ctx.settings)
-    return (*gradients, *(None,) * len(Call._fields))
+    return _to_inputs(gradients, Call(*tensors, *ctx.settings))
+
+
+def _to_inputs(gradients: tuple[Tensor, ...], call: Call) -> tuple[Tensor | None, ...]:
+    """Return a gradient, or None, for each input of an operator: q, k, v and what is in a call."""
+    *of_qkv, dsinks = gradients
+    of_call = call._replace(**dict.fromkeys(Call._fields))
+    if call.sinks is not None:
+        of_call = of_call._replace(sinks=dsinks)
+    return (*of_qkv, *of_call)
 
 
 flash_forward.register_autograd(_flash_gradients, setup_context=_save_flash)
@@ -271,28 +288,35 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 @torch.library.custom_op(
     "attention_kernels::reference_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, {_QKV}{_CALL}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    schema=f"(Tensor dout, {_QKV}{_CALL}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
 )
 def reference_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend again and differentiate; the gradients have the dtype of q, k and v."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attend again and differentiate; gradients have the dtype of q, k, v and the sinks."""
+    call = Call(*rest)
     # The current stream belongs to a thread, and the work is handed to another one below.
     stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
 
     def differentiate() -> tuple[Tensor, ...]:
         with torch.cuda.stream(stream):
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out, _ = attend_by_definition(*leaves, call=Call(*rest))
+            given = (q, k, v) if call.sinks is None else (q, k, v, call.sinks)
+            leaves = [x.detach().requires_grad_() for x in given]
+            sinks = leaves[3] if len(leaves) > 3 else None
+            out, _ = attend_by_definition(*leaves[:3], call=call._replace(sinks=sinks))
             return torch.autograd.grad(out, leaves, dout)
 
     # torch switches autograd off in the thread that runs an operator, so another differentiates.
     with ThreadPoolExecutor(max_workers=1) as thread:
-        dq, dk, dv = (x.contiguous() for x in thread.submit(differentiate).result())
-    return dq, dk, dv
+        dq, dk, dv, *of_sinks = (x.contiguous() for x in thread.submit(differentiate).result())
+    return dq, dk, dv, of_sinks[0] if of_sinks else q.new_empty(0)
 
 
-reference_backward.register_fake(_like_qkv)
+@reference_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _like_inputs(q, k, v, Call(*rest).sinks)
+
+
 reference_backward.register_autograd(_refuse)
 
 
@@ -302,8 +326,9 @@ def _save_reference(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _reference_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = reference_backward(dout, *ctx.saved_tensors, *ctx.settings)
-    return (*gradients, *(None,) * len(Call._fields))
+    q, k, v, *tensors = ctx.saved_tensors
+    gradients = reference_backward(dout, q, k, v, *tensors, *ctx.settings)
+    return _to_inputs(gradients, Call(*tensors, *ctx.settings))
 
 
 reference_forward.register_autograd(_reference_gradients, setup_context=_save_reference)

@@ -13,7 +13,7 @@ from attention_kernels import (
     flash_attention,
     golden_attention,
 )
-from attention_kernels.operators import Call, plan_to_text
+from attention_kernels.operators import TENSORS, Call, plan_to_text
 from attention_kernels.testing import Shape, make_qkv, with_gradients
 
 SHAPE = Shape(2, 4, 2, 33, 65, 40)
@@ -161,7 +161,7 @@ def test_one_graph_serves_lengths_that_change(attention):
 
 
 def operator_arguments(engine, numerics, dtype, **masks):
-    call = dict.fromkeys(Call._fields[:6]) | {"causal": True, "left": None, "right": None}
+    call = dict.fromkeys(Call._fields[:TENSORS]) | {"causal": True, "left": None, "right": None}
     plan = plan_to_text(engine, numerics and numerics.text, dtype)
     return Call(**call | {"softcap": 0.0, "scale": 0.3, "plan": plan} | masks)
 
@@ -172,12 +172,14 @@ def test_the_operators_keep_the_contract_of_torch(engine, dtype):
     q, k, v, dout = draw(Shape(1, 2, 1, 5, 9, 16), dtype)
     operators = torch.ops.attention_kernels
     if engine == "twin":
-        call = operator_arguments(engine, WIDE_OUT, dtype, left=3, alibi_slopes=torch.ones(1, 2))
+        masks = {"left": 3, "alibi_slopes": torch.ones(1, 2), "sinks": torch.ones(2)}
+        call = operator_arguments(engine, WIDE_OUT, dtype, **masks)
         forward, backward = operators.flash_forward, operators.flash_backward
         saved = (q.to(torch.float32), q[..., 0].to(torch.float32))
     else:
         numerics = BASELINE_PROFILES["plain"] if engine == "baseline" else None
-        call = operator_arguments(engine, numerics, dtype, bias=torch.zeros(1, 1, 5, 9))
+        masks = {"bias": torch.zeros(1, 1, 5, 9), "sinks": torch.ones(2)}
+        call = operator_arguments(engine, numerics, dtype, **masks)
         forward, backward = operators.reference_forward, operators.reference_backward
         saved, dout = (), dout.double() if engine == "golden" else dout
     torch.library.opcheck(backward.default, (dout, q, k, v, *saved, *call))

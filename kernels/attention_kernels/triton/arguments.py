@@ -67,6 +67,7 @@ class Constants:
     has_visible: bool
     has_bias: bool
     has_slopes: bool
+    has_sinks: bool
     has_tensors: bool
     packed: bool
     group: int
@@ -119,6 +120,7 @@ def constants_of(
         left=left or 0,
         right=right or 0,
         has_slopes=mask.alibi_slopes is not None,
+        has_sinks=mask.sinks is not None,
         has_tensors=any(tensors.values()),
         packed=mask.cu_seqlens_q is not None,
         group=q.shape[1] // k.shape[1],
@@ -159,6 +161,7 @@ class Masks(NamedTuple):
     bias_strides: tuple[int, ...]
     slopes: Tensor | None
     slopes_batch: int
+    sinks: Tensor | None
     cu_q: Tensor | None
     cu_k: Tensor | None
 
@@ -185,7 +188,7 @@ def lengths_of(mask: Mask, q: Tensor, k: Tensor) -> Lengths:
     return Lengths(len(mask.cu_seqlens_q) - 1, max(1, longest[0]), max(1, longest[1]))
 
 
-def masks_of(mask: Mask, q: Tensor, k: Tensor) -> Masks:
+def masks_of(mask: Mask, q: Tensor, k: Tensor, work: torch.dtype) -> Masks:
     """Return the tensors of a mask, broadcast to every head and row by strides of 0."""
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     padding, visible, bias, slopes = mask.key_padding, mask.visible, mask.bias, mask.alibi_slopes
@@ -206,6 +209,7 @@ def masks_of(mask: Mask, q: Tensor, k: Tensor) -> Masks:
         _NONE if bias is None else bias.stride(),
         None if slopes is None else slopes.contiguous(),
         0 if slopes is None or len(slopes) == 1 else q.shape[1],
+        None if mask.sinks is None else kernel_inputs(work, mask.sinks)[0].contiguous(),
         mask.cu_seqlens_q,
         mask.cu_seqlens_k,
     )

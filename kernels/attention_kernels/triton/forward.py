@@ -22,7 +22,7 @@ and what a rounding is (`rounding`).
 import triton
 import triton.language as tl
 
-from attention_kernels.triton.rounding import contain, divide, dot, exponential
+from attention_kernels.triton.rounding import contain, divide, dot, exponential, to_work
 from attention_kernels.triton.tiles import (
     at_head,
     bounds,
@@ -214,6 +214,11 @@ def forward_kernel(
     b_acc = tl.full((N.block_q, N.block_v), 0.0, N.work)
     b_max = tl.full((N.block_q,), float("-inf"), N.work)
     b_sum = tl.full((N.block_q,), 0.0, N.work)
+    if N.has_sinks:
+        # a key of value 0 that has been seen; it counts once, in the first split
+        b_sink = to_work(tl.load(masks.sinks + o_head), N.work)
+        b_max = tl.where(o_split == 0, b_sink, b_max)
+        b_sum = tl.where(o_split == 0, 1.0, b_sum)
     first, stop = key_span(o_start, query_len, key_len, N)
     first, stop = _split_span(first, stop, key_len, o_split, N)
     begin, end = whole_span(o_start, query_len, key_len, first, stop, N)

@@ -102,7 +102,7 @@ def forward(
     """
     work, tiling = numerics.work_dtype(), numerics.tiling
     constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)
-    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k)
+    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k, work)
     heads, query_rows, key_rows = q.shape[1], q.shape[2], k.shape[2]
     operands = [
         prepare(x, name, numerics, block)
@@ -149,14 +149,14 @@ def backward(
     mask: Mask,
     scale: float,
     numerics: FlashNumerics,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `(dq, dk, dv)` in the work dtype, rounded at `gradients`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return `(dq, dk, dv, dsinks)` in the work dtype, the first three rounded at `gradients`.
 
     `out` and `lse` are `forward`'s, `dout` is shaped like out; the rest as in `forward`.
     """
     work, tiling = numerics.work_dtype(), numerics.tiling
     constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)
-    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k)
+    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k, work)
     heads, kv_heads, query_rows, key_rows = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     rows_of = {
         "q": tiling.block_q,
@@ -198,11 +198,20 @@ def backward(
         constants,
         numerics.arithmetic.fp_fusion,
     )
+    dsinks = _sink_gradient(mask, lse, delta)
     if not numerics.scaling.incoherent:
-        return dq, dk, dv
+        return dq, dk, dv, dsinks
     rotated = {"dq": rotate_back(dq, numerics), "dk": rotate_back(dk, numerics), "dv": dv}
     dq, dk, dv = (_round_gradient(x, name, mask, (q, k), numerics) for name, x in rotated.items())
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
+
+
+def _sink_gradient(mask: Mask, lse_BHQ: Tensor, delta_BHQ: Tensor) -> Tensor | None:
+    """Return -sum(exp(sink - lse) delta) of each head: torch adds in one order, atomics do not."""
+    if mask.sinks is None:
+        return None
+    sinks_H1 = mask.sinks.detach().to(lse_BHQ.dtype)[:, None]
+    return -(torch.exp(sinks_H1 - lse_BHQ) * delta_BHQ).sum(dim=(0, 2))
 
 
 def _round_gradient(

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention_kernels.masks import Sequence
+from attention_kernels.masks import Mask, Sequence
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import prepare
 from attention_kernels.points import POINTS
@@ -39,6 +39,7 @@ __all__ = [
     "dot",
     "exponential",
     "finite_or_zero",
+    "flat_sinks",
     "flatten",
     "masked_scores",
     "refuse_fusion",
@@ -108,6 +109,14 @@ def flatten(x: Tensor, name: str, heads: int, numerics: FlashNumerics, block: in
     if scales is not None:
         scales = _repeated(scales, heads).flatten(0, 1)
     return Flat(values.reshape(-1, *values.shape[2:]), scales, block)
+
+
+def flat_sinks(mask: Mask, like_NLD: Tensor) -> Tensor | None:
+    """Return the sinks `(N, 1, 1)` in the dtype of `like_NLD`, or None."""
+    if mask.sinks is None:
+        return None
+    sinks_H = mask.sinks.detach().to(like_NLD.dtype)
+    return sinks_H.repeat(len(like_NLD) // len(sinks_H))[:, None, None]
 
 
 def _repeated(x_BHL: Tensor, heads: int) -> Tensor:

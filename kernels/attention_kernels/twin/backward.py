@@ -35,6 +35,7 @@ from attention_kernels.twin.arithmetic import (
     dot,
     exponential,
     finite_or_zero,
+    flat_sinks,
     flatten,
     masked_scores,
     refuse_fusion,
@@ -87,8 +88,8 @@ def backward(
     mask: Mask,
     scale: float,
     numerics: FlashNumerics,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV, shaped as q, k and v, in the work dtype.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return dQ, dK, dV and, if there are sinks, their gradient, in the work dtype.
 
     `out` and `lse` are what `forward.forward` returned. dout, q, k and v are passed unrounded; this
     function rounds them as operands. A query that attends to no key has gradient 0 and adds nothing
@@ -107,6 +108,8 @@ def backward(
     # its P is exp(-inf - 0) = 0.
     out_NQD, lse_NQ1 = out.flatten(0, 1), finite_or_zero(lse.flatten(0, 1).unsqueeze(-1))
     dq_NQD, dk_NKD, dv_NKD = (torch.zeros_like(x.values) for x in (flat_q, flat_k, flat_v))
+    sinks_N11 = flat_sinks(mask, out_NQD)
+    dsinks_N11 = None if sinks_N11 is None else torch.zeros_like(sinks_N11)
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
         at_q, at_k = _slice(sequence.queries), _slice(sequence.keys)
         rounded = Rounder(numerics, heads, sequence.index * heads)
@@ -117,6 +120,10 @@ def backward(
         rows = _Rows(flat_q.at(sequence.queries), part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q])
         keys = _Keys(flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k])
         _attend(rows, keys, sequence, scale, rounded)
+        if sinks_N11 is not None:
+            # dS of a key whose dP is 0, since its value is
+            p_NQ1 = exponential(sinks_N11 - lse_NQ1[at_q], numerics.softmax.exp)
+            dsinks_N11 -= (p_NQ1 * delta_NQ1).sum(dim=1, keepdim=True)
     # dQ and dK are multiplied by scale after the sums, once per element. If each tile of dS were
     # multiplied instead, the scaled values would be rounded to the format `ds`.
     dk_GKD = _sum_groups(dk_NKD.mul_(scale), heads, kv_heads)
@@ -125,7 +132,8 @@ def backward(
     for name in ("dq", "dk"):
         gradients[name] = rotate_back(gradients[name], numerics)
     dq, dk, dv = (_round_gradient(x, name, mask, (q, k), numerics) for name, x in gradients.items())
-    return dq, dk, dv
+    dsinks = None if dsinks_N11 is None else dsinks_N11.view(-1, heads).sum(dim=0)
+    return dq, dk, dv, dsinks
 
 
 def _slice(rows: range) -> tuple[slice, slice]:

@@ -43,6 +43,7 @@ from attention_kernels.twin.arithmetic import (
     dot,
     exponential,
     finite_or_zero,
+    flat_sinks,
     flatten,
     masked_scores,
     refuse_fusion,
@@ -82,14 +83,17 @@ def forward(
         flatten(x, name, heads, numerics, block_k) for x, name in ((k, "k"), (v, "v"))
     )
     out_NQD = flat_q.values.new_zeros((*flat_q.values.shape[:2], v.shape[3]))
+    sinks_N11 = flat_sinks(mask, out_NQD)
     lse_NQ1 = out_NQD.new_full((*out_NQD.shape[:2], 1), -torch.inf)
+    if sinks_N11 is not None:
+        lse_NQ1[:] = sinks_N11  # of a row that has no keys
     for sequence in mask.sequences(query_len, key_len):
         first, rounded = sequence.queries.start, Rounder(numerics, heads, sequence.index * heads)
         parts = flat_q.at(sequence.queries), flat_k.at(sequence.keys), flat_v.at(sequence.keys)
         step = block_q * _blocks_at_once(sequence, numerics)
         for row in range(0, len(sequence.queries), step):
             rows = range(row, min(row + step, len(sequence.queries)))
-            out_NID, lse_NI1 = _attend_rows(*parts, rows, sequence, scale, rounded)
+            out_NID, lse_NI1 = _attend_rows(*parts, sinks_N11, rows, sequence, scale, rounded)
             out_NQD[:, first + rows.start : first + rows.stop] = out_NID
             lse_NQ1[:, first + rows.start : first + rows.stop] = lse_NI1
     return out_NQD.unflatten(0, (-1, heads)), lse_NQ1.squeeze(-1).unflatten(0, (-1, heads))
@@ -106,13 +110,21 @@ def _blocks_at_once(sequence: Sequence, numerics: FlashNumerics) -> int:
 
 
 def _attend_rows(
-    q: Flat, k: Flat, v: Flat, rows: range, sequence: Sequence, scale: float, rounded: Rounder
+    q: Flat,
+    k: Flat,
+    v: Flat,
+    sinks_N11: Tensor | None,
+    rows: range,
+    sequence: Sequence,
+    scale: float,
+    rounded: Rounder,
 ) -> tuple[Tensor, Tensor]:
     """Attend some rows: every split of the keys, and their merger if there are several."""
     splits = rounded.numerics.tiling.splits
     states = []
     for blocks in _key_blocks(rows, sequence, rounded.numerics.tiling):
-        state = _start(q, v, rows)
+        # the sink counts once, in the first split
+        state = _start(q, v, rows, None if states else sinks_N11)
         for keys in blocks:
             scores_NIJ, _ = masked_scores(q, k, rows, keys, sequence, scale, rounded)
             _update(state, scores_NIJ, v, rows, keys, rounded)
@@ -135,11 +147,14 @@ def _key_blocks(rows: range, sequence: Sequence, tiling: Tiling) -> Iterator[lis
         yield blocks[::-1] if tiling.key_order == "reversed" else blocks
 
 
-def _start(q: Flat, v: Flat, rows: range) -> _State:
+def _start(q: Flat, v: Flat, rows: range, sinks_N11: Tensor | None) -> _State:
+    """Return the state before the first key; a sink is a key that has been seen, with value 0."""
     count, head_dim = q.values.shape[0], v.values.shape[2]
     max_NI1 = q.values.new_full((count, len(rows), 1), -torch.inf)
     acc_NID = q.values.new_zeros((count, len(rows), head_dim))
-    return _State(acc_NID, max_NI1, torch.zeros_like(max_NI1))
+    if sinks_N11 is None:
+        return _State(acc_NID, max_NI1, torch.zeros_like(max_NI1))
+    return _State(acc_NID, max_NI1.copy_(sinks_N11), torch.ones_like(max_NI1))
 
 
 def _update(

@@ -77,6 +77,7 @@ FULL = Mask(
     visible=torch.empty(0),
     bias=torch.empty(0),
     alibi_slopes=torch.empty(0),
+    sinks=torch.empty(0),
 )
 MASKS = {"full": Mask(), "causal": Mask(causal=True), "every_mask": FULL}
 
@@ -108,6 +109,7 @@ def signature_of(kernel, numerics, dtype, mask):
         "visible": ("*u8", mask.visible),
         "bias": ("*fp32", mask.bias),
         "slopes": ("*fp32", mask.alibi_slopes),
+        "sinks": ("*fp32", mask.sinks),
         "cu_q": ("*i32", mask.cu_seqlens_q),
         "cu_k": ("*i32", mask.cu_seqlens_k),
     }
