@@ -76,8 +76,8 @@ TENSORS = 7
 _QKV = "Tensor q, Tensor k, Tensor v, "
 _CALL = (
     "Tensor? key_padding, Tensor? visible, Tensor? bias, Tensor? alibi_slopes, "
-    "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, SymInt? left, SymInt? right, "
-    "float softcap, float scale, str plan"
+    "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, SymInt? left, "
+    "SymInt? right, float softcap, float scale, str plan"
 )
 """The fields of `Call`, as a schema of torch."""
 
@@ -234,10 +234,10 @@ def _flash_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | N
 def _to_inputs(gradients: tuple[Tensor, ...], call: Call) -> tuple[Tensor | None, ...]:
     """Return a gradient, or None, for each input of an operator: q, k, v and what is in a call."""
     *of_qkv, dsinks = gradients
-    of_call = call._replace(**dict.fromkeys(Call._fields))
+    of_call: dict[str, Tensor | None] = dict.fromkeys(Call._fields)
     if call.sinks is not None:
-        of_call = of_call._replace(sinks=dsinks)
-    return (*of_qkv, *of_call)
+        of_call["sinks"] = dsinks
+    return (*of_qkv, *of_call.values())
 
 
 flash_forward.register_autograd(_flash_gradients, setup_context=_save_flash)

@@ -4,6 +4,8 @@ The definition is written anew here, with no line shared. The LSE includes the s
 FlashAttention's (`learnable_sink`) does, whose backward computes P from it.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ FP64_RTOL = 1e-13
 """Two FP64 evaluations in other orders: about sqrt(100) * 2**-53 = 1e-15 each, with room."""
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
-SMALL = {"block_q": 16, "block_k": 16}
+SMALL: dict[str, Any] = {"block_q": 16, "block_k": 16}
 SHAPE = Shape(2, 4, 2, 20, 17, 16, 24)
 SINKS = torch.tensor([-2.0, 0.5, 3.0, 30.0], dtype=torch.float64)
 
@@ -149,7 +151,7 @@ def test_packed_sequences_are_attended_each_by_itself(name):
     of_key = (k.split(keys), v.split(keys))
     parts = zip(q.split(queries), *of_key, dout.split(queries), strict=True)
     alone = [[x.transpose(0, 1).unsqueeze(0) for x in part] for part in parts]
-    results = [with_gradients(definition, *part, SINKS, causal=True) for part in alone]
+    results = [with_gradients(definition, *x, SINKS, causal=True) for x in map(tuple, alone)]
     assert_close({"dsinks": ours["dsinks"]}, {"dsinks": sum(x["dsinks"] for x in results)})
     assert_close({"lse": ours["lse"]}, {"lse": torch.cat([x["lse"][0] for x in results], dim=1)})
     for result in ("out", "dq", "dk", "dv"):

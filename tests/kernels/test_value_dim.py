@@ -4,6 +4,8 @@ The definition is written anew here, with no line shared; golden is held against
 against golden, and all against finite differences.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ from attention_kernels.testing.cells import FULL, reference
 FP64_RTOL = 1e-13
 """Two FP64 evaluations in other orders: about sqrt(100) * 2**-53 = 1e-15 each, with room."""
 
-SMALL = {"block_q": 16, "block_k": 16}
+SMALL: dict[str, Any] = {"block_q": 16, "block_k": 16}
 
 
 def flash(engine, profile="golden", **changes):

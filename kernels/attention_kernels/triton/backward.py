@@ -97,7 +97,7 @@ def dq_kernel(
     p_q = at_head(p_q, q_strides, o_batch, o_head, q_first, N)
     p_dout = at_head(p_dout, dout_strides, o_batch, o_head, q_first, N)
     p_out = at_head(p_out, out_strides, o_batch, o_head, q_first, N)
-    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True)
+    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True, False)
     b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True, True)
     b_out = load_rows(p_out, out_strides, o_q, query_len, N, True, True)
     block = o_start // N.block_q
@@ -116,7 +116,7 @@ def dq_kernel(
     for at in range(first, stop, N.block_k):
         k_start = first + last - at if N.reversed else at
         o_k = k_start + tl.arange(0, N.block_k)
-        b_k = load_rows(p_k, k_strides, o_k, key_len, N, True)
+        b_k = load_rows(p_k, k_strides, o_k, key_len, N, True, False)
         b_v = load_rows(p_v, v_strides, o_k, key_len, N, True, True)
         block = k_start // N.block_k
         k_factor = load_factor(factors.k, o_batch, o_kv_head, heads // N.group, k_blocks, block, N)
@@ -136,7 +136,7 @@ def dq_kernel(
 
     p_dq = at_head(p_dq, dq_strides, o_batch, o_head, q_first, N)
     b_dq = rounded(b_dq * N.scale, "dq", N, 0, n, o_q[:, None], o_dim[None, :])
-    store_rows(p_dq, dq_strides, o_q, query_len, b_dq, N)
+    store_rows(p_dq, dq_strides, o_q, query_len, b_dq, N, False)
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def _add_query_block(
     o_q = q_start + tl.arange(0, N.block_q)
     m_q = o_q < query_len
     o_row, o_col = o_q[None, :], o_k[:, None]
-    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True)
+    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True, False)
     b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True, True)
     blocks, block = (query_len + N.block_q - 1) // N.block_q, q_start // N.block_q
     q_factor = load_factor(factors.q, o_batch, o_head, heads, blocks, block, N)
@@ -233,7 +233,7 @@ def dkv_kernel(
     k_blocks = (key_len + N.block_k - 1) // N.block_k
     p_k = at_head(p_k, k_strides, o_batch, o_kv_head, k_first, N)
     p_v = at_head(p_v, v_strides, o_batch, o_kv_head, k_first, N)
-    b_k = load_rows(p_k, k_strides, o_k, key_len, N, True)
+    b_k = load_rows(p_k, k_strides, o_k, key_len, N, True, False)
     b_v = load_rows(p_v, v_strides, o_k, key_len, N, True, True)
     block = o_start // N.block_k
     k_factor = load_factor(factors.k, o_batch, o_kv_head, kv_heads, k_blocks, block, N)
@@ -266,6 +266,6 @@ def dkv_kernel(
     p_dk = at_head(p_dk, dk_strides, o_batch, o_kv_head, k_first, N)
     p_dv = at_head(p_dv, dv_strides, o_batch, o_kv_head, k_first, N)
     b_dk_group = rounded(b_dk_group * N.scale, "dk", N, 0, n, o_row, o_dim[None, :])
-    store_rows(p_dk, dk_strides, o_k, key_len, b_dk_group, N)
+    store_rows(p_dk, dk_strides, o_k, key_len, b_dk_group, N, False)
     b_dv_group = rounded(b_dv_group, "dv", N, 0, n, o_row, o_v_dim[None, :])
     store_rows(p_dv, dv_strides, o_k, key_len, b_dv_group, N, True)

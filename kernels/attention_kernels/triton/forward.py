@@ -132,7 +132,7 @@ def _attend_blocks(
     for at in range(first, stop, N.block_k):
         k_start = first + last - at if N.reversed else at
         o_k = k_start + tl.arange(0, N.block_k)
-        b_k = load_rows(p_k, k_strides, o_k, key_len, N, MASKED)
+        b_k = load_rows(p_k, k_strides, o_k, key_len, N, MASKED, False)
         b_v = load_rows(p_v, v_strides, o_k, key_len, N, MASKED, True)
         block = k_start // N.block_k
         kv_head = o_head // N.group
@@ -207,7 +207,7 @@ def forward_kernel(
     p_k = at_head(p_k, k_strides, o_batch, o_head // N.group, k_first, N)
     p_v = at_head(p_v, v_strides, o_batch, o_head // N.group, k_first, N)
     p_q = at_head(p_q, q_strides, o_batch, o_head, q_first, N)
-    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True)
+    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True, False)
     q_blocks = (query_len + N.block_q - 1) // N.block_q
     q_factor = load_factor(factors.q, o_batch, o_head, heads, q_blocks, o_start // N.block_q, N)
 

@@ -93,7 +93,7 @@ def width(N, OF_V):
 
 @triton.jit
 def load_rows(
-    p_head, strides, o_rows, rows, N: tl.constexpr, TAIL: tl.constexpr, OF_V: tl.constexpr = False
+    p_head, strides, o_rows, rows, N: tl.constexpr, TAIL: tl.constexpr, OF_V: tl.constexpr
 ):
     """Load rows of a head, [rows, block_d]: zero past head_dim and, with TAIL, past `rows`.
 
@@ -114,7 +114,7 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(p_head, strides, o_rows, rows, b_rows, N: tl.constexpr, OF_V: tl.constexpr = False):
+def store_rows(p_head, strides, o_rows, rows, b_rows, N: tl.constexpr, OF_V: tl.constexpr):
     """Store the rows before `rows` and the dimensions before head_dim; OF_V as in `load_rows`."""
     HEAD_DIM: tl.constexpr = width(N, OF_V)[0]
     BLOCK: tl.constexpr = width(N, OF_V)[1]

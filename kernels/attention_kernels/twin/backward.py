@@ -120,7 +120,7 @@ def backward(
         rows = _Rows(flat_q.at(sequence.queries), part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q])
         keys = _Keys(flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k])
         _attend(rows, keys, sequence, scale, rounded)
-        if sinks_N11 is not None:
+        if sinks_N11 is not None and dsinks_N11 is not None:
             # dS of a key whose dP is 0, since its value is
             p_NQ1 = exponential(sinks_N11 - lse_NQ1[at_q], numerics.softmax.exp)
             dsinks_N11 -= (p_NQ1 * delta_NQ1).sum(dim=1, keepdim=True)
