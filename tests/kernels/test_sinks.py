@@ -79,7 +79,9 @@ def definition(q, k, v, *, sinks, causal=False, softcap=0.0, window=(None, None)
     return torch.einsum("bhqk,bhke->bhqe", powers, v) / total[..., None], total.log()
 
 
-def with_gradients(attend, q, k, v, dout, sinks, **options):
+def with_gradients(attend: Any, *inputs: Any, **options: Any) -> dict[str, Any]:
+    """Return results and gradients by name; inputs are q, k, v, dout and the sinks."""
+    q, k, v, dout, sinks = inputs
     leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
     out, lse = attend(*leaves[:3], sinks=leaves[3], **options)
     gradients = torch.autograd.grad(out, leaves, dout.to(out.dtype))
@@ -151,7 +153,7 @@ def test_packed_sequences_are_attended_each_by_itself(name):
     of_key = (k.split(keys), v.split(keys))
     parts = zip(q.split(queries), *of_key, dout.split(queries), strict=True)
     alone = [[x.transpose(0, 1).unsqueeze(0) for x in part] for part in parts]
-    results = [with_gradients(definition, *x, SINKS, causal=True) for x in map(tuple, alone)]
+    results = [with_gradients(definition, *x, SINKS, causal=True) for x in alone]
     assert_close({"dsinks": ours["dsinks"]}, {"dsinks": sum(x["dsinks"] for x in results)})
     assert_close({"lse": ours["lse"]}, {"lse": torch.cat([x["lse"][0] for x in results], dim=1)})
     for result in ("out", "dq", "dk", "dv"):
