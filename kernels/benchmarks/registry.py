@@ -97,6 +97,7 @@ MASKS = (
     "bool mask",
     "bias",
     "alibi",
+    "sinks",
     "grouped heads",
     "packed",
 )
@@ -119,6 +120,7 @@ def masked(kind: str, shape: Shape, device: str) -> Inputs:
         "bool mask": lambda: {"attn_mask": keys <= keys.unsqueeze(1)},
         "bias": lambda: {"attn_mask": torch.zeros(heads, length, length, device=device)},
         "alibi": lambda: {"alibi_slopes": torch.linspace(0.01, 0.5, heads, device=device)},
+        "sinks": lambda: {"sinks": torch.linspace(-1.0, 1.0, heads, device=device)},
     }
     return draw(shape, device, makes[kind]())
 
