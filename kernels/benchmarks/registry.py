@@ -105,7 +105,7 @@ MASKS = (
 
 def masked(kind: str, shape: Shape, device: str) -> Inputs:
     """Draw the inputs of `shape` under one of MASKS."""
-    batch, heads, _, length, _, _ = shape
+    batch, heads, length = shape.batch, shape.heads, shape.query_len
     if kind == "grouped heads":
         return draw(shape._replace(kv_heads=max(1, heads // 4)), device)
     if kind == "packed":
