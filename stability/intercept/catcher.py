@@ -130,8 +130,8 @@ class Catcher:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Count a module in, as the forward pre-hook of every module there is."""
-        if module not in self.names:
-            return
+        if torch.compiler.is_compiling() or module not in self.names:
+            return  # a graph is to be what it is without this
         thread = self._thread
         if module is self.model and thread.running:
             # an interrupt (KeyboardInterrupt) skips forward hooks: its pass has ended all the same
@@ -147,6 +147,8 @@ class Catcher:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Count a module out, as the forward hook of every module, after an error too."""
+        if torch.compiler.is_compiling():
+            return
         running = self._thread.running
         if module not in self.names or module not in running:
             return

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from enum import Flag, auto
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -61,6 +62,8 @@ class HandWritten(TorchFunctionMode):
     ) -> Any:
         """Call the function, and look at what went in and came out."""
         out = func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling():  # a graph is to be what it is without this
+            return out
         # what a caught call does inside is no second attention
         if self._catcher.may_catch:
             name = getattr(func, "__name__", "").strip("_")

@@ -22,6 +22,7 @@ from stability.intercept.coverage import Coverage, LayerCoverage
 from stability.intercept.doors import catch_attention
 from stability.intercept.gradients import CaughtGradients, Loss
 from stability.intercept.layer_globs import check_globs, check_globs_of_calls
+from stability.intercept.library_functions import watching_library_functions
 from stability.intercept.model_check import check_model, nothing_caught
 from stability.intercept.replacement import Direction, Replacement
 from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shadows
@@ -224,6 +225,8 @@ class Shadow:
         self._transfer: tuple[int, HostTransfer] | None = None
         self._installed: ExitStack | None = None
         self._replacing = ExitStack()
+        self._libraries = ExitStack()
+        self._libraries.enter_context(watching_library_functions(model))
         if replacement is not None:
             self._replacing.enter_context(self._catching())
         self._begin()
@@ -283,6 +286,7 @@ class Shadow:
         self._end()
         self.deliver()
         self._replacing.close()
+        self._libraries.close()
         is_any_due = self._schedule != Schedule()
         if is_any_due and self._step == self._first_step and self._version() != self._updates:
             self._warn_of_a_forgotten_step()

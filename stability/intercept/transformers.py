@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
 from stability.intercept.catcher import Catcher, newest_catcher
+from stability.intercept.library_functions import block_mask_as_tensor
 from stability.intercept.transformers_call import (
     CANDIDATE_ARGUMENTS,
     REGISTERED,
@@ -48,10 +49,13 @@ class _AskedFunction:
     eager: bool
     """Whether it is the eager function of the model's own file."""
     known: bool
-    """Whether it is eager, sdpa or a registered candidate: one whose calls we can translate."""
+    """Whether it is eager, sdpa, flex or a registered candidate: its calls can be translated."""
     argument_names: frozenset[str]
     """The arguments that it takes by name."""
 
+
+_KNOWN = ("sdpa", "flex_attention")
+"""The library's own functions whose calls can be translated."""
 
 _LOCK = Lock()
 _OPEN: list[Catcher] = []
@@ -72,8 +76,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 def check_transformers(model: nn.Module) -> None:
     """Raise ValueError if the model has attention that we can see we cannot catch or repeat.
 
-    There are three such cases: an implementation other than eager, sdpa and those of
-    `register_transformers`; learned attention sinks, which no candidate computes; and attention
+    There are two such cases: learned attention sinks, which no candidate computes; and attention
     dropout > 0 in a module in training mode. Calls can still turn out unsupported during the run.
     """
     for name, module in model.named_modules():
@@ -86,12 +89,6 @@ def check_transformers(model: nn.Module) -> None:
             )
         if config is None or not is_attention:
             continue
-        implementation = getattr(config, "_attn_implementation", None)
-        if implementation not in (None, "eager", "sdpa") and implementation not in REGISTERED:
-            raise ValueError(
-                f"check_transformers: _attn_implementation of {name} must be 'eager' or 'sdpa', "
-                f"got {implementation!r}; call model.set_attn_implementation('sdpa')"
-            )
         if module.training:
             _refuse_dropout(name, config)
 
@@ -138,7 +135,7 @@ def _catching_interface(get_interface: Callable[..., Function]) -> Callable[...,
         asked = _AskedFunction(
             name=attn_implementation,
             eager=function is default,
-            known=function is default or registered or attn_implementation == "sdpa",
+            known=function is default or registered or attn_implementation in _KNOWN,
             argument_names=CANDIDATE_ARGUMENTS if registered else argument_names(function),
         )
         return partial(_attend, asked, function)
@@ -157,22 +154,25 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Hand the call of `module` to whoever watches it in place of `function`."""
-    # the interface is shared by all models: a call of another one passes through
-    catcher = newest_catcher(module)
+    # the interface is shared by all models: a call of another one passes through, and so does one
+    # whose meaning is not known here, as flash-attn's: it may go through another door further down
+    catcher = newest_catcher(module) if asked.known else None
     if catcher is None:
         return function(module, query, key, value, attention_mask, **options)
     layer = catcher.next_layer(module)
+    is_block_mask = type(attention_mask).__name__ == "BlockMask"
     received = TransformersCall(
         module=module,
-        attention_mask=attention_mask,
+        attention_mask=block_mask_as_tensor(attention_mask, query, key)
+        if is_block_mask
+        else attention_mask,
         options=options,
         argument_names=asked.argument_names,
-        eager=asked.eager,
+        # nor does flex know is_causal: its mask says it all
+        eager=asked.eager or asked.name == "flex_attention",
         self_attention=not _is_cross(layer, module),
     )
     reason = unsupported(received, query, key, value)
-    if not asked.known:
-        reason = f"attention implementation {asked.name!r}"
     mask, valid = MaskArguments(), None
     if not reason:
         mask, valid = _READER.read(received, query, key)
@@ -187,7 +187,7 @@ def _attend(
         unsupported=reason,
     )
     # by this function: an outer catch is still to see the call
-    primary = _ModelAttention(partial(_attend, asked, function), received)
+    primary = _ModelAttention(partial(_attend, asked, function), received, attention_mask)
     return primary.returned(catcher.hand_over(call, primary))
 
 
@@ -206,14 +206,15 @@ class _ModelAttention:
     It remembers its results, so that the layer can be given the attention weights as well.
     """
 
-    def __init__(self, function: Function, received: TransformersCall) -> None:
+    def __init__(self, function: Function, received: TransformersCall, attention_mask: Any) -> None:
         self._function = function
         self._received = received
+        self._attention_mask = attention_mask
         self._results: list[tuple[Tensor, Tensor | None]] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-        module, mask, options = self._received[:3]
-        out, weights = self._function(module, q, k, v, mask, **options)
+        module, options = self._received.module, self._received.options
+        out, weights = self._function(module, q, k, v, self._attention_mask, **options)
         turned = out.transpose(1, 2)
         self._results.append((turned, weights))
         return turned, None
