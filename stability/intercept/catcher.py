@@ -68,6 +68,8 @@ class Catcher:
         self.names = layer_names(model)
         self.modes: list[Callable[[], AbstractContextManager[Any]]] = []
         """Made and entered in a thread when its forward pass begins, and left when it ends."""
+        self.checks: list[Callable[[nn.Module], None]] = []
+        """Called with the model when a forward pass begins; what they raise ends it."""
         self.ran: set[nn.Module] = set()
         """The modules that have run while it was open."""
         self._handler = handler
@@ -161,6 +163,8 @@ class Catcher:
 
     def _begin_pass(self) -> None:
         thread = self._thread
+        for check in self.checks:
+            check(self.model)
         with self._lock:
             self._passes += 1
         thread.calls.clear()

@@ -12,6 +12,7 @@ from torch import nn
 
 from stability.intercept.catcher import Catcher, Door
 from stability.intercept.coverage import Coverage
+from stability.intercept.eager import check_eager
 from stability.intercept.sdpa import catch_sdpa
 from stability.intercept.transformers import catch_transformers
 from stability.probe.captured_call import CallHandler
@@ -29,9 +30,11 @@ def catch_attention(
     DDP; a second call of one module in the same forward pass gets `#1` behind it, and so on. Where
     the handler returns the primary's own out, the model computes the same bits as outside.
     Contexts may be nested; calls that an instrument makes to repeat one are not caught. `coverage`
-    is told what else looks like attention.
+    is told what else looks like attention. ValueError in a forward pass of a model that has been
+    compiled meanwhile.
     """
     catcher = Catcher(model, handler)
+    catcher.checks.append(check_eager)
     if coverage is not None:
         coverage.watch(catcher)
     with ExitStack() as opened:

@@ -5,43 +5,29 @@ from collections.abc import Sequence
 from torch import nn
 
 from stability.intercept.coverage import LayerCoverage
+from stability.intercept.eager import check_eager
 from stability.intercept.transformers import check_transformers, is_transformers_model
 
 __all__ = ["check_model", "nothing_caught"]
 
+_HINT = (
+    "\nWhat torch.compile has made of a model has no calls that could be seen: give shadow the "
+    "model, and train it, uncompiled"
+)
 _SHOWN = 12
 """The most modules or classes that a message names."""
 
 
 def check_model(model: nn.Module) -> None:
-    """ValueError if the attention of `model` cannot be caught, or drops values at random.
-
-    A compiled or scripted model calls attention from a graph, with no Python in between; with
-    dropout a shadow would drop other values than the model does.
+    """ValueError if the attention of `model` cannot be caught (`check_eager`), or drops values at
+    random: a shadow would drop other values than the model does.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"shadow: model must be a torch.nn.Module, got {type(model).__name__}; "
             "functions can be given to a DualAttention"
         )
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if kind in (
-            "OptimizedModule",
-            "RecursiveScriptModule",
-            "ScriptModule",
-            "TopLevelTracedModule",
-        ):
-            raise ValueError(
-                f"shadow: model must run eagerly, got {kind} at {name or 'its root'}: a compiled "
-                "graph calls attention with no Python in between; give the model before it is "
-                "compiled"
-            )
-        if module._compiled_call_impl is not None:
-            raise ValueError(
-                f"shadow: model must run eagerly, got {kind}.compile() at {name or 'its root'}: a "
-                "compiled graph calls attention with no Python in between"
-            )
+    check_eager(model)
     if is_transformers_model(model):
         check_transformers(model)
         return
@@ -73,7 +59,7 @@ def nothing_caught(model: nn.Module, coverage: Sequence[LayerCoverage]) -> str:
     if coverage:
         listed = "".join(f"\n  {one.layer}: {one}" for one in coverage[:_SHOWN])
         more = f"\n  and {len(coverage) - _SHOWN} more" if len(coverage) > _SHOWN else ""
-        return f"shadow: no attention of {type(model).__name__} is seen:{listed}{more}"
+        return f"shadow: no attention of {type(model).__name__} is seen:{listed}{more}{_HINT}"
     kinds = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
     shown = ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
     return (

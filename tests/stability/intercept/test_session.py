@@ -257,10 +257,28 @@ def test_a_compiled_model_is_refused():
     model.layers[1].compile(backend="eager")
     with pytest.raises(ValueError, match=r"got Attention.compile\(\) at layers.1"):
         shadow(model).__enter__()
+    model = Decoder()
+    model.forward = torch.compile(model.forward, backend="eager")
+    with pytest.raises(ValueError, match=r"got Decoder with a compiled forward at its root"):
+        shadow(model).__enter__()
     with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, got function"):
         shadow(lambda x: x).__enter__()
     with pytest.raises(ValueError, match=r"got 'fa9'; nearest: fa"):
         shadow(Decoder(), "flash:fa9").__enter__()
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_part_that_is_compiled_meanwhile_is_refused_by_name(at):
+    model = Decoder()
+    with shadow(model, every=2) as probe:
+        for step in range(at):
+            train_step(model, step)
+            probe.step()
+        model.layers[1].compile(backend="eager")
+        with pytest.raises(ValueError, match=r"got Attention.compile\(\) at layers.1"):
+            train_step(model, 0)
+    assert not _global_forward_hooks
+    assert torch._C._len_torch_function_stack() == 0
 
 
 def test_a_module_called_twice_has_a_figure_for_each_call():
