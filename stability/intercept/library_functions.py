@@ -192,7 +192,7 @@ def _read_flash(function: Callable[..., Any], given: BoundArguments) -> _Read:
     return _Read(
         qkv=(q, k, v),
         mask=_flash_mask(of, q, k),
-        unsupported=_flash_unsupported(of, q, v),
+        unsupported=_flash_unsupported(of),
         call=call,
         out_as_ours=lambda returned: ours(returned[0] if isinstance(returned, tuple) else returned),
         with_out=with_out,
@@ -243,15 +243,13 @@ def _of_packed(
     return mask
 
 
-def _flash_unsupported(of: dict[str, Any], q: Tensor, v: Tensor) -> str:
+def _flash_unsupported(of: dict[str, Any]) -> str:
     if of.get("dropout_p"):
         return f"dropout_p {of['dropout_p']:g}; a shadow would drop other values"
     if of.get("block_table") is not None:
         return "a paged cache (block_table)"
     if of.get("alibi_slopes") is not None and any("cu_seqlens" in name for name in of):
         return "ALiBi slopes of packed sequences"
-    if v.shape[-1] != q.shape[-1]:
-        return f"v of head_dim {v.shape[-1]}, q of {q.shape[-1]}"
     return ""
 
 
@@ -268,8 +266,6 @@ def _read_flex(function: Callable[..., Any], given: BoundArguments) -> _Read:
     if of["score_mod"] is not None:
         name = getattr(of["score_mod"], "__name__", "score_mod")
         unsupported = f"the score_mod {name} of flex_attention: no candidate computes it"
-    elif v.shape[-1] != q.shape[-1]:
-        unsupported = f"v of head_dim {v.shape[-1]}, q of {q.shape[-1]}"
 
     def with_out(returned: Any, out: Tensor) -> Any:
         return (out, *returned[1:]) if isinstance(returned, tuple) else out

@@ -61,6 +61,12 @@ class Replacement:
                 f"Replacement: {call.layer} must be a call that {self.candidate.name} can take, "
                 f"got {call.unsupported}"
             )
+        sinks = call.mask.get("sinks")
+        if self.direction != "both" and sinks is not None and sinks.requires_grad:
+            raise ValueError(
+                f"Replacement: direction must be 'both' where sinks are trained, got "
+                f"{self.direction!r} in {call.layer}: they would get no gradient"
+            )
         candidate = partial(_cast_and_attend, self.candidate, call)
         if self.direction == "both":
             return candidate

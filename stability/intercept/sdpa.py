@@ -94,7 +94,7 @@ def _hand_over(
         mask=_mask(q, k, seen, is_causal, scale),
         valid=valid_rows(seen, q, k),
         dtype=autocast_dtype(q, k, v),
-        unsupported=_unsupported(q, v, dropout_p),
+        unsupported=_unsupported(dropout_p),
     )
     if not no_heads:
         return catcher.hand_over(call, primary)
@@ -121,9 +121,5 @@ def _mask(
     return mask
 
 
-def _unsupported(q: Tensor, v: Tensor, dropout_p: float) -> str:
-    if dropout_p > 0:
-        return f"dropout_p {dropout_p:g}; a shadow would drop other values"
-    if v.shape[-1] != q.shape[-1]:
-        return f"v of head_dim {v.shape[-1]}, q of {q.shape[-1]}"
-    return ""
+def _unsupported(dropout_p: float) -> str:
+    return f"dropout_p {dropout_p:g}; a shadow would drop other values" if dropout_p else ""

@@ -90,10 +90,9 @@ def _unsupported_option(received: TransformersCall) -> str:
     dropout = options.get("dropout") or 0.0
     if dropout > 0 and (module.training or not received.eager):
         return f"dropout_p {dropout}"
-    if any(options.get(name) is not None for name in ("s_aux", "sinks")) or (
-        getattr(module, "sinks", None) is not None
-    ):
-        return "attention sinks"
+    sinks = _sinks(received)
+    if sinks is not None and not (isinstance(sinks, Tensor) and sinks.dim() == 1):
+        return f"sinks that are {type(sinks).__name__} and not one number a head"
     if received.option("cache") is not None:
         return "a paged cache"
     if isinstance(options.get("scaling"), Tensor):
@@ -106,10 +105,9 @@ def _unsupported_option(received: TransformersCall) -> str:
 
 
 def _unsupported_shape(received: TransformersCall, q: Tensor, k: Tensor, v: Tensor) -> str:
-    if v.shape[-1] != q.shape[-1]:
-        return f"head_dim {v.shape[-1]} of v beside q's {q.shape[-1]}"
-    if not MIN_HEAD_DIM <= q.shape[-1] <= MAX_HEAD_DIM:
-        return f"head_dim {q.shape[-1]}"
+    for x in (q, v):
+        if not MIN_HEAD_DIM <= x.shape[-1] <= MAX_HEAD_DIM:
+            return f"head_dim {x.shape[-1]}"
     if k.shape[0] != q.shape[0]:
         return f"batch {k.shape[0]} of k beside q's {q.shape[0]}"
     mask, bias = received.attention_mask, received.option("position_bias")
@@ -142,6 +140,9 @@ class MaskReader:
             arguments["scale"] = float(scaling)
         if softcap:
             arguments["softcap"] = float(softcap)
+        sinks = _sinks(received)
+        if sinks is not None:
+            arguments["sinks"] = sinks
         query_len, key_len = q.shape[2], k.shape[2]
         mask, valid = received.attention_mask, None
         if mask is None and _is_causal(received, query_len):
@@ -169,6 +170,13 @@ class MaskReader:
                 found = (asked, *_translate(mask.detach(), self_attention, q, k))
             self._read[mask] = found
         return found[1], found[2]
+
+
+def _sinks(received: TransformersCall) -> Any:
+    """Return the logits that join the denominators, as GPT-OSS has them; None if there are none."""
+    given = [received.options.get(name) for name in ("s_aux", "sinks")]
+    own = getattr(received.module, "sinks", None)
+    return next((sinks for sinks in (*given, own) if sinks is not None), None)
 
 
 def _is_causal(received: TransformersCall, query_len: int) -> bool:

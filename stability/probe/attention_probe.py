@@ -149,7 +149,7 @@ class AttentionProbe:
             if self._captured.setdefault(call.layer, captured) is not captured:
                 return out
         if self._config.backward and call.trains:
-            self._find_untrained(call.layer, qkv)
+            self._find_untrained(call, qkv)
         # under no_grad no hook would ever run
         if self._config.backward and out.requires_grad:
             # autograd reaches out before q, k and v, so shadows are evaluated when these hooks run
@@ -236,7 +236,10 @@ class AttentionProbe:
             self._config, self._shadows, shadow_is_candidate=self._shadow_is_candidate
         )
 
-    def _find_untrained(self, layer: str, qkv: Sequence[Tensor]) -> None:
+    def _find_untrained(self, call: AttentionCall, qkv: Sequence[Tensor]) -> None:
+        layer, sinks = call.layer, call.mask.get("sinks")
+        if sinks is not None and sinks.requires_grad:
+            self._add_finding(layer, "dsinks not measured: the sinks' gradient is not compared")
         frozen = [name for name, x in zip(GRADIENTS, qkv, strict=True) if not x.requires_grad]
         if frozen:
             text = f"{', '.join(frozen)} not measured: nothing before it is trained"
@@ -391,14 +394,14 @@ def repeat_call(
     """Return `out`, `lse` if the attention gives one, and with `dout` also `dq`, `dk` and `dv`.
 
     The gradients are autograd's under `dout`, in the inputs' dtype. BadResultError if what the
-    attention returns differs from q in shape or dtype, or carries no gradient.
+    attention returns differs from what SDPA does in shape or dtype, or carries no gradient.
     """
     # copies: a candidate may write into its inputs, and the run goes on with its own
     leaves = [x.detach().clone().requires_grad_(dout is not None) for x in (q, k, v)]
     with isolated(q.device), torch.set_grad_enabled(dout is not None):
         out, lse = attention(*leaves)
         # here and not when it is compared, so that the finding names the attention at fault
-        _check_result(out, q)
+        _check_result(out, q, v)
         results = {"out": out.detach()}
         if lse is not None:
             results["lse"] = lse.detach()
@@ -434,9 +437,10 @@ def _gradients(out: Tensor, leaves: list[Tensor], dout: Tensor) -> dict[str, Ten
     return dict(zip(GRADIENTS, found, strict=True))
 
 
-def _check_result(out: object, q: Tensor) -> None:
-    expected = f"{tuple(q.shape)} {q.dtype}"
+def _check_result(out: object, q: Tensor, v: Tensor) -> None:
+    shape = (*q.shape[:-1], v.shape[-1])
+    expected = f"{shape} {q.dtype}"
     if not isinstance(out, Tensor):
         raise BadResultError(f"returned {type(out).__name__}, expected a tensor {expected}")
-    if out.shape != q.shape or out.dtype != q.dtype:
+    if out.shape != shape or out.dtype != q.dtype:
         raise BadResultError(f"returned {tuple(out.shape)} {out.dtype}, expected {expected}")

@@ -329,15 +329,6 @@ def test_attention_dropout_is_refused_in_training_only(name, field):
         pass
 
 
-def test_learned_sinks_are_refused():
-    model = tiny.TINY["llama"].build()
-    check_transformers(model)
-    model.model.layers[1].self_attn.sinks = nn.Parameter(model.lm_head.weight[0, :4].detach())
-    message = "attention of model.layers.1.self_attn must have no sinks, got LlamaAttention with"
-    with pytest.raises(ValueError, match=message):
-        check_transformers(model)
-
-
 def test_models_of_transformers_are_told_without_importing_it():
     assert is_transformers_model(tiny.TINY["gpt2"].build())
     assert is_transformers_model(nn.Sequential(tiny.TINY["gpt2"].build()))

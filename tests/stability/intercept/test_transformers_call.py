@@ -147,7 +147,7 @@ def test_mask_of_inference_mode_is_read():
     ("call", "name"),
     [
         (received(dropout=0.1, eager=False), "dropout_p 0.1"),
-        (received(s_aux=torch.zeros(2)), "attention sinks"),
+        (received(s_aux=torch.zeros(2, 1)), "sinks that are Tensor and not one number a head"),
         (received(cache=object(), eager=False), "a paged cache"),
         (received(scaling=torch.ones(())), "scaling that is a tensor"),
         (received(novelty=3), "the option novelty of its eager attention"),
@@ -164,15 +164,20 @@ def test_what_an_attention_function_cannot_do_is_named(call, name):
     assert unsupported(call, *tensors()) == name
 
 
-def test_sinks_of_the_module_are_named():
+def test_sinks_are_read_from_the_call_or_the_module():
+    q, k, v = tensors()
+    given, own = torch.zeros(2), nn.Parameter(torch.ones(2))
+    assert unsupported(received(s_aux=given), q, k, v) == ""
+    assert MaskReader().read(received(s_aux=given), q, k)[0]["sinks"] is given
     call = received()
-    call.module.sinks = nn.Parameter(torch.zeros(2))
-    assert unsupported(call, *tensors()) == "attention sinks"
+    call.module.sinks = own
+    assert MaskReader().read(call, q, k)[0]["sinks"] is own
+    assert "sinks" not in MaskReader().read(received(), q, k)[0]
 
 
 def test_shapes_that_no_attention_function_takes_are_named():
     q, k, v = tensors()
-    assert unsupported(received(), q, k, v[..., :8]) == "head_dim 8 of v beside q's 16"
+    assert unsupported(received(), q, k, v[..., :8]) == "head_dim 8"
     assert unsupported(received(), *tensors(head_dim=8)) == "head_dim 8"
     assert unsupported(received(), q, k[:1], v[:1]) == "batch 1 of k beside q's 2"
 
