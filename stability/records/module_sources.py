@@ -32,6 +32,10 @@ _WITHOUT_SOURCE = (
 )
 """Loaders of modules that are Python's own, or folders."""
 
+_COMPILER = "torch._inductor."
+"""What executes the code that torch.compile writes: it follows from the model's own sources, from
+torch's version and from the switches, all of which are known, and its name is another with each."""
+
 _known: set[str] = set()
 """Names of modules that are not to be hashed: thousands, and a run asks several times."""
 
@@ -79,7 +83,7 @@ def own_modules() -> dict[str, str]:
     files: set[str] = set()
     for name in sys.modules.keys() - _known:
         values = getattr(sys.modules.get(name), "__dict__", {})
-        sha256 = _of_module(name, values)
+        sha256 = None if name.startswith(_COMPILER) else _of_module(name, values)
         if sha256 is None:
             # another script may become `__main__` in a process that was forked from this one
             _known.update({name} - {"__main__"})
@@ -130,6 +134,8 @@ def _of_executed(modules: set[str]) -> dict[str, str]:
     """Return the hashes of files that were executed and are no `modules`, and of text."""
     by_name: dict[str, set[str]] = {}
     for file, caller, module in list(_executed):
+        if module.startswith(_COMPILER):
+            continue
         if file and (file in modules or is_known_by_version(file)):
             continue
         if os.path.isfile(file):

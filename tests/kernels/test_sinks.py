@@ -104,8 +104,11 @@ def assert_close(ours, expected, rtol=FP64_RTOL):
 @pytest.mark.parametrize(
     ("name", "mask"),
     [(name, mask) for name in EXACT for mask in MASKS if not name.startswith("triton")]
-    + [("triton", "rows that attend nothing"), ("triton", "window, softcap")]
-    + [("triton, splits", "rows that attend nothing")],
+    + [("triton", "window, softcap")]
+    + [
+        pytest.param(name, "rows that attend nothing", marks=pytest.mark.slow)
+        for name in ("triton", "triton, splits")
+    ],
 )
 def test_each_is_the_definition_with_every_gradient(name, mask):
     inputs = draw(SHAPE)
@@ -198,7 +201,8 @@ RULE = {
 
 @pytest.mark.parametrize(
     ("engine", "profile"),
-    [("twin", profile) for profile in RULE] + [("triton", "fa2"), ("triton", "fa3")],
+    [("twin", profile) for profile in RULE]
+    + [pytest.param("triton", profile, marks=pytest.mark.slow) for profile in ("fa2", "fa3")],
 )
 def test_flash_attns_rule_holds_with_the_gradient_of_the_sinks(engine, profile):
     """max|flash - golden| <= 2 max|plain attention in BF16 - golden|, for out and gradients."""
@@ -213,6 +217,7 @@ def test_flash_attns_rule_holds_with_the_gradient_of_the_sinks(engine, profile):
     torch.testing.assert_close(ours["lse"].double(), golden["lse"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["golden", "baseline", "twin"])
 def test_a_compiled_call_gives_the_bits_of_eager(name):
     torch.compiler.reset()

@@ -69,6 +69,7 @@ def test_a_vmap_inside_of_forward_mode_hides_no_tangent_from_flash():
 
 # Dynamo leaves the graph to look for the tangent, and says how it traces what comes after.
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_a_compiled_call_drops_no_tangent(name):
     torch.compiler.reset()

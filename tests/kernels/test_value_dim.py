@@ -123,7 +123,7 @@ PROFILES_OF_THE_RULE = {
 }
 
 
-@pytest.mark.parametrize("engine", ["twin", "triton"])
+@pytest.mark.parametrize("engine", ["twin", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("profile", PROFILES_OF_THE_RULE)
 @pytest.mark.parametrize("sizes", [(48, 32), (32, 59)], ids=str)
 def test_flash_attns_rule_holds(engine, profile, sizes):
@@ -138,6 +138,7 @@ def test_flash_attns_rule_holds(engine, profile, sizes):
         assert_within_budget(ours[result], baseline[result], golden[result], what=result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"rounding": "stochastic"}, {"profile": "fa3_fp8"}], ids=str)
 def test_the_engines_agree_where_operands_are_scaled_rotated_or_rounded_at_random(changes):
     inputs = draw(Shape(1, 2, 1, 17, 35, 24, 40), torch.bfloat16)

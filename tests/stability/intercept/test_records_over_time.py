@@ -56,7 +56,9 @@ def _lines(folder):
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("ends", ["whole", "killed", "ahead"])
+@pytest.mark.parametrize(
+    "ends", ["whole", *(pytest.param(ends, marks=pytest.mark.slow) for ends in ("killed", "ahead"))]
+)
 def test_a_resumed_job_goes_on_with_its_records(tmp_path, ends):
     _train(_model(), range(6), tmp_path / "whole")
     model = _model()

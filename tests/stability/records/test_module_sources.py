@@ -5,9 +5,11 @@ import importlib
 import os
 import runpy
 import sys
+import types
 import zipfile
 
 import pytest
+from torch._inductor.runtime import compile_tasks
 
 from stability.records import distributions, module_sources
 from stability.records.module_sources import UNHASHED, own_modules, watch_sources
@@ -181,6 +183,28 @@ def test_a_large_file_is_read_once_unless_it_changes(tmp_path, monkeypatch):
     file.write_bytes(b"654321")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert module_sources._hash_file(str(file)) == expected
+
+
+def test_what_the_compiler_writes_and_executes_is_not_the_users(tmp_path):
+    written = tmp_path / "cabc.py"
+    written.write_text("x = 1")
+    name = "torch._inductor.runtime.compile_tasks.cabc"
+    module = types.ModuleType(name)
+    module.__file__ = str(written)
+    sys.modules[name] = module
+    watch_sources()
+    try:
+        by_it = {"__name__": "torch._inductor.runtime.compile_tasks"}
+        text = f"exec(compile('y = 2', {str(written)!r}, 'exec'))"
+        exec(compile(text, compile_tasks.__file__, "exec"), by_it)
+        assert not [found for found in own_modules() if "cabc" in found or "compile_tasks" in found]
+        own = types.ModuleType("torch_inductor_of_mine")
+        own.__file__ = str(written)
+        sys.modules["torch_inductor_of_mine"] = own
+        assert "torch_inductor_of_mine" in own_modules()
+    finally:
+        sys.modules.pop(name)
+        sys.modules.pop("torch_inductor_of_mine", None)
 
 
 def test_a_module_that_torch_makes_of_its_own_text_is_not_the_users():
