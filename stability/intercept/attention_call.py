@@ -6,6 +6,7 @@ it is. Leaves out what is done with a call (`probe`, `replacement`).
 
 from collections.abc import Callable, Mapping
 from functools import update_wrapper
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -87,15 +88,29 @@ class _WatchedAttention:
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[MaskArguments, str]:
         """Return the call's arguments as ours, or none of them and what can't be read."""
         known = MaskArguments.__optional_keys__
-        given = dict(self._masks(*args, **kwargs)) if self._masks else kwargs
+        given = dict(self._masks(*args, **kwargs)) if self._masks else self._by_name(args, kwargs)
         unknown = [name for name, value in given.items() if name not in known and value is not None]
-        if args and not self._masks:
-            unknown.insert(0, f"{len(args)} arguments without a name")
         if unknown:
             name = getattr(self._function, "__name__", type(self._function).__name__)
-            reason = f"{', '.join(unknown)} of {name}: say by attention_call(masks=...) what it is"
+            reason = (
+                f"{', '.join(unknown)} of {name}: say by attention_call(masks=...) what it is, of "
+                f"{', '.join(sorted(known))}"
+            )
             return MaskArguments(), reason
         return _detached({name: x for name, x in given.items() if name in known}), ""
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return what follows q, k and v, by name; what is not given by its default."""
+        try:
+            bound = signature(self._function).bind(None, None, None, *args, **kwargs)
+        except (TypeError, ValueError):  # no signature; or the call itself will say what is wrong
+            return {**kwargs, **{f"argument {i + 4}": x for i, x in enumerate(args)}}
+        bound.apply_defaults()
+        named = dict(list(bound.arguments.items())[3:])
+        for name, parameter in bound.signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named |= named.pop(name, {})
+        return {name: value for name, value in named.items() if value != ()}
 
 
 def _detached(given: Mapping[str, Any]) -> MaskArguments:

@@ -33,6 +33,7 @@ from stability.probe.measurements import HostTransfer, ProbeFinding, StepMeasure
 from stability.probe.probe_recorder import ProbeRecorder
 from stability.probe.schedule import Schedule
 from stability.probe.second_forward import repeating_forward
+from stability.records.metric_names import parse_deviation
 
 __all__ = ["OWN", "Candidate", "Shadow", "shadow"]
 
@@ -44,6 +45,9 @@ OWN = "own"
 
 Sink = Callable[[int, StepMeasurements], None]
 """Is given each probed step's number and measurements, in order, once they have arrived."""
+
+_OTHER_FUNCTION = 0.3
+"""A relative error of out that no format explains (e4m3 errs by 0.03): another mask does, 0.8."""
 
 _FORGOTTEN = (
     "the weights were updated and step() was not called since; call it on what shadow yields "
@@ -207,6 +211,7 @@ class Shadow:
             modules=dict(model.named_modules()),
         )
         self._evaluation = evaluation
+        self._was_announced = False
         self._has_state = not first_step
         """Whether running sums are those of all looks from the first step on."""
         self._step = self._first_step = first_step
@@ -215,6 +220,7 @@ class Shadow:
         """The layers that have attended since the last step."""
         self._has_counted = False
         """Whether one of these calls was one to look at."""
+        self._other_functions: set[str] = set()
         self._looking_round: Coverage | None = Coverage()
         """None once a step has shown what is seen."""
         self.coverage: tuple[LayerCoverage, ...] = ()
@@ -259,6 +265,7 @@ class Shadow:
         ValueError after the first due step if no attention was caught in it, or a glob of layers
         matches none of it.
         """
+        self._was_announced = True
         if self._installed is not None or self._called:
             self._check_calls()
         self._end()
@@ -288,7 +295,7 @@ class Shadow:
         self._replacing.close()
         self._libraries.close()
         is_any_due = self._schedule != Schedule()
-        if is_any_due and self._step == self._first_step and self._version() != self._updates:
+        if is_any_due and not self._was_announced and self._version() != self._updates:
             self._warn_of_a_forgotten_step()
 
     def _begin(self) -> None:
@@ -346,19 +353,43 @@ class Shadow:
         step, transfer = self._transfer
         self._transfer = None
         self._latest = transfer.result()
+        self._find_other_functions(step)
         self.findings += [(step, layer, text) for layer, text in self._latest.findings]
         for sink in self._sinks:
             sink(step, self._latest)
+
+    def _find_other_functions(self, step: int) -> None:
+        """Find the layers whose own attention is not what its arguments say.
+
+        There both golden and candidate compute something else than the model, and agree on it.
+        """
+        for name, value in self._latest.metrics.items():
+            parsed = parse_deviation(name)
+            if (
+                parsed is not None
+                and (parsed.what, parsed.metric) == ("out", "golden_baseline_rel_fro")
+                and not parsed.part
+                and not value <= _OTHER_FUNCTION
+                and parsed.layer not in self._other_functions
+            ):
+                self._other_functions.add(parsed.layer)
+                text = (
+                    f"the model's own out is {value:.2g} away from FP64, relative to it: it "
+                    "computes something else than its call says, e.g. with a mask that is not an "
+                    "argument; no figure of this layer can be trusted"
+                )
+                self._find(parsed.layer, text)
 
     def _attend(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
         self._layers.setdefault(call.layer)
         if self._looking_round is not None:
             self._looking_round.note(call.layer, call.unsupported)
-        is_due = self._installed is not None
+        counts = call.trains or self._evaluation or self.probe.is_in_second_forward
+        # an evaluation may well lie between an update and its step()
+        is_due = self._installed is not None and call.trains
         if is_due and call.layer in self._called and self._version() != self._updates:
             self._warn_of_a_forgotten_step()
         self._called.add(call.layer)
-        counts = call.trains or self._evaluation or self.probe.is_in_second_forward
         self._has_counted |= counts
         if self._replacement is not None:
             if not self._replacement.covers(call.layer):

@@ -273,10 +273,36 @@ def test_a_wrapped_attention_that_is_called_with_what_nobody_knows_is_a_finding(
 
     probe, covered = _covered(own=Own(attend))
     assert covered["own"].state == "seen in part"
-    said = "not looked at: flavour of attend: say by attention_call(masks=...) what it is"
-    assert [text for _, _, text in probe.findings] == [said]
+    (text,) = (text for _, _, text in probe.findings)
+    assert text.startswith("not looked at: flavour of attend: say by attention_call(masks=...) wha")
+    assert "alibi_slopes, attn_mask, causal, " in text
     with pytest.raises(ValueError, match="layout must be 'bhtd' or 'bthd', got 'sbhd'"):
         attention_call(attend, layout="sbhd")
+
+
+@pytest.mark.parametrize("where", ["default", "nowhere"])
+def test_a_mask_that_is_not_passed_is_read_or_told(where):
+    def by_default(q, k, v, causal=True):
+        return baseline_attention(q, k, v, causal=causal)
+
+    def hidden(q, k, v):
+        return baseline_attention(q, k, v, causal=True)
+
+    class Own(CSA):
+        def forward(self, x):
+            q, k, v = (
+                t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
+            )
+            return self.out(self.function(q, k, v).transpose(1, 2).flatten(2))
+
+    probe, _ = _covered(own=Own(attention_call(by_default if where == "default" else hidden)))
+    probe.deliver()
+    texts = [text for _, _, text in probe.findings]
+    if where == "default":
+        assert texts == []
+    else:
+        assert len(texts) == 1
+        assert "it computes something else than its call says" in texts[0]
 
 
 def test_a_wrapped_attention_is_seen_by_nested_shadows_and_copied_whole():

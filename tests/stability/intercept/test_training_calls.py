@@ -153,6 +153,24 @@ def test_a_step_that_is_never_announced_is_told_at_the_next_forward():
     ]
 
 
+def test_an_evaluation_before_the_step_is_announced_is_no_forgotten_step():
+    model = Decoder(depth=1)
+    with shadow(model) as probe:
+        for step in range(2):
+            _update(model, step)
+            _evaluate(model, 10)
+            probe.step()
+    assert not probe.findings
+
+
+def test_after_an_error_of_step_no_forgotten_step_is_told():
+    model = Decoder(depth=1)
+    with shadow(model, replace=["head"]) as probe:
+        _update(model, 0)
+        with pytest.raises(ValueError, match="globs of layers with attention"):
+            probe.step()
+
+
 def test_a_step_that_is_never_announced_is_told_at_the_end():
     model = Decoder(depth=1)
     with pytest.warns(UserWarning, match=r"step\(\) was not called"), shadow(model, steps=[100]):
