@@ -13,7 +13,7 @@ switch may round the operands there: `known_answers`), and what follows from it 
 (`records.witness`).
 """
 
-from collections import Counter
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -28,6 +28,12 @@ from stability.probe.products import Kind, kind_of, name_of
 from stability.records.witness import ExecutedRow, Part, Pass
 
 __all__ = ["Executed", "naming_modules", "unwitnessed"]
+
+_THE_MODEL: Owner = "", "linear"
+"""Who runs where no module of the model's does: the model itself, or what calls it."""
+
+_Seen = tuple[Part, str, Pass, str, tuple[torch.dtype, ...], torch.dtype | None]
+"""The fields of an `ExecutedRow`, as quickly made as an operator is run."""
 
 _paused = _entered = 0
 
@@ -58,12 +64,18 @@ class Executed(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: Counter[ExecutedRow] = Counter()
+        self._seen: set[_Seen] = set()
         self.is_optimizer = False
         self._scope: list[tuple[Owner, int]] = []
         """The modules and attentions that run, innermost last, and in which graph task each does:
         -1 in a forward pass, another where a backward computes it again."""
         self._owners = NodeOwners()
+
+    @property
+    def rows(self) -> list[ExecutedRow]:
+        """The distinct operators that were recorded, sorted."""
+        named = [(*row[:4], tuple(map(_name, row[4])), _name(row[5])) for row in self._seen]
+        return [ExecutedRow(*each) for each in sorted(named)]
 
     def __enter__(self) -> "Executed":
         """Begin to record."""
@@ -92,31 +104,41 @@ class Executed(TorchDispatchMode):
     ) -> Any:
         """Run the operator, and record it if it is a product or an attention."""
         out = func(*args, **(kwargs or {}))
-        if not _paused:
-            # asked at each operator, since what it has made is to be claimed
-            caller, during = self._caller()
-            kind = kind_of(func)
+        if _paused:
+            return out
+        kind = kind_of(func)
+        if self.is_optimizer:
             if kind is not None:
-                self._record(kind, caller, during, args, out)
-            elif self.is_optimizer:
+                self._record(kind, ("", "optimizer"), "update", args, out)
+            else:
                 self._record_cast(func, args, out)
+            return out
+        task = _current_graph_task_id()
+        if kind is not None:
+            self._record(kind, self._claim(task), "forward" if task < 0 else "backward", args, out)
+        elif task < 0:
+            # a forward's nodes are claimed where who runs changes, once for thousands of operators
+            self._owners.leave_for(self._running(task))
+        else:
+            self._claim(task)
         return out
 
     def enter(self, name: str, part: Part) -> None:
         """Note that a module or an attention begins to run."""
-        self._caller()
-        self._scope.append(((name, part), _current_graph_task_id()))
+        task = _current_graph_task_id()
+        self._claim(task)
+        self._scope.append(((name, part), task))
 
     def leave(self) -> None:
         """Note that the innermost one ends."""
-        self._caller()
+        self._claim(_current_graph_task_id())
         self._scope.pop()
 
     def _record(self, kind: Kind, caller: Owner, during: Pass, args: Any, out: Any) -> None:
         (operator, places), (module, part) = kind, caller
         if places is not None:
             multiplied = _flat(args[place] for place in places if place < len(args))
-            self._count(part, module, during, operator, multiplied, out)
+            self._add(part, module, during, operator, multiplied, out)
             return
         if part in ("linear", "unowned"):
             part = "attention"
@@ -125,10 +147,10 @@ class Executed(TorchDispatchMode):
     def note(
         self, part: Part, module: str, during: Pass, operator: str, operands: Any, out: Any
     ) -> None:
-        """Count one call with those of `operands` that may be of low precision."""
-        self._count(part, module, during, operator, filter(_is_number, _flat(operands)), out)
+        """Record one call with those of `operands` that may be of low precision."""
+        self._add(part, module, during, operator, filter(_is_number, _flat(operands)), out)
 
-    def _count(
+    def _add(
         self,
         part: Part,
         module: str,
@@ -138,29 +160,21 @@ class Executed(TorchDispatchMode):
         out: Any,
     ) -> None:
         result = out[0] if isinstance(out, tuple | list) and out else out
-        row = ExecutedRow(
-            part=part,
-            module=module,
-            during=during,
-            operator=operator,
-            operands=tuple(map(_dtype, operands)),
-            result=_dtype(result) if isinstance(result, Tensor) else "",
-        )
-        self.rows[row] += 1
+        dtype = result.dtype if isinstance(result, Tensor) else None
+        self._seen.add((part, module, during, operator, tuple(x.dtype for x in operands), dtype))
 
-    def _caller(self) -> tuple[Owner, Pass]:
-        """Return who calls an operator now, who also made the nodes since the last call of this."""
-        if self.is_optimizer:
-            return ("", "optimizer"), "update"
-        task = _current_graph_task_id()
+    def _running(self, task: int) -> Owner:
+        """Return who calls an operator now, in the graph task `task`."""
         # a module that an outer pass entered does not run the nodes of a backward inside it
-        is_inside = bool(self._scope) and self._scope[-1][1] == task
-        if is_inside:
-            owner = self._scope[-1][0]
-        else:
-            owner = ("", "linear") if task < 0 else self._owners.running(task)
+        if self._scope and self._scope[-1][1] == task:
+            return self._scope[-1][0]
+        return _THE_MODEL if task < 0 else self._owners.running(task)
+
+    def _claim(self, task: int) -> Owner:
+        """Return who calls an operator now, who also made the nodes since this was last asked."""
+        owner = self._running(task)
         self._owners.claim(owner, task)
-        return owner, "forward" if task < 0 else "backward"
+        return owner
 
     def _record_cast(self, func: Any, args: Any, out: Any) -> None:
         """Record a cast to a narrower format, as of Muon's iteration, which it makes in BF16."""
@@ -189,8 +203,9 @@ def _flat(values: Iterable[Any]) -> Iterator[Tensor]:
         )
 
 
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+@functools.cache
+def _name(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 @contextmanager

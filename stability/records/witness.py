@@ -97,7 +97,7 @@ SDPA_BACKENDS = {
 """The backend of `scaled_dot_product_attention` by what the names of its operators contain."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True, order=True)
 class ExecutedRow:
     """One operator with the dtypes that it was called with and what it returned."""
 
@@ -110,6 +110,12 @@ class ExecutedRow:
     operands: tuple[str, ...]
     """Dtypes of what is multiplied; of q, k and v, and what else a fused operator was given."""
     result: str
+
+    @property
+    def values(self) -> list[Any]:
+        """The fields in order, as JSON has them."""
+        whose = [self.part, self.module, self.during]
+        return [*whose, self.operator, list(self.operands), self.result]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,14 +146,7 @@ class Stretch:
     def rows(self) -> list[ExecutedRow]:
         """The distinct operators."""
         return [
-            ExecutedRow(
-                part=part,
-                module=module,
-                during=during,
-                operator=operator,
-                operands=tuple(operands),
-                result=result,
-            )
+            ExecutedRow(part, module, during, operator, tuple(operands), result)
             for part, module, during, operator, operands, result in self.executed
         ]
 
