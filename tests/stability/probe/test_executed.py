@@ -257,6 +257,65 @@ def test_what_no_module_made_is_nobodys():
     assert _wide(_executed(model)) == {("unowned", "", "backward")}
 
 
+def test_what_the_model_itself_ends_with_is_the_models():
+    class Penalized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            # nothing that follows is a product, and no module begins or ends after it
+            return _Nested.apply(self.layer(x)) * 2 + 1
+
+    assert _wide(_executed(Penalized())) == {("linear", "", "backward")}
+    executed, layer = Executed(), nn.Linear(4, 4)
+    with naming_modules(layer, executed), executed:
+        _Nested.apply(layer(torch.ones(4, 4))).sum().backward()  # a loss, outside of the model
+    assert _wide(executed) == {("linear", "", "backward")}
+    executed = Executed()
+    with naming_modules(layer, executed), executed:
+        _Last.apply(layer(torch.ones(4, 4))).backward(torch.ones(4, 4))
+    assert _wide(executed) == {("linear", "", "backward")}
+
+
+class _Last(torch.autograd.Function):
+    """A copy, whose backward begins with a product in FP64."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.double())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (wide,) = ctx.saved_tensors
+        return dy + 0 * (wide @ wide).float()
+
+
+class _Twice(torch.autograd.Function):
+    """The double of x, whose backward makes a graph without a product, and takes its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        with torch.enable_grad():
+            x = (ctx.saved_tensors[0].detach() * 1).requires_grad_()
+            return torch.autograd.grad(_Nested.apply(x * 3), x, dy)[0]
+
+
+def test_a_graph_that_a_backward_makes_without_a_product_is_its_modules():
+    class Doubled(nn.Module):
+        def forward(self, x):
+            return _Twice.apply(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Doubled(), nn.Linear(4, 4))
+    assert _wide(_executed(model)) == {("linear", "1", "backward")}
+
+
 def test_the_numbers_of_another_threads_nodes_are_not_taken_for_the_forwards():
     # as on a GPU, whose nodes run in a thread that counts its own from 0
     executed, gradient = Executed(), torch.ones(4, 4)
