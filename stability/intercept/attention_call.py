@@ -55,7 +55,8 @@ class _WatchedAttention:
         self._layout = layout
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        catcher = newest_catcher()
+        # first: a graph is to be what it is without this, and guards on what it has asked for
+        catcher = None if torch.compiler.is_dynamo_compiling() else newest_catcher()
         if catcher is None:
             return self._function(q, k, v, *args, **kwargs)
 

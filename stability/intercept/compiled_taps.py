@@ -12,17 +12,15 @@ reported: attention that was decomposed into plain operators, flex_attention, re
 graph, and graphs that were compiled before `compiled_taps` or by another backend.
 
 k and v are those that the kernel is given, which have q's heads where the model repeats them.
-Leaves out eager calls (`sdpa`, `transformers`) and the comparison (`probe`).
+Leaves out eager calls (`doors`), where a call comes from (`compiled_callers`), and the comparison
+(`probe`).
 """
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,17 +29,18 @@ from torch._C import _current_graph_task_id
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attention_kernels import MaskArguments
+from stability.intercept.catcher import is_in_caught_call
+from stability.intercept.compiled_callers import KernelCaller, compiled_caller, python_caller
+from stability.intercept.compiled_code import NOT_A_WAY_OUT, is_in_compiled_code
 from stability.intercept.compiled_graphs import (
     GraphRun,
     Operation,
     alike,
-    current_run,
     following_runs,
     naming_graphs,
-    source_names,
 )
 from stability.intercept.layer_names import layer_names
-from stability.probe.captured_call import AttentionCall, valid_rows
+from stability.probe.captured_call import AttentionCall, is_repeating, valid_rows
 
 __all__ = ["CompiledTaps", "ObservedCall", "compiled_taps"]
 
@@ -58,14 +57,14 @@ _KERNELS = {
 _ALIASES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "attn_bias": "attn_mask"}
 """What one kernel calls an argument, and what the others do."""
 
-_TORCH = str(Path(torch.__file__).parent)
-
-_COMPILERS = ("torch/_inductor/compile_fx.py", "torch/_dynamo/convert_frame.py")
-
 UNNAMED = (
     "attention in a graph that was compiled before shadow, or by another backend than Inductor, "
     "can't be told by layer; call torch.compiler.reset() inside `with shadow(...)`, before the "
     "first step, to compile it again"
+)
+_BETWEEN = (
+    "not seen: it is called from Python in the middle of compiled code, where a graph breaks; "
+    "torch.compiler.disable on its forward lets it be caught"
 )
 _NOT_MET = {
     "scaled_dot_product_attention": (
@@ -98,18 +97,25 @@ OnMissed = Callable[[str, str], None]
 
 @contextmanager
 def compiled_taps(
-    model: nn.Module, on_call: OnCall, on_missed: OnMissed, *, backward: bool = True
+    model: nn.Module,
+    on_call: OnCall,
+    on_missed: OnMissed,
+    *,
+    backward: bool = True,
+    evaluation: bool = False,
 ) -> Iterator["CompiledTaps"]:
     """Let the compiled attention calls of `model` be observed; to be open before it is compiled.
 
     `model` is a module, compiled as a whole or in part, or to be compiled inside. While the result
     is `listening`, `on_call` is given each call whose gradient is recorded, once its backward has
-    run; without `backward` each call, once its forward has. It runs under the autocast and autograd
+    run; without `backward`, or under no_grad, once its forward has. A call of an evaluation (no
+    gradient recorded, or a model in evaluation mode) may be without a backward, unless `evaluation`
+    asks for these too. It runs under the autocast and autograd
     of the caller of `listening`, with no gradient recorded. What can't be observed goes to
     `on_missed`.
     """
     with naming_graphs():
-        yield CompiledTaps(model, on_call, on_missed, backward=backward)
+        yield CompiledTaps(model, on_call, on_missed, backward=backward, evaluation=evaluation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,45 +126,25 @@ class _ForwardCall:
     operation: Operation
     lse: Tensor
     """A copy: Inductor may write over the one that the kernel gave."""
+    trains: bool
     storage: StorageWeakRef
     """The memory of out; if it is gone, a backward can only come after a recomputation."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Caller:
-    """Where a compiled graph calls a kernel."""
-
-    filename: str
-    line: int
-    graph: Any
-    """The autograd node of the graph, the same in forward and backward; None without gradients."""
-    module: nn.Module | None
-    """The module whose forward was compiled, or calls what was; None in a backward."""
-    run: GraphRun | None = None
-    """The graph's forward; None in a backward, and where the graph is not known."""
-    operation: Operation | None = None
-    """What it was that is called, where the forward of a graph calls it and it is known."""
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the operations that are the call, and of what it reads."""
-        return source_names(self.filename, self.line)
-
-    @property
-    def calls(self) -> dict[int, list[_ForwardCall]]:
-        """The calls that this run of the graph has made in its forward, by who observes them.
-
-        They are kept on the node, which knows when nobody can ask for them any more.
-        """
-        return {} if self.graph is None else self.graph.__dict__.setdefault("stability_calls", {})
 
 
 class CompiledTaps:
     """What `compiled_taps` yields: observes the calls of one model while `listening`."""
 
     def __init__(
-        self, model: nn.Module, on_call: OnCall, on_missed: OnMissed, *, backward: bool
+        self,
+        model: nn.Module,
+        on_call: OnCall,
+        on_missed: OnMissed,
+        *,
+        backward: bool,
+        evaluation: bool = False,
     ) -> None:
+        self._model = model
+        self._evaluation = evaluation
         self._layers = layer_names(model)
         self._on_call = on_call
         self._on_missed = on_missed
@@ -168,7 +154,7 @@ class CompiledTaps:
         self._waiting: dict[int, _ForwardCall] = {}
         """Those whose backward is to come, by where their out lies in memory."""
         self._whole: dict[str, bool] = {}
-        """The layers met in this step, and whether all that was asked for has been handed on."""
+        """The layers of which a backward is to come, and whether one has come in this step."""
         self._told: set[tuple[str, str]] = set()
 
     @contextmanager
@@ -177,16 +163,29 @@ class CompiledTaps:
         try:
             with following_runs(self._end_of_graph), _observing(self):
                 yield
-            for layer, is_whole in self._whole.items():
-                if not is_whole:
-                    self._miss(layer, "not seen: no backward of it ran in a compiled graph")
+            self.end_step()
         finally:
             self._made.clear()
             self._waiting.clear()
             self._whole.clear()
             self._told.clear()
 
-    def take_forward(self, arguments: dict[str, Any], results: Any, caller: _Caller | None) -> None:
+    def end_step(self) -> None:
+        """Report the calls of which no backward has come, since none is to come any more."""
+        for layer, is_whole in self._whole.items():
+            if not is_whole:
+                self._miss(layer, "not seen: no backward of it ran in a compiled graph")
+        self._whole.clear()
+
+    def take_python(self, module: nn.Module | None) -> None:
+        """Report a call that `module` makes in Python, between the graphs of compiled code."""
+        name = self._layers.get(module) if module is not None else None
+        if name is not None:
+            self._miss(name, _BETWEEN)
+
+    def take_forward(
+        self, arguments: dict[str, Any], results: Any, caller: KernelCaller | None
+    ) -> None:
         """Remember a call of a forward kernel; hand it on if no backward is asked for."""
         out, lse = results[0], results[1]
         # where out lies now, no other call's can be
@@ -197,20 +196,24 @@ class CompiledTaps:
         if found is None:
             return
         layer, operation = found
-        self._whole.setdefault(layer, False)
+        trains = caller.graph is not None and self._model.training
+        if not self._backward or caller.graph is None:
+            self._hand_on(layer, trains, arguments, out)
+        elif trains or self._evaluation:
+            self._whole.setdefault(layer, False)
         if not self._backward:
-            self._hand_on(layer, arguments, out)
             return
         storage = StorageWeakRef(out.untyped_storage())
-        call = _ForwardCall(layer, operation, lse.clone(), storage)
+        call = _ForwardCall(layer, operation, lse.clone(), trains, storage)
         self._made.append(call)
+        # without a gradient it may still be computed again, by a reentrant checkpoint
         if caller.graph is not None:
             self._waiting[out.data_ptr()] = call
             if caller.run is not None:
                 caller.calls.setdefault(id(self), []).append(call)
 
     def take_backward(
-        self, arguments: dict[str, Any], results: Any, caller: _Caller | None
+        self, arguments: dict[str, Any], results: Any, caller: KernelCaller | None
     ) -> None:
         """Hand on the call whose backward kernel has run."""
         if not self._backward or caller is None:
@@ -225,11 +228,13 @@ class CompiledTaps:
             self._miss(call.layer, "not seen: the LSE of its backward is not that of its forward")
         else:
             out, dout = arguments["out"], arguments["grad_out"]
-            self._hand_on(call.layer, arguments, out, dout, tuple(results[:3]))
+            gradients = tuple(results[:3])
+            self._whole[call.layer] = True
+            self._hand_on(call.layer, call.trains, arguments, out, dout, gradients)
             # a recomputed call has taken the place of another
             self._made = [x for x in self._made if x.layer != call.layer]
 
-    def _found(self, caller: _Caller, lse: Tensor) -> tuple[str, Operation] | None:
+    def _found(self, caller: KernelCaller, lse: Tensor) -> tuple[str, Operation] | None:
         """Return the layer of a call that the forward of a graph makes, None if not known."""
         run, operation = caller.run, caller.operation
         module = run.module(operation) if run and operation else None
@@ -251,7 +256,7 @@ class CompiledTaps:
         self._miss(name, "not seen: recomputed calls of it can't be told apart")
         return None
 
-    def _found_again(self, caller: _Caller, lse: Tensor) -> tuple[str, Operation] | None:
+    def _found_again(self, caller: KernelCaller, lse: Tensor) -> tuple[str, Operation] | None:
         """Return the layer of a call that the backward of a graph computes again."""
         made = caller.calls.get(id(self), [])
         if not made:
@@ -269,6 +274,8 @@ class CompiledTaps:
         return None
 
     def _end_of_graph(self, run: GraphRun) -> None:
+        if is_repeating() or is_in_caught_call():
+            return
         for operation in run.not_met():
             name = self._layers.get(run.module(operation))  # pyright: ignore[reportArgumentType]
             if name is not None:
@@ -277,12 +284,12 @@ class CompiledTaps:
     def _hand_on(
         self,
         layer: str,
+        trains: bool,
         arguments: dict[str, Any],
         out: Tensor,
         dout: Tensor | None = None,
         gradients: tuple[Tensor | None, ...] = (),
     ) -> None:
-        self._whole[layer] = True
         q, k, v = (arguments[name] for name in ("query", "key", "value"))
         mask = arguments.get("attn_mask")
         call = AttentionCall(
@@ -293,6 +300,7 @@ class CompiledTaps:
             mask=_mask(arguments),
             valid=valid_rows(mask, q, k),
             unsupported=_unsupported(arguments),
+            trains=trains,
         )
         self._on_call(ObservedCall(call=call, out=out, dout=dout, gradients=gradients))
 
@@ -325,43 +333,6 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     """Return whether two LSEs are the same; a NaN is the same as itself."""
     integer = torch.int64 if x.dtype == torch.float64 else torch.int32
     return x.dtype == y.dtype and torch.equal(x.view(integer), y.view(integer))
-
-
-def _caller() -> _Caller | None:
-    """Return where a compiled graph calls the kernel that is running; None for an eager call."""
-    frames: list[FrameType] = []
-    frame = sys._getframe(1)
-    while frame is not None and len(frames) < 40:
-        if not frame.f_code.co_filename.endswith((__file__, "torch/_ops.py")):
-            frames.append(frame)
-        frame = frame.f_back
-    files = [x.f_code.co_filename for x in frames]
-    if any(x.endswith(_COMPILERS) for x in files):
-        return None  # e.g. a constant that Inductor computes
-    if not any("torch/_inductor/" in x or "/_aot_autograd/" in x for x in files[:8]):
-        # a graph that Dynamo hands to no compiler runs as Python code without a file
-        is_graph = any(x.startswith("<eval_with_key>") for x in files[:1])
-        if not is_graph or not any("torch/_dynamo/" in x for x in files[:12]):
-            return None
-    # Inductor's code lies elsewhere than torch's, which may call a kernel in its stead
-    code = next((x for x in files if not x.startswith(_TORCH)), files[0])
-    line = frames[files.index(code)].f_lineno
-    graph = None
-    for one, file in zip(frames, files, strict=True):
-        # beyond is who called the graph, which may be another one's backward
-        if graph is not None or file.endswith("intercept/compiled_graphs.py"):
-            break
-        if "/_aot_autograd/" in file:
-            graph = one.f_locals.get("ctx")
-    return _Caller(code, line, graph, _module_above(frames), current_run())
-
-
-def _module_above(frames: list[FrameType]) -> nn.Module | None:
-    for frame in frames:
-        first = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
-        if isinstance(first, nn.Module) and not isinstance(first, torch.fx.GraphModule):
-            return first
-    return None
 
 
 _OBSERVERS: list[tuple[CompiledTaps, Any, Any]] = []
@@ -415,7 +386,7 @@ def _stand_before(
     library: torch.library.Library,
     name: str,
     device: str,
-    take: Callable[[CompiledTaps, dict[str, Any], Any, _Caller | None], None],
+    take: Callable[[CompiledTaps, dict[str, Any], Any, KernelCaller | None], None],
 ) -> None:
     operator = getattr(torch.ops.aten, name).default
     kernel = torch.library.get_kernel(operator, device)
@@ -424,14 +395,20 @@ def _stand_before(
     def standing(keys: Any, *args: Any, **kwargs: Any) -> Any:
         results = kernel.call_boxed(keys, *args, **kwargs)
         # what a shadow calls is none of the model's, and a CUDA graph takes no looking into
-        if getattr(_LOCAL, "is_busy", False) or _is_captured(device):
+        is_ours = getattr(_LOCAL, "is_busy", False) or is_repeating() or is_in_caught_call()
+        if is_ours or _is_captured(device):
             return results
         given: dict[str, Any] = {str(x.name): x.default_value for x in parameters}
         given |= dict(zip(given, args, strict=False)) | kwargs
         named = {_ALIASES.get(name, name): value for name, value in given.items()}
-        caller = _caller()
-        if caller and caller.run and take is CompiledTaps.take_forward:
+        caller = compiled_caller()
+        is_forward = take is CompiledTaps.take_forward
+        if caller and caller.run and is_forward:
             caller = replace(caller, operation=caller.run.meet(caller.names))
+        if caller is None and is_forward and is_in_compiled_code():
+            module = python_caller()
+            for taps, *_ in tuple(_OBSERVERS) if module else ():
+                taps.take_python(module)
         _LOCAL.is_busy = True
         try:
             for taps, include, exclude in tuple(_OBSERVERS):
@@ -442,4 +419,6 @@ def _stand_before(
             _LOCAL.is_busy = False
         return results
 
-    library.impl(name, standing, device, with_keyset=True, allow_override=True)
+    # where a graph breaks, Dynamo would compile this as well
+    untraced = torch.compiler.disable(standing, reason=f"{NOT_A_WAY_OUT} an instrument")
+    library.impl(name, untraced, device, with_keyset=True, allow_override=True)

@@ -8,9 +8,8 @@ catching (`doors`) and measuring (`probe`).
 
 import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -27,6 +26,8 @@ _WRAP = (
     "wrap the function that computes it: attend = stability.attention_call(attend), to be called "
     "as attend(q, k, v, causal=...)"
 )
+
+_DISABLE = "if it does attend, torch.compiler.disable on its forward lets it run eagerly"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +54,16 @@ class Coverage:
         self._by_hand: set[str] = set()
         self._caught: dict[str, dict[str, None]] = {}
         """Reasons why a caught call could not be measured, by module; none if it could."""
+        self._missed: dict[str, dict[str, None]] = {}
+        """Reasons why calls of compiled graphs were not seen, by module."""
         self._catchers: list[Catcher] = []
         self._is_over = False
 
     def watch(self, catcher: Catcher) -> None:
         """Look at what the model does in this catch, too."""
 
-        def mode() -> AbstractContextManager[Any]:
-            return nullcontext() if self._is_over else HandWritten(catcher, self._by_hand)
+        def mode() -> HandWritten | None:
+            return None if self._is_over else HandWritten(catcher, self._by_hand)
 
         self._catchers.append(catcher)
         catcher.modes.append(mode)
@@ -72,17 +75,30 @@ class Coverage:
         if unsupported:
             reasons.setdefault(unsupported)
 
+    def note_missed(self, layer: str, text: str) -> None:
+        """Note that a call of a compiled graph was not seen, and why."""
+        reasons = self._missed.setdefault(layer.partition("#")[0], {})
+        reasons.setdefault(text.removeprefix("not seen: "))
+
+    @property
+    def unsearched(self) -> bool:
+        """Whether modules of the model may have run in compiled code, where little is seen."""
+        names, ran = self._names_and_those_that_ran()
+        runs = {name for name, x in names.items() if type(x).forward is not nn.Module.forward}
+        return any(x.met_compiled_code for x in self._catchers) and not runs <= ran
+
     def end(self) -> tuple[LayerCoverage, ...]:
         """Look no further, and return every module that looks like attention, in their order."""
         self._is_over = True
         names, ran = self._names_and_those_that_ran()
-        known = {*self._caught, *self._by_hand}
+        known = {*self._caught, *self._by_hand, *self._missed}
+        compiled = any(catcher.met_compiled_code for catcher in self._catchers)
         layers = {name: self._of_layer(name) for name in names if name in known}
         for name, module in names.items():
             looks_like_it = _NAME.search(type(module).__name__)
             # attention inside another is listed once, where it was seen
             if looks_like_it and not any(_are_nested(name, other) for other in layers):
-                layers[name] = _of_name(name, module, name in ran)
+                layers[name] = _of_name(name, module, name in ran, compiled)
         return tuple(layers[name] for name in names if name in layers)
 
     def _names_and_those_that_ran(self) -> tuple[Mapping[str, nn.Module], set[str]]:
@@ -96,6 +112,10 @@ class Coverage:
 
     def _of_layer(self, name: str) -> LayerCoverage:
         by_hand = "it multiplies the result of a softmax with a matrix by itself"
+        missed = "; ".join(self._missed.get(name, ()))
+        if missed:
+            state = "seen in part" if name in self._caught else "not seen"
+            return LayerCoverage(layer=name, state=state, why=missed, is_found_anyway=True)
         if name not in self._caught:
             return LayerCoverage(layer=name, state="not seen", why=by_hand, mend=_WRAP)
         reasons = list(self._caught[name])
@@ -108,8 +128,11 @@ class Coverage:
         return LayerCoverage(layer=name, state="seen")
 
 
-def _of_name(name: str, module: nn.Module, has_run: bool) -> LayerCoverage:
+def _of_name(name: str, module: nn.Module, has_run: bool, compiled: bool) -> LayerCoverage:
     kind = type(module).__name__
+    if not has_run and compiled:
+        why = f"{kind} did not run eagerly, and no call of it was seen in a compiled graph"
+        return LayerCoverage(layer=name, state="not seen", why=why, mend=_DISABLE)
     if not has_run:
         why = f"{kind} was not run in the step that was looked at"
         return LayerCoverage(layer=name, state="not seen", why=why)

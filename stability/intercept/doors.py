@@ -7,12 +7,13 @@ through. A new way to catch calls is one more line in `_doors`.
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 from torch import nn
 
 from stability.intercept.catcher import Catcher, Door
 from stability.intercept.coverage import Coverage
-from stability.intercept.eager import check_eager
+from stability.intercept.eager import check_eager, check_unscripted
 from stability.intercept.sdpa import catch_sdpa
 from stability.intercept.transformers import catch_transformers
 from stability.probe.captured_call import CallHandler
@@ -22,7 +23,11 @@ __all__ = ["catch_attention"]
 
 @contextmanager
 def catch_attention(
-    model: nn.Module, handler: CallHandler, coverage: Coverage | None = None
+    model: nn.Module,
+    handler: CallHandler,
+    coverage: Coverage | None = None,
+    *,
+    compiled: Literal["refused", "left alone"] = "refused",
 ) -> Iterator[None]:
     """Inside, each attention call that `model` makes in a forward pass is handed to `handler`.
 
@@ -30,11 +35,12 @@ def catch_attention(
     DDP; a second call of one module in the same forward pass gets `#1` behind it, and so on. Where
     the handler returns the primary's own out, the model computes the same bits as outside.
     Contexts may be nested; calls that an instrument makes to repeat one are not caught. `coverage`
-    is told what else looks like attention. ValueError in a forward pass of a model that has been
-    compiled meanwhile.
+    is told what else looks like attention. Compiled code is left alone: none of its calls is
+    caught. ValueError in a forward pass of a model that has been scripted meanwhile, or compiled
+    where that is "refused".
     """
     catcher = Catcher(model, handler)
-    catcher.checks.append(check_eager)
+    catcher.checks.append(check_eager if compiled == "refused" else check_unscripted)
     if coverage is not None:
         coverage.watch(catcher)
     with ExitStack() as opened:

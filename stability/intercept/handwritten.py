@@ -62,7 +62,7 @@ class HandWritten(TorchFunctionMode):
     ) -> Any:
         """Call the function, and look at what went in and came out."""
         out = func(*args, **(kwargs or {}))
-        if torch.compiler.is_compiling():  # a graph is to be what it is without this
+        if torch.compiler.is_dynamo_compiling():  # a graph is to be what it is without this
             return out
         # what a caught call does inside is no second attention
         if self._catcher.may_catch:

@@ -129,8 +129,9 @@ class _WatchedFunction:
         return self.__wrapped__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        catcher = newest_catcher()
-        if catcher is None or torch.compiler.is_compiling():
+        # first: a graph is to be what it is without this, and guards on what it has asked for
+        catcher = None if torch.compiler.is_dynamo_compiling() else newest_catcher()
+        if catcher is None:
             return self.__wrapped__(*args, **kwargs)
         given = self._signature.bind(*args, **kwargs)
         given.apply_defaults()

@@ -5,29 +5,29 @@ from collections.abc import Sequence
 from torch import nn
 
 from stability.intercept.coverage import LayerCoverage
-from stability.intercept.eager import check_eager
+from stability.intercept.eager import check_eager, check_unscripted
 from stability.intercept.transformers import check_transformers, is_transformers_model
 
 __all__ = ["check_model", "nothing_caught"]
 
 _HINT = (
-    "\nWhat torch.compile has made of a model has no calls that could be seen: give shadow the "
-    "model, and train it, uncompiled"
+    "\nCompiled code has run: calls are seen there in graphs of Inductor that were compiled inside "
+    "`with shadow(...)`; to compile one again, call torch.compiler.reset() before the first step"
 )
 _SHOWN = 12
 """The most modules or classes that a message names."""
 
 
-def check_model(model: nn.Module) -> None:
-    """ValueError if the attention of `model` cannot be caught (`check_eager`), or drops values at
-    random: a shadow would drop other values than the model does.
+def check_model(model: nn.Module, *, compiled: bool) -> None:
+    """ValueError if the attention of `model` cannot be caught, or drops values at random: a shadow
+    would drop other values than the model does. With `compiled` parts of it may be compiled.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"shadow: model must be a torch.nn.Module, got {type(model).__name__}; "
             "functions can be given to a DualAttention"
         )
-    check_eager(model)
+    check_unscripted(model) if compiled else check_eager(model)
     if is_transformers_model(model):
         check_transformers(model)
         return
@@ -54,15 +54,19 @@ def _attention_dropout(module: nn.Module) -> float:
     return 0.0
 
 
-def nothing_caught(model: nn.Module, coverage: Sequence[LayerCoverage]) -> str:
-    """Return the message for a model in which no attention call was caught."""
+def nothing_caught(model: nn.Module, coverage: Sequence[LayerCoverage], *, compiled: bool) -> str:
+    """Return the message for a model in which no attention call was caught.
+
+    `compiled` says that some of it may have run in compiled code.
+    """
+    hint = _HINT if compiled else ""
     if coverage:
         listed = "".join(f"\n  {one.layer}: {one}" for one in coverage[:_SHOWN])
         more = f"\n  and {len(coverage) - _SHOWN} more" if len(coverage) > _SHOWN else ""
-        return f"shadow: no attention of {type(model).__name__} is seen:{listed}{more}{_HINT}"
+        return f"shadow: no attention of {type(model).__name__} is seen:{listed}{more}{hint}"
     kinds = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
     shown = ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
     return (
         f"shadow: {type(model).__name__} has no attention that could be seen in a step: no call of "
-        f"it, and no softmax that multiplies a matrix; module classes seen: {shown}"
+        f"it, and no softmax that multiplies a matrix; module classes seen: {shown}{hint}"
     )

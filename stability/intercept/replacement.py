@@ -19,7 +19,7 @@ from attention_kernels import MaskArguments
 from stability.probe.attention_registry import ResolvedAttention
 from stability.probe.captured_call import AttentionCall, BoundAttention
 
-__all__ = ["Direction", "Replacement"]
+__all__ = ["Direction", "ReplacedAttention", "Replacement", "bind_own"]
 
 Direction = Literal["both", "forward", "backward"]
 
@@ -91,6 +91,24 @@ class Replacement:
         description = {**self.candidate.description, **self.to_dict(), "elsewhere": own.description}
         name = f"{self.candidate.name} {self.direction}"
         return ResolvedAttention(name=name, function=attend, description=description)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedAttention:
+    """What computes in a replaced layer, with the model's own attention, which is its shadow."""
+
+    computes: BoundAttention
+    own: BoundAttention
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what is computed in the model's place."""
+        return self.computes(q, k, v)
+
+
+def bind_own(call: AttentionCall, primary: BoundAttention) -> BoundAttention:
+    """Return the model's own attention of a replaced layer, as a probe takes its shadow."""
+    assert isinstance(primary, ReplacedAttention)
+    return primary.own
 
 
 def _cast_and_attend(

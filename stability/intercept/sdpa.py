@@ -3,8 +3,8 @@
 A `TorchFunctionMode` sees them, in the thread that runs the model and only while it runs.
 `nn.MultiheadAttention` calls SDPA inside a function that the mode sees as one, so there the name
 itself is replaced for the time of that call. Leaves out whose a call is (`catcher`) and what is
-done with it (`probe`, `replacement`). A compiled graph has no calls to catch: `session` refuses
-such a model.
+done with it (`probe`, `replacement`). A compiled graph has no calls to catch: they
+are observed (`compiled_taps`).
 """
 
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ class _SdpaMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():  # a graph is to be what it is without this
+        if torch.compiler.is_dynamo_compiling():  # a graph is to be what it is without this
             return func(*args, **(kwargs or {}))
         if func is _SDPA:
             return self._caught(*args, **(kwargs or {}))

@@ -1,8 +1,9 @@
 """`shadow`: the instrument on any torch model, in one line.
 
 A model whose calls cannot be caught is refused before it runs. At due steps the session catches the
-calls (`doors`) and hands them to a probe, or makes the candidate compute in their place
-(`replacement`). At any other step nothing at all is installed. Leaves out what is refused
+calls (`doors`), or observes those of compiled graphs (`compiled_taps`), and hands them to a probe,
+or makes the candidate compute in their place (`replacement`). At any other step nothing at all is
+installed; what torch.compile makes meanwhile is only named. Leaves out what is refused
 (`model_check`), the comparison (`probe.attention_probe`) and the record on disk
 (`probe.probe_recorder`).
 """
@@ -10,7 +11,6 @@ calls (`doors`) and hands them to a probe, or makes the candidate compute in the
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from stability.config.schema import ProbeConfig
+from stability.intercept.compiled_taps import ObservedCall, compiled_taps
 from stability.intercept.coverage import Coverage, LayerCoverage
 from stability.intercept.doors import catch_attention
 from stability.intercept.gradients import CaughtGradients, Loss
 from stability.intercept.layer_globs import check_globs, check_globs_of_calls
+from stability.intercept.layer_names import ROOT
 from stability.intercept.library_functions import watching_library_functions
 from stability.intercept.model_check import check_model, nothing_caught
-from stability.intercept.replacement import Direction, Replacement
+from stability.intercept.replacement import Direction, ReplacedAttention, Replacement, bind_own
 from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shadows
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 from stability.probe.captured_call import AttentionCall, BoundAttention
@@ -52,6 +54,11 @@ _OTHER_FUNCTION = 0.3
 _FORGOTTEN = (
     "the weights were updated and step() was not called since; call it on what shadow yields "
     "after each update: without it no further step is looked at"
+)
+
+_UNSEARCHED = (
+    "some of the model runs in compiled graphs: calls of scaled_dot_product_attention are seen "
+    "there, attention that is written by hand is not, and isn't told either"
 )
 
 
@@ -101,9 +108,13 @@ def shadow(
     given each step's, e.g. `lambda step, measured: wandb.log(measured.metrics)`. `first_step` is
     the number of updates made before: a resumed job gives it, and goes on with its `records`; what
     `state_dict()` of this returns belongs into its checkpoints. ValueError, before anything runs,
-    for an unknown candidate, a glob that matches no module, attention dropout or a compiled model;
-    and after the first due step, if no attention call could be caught in it or a glob matches none
-    of its layers.
+    for an unknown candidate, a glob that matches no module, or attention dropout; and after the
+    first due step, if no attention call could be caught in it or a glob matches none of its layers.
+
+    The model may be compiled, as a whole or in parts, before or after. Its graphs stay as they are,
+    and their attention calls are only observed: `replace`, `inherited` and `gradient_every` need a
+    model that runs eagerly, ValueError otherwise. A graph that ran before has to be
+    compiled anew, by `torch.compiler.reset()` inside.
     """
     config = ProbeConfig(
         every=(0 if steps or per_decade else 1) if every is None else every,
@@ -124,7 +135,7 @@ def shadow(
             "shadow: loss must be a function where gradient_every is given, got None; e.g. "
             "loss=lambda: criterion(model(x), y)"
         )
-    check_model(model)
+    check_model(model, compiled=not (replace or inherited or gradient_every))
     check_globs(model, layers=layers, replace=replace)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     several = candidate if isinstance(candidate, list) else [candidate]
@@ -201,7 +212,7 @@ class Shadow:
         self._schedule = Schedule(
             every=config.every, steps=config.steps, per_decade=config.per_decade
         )
-        shadows: dict[str, BindShadow] = {OWN: _bind_own}
+        shadows: dict[str, BindShadow] = {OWN: bind_own}
         if replacement is None:
             shadows = as_shadows(candidates)
         self.probe = AttentionProbe(
@@ -211,6 +222,7 @@ class Shadow:
             modules=dict(model.named_modules()),
         )
         self._evaluation = evaluation
+        self._is_eager_only = replacement is not None or config.inherited
         self._was_announced = False
         self._has_state = not first_step
         """Whether running sums are those of all looks from the first step on."""
@@ -231,8 +243,20 @@ class Shadow:
         self._transfer: tuple[int, HostTransfer] | None = None
         self._installed: ExitStack | None = None
         self._replacing = ExitStack()
-        self._libraries = ExitStack()
-        self._libraries.enter_context(watching_library_functions(model))
+        self._open = ExitStack()
+        """What is open from the beginning to the end."""
+        self._open.enter_context(watching_library_functions(model))
+        self._missed: dict[tuple[str, str], bool] = {}
+        """The (layer, text) of what was not seen in compiled graphs, and whether it was told."""
+        self._taps = self._open.enter_context(
+            compiled_taps(
+                model,
+                self._take_compiled,
+                self._miss,
+                backward=config.backward,
+                evaluation=evaluation,
+            )
+        )
         if replacement is not None:
             self._replacing.enter_context(self._catching())
         self._begin()
@@ -293,7 +317,7 @@ class Shadow:
         self._end()
         self.deliver()
         self._replacing.close()
-        self._libraries.close()
+        self._open.close()
         is_any_due = self._schedule != Schedule()
         if is_any_due and not self._was_announced and self._version() != self._updates:
             self._warn_of_a_forgotten_step()
@@ -306,6 +330,7 @@ class Shadow:
         self._installed = ExitStack()
         if self._replacement is None:
             self._installed.enter_context(self._catching())
+        self._installed.enter_context(self._taps.listening())
         if self._config.inherited:
             roots = [self._model, *self._model.children()]
             self._installed.enter_context(repeating_forward(roots, self.probe))
@@ -315,6 +340,10 @@ class Shadow:
             return
         self._installed.close()
         self._installed = None
+        for (layer, text), was_told in self._missed.items():
+            if not was_told:
+                self._find(layer, text)
+        self._missed = dict.fromkeys(self._missed, True)
         self.probe.disarm()
         self.deliver()
         transfer = self.probe.start_transfer()
@@ -381,6 +410,35 @@ class Shadow:
                 self._find(parsed.layer, text)
 
     def _attend(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
+        counts = self._note(call)
+        if self._replacement is not None:
+            if not self._replacement.covers(call.layer):
+                return primary(call.q, call.k, call.v)[0]
+            primary = ReplacedAttention(self._replacement.of(call, primary), primary)
+        if not counts:
+            return primary(call.q, call.k, call.v)[0]
+        return self.probe.attend(call, primary)
+
+    def _take_compiled(self, observed: ObservedCall) -> None:
+        """Compare a call that a compiled graph has made."""
+        call = observed.call
+        if self._is_eager_only:
+            raise ValueError(
+                f"shadow: {call.layer} must run eagerly where replace or inherited is given; a "
+                "compiled graph calls its attention"
+            )
+        if self._note(call):
+            self.probe.compare_given(call, observed.out, observed.dout, observed.gradients)
+
+    def _miss(self, layer: str, text: str) -> None:
+        """Note what was not seen of a compiled graph, to be told when the step ends."""
+        layer = layer or ROOT
+        if self._looking_round is not None:
+            self._looking_round.note_missed(layer, text)
+        self._missed.setdefault((layer, text), False)
+
+    def _note(self, call: AttentionCall) -> bool:
+        """Note that a call was seen, and return whether it is one to look at."""
         self._layers.setdefault(call.layer)
         if self._looking_round is not None:
             self._looking_round.note(call.layer, call.unsupported)
@@ -391,23 +449,22 @@ class Shadow:
             self._warn_of_a_forgotten_step()
         self._called.add(call.layer)
         self._has_counted |= counts
-        if self._replacement is not None:
-            if not self._replacement.covers(call.layer):
-                return primary(call.q, call.k, call.v)[0]
-            primary = _ReplacedAttention(self._replacement.of(call, primary), primary)
-        if not counts:
-            return primary(call.q, call.k, call.v)[0]
-        return self.probe.attend(call, primary)
+        return counts
 
     def _catching(self) -> AbstractContextManager[None]:
-        return catch_attention(self._model, self._attend, self._looking_round)
+        compiled = "refused" if self._is_eager_only else "left alone"
+        return catch_attention(self._model, self._attend, self._looking_round, compiled=compiled)
 
     def _check_calls(self) -> None:
         """ValueError if the first step's calls can't be what was meant; a finding if later ones."""
+        self._taps.end_step()
         if self._looking_round is not None:
             self.coverage = self._looking_round.end()
+            is_compiled = self._looking_round.unsearched
             if not self._layers:
-                raise ValueError(nothing_caught(self._model, self.coverage))
+                raise ValueError(nothing_caught(self._model, self.coverage, compiled=is_compiled))
+            if is_compiled:
+                self._find("model", _UNSEARCHED)
         if self._installed is not None and not self._has_counted:
             text = (
                 f"no attention call of step {self._step} was one of training (gradients enabled, "
@@ -440,19 +497,3 @@ class Shadow:
         self.findings.append((self._step, layer, text))
         for sink in self._sinks:
             sink(self._step, StepMeasurements({}, {}, (finding,)))
-
-
-@dataclass(frozen=True, slots=True)
-class _ReplacedAttention:
-    """What computes in a replaced layer, with the model's own attention, which is its shadow."""
-
-    computes: BoundAttention
-    own: BoundAttention
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.computes(q, k, v)
-
-
-def _bind_own(call: AttentionCall, primary: BoundAttention) -> BoundAttention:
-    assert isinstance(primary, _ReplacedAttention)
-    return primary.own

@@ -16,6 +16,7 @@ from functools import partial, wraps
 from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
@@ -102,19 +103,25 @@ def catch_transformers(catcher: Catcher) -> Iterator[None]:
     Where its handler returns the primary's own out, the model computes the same bits as outside the
     context. Contexts may be nested and may end in any order.
     """
+    catcher.everywhere.append(partial(_patch_interface, catcher))
+    yield
+
+
+def _patch_interface(catcher: Catcher) -> Callable[[], None]:
     from transformers import AttentionInterface  # optional dependency
 
     with _LOCK:
         if not _OPEN:
             AttentionInterface.get_interface = _catching_interface(AttentionInterface.get_interface)
         _OPEN.append(catcher)
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         with _LOCK:
             _OPEN.remove(catcher)
             if not _OPEN:
                 AttentionInterface.get_interface = AttentionInterface.get_interface.__wrapped__
+
+    return restore
 
 
 def _catching_interface(get_interface: Callable[..., Function]) -> Callable[..., Function]:
@@ -123,6 +130,8 @@ def _catching_interface(get_interface: Callable[..., Function]) -> Callable[...,
     @wraps(get_interface)
     def catching(self: Any, attn_implementation: str, default: Function) -> Function:
         function = get_interface(self, attn_implementation, default)
+        if torch.compiler.is_dynamo_compiling():  # a graph is to be what it is without this
+            return function
         registered = attn_implementation in REGISTERED
         asked = _AskedFunction(
             name=attn_implementation,

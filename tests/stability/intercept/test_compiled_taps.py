@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stability import shadow
 from stability.config.schema import ProbeConfig
 from stability.intercept.compiled_taps import compiled_taps
 from stability.probe.attention_probe import AttentionProbe, as_shadows
@@ -424,12 +423,3 @@ def test_hugging_face_models_are_seen_and_end_in_the_same_bits(kind):
     assert seen.layers == TINY[kind].layers[::-1] * 2
     assert not seen.missed
     assert "attn_mask" in seen.calls[-1][1]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_model_compiled_inside_shadow_is_refused_after_its_first_step():
-    model = decoder(depth=2)
-    with shadow(model, every=2) as probe:
-        train_step(torch.compile(model, backend="eager"), 0)
-        with pytest.raises(ValueError, match=r"(?s)not run in the step.*torch.compile has made of"):
-            probe.step()

@@ -250,17 +250,18 @@ def test_a_model_with_nothing_to_catch_is_told_what_was_seen(model, inputs, mess
             probe.step()
 
 
-def test_a_compiled_model_is_refused():
+def test_a_compiled_model_is_refused_where_its_attention_is_to_be_another():
     model = Decoder()
-    with pytest.raises(ValueError, match="model must run eagerly, got OptimizedModule at its root"):
-        shadow(torch.compile(model, backend="eager")).__enter__()
+    text = "must run eagerly where replace, .* is given, got OptimizedModule at its root"
+    with pytest.raises(ValueError, match=text):
+        shadow(torch.compile(model, backend="eager"), replace=["*"]).__enter__()
     model.layers[1].compile(backend="eager")
     with pytest.raises(ValueError, match=r"got Attention.compile\(\) at layers.1"):
-        shadow(model).__enter__()
+        shadow(model, inherited=True).__enter__()
     model = Decoder()
     model.forward = torch.compile(model.forward, backend="eager")
     with pytest.raises(ValueError, match=r"got Decoder with a compiled forward at its root"):
-        shadow(model).__enter__()
+        shadow(model, gradient_every=2, loss=lambda: model(tokens(0)).sum()).__enter__()
     with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, got function"):
         shadow(lambda x: x).__enter__()
     with pytest.raises(ValueError, match=r"got 'fa9'; nearest: fa"):
@@ -270,7 +271,7 @@ def test_a_compiled_model_is_refused():
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_part_that_is_compiled_meanwhile_is_refused_by_name(at):
     model = Decoder()
-    with shadow(model, every=2) as probe:
+    with shadow(model, every=2, replace=["layers.*"]) as probe:
         for step in range(at):
             train_step(model, step)
             probe.step()
