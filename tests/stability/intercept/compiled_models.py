@@ -46,13 +46,16 @@ def compile_forward(model):
 
 
 class Seen:
-    """What was observed: copies of the calls, and what was missed."""
+    """What was observed: copies of the calls that train, the others, and what was missed."""
 
     def __init__(self):
-        self.calls, self.missed = [], []
+        self.calls, self.passed, self.missed = [], [], []
 
     def call(self, observed):
         call, gradients = observed.call, observed.gradients
+        if not call.trains:
+            self.passed.append((call.layer, len(gradients)))
+            return
         copies = [x.clone() for x in (call.q, call.k, call.v, observed.out, *gradients)]
         dout = None if observed.dout is None else observed.dout.clone()
         self.calls.append((call.layer, call.mask, copies, dout))

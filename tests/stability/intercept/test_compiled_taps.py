@@ -303,8 +303,12 @@ def test_what_has_no_backward_is_seen_forward_alone_or_named():
         alone = stack.enter_context(
             compiled_taps(model, forward_alone.call, forward_alone.miss, backward=False)
         )
+        compile_blocks(model)
         with whole.listening(), alone.listening(), torch.no_grad():
-            compile_blocks(model)(tokens(0))
+            model(tokens(0))
+        assert seen.passed == forward_alone.passed == [("layers.0", 0), ("layers.1", 0)]
+        with whole.listening(), alone.listening():
+            model(tokens(0))
     assert not seen.calls
     assert [layer for layer, _ in seen.missed] == ["layers.0", "layers.1"]
     assert all("no backward of it ran" in text for _, text in seen.missed)
