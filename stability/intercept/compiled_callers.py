@@ -27,7 +27,7 @@ _COMPILERS = ("torch/_inductor/compile_fx.py", "torch/_dynamo/convert_frame.py")
 
 @dataclass(frozen=True, slots=True)
 class KernelCaller:
-    """Where a compiled graph calls a kernel."""
+    """Where a compiled graph calls a kernel, or Python in the middle of compiled code."""
 
     filename: str
     line: int
@@ -39,6 +39,8 @@ class KernelCaller:
     """The graph's forward; None in a backward, and where the graph is not known."""
     operation: Operation | None = None
     """What it was that is called, where the forward of a graph calls it and it is known."""
+    is_python: bool = False
+    """Whether no graph calls it; then `graph` is whether a gradient is recorded, else None."""
 
     @property
     def names(self) -> list[str]:
@@ -51,7 +53,9 @@ class KernelCaller:
 
         They are kept on the node, which knows when nobody can ask for them any more.
         """
-        return {} if self.graph is None else self.graph.__dict__.setdefault("stability_calls", {})
+        if self.graph is None or self.is_python:
+            return {}
+        return self.graph.__dict__.setdefault("stability_calls", {})
 
 
 def compiled_caller() -> KernelCaller | None:
@@ -78,12 +82,14 @@ def compiled_caller() -> KernelCaller | None:
     return KernelCaller(code, line, graph, _module_above(frames), current_run())
 
 
-def python_caller() -> nn.Module | None:
-    """Return the module that calls the kernel from Python, None if it is none or the compiler."""
+def python_caller(records_gradient: bool) -> KernelCaller | None:
+    """Return where Python calls the kernel that is running, None if the compiler does."""
     frames = _frames()
-    if any(x.f_code.co_filename.endswith(_COMPILERS) for x in frames):
+    module = _module_above(frames)
+    is_compilers = any(x.f_code.co_filename.endswith(_COMPILERS) for x in frames)
+    if module is None or is_compilers:
         return None
-    return _module_above(frames)
+    return KernelCaller("", 0, records_gradient or None, module, is_python=True)
 
 
 def _frames() -> list[FrameType]:

@@ -201,7 +201,8 @@ def _nodes(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
 
 
 def _attention(target: Any) -> str:
-    if target is F.scaled_dot_product_attention:
+    # as a whole where torch's own MultiheadAttention calls it
+    if target in (F.scaled_dot_product_attention, F.multi_head_attention_forward):
         return "scaled_dot_product_attention"
     return "flex_attention" if str(target) == "flex_attention" else ""
 

@@ -7,9 +7,10 @@ the one that an unobserved run compiles, at due steps and others, compiled befor
 that are not due nothing stands there.
 
 A backward call has all there is: q, k, v, out, dout and its gradients. It is joined with the call
-of the forward by the memory of out, and by the LSE, bit by bit. What can't be observed or named is
-reported: attention that was decomposed into plain operators, flex_attention, replays of a CUDA
-graph, and graphs that were compiled before `compiled_taps` or by another backend.
+of the forward by the memory of out, and by the LSE, bit by bit. Calls that Python makes
+where a graph breaks are observed likewise. What can't be observed or named is reported: attention
+that was decomposed into plain operators, flex_attention, replays of a CUDA graph, and graphs that
+were compiled before `compiled_taps` or by another backend.
 
 k and v are those that the kernel is given, which have q's heads where the model repeats them.
 Leaves out eager calls (`doors`), where a call comes from (`compiled_callers`), and the comparison
@@ -61,10 +62,6 @@ UNNAMED = (
     "attention in a graph that was compiled before shadow, or by another backend than Inductor, "
     "can't be told by layer; call torch.compiler.reset() inside `with shadow(...)`, before the "
     "first step, to compile it again"
-)
-_BETWEEN = (
-    "not seen: it is called from Python in the middle of compiled code, where a graph breaks; "
-    "torch.compiler.disable on its forward lets it be caught"
 )
 _NOT_MET = {
     "scaled_dot_product_attention": (
@@ -123,7 +120,8 @@ class _ForwardCall:
     """A call of the forward that waits for its backward."""
 
     layer: str
-    operation: Operation
+    operation: Operation | None
+    """None for a call that Python makes in the middle of compiled code."""
     lse: Tensor
     """A copy: Inductor may write over the one that the kernel gave."""
     trains: bool
@@ -177,12 +175,6 @@ class CompiledTaps:
                 self._miss(layer, "not seen: no backward of it ran in a compiled graph")
         self._whole.clear()
 
-    def take_python(self, module: nn.Module | None) -> None:
-        """Report a call that `module` makes in Python, between the graphs of compiled code."""
-        name = self._layers.get(module) if module is not None else None
-        if name is not None:
-            self._miss(name, _BETWEEN)
-
     def take_forward(
         self, arguments: dict[str, Any], results: Any, caller: KernelCaller | None
     ) -> None:
@@ -192,7 +184,8 @@ class CompiledTaps:
         self._waiting.pop(out.data_ptr(), None)
         if caller is None:
             return
-        found = self._found(caller, lse) if caller.run else self._found_again(caller, lse)
+        find = self._found if caller.run or caller.is_python else self._found_again
+        found = find(caller, lse)
         if found is None:
             return
         layer, operation = found
@@ -216,10 +209,13 @@ class CompiledTaps:
         self, arguments: dict[str, Any], results: Any, caller: KernelCaller | None
     ) -> None:
         """Hand on the call whose backward kernel has run."""
-        if not self._backward or caller is None:
+        place = arguments["out"].data_ptr()
+        call = self._waiting.get(place)
+        if not self._backward or (caller is None and not _is_of_python(call, arguments)):
             return
-        call = self._waiting.pop(arguments["out"].data_ptr(), None)
+        self._waiting.pop(place, None)
         if call is None:
+            assert caller is not None
             if id(self) in caller.calls:
                 self._miss(
                     "", "not seen: a backward in a compiled graph, of no call of its forward"
@@ -234,11 +230,13 @@ class CompiledTaps:
             # a recomputed call has taken the place of another
             self._made = [x for x in self._made if x.layer != call.layer]
 
-    def _found(self, caller: KernelCaller, lse: Tensor) -> tuple[str, Operation] | None:
-        """Return the layer of a call that the forward of a graph makes, None if not known."""
+    def _found(self, caller: KernelCaller, lse: Tensor) -> tuple[str, Operation | None] | None:
+        """Return the layer of a call that a graph makes in a forward, None if not known."""
         run, operation = caller.run, caller.operation
-        module = run.module(operation) if run and operation else None
-        if operation is None or module is None:
+        module = caller.module if caller.is_python else None
+        if run and operation:
+            module = run.module(operation)
+        if module is None:
             self._miss("", "not seen: an attention call of a compiled graph, of no layer known")
             return None
         name = self._layers.get(module)  # None: another model's
@@ -256,7 +254,9 @@ class CompiledTaps:
         self._miss(name, "not seen: recomputed calls of it can't be told apart")
         return None
 
-    def _found_again(self, caller: KernelCaller, lse: Tensor) -> tuple[str, Operation] | None:
+    def _found_again(
+        self, caller: KernelCaller, lse: Tensor
+    ) -> tuple[str, Operation | None] | None:
         """Return the layer of a call that the backward of a graph computes again."""
         made = caller.calls.get(id(self), [])
         if not made:
@@ -264,7 +264,7 @@ class CompiledTaps:
             if is_own and _current_graph_task_id() == -1:
                 self._miss(self._layers.get(caller.module, ""), UNNAMED)  # pyright: ignore
             return None
-        possible = alike([x.operation for x in made], caller.names)
+        possible = alike([x.operation for x in made if x.operation], caller.names)
         calls = [x for x in made if x.operation in possible]
         if len(calls) > 1:
             calls = [x for x in calls if _same_bits(x.lse, lse)]
@@ -327,6 +327,13 @@ def _mask(arguments: dict[str, Any]) -> MaskArguments:
 def _unsupported(arguments: dict[str, Any]) -> str:
     dropout = arguments["dropout_p"]
     return f"dropout_p {dropout:g}; a shadow would drop other values" if dropout else ""
+
+
+def _is_of_python(call: _ForwardCall | None, arguments: dict[str, Any]) -> bool:
+    """Whether a backward that no graph calls is that of a call which no graph has made."""
+    if call is None or call.operation is not None:
+        return False
+    return _same_bits(call.lse, arguments["logsumexp"])
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
@@ -406,9 +413,8 @@ def _stand_before(
         if caller and caller.run and is_forward:
             caller = replace(caller, operation=caller.run.meet(caller.names))
         if caller is None and is_forward and is_in_compiled_code():
-            module = python_caller()
-            for taps, *_ in tuple(_OBSERVERS) if module else ():
-                taps.take_python(module)
+            qkv = [named[x] for x in ("query", "key", "value")]
+            caller = python_caller(torch.is_grad_enabled() and any(x.requires_grad for x in qkv))
         _LOCAL.is_busy = True
         try:
             for taps, include, exclude in tuple(_OBSERVERS):

@@ -83,7 +83,10 @@ def _run(model, compiled, probe=None, *, steps=5, step_of=train_step):
 def _assert_same(plain, watched):
     """Equal weights, and not one compilation more."""
     assert all(torch.equal(x, y) for x, y in zip(plain[0], watched[0], strict=True))
-    assert plain[1] == watched[1]
+    frames, watched_frames = (one[1]["frames"] for one in (plain, watched))
+    assert plain[1]["stats"] == watched[1]["stats"]
+    # the first run of a process may compile functions of a library that are compiled once
+    assert watched_frames.get("total", 0) <= frames.get("total", 0)
 
 
 def _compare(model, compile_model, *, inside=True, step_of=train_step, **options):
@@ -328,14 +331,39 @@ def _in_python(q):
 
 @inductor
 @pytest.mark.slow
-def test_a_call_between_two_graphs_is_named():
+def test_a_call_between_two_graphs_is_seen():
     model = _Breaking()
-    with shadow(model) as probe:
-        train_step(torch.compile(model), 0)
-        probe.step()
-    assert probe.layers == ("inner.layers.0",)
-    told = dict(_told(probe))
-    assert "where a graph breaks; torch.compiler.disable on its forward" in told["model"]
+    model.inner.layers[1] = nn.Identity()
+    _assert_seen(_compare(model, torch.compile), ["model", "inner.layers.0"])
+
+
+class _Encoder(nn.Module):
+    """Torch's own layers, which Dynamo leaves to Python where one is compiled by itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(64, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.encoder(self.embedding(ids)))
+
+
+def _compile_encoder_layers(model):
+    for layer in model.encoder.layers:
+        layer.compile()
+    return model
+
+
+@inductor
+@pytest.mark.slow
+@pytest.mark.parametrize("compile_model", [torch.compile, _compile_encoder_layers])
+def test_torchs_own_multi_head_attention_is_seen(compile_model):
+    layers = [f"encoder.layers.{index}.self_attn" for index in range(2)]
+    _assert_seen(_compare(_Encoder(), compile_model), layers)
 
 
 class _Biased(nn.Module):
