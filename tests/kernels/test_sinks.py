@@ -10,31 +10,19 @@ import pytest
 import torch
 
 from attention_kernels import (
-    PROFILES,
     baseline_attention,
-    flash_attention,
     golden_attention,
 )
 from attention_kernels.peers.registry import attention
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv
+from tests.kernels.flash import SMALL, flash
 
 FP64_RTOL = 1e-13
 """Two FP64 evaluations in other orders: about sqrt(100) * 2**-53 = 1e-15 each, with room."""
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
-SMALL: dict[str, Any] = {"block_q": 16, "block_k": 16}
 SHAPE = Shape(2, 4, 2, 20, 17, 16, 24)
 SINKS = torch.tensor([-2.0, 0.5, 3.0, 30.0], dtype=torch.float64)
-
-
-def flash(engine, profile="golden", **changes):
-    numerics = PROFILES[profile].with_(**changes)
-
-    def attend(q, k, v, **options):
-        return flash_attention(q, k, v, numerics=numerics, engine=engine, **options)
-
-    return attend
-
 
 EXACT = {
     "golden": golden_attention,

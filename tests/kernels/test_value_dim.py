@@ -4,15 +4,11 @@ The definition is written anew here, with no line shared; golden is held against
 against golden, and all against finite differences.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
 from attention_kernels import (
-    PROFILES,
     baseline_attention,
-    flash_attention,
     golden_attention,
 )
 from attention_kernels.testing import (
@@ -23,20 +19,10 @@ from attention_kernels.testing import (
     with_gradients,
 )
 from attention_kernels.testing.cells import FULL, reference
+from tests.kernels.flash import SMALL, flash
 
 FP64_RTOL = 1e-13
 """Two FP64 evaluations in other orders: about sqrt(100) * 2**-53 = 1e-15 each, with room."""
-
-SMALL: dict[str, Any] = {"block_q": 16, "block_k": 16}
-
-
-def flash(engine, profile="golden", **changes):
-    numerics = PROFILES[profile].with_(**changes)
-
-    def attend(q, k, v, **options):
-        return flash_attention(q, k, v, numerics=numerics, engine=engine, **options)
-
-    return attend
 
 
 EXACT = {
