@@ -2,7 +2,8 @@
 
 A candidate that raised, that returned values which are not finite, or that was never compared has
 not been found right, whatever the other figures say: that is the first thing to be told. Then come
-the places beyond a limit (`locate`). Leaves out how it is shown.
+the places beyond a limit (`locate`), and the layers of which nothing was seen, or not all: of these
+nobody knows. Leaves out how it is shown.
 """
 
 import math
@@ -30,18 +31,21 @@ class ProbeAnswer:
     """Candidates that raised, returned what is not finite, or were never compared."""
     places: tuple[str, ...]
     """What is beyond a limit, or stands out, and where."""
+    unseen: tuple[str, ...]
+    """Layers of which not every call was compared, and why."""
     calm: str
     """What is said if there is nothing else to say."""
 
     @property
     def holds(self) -> bool:
-        """Whether no candidate failed, and nothing is beyond a limit."""
+        """Whether no candidate failed, and nothing that was compared is beyond a limit."""
         return not self.failures and not self.places
 
     @property
     def lines(self) -> tuple[str, ...]:
         """All sentences, the worst first."""
-        return (*self.failures, *self.places) or (self.calm,)
+        said = (*self.failures, *self.places) or (self.calm,)
+        return (*said, *self.unseen)
 
 
 def answer_of_probe(probed: RecordedProbe, limits: OperatorLimits | None = None) -> ProbeAnswer:
@@ -56,6 +60,7 @@ def answer_of_probe(probed: RecordedProbe, limits: OperatorLimits | None = None)
     return ProbeAnswer(
         failures=tuple(failures),
         places=tuple(sentences(locate(probed.metrics, limits))),
+        unseen=_unseen(probed, names),
         calm=_calm(probed, limits),
     )
 
@@ -140,6 +145,23 @@ def _never_compared(
     return lines
 
 
+def _unseen(probed: RecordedProbe, names: Sequence[str]) -> tuple[str, ...]:
+    """Return a sentence for each reason why calls were not compared, with its layers."""
+    where: dict[str, list[str]] = {}
+    for event in probed.events:
+        is_part = event.text.startswith("seen in part")
+        is_of_candidate = any(event.text.startswith(f"{name}: ") for name in (*names, GOLDEN))
+        if event.kind != "finding" or event.layer in ("", "model") or is_of_candidate:
+            continue
+        if is_part or event.layer not in probed.layers:
+            where.setdefault(event.text, []).append(event.layer)
+    said = ("seen in part", "not seen")
+    return tuple(
+        f"{_which(layers, [])}: {'' if text.startswith(said) else 'not measured: '}{text}"
+        for text, layers in where.items()
+    )
+
+
 def _metric_part(name: str) -> str:
     """Return a shadow's name as it stands in metric names (`probe.measurements`)."""
     return "".join(c if c.isalnum() else "_" for c in name)
@@ -152,7 +174,8 @@ def _computes(primary: Mapping[str, object]) -> str:
 def _calm(probed: RecordedProbe, limits: OperatorLimits) -> str:
     """Return the sentence of a probe in which nothing is beyond its limit."""
     looks = len(probed.steps())
-    over = f"{len(probed.layers)} layers, {looks} look{'s' if looks != 1 else ''}"
+    count = len(probed.layers)
+    over = f"{count} layer{'s' if count != 1 else ''}, {looks} look{'s' if looks != 1 else ''}"
     if not any(parse_deviation(name) for name in probed.metrics):
         return "Nothing has been compared yet."
     if not any(name.endswith("/error_ratio") for name in probed.metrics):

@@ -27,7 +27,8 @@ EXIT_CODES = {
     HOLDS: "done, and what was checked holds",
     FAILS: "a run failed, or what was checked does not hold",
     WRONG: "wrong input, or it can't be judged",
-    UNDECIDED: "undecided: INCONCLUSIVE or NO ASSAY, or a control of an experiment",
+    UNDECIDED: "undecided: INCONCLUSIVE, NO ASSAY, a layer that was not seen, or a control of an "
+    "experiment",
     EXPLORATORY: "exploratory: the protocol was changed after it was sealed",
     INTERRUPTED: "interrupted by Ctrl-C",
     UNREAD: "nobody read its output to the end, as in `| head`",

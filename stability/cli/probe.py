@@ -9,14 +9,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from stability.cli.output import FAILS, HOLDS, print_json
+from stability.cli.output import FAILS, HOLDS, UNDECIDED, print_json
 from stability.report.view.plain_text import as_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
-__all__ = ["probe"]
+    from stability.analysis.probe_answer import ProbeAnswer
+
+__all__ = ["exit_code_of", "probe"]
 
 _DTYPES = {"32": "float32", "bf16": "bfloat16", "bf16-mixed": "float32"}
 """The torch dtype of the weights, by precision."""
@@ -51,7 +53,8 @@ def probe(
     """Compare a candidate attention with a model's own, call by call, forward and backward.
 
     Exits 1 if a candidate fails, returns what is not finite, was never compared, or is beyond a
-    limit against FP64: an error ratio of 2, a gain of 0.1 %, a bias of 0.05 ULP.
+    limit against FP64: an error ratio of 2, a gain of 0.1 %, a bias of 0.05 ULP. Exits 3 if none of
+    this was found, but some layer's attention could not be compared.
 
     Args:
         model: a folder with a config.json, or a name on the Hugging Face hub
@@ -148,6 +151,7 @@ def _show(folder: Path, console: "Console", *, as_json: bool) -> int:
                 "holds": answer.holds,
                 "failures": answer.failures,
                 "stands_out": answer.places,
+                "unseen": answer.unseen,
             }
         )
     else:
@@ -155,7 +159,14 @@ def _show(folder: Path, console: "Console", *, as_json: bool) -> int:
 
         print_probe(folder, console)
         console.print(as_text(f"\nreport: {page}"), soft_wrap=True)
-    return HOLDS if answer.holds else FAILS
+    return exit_code_of(answer)
+
+
+def exit_code_of(answer: "ProbeAnswer") -> int:
+    """Return the exit code of a probe's answer."""
+    if not answer.holds:
+        return FAILS
+    return UNDECIDED if answer.unseen else HOLDS
 
 
 def _run(

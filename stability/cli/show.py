@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stability.cli.output import FAILS, HOLDS, print_json, write_json
+from stability.cli.output import HOLDS, print_json, write_json
+from stability.cli.probe import exit_code_of
 from stability.records.probe_record import PROBE_FILE
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
     """Print the ladder of a study, all about one of its arms, or the table of a probe.
 
     Of a probe the exit code is that of `stability probe`: 1 if a candidate failed or a limit is
-    exceeded. A study is only shown: its answer by exit code is `stability verdict`.
+    exceeded, 3 if some layer could not be compared. A study is only shown: its answer by exit code
+    is `stability verdict`.
 
     Args:
         folder: the folder of a study, e.g. runs/quickstart, or of a probe
@@ -39,7 +41,7 @@ def show(folder: Path, arm: str | None = None, json: bool = False) -> int:
 
     console = Console()
     if is_probe:
-        return HOLDS if print_probe(folder, console).holds else FAILS
+        return exit_code_of(print_probe(folder, console))
     study = read_study(folder)
     ladder = ladder_of(study)
     if arm is not None:

@@ -71,13 +71,15 @@ def print_probe(folder: Path, console: Console) -> ProbeAnswer:
     names = ", ".join(record.shadows)
     console.print(as_text(f"{record.model}: {names} beside {_name(record.primary)}", "bold"))
     caught = len(probed.layers or record.layers)
-    console.print(as_text(f"{caught} layers, {probed.looked_at} looked at", "dim"))
+    layers = "1 layer" if caught == 1 else f"{caught} layers"
+    console.print(as_text(f"{layers}, {probed.looked_at} looked at", "dim"))
     if probed.open_end:
         console.print(as_text(probed.open_end, "yellow"))
     console.print()
     answer = answer_of_probe(probed)
     for line in shown_lines(answer):
-        console.print(as_text(line, "bold red" if line in answer.failures else ""))
+        style = "bold red" if line in answer.failures else "yellow" if line in answer.unseen else ""
+        console.print(as_text(line, style))
     for shadow in probed.shadows:
         console.print()
         if shadow:
@@ -112,10 +114,14 @@ def located_lines(probed: RecordedProbe) -> list[str]:
 
 
 def shown_lines(answer: ProbeAnswer) -> list[str]:
-    """Return the first sentences of an answer, and one that counts the rest."""
-    lines = list(answer.lines[:SHOWN])
-    if len(answer.lines) > SHOWN:
-        lines.append(f"and {len(answer.lines) - SHOWN} more places")
+    """Return the first sentences of an answer and one that counts the rest, then what is unseen."""
+    found = answer.lines[: len(answer.lines) - len(answer.unseen)]
+    lines = list(found[:SHOWN])
+    if len(found) > SHOWN:
+        lines.append(f"and {len(found) - SHOWN} more places")
+    lines += answer.unseen[:SHOWN]
+    if len(answer.unseen) > SHOWN:
+        lines.append(f"and {len(answer.unseen) - SHOWN} more that were not seen")
     return lines
 
 

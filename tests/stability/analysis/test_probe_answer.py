@@ -51,6 +51,35 @@ def test_a_candidate_that_raised_is_said_first(tmp_path, layers, where):
     assert answer.lines[1].startswith(f"{_layer(2)}, head 1: error ratio stands out")
 
 
+def test_a_layer_that_was_not_compared_is_said_beside_the_calm_words(tmp_path):
+    events = (
+        Event(0, "finding", "model.extra", "not seen: it is written by hand; wrap it"),
+        Event(0, "finding", "model.layers.9.self_attn", "head_dim 8 is less than 16"),
+        Event(0, "finding", "model.layers.8.self_attn", "head_dim 8 is less than 16"),
+        Event(0, "finding", _layer(0), "seen in part: dropout"),
+        Event(0, "finding", _layer(1), "golden dq was not finite in some row"),
+        Event(3, "finding", "model", "step 2 was never announced"),
+        Event(0, "alert", _layer(2), "a figure past a threshold"),
+    )
+    answer = answer_of_probe(read_probe(write_probe(tmp_path, events=events)))
+    assert answer.holds
+    assert answer.lines[0].startswith("No layer or head is beyond its limit")
+    assert answer.lines[1:] == answer.unseen
+    assert answer.unseen == (
+        "model.extra: not seen: it is written by hand; wrap it",
+        "model.layers.9.self_attn, model.layers.8.self_attn: not measured: head_dim 8 is less "
+        "than 16",
+        f"{_layer(0)}: seen in part: dropout",
+    )
+
+
+def test_a_candidate_that_failed_in_the_only_layer_is_not_said_twice(tmp_path):
+    events = (Event(0, "finding", "model.extra", "flash:fa2: ValueError: no"),)
+    answer = answer_of_probe(read_probe(write_probe(tmp_path, events=events)))
+    assert answer.failures == ("flash:fa2 failed in model.extra: ValueError: no",)
+    assert not answer.unseen
+
+
 def test_a_golden_that_failed_leaves_nothing_judged_and_is_said(tmp_path):
     events = _raised([0], "golden: MemoryError: no")
     probed = read_probe(write_probe(tmp_path, golden=False, events=events))
