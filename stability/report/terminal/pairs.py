@@ -69,23 +69,36 @@ def print_drift_check(check: DriftCheck, console: Console) -> None:
 def print_checks(
     checks: Sequence[PairCheck], console: Console, troubles: Sequence[str] = ()
 ) -> None:
-    """Print a line for each planned pair of a study, how many hold, and what else is wrong."""
+    """Print a line for each planned pair, each reason once, what else is wrong, how many hold."""
     table = plain_table(["run", "pair", ""], [])
     for column in table.columns[:2]:
         column.no_wrap = True
+    reasons: dict[str, list[str]] = {}
     for check in checks:
-        name = f"{check.arm}/seed-{check.seed}"
-        style = SAMENESS_STYLE["same" if check.state == "holds" else "different"]
-        add_row(table, name, as_text(check.state, style=style), check.said)
+        name, holds = f"{check.arm}/seed-{check.seed}", check.state == "holds"
+        style = SAMENESS_STYLE["same" if holds else "different"]
+        add_row(table, name, as_text(check.state, style=style), check.said if holds else "")
+        if not holds:
+            reasons.setdefault(f"{check.state}: {check.said}", []).append(name)
     console.print(table)
+    # one damaged file may spoil every pair of its arm; a path in a column is cut in many pieces
+    lines = [f"{_first_of(names)}: {reason}" for reason, names in reasons.items()]
+    if lines:
+        _conclude("\n".join(lines), console)
+    for trouble in troubles:
+        _conclude(trouble, console)
     counts = Counter(check.state for check in checks)
     holding = counts.pop("holds", 0)
     others = "".join(f"; {count} {state}" for state, count in counts.items())
-    _conclude(f"{holding} of {len(checks)} planned pairs keep the contract{others}", console)
-    for trouble in troubles:
-        _conclude(trouble, console)
+    but = ", but see above" if troubles else ""
+    _conclude(f"{holding} of {len(checks)} planned pairs keep the contract{others}{but}", console)
     anew = sum(len(check.recomputed) for check in checks)
     _conclude(_anew(anew), console)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def _anew(count: int) -> str:
