@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from stability.intercept.handwritten import paths_by_hand
+
 __all__ = [
     "GraphRun",
     "Operation",
@@ -34,6 +36,7 @@ __all__ = [
     "source_names",
 ]
 
+_NAME = re.compile("attention|attn", re.IGNORECASE)
 _SOURCES = re.compile(r"# .*Source Nodes: \[(.*?)\]")
 _ROOT = re.compile(r"([LG])\['(\w+)'\]\.?")
 _MACHINERY = ("torch/_dynamo/", "torch/fx/", "<eval_with_key>")
@@ -68,6 +71,8 @@ class GraphRun:
     """One run of a compiled graph, and the operations whose calls have been met in it so far."""
 
     operations: tuple[Operation, ...]
+    by_hand: tuple[str, ...]
+    """The paths of the modules that write attention by hand."""
     frame: FrameType | None
     """The one that calls the graph, only while it runs."""
     met: list[Operation] = field(default_factory=list)
@@ -86,6 +91,12 @@ class GraphRun:
     def module(self, operation: Operation) -> nn.Module | None:
         """Return the module that makes the call while the graph runs; None if not found."""
         return None if self.frame is None else _module_at(operation.path, self.frame)
+
+    def modules_by_hand(self) -> list[nn.Module]:
+        """Return the modules that write attention by hand, while the graph runs."""
+        frame = self.frame
+        found = [] if frame is None else [_module_at(path, frame) for path in self.by_hand]
+        return [x for x in found if x is not None]
 
     def not_met(self) -> list[Operation]:
         """Return the operations of which no call has been met."""
@@ -146,17 +157,20 @@ def _naming(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     def naming(backend: Any, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         # before it is compiled, which may change it
         operations = tuple(_operations(graph))
-        return _named(compile_graph(backend, graph, inputs), operations)
+        by_hand = tuple(sorted(paths_by_hand(graph)))
+        return _named(compile_graph(backend, graph, inputs), operations, by_hand)
 
     return naming
 
 
-def _named(compiled: Callable[..., Any], operations: tuple[Operation, ...]) -> Callable[..., Any]:
+def _named(
+    compiled: Callable[..., Any], operations: tuple[Operation, ...], by_hand: tuple[str, ...]
+) -> Callable[..., Any]:
     @wraps(compiled)
     def run(*args: Any) -> Any:
         if not _on_end:
             return compiled(*args)
-        current = GraphRun(operations=operations, frame=sys._getframe(1))
+        current = GraphRun(operations=operations, by_hand=by_hand, frame=sys._getframe(1))
         runs = _LOCAL.__dict__.setdefault("runs", [])
         runs.append(current)
         try:
@@ -204,7 +218,14 @@ def _attention(target: Any) -> str:
     # as a whole where torch's own MultiheadAttention calls it
     if target in (F.scaled_dot_product_attention, F.multi_head_attention_forward):
         return "scaled_dot_product_attention"
-    return "flex_attention" if str(target) == "flex_attention" else ""
+    if str(target) == "flex_attention":
+        return "flex_attention"
+    # an operator of a library, e.g. flash_attn::_flash_attn_forward
+    name = target.name() if isinstance(target, torch._ops.OpOverload) else ""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        name = target._qualified_op_name
+    is_one = _NAME.search(name) or name.startswith("attention_kernels::")
+    return name if is_one and not name.startswith("aten::") else ""
 
 
 def _frames_above(frame: FrameType | None) -> Iterator[FrameType]:

@@ -63,6 +63,14 @@ UNNAMED = (
     "can't be told by layer; call torch.compiler.reset() inside `with shadow(...)`, before the "
     "first step, to compile it again"
 )
+_BY_HAND = (
+    "not seen: in a compiled graph it multiplies the result of a softmax with a matrix by itself; "
+    "stability.attention_call around the function that does, and torch.compiler.disable around that"
+)
+_OPERATOR = (
+    "not seen: a compiled graph calls the operator {}; torch.compiler.disable on its layer's "
+    "forward lets the function be called from Python"
+)
 _NOT_MET = {
     "scaled_dot_product_attention": (
         "not seen: its compiled graph calls no attention kernel, but plain operators in its place "
@@ -279,7 +287,12 @@ class CompiledTaps:
         for operation in run.not_met():
             name = self._layers.get(run.module(operation))  # pyright: ignore[reportArgumentType]
             if name is not None:
-                self._miss(name, _NOT_MET[operation.function])
+                text = _OPERATOR.format(operation.function)
+                self._miss(name, _NOT_MET.get(operation.function, text))
+        for module in run.modules_by_hand():
+            name = self._layers.get(module)
+            if name is not None:
+                self._miss(name, _BY_HAND)
 
     def _hand_on(
         self,

@@ -1,13 +1,14 @@
-"""Finds attention that a model writes by hand, by what flows into what in one eager forward pass.
+"""Finds attention that a model writes by hand, by what flows into what in a pass or in a graph.
 
 Attention is a softmax, or an exp that is also summed, of scores that are a product of two
 activations, and its result multiplies a matrix again. A router is none: its scores are an
-activation times a weight. A `TorchFunctionMode` looks at the functions that the model calls; it
-changes none of them, and sees nothing of what a fused or scripted one does inside. Leaves out what
-is said of it (`coverage`).
+activation times a weight. In an eager forward pass a `TorchFunctionMode` looks at the functions
+that the model calls; it changes none of them, and sees nothing of what a fused or scripted one does
+inside. Of what torch.compile traces, the graph is read before it is compiled. Leaves out what is
+said of it (`coverage`, `compiled_taps`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Flag, auto
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stability.intercept.catcher import Catcher
 
-__all__ = ["HandWritten"]
+__all__ = ["HandWritten", "paths_by_hand"]
 
 _PRODUCTS = {"matmul", "rmatmul", "bmm", "baddbmm", "addbmm", "mm", "addmm", "einsum", "linear"}
 _SOFTMAXES = {"softmax", "softmin", "safe_softmax"}
@@ -50,12 +51,7 @@ class HandWritten(TorchFunctionMode):
     def __init__(self, catcher: Catcher, found: set[str]) -> None:
         super().__init__()
         self._catcher = catcher
-        self._found = found
-        self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._summed: set[str] = set()
-        """The modules that have summed an exp of scores."""
-        self._multiplied: set[str] = set()
-        """Those that have multiplied a matrix with one."""
+        self._flow = _Flow(catcher.running_layer, found)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -66,11 +62,51 @@ class HandWritten(TorchFunctionMode):
             return out
         # what a caught call does inside is no second attention
         if self._catcher.may_catch:
-            name = getattr(func, "__name__", "").strip("_")
-            self._note(name, list(_tensors((*args, *(kwargs or {}).values()))), out)
+            name = getattr(func, "__name__", "")
+            self._flow.note(name, list(_tensors((*args, *(kwargs or {}).values()))), out)
         return out
 
-    def _note(self, name: str, inputs: list[Tensor], out: Any) -> None:
+
+def paths_by_hand(graph: torch.fx.GraphModule) -> set[str]:
+    """Return the modules that do so in a graph of Dynamo, as it writes them; empty for the root.
+
+    Nothing here asks for a symbolic size, which would become a guard of the graph.
+    """
+    paths: set[str] = set()
+    for one in graph.modules():
+        if not isinstance(one, torch.fx.GraphModule):
+            continue
+        path = ""
+        flow = _Flow(lambda: path, paths)  # noqa: B023, called in this round alone
+        for node in one.graph.nodes:
+            if node.op not in ("call_function", "call_method"):
+                continue
+            stack = node.meta.get("nn_module_stack") or {}
+            path = list(stack.values())[-1][0] if stack else ""
+            name = node.target if isinstance(node.target, str) else _name(node.target)
+            given = [
+                x.meta.get("example_value") for x in _nodes((*node.args, *node.kwargs.values()))
+            ]
+            flow.note(name, list(_tensors(given)), node.meta.get("example_value"))
+    return paths
+
+
+class _Flow:
+    """Follows tensors from function to function."""
+
+    def __init__(self, layer: Callable[[], str], found: set[str]) -> None:
+        self._layer = layer
+        """Says which module calls now."""
+        self._found = found
+        self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._summed: set[str] = set()
+        """The modules that have summed an exp of scores."""
+        self._multiplied: set[str] = set()
+        """Those that have multiplied a matrix with one."""
+
+    def note(self, name: str, inputs: list[Tensor], out: Any) -> None:
+        """Look at what went into a function and what came out."""
+        name = name.strip("_")
         marks = [self._mark(x) for x in inputs]
         of_all = _NOTHING
         for mark in marks:
@@ -91,13 +127,13 @@ class HandWritten(TorchFunctionMode):
         if len(activations) < 2:
             return
         if any(_Is.PROBABILITIES in mark for mark in activations):
-            self._found.add(self._catcher.running_layer())
+            self._found.add(self._layer())
         elif any(_Is.EXP in mark for mark in activations):
             self._note_exp(self._multiplied)
         self._set(out, _Is.SCORES)
 
     def _note_exp(self, modules: set[str]) -> None:
-        layer = self._catcher.running_layer()
+        layer = self._layer()
         modules.add(layer)
         if layer in self._summed and layer in self._multiplied:
             self._found.add(layer)
@@ -108,7 +144,7 @@ class HandWritten(TorchFunctionMode):
         for result in _tensors([out]):
             mark = _Is.WEIGHT if is_weight else _NOTHING
             for x, of_x in zip(inputs, marks, strict=True):
-                if name in _PARTS or x.numel() == result.numel():
+                if name in _PARTS or _same_size(x, result):
                     mark |= of_x & ~_Is.WEIGHT
             self._set(result, mark)
 
@@ -127,3 +163,24 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+def _nodes(values: Any) -> Iterator[torch.fx.Node]:
+    for value in values:
+        if isinstance(value, torch.fx.Node):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _nodes(value)
+
+
+def _name(target: Any) -> str:
+    return getattr(target, "__name__", "")
+
+
+def _same_size(x: Tensor, y: Tensor) -> bool:
+    same = x.numel() == y.numel()
+    if isinstance(same, bool):
+        return same
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # heavy
+
+    return statically_known_true(same)

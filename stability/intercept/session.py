@@ -57,8 +57,8 @@ _FORGOTTEN = (
 )
 
 _UNSEARCHED = (
-    "some of the model runs in compiled graphs: calls of scaled_dot_product_attention are seen "
-    "there, attention that is written by hand is not, and isn't told either"
+    "some of the model runs in compiled graphs: there attention that is written by hand is not "
+    "seen, and told of graphs alone that Inductor has compiled inside `with shadow(...)`"
 )
 
 

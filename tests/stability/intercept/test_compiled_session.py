@@ -114,7 +114,13 @@ def _assert_nothing_left():
 
 
 def _told(probe):
-    return [(layer, text) for _, layer, text in probe.findings if "by hand" not in text]
+    """Return the findings, but for the one that compiled graphs are not searched throughout."""
+    return [(layer, text) for _, layer, text in probe.findings if "is written by hand" not in text]
+
+
+def _lengths(model, step):
+    batch = tokens(step, length=(24, 17, 31, 9, 12)[step])
+    F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
 
 
 def _assert_seen(probe, layers=LAYERS):
@@ -223,11 +229,7 @@ def test_the_first_micro_batch_of_an_accumulated_step_is_the_one(compile_model, 
 @inductor
 @pytest.mark.slow
 def test_lengths_that_vary_are_seen():
-    def step_of(model, step):
-        batch = tokens(step, length=(24, 17, 31, 9, 12)[step])
-        F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
-
-    _assert_seen(_compare(decoder(), torch.compile, step_of=step_of))
+    _assert_seen(_compare(decoder(), torch.compile, step_of=_lengths))
 
 
 @inductor
@@ -571,6 +573,52 @@ def test_attention_call_leaves_a_compiled_graph_as_it_is():
     model.layers[1] = Own()
     probe = _compare(model, compile_blocks)
     assert set(probe.layers) == {"layers.0", "layers.2"}
+    ((layer, text),) = _told(probe)
+    assert layer == "layers.1"
+    assert "calls the operator attention_kernels::reference_forward" in text
+
+
+class _ByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        probabilities = torch.softmax(torch.matmul(q, k.transpose(-1, -2)), -1)
+        return torch.matmul(probabilities, v).transpose(1, 2).flatten(2)
+
+
+class _Router(nn.Module):
+    """Probabilities that are no attention: they come of an activation and a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(64, 5)
+        self.experts = nn.Parameter(torch.ones(5, 64))
+
+    def forward(self, x):
+        return self.gate(x).softmax(-1) @ self.experts
+
+
+@inductor
+@pytest.mark.slow
+@pytest.mark.parametrize("step_of", [train_step, _lengths])
+@pytest.mark.parametrize("compile_model", [torch.compile, compile_blocks])
+def test_attention_by_hand_in_a_graph_is_told_at_its_layer(compile_model, step_of):
+    model = decoder(depth=4)
+    torch.manual_seed(1)
+    model.layers[1], model.layers[3] = _ByHand(), _Router()
+    probe = _compare(model, compile_model, step_of=step_of)
+    assert set(probe.layers) == {"layers.0", "layers.2"}
+    assert {one.layer: one.state for one in probe.coverage} == {
+        "layers.0": "seen",
+        "layers.1": "not seen",
+        "layers.2": "seen",
+    }
+    ((layer, text),) = _told(probe)
+    assert layer == "layers.1"
+    assert "multiplies the result of a softmax with a matrix by itself" in text
 
 
 @inductor
