@@ -95,11 +95,18 @@ class ProbeRecorder:
         # first, or a process killed after the cut would leave a sealed log without its end
         self.describe(before.layers, first_step)
         self._log.truncate_to(_end_of_steps(self._folder / METRICS_FILE, first_step))
-        for name, was in before.environment.items():
-            now = self._record["environment"].get(name)
-            if was != now:
-                text = f"from step {first_step} on {name} is {now!r}, before it was {was!r}"
-                log_event(self._log, Event(first_step, "finding", "model", text))
+        texts = [
+            f"from step {first_step} on {name} is {now!r}, before it was {was!r}"
+            for name, was in before.environment.items()
+            if was != (now := self._record["environment"].get(name))
+        ]
+        if before.state == "ended" and before.steps < first_step:
+            texts.append(
+                f"nothing is on record of updates {before.steps} to {first_step}: the probe ended "
+                "before them"
+            )
+        for text in texts:
+            log_event(self._log, Event(first_step, "finding", "model", text))
 
     def write(self, step: int, measured: StepMeasurements) -> None:
         """Append one step's values, histograms, findings and alerts."""

@@ -115,6 +115,15 @@ def test_another_environment_is_said(tmp_path, monkeypatch):
     assert f"from step 2 on {name} is 'another', before it was {here[name]!r}" in said
 
 
+def test_updates_that_were_made_without_the_probe_are_said(tmp_path):
+    _train(_model(), range(2), tmp_path)
+    _train(_model(), range(2, 3), tmp_path)
+    assert not any("nothing is on record" in event.text for event in read_probe(tmp_path).events)
+    _train(_model(), range(5, 6), tmp_path)
+    said = [event.text for event in read_probe(tmp_path).events]
+    assert "nothing is on record of updates 3 to 5: the probe ended before them" in said
+
+
 def test_running_figures_that_begin_anew_are_said(tmp_path):
     _train(_model(), range(2), tmp_path)
     _train(_model(), range(2, 4), tmp_path)
