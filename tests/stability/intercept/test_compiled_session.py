@@ -166,13 +166,17 @@ def test_a_model_that_is_given_compiled_is_seen_and_warns_of_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize("compile_model", [torch.compile, compile_blocks, _compile_one])
 def test_evaluation_between_steps_is_passed_over(compile_model):
-    def step_of(model, step):
-        train_step(model, step)
+    def evaluate(model, step):
         with torch.no_grad():
             model(tokens(100 + step, length=40))
         model.eval()
         model(tokens(200 + step, length=40))  # with gradients that nobody asks for
         model.train()
+
+    def step_of(model, step):
+        evaluate(model, step)
+        train_step(model, step)
+        evaluate(model, step)
 
     twin = decoder()
     probe = _compare(decoder(), compile_model, step_of=step_of)
