@@ -1,16 +1,30 @@
 """A study small enough to train in tests: real text, real arms, a model of some 20,000 weights."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from stability.config.load import load_study
 from stability.config.schema import StudyConfig
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
+
+
+@pytest.fixture(autouse=True)
+def _no_mode_is_left_behind() -> Iterator[None]:
+    """A mode of torch's that a test leaves on changes what later tests see, far from its cause."""
+    yield
+    left = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    while torch._C._len_torch_dispatch_stack():
+        torch._C._pop_torch_dispatch_stack()
+    assert left == (0, 0), f"{left} modes of functions and of dispatch were left on"
+
 
 TINY_ARMS = {
     "baseline": {},

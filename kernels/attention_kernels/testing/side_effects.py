@@ -44,6 +44,13 @@ def _matmuls() -> tuple[Any, ...]:
     )
 
 
+def _set_default_device(device: torch.device) -> None:
+    # none, where that is the same: one that is set, be it the CPU, is a mode in every later call
+    torch.set_default_device(None)
+    if torch.get_default_device() != device:
+        torch.set_default_device(device)
+
+
 _SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("torch's random numbers", torch.get_rng_state, torch.set_rng_state),
     ("Python's random numbers", random.getstate, random.setstate),
@@ -62,7 +69,7 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
         partial(torch.set_autocast_enabled, "cpu"),
     ),
     ("the detection of anomalies", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
-    ("the default device", torch.get_default_device, torch.set_default_device),
+    ("the default device", torch.get_default_device, _set_default_device),
 )
 
 

@@ -1,7 +1,7 @@
 """Models to compile, their training, and an observer that copies what it is given."""
 
 import copy
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -9,6 +9,22 @@ from torch.utils.checkpoint import checkpoint
 
 from stability.intercept.compiled_taps import compiled_taps
 from tests.stability.intercept.torch_models import Decoder, train_step
+
+
+@contextmanager
+def one_thread_and_no_compiled_graphs():
+    """Inductor adds the rows of an embedding's gradient atomically where there are more threads.
+
+    Then two runs that nobody observes end in other bits.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.compiler.reset()
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
+        torch.set_num_threads(threads)
 
 
 def decoder(depth=3, heads=4):

@@ -21,6 +21,7 @@ from tests.stability.intercept.compiled_models import (
     compile_blocks,
     compile_forward,
     decoder,
+    one_thread_and_no_compiled_graphs,
 )
 from tests.stability.intercept.torch_models import VOCABULARY, tokens, train_step
 
@@ -40,14 +41,9 @@ LAYERS = ("layers.0", "layers.1", "layers.2")
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_no_compiled_graphs():
-    """Inductor adds the rows of an embedding's gradient atomically where there are more threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
-    torch.set_num_threads(threads)
+    with one_thread_and_no_compiled_graphs():
+        counters.clear()
+        yield
 
 
 def _compile_root(model):

@@ -23,6 +23,7 @@ from tests.stability.intercept.compiled_models import (
     compile_forward,
     decoder,
     observe,
+    one_thread_and_no_compiled_graphs,
     train,
 )
 from tests.stability.intercept.torch_models import VOCABULARY, Decoder, tokens, train_step
@@ -40,10 +41,9 @@ inductor = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def _forgets_compiled_graphs():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+def _one_thread_and_no_compiled_graphs():
+    with one_thread_and_no_compiled_graphs():
+        yield
 
 
 def _assert_same_bits(plain, watched):
