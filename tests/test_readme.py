@@ -26,6 +26,8 @@ COMMANDS = [
 ]
 PYTHON = [block for language, block in BLOCKS if language == "python"]
 STABILITY = [command for command in COMMANDS if command.startswith("stability ")]
+TRAINS = re.compile("--check-observer|--seeds|--over points|stable_fig3|--arm flash_all_bf16")
+"""What takes several seconds more, and runs what another command has run in part."""
 
 
 def test_first_screen_has_the_question_the_picture_and_the_two_commands():
@@ -92,7 +94,10 @@ def alone(monkeypatch):
     monkeypatch.setenv("NETRC", "/nonexistent")
 
 
-@pytest.mark.parametrize("command", STABILITY)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=pytest.mark.slow) if TRAINS.search(c) else c for c in STABILITY],
+)
 def test_stability_command_runs(command, quick, monkeypatch, capsys, alone):
     monkeypatch.chdir(quick)
     words = shlex.split(command)[1:]

@@ -94,7 +94,9 @@ class Coverage:
         known = {*self._caught, *self._by_hand, *self._missed}
         compiled = any(catcher.met_compiled_code for catcher in self._catchers)
         layers = {name: self._of_layer(name) for name in names if name in known}
-        for name, module in names.items():
+        # torch's own first: of what wraps it, it alone can be told what would mend it
+        torchs = {name: m for name, m in names.items() if isinstance(m, nn.MultiheadAttention)}
+        for name, module in (torchs | dict(names)).items():
             looks_like_it = _NAME.search(type(module).__name__)
             # attention inside another is listed once, where it was seen
             if looks_like_it and not any(_are_nested(name, other) for other in layers):

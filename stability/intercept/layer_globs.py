@@ -4,6 +4,7 @@ A replacement that replaces nothing would end in the bits of the model without i
 proof that the candidate does no harm.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -44,6 +45,10 @@ def check_globs_of_calls(called: Iterable[str], /, **globs: Sequence[str]) -> No
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:
+    if "*" in pattern:
+        # of layers 0 to 31 a glob means all: layers.*.self_attn is nearer than any one of them
+        globs = (re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name) for name in names)
+        names = list(dict.fromkeys(globs))
     near = nearest(pattern, names).split(", ")
     return ", ".join(near[:_SHOWN]) + (", ..." if len(near) > _SHOWN else "")
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "experiments" / "own_kernel"
 
 
+@pytest.mark.slow
 def test_the_bug_is_named_in_its_head_and_the_right_kernel_is_not_accused():
     done = subprocess.run(
         [sys.executable, str(ROOT / "experiments" / "find_own_kernel.py")],
@@ -31,6 +32,7 @@ def test_the_bug_is_named_in_its_head_and_the_right_kernel_is_not_accused():
     assert wrong.count("head 1: error ratio stands out since step 0") == 3
 
 
+@pytest.mark.slow
 def test_the_right_kernel_passes_the_check_where_its_backward_is_hard(monkeypatch):
     monkeypatch.syspath_prepend(PACKAGE)
     import own_kernel

@@ -260,6 +260,7 @@ def test_it_runs_from_a_plain_checkout_with_torch_alone(tmp_path):
     assert "--against" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_growth_is_measured_in_a_process_of_its_own(room, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
     assert 0 < room.measure.twin_growth(1024) < 2**30

@@ -99,6 +99,7 @@ def test_packed_sequences_compile_too(attention):
 
 # torch 2.13 itself uses what it deprecates, once inductor is imported.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.slow
 def test_inductor_gives_the_bits_of_eager_around_attention():
     def model(q, k, v, **options):
         out, lse = flash_attention(q * 2, k, v, engine="twin", return_lse=True, **options)

@@ -6,6 +6,7 @@ import pytest
 
 from attention_kernels.testing import check_attention
 from attention_kernels.testing.cells import DTYPES, QUICK
+from tests.sampling import one_in
 from tests.zoo.right import RIGHT
 from tests.zoo.wrong import WRONG
 
@@ -50,7 +51,9 @@ def test_a_sample_of_right_attentions_passes_the_quick_cells(entry):
     assert report.passed, report.sentence
 
 
-@pytest.mark.parametrize("entry", [x for x in WRONG if x.name in WRONG_SAMPLE], ids=_name)
+@pytest.mark.parametrize(
+    "entry", one_in(2, (x for x in WRONG if x.name in WRONG_SAMPLE)), ids=_name
+)
 def test_a_sample_of_wrong_attentions_fails_and_is_named(entry):
     report = check_attention(entry.function, dtypes=["bf16"], cells=FEW, name=entry.name)
     assert not report.passed

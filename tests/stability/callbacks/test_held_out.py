@@ -22,6 +22,7 @@ from stability.records.run_files import RunFiles, damage, read_run_snapshot
 from stability.records.snapshots import read_snapshot
 from stability.study.assemble import assemble, load_data
 from stability.tracking.loggers import RecordsLogger
+from tests.sampling import one_in
 from tests.stability.study.recorded_bits import recorded_bits
 
 
@@ -129,7 +130,9 @@ def _one_arm(content):
     content["base"]["train"]["checkpoint_every"] = 3
 
 
-@pytest.mark.parametrize("at", ["before it is written", "before it is listed", "once it is listed"])
+@pytest.mark.parametrize(
+    "at", one_in(3, ["before it is listed", "before it is written", "once it is listed"])
+)
 def test_a_run_stopped_at_its_predictions_ends_in_the_same_records(
     write_study, run_tiny, tmp_path, monkeypatch, at
 ):

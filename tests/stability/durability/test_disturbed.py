@@ -168,6 +168,7 @@ def _edit_short(content):
     content["base"]["probe"] = {"every": 0}
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_back_and_ahead_changes_no_bit(write_study, tmp_path, monkeypatch):
     # no part of a run asks for the time of day today: none may come to choose by it
     study, clock, asked = load_study(write_study(_edit_short)), time.time, [0]

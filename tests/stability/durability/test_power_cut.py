@@ -25,6 +25,7 @@ from stability.study.checkpoints import resume_from
 from stability.study.run import Run, check_existing, has_ended
 from stability.study.run_study import plan_study
 from tests.conftest import run_quietly, write_tiny
+from tests.sampling import one_in
 from tests.stability.durability.disk import Blobs, Disk, Operation, Tree, recorded, tree_of
 from tests.stability.study.recorded_bits import recorded_bits
 
@@ -262,7 +263,7 @@ FORGOTTEN = {
 }
 
 
-@pytest.mark.parametrize("what", FORGOTTEN)
+@pytest.mark.parametrize("what", one_in(4, FORGOTTEN))
 def test_a_sync_that_is_forgotten_is_found(study, tmp_path, one_environment, what):
     forgotten = FORGOTTEN[what]
     less = [

@@ -20,6 +20,7 @@ from stability.config.load import load_study
 from stability.config.schema import StudyConfig
 from stability.records import file_operations
 from tests.conftest import run_quietly, write_tiny
+from tests.sampling import one_in
 from tests.stability.study.recorded_bits import recorded_bits
 
 CODES = (errno.ENOSPC, errno.EIO, errno.ENOLCK, errno.EROFS, errno.EMFILE)
@@ -103,7 +104,7 @@ def _cases(names: list[str]) -> list[tuple[int, int, bool]]:
     return [(at, code, bool((at + index) % 2)) for index, (at, code) in enumerate(pairs)]
 
 
-@pytest.mark.parametrize("kind", ["lock", "write", "rename"])
+@pytest.mark.parametrize("kind", one_in(3, ["write", "lock", "rename"]))
 def test_a_refusal_is_told_in_a_line_and_the_same_command_ends_in_the_bits(study, tmp_path, kind):
     dice = random.Random(kind)
     cases = [case for case in _cases(study[2]) if study[2][case[0]] == kind]

@@ -53,6 +53,7 @@ def test_every_kind_of_record_is_there(copy):
         assert any(f"/{part}/" in kind for kind in kinds), part
 
 
+@pytest.mark.slow
 def test_whole_records_are_refused_by_no_verb(copy):
     report = Fuzzer(copy, verbs=0).whole()
     assert not report.found

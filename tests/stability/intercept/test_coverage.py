@@ -203,6 +203,18 @@ def test_attention_that_does_not_run_or_cant_be_repeated_is_said():
     ]
 
 
+def test_torchs_attention_in_a_class_of_that_name_is_told_with_what_mends_it():
+    class Attn(Torchs):
+        pass
+
+    with shadow(Stack(seen=Attention(WIDTH, HEADS), own=Attn(need_weights=True))) as probe:
+        train_step(probe._model, 0)
+        probe.step()
+    (unseen,) = [one for one in probe.coverage if one.state != "seen"]
+    assert unseen.layer == "layers.own.inner"
+    assert unseen.mend.startswith("call it with need_weights=False")
+
+
 @pytest.mark.parametrize("kind", ["Falcon", "GPTJ", "Bloom"])
 def test_families_with_attention_of_their_own_are_seen_or_told(kind):
     config = getattr(transformers, f"{kind}Config")(

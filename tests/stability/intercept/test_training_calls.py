@@ -186,6 +186,7 @@ def test_a_step_that_is_never_announced_is_told_at_the_end():
     [
         ({"replace": ["nosuch*"]}, r"replace must be globs of module names, got 'nosuch\*'"),
         ({"layers": ["layer.2"]}, r"layers must be globs .* got 'layer.2', .* nearest: layers.2"),
+        ({"layers": ["layer.*.qvk"]}, r"got 'layer\.\*\.qvk', .* nearest: layers\.\*\.qkv, "),
     ],
 )
 def test_a_glob_that_matches_no_module_is_refused_before_anything_runs(arguments, message):

@@ -105,6 +105,7 @@ def test_faults_are_not_planted_with_another_source_than_the_runs(trained_study,
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_at_fp64_faults_are_planted_at_the_operator_alone(write_study, run_tiny, tmp_path):
     def edit(content):
         content["base"] |= {"precision": "64-true", "probe": {"every": 0}}

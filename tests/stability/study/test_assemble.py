@@ -236,6 +236,7 @@ def test_only_the_named_layer_computes_otherwise(write_study):
     assert not torch.equal(own_last, part_last)
 
 
+@pytest.mark.slow
 def test_a_study_of_parts_trains_and_probes_the_changed_layers_alone(
     write_study, run_tiny, tmp_path
 ):

@@ -23,6 +23,7 @@ from stability.records.sealed_json import read_sealed, write_sealed
 from stability.study import run_study as module
 from stability.study.run_study import changed_protocol
 from tests.conftest import train_edited
+from tests.sampling import one_in
 
 NONE = ["no protocol was sealed before the first run"]
 
@@ -265,7 +266,8 @@ def test_seeds_of_an_arm_with_several_sources_are_told(study):
 
 
 @pytest.mark.parametrize(
-    "key", ["module.helper", "package_source", "package.torch", "threads", "switch.mkldnn"]
+    "key",
+    one_in(3, ["module.helper", "package_source", "package.torch", "threads", "switch.mkldnn"]),
 )
 def test_seeds_of_an_arm_that_were_trained_otherwise_are_told_and_fail_verify(study, key, capsys):
     _respell(study, lambda content: content["config"].update(seeds=[0, 1, 2]))

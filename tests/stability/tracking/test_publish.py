@@ -68,6 +68,7 @@ def test_the_summary_is_the_arms_row_of_the_ladder(
     assert summary["ladder/early_step"] == ladder["early_step"] == 20
 
 
+@pytest.mark.slow
 def test_stale_drifts_are_not_sent_and_other_lines_keep_their_rows(
     synthetic, tmp_path, offline_log, read_rows, read_summary
 ):

@@ -61,6 +61,7 @@ def test_a_run_that_went_on_is_one_folder_with_its_whole_history(train, server, 
     assert run.exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_run_uploaded_half_way_gets_the_rest_and_the_summary_of_all(train, server, tmp_path):
     train(until=5)
     _sync(tmp_path / "wandb")
