@@ -1,8 +1,10 @@
 """Models to compile, their training, and an observer that copies what it is given."""
 
 import copy
-from contextlib import contextmanager, nullcontext
+import shutil
+from contextlib import nullcontext
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -10,21 +12,19 @@ from torch.utils.checkpoint import checkpoint
 from stability.intercept.compiled_taps import compiled_taps
 from tests.stability.intercept.torch_models import Decoder, train_step
 
+inductor = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU"
+)
 
-@contextmanager
-def one_thread_and_no_compiled_graphs():
-    """Inductor adds the rows of an embedding's gradient atomically where there are more threads.
-
-    Then two runs that nobody observes end in other bits.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.compiler.reset()
-    try:
-        yield
-    finally:
-        torch.compiler.reset()
-        torch.set_num_threads(threads)
+# torch 2.13 itself uses what it deprecates, once Inductor is imported, and Dynamo reads `grad`.
+COMPILES = [
+    pytest.mark.usefixtures("one_thread_and_no_compiled_graphs"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning",
+        "ignore::FutureWarning",
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    ),
+]
 
 
 def decoder(depth=3, heads=4):

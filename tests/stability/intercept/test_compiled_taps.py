@@ -1,7 +1,6 @@
 """Compiled attention calls are observed as they are, told by layer, and every bit is kept."""
 
 import copy
-import shutil
 import threading
 from contextlib import ExitStack, nullcontext
 
@@ -17,33 +16,19 @@ from stability.probe.attention_probe import AttentionProbe, as_shadows
 from stability.probe.attention_registry import resolve_attention
 from stability.records.metric_names import deviation_name
 from tests.stability.intercept.compiled_models import (
+    COMPILES,
     Checkpointed,
     Seen,
     compile_blocks,
     compile_forward,
     decoder,
+    inductor,
     observe,
-    one_thread_and_no_compiled_graphs,
     train,
 )
 from tests.stability.intercept.torch_models import VOCABULARY, Decoder, tokens, train_step
 
-# torch 2.13 itself uses what it deprecates, once Inductor is imported, and Dynamo reads `grad`.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-)
-
-inductor = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU"
-)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_and_no_compiled_graphs():
-    with one_thread_and_no_compiled_graphs():
-        yield
+pytestmark = COMPILES
 
 
 def _assert_same_bits(plain, watched):
