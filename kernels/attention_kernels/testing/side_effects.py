@@ -45,7 +45,8 @@ def _matmuls() -> tuple[Any, ...]:
 
 
 def _set_default_device(device: torch.device) -> None:
-    # none, where that is the same: one that is set, be it the CPU, is a mode in every later call
+    # A call puts its device on top of the check's own `with torch.device`, whose end would take
+    # that one off and leave torch with a mode it believes to be on: so the call's goes first.
     torch.set_default_device(None)
     if torch.get_default_device() != device:
         torch.set_default_device(device)

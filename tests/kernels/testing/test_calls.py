@@ -257,7 +257,9 @@ def test_what_a_call_changes_beside_its_results_is_a_finding_and_put_back(what):
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() == torch.float32
     assert torch.get_float32_matmul_precision() == "highest"
-    # a default device that is set, be it the CPU, is a mode in every later call
+    # torch must not believe that a mode is on which a call has put on top of another
+    torch.set_default_device("meta")
+    torch.set_default_device(None)
     assert not torch._C._len_torch_function_stack()
 
 
