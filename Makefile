@@ -40,6 +40,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/probe.py
+	$(BIN)/python benchmarks/witness.py
 	$(BIN)/python benchmarks/records.py
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/report.py --dashboard
