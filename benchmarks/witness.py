@@ -6,8 +6,8 @@ Each run is trained in a process of its own, as a study does, with the witness's
 dispatch mode timed from outside by the CPU time of the thread they run in, without the operators
 that the mode runs. What torch needs to hand an operator to any mode is measured apart, by a mode
 that does nothing, and counted with each operator; what the timers need for one, measured likewise,
-is taken off. Printed are the seconds, the run's CPU time, and the share. Exit code 1 where the share of all
-runs together is not under 1 %.
+is taken off. Printed are the seconds, the run's CPU time, and the share. Exit code 1 where the
+share of all runs together is not under 1 %.
 """
 
 import argparse
