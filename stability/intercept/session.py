@@ -8,7 +8,6 @@ installed; what torch.compile makes meanwhile is only named. Leaves out what is 
 (`probe.probe_recorder`).
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -21,11 +20,13 @@ from stability.config.schema import ProbeConfig
 from stability.intercept.compiled_taps import ObservedCall, compiled_taps
 from stability.intercept.coverage import Coverage, LayerCoverage
 from stability.intercept.doors import catch_attention
+from stability.intercept.forgotten_step import FORGOTTEN, UpdateWatch
 from stability.intercept.gradients import CaughtGradients, Loss
 from stability.intercept.layer_globs import check_globs, check_globs_of_calls
 from stability.intercept.layer_names import ROOT
 from stability.intercept.library_functions import watching_library_functions
 from stability.intercept.model_check import check_model, nothing_caught
+from stability.intercept.other_functions import OtherFunctions
 from stability.intercept.replacement import Direction, ReplacedAttention, Replacement, bind_own
 from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shadows
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
@@ -35,7 +36,6 @@ from stability.probe.measurements import HostTransfer, ProbeFinding, StepMeasure
 from stability.probe.probe_recorder import ProbeRecorder
 from stability.probe.schedule import Schedule
 from stability.probe.second_forward import repeating_forward
-from stability.records.metric_names import parse_deviation
 
 __all__ = ["OWN", "Candidate", "Shadow", "shadow"]
 
@@ -47,14 +47,6 @@ OWN = "own"
 
 Sink = Callable[[int, StepMeasurements], None]
 """Is given each probed step's number and measurements, in order, once they have arrived."""
-
-_OTHER_FUNCTION = 0.3
-"""A relative error of out that no format explains (e4m3 errs by 0.03): another mask does, 0.8."""
-
-_FORGOTTEN = (
-    "the weights were updated and step() was not called since; call it on what shadow yields "
-    "after each update: without it no further step is looked at"
-)
 
 _UNSEARCHED = (
     "some of the model runs in compiled graphs: there attention that is written by hand is not "
@@ -232,13 +224,13 @@ class Shadow:
         """The layers that have attended since the last step."""
         self._has_counted = False
         """Whether one of these calls was one to look at."""
-        self._other_functions: set[str] = set()
+        self._other_functions = OtherFunctions()
         self._looking_round: Coverage | None = Coverage()
         """None once a step has shown what is seen."""
         self.coverage: tuple[LayerCoverage, ...] = ()
         """What is seen of each module that looks like attention, as the first due step has shown
         it."""
-        self._updates = self._version()
+        self._updates = UpdateWatch(model)
         self._latest: StepMeasurements = StepMeasurements({}, {}, ())
         self._transfer: tuple[int, HostTransfer] | None = None
         self._installed: ExitStack | None = None
@@ -319,14 +311,14 @@ class Shadow:
         self._replacing.close()
         self._open.close()
         is_any_due = self._schedule != Schedule()
-        if is_any_due and not self._was_announced and self._version() != self._updates:
+        if is_any_due and not self._was_announced and self._updates.has_seen_one:
             self._warn_of_a_forgotten_step()
 
     def _begin(self) -> None:
         if not self._schedule.is_due(self._step):
             return
         self.probe.arm()
-        self._updates = self._version()
+        self._updates.mark()
         self._installed = ExitStack()
         if self._replacement is None:
             self._installed.enter_context(self._catching())
@@ -382,32 +374,11 @@ class Shadow:
         step, transfer = self._transfer
         self._transfer = None
         self._latest = transfer.result()
-        self._find_other_functions(step)
+        for layer, text in self._other_functions.found(self._latest.metrics):
+            self._find(layer, text)
         self.findings += [(step, layer, text) for layer, text in self._latest.findings]
         for sink in self._sinks:
             sink(step, self._latest)
-
-    def _find_other_functions(self, step: int) -> None:
-        """Find the layers whose own attention is not what its arguments say.
-
-        There both golden and candidate compute something else than the model, and agree on it.
-        """
-        for name, value in self._latest.metrics.items():
-            parsed = parse_deviation(name)
-            if (
-                parsed is not None
-                and (parsed.what, parsed.metric) == ("out", "golden_baseline_rel_fro")
-                and not parsed.part
-                and not value <= _OTHER_FUNCTION
-                and parsed.layer not in self._other_functions
-            ):
-                self._other_functions.add(parsed.layer)
-                text = (
-                    f"the model's own out is {value:.2g} away from FP64, relative to it: it "
-                    "computes something else than its call says, e.g. with a mask that is not an "
-                    "argument; no figure of this layer can be trusted"
-                )
-                self._find(parsed.layer, text)
 
     def _attend(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
         counts = self._note(call)
@@ -445,7 +416,7 @@ class Shadow:
         counts = call.trains or self._evaluation or self.probe.is_in_second_forward
         # an evaluation may well lie between an update and its step()
         is_due = self._installed is not None and call.trains
-        if is_due and call.layer in self._called and self._version() != self._updates:
+        if is_due and call.layer in self._called and self._updates.has_seen_one:
             self._warn_of_a_forgotten_step()
         self._called.add(call.layer)
         self._has_counted |= counts
@@ -482,15 +453,9 @@ class Shadow:
                     self._find(one.layer, str(one))
             self._looking_round = None
 
-    def _version(self) -> int:
-        """Return a number that changes with each update of the weights in place."""
-        return sum(parameter._version for parameter in self._model.parameters())
-
     def _warn_of_a_forgotten_step(self) -> None:
-        self._updates = self._version()
-        if not any(text == _FORGOTTEN for _, _, text in self.findings):
-            self._find("model", _FORGOTTEN)
-            warnings.warn(f"shadow: {_FORGOTTEN}", stacklevel=2)
+        if self._updates.warn():
+            self._find("model", FORGOTTEN)
 
     def _find(self, layer: str, text: str) -> None:
         finding = ProbeFinding(layer, text)
