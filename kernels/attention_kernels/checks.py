@@ -275,12 +275,14 @@ def _check_tensor(function: str, name: str, x: Any, q: Tensor) -> None:
     where = f"{function}: {name}"
     require(isinstance(x, Tensor), where, "a tensor", type(x).__name__, "pass a torch.Tensor")
     require(x.device == q.device, where, f"on q's device {q.device}", x.device, "move it there")
+    # An integer or a bool cannot require one; a trained ALiBi is an attn_mask that its slopes make.
     require(
-        name == "sinks" or not x.requires_grad,
+        name in ("sinks", "attn_mask") or not x.requires_grad,
         where,
         "without gradient",
         "requires_grad=True",
-        "no gradient is computed for it; detach it or add its term to q k^T yourself",
+        "no gradient is computed for it; detach it, or pass -slope * distance as attn_mask, which "
+        "gets one",
     )
     is_right, rule = {
         "key_padding": (x.dtype == torch.bool, "bool, true where the key may be attended"),

@@ -11,7 +11,8 @@ in FP64 would take 8 GiB a head at length 32768.
 Leaves out speed, formats and rounding: FP64 is all it knows.
 
 Shape suffixes: B batch, H query heads, G kv heads, R query heads of one kv head (H = G R),
-C query rows of a chunk, K keys that the chunk may see, D head_dim (of v, in v and out).
+C query rows of a chunk, K keys (in scores those that the chunk may see), D head_dim (of v, in v and
+out). A bias has 1 for each axis along which it is broadcast.
 """
 
 from bisect import bisect_right
@@ -57,6 +58,11 @@ def attend(
     With `with_lse` also the log-sum-exp of the scores `(batch, heads, query_len)`, no gradient.
     """
     q, k, v = q.double(), k.double(), v.double()
+    # Apart from the mask, and cut by `_parts`: a slice's backward fills a tensor of the whole size,
+    # which each chunk would add to the others'. FP64 here makes those that share a row add in FP64.
+    bias, mask = mask.bias, replace(mask, bias=None)
+    if bias is not None and bias.requires_grad:
+        bias = bias.double()
     sequences = list(mask.sequences(q.shape[2], k.shape[2]))
     if not sequences:
         out, lse = _nothing(q, v, mask, with_lse)
@@ -68,7 +74,7 @@ def attend(
     parts, stop = [], 0
     for sequence, q_rows, k_rows, v_rows in pieces:
         parts.append(_nothing(q[:, :, stop : sequence.queries.start], v, mask, with_lse))
-        parts.append(_attend_sequence(q_rows, k_rows, v_rows, sequence, scale, with_lse))
+        parts.append(_attend_sequence(q_rows, k_rows, v_rows, bias, sequence, scale, with_lse))
         stop = sequence.queries.stop
     parts.append(_nothing(q[:, :, stop:], v, mask, with_lse))
     return _joined(parts, dim=2)
@@ -91,8 +97,21 @@ def _rows(x: Tensor, ranges: list[range]) -> list[Tensor]:
     return list(x.split([*sizes, x.shape[2] - stop], dim=2)[1::2])
 
 
+def _parts(x: Tensor | None, sizes: list[int], dim: int) -> list[Tensor | None]:
+    """Return a bias in parts along an axis; where it has but one there, each part is all of it."""
+    if x is None or x.shape[dim] == 1:
+        return [x] * len(sizes)
+    return list(x.split(sizes, dim))
+
+
 def _attend_sequence(
-    q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float, with_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sequence: Sequence,
+    scale: float,
+    with_lse: bool,
 ) -> _Part:
     """Attend as many heads at a time as fit one chunk whole, at least those of one kv head.
 
@@ -103,21 +122,32 @@ def _attend_sequence(
     fit = CHUNK_BYTES // (8 * group * len(sequence.queries) * len(sequence.keys))
     batches, heads = max(1, fit // kv_heads), min(kv_heads, max(1, fit))
     outs = []
-    for i, of_batch in enumerate(zip(*(x.split(batches) for x in (q, k, v)), strict=True)):
+    of_batches = [x.split(batches) for x in (q, k, v)]
+    biases = _parts(bias, [len(x) for x in of_batches[0]], dim=0)
+    for i, (*of_batch, of_bias) in enumerate(zip(*of_batches, biases, strict=True)):
         sizes = (heads * group, heads, heads)
-        parts = zip(*(x.split(n, dim=1) for x, n in zip(of_batch, sizes, strict=True)), strict=True)
+        of_heads = [x.split(n, dim=1) for x, n in zip(of_batch, sizes, strict=True)]
+        by_head = _parts(of_bias, [x.shape[1] for x in of_heads[0]], dim=1)
         row = []
-        for j, (q_part, k_part, v_part) in enumerate(parts):
+        parts = zip(*of_heads, by_head, strict=True)
+        for j, (q_part, k_part, v_part, bias_part) in enumerate(parts):
             at_batch = slice(i * batches, (i + 1) * batches)
             at_heads = slice(j * heads * group, (j + 1) * heads * group)
             part = replace(sequence, mask=sequence.mask.part(at_batch, at_heads))
-            row.append(_attend_heads(q_part, k_part, v_part, part, scale, with_lse))
+            given = (q_part, k_part, v_part, bias_part, part)
+            row.append(_attend_heads(*given, scale, with_lse))
         outs.append(_joined(row, dim=1))
     return _joined(outs, dim=0)
 
 
 def _attend_heads(
-    q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float, with_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sequence: Sequence,
+    scale: float,
+    with_lse: bool,
 ) -> _Part:
     kv_heads, query_len, key_len = k.shape[1], q.shape[2], k.shape[2]
     budget = CHUNK_BYTES // (8 * q.shape[0] * q.shape[1])
@@ -125,11 +155,12 @@ def _attend_heads(
     while start < query_len:
         rows.append(range(start, start + _chunk_rows(budget, start, sequence)))
         start = rows[-1].stop
-    chunks = []
-    for part, q_part in zip(rows, q.split([len(part) for part in rows], dim=2), strict=True):
+    chunks, sizes = [], [len(part) for part in rows]
+    of_rows = zip(rows, q.split(sizes, dim=2), _parts(bias, sizes, dim=2), strict=True)
+    for part, q_part, bias_part in of_rows:
         q_BGRCD = q_part.unflatten(1, (kv_heads, -1))
         keys = sequence.mask.key_range(part, query_len, key_len)
-        arguments = (q_BGRCD, k, v, part, keys, sequence, scale, with_lse)
+        arguments = (q_BGRCD, k, v, bias_part, part, keys, sequence, scale, with_lse)
         # one chunk alone may keep its scores: recomputing them would save no memory
         attend_rows = _checkpointed if len(rows) > 1 else _attend_rows
         out_BGRCD, lse_BGRC = attend_rows(*arguments)
@@ -154,16 +185,16 @@ def _checkpointed(
     q_BGRCD: Tensor,
     k_BGKD: Tensor,
     v_BGKD: Tensor,
+    bias_BHCK: Tensor | None,
     rows: range,
     keys: range,
     sequence: Sequence,
     scale: float,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    arguments = (q_BGRCD, k_BGKD, v_BGKD, rows, keys, sequence, scale, with_lse)
-    sinks = sequence.mask.sinks
-    needs_grad = any(x.requires_grad for x in (q_BGRCD, k_BGKD, v_BGKD))
-    needs_grad |= sinks is not None and sinks.requires_grad
+    arguments = (q_BGRCD, k_BGKD, v_BGKD, bias_BHCK, rows, keys, sequence, scale, with_lse)
+    given = (q_BGRCD, k_BGKD, v_BGKD, bias_BHCK, sequence.mask.sinks)
+    needs_grad = any(x is not None and x.requires_grad for x in given)
     # without a backward no scores are kept, so there is nothing to compute again
     if not (needs_grad and torch.is_grad_enabled()):
         return _attend_rows(*arguments)
@@ -175,6 +206,7 @@ def _attend_rows(
     q_BGRCD: Tensor,
     k_BGKD: Tensor,
     v_BGKD: Tensor,
+    bias_BHCK: Tensor | None,
     rows: range,
     keys: range,
     sequence: Sequence,
@@ -191,6 +223,10 @@ def _attend_rows(
     if mask.softcap:
         scores_BGRCK = mask.softcap * torch.tanh(scores_BGRCK / mask.softcap)
     added = mask.added(rows, keys, *lengths, scores_BGRCK.dtype, scores_BGRCK.device)
+    if bias_BHCK is not None:
+        if bias_BHCK.shape[3] != 1:
+            bias_BHCK = bias_BHCK[..., keys.start : keys.stop]
+        added = bias_BHCK.double() if added is None else bias_BHCK.double() + added
     if added is not None:
         scores_BGRCK = scores_BGRCK + _grouped(added, kv_heads)
     hidden = mask.hidden(rows, keys, *lengths, scores_BGRCK.device)

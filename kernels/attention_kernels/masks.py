@@ -32,11 +32,13 @@ class MaskArguments(TypedDict, total=False):
     `softcap`: scores become softcap * tanh(score / softcap). `key_padding`, bool
     `(batch, key_len)`: true where a key may be attended. `attn_mask`, broadcastable to
     `(batch, heads, query_len, key_len)`: bool, true where it may be attended, or floating, added to
-    the scores; it gets no gradient. `alibi_slopes`, `(heads,)` or `(batch, heads)`: subtract
-    slope * distance. `sinks`, `(heads,)`: a logit of each head that joins the softmax's denominator
-    and has no value (GPT-OSS); neither scaled, capped nor masked, it gets a gradient, and the LSE
-    includes it. `cu_seqlens_q`, `cu_seqlens_k`, int32: where each packed sequence starts and,
-    last, how many tokens there are; then q is `(total_tokens, heads, head_dim)`, k and v likewise.
+    the scores after the softcap. A floating one that requires grad gets it: the sum of dS over the
+    axes along which it is broadcast (T5's trained position bias). `alibi_slopes`, `(heads,)` or
+    `(batch, heads)`: subtract slope * distance; they get no gradient. `sinks`, `(heads,)`: a logit
+    of each head that joins the softmax's denominator and has no value (GPT-OSS); neither scaled,
+    capped nor masked, it gets a gradient, and the LSE includes it. `cu_seqlens_q`, `cu_seqlens_k`,
+    int32: where each packed sequence starts and, last, how many tokens there are; then q is
+    `(total_tokens, heads, head_dim)`, k and v likewise.
     `dropout_p` must be 0.
     """
 
@@ -71,7 +73,7 @@ class Mask:
     visible: Tensor | None = None
     """bool, broadcastable to (batch, heads, query_len, key_len): true where it may be attended."""
     bias: Tensor | None = None
-    """Floating, shaped as `visible`: added to the scores; -inf hides the key."""
+    """Floating, shaped as `visible`: added to the scores; -inf hides the key. Differentiable."""
     alibi_slopes: Tensor | None = None
     """FP32, or FP64 where given so, (batch or 1, heads)."""
     sinks: Tensor | None = None

@@ -80,6 +80,7 @@ _CALL = (
     "SymInt? right, float softcap, float scale, str plan"
 )
 """The fields of `Call`, as a schema of torch."""
+_GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)"
 
 
 def constant_to_the_compiler(function: F) -> F:
@@ -172,44 +173,64 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
 @torch.library.custom_op(
     "attention_kernels::flash_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, {_QKV}Tensor out, Tensor lse, {_CALL}) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    schema=f"(Tensor dout, {_QKV}Tensor out, Tensor lse, bool bias_trained, {_CALL}) -> "
+    f"{_GRADIENTS}",
 )
 def flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and the sinks, an empty one if there are none."""
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias_trained: bool,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, the sinks and the bias, empty ones for what is not there.
+
+    The bias has one only where `bias_trained`: it costs the products of every tile again.
+    """
     call = Call(*rest)
     engine, numerics = plan_from_text(call.plan)
     assert isinstance(numerics, FlashNumerics)
     _, run = _engine(engine)
     options = {"mask": call.mask(), "scale": call.scale, "numerics": numerics}
     with ieee_arithmetic(q.device):
-        *gradients, dsinks = run(dout, q, k, v, out.to(lse.dtype), lse, **options)
+        *gradients, dsinks, dbias = run(
+            dout, q, k, v, out.to(lse.dtype), lse, **options, bias_trained=bias_trained
+        )
     dq, dk, dv = (round_into(x, input_format(q.dtype), q.dtype) for x in gradients)
-    if call.sinks is None:
-        return dq, dk, dv, q.new_empty(0)
-    dtype = call.sinks.dtype
-    return dq, dk, dv, round_into(dsinks, input_format(dtype), dtype)
+    return dq, dk, dv, _like(call.sinks, dsinks, q), _like(call.bias, dbias, q)
+
+
+def _like(x: Tensor | None, gradient: Tensor | None, q: Tensor) -> Tensor:
+    """Return the gradient of x rounded once to its dtype, or an empty tensor if there is none."""
+    if x is None or gradient is None:
+        return q.new_empty(0)
+    return round_into(gradient, input_format(x.dtype), x.dtype)
 
 
 def _like_inputs(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    q: Tensor, k: Tensor, v: Tensor, call: Call, bias_trained: bool
+) -> tuple[Tensor, ...]:
+    of_call = (call.sinks, call.bias if bias_trained else None)
+    return tuple(
+        q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (q, k, v, *of_call)
+    )
 
 
 def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
     raise RuntimeError(
-        "attention_kernels: gradients of q, k and v must be differentiated at most once, got a "
+        "attention_kernels: gradients must be differentiated at most once, got a "
         "second derivative; only golden_attention, outside of torch.compile, has one"
     )
 
 
 @flash_backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _like_inputs(q, k, v, Call(*rest[2:]).sinks)
+    _, _, bias_trained, *of_call = rest
+    return _like_inputs(q, k, v, Call(*of_call), bias_trained)
 
 
 flash_backward.register_autograd(_refuse)
@@ -227,16 +248,25 @@ def _flash_gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | N
     if dout is None:
         return (None,) * (3 + len(Call._fields))
     q, k, v, *tensors, out, lse = ctx.saved_tensors
-    gradients = flash_backward(dout, q, k, v, out, lse, *tensors, *ctx.settings)
-    return _to_inputs(gradients, Call(*tensors, *ctx.settings))
+    trained = _bias_trained(ctx)
+    gradients = flash_backward(dout, q, k, v, out, lse, trained, *tensors, *ctx.settings)
+    return _to_inputs(gradients, Call(*tensors, *ctx.settings), trained)
 
 
-def _to_inputs(gradients: tuple[Tensor, ...], call: Call) -> tuple[Tensor | None, ...]:
+def _bias_trained(ctx: Any) -> bool:
+    return ctx.needs_input_grad[3 + Call._fields.index("bias")]
+
+
+def _to_inputs(
+    gradients: tuple[Tensor, ...], call: Call, bias_trained: bool
+) -> tuple[Tensor | None, ...]:
     """Return a gradient, or None, for each input of an operator: q, k, v and what is in a call."""
-    *of_qkv, dsinks = gradients
+    *of_qkv, dsinks, dbias = gradients
     of_call: dict[str, Tensor | None] = dict.fromkeys(Call._fields)
     if call.sinks is not None:
         of_call["sinks"] = dsinks
+    if bias_trained:
+        of_call["bias"] = dbias
     return (*of_qkv, *of_call.values())
 
 
@@ -288,33 +318,36 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 @torch.library.custom_op(
     "attention_kernels::reference_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, {_QKV}{_CALL}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    schema=f"(Tensor dout, {_QKV}bool bias_trained, {_CALL}) -> {_GRADIENTS}",
 )
 def reference_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attend again and differentiate; gradients have the dtype of q, k, v and the sinks."""
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias_trained: bool, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Attend again and differentiate; gradients have the dtype of what they belong to."""
     call = Call(*rest)
+    asked = {"sinks": call.sinks, "bias": call.bias if bias_trained else None}
+    given = {"q": q, "k": k, "v": v} | {n: x for n, x in asked.items() if x is not None}
     # The current stream belongs to a thread, and the work is handed to another one below.
     stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
 
     def differentiate() -> tuple[Tensor, ...]:
         with torch.cuda.stream(stream):
-            given = (q, k, v) if call.sinks is None else (q, k, v, call.sinks)
-            leaves = [x.detach().requires_grad_() for x in given]
-            sinks = leaves[3] if len(leaves) > 3 else None
-            out, _ = attend_by_definition(*leaves[:3], call=call._replace(sinks=sinks))
+            leaves = [x.detach().requires_grad_() for x in given.values()]
+            of_call = dict(zip(list(given)[3:], leaves[3:], strict=True))
+            out, _ = attend_by_definition(*leaves[:3], call=call._replace(**of_call))
             return torch.autograd.grad(out, leaves, dout)
 
     # torch switches autograd off in the thread that runs an operator, so another differentiates.
     with ThreadPoolExecutor(max_workers=1) as thread:
-        dq, dk, dv, *of_sinks = (x.contiguous() for x in thread.submit(differentiate).result())
-    return dq, dk, dv, of_sinks[0] if of_sinks else q.new_empty(0)
+        gradients = [x.contiguous() for x in thread.submit(differentiate).result()]
+    of_call = dict(zip(list(given)[3:], gradients[3:], strict=True))
+    return (*gradients[:3], *(of_call.get(name, q.new_empty(0)) for name in asked))
 
 
 @reference_backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _like_inputs(q, k, v, Call(*rest).sinks)
+    bias_trained, *of_call = rest
+    return _like_inputs(q, k, v, Call(*of_call), bias_trained)
 
 
 reference_backward.register_autograd(_refuse)
@@ -327,8 +360,9 @@ def _save_reference(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _reference_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, *tensors = ctx.saved_tensors
-    gradients = reference_backward(dout, q, k, v, *tensors, *ctx.settings)
-    return _to_inputs(gradients, Call(*tensors, *ctx.settings))
+    trained = _bias_trained(ctx)
+    gradients = reference_backward(dout, q, k, v, trained, *tensors, *ctx.settings)
+    return _to_inputs(gradients, Call(*tensors, *ctx.settings), trained)
 
 
 reference_forward.register_autograd(_reference_gradients, setup_context=_save_reference)

@@ -260,9 +260,10 @@ BAD_MASKS = {
         {"attn_mask": torch.zeros(1, 1, 1, 8, 10)},
         "attn_mask must be broadcastable to (batch, heads, query_len, key_len) = (2, 4, 8, 10), g",
     ),
-    "bias that wants a gradient": (
-        {"attn_mask": torch.zeros(8, 10, requires_grad=True)},
-        "attn_mask must be without gradient, got requires_grad=True; no gradient is computed",
+    "slopes that want a gradient": (
+        {"alibi_slopes": torch.zeros(4, requires_grad=True)},
+        "alibi_slopes must be without gradient, got requires_grad=True; no gradient is computed "
+        "for it; detach it, or pass -slope * distance as attn_mask, which gets one",
     ),
     "bias nan": (
         {"attn_mask": torch.full((8, 10), torch.nan)},

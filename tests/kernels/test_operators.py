@@ -172,20 +172,22 @@ def operator_arguments(engine, numerics, dtype, **masks):
 def test_the_operators_keep_the_contract_of_torch(engine, dtype):
     q, k, v, dout = draw(Shape(1, 2, 1, 5, 9, 16), dtype)
     operators = torch.ops.attention_kernels
+    trained = {"sinks": torch.ones(2), "bias": torch.zeros(1, 1, 5, 9)}
     if engine == "twin":
-        masks = {"left": 3, "alibi_slopes": torch.ones(1, 2), "sinks": torch.ones(2)}
+        masks = {"left": 3, "alibi_slopes": torch.ones(1, 2)} | trained
         call = operator_arguments(engine, WIDE_OUT, dtype, **masks)
         forward, backward = operators.flash_forward, operators.flash_backward
         saved = (q.to(torch.float32), q[..., 0].to(torch.float32))
     else:
         numerics = BASELINE_PROFILES["plain"] if engine == "baseline" else None
-        masks = {"bias": torch.zeros(1, 1, 5, 9), "sinks": torch.ones(2)}
-        call = operator_arguments(engine, numerics, dtype, **masks)
+        call = operator_arguments(engine, numerics, dtype, **trained)
         forward, backward = operators.reference_forward, operators.reference_backward
         saved, dout = (), dout.double() if engine == "golden" else dout
-    torch.library.opcheck(backward.default, (dout, q, k, v, *saved, *call))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(forward.default, (*leaves, *call))
+    for bias_trained in (False, True):
+        torch.library.opcheck(backward.default, (dout, q, k, v, *saved, bias_trained, *call))
+    q, k, v, *leaves = (x.clone().requires_grad_() for x in (q, k, v, *trained.values()))
+    call = call._replace(**dict(zip(trained, leaves, strict=True)))
+    torch.library.opcheck(forward.default, (q, k, v, *call))
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

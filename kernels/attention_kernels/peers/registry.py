@@ -55,6 +55,8 @@ class Peer:
     takes: tuple[str, ...]
     no_backward_on: tuple[str, ...] = ()
     """Types of devices."""
+    bias_gradient: bool = False
+    """Whether a floating attn_mask gets its gradient."""
 
 
 _EXPLICIT = ("causal", "window", "key_padding", "attn_mask", "alibi_slopes")
@@ -80,6 +82,7 @@ PEERS: dict[str, Peer] = {
             attend=partial(sdpa.attend, backend=backend),
             status=partial(sdpa.status, backend=backend),
             takes=_EXPLICIT,
+            bias_gradient=name == "sdpa:math",  # autograd's own; the fused ones give none or round
         )
         for name, backend in sdpa.BACKENDS.items()
     },
@@ -113,9 +116,9 @@ def attention(
     `PEERS`, or "MODULE:FUNCTION" for a function of your own of (q, k, v, *, causal, scale), which
     `causal` asks to align bottom-right. Each peer takes some of the mask's arguments: `PEERS` says
     which. SDPA and FlexAttention add biases after softcap as `flash_attention` does; SDPA's
-    efficient and cuDNN backends round them to q's dtype. ValueError for what is not installed, or
-    does not run on this device, or does not take this dtype, head_dim or argument; nothing else is
-    called instead.
+    efficient and cuDNN backends round them to q's dtype. Of the peers sdpa:math alone gives a
+    floating attn_mask its gradient. ValueError for what is not installed, or does not run on this
+    device, or does not take this dtype, head_dim or argument; nothing else is called instead.
     """
     family, _, rest = implementation.partition(":")
     if implementation == "golden":
@@ -135,6 +138,7 @@ def attention(
         _refuse_others(implementation, mask, ("causal",))
         return _call_own(implementation, q, k, v, causal=read.causal, scale=scale)
     _refuse_others(implementation, mask, peer.takes)
+    _refuse_trained_bias(implementation, peer, mask)
     return _call_peer(implementation, peer, q, k, v, read, scale)
 
 
@@ -186,6 +190,20 @@ def _refuse_others(name: str, arguments: MaskArguments, takes: Iterable[str]) ->
             f"attention: {argument} must be left out with implementation {name!r}, got {shown}; "
             f"it takes {', '.join(takes)}"
         )
+
+
+def _refuse_trained_bias(name: str, peer: Peer, arguments: MaskArguments) -> None:
+    """Raise ValueError where a gradient of attn_mask is wanted that the peer would not give."""
+    bias = arguments.get("attn_mask")
+    if bias is None or peer.bias_gradient or not torch.is_grad_enabled():
+        return
+    require(
+        not bias.requires_grad,
+        "attention: attn_mask",
+        f"without gradient with implementation {name!r}",
+        "requires_grad=True",
+        "detach it, or take sdpa:math, flash, baseline or golden, which give it one",
+    )
 
 
 def _call_own(name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -66,6 +66,9 @@ class Constants:
     has_padding: bool
     has_visible: bool
     has_bias: bool
+    bias_shares_rows: bool
+    """Whether one row of the bias serves all queries; read by the gradient of the bias alone."""
+    bias_shares_keys: bool
     has_slopes: bool
     has_sinks: bool
     has_tensors: bool
@@ -81,10 +84,18 @@ class Constants:
 
 
 def constants_of(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, numerics: FlashNumerics
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    numerics: FlashNumerics,
+    bias_trained: bool = False,
 ) -> Constants:
     """Return the constants of a call; `numerics` is resolved.
 
+    `bias_trained` asks for those of the kernel that computes the bias's gradient.
     With incoherent processing the gradients are rounded after they are rotated back, outside.
     """
     left, right = mask.offsets()
@@ -101,6 +112,8 @@ def constants_of(
     return Constants(
         points=tuple(points),
         **tensors,
+        bias_shares_rows=bias_trained and mask.bias is not None and mask.bias.shape[2] == 1,
+        bias_shares_keys=bias_trained and mask.bias is not None and mask.bias.shape[3] == 1,
         rounding=tl.constexpr(numerics.arithmetic.rounding),
         exp=tl.constexpr(numerics.softmax.exp),
         dot=tl.constexpr(numerics.arithmetic.dot),

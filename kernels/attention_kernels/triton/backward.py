@@ -1,10 +1,13 @@
-"""Gradients of the flash recurrence as two Triton kernels.
+"""Gradients of the flash recurrence as two Triton kernels, and a third for a trained bias.
 
 `dq_kernel` runs first, a program a query block of one query head, and leaves delta behind.
 `dkv_kernel` reads it, a program a key block of one kv head. P is computed again from lse, as in
 FlashAttention-2 (arXiv 2307.08691, algorithm 2), which does both in one kernel and adds dQ by
 atomics. An atomic adds in the order in which programs happen to finish, and the bits of dQ would
 change from run to run; two kernels compute the scores twice instead, and every sum has one order.
+`dbias_kernel` computes them a third time, where the bias is trained: a program adds one tile of dS
+over all the heads and batches that share it, and leaves sums over shared rows or keys to torch,
+which adds those of the tiles in one order too.
 
 They execute `FlashNumerics.backward` and those points of the forward that recur; `twin.backward`
 has the formulas. Strides are tuples (batch, head, row, dim); the other arguments are those of
@@ -21,6 +24,7 @@ from attention_kernels.triton.rounding import contain, dot, exponential, to_work
 from attention_kernels.triton.tiles import (
     at_head,
     at_row,
+    at_tile,
     bounds,
     finite_or_zero,
     format_at,
@@ -43,11 +47,17 @@ def _probabilities(b_scores, b_lse, n, o_q, o_k, N: tl.constexpr):
 
 
 @triton.jit
-def _score_gradient(b_p, b_dp, b_delta, b_tanh, factor, n, o_q, o_k, N: tl.constexpr):
-    """Return R_ds(P (dP - delta)), times the slope of the softcap, as an operand."""
+def _sum_gradient(b_p, b_dp, b_delta, factor, n, o_q, o_k, N: tl.constexpr):
+    """Return P (dP - delta): the gradient of the sum of capped scores and bias, unrounded."""
     if N.scaled:
         b_dp = b_dp * factor
-    b_ds = (rounded(b_dp, "dp", N, 0, n, o_q, o_k) - b_delta) * b_p
+    return (rounded(b_dp, "dp", N, 0, n, o_q, o_k) - b_delta) * b_p
+
+
+@triton.jit
+def _score_gradient(b_p, b_dp, b_delta, b_tanh, factor, n, o_q, o_k, N: tl.constexpr):
+    """Return R_ds(P (dP - delta)), times the slope of the softcap, as an operand."""
+    b_ds = _sum_gradient(b_p, b_dp, b_delta, factor, n, o_q, o_k, N)
     if N.softcap > 0.0:
         b_ds = b_ds * (1.0 - b_tanh * b_tanh)
     FORMAT: tl.constexpr = format_at(N, "ds")
@@ -269,3 +279,118 @@ def dkv_kernel(
     store_rows(p_dk, dk_strides, o_k, key_len, b_dk_group, N, False)
     b_dv_group = rounded(b_dv_group, "dv", N, 0, n, o_row, o_v_dim[None, :])
     store_rows(p_dv, dv_strides, o_k, key_len, b_dv_group, N, True)
+
+
+@triton.jit
+def _bias_tile(
+    p_q,
+    p_k,
+    p_v,
+    p_dout,
+    p_lse,
+    p_delta,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    factors,
+    masks,
+    o_batch,
+    o_head,
+    heads,
+    q_start,
+    k_start,
+    query_len,
+    key_len,
+    N: tl.constexpr,
+):
+    """Return P (dP - delta) of one tile of one head, 0 past the last query and key."""
+    n, o_kv_head, kv_heads = o_batch * heads + o_head, o_head // N.group, heads // N.group
+    o_q, o_k = q_start + tl.arange(0, N.block_q), k_start + tl.arange(0, N.block_k)
+    o_row, o_col, m_q = o_q[:, None], o_k[None, :], o_q < query_len
+    p_q = at_head(p_q, q_strides, o_batch, o_head, 0, N)
+    p_k = at_head(p_k, k_strides, o_batch, o_kv_head, 0, N)
+    p_v = at_head(p_v, v_strides, o_batch, o_kv_head, 0, N)
+    p_dout = at_head(p_dout, dout_strides, o_batch, o_head, 0, N)
+    b_q = load_rows(p_q, q_strides, o_q, query_len, N, True, False)
+    b_k = load_rows(p_k, k_strides, o_k, key_len, N, True, False)
+    b_v = load_rows(p_v, v_strides, o_k, key_len, N, True, True)
+    b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True, True)
+    q_blocks = (query_len + N.block_q - 1) // N.block_q
+    k_blocks = (key_len + N.block_k - 1) // N.block_k
+    q_block, k_block = q_start // N.block_q, k_start // N.block_k
+    q_factor = load_factor(factors.q, o_batch, o_head, heads, q_blocks, q_block, N)
+    do_factor = load_factor(factors.dout, o_batch, o_head, heads, q_blocks, q_block, N)
+    k_factor = load_factor(factors.k, o_batch, o_kv_head, kv_heads, k_blocks, k_block, N)
+    v_factor = load_factor(factors.v, o_batch, o_kv_head, kv_heads, k_blocks, k_block, N)
+    # lse is infinite past the last query, so that P is 0 there and adds nothing to shared rows.
+    p_lse = at_row(p_lse, o_batch, o_head, heads, query_len, 0, N)
+    p_delta = at_row(p_delta, o_batch, o_head, heads, query_len, 0, N)
+    b_lse = tl.load(p_lse + o_q, mask=m_q, other=float("inf"))
+    b_delta = tl.load(p_delta + o_q, mask=m_q, other=0.0)
+    b_scores, _ = tile_scores(
+        b_q, b_k, q_factor * k_factor, masks, o_batch, o_head, o_row, o_col,
+        query_len, key_len, n, N, True,
+    )  # [BLOCK_Q, BLOCK_K]  # fmt: skip
+    b_p = _probabilities(b_scores, b_lse[:, None], n, o_row, o_col, N)
+    b_dp = dot(b_do, tl.trans(b_v), N.work, N.dot)
+    return _sum_gradient(b_p, b_dp, b_delta[:, None], do_factor * v_factor, n, o_row, o_col, N)
+
+
+@triton.jit
+def dbias_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_dout,
+    p_lse,
+    p_delta,
+    p_dbias,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dbias_strides,
+    factors,
+    masks,
+    batches,
+    heads,
+    bias_batches,
+    bias_heads,
+    query_len,
+    key_len,
+    N: tl.constexpr,
+):
+    """Write the gradient of one tile of the bias, added over the batches and heads that share it.
+
+    dbias is contiguous `(bias_batches, bias_heads, rows, keys)`. Where a row of the bias serves all
+    queries, `rows` counts query blocks, and each gets the sum over its own; `keys` likewise.
+    """
+    k_blocks = (key_len + N.block_k - 1) // N.block_k
+    q_blocks = (query_len + N.block_q - 1) // N.block_q
+    k_block, at = tl.program_id(0) % k_blocks, tl.program_id(0) // k_blocks
+    q_block, at = at % q_blocks, at // q_blocks
+    bias_head, bias_batch = at % bias_heads, at // bias_heads
+    q_start, k_start = q_block * N.block_q, k_block * N.block_k
+    # Tiles that positions hide entirely are zeros, and no product is computed for them.
+    first, stop = key_span(q_start, query_len, key_len, N)
+    seen = (k_start < stop) & (k_start + N.block_k > first)
+    b_sum = tl.full((N.block_q, N.block_k), 0.0, N.work)
+    for batch in range(0, tl.where(seen, batches // bias_batches, 0)):
+        for head in range(0, heads // bias_heads):
+            b_sum += _bias_tile(
+                p_q, p_k, p_v, p_dout, p_lse, p_delta, q_strides, k_strides, v_strides,
+                dout_strides, factors, masks, bias_batch + batch, bias_head + head, heads,
+                q_start, k_start, query_len, key_len, N,
+            )  # fmt: skip
+
+    o_row, o_col = q_start + tl.arange(0, N.block_q), k_start + tl.arange(0, N.block_k)
+    m_row, m_col = o_row < query_len, o_col < key_len
+    if N.bias_shares_rows:
+        b_sum = row_sum(b_sum, 0)[None, :]
+        o_row, m_row = q_block + tl.arange(0, 1), tl.arange(0, 1) == 0
+    if N.bias_shares_keys:
+        b_sum = row_sum(b_sum, 1)[:, None]
+        o_col, m_col = k_block + tl.arange(0, 1), tl.arange(0, 1) == 0
+    p_tile = at_tile(p_dbias, dbias_strides, bias_batch, bias_head, o_row[:, None], o_col[None, :])
+    tl.store(p_tile, b_sum, mask=m_row[:, None] & m_col[None, :])

@@ -40,13 +40,15 @@ from attention_kernels.random_bits import bits_at
 from attention_kernels.rounding import round_to
 from attention_kernels.triton.arguments import (
     Constants,
+    Factors,
+    Masks,
     constants_of,
     factors_of,
     kernel_inputs,
     lengths_of,
     masks_of,
 )
-from attention_kernels.triton.backward import dkv_kernel, dq_kernel
+from attention_kernels.triton.backward import dbias_kernel, dkv_kernel, dq_kernel
 from attention_kernels.triton.forward import forward_kernel, merge_kernel
 
 __all__ = ["backward", "compile_options", "forward", "interpret", "interpreted"]
@@ -149,9 +151,11 @@ def backward(
     mask: Mask,
     scale: float,
     numerics: FlashNumerics,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return `(dq, dk, dv, dsinks)` in the work dtype, the first three rounded at `gradients`.
+    bias_trained: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return `(dq, dk, dv, dsinks, dbias)` in the work dtype, three rounded at `gradients`.
 
+    `dbias`, shaped as the bias, is computed where `bias_trained`.
     `out` and `lse` are `forward`'s, `dout` is shaped like out; the rest as in `forward`.
     """
     work, tiling = numerics.work_dtype(), numerics.tiling
@@ -198,12 +202,51 @@ def backward(
         constants,
         numerics.arithmetic.fp_fusion,
     )
-    dsinks = _sink_gradient(mask, lse, delta)
+    dsinks, dbias = _sink_gradient(mask, lse, delta), None
+    if bias_trained and mask.bias is not None:
+        inputs = (q_, k_, v_, dout_, lse, delta)
+        constants = constants_of(
+            q, k, v, mask=mask, scale=scale, numerics=numerics, bias_trained=True
+        )
+        dbias = _bias_gradient(inputs, factors, masks, constants, mask.bias, numerics)
     if not numerics.scaling.incoherent:
-        return dq, dk, dv, dsinks
+        return dq, dk, dv, dsinks, dbias
     rotated = {"dq": rotate_back(dq, numerics), "dk": rotate_back(dk, numerics), "dv": dv}
     dq, dk, dv = (_round_gradient(x, name, mask, (q, k), numerics) for name, x in rotated.items())
-    return dq, dk, dv, dsinks
+    return dq, dk, dv, dsinks, dbias
+
+
+def _bias_gradient(
+    inputs: tuple[Tensor, ...],
+    factors: Factors,
+    masks: Masks,
+    constants: Constants,
+    bias: Tensor,
+    numerics: FlashNumerics,
+) -> Tensor:
+    """Return the gradient of the bias, shaped as it is, of q, k, v, dout, lse and delta."""
+    batches, heads, query_len, key_len = *inputs[4].shape, inputs[1].shape[2]
+    bias_batches, bias_heads = bias.shape[:2]
+    q_blocks, k_blocks = (
+        _blocks(query_len, constants.block_q),
+        _blocks(key_len, constants.block_k),
+    )
+    rows = q_blocks if constants.bias_shares_rows else query_len
+    keys = k_blocks if constants.bias_shares_keys else key_len
+    dbias = inputs[4].new_empty((bias_batches, bias_heads, rows, keys))
+    strides = (*(x.stride() for x in inputs[:4]), dbias.stride())
+    counts = (batches, heads, bias_batches, bias_heads, query_len, key_len)
+    _launch(
+        dbias_kernel,
+        q_blocks * k_blocks * bias_heads * bias_batches,
+        (*inputs, dbias, *strides, factors, masks, *counts),
+        constants,
+        numerics.arithmetic.fp_fusion,
+    )
+    # torch adds the sums of the tiles in one order
+    if constants.bias_shares_rows:
+        dbias = dbias.sum(dim=2, keepdim=True)
+    return dbias.sum(dim=3, keepdim=True) if constants.bias_shares_keys else dbias
 
 
 def _sink_gradient(mask: Mask, lse_BHQ: Tensor, delta_BHQ: Tensor) -> Tensor | None:
@@ -244,14 +287,15 @@ def compile_options(kernel: Any, constants: Constants, fp_fusion: bool = False) 
 
     A program gets 4 warps, 8 if its largest block of FP32 values would leave fewer than 64
     registers a thread to one copy of it: at 64 x 256 the forward spills on sm_90 otherwise. dK and
-    dV are two sums beside two tiles, and get 8: with 4 they spill on sm_100. FP fusion is off
-    unless asked: a contracted multiply-add skips a rounding.
+    dV are two sums beside two tiles, and get 8: with 4 they spill on sm_100. So does the gradient
+    of a bias, a sum of tiles: with 4 it spills on sm_90. FP fusion is off unless asked: a
+    contracted multiply-add skips a rounding.
     """
     columns = max(constants.block_k, constants.block_d, constants.block_v)
     values = constants.block_q * columns
     registers = values * constants.work.primitive_bitwidth // 32
-    warps = 8 if kernel is dkv_kernel or registers > 64 * 128 else 4
-    return {"num_warps": warps, "enable_fp_fusion": fp_fusion}
+    many = kernel in (dkv_kernel, dbias_kernel) or registers > 64 * 128
+    return {"num_warps": 8 if many else 4, "enable_fp_fusion": fp_fusion}
 
 
 def _launch(

@@ -218,7 +218,7 @@ def tile_scores(
 def _add_bias(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.constexpr):
     if N.has_bias:
         m_inside = (o_q < query_len) & (o_k < key_len)
-        p_bias = _at_tile(masks.bias, masks.bias_strides, o_batch, o_head, o_q, o_k)
+        p_bias = at_tile(masks.bias, masks.bias_strides, o_batch, o_head, o_q, o_k)
         b_added = to_work(tl.load(p_bias, mask=m_inside, other=0.0), N.work)
         if N.has_slopes:
             b_added = b_added + _alibi(masks, o_batch, o_head, o_q, o_k, query_len, key_len, N)
@@ -236,7 +236,8 @@ def _alibi(masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.constexpr
 
 
 @triton.jit
-def _at_tile(p_tensor, strides, o_batch, o_head, o_q, o_k):
+def at_tile(p_tensor, strides, o_batch, o_head, o_q, o_k):
+    """Return pointers to a tile of a `(batch, heads, query_len, key_len)` tensor."""
     p_head = p_tensor + widen_index(o_batch) * strides[0] + widen_index(o_head) * strides[1]
     return p_head + widen_index(o_q) * strides[2] + widen_index(o_k) * strides[3]
 
@@ -252,12 +253,12 @@ def _hide(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.
     if N.has_left:
         m_visible = m_visible & (o_k >= o_q + offset - N.left)
     if N.has_padding:
-        p_keys = _at_tile(masks.padding, masks.padding_strides, o_batch, o_head, o_q, o_k)
+        p_keys = at_tile(masks.padding, masks.padding_strides, o_batch, o_head, o_q, o_k)
         m_inside = (o_q < query_len) & (o_k < key_len)
         m_visible = m_visible & (tl.load(p_keys, mask=m_inside, other=0) != 0)
     if N.has_visible:
         m_inside = (o_q < query_len) & (o_k < key_len)
-        p_seen = _at_tile(masks.visible, masks.visible_strides, o_batch, o_head, o_q, o_k)
+        p_seen = at_tile(masks.visible, masks.visible_strides, o_batch, o_head, o_q, o_k)
         m_visible = m_visible & (tl.load(p_seen, mask=m_inside, other=0) != 0)
     return tl.where(m_visible, b_scores, float("-inf"))
 

@@ -12,6 +12,9 @@ rowsum(dP * P). The two are equal in exact arithmetic only, since O has been rou
 that delta reads is the one rounded to the format `output`, even if the forward returned O in a
 narrower dtype.
 
+What is added to the scores has the gradient dS, before dS is rounded as an operand. Where it is
+broadcast that is summed, in the work format, tile by tile.
+
 dK and dV are computed for each query head and added over the heads of a group at the end. There dQ
 and dK are also multiplied by scale, in the work format. The forward is in `forward`, and what the
 two have in common in `arithmetic`.
@@ -45,9 +48,9 @@ __all__ = ["backward"]
 
 
 class _Rows(NamedTuple):
-    """The tensors of one sequence that have a row for each query; dq is written.
+    """The tensors of one sequence that have a row for each query; dq and dbias are written.
 
-    lse and delta are `(N, L, 1)`.
+    lse and delta are `(N, L, 1)`, dbias `(B, H, Q, K)` with 1 where the bias is broadcast.
     """
 
     q: Flat
@@ -55,6 +58,7 @@ class _Rows(NamedTuple):
     lse: Tensor
     delta: Tensor
     dq: Tensor
+    dbias: Tensor | None
 
 
 class _Keys(NamedTuple):
@@ -88,12 +92,14 @@ def backward(
     mask: Mask,
     scale: float,
     numerics: FlashNumerics,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return dQ, dK, dV and, if there are sinks, their gradient, in the work dtype.
+    bias_trained: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return dQ, dK, dV, the gradient of the sinks if there are any, and that of the bias.
 
+    All are in the work dtype; that of the bias, shaped as it is, is computed where `bias_trained`.
     `out` and `lse` are what `forward.forward` returned. dout, q, k and v are passed unrounded; this
     function rounds them as operands. A query that attends to no key has gradient 0 and adds nothing
-    to dK and dV.
+    to dK, dV and the gradient of the bias.
     """
     refuse_fusion(numerics)
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -110,6 +116,8 @@ def backward(
     dq_NQD, dk_NKD, dv_NKD = (torch.zeros_like(x.values) for x in (flat_q, flat_k, flat_v))
     sinks_N11 = flat_sinks(mask, out_NQD)
     dsinks_N11 = None if sinks_N11 is None else torch.zeros_like(sinks_N11)
+    trained = mask.bias if bias_trained else None
+    dbias = None if trained is None else out_NQD.new_zeros(trained.shape)
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
         at_q, at_k = _slice(sequence.queries), _slice(sequence.keys)
         rounded = Rounder(numerics, heads, sequence.index * heads)
@@ -117,7 +125,8 @@ def backward(
         delta_NQ1 = (part.restored() * out_NQD[at_q]).sum(dim=-1, keepdim=True)
         every = range(len(sequence.queries))
         delta_NQ1 = rounded(delta_NQ1, "delta", every, range(1))
-        rows = _Rows(flat_q.at(sequence.queries), part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q])
+        at = flat_q.at(sequence.queries)
+        rows = _Rows(at, part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q], dbias)
         keys = _Keys(flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k])
         _attend(rows, keys, sequence, scale, rounded)
         if sinks_N11 is not None and dsinks_N11 is not None:
@@ -133,7 +142,7 @@ def backward(
         gradients[name] = rotate_back(gradients[name], numerics)
     dq, dk, dv = (_round_gradient(x, name, mask, (q, k), numerics) for name, x in gradients.items())
     dsinks = None if dsinks_N11 is None else dsinks_N11.view(-1, heads).sum(dim=0)
-    return dq, dk, dv, dsinks
+    return dq, dk, dv, dsinks, dbias
 
 
 def _slice(rows: range) -> tuple[slice, slice]:
@@ -193,6 +202,8 @@ def _add_tile(
         dp_NIJ = dp_NIJ.mul_(dout_factor * v_factor)
     dp_NIJ = rounded(dp_NIJ, "dp", row, key)
     ds_NIJ = dp_NIJ.sub_(rows.delta[at_q]).mul_(p_NIJ)
+    if rows.dbias is not None:
+        _add_to_bias(rows.dbias, ds_NIJ.unflatten(0, (-1, rounded.heads)), row, key)
     if slope_NIJ is not None:
         ds_NIJ = ds_NIJ.mul_(slope_NIJ)
     ds_NIJ = rounded(ds_NIJ, "ds", row, key)
@@ -215,6 +226,18 @@ def _add_tile(
     _store(dv, rounded(dv, "dv_accumulator", key, v_dims, row.start))
     _store(dk, rounded(dk, "dk_accumulator", key, dims, row.start))
     _store(dq, rounded(dq, "dq_accumulator", row, dims, key.start))
+
+
+def _add_to_bias(dbias: Tensor, ds_BHIJ: Tensor, row: range, key: range) -> None:
+    """Add dS of one tile, summed over the axes along which the bias is broadcast, in place.
+
+    It is neither rounded to `ds`, which is an operand's format, nor multiplied by the slope of the
+    softcap: the bias is added after that.
+    """
+    one = [axis for axis, size in enumerate(dbias.shape) if size == 1]
+    at_row = slice(None) if 2 in one else slice(row.start, row.stop)
+    at_key = slice(None) if 3 in one else slice(key.start, key.stop)
+    dbias[:, :, at_row, at_key] += ds_BHIJ.sum(one, keepdim=True) if one else ds_BHIJ
 
 
 def _add_product(

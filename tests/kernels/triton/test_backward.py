@@ -55,7 +55,7 @@ def run(dout, q, k, v, profile="golden", causal=False, engine=triton_launch, **c
     numerics = PROFILES[profile].resolve(q.dtype)
     out, lse = twin_forward.forward(q, k, v, **options, numerics=numerics)
     numerics = numerics.with_(**changes)
-    *gradients, _ = engine.backward(dout, q, k, v, out, lse, **options, numerics=numerics)
+    *gradients, _, _ = engine.backward(dout, q, k, v, out, lse, **options, numerics=numerics)
     return dict(zip(GRADIENTS, gradients, strict=True))
 
 

@@ -34,10 +34,12 @@ from attention_kernels.masks import Mask
 from attention_kernels.profiles import fast_path
 from attention_kernels.triton import launch as triton_launch
 from attention_kernels.triton.arguments import Factors, Masks, constants_of
-from attention_kernels.triton.backward import dkv_kernel, dq_kernel
+from attention_kernels.triton.backward import dbias_kernel, dkv_kernel, dq_kernel
 from attention_kernels.triton.forward import forward_kernel, merge_kernel
 
-KERNELS = {k.__name__: k for k in (forward_kernel, merge_kernel, dq_kernel, dkv_kernel)}
+KERNELS = {
+    k.__name__: k for k in (forward_kernel, merge_kernel, dq_kernel, dkv_kernel, dbias_kernel)
+}
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -75,11 +77,19 @@ FULL = Mask(
     softcap=15.0,
     key_padding=torch.empty(0),
     visible=torch.empty(0),
-    bias=torch.empty(0),
+    bias=torch.empty(1, 2, 64, 64),
     alibi_slopes=torch.empty(0),
     sinks=torch.empty(0),
 )
-MASKS = {"full": Mask(), "causal": Mask(causal=True), "every_mask": FULL}
+MASKS = {
+    "full": Mask(),
+    "causal": Mask(causal=True),
+    "every_mask": FULL,
+    "own": Mask(causal=True, bias=torch.empty(1, 2, 64, 64)),
+    "shared": Mask(causal=True, bias=torch.empty(1, 1, 1, 1)),
+}
+TRAINED = ("bf16-d64", "bf16-d128", "bf16-d256", "fp32-d64", "e4m3-d64", "fp64-d64", "stochastic")
+"""Of these the gradient of a bias is compiled, of one with all axes and of one with none."""
 
 
 def cases(arch):
@@ -93,6 +103,10 @@ def cases(arch):
     beyond = ("fp64", "stochastic") if arch >= 100 else ()
     others = FORMATS_GRID | DIALS
     chosen |= {(n, "causal"): case for n, case in others.items() if not n.startswith(beyond)}
+    trained = {name: case for name, case in (FAST | others).items() if name in TRAINED}
+    trained = {n: case for n, case in trained.items() if not n.startswith(beyond)}
+    for mask in ("own", "shared"):
+        chosen |= {(f"trained-{n}", mask): case for n, case in trained.items()}
     chosen[("every_mask", "every_mask")] = (FA2, torch.bfloat16, 64)
     return {f"{name}-{mask}": (*case, MASKS[mask]) for (name, mask), case in chosen.items()}
 
@@ -144,7 +158,8 @@ def compile_one(kernel, arch, numerics, dtype, head_dim, mask):
     resolved = numerics.resolve(dtype)
     sizes = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     q, v = (torch.empty(1, 2, 64, size, dtype=dtype, device="meta") for size in sizes)
-    values = constants_of(q, q, v, mask=mask, scale=0.125, numerics=resolved)
+    options = {"scale": 0.125, "numerics": resolved, "bias_trained": kernel is dbias_kernel}
+    values = constants_of(q, q, v, mask=mask, **options)
     signature, constants, attributes = signature_of(kernel, resolved, dtype, mask)
     constants[(len(kernel.params) - 1,)] = values
     options = triton_launch.compile_options(kernel, values, numerics.arithmetic.fp_fusion)
@@ -188,7 +203,9 @@ def report(arch: int, only: str = "") -> dict[str, dict[str, int]]:
         for name, kernel in KERNELS.items():
             if name == "merge_kernel" and numerics.tiling.splits == 1:
                 continue
-            if not re.search(only, case):
+            if (name == "dbias_kernel") > (mask.bias is not None):
+                continue
+            if (name != "dbias_kernel" and case.startswith("trained")) or not re.search(only, case):
                 continue
             compiled = compile_one(kernel, arch, numerics, dtype, head_dim, mask)
             ptx = compiled.asm["ptx"]
@@ -224,6 +241,13 @@ def test_the_fast_path_of_each_head_dim_fits_and_spills_nothing(arch, tmp_path):
         assert found["tf32"] == found["fused"] == found["atomic"] == 0, name
 
 
+@pytest.mark.slow
+def test_the_gradient_of_a_bias_spills_nothing_up_to_head_dim_128(tmp_path):
+    kernels = in_child(90, "^trained-bf16-d(64|128)", tmp_path)
+    assert len(kernels) == 4
+    assert not any(found["spills"] for found in kernels.values())
+
+
 @pytest.mark.parametrize(
     ("arch", "only", "count"),
     [
@@ -231,9 +255,12 @@ def test_the_fast_path_of_each_head_dim_fits_and_spills_nothing(arch, tmp_path):
         pytest.param(90, "^(fp16|fp32|tf32)-", 27, marks=pytest.mark.slow),
         pytest.param(90, "^(e4m3|all_bf16)-|^fp64-d64", 21, marks=pytest.mark.slow),
         pytest.param(
-            90, "^(stochastic|splits|fa1|fa4|beta|fused|latent|every)", 25, marks=pytest.mark.slow
+            90, "^(stochastic|splits|fa1|fa4|beta|fused|latent|every)", 26, marks=pytest.mark.slow
         ),
-        pytest.param(100, "^(fp32|e4m3|all_bf16)-d64|^every", 12, marks=pytest.mark.slow),
+        pytest.param(100, "^(fp32|e4m3|all_bf16)-d64|^every", 13, marks=pytest.mark.slow),
+        pytest.param(80, "^trained", 14, marks=pytest.mark.slow),
+        pytest.param(90, "^trained", 14, marks=pytest.mark.slow),
+        pytest.param(100, "^trained", 10, marks=pytest.mark.slow),
     ],
 )
 def test_every_format_dial_and_mask_compiles_and_fits(arch, only, count, tmp_path):
@@ -243,6 +270,7 @@ def test_every_format_dial_and_mask_compiles_and_fits(arch, only, count, tmp_pat
         assert 0 < found["shared"] <= SHARED_MEMORY[arch], name
         assert found["atomic"] == 0, name
         assert (found["tf32"] > 0) == name.startswith("tf32"), name
+        name = name.removeprefix("trained-")
         fused = name.startswith(("fused", "fp64", "fp32", "tf32"))
         assert fused or found["fused"] == 0, name
         wide = name.startswith(("fp32", "tf32", "fp64"))
