@@ -10,16 +10,11 @@ arithmetic and the faults (`attention_kernels`) and checking what a user's funct
 (`attention_probe`).
 """
 
-import hashlib
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Unpack
 
 import torch
@@ -43,6 +38,7 @@ from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.convert import nearest
 from stability.config.plugins import ATTENTIONS, plugins
 from stability.config.schema import AttentionConfig
+from stability.probe.user_functions import import_function, source_hash
 
 __all__ = [
     "ResolvedAttention",
@@ -328,43 +324,7 @@ def _may_be_users(name: str) -> bool:
 def _import_user_function(name: str) -> Callable[..., Any]:
     """Import what `name` stands for; ValueError if that fails or it can't be called."""
     entry = plugins(ATTENTIONS).get(name)
-    where = entry.value if entry else name
-    module_name, _, attribute = where.partition(":")
-    here = Path.cwd()
-    try:
-        module = _import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        said = f"{type(error).__name__}: {error}".removesuffix(": ")
-        raise ValueError(
-            f"resolve_attention: attention must be MODULE:FUNCTION of a module that imports, got "
-            f"{where!r}; {said}"
-        ) from error
-    finally:
-        if Path.cwd() != here:  # a study's own paths begin there
-            os.chdir(here)
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ValueError(
-            f"resolve_attention: attention must be a function that {module_name} has, got "
-            f"{attribute!r}; nearest: "
-            f"{nearest(attribute, [key for key in dir(module) if key[0] != '_'])}"
-        )
-    return function
-
-
-def _import_module(name: str) -> ModuleType:
-    """Import a module; one that is nowhere else may lie in the current folder.
-
-    As with `python -m`; but the folder goes last, so that no file in it hides a library's module.
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        here = str(Path.cwd())
-        if error.name != name.partition(".")[0] or here in sys.path:
-            raise
-        sys.path.append(here)
-        return importlib.import_module(name)
+    return import_function(entry.value if entry else name, "resolve_attention: attention")
 
 
 def _user_attention(name: str, function: Callable[..., Any]) -> ResolvedAttention:
@@ -380,25 +340,9 @@ def _user_attention(name: str, function: Callable[..., Any]) -> ResolvedAttentio
         description={
             "implementation": name,
             "engine": getattr(function, "__module__", ""),
-            "source": _source_hash(function),
+            "source": source_hash(function),
         },
     )
-
-
-def _source_hash(function: Callable[..., Any]) -> str:
-    """Return the SHA-256 of the function's file; of its own lines where a notebook's cell has it.
-
-    Empty where there is no source: a builtin, or what was typed at a prompt.
-    """
-    if not inspect.isroutine(function):
-        return ""
-    plain = inspect.unwrap(function)
-    try:
-        file = Path(inspect.getsourcefile(plain) or "")
-        source = file.read_bytes() if file.is_file() else inspect.getsource(plain).encode()
-    except (OSError, TypeError):
-        return ""
-    return hashlib.sha256(source).hexdigest()
 
 
 def _arguments(name: str, function: Callable[..., Any]) -> frozenset[str]:

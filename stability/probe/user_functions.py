@@ -1,0 +1,75 @@
+"""Functions that a user names as `module:function`: imported, and told apart by their source.
+
+Leaves out what such a function is called with (`attention_registry`, `module_candidates`).
+"""
+
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from stability.config.convert import nearest
+
+__all__ = ["import_function", "source_hash"]
+
+
+def import_function(where: str, what: str) -> Callable[..., Any]:
+    """Import the function that `where`, `module:function`, names.
+
+    ValueError, which opens with `what` it is to be, if that fails or it can't be called.
+    """
+    module_name, _, attribute = where.partition(":")
+    here = Path.cwd()
+    try:
+        module = _import_module(module_name)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        said = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise ValueError(
+            f"{what} must be MODULE:FUNCTION of a module that imports, got {where!r}; {said}"
+        ) from error
+    finally:
+        if Path.cwd() != here:  # a study's own paths begin there
+            os.chdir(here)
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ValueError(
+            f"{what} must be a function that {module_name} has, got {attribute!r}; nearest: "
+            f"{nearest(attribute, [key for key in dir(module) if key[0] != '_'])}"
+        )
+    return function
+
+
+def _import_module(name: str) -> ModuleType:
+    """Import a module; one that is nowhere else may lie in the current folder.
+
+    As with `python -m`; but the folder goes last, so that no file in it hides a library's module.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        here = str(Path.cwd())
+        if error.name != name.partition(".")[0] or here in sys.path:
+            raise
+        sys.path.append(here)
+        return importlib.import_module(name)
+
+
+def source_hash(function: Callable[..., Any]) -> str:
+    """Return the SHA-256 of the function's file; of its own lines where a notebook's cell has it.
+
+    Empty where there is no source: a builtin, or what was typed at a prompt.
+    """
+    if not inspect.isroutine(function):
+        return ""
+    plain = inspect.unwrap(function)
+    try:
+        file = Path(inspect.getsourcefile(plain) or "")
+        source = file.read_bytes() if file.is_file() else inspect.getsource(plain).encode()
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source).hexdigest()
