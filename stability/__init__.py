@@ -6,16 +6,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stability.callbacks.probe_callbacks import ShadowCallback
     from stability.intercept.attention_call import attention_call
+    from stability.intercept.module_calls import module_call
     from stability.intercept.session import shadow
     from stability.intercept.transformers_candidate import register_transformers
 
 __version__ = "0.1.0"
 
-__all__ = ["ShadowCallback", "__version__", "attention_call", "register_transformers", "shadow"]
+__all__ = [
+    "ShadowCallback",
+    "__version__",
+    "attention_call",
+    "module_call",
+    "register_transformers",
+    "shadow",
+]
 
 _HOMES = {
     "ShadowCallback": "stability.callbacks.probe_callbacks",
     "attention_call": "stability.intercept.attention_call",
+    "module_call": "stability.intercept.module_calls",
     "register_transformers": "stability.intercept.transformers_candidate",
     "shadow": "stability.intercept.session",
 }

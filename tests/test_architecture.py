@@ -34,6 +34,7 @@ PUBLIC = {
         "ShadowCallback",
         "__version__",
         "attention_call",
+        "module_call",
         "register_transformers",
         "shadow",
     ],

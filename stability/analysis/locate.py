@@ -30,13 +30,13 @@ from stability.analysis.looks import (
 )
 from stability.analysis.place_table import (
     JUDGED,
-    MADE_HERE,
     Judged,
     PlaceTable,
     place_tables,
     samples_of,
 )
 from stability.records.metric_columns import Series
+from stability.records.metric_names import in_order
 
 __all__ = ["EVERY_LAYER", "MOST_LAYERS", "Located", "Location", "locate", "sentences"]
 
@@ -113,7 +113,8 @@ def sentences(found: Sequence[Located]) -> list[str]:
     lines = []
     for (kind, metric, shadow, place), group in grouped.items():
         who = f"{shadow}: " if shadow else ""
-        ordered = sorted(group, key=lambda x: MADE_HERE.index(x.what))
+        order = in_order(each.what for each in group)
+        ordered = sorted(group, key=lambda each: order.index(each.what))
         figures = ", ".join(each.figure for each in ordered)
         since = min(each.since for each in group)
         says = _SAYS[kind, metric]

@@ -16,14 +16,11 @@ from numpy.typing import NDArray
 
 from stability.analysis.looks import OperatorLimits, Samples
 from stability.records.metric_columns import Series
-from stability.records.metric_names import DeviationName, parse_deviation
+from stability.records.metric_names import DeviationName, is_made_here, parse_deviation
 
-__all__ = ["JUDGED", "MADE_HERE", "Judged", "PlaceTable", "joined", "place_tables", "samples_of"]
+__all__ = ["JUDGED", "Judged", "PlaceTable", "joined", "place_tables", "samples_of"]
 
 Array = NDArray[np.float64]
-
-MADE_HERE = ("out", "lse", "dq", "dk", "dv")
-"""Results that are compared on the same inputs, so that their error is the layer's own."""
 
 Judged = Literal["error", "gain", "bias"]
 JUDGED: dict[Judged, str] = {"error": "error_ratio", "gain": "gain", "bias": "golden_bias_ulp"}
@@ -58,7 +55,7 @@ def place_tables(metrics: Mapping[str, Series]) -> list[PlaceTable]:
     found: dict[tuple[str, str], dict[DeviationName, Series]] = {}
     for name, series in metrics.items():
         parts = parse_deviation(name)
-        if parts is None or parts.metric not in _READ or parts.what not in MADE_HERE:
+        if parts is None or parts.metric not in _READ or not is_made_here(parts.what):
             continue
         if not parts.part.startswith("positions") and series.steps:
             found.setdefault((parts.shadow, parts.what), {})[parts] = series

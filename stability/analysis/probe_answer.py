@@ -16,7 +16,7 @@ from stability.analysis.place_table import JUDGED, Judged, PlaceTable, place_tab
 from stability.analysis.probe_records import RecordedProbe
 from stability.records.events import Event
 from stability.records.metric_columns import Series
-from stability.records.metric_names import COMPARED, parse_deviation
+from stability.records.metric_names import in_order, parse_deviation
 
 __all__ = ["ProbeAnswer", "answer_of_probe", "failures_of", "worst_result"]
 
@@ -111,8 +111,7 @@ def _not_finite(
         since = min(since for _, since in results.values())
         lines.append(
             f"{shadow or alone} returned values that are not finite in "
-            f"{_which(list(found), layers)}, since step {since}: "
-            + ", ".join(what for what in COMPARED if what in results)
+            f"{_which(list(found), layers)}, since step {since}: " + ", ".join(in_order(results))
         )
     return lines
 

@@ -22,10 +22,10 @@ from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.records.events import Event, read_log_and_events
 from stability.records.metric_columns import Column, Series
 from stability.records.metric_names import (
-    COMPARED,
     DeviationName,
     at_rank,
     deviation_name,
+    in_order,
     of_rank,
     parse_deviation,
 )
@@ -80,9 +80,8 @@ class RecordedProbe:
 
     @property
     def compared(self) -> list[str]:
-        """The results that were compared, in the order of `COMPARED`."""
-        found = {parts.what for name in self.metrics if (parts := parse_deviation(name))}
-        return [what for what in COMPARED if what in found]
+        """The results that were compared, those of an attention first."""
+        return in_order(parts.what for name in self.metrics if (parts := parse_deviation(name)))
 
     @property
     def open_end(self) -> str:
@@ -108,6 +107,12 @@ class RecordedProbe:
         looks = len(self.steps())
         of = f" of {self.record.steps}" if self.is_counted else ""
         return f"{looks}{of} step{'s' if looks != 1 or of else ''}"
+
+    def layers_of(self, shadow: str) -> list[str]:
+        """Return the layers that one shadow was compared in."""
+        parts = (parse_deviation(name) for name in self.metrics)
+        found = {each.layer for each in parts if each and each.shadow == shadow}
+        return [layer for layer in self.layers if layer in found]
 
     def steps(self) -> list[int]:
         """Return the steps that were looked at."""
@@ -228,8 +233,7 @@ class ShadowMetrics:
     @property
     def compared(self) -> list[str]:
         """The results that were compared: the one of the largest error ratio, then in order."""
-        found = {name.what for name in self.names}
-        ordered = [what for what in COMPARED if what in found]
+        ordered = in_order(name.what for name in self.names)
         ratios = {what: self._largest_ratio(what) for what in ordered}
         if not any(ratios.values()):
             return ordered

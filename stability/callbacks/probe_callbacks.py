@@ -156,7 +156,7 @@ class ShadowCallback(UpdateCallback):
 
     def __init__(
         self,
-        candidate: Candidate = "flash:fa2",
+        candidate: Candidate | None = None,
         *,
         loss: Callable[[LightningModule, Any], Tensor] | None = None,
         **options: Any,

@@ -34,7 +34,7 @@ from stability.intercept.global_hooks import put_global_hooks
 from stability.intercept.layer_names import layer_names
 from stability.probe.captured_call import AttentionCall, BoundAttention, CallHandler, is_repeating
 
-__all__ = ["Catcher", "Door", "is_in_caught_call", "newest_catcher"]
+__all__ = ["Catcher", "Door", "is_in_caught_call", "newest_catcher", "put_mode_below"]
 
 Door = Callable[["Catcher"], AbstractContextManager[None]]
 """A way to catch calls: inside the context they go to the catcher."""
@@ -258,6 +258,21 @@ class Catcher:
                 return
             while self._take_away:
                 self._take_away.pop()()
+
+
+def put_mode_below(mode: TorchFunctionMode) -> Callable[[], None]:
+    """Put `mode` under all others of this thread, and return what takes it away again.
+
+    So others may be entered and left in their own order meanwhile.
+    """
+    before = _taken_off()
+    for one in (mode, *before):
+        _push_on_torch_function_stack(one)
+
+    def take_away() -> None:
+        _take_modes_away([mode])
+
+    return take_away
 
 
 def _take_modes_away(modes: Sequence[TorchFunctionMode]) -> Callable[[], None]:

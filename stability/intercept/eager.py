@@ -27,10 +27,10 @@ def check_eager(model: nn.Module) -> None:
     check_unscripted(model)
     for name, graph in _compiled(model):
         raise ValueError(
-            "shadow: model must run eagerly where replace, inherited or gradient_every is given, "
-            f"got {graph} at {name or 'its root'}: the calls of a compiled graph can be compared, "
-            "but not made by another attention; give the model before it is compiled, and train "
-            "it so"
+            "shadow: model must run eagerly where replace, inherited, gradient_every or modules is "
+            f"given, got {graph} at {name or 'its root'}: of a compiled graph the attention calls "
+            "alone can be compared, and none be made by another; give the model before it is "
+            "compiled, and train it so"
         )
 
 

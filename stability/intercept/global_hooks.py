@@ -17,14 +17,17 @@ _OURS: set[int] = set()
 """The hooks' ids, as torch gives them."""
 
 
-def put_global_hooks(before: Callable[..., Any], after: Callable[..., Any]) -> Callable[[], None]:
+def put_global_hooks(
+    before: Callable[..., Any], after: Callable[..., Any], *, with_kwargs: bool = False
+) -> Callable[[], None]:
     """Call `before` and `after` around each module's forward; return what ends that.
 
-    `after` is called after an error too.
+    `after` is called after an error too. With `with_kwargs` it is given them behind the arguments,
+    but after an error.
     """
     handles = [
         torch_module.register_module_forward_pre_hook(before),
-        torch_module.register_module_forward_hook(after, always_call=True),
+        torch_module.register_module_forward_hook(after, with_kwargs=with_kwargs, always_call=True),
     ]
     ids = {handle.id for handle in handles}
     with _LOCK:

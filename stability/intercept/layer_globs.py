@@ -32,14 +32,16 @@ def check_globs(model: nn.Module, /, **globs: Sequence[str]) -> None:
                 )
 
 
-def check_globs_of_calls(called: Iterable[str], /, **globs: Sequence[str]) -> None:
+def check_globs_of_calls(
+    called: Iterable[str], /, of: str = "layers with attention", **globs: Sequence[str]
+) -> None:
     """ValueError for a glob, by its argument's name, that matches none of the layers `called`."""
     names = list(called)
     for argument, patterns in globs.items():
         for pattern in patterns:
             if not _matches(pattern, names):
                 raise ValueError(
-                    f"shadow: {argument} must be globs of layers with attention, got {pattern!r}, "
+                    f"shadow: {argument} must be globs of {of}, got {pattern!r}, "
                     f"which matches none that was called; nearest: {_near(pattern, names)}"
                 )
 

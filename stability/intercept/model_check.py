@@ -18,9 +18,10 @@ _SHOWN = 12
 """The most modules or classes that a message names."""
 
 
-def check_model(model: nn.Module, *, compiled: bool) -> None:
+def check_model(model: nn.Module, *, compiled: bool, attends: bool = True) -> None:
     """ValueError if the attention of `model` cannot be caught, or drops values at random: a shadow
-    would drop other values than the model does. With `compiled` parts of it may be compiled.
+    would drop other values than the model does. With `compiled` parts of it may be compiled;
+    without `attends` its attention is not looked at.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -28,6 +29,8 @@ def check_model(model: nn.Module, *, compiled: bool) -> None:
             "functions can be given to a DualAttention"
         )
     check_unscripted(model) if compiled else check_eager(model)
+    if not attends:
+        return
     if is_transformers_model(model):
         check_transformers(model)
         return

@@ -11,6 +11,7 @@ installed; what torch.compile makes meanwhile is only named. Leaves out what is 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,11 +29,18 @@ from stability.intercept.library_functions import watching_library_functions
 from stability.intercept.model_check import check_model, nothing_caught
 from stability.intercept.other_functions import OtherFunctions
 from stability.intercept.replacement import Direction, ReplacedAttention, Replacement, bind_own
+from stability.intercept.watched_modules import (
+    ModuleCandidates,
+    WatchedModules,
+    described_modules,
+    resolve_modules,
+)
 from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shadows
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 from stability.probe.captured_call import AttentionCall, BoundAttention
 from stability.probe.gradient_evidence import GradientMeter
 from stability.probe.measurements import HostTransfer, ProbeFinding, StepMeasurements
+from stability.probe.module_candidates import ModuleCandidate
 from stability.probe.probe_recorder import ProbeRecorder
 from stability.probe.schedule import Schedule
 from stability.probe.second_forward import repeating_forward
@@ -57,8 +65,9 @@ _UNSEARCHED = (
 @contextmanager
 def shadow(
     model: nn.Module,
-    candidate: Candidate | list[Candidate] = "flash:fa2",
+    candidate: Candidate | list[Candidate] | None = None,
     *,
+    modules: ModuleCandidates | None = None,
     every: int | None = None,
     steps: Sequence[int] = (),
     per_decade: int = 0,
@@ -81,10 +90,12 @@ def shadow(
 ) -> Iterator["Shadow"]:
     """Compare `candidate` with the model's own attention, call by call, while the model trains.
 
-    Call `step()` on what this yields after each update. The model's results and its training are
-    those without it, to the bit, unless `replace`, globs of layer names, makes the candidate
-    compute in these layers, in both directions or only the "forward" or "backward" one; then the
-    model's own attention is the shadow there.
+    `modules` asks the same of any other parts: candidates by globs of their names, `"loss"` or
+    `"<glob>+loss"` (`probe.module_candidates`, `intercept.loss_calls`); without `candidate`, else
+    "flash:fa2", no attention is looked at then. Call `step()` on what this yields after each
+    update. The model's results and its training are those without it, to the bit, unless `replace`,
+    globs of layer names, makes the candidate compute in these layers, in both directions or only
+    the "forward" or "backward" one; then the model's own attention is the shadow there.
 
     `every`, `steps` and `per_decade` say which steps are looked at, counted from 0: every one where
     none of them is given. A call counts where the model trains: gradients are enabled and it is in
@@ -104,9 +115,9 @@ def shadow(
     first due step, if no attention call could be caught in it or a glob matches none of its layers.
 
     The model may be compiled, as a whole or in parts, before or after. Its graphs stay as they are,
-    and their attention calls are only observed: `replace`, `inherited` and `gradient_every` need a
-    model that runs eagerly, ValueError otherwise. A graph that ran before has to be
-    compiled anew, by `torch.compiler.reset()` inside.
+    and their attention calls are only observed: `replace`, `inherited`, `gradient_every` and
+    `modules` need a model that runs eagerly, ValueError otherwise. A graph that ran before has to
+    be compiled anew, by `torch.compiler.reset()` inside.
     """
     config = ProbeConfig(
         every=(0 if steps or per_decade else 1) if every is None else every,
@@ -127,10 +138,19 @@ def shadow(
             "shadow: loss must be a function where gradient_every is given, got None; e.g. "
             "loss=lambda: criterion(model(x), y)"
         )
-    check_model(model, compiled=not (replace or inherited or gradient_every))
+    if modules and candidate is None and (replace or inherited or inside or gradient_every):
+        raise ValueError(
+            "shadow: candidate must be given for replace, inherited, inside or gradient_every, got "
+            "None; beside modules alone no attention is looked at"
+        )
+    several = candidate if isinstance(candidate, list) else [candidate or "flash:fa2"]
+    if modules and candidate is None:
+        several = []
+    is_eager = bool(replace or inherited or gradient_every or modules)
+    check_model(model, compiled=not is_eager, attends=bool(several))
     check_globs(model, layers=layers, replace=replace)
+    others = resolve_modules(model, modules or {})
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    several = candidate if isinstance(candidate, list) else [candidate]
     named = [resolve_attention(one, device) for one in several]
     replacement = None
     if replace:
@@ -139,10 +159,10 @@ def shadow(
         replacement = Replacement(candidate=named[0], layers=tuple(replace), direction=direction)
     recorder = None
     if records is not None:
-        recorder = _recorder(Path(records), model, named, replacement, golden, first_step)
+        recorder = _recorder(Path(records), model, named, others, replacement, golden, first_step)
         sinks = [*sinks, recorder.write]
     session = Shadow(
-        model, config, named, replacement, sinks, first_step, loss, evaluation=evaluation
+        model, config, named, replacement, sinks, first_step, loss, others, evaluation=evaluation
     )
     if recorder is not None:
         recorder.describe((), first_step)
@@ -158,6 +178,7 @@ def _recorder(
     folder: Path,
     model: nn.Module,
     candidates: Sequence[ResolvedAttention],
+    others: Mapping[str, ModuleCandidate],
     replacement: Replacement | None,
     golden: bool,
     first_step: int,
@@ -169,7 +190,7 @@ def _recorder(
         folder,
         model=type(model).__name__,
         primary=replaced or own,
-        shadows={OWN: own} if replaced else described,
+        shadows=({OWN: own} if replaced else described) | described_modules(others),
         golden=golden,
         first_step=first_step,
     )
@@ -187,6 +208,7 @@ class Shadow:
         sinks: Sequence[Sink] = (),
         first_step: int = 0,
         loss: Loss | None = None,
+        others: Mapping[str, ModuleCandidate] = MappingProxyType({}),
         *,
         evaluation: bool = False,
     ) -> None:
@@ -212,7 +234,9 @@ class Shadow:
             shadows,
             shadow_is_candidate=replacement is None,
             modules=dict(model.named_modules()),
+            others=list(described_modules(others)),
         )
+        self._modules = WatchedModules(model, others, config, self.probe.meter, self._note_call)
         self._evaluation = evaluation
         self._is_eager_only = replacement is not None or config.inherited
         self._was_announced = False
@@ -221,12 +245,12 @@ class Shadow:
         self._step = self._first_step = first_step
         self._layers: dict[str, None] = {}
         self._called: set[str] = set()
-        """The layers that have attended since the last step."""
+        """The layers that were called since the last step."""
         self._has_counted = False
         """Whether one of these calls was one to look at."""
         self._other_functions = OtherFunctions()
-        self._looking_round: Coverage | None = Coverage()
-        """None once a step has shown what is seen."""
+        self._looking_round: Coverage | None = Coverage() if candidates else None
+        """None once a step has shown what is seen, and where no attention is looked at."""
         self.coverage: tuple[LayerCoverage, ...] = ()
         """What is seen of each module that looks like attention, as the first due step has shown
         it."""
@@ -255,7 +279,7 @@ class Shadow:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers whose attention has been caught so far, in the order of their calls."""
+        """The layers whose calls have been caught so far, in the order of these."""
         return tuple(self._layers)
 
     @property
@@ -320,7 +344,8 @@ class Shadow:
         self.probe.arm()
         self._updates.mark()
         self._installed = ExitStack()
-        if self._replacement is None:
+        self._installed.enter_context(self._modules.watching())
+        if self._replacement is None and self.candidates:
             self._installed.enter_context(self._catching())
         self._installed.enter_context(self._taps.listening())
         if self._config.inherited:
@@ -410,15 +435,20 @@ class Shadow:
 
     def _note(self, call: AttentionCall) -> bool:
         """Note that a call was seen, and return whether it is one to look at."""
-        self._layers.setdefault(call.layer)
         if self._looking_round is not None:
             self._looking_round.note(call.layer, call.unsupported)
-        counts = call.trains or self._evaluation or self.probe.is_in_second_forward
+        counts = self._note_call(call.layer, call.trains)
+        return counts or self.probe.is_in_second_forward
+
+    def _note_call(self, layer: str, trains: bool) -> bool:
+        """Note the call of any layer, and return whether it counts."""
+        self._layers.setdefault(layer)
+        counts = trains or self._evaluation
         # an evaluation may well lie between an update and its step()
-        is_due = self._installed is not None and call.trains
-        if is_due and call.layer in self._called and self._updates.has_seen_one:
+        is_due = self._installed is not None and trains
+        if is_due and layer in self._called and self._updates.has_seen_one:
             self._warn_of_a_forgotten_step()
-        self._called.add(call.layer)
+        self._called.add(layer)
         self._has_counted |= counts
         return counts
 
@@ -429,6 +459,8 @@ class Shadow:
     def _check_calls(self) -> None:
         """ValueError if the first step's calls can't be what was meant; a finding if later ones."""
         self._taps.end_step()
+        for layer, text in self._modules.check() if self._installed is not None else ():
+            self._find(layer, text)
         if self._looking_round is not None:
             self.coverage = self._looking_round.end()
             is_compiled = self._looking_round.unsearched

@@ -89,7 +89,8 @@ class AttentionProbe:
     """What the layers of one model share: shadows, golden, and the measurements of this step.
 
     `shadows` are by name; a second forward pass follows the first of them. `modules` are the
-    model's modules by layer name, for the norms of W_Q.
+    model's modules by layer name, for the norms of W_Q. `others` are the names of candidates for
+    other modules, whose measurements arrive with these (`module_probe`).
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class AttentionProbe:
         *,
         shadow_is_candidate: bool,
         modules: Mapping[str, nn.Module] | None = None,
+        others: Sequence[str] = (),
     ) -> None:
         self.is_armed = False
         """Whether a due step is running."""
@@ -108,7 +110,7 @@ class AttentionProbe:
         self._budget = Budget(config.overhead_share or 0.0)
         # not copied: the caller fills it once the model exists, which is built on the probe
         known = {} if modules is None else modules
-        self._meter = DeviationMeter(config, list(shadows), known)
+        self.meter = DeviationMeter(config, [*shadows, *others], known)
         self._captured: dict[str, CapturedCall] = {}
         self.is_in_second_forward = self._had_second_forward = False
         # two threads may run the model, and autograd runs hooks in threads of its own on a GPU
@@ -204,13 +206,13 @@ class AttentionProbe:
         self._captured.clear()
         new = [
             finding
-            for finding in (*self._findings, *self._meter.findings)
+            for finding in (*self._findings, *self.meter.findings)
             if finding not in self._reported
         ]
         self._reported.update(new)
         self._findings.clear()
-        self._meter.findings.clear()
-        return self._meter.buffer.transfer(list(dict.fromkeys(new)))
+        self.meter.findings.clear()
+        return self.meter.buffer.transfer(list(dict.fromkeys(new)))
 
     def collect(self) -> StepMeasurements:
         """End the step and wait for its measurements."""
@@ -221,14 +223,14 @@ class AttentionProbe:
         """Return what a resume needs: the running sums, and the findings that were reported."""
         # a set has no order: sorted, equal states are written alike
         reported = sorted(tuple(finding) for finding in self._reported)
-        return {"sums": self._meter.state_dict(), "reported": [list(pair) for pair in reported]}
+        return {"sums": self.meter.state_dict(), "reported": [list(pair) for pair in reported]}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from a checkpoint."""
         reported = state["reported"]
         assert isinstance(reported, list)
         self._reported = {ProbeFinding(*pair) for pair in reported}
-        self._meter.load_state_dict(state["sums"])  # pyright: ignore[reportArgumentType]
+        self.meter.load_state_dict(state["sums"])  # pyright: ignore[reportArgumentType]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AttentionProbe":
         """Return a probe that is never armed: a copy of a model, e.g. an average, isn't watched."""
@@ -289,7 +291,7 @@ class AttentionProbe:
             self._compare_lse(captured)
             if self._config.inside:
                 with isolated(captured.out.device):
-                    self._meter.measure_inside(captured, dout, self._candidate_out(captured))
+                    self.meter.measure_inside(captured, dout, self._candidate_out(captured))
             captured.forget_forward()
 
     def _compare_gradient(self, captured: CapturedCall, name: str, gradient: Tensor) -> None:
@@ -327,7 +329,7 @@ class AttentionProbe:
                 continue
             # candidate first in both roles, so that the sign of an error keeps its meaning
             pair = (shadow, primary) if self._shadow_is_candidate else (primary, shadow)
-            self._meter.compare(captured, what, *pair, captured.golden.get(what), name)
+            self.meter.compare(captured, what, *pair, captured.golden.get(what), name)
 
     def _compare_lse(self, captured: CapturedCall) -> None:
         """Compare LSEs; where the primary gives none, the candidate's with the golden's."""
@@ -338,7 +340,7 @@ class AttentionProbe:
         for name, results in captured.shadows.items() if self._shadow_is_candidate else ():
             shadow = results.get("lse")
             if shadow is not None and golden is not None:
-                self._meter.compare_lse_to_golden(captured, shadow, golden, name)
+                self.meter.compare_lse_to_golden(captured, shadow, golden, name)
 
     def _candidate_out(self, captured: CapturedCall) -> Tensor | None:
         if not self._shadow_is_candidate:
@@ -370,7 +372,7 @@ class AttentionProbe:
                 pairs = {"total": (first.out, own), "carried": (first.out, on_second)}
             for what, (x, reference) in pairs.items():
                 if reference is not None:
-                    self._meter.compare(first, what, x, reference, None, name)
+                    self.meter.compare(first, what, x, reference, None, name)
         return own
 
 

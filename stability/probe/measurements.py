@@ -8,6 +8,7 @@ and is waited for only when the numbers are read. Leaves out the arithmetic (`me
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -195,18 +196,8 @@ class DeviationMeter:
             golden_ulp=golden_ulp,
         )
 
-        def names(metrics: Iterable[str], parts: Iterable[str] = ("",)) -> list[str]:
-            of_shadow = self._name_of_shadow[shadow]
-            return [
-                deviation_name(captured.layer, what, metric, shadow=of_shadow, part=part)
-                for part in parts
-                for metric in metrics
-            ]
-
-        # names must run parallel to the columns that `compare` has returned
-        golden_metrics = () if golden is None else GOLDEN_COLUMNS
-        self.buffer.add(names((*LAYER_COLUMNS, *golden_metrics)), compared.layer)
-        self.buffer.add_counts(names([ULP_HISTOGRAM])[0], compared.histogram)
+        names = partial(self._names, captured.layer, what, shadow)
+        self.add(captured.layer, what, compared, golden is not None, shadow)
         part_golden = () if golden is None else PART_GOLDEN_COLUMNS
         part_metrics = (*PART_COLUMNS, *part_golden)
         for parts, values in self._parts(compared, candidate.shape[2]):
@@ -217,6 +208,32 @@ class DeviationMeter:
             except Exception as error:  # a run must not die of a user's metric
                 reason = f"{metric}: {type(error).__name__}: {error}"
                 self.findings.append(ProbeFinding(captured.layer, reason))
+
+    def add(
+        self, layer: str, what: str, compared: Comparison, has_golden: bool, shadow: str
+    ) -> None:
+        """Add the metrics of a whole layer, which `metrics.deviation.compare` has returned."""
+        # names must run parallel to the columns
+        metrics = (*LAYER_COLUMNS, *(GOLDEN_COLUMNS if has_golden else ()))
+        self.buffer.add(self._names(layer, what, shadow, metrics), compared.layer)
+        self.buffer.add_counts(
+            self._names(layer, what, shadow, [ULP_HISTOGRAM])[0], compared.histogram
+        )
+
+    def _names(
+        self,
+        layer: str,
+        what: str,
+        shadow: str,
+        metrics: Iterable[str],
+        parts: Iterable[str] = ("",),
+    ) -> list[str]:
+        of_shadow = self._name_of_shadow[shadow]
+        return [
+            deviation_name(layer, what, metric, shadow=of_shadow, part=part)
+            for part in parts
+            for metric in metrics
+        ]
 
     def _parts(self, compared: Comparison, length: int) -> list[tuple[list[str], Tensor]]:
         """Return the names and values of heads and of ranges of positions, where asked for."""

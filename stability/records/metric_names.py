@@ -9,6 +9,7 @@ of positions (`positions_0_63`), and one for the shadow if a probe has several.
 """
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "drift_name",
     "gradient_name",
     "head_part",
+    "in_order",
+    "is_made_here",
     "of_rank",
     "parse_deviation",
     "parse_drift",
@@ -69,8 +72,11 @@ COMPARED = {
     "carried": "candidate on its own stream's inputs against candidate on the baseline's",
     "total": "candidate in its own stream against baseline in its own",
 }
-"""What is compared. `out` is error made in the layer, `carried` what earlier layers brought in,
-`total` both."""
+"""What is compared of an attention. `out` is error made in the layer, `carried` what earlier layers
+brought in, `total` both. Of other modules it is `out`, or `out_<key>` of several results, and
+`d<argument>` and `d<parameter>`, e.g. `dx`, `dweight`."""
+
+_INHERITED = ("carried", "total")
 
 ULP_HISTOGRAM = "ulp_histogram"
 """The metric whose value is a list of counts, not a number."""
@@ -108,8 +114,24 @@ class GradientName(NamedTuple):
 
 
 def deviation_name(layer: str, what: str, metric: str, *, shadow: str = "", part: str = "") -> str:
-    """Return the name of a deviation; `what` is a key of `COMPARED`, the layer has no "/"."""
+    """Return the name of a deviation; `what` is as in `COMPARED`, the layer has no "/"."""
     return "/".join(("deviation", layer, *filter(None, (shadow, part)), what, metric))
+
+
+def in_order(results: Iterable[str]) -> list[str]:
+    """Return what was compared, once each: an attention's in the order of `COMPARED`, then others.
+
+    Of these the results come before the gradients, else in the order in which they are given.
+    """
+    found = dict.fromkeys(results)
+    others = [what for what in found if what not in COMPARED]
+    known = [what for what in COMPARED if what in found]
+    return known + sorted(others, key=lambda what: not what.startswith("out"))
+
+
+def is_made_here(what: str) -> bool:
+    """Whether a result is compared on the same inputs, so that its error is the layer's own."""
+    return what not in _INHERITED
 
 
 def head_part(head: int) -> str:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from stability.records.metric_names import (
     ALL_WEIGHTS,
-    COMPARED,
     EVAL_LOSS,
     STEP_AXIS,
     TRAIN_LOSS,
     WEIGHT_HISTOGRAM,
+    in_order,
     parse_deviation,
     parse_drift,
 )
@@ -158,7 +158,7 @@ def _deviations(metrics: Sequence[str]) -> list[Panel]:
             lines.setdefault((parts.what, parts.metric), []).append(name)
     return [
         _panel(f"{metric} of {what}", tuple(lines[what, metric]), DEVIATION_METRICS[metric])
-        for what in COMPARED
+        for what in in_order(what for what, _ in lines)
         for metric in SHOWN_DEVIATIONS
         if (what, metric) in lines
     ]

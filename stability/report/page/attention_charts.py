@@ -96,7 +96,7 @@ def probe_sections(probed: RecordedProbe) -> list[Section]:
                 if table:
                     tables[shadow_label(shadow), what, metric] = LayerTable.of_steps(table)
     intro = (
-        "Each attention call that was looked at has been repeated on the same inputs, forward and, "
+        "Each call that was looked at has been repeated on the same inputs, forward and, "
         "under the gradient that the run itself sent back, backward."
     )
     worst = worst_result(probed.metrics)
@@ -131,11 +131,12 @@ def deviation_section(tables: Tables, group: str, intro: str) -> Section | None:
         list(dict.fromkeys(key[place] for key in tables)) for place in range(3)
     )
     shown, remarks = _thinned(tables)
+    is_attention = all(what in COMPARED for what in results)
     names = (group, "what", "metric")
     traced = [(dict(zip(names, key, strict=True)), table) for key, table in shown.items()]
     return Section(
         key="deviation",
-        title="Deviation inside attention",
+        title="Deviation inside attention" if is_attention else "Deviation layer by layer",
         intro=intro,
         charts=(_layer_by_step(traced, remarks), _layer_curves(traced, remarks)),
         # the first of each is what the page opens on: the worst comes first

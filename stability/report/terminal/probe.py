@@ -16,12 +16,11 @@ from rich.text import Text
 
 from stability.analysis.locate import locate, sentences
 from stability.analysis.number_text import MISSING
-from stability.analysis.place_table import MADE_HERE
 from stability.analysis.probe_answer import ProbeAnswer, answer_of_probe, failures_of
 from stability.analysis.probe_records import RecordedProbe, read_probe
 from stability.analysis.study_records import RecordedStudy
 from stability.records.events import Event
-from stability.records.metric_names import watch_name
+from stability.records.metric_names import is_made_here, watch_name
 from stability.report.terminal.tables import add_numbers, add_row, first_that_fits, ruled_table
 from stability.report.view.plain_text import as_text, readable
 
@@ -142,13 +141,12 @@ def event_lines(events: Iterable[Event]) -> list[Text]:
 
 def _table(probed: RecordedProbe, shadow: str, shown: Sequence[_Column]) -> Table:
     table = ruled_table(["layer"], [column.title for column in shown], gap=2)
-    table.columns[0].min_width = max(map(cell_len, map(readable, probed.layers)), default=0)
-    logits = {
-        layer: probed.by_step(watch_name("max_logit", layer=layer)) for layer in probed.layers
-    }
+    layers = probed.layers_of(shadow)
+    table.columns[0].min_width = max(map(cell_len, map(readable, layers)), default=0)
+    logits = {layer: probed.by_step(watch_name("max_logit", layer=layer)) for layer in layers}
     if any(logits.values()):
         add_numbers(table, "max\nlogit")
-    for layer in probed.layers:
+    for layer in layers:
         cells = [_cell(probed, shadow, layer, column) for column in shown]
         if any(logits.values()):
             cells.append(_largest(logits[layer].values(), ".3g"))
@@ -162,12 +160,13 @@ def _wanted(probed: RecordedProbe, shadow: str, column: _Column) -> bool:
     return any(
         probed.series(layer, what, column.metric, shadow=shadow)
         for layer in probed.layers
-        for what in _results(column)
+        for what in _results(probed, column)
     )
 
 
-def _results(column: _Column) -> tuple[str, ...]:
-    return MADE_HERE if column.what == WORST else (column.what,)
+def _results(probed: RecordedProbe, column: _Column) -> list[str]:
+    """Return the results that a column is of; of the worst, all that are made in the layer."""
+    return list(filter(is_made_here, probed.compared)) if column.what == WORST else [column.what]
 
 
 def _cell(probed: RecordedProbe, shadow: str, layer: str, column: _Column) -> str:
@@ -187,7 +186,7 @@ def _cell(probed: RecordedProbe, shadow: str, layer: str, column: _Column) -> st
 def _worst(probed: RecordedProbe, shadow: str, layer: str, column: _Column) -> str:
     """Return the worst value of all results, and whose it is; of a gain or bias the mean's."""
     found = {}
-    for what in MADE_HERE:
+    for what in _results(probed, column):
         values = probed.series(layer, what, column.metric, shadow=shadow).values()
         finite = [value for value in values if math.isfinite(value)]
         if finite:

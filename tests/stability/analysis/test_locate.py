@@ -4,8 +4,8 @@ import pytest
 
 from stability.analysis.locate import EVERY_LAYER, MOST_LAYERS, Location, locate, sentences
 from stability.analysis.looks import OperatorLimits
-from stability.analysis.place_table import MADE_HERE
 from stability.analysis.probe_records import metrics_of_probe, read_probe
+from stability.records.metric_names import COMPARED, is_made_here
 from tests.stability.report.synthetic_probe import write_probe
 
 
@@ -102,7 +102,7 @@ def test_what_is_bad_everywhere_alike_is_said_of_the_whole_model(tmp_path, steps
         metrics[name] = type(series)(series.steps[:steps], series.values[:steps])
     found = locate(metrics)
     assert {each.place for each in found} == {EVERY_LAYER}
-    assert {each.what for each in found} == set(MADE_HERE)
+    assert {each.what for each in found} == set(filter(is_made_here, COMPARED))
     (line,) = sentences(found)
     assert line.startswith("every layer: error ratio is beyond its limit since step 0: out ")
     assert all(1e4 < each.value < 4e4 for each in found)

@@ -1,0 +1,92 @@
+"""What repeats a module or a function beside itself: the candidates of `shadow(modules=...)`.
+
+`emulated:<format>` is the module itself with the operands of its matrix products rounded,
+`compiled` what torch.compile makes of it, and any other is a function of one's own. That is called
+as `function(module, *inputs)`, with the inputs of the module's forward, positional and by keyword
+as they were given, and returns what the module returns; in place of a function that is no module
+it is called as that is. The module is a copy, with parameters of its own: read them as
+`module.weight`. Leaves out the repeating itself (`module_call`).
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from attention_kernels import Format
+from stability.config.convert import nearest
+from stability.config.schema import emulated_format
+from stability.probe.module_call import ModuleCall
+from stability.probe.rounded_products import RoundedProducts
+from stability.probe.user_functions import import_function, source_hash
+
+__all__ = ["ModuleCandidate", "resolve_candidate"]
+
+_NAMES = ("emulated:<format>", "compiled", "MODULE:FUNCTION")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleCandidate:
+    """A candidate, its name, and its description for a record."""
+
+    name: str
+    description: dict[str, Any]
+    function: Callable[..., Any] | None = None
+    """None where it is the module itself that is repeated."""
+    format: Format | None = None
+    is_compiled: bool = False
+    left_alone: dict[str, None] = field(default_factory=dict)
+    """Fused operators whose operands an emulation could not round."""
+    _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def of(self, call: ModuleCall) -> Callable[..., Any]:
+        """Return what is to be called in place of `call.own`."""
+        if self.is_compiled:
+            # one for each layer: torch.compile takes what it is given for another function if new
+            return self._compiled.setdefault(call.layer, torch.compile(call.own))
+        return self.function or call.own
+
+    def within(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Return the context in which it runs, forward and backward."""
+        return (
+            nullcontext
+            if self.format is None
+            else partial(RoundedProducts, self.format, self.left_alone)
+        )
+
+
+def resolve_candidate(candidate: str | Callable[..., Any], glob: str) -> ModuleCandidate:
+    """Return the candidate that a text or a function stands for; ValueError names `glob`."""
+    what = f"shadow: modules[{glob!r}]"
+    if callable(candidate):
+        return _users(getattr(candidate, "__name__", type(candidate).__name__), candidate)
+    if not isinstance(candidate, str):
+        raise ValueError(f"{what} must be text or a function, got {type(candidate).__name__}")
+    if candidate == "compiled":
+        described = {"implementation": f"torch {torch.__version__} compiled"}
+        return ModuleCandidate(name=candidate, description=described, is_compiled=True)
+    try:
+        format = emulated_format(candidate)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    if format is not None:
+        described = {"implementation": candidate}
+        return ModuleCandidate(name=candidate, description=described, format=format)
+    if ":" not in candidate:
+        raise ValueError(
+            f"{what} must be one of {', '.join(_NAMES)}, got {candidate!r}; nearest: "
+            f"{nearest(candidate, _NAMES)}"
+        )
+    return _users(candidate, import_function(candidate, what))
+
+
+def _users(name: str, function: Callable[..., Any]) -> ModuleCandidate:
+    described = {
+        "implementation": name,
+        "engine": getattr(function, "__module__", ""),
+        "source": source_hash(function),
+    }
+    return ModuleCandidate(name=name, description=described, function=function)

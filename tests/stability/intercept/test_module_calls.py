@@ -1,0 +1,184 @@
+"""`shadow(modules=...)`: any module or function beside a candidate, without a trace in the run."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stability import shadow
+from tests.stability.intercept.module_models import (
+    Language,
+    language_step,
+)
+
+
+def rewritten_norm(module, x):
+    """RMSNorm in another order, numerically as good."""
+    wide = x.float()
+    scale = wide.square().sum(-1, keepdim=True).div(x.shape[-1]).add(module.eps).sqrt()
+    return module.weight * (wide / scale).to(x.dtype)
+
+
+def eps_outside(module, x):
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).sqrt() + module.eps
+    return module.weight * (wide / scale).to(x.dtype)
+
+
+class _WeightGain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 0.99 * gradient
+
+
+def weights_gradient(module, x):
+    return _WeightGain.apply(module.weight) * F.rms_norm(x, x.shape[-1:], None, module.eps)
+
+
+def scaled(module, x):
+    return 1.001 * rewritten_norm(module, x)
+
+
+def _train(model, steps=3, precision=torch.float32, micro_batches=1, probe=None):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro_batch in range(micro_batches):
+            language_step(model, 10 * step + micro_batch, precision)
+        optimizer.step()
+        if probe is not None:
+            probe.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def fused_loss(head, hidden, targets):
+    return F.cross_entropy((hidden @ head.weight.T).float(), targets)
+
+
+EVERYTHING = {
+    "*.mlp": "emulated:e4m3",
+    "batch_norm": "emulated:bf16",
+    "*norm": rewritten_norm,
+    "layers.*.qkv": "emulated:bf16",
+    "*.rotate": lambda q, k, cos, sin: (q * cos, k * cos),
+    "loss": F.cross_entropy,
+    "lm_head+loss": fused_loss,
+}
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("how", ["plain", "accumulated", "checkpointed"])
+def test_training_ends_in_the_same_bits_with_every_part_looked_at(precision, how):
+    """Weights, BatchNorm's buffers and the random stream of dropout are all part of it."""
+    torch.manual_seed(0)
+    model = Language(dropout=0.1)
+    model.recomputes = how == "checkpointed"
+    twin = copy.deepcopy(model)
+    given = {"precision": precision, "micro_batches": 1 + (how == "accumulated")}
+    plain = _train(model, **given)
+    random_state = torch.get_rng_state()
+    with shadow(twin, "flash:fa2", modules=EVERYTHING) as probe:
+        watched = _train(twin, **given, probe=probe)
+    assert not probe.findings
+    assert {"lm_head+loss", "loss", "layers.1.mlp", "norm", "layers.0.rotate"} <= {*probe.layers}
+    assert len(probe.metrics) > 500
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for name, value in plain.items():
+        assert torch.equal(value, watched[name]), name
+
+
+def _judged(probe, layer):
+    """Return what a look says of a layer: result -> (error ratio, gain)."""
+    found = {}
+    for name, value in probe.metrics.items():
+        parts = name.split("/")
+        if parts[1] == layer and parts[-1] in ("error_ratio", "gain"):
+            found.setdefault(parts[-2], {})[parts[-1]] = value
+    return {what: (each["error_ratio"], each["gain"]) for what, each in found.items()}
+
+
+def _look(modules, model=None, **options):
+    torch.manual_seed(0)
+    with shadow(model or Language(), modules=modules, **options) as probe:
+        language_step(probe._model, 0)
+        probe.step()
+    return probe
+
+
+def test_right_norms_pass_and_wrong_ones_are_told_at_their_layer_and_result():
+    """FP32 rounds at 6e-8: an eps of 1e-3 in another place, or a factor of 1.001, is far beyond."""
+    for right in (rewritten_norm, lambda m, x: F.rms_norm(x, x.shape[-1:], m.weight, m.eps)):
+        found = _judged(_look({"*norm": right}), "layers.1.norm")
+        assert list(found) == ["out", "dx", "dweight"]
+        assert max(ratio for ratio, _ in found.values()) < 2
+        assert max(abs(gain) for _, gain in found.values()) < 1e-6
+    eps = _judged(_look({"*norm": eps_outside}), "layers.1.norm")
+    assert min(ratio for ratio, _ in eps.values()) > 100
+    weight = _judged(_look({"*norm": weights_gradient}), "layers.0.second_norm")
+    assert weight["dweight"][1] == pytest.approx(-0.01, abs=1e-6)
+    assert weight["dweight"][0] > 1e4
+    assert max(weight["out"][0], weight["dx"][0]) < 4
+    factor = _judged(_look({"*norm": scaled}), "norm")
+    assert all(gain == pytest.approx(0.001, abs=1e-6) for _, gain in factor.values())
+
+
+def test_figures_are_those_of_an_independent_fp64_recomputation():
+    """The gated MLP by hand in FP64, beside what the run itself computed: out, dx, and `.grad`."""
+    torch.manual_seed(1)
+    model = Language()
+    mlp = model.layers[1].mlp
+    kept = {}
+
+    def keep(module, args, out):
+        kept["x"], kept["out"] = args[0].detach().clone(), out.detach().clone()
+        args[0].register_hook(lambda dx: kept.update(dx=dx.clone()))
+        out.register_hook(lambda dout: kept.update(dout=dout.clone()))
+
+    mlp.register_forward_hook(keep)
+    with shadow(model, modules={"layers.1.mlp": "emulated:bf16"}) as probe:
+        language_step(model, 0)
+        probe.step()
+    own = {"out": kept["out"], "dx": kept["dx"]}
+    own |= {f"d{name}": x.grad for name, x in mlp.named_parameters()}
+    exact = _by_hand(mlp, kept["x"], kept["dout"], torch.float64, lambda t: t)
+    rough = _by_hand(mlp, kept["x"], kept["dout"], torch.float32, lambda t: t.bfloat16().float())
+    assert list(_judged(probe, "layers.1.mlp")) == list(own)
+    for what in own:
+        c, b, g = (each[what].double() for each in (rough, own, exact))
+        at = f"deviation/layers.1.mlp/{what}/"
+        baseline = float((b - g).norm() / g.norm())
+        assert 1e-8 < baseline < 1e-6
+        assert abs(probe.metrics[at + "golden_baseline_rel_fro"] - baseline) < 1e-12
+        gain = float(((b - g) * g).sum() / (g * g).sum())
+        assert abs(probe.metrics[at + "gain_baseline"] - gain) < 1e-12
+        # by hand the candidate's silu rounds otherwise, in FP32: 1e-7 of an error of 2e-3
+        candidate = float((c - g).norm() / g.norm())
+        near = pytest.approx(candidate, rel=1e-3, abs=1e-7)
+        assert probe.metrics[at + "golden_candidate_rel_fro"] == near
+
+
+def _by_hand(mlp, x, dout, dtype, rounded):
+    """Forward and backward of the gated MLP, each operand of a product rounded."""
+    gate, up, down = (m.weight.detach().to(dtype) for m in (mlp.gate, mlp.up, mlp.down))
+    x, dout, bias = x.to(dtype).flatten(0, 1), dout.to(dtype).flatten(0, 1), mlp.up.bias.to(dtype)
+    r = rounded
+    g = r(x) @ r(gate).T
+    u = torch.addmm(bias.detach(), r(x), r(up).T)
+    h = F.silu(g) * u
+    dh = r(dout) @ r(down)
+    du, silu = dh * F.silu(g), torch.sigmoid(g)
+    dg = dh * u * (silu * (1 + g * (1 - silu)))
+    return {
+        "out": (r(h) @ r(down).T).reshape(2, 16, -1),
+        "dx": (r(dg) @ r(gate) + r(du) @ r(up)).reshape(2, 16, -1),
+        "dgate.weight": r(dg).T @ r(x),
+        "dup.weight": r(du).T @ r(x),
+        "dup.bias": du.sum(0),
+        "ddown.weight": r(dout).T @ r(h),
+    }
