@@ -29,6 +29,7 @@ from stability.intercept.library_functions import watching_library_functions
 from stability.intercept.model_check import check_model, nothing_caught
 from stability.intercept.other_functions import OtherFunctions
 from stability.intercept.replacement import Direction, ReplacedAttention, Replacement, bind_own
+from stability.intercept.session_record import OWN, recorder_of
 from stability.intercept.watched_modules import (
     ModuleCandidates,
     WatchedModules,
@@ -41,7 +42,6 @@ from stability.probe.captured_call import AttentionCall, BoundAttention
 from stability.probe.gradient_evidence import GradientMeter
 from stability.probe.measurements import HostTransfer, ProbeFinding, StepMeasurements
 from stability.probe.module_candidates import ModuleCandidate
-from stability.probe.probe_recorder import ProbeRecorder
 from stability.probe.schedule import Schedule
 from stability.probe.second_forward import repeating_forward
 
@@ -49,9 +49,6 @@ __all__ = ["OWN", "Candidate", "Shadow", "shadow"]
 
 Candidate = str | Callable[..., Tensor]
 """`flash:fa2`, `mypkg:my_attention`, an entry point's name, or a function like `AttentionFn`."""
-
-OWN = "own"
-"""The name of the model's own attention where it is the shadow of a replaced one."""
 
 Sink = Callable[[int, StepMeasurements], None]
 """Is given each probed step's number and measurements, in order, once they have arrived."""
@@ -159,7 +156,7 @@ def shadow(
         replacement = Replacement(candidate=named[0], layers=tuple(replace), direction=direction)
     recorder = None
     if records is not None:
-        recorder = _recorder(Path(records), model, named, others, replacement, golden, first_step)
+        recorder = recorder_of(Path(records), model, named, others, replacement, golden, first_step)
         sinks = [*sinks, recorder.write]
     session = Shadow(
         model, config, named, replacement, sinks, first_step, loss, others, evaluation=evaluation
@@ -172,28 +169,6 @@ def shadow(
         session.close()
         if recorder is not None:
             recorder.end(session.layers, session.steps)
-
-
-def _recorder(
-    folder: Path,
-    model: nn.Module,
-    candidates: Sequence[ResolvedAttention],
-    others: Mapping[str, ModuleCandidate],
-    replacement: Replacement | None,
-    golden: bool,
-    first_step: int,
-) -> ProbeRecorder:
-    own = {"implementation": "the model's own"}
-    described = {one.name: one.description for one in candidates}
-    replaced = {} if replacement is None else {**candidates[0].description, **replacement.to_dict()}
-    return ProbeRecorder(
-        folder,
-        model=type(model).__name__,
-        primary=replaced or own,
-        shadows=({OWN: own} if replaced else described) | described_modules(others),
-        golden=golden,
-        first_step=first_step,
-    )
 
 
 class Shadow:
@@ -244,6 +219,8 @@ class Shadow:
         """Whether running sums are those of all looks from the first step on."""
         self._step = self._first_step = first_step
         self._layers: dict[str, None] = {}
+        self._attending: dict[str, None] = {}
+        """Those of `_layers` that are attentions."""
         self._called: set[str] = set()
         """The layers that were called since the last step."""
         self._has_counted = False
@@ -435,6 +412,7 @@ class Shadow:
 
     def _note(self, call: AttentionCall) -> bool:
         """Note that a call was seen, and return whether it is one to look at."""
+        self._attending.setdefault(call.layer)
         if self._looking_round is not None:
             self._looking_round.note(call.layer, call.unsupported)
         counts = self._note_call(call.layer, call.trains)
@@ -464,14 +442,15 @@ class Shadow:
         if self._looking_round is not None:
             self.coverage = self._looking_round.end()
             is_compiled = self._looking_round.unsearched
-            if not self._layers:
+            if not self._attending:
                 raise ValueError(nothing_caught(self._model, self.coverage, compiled=is_compiled))
             if is_compiled:
                 self._find("model", _UNSEARCHED)
         if self._installed is not None and not self._has_counted:
+            kind, did = ("attention call", "attended") if self.candidates else ("call", "ran")
             text = (
-                f"no attention call of step {self._step} was one of training (gradients enabled, "
-                f"model in training mode): {len(self._called)} layers attended in evaluation; "
+                f"no {kind} of step {self._step} was one of training (gradients enabled, "
+                f"model in training mode): {len(self._called)} layers {did} in evaluation; "
                 "shadow(..., evaluation=True) looks at these too"
             )
             if self._step == self._first_step:
@@ -479,7 +458,7 @@ class Shadow:
             self._find("model", text)
         if self._looking_round is not None:
             replace = () if self._replacement is None else self._replacement.layers
-            check_globs_of_calls(self._layers, layers=self._config.layers, replace=replace)
+            check_globs_of_calls(self._attending, layers=self._config.layers, replace=replace)
             for one in self.coverage:
                 if one.state != "seen" and not one.is_found_anyway:
                     self._find(one.layer, str(one))

@@ -10,9 +10,10 @@ how calls are caught (`intercept.module_calls`).
 
 import dataclasses
 import inspect
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -175,6 +176,7 @@ def replica_of(module: nn.Module, renewed: Renewed, buffer: Renewed) -> nn.Modul
     """Return a module like `module`, of the same kinds and attributes, with tensors of its own.
 
     Each parameter is `renewed`, each buffer what `buffer` makes of it; what is shared stays shared.
+    Lists, sets and dictionaries are copied, so that it adds to none of the module's.
     """
     made: dict[int, Any] = {}
 
@@ -185,7 +187,7 @@ def replica_of(module: nn.Module, renewed: Renewed, buffer: Renewed) -> nn.Modul
 
     def copied(one: nn.Module) -> nn.Module:
         replica = one.__new__(type(one))
-        vars(replica).update(vars(one))
+        vars(replica).update({name: _own_list(value) for name, value in vars(one).items()})
         vars(replica).update(
             {hooks: OrderedDict() for hooks in vars(one) if hooks.endswith("_hooks")},
             _parameters={name: once(x, renewed) for name, x in one._parameters.items()},
@@ -195,6 +197,10 @@ def replica_of(module: nn.Module, renewed: Renewed, buffer: Renewed) -> nn.Modul
         return replica
 
     return copied(module)
+
+
+def _own_list(value: Any) -> Any:
+    return copy(value) if isinstance(value, list | dict | set | deque) else value
 
 
 def repeat(

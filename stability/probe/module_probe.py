@@ -134,8 +134,7 @@ class ModuleProbe:
             )
             self.find(call.layer, text)
             return
-        by = partial(repeat, call, candidate.of(call), douts, within=candidate.within())
-        found = self._try(candidate.name, call, by)
+        found = self._try(candidate.name, call, partial(_by_candidate, candidate, call, douts))
         golden = {}
         if self._config.golden:
             golden = self._try("golden", call, partial(repeat_in_double, call, douts)) or {}
@@ -197,6 +196,12 @@ class _Captured:
     def forget(self) -> None:
         """Free the call: only that it was seen is still to be known."""
         self.call = None
+
+
+def _by_candidate(
+    candidate: ModuleCandidate, call: ModuleCall, douts: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    return repeat(call, candidate.of(call), douts, within=candidate.within())
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

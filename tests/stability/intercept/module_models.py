@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stability.intercept.module_calls import module_call
+from stability import module_call, shadow
 
 VOCABULARY = 37
 
@@ -118,3 +118,41 @@ def language_step(model: nn.Module, step: int, precision: torch.dtype = torch.fl
     loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     return loss
+
+
+def rewritten_norm(module, x):
+    """RMSNorm in another order, numerically as good."""
+    wide = x.float()
+    scale = wide.square().sum(-1, keepdim=True).div(x.shape[-1]).add(module.eps).sqrt()
+    return module.weight * (wide / scale).to(x.dtype)
+
+
+def train(model, steps=3, precision=torch.float32, micro_batches=1, probe=None):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro_batch in range(micro_batches):
+            language_step(model, 10 * step + micro_batch, precision)
+        optimizer.step()
+        if probe is not None:
+            probe.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def judged(probe, layer):
+    """Return what a look says of a layer: result -> (error ratio, gain)."""
+    found = {}
+    for name, value in probe.metrics.items():
+        parts = name.split("/")
+        if parts[1] == layer and parts[-1] in ("error_ratio", "gain"):
+            found.setdefault(parts[-2], {})[parts[-1]] = value
+    return {what: (each["error_ratio"], each["gain"]) for what, each in found.items()}
+
+
+def look(modules, model=None, **options):
+    torch.manual_seed(0)
+    with shadow(model or Language(), modules=modules, **options) as probe:
+        language_step(probe._model, 0)
+        probe.step()
+    return probe

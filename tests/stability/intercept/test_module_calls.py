@@ -9,15 +9,14 @@ from torch.nn import functional as F
 from stability import shadow
 from tests.stability.intercept.module_models import (
     Language,
+    angles,
+    judged,
     language_step,
+    look,
+    rewritten_norm,
+    rotate,
+    train,
 )
-
-
-def rewritten_norm(module, x):
-    """RMSNorm in another order, numerically as good."""
-    wide = x.float()
-    scale = wide.square().sum(-1, keepdim=True).div(x.shape[-1]).add(module.eps).sqrt()
-    return module.weight * (wide / scale).to(x.dtype)
 
 
 def eps_outside(module, x):
@@ -44,19 +43,6 @@ def scaled(module, x):
     return 1.001 * rewritten_norm(module, x)
 
 
-def _train(model, steps=3, precision=torch.float32, micro_batches=1, probe=None):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(5)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro_batch in range(micro_batches):
-            language_step(model, 10 * step + micro_batch, precision)
-        optimizer.step()
-        if probe is not None:
-            probe.step()
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def fused_loss(head, hidden, targets):
     return F.cross_entropy((hidden @ head.weight.T).float(), targets)
 
@@ -81,10 +67,10 @@ def test_training_ends_in_the_same_bits_with_every_part_looked_at(precision, how
     model.recomputes = how == "checkpointed"
     twin = copy.deepcopy(model)
     given = {"precision": precision, "micro_batches": 1 + (how == "accumulated")}
-    plain = _train(model, **given)
+    plain = train(model, **given)
     random_state = torch.get_rng_state()
     with shadow(twin, "flash:fa2", modules=EVERYTHING) as probe:
-        watched = _train(twin, **given, probe=probe)
+        watched = train(twin, **given, probe=probe)
     assert not probe.findings
     assert {"lm_head+loss", "loss", "layers.1.mlp", "norm", "layers.0.rotate"} <= {*probe.layers}
     assert len(probe.metrics) > 500
@@ -93,38 +79,20 @@ def test_training_ends_in_the_same_bits_with_every_part_looked_at(precision, how
         assert torch.equal(value, watched[name]), name
 
 
-def _judged(probe, layer):
-    """Return what a look says of a layer: result -> (error ratio, gain)."""
-    found = {}
-    for name, value in probe.metrics.items():
-        parts = name.split("/")
-        if parts[1] == layer and parts[-1] in ("error_ratio", "gain"):
-            found.setdefault(parts[-2], {})[parts[-1]] = value
-    return {what: (each["error_ratio"], each["gain"]) for what, each in found.items()}
-
-
-def _look(modules, model=None, **options):
-    torch.manual_seed(0)
-    with shadow(model or Language(), modules=modules, **options) as probe:
-        language_step(probe._model, 0)
-        probe.step()
-    return probe
-
-
 def test_right_norms_pass_and_wrong_ones_are_told_at_their_layer_and_result():
     """FP32 rounds at 6e-8: an eps of 1e-3 in another place, or a factor of 1.001, is far beyond."""
     for right in (rewritten_norm, lambda m, x: F.rms_norm(x, x.shape[-1:], m.weight, m.eps)):
-        found = _judged(_look({"*norm": right}), "layers.1.norm")
+        found = judged(look({"*norm": right}), "layers.1.norm")
         assert list(found) == ["out", "dx", "dweight"]
         assert max(ratio for ratio, _ in found.values()) < 2
         assert max(abs(gain) for _, gain in found.values()) < 1e-6
-    eps = _judged(_look({"*norm": eps_outside}), "layers.1.norm")
+    eps = judged(look({"*norm": eps_outside}), "layers.1.norm")
     assert min(ratio for ratio, _ in eps.values()) > 100
-    weight = _judged(_look({"*norm": weights_gradient}), "layers.0.second_norm")
+    weight = judged(look({"*norm": weights_gradient}), "layers.0.second_norm")
     assert weight["dweight"][1] == pytest.approx(-0.01, abs=1e-6)
     assert weight["dweight"][0] > 1e4
     assert max(weight["out"][0], weight["dx"][0]) < 4
-    factor = _judged(_look({"*norm": scaled}), "norm")
+    factor = judged(look({"*norm": scaled}), "norm")
     assert all(gain == pytest.approx(0.001, abs=1e-6) for _, gain in factor.values())
 
 
@@ -148,7 +116,7 @@ def test_figures_are_those_of_an_independent_fp64_recomputation():
     own |= {f"d{name}": x.grad for name, x in mlp.named_parameters()}
     exact = _by_hand(mlp, kept["x"], kept["dout"], torch.float64, lambda t: t)
     rough = _by_hand(mlp, kept["x"], kept["dout"], torch.float32, lambda t: t.bfloat16().float())
-    assert list(_judged(probe, "layers.1.mlp")) == list(own)
+    assert list(judged(probe, "layers.1.mlp")) == list(own)
     for what in own:
         c, b, g = (each[what].double() for each in (rough, own, exact))
         at = f"deviation/layers.1.mlp/{what}/"
@@ -182,3 +150,48 @@ def _by_hand(mlp, x, dout, dtype, rounded):
         "dup.bias": du.sum(0),
         "ddown.weight": r(dout).T @ r(h),
     }
+
+
+@pytest.mark.parametrize("format", ["bf16", "e5m2"])
+def test_an_mlp_in_e4m3_errs_by_the_ratio_of_the_formats_spacings(format):
+    """Rounding to m bits errs by 2^-m times the same: by 2^(7 - 3) and 2^(2 - 3)."""
+    bits = {"bf16": 7, "e5m2": 2}[format]
+    fine, rough = (
+        look({"*.mlp": f"emulated:{one}"}, Language(width=128)).metrics for one in (format, "e4m3")
+    )
+    for what in ("out", "dx", "dgate.weight", "dup.weight", "ddown.weight"):
+        name = f"deviation/layers.1.mlp/{what}/golden_candidate_rel_fro"
+        # second order in e5m2's own error, an eighth
+        assert rough[name] / fine[name] == pytest.approx(2.0 ** (bits - 3), rel=0.08), what
+
+
+def interleaved(q, k, cos, sin):
+    """Rotary of neighbouring pairs in place of halves."""
+
+    def turned(x):
+        even, odd = x[..., ::2], x[..., 1::2]
+        return torch.stack((-odd, even), dim=-1).flatten(-2)
+
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
+
+
+def other_base(q, k, cos, sin):
+    return rotate(q, k, *angles(q.shape[2], q.shape[3], base=9900.0))
+
+
+def addcmul(q, k, cos, sin):
+    """A right one, in another order."""
+
+    def turned(x):
+        return torch.addcmul(torch.cat((-x[..., 8:], x[..., :8]), -1) * sin, x, cos)
+
+    return turned(q), turned(k)
+
+
+def test_wrong_rotary_embeddings_are_told_at_q_and_k_and_their_gradients():
+    right = judged(look({"*.rotate": addcmul}), "layers.0.rotate")
+    assert list(right) == ["out_0", "out_1", "dq", "dk"]
+    assert max(ratio for ratio, _ in right.values()) < 2
+    for wrong in (interleaved, other_base):
+        found = judged(look({"*.rotate": wrong}), "layers.1.rotate")
+        assert min(ratio for ratio, _ in found.values()) > 1000, wrong

@@ -1,0 +1,302 @@
+"""What `shadow(modules=...)` leaves alone, tells, refuses and writes down."""
+
+import copy
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from stability import shadow
+from stability.analysis.probe_answer import answer_of_probe
+from stability.analysis.probe_records import read_probe
+from stability.cli.main import main
+from tests.stability.intercept.module_models import (
+    MLP,
+    Language,
+    Norm,
+    batch,
+    judged,
+    language_step,
+    look,
+    rewritten_norm,
+    train,
+)
+
+
+class _Part(nn.Module):
+    """Language with one part more, in front of its head."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+        self.language = Language()
+
+    def forward(self, tokens):
+        x = self.part(self.language.embedding(tokens))
+        return self.language.lm_head(x[0] if isinstance(x, tuple) else x)
+
+
+class Counts(nn.Module):
+    """Keeps state of every kind; the second call gives another result if `shows`."""
+
+    def __init__(self, shows=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.sums, self.shows = 0, [], shows
+
+    def forward(self, x):
+        self.calls += 1
+        self.sums.append(float(x.detach().sum()))
+        self.seen.add_(1)
+        return x * self.weight * (self.calls if self.shows else 1)
+
+
+class Spreads(nn.Module):
+    def forward(self, x):
+        return x * 2, {"scale": 2.0}, object()
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (nn.Dropout(0.5), "not looked at: it draws random numbers, e.g. for dropout, and"),
+        (nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1)), "not looked at: it draws random numb"),
+        (nn.Sequential(nn.Linear(32, 32), nn.ReLU(True)), "not looked at: it writes into its inp"),
+        (Spreads(), "out_2, a object, is not compared: it is no tensor"),
+    ],
+    ids=["dropout", "inside", "in-place", "no tensor"],
+)
+def test_what_cannot_be_repeated_is_told_by_name(part, text):
+    glob = "part.1" if "writes" in text else "part"
+    probe = look({glob: "emulated:bf16"}, _Part(part))
+    found = [found for _, layer, found in probe.findings if layer == glob]
+    assert found[0].startswith(text)
+
+
+def test_state_of_a_module_stays_the_runs_own_and_a_result_that_depends_on_it_is_told():
+    model = _Part(Counts())
+    with shadow(model, modules={"part": lambda m, x: x * m.weight}) as probe:
+        for step in range(3):
+            language_step(model, step)
+            probe.step()
+        assert model.part.calls == 3
+        assert len(model.part.sums) == 3
+        assert model.part.seen == 3
+        assert not probe.findings
+        assert judged(probe, "part")["dweight"][0] <= 1
+    probe = look({"part": "emulated:bf16"}, _Part(Counts(shows=True)))
+    assert not probe.findings, "its first call is made again as the first"
+    model = _Part(Counts(shows=True))
+    outside = []
+    model.part.forward = lambda x: outside.append(1) or x * len(outside)
+    probe = look({"part": "emulated:bf16"}, model)
+    ((_, layer, text),) = probe.findings
+    assert (layer, text.split(":")[0]) == ("part", "not measured")
+    assert "it gives another out" in text
+    assert not probe.metrics
+
+
+def test_a_hook_of_the_users_own_sees_each_call_once():
+    model, seen = Language(), []
+    for part in (model.layers[0].mlp, model.layers[0].mlp.gate):
+        part.register_forward_hook(lambda m, args, out: seen.append(m))
+    look({"*.mlp": "emulated:e4m3"}, model)
+    assert seen == [model.layers[0].mlp.gate, model.layers[0].mlp]
+
+
+def _one_nan(module, x):
+    bad = torch.zeros_like(x)
+    bad[0, 0, 0] = torch.nan
+    return rewritten_norm(module, x) + bad
+
+
+@pytest.mark.parametrize(
+    ("candidate", "text"),
+    [
+        (lambda m: m, "<lambda>: TypeError: "),
+        (lambda m, x: x[..., :-1], "<lambda>: BadResultError: returned out (2, 16, 31) torch.f"),
+        (
+            lambda m, x: x.double(),
+            "<lambda>: BadResultError: returned out (2, 16, 32) torch.f",
+        ),
+        (lambda m, x: (x, x), "<lambda>: BadResultError: returned out_0, out_1, expected out"),
+        (lambda m, x: x.detach(), "<lambda>: BadResultError: out carries no gradient"),
+        (lambda m, x: x.clone(), "<lambda>: BadResultError: no gradient reaches weight"),
+        (_one_nan, "1 values of out not finite"),
+    ],
+    ids=["arguments", "shape", "dtype", "number", "detached", "weight", "nan"],
+)
+def test_a_candidate_that_does_not_fit_is_a_finding_and_the_run_goes_on(candidate, text):
+    torch.manual_seed(0)
+    model = Language()
+    twin = copy.deepcopy(model)
+    with shadow(twin, modules={"norm": candidate}) as probe:
+        watched = train(twin, 1, probe=probe)
+    found = next(found for _, layer, found in probe.findings if layer == "norm")
+    assert text in found
+    assert all(torch.equal(x, watched[name]) for name, x in train(model, 1).items())
+
+
+def test_a_candidate_that_writes_into_what_it_is_given_does_not_reach_the_run():
+    def writes(module, x):
+        with torch.no_grad():
+            x.zero_()
+            module.weight.zero_()
+        module.eps = 7.0
+        return x * module.weight
+
+    torch.manual_seed(0)
+    model = Language()
+    twin = copy.deepcopy(model)
+    with shadow(twin, modules={"*norm": writes}) as probe:
+        watched = train(twin, probe=probe)
+    assert all(torch.equal(x, watched[name]) for name, x in train(model).items())
+    assert twin.norm.eps == model.norm.eps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"modules": {"*.mpl": "compiled"}},
+            r"modules must be globs of module names, got '\*.mpl",
+        ),
+        (
+            {"modules": {"*.mlp": "compile"}},
+            r"modules\['\*.mlp'\] must be one of emulated:<f",
+        ),
+        ({"modules": {"*.mlp": "emulated:e9"}}, r"modules\['\*.mlp'\]: precision: "),
+        ({"modules": {"*.mlp": "math:nosuch"}}, r"must be a function that math has, got 'nosuch'"),
+        ({"modules": {"*.mlp": "no.such:f"}}, r"must be MODULE:FUNCTION of a module that imports"),
+        ({"modules": {"*.mlp": 3}}, r"must be text or a function, got int"),
+        ({"modules": {"*.mlp": "compiled"}, "replace": ["*"]}, r"candidate must be given for repl"),
+        ({"modules": {"nosuch+loss": "compiled"}}, r"got 'nosuch', which matches none"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        shadow(Language(), **arguments).__enter__()
+
+
+def test_a_compiled_model_is_refused_by_name_before_it_trains():
+    model = Language()
+    model.layers[0].compile(backend="eager")
+    with pytest.raises(ValueError, match=r"gradient_every or modules is given, got Block.compile"):
+        shadow(model, modules={"*.mlp": "compiled"}).__enter__()
+
+
+def test_what_is_not_called_is_told_and_a_glob_of_such_alone_is_an_error():
+    model = Language()
+    model.spare_norm = Norm(32)
+    probe = look(
+        {"batch_norm": "emulated:bf16", "*norm": rewritten_norm, "*": "emulated:bf16"}, model
+    )
+    told = {layer: text for _, layer, text in probe.findings}
+    assert told["spare_norm"].startswith("not seen: it was not called")
+    assert "layers" not in told
+    with shadow(model, modules={"spare*": rewritten_norm}) as probe:
+        language_step(model, 0)
+        with pytest.raises(ValueError, match="modules must be globs of modules, functions or loss"):
+            probe.step()
+
+
+def test_without_candidate_no_attention_is_looked_at_and_none_need_be_there():
+    model = nn.Sequential(nn.Embedding(37, 32), MLP(32), nn.Linear(32, 37))
+    probe = look({"1": "emulated:bf16"}, model)
+    assert probe.layers == ("1",)
+    assert not probe.findings
+    probe = look({"norm": rewritten_norm})
+    assert probe.layers == ("norm",)
+    with pytest.raises(ValueError, match="has no attention that could be seen"):
+        look({"1": "emulated:bf16"}, model, candidate="flash:fa2")
+
+
+def test_each_shadow_has_its_own_name_where_a_probe_has_several():
+    probe = look({"*.mlp": "emulated:e4m3"}, candidate="flash:fa2")
+    shadows = {name.split("/")[2] for name in probe.metrics}
+    assert shadows == {"flash_fa2", "emulated_e4m3"}
+
+
+def test_evaluation_and_backward_off_measure_the_forward_alone():
+    model = Language().eval()
+    with shadow(model, modules={"*.mlp": "emulated:bf16"}, evaluation=True) as probe:
+        with torch.no_grad():
+            model(batch(0)[:, :-1])
+        probe.step()
+    assert {name.split("/")[2] for name in probe.metrics} == {"out"}
+    probe = look({"*.mlp": "emulated:bf16"}, backward=False)
+    assert {name.split("/")[2] for name in probe.metrics} == {"out"}
+    with shadow(model, modules={"*.mlp": "emulated:bf16"}) as probe:
+        model(batch(0)[:, :-1])
+        with pytest.raises(ValueError, match="no call of step 0 was one of training"):
+            probe.step()
+
+
+def test_frozen_weights_have_no_figure_and_only_due_steps_are_looked_at():
+    model = Language()
+    model.layers[0].mlp.gate.requires_grad_(False)
+    steps = []
+    given = {"modules": {"*.0.mlp": "emulated:bf16"}, "sinks": [lambda step, _: steps.append(step)]}
+    with shadow(model, steps=[0, 2], **given) as probe:
+        for step in range(4):
+            language_step(model, step)
+            probe.step()
+        assert "dgate.weight" not in judged(probe, "layers.0.mlp")
+        assert "dup.weight" in judged(probe, "layers.0.mlp")
+    assert steps == [0, 2]
+
+
+def test_records_are_judged_and_shown_as_an_attentions_are(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = Language()
+    modules = {"*.mlp": "emulated:e4m3", "layers.*norm": rewritten_norm}
+    with shadow(model, modules=modules, records=tmp_path) as probe:
+        train(model, 5, torch.bfloat16, probe=probe)
+    probed = read_probe(tmp_path)
+    assert probed.record.shadows["emulated:e4m3"]["modules"] == ["*.mlp"]
+    assert {"out", "dx", "dgate.weight", "dweight"} <= {*probed.compared}
+    answer = answer_of_probe(probed)
+    assert not answer.holds
+    assert not answer.failures
+    told = [line for line in answer.places if "error ratio" in line]
+    assert told
+    assert all(line.startswith("emulated_e4m3: every layer") for line in told), told
+    assert main(["show", str(tmp_path)]) == 1, "it fails, and says so"
+    shown = capsys.readouterr().out
+    assert "emulated_e4m3" in shown
+    assert "rewritten_norm" in shown
+    assert main(["report", str(tmp_path)]) == 0
+    page = next(tmp_path.glob("*.html")).read_text()
+    assert "Deviation layer by layer" in page
+    assert "dgate.weight" in page
+
+
+def _compiled_model():
+    """Return a probe of three steps in which parts were repeated by torch.compile, and checked."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = Language(depth=1)
+    with shadow(model, modules={"*.mlp": "compiled", "norm": "compiled"}) as probe:
+        train(model, 3, probe=probe)
+        assert not probe.findings
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+        for layer in ("layers.0.mlp", "norm"):
+            found = judged(probe, layer)
+            assert len(found) > 2
+            assert max(ratio for ratio, _ in found.values()) < 2
+
+
+def test_a_module_is_compiled_once_for_all_looks(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    _compiled_model()
+
+
+@pytest.mark.slow  # Inductor takes 10 seconds
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs g++ on a CPU")
+def test_what_inductor_makes_of_a_module_passes():
+    _compiled_model()
