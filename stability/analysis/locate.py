@@ -38,7 +38,7 @@ from stability.analysis.place_table import (
 from stability.records.metric_columns import Series
 from stability.records.metric_names import in_order
 
-__all__ = ["EVERY_LAYER", "MOST_LAYERS", "Located", "Location", "locate", "sentences"]
+__all__ = ["EVERY_LAYER", "MOST_LAYERS", "Located", "Location", "locate", "sentences", "tests_of"]
 
 Array = NDArray[np.float64]
 
@@ -131,9 +131,7 @@ def locate(metrics: Mapping[str, Series], limits: OperatorLimits | None = None) 
     The whole model comes before its places, and of these the one that is furthest beyond.
     """
     limits = limits or OperatorLimits()
-    tests: list[tuple[PlaceTable, Judged]] = [
-        (table, kind) for table in place_tables(metrics) for kind in KINDS if _has(table, kind)
-    ]
+    tests = tests_of(metrics)
     found = [
         each
         for table, kind in tests
@@ -141,6 +139,11 @@ def locate(metrics: Mapping[str, Series], limits: OperatorLimits | None = None) 
     ]
     model = (EVERY_LAYER, MOST_LAYERS)
     return sorted(found, key=lambda each: (each.place not in model, -each.times))
+
+
+def tests_of(metrics: Mapping[str, Series]) -> list[tuple[PlaceTable, Judged]]:
+    """Return what is tested, which shares the chance that anything is named of a right run."""
+    return [(table, kind) for table in place_tables(metrics) for kind in KINDS if _has(table, kind)]
 
 
 def _has(table: PlaceTable, kind: Judged) -> bool:

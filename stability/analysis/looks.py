@@ -34,6 +34,7 @@ __all__ = [
     "Naming",
     "OperatorLimits",
     "Samples",
+    "least_named",
     "level_at",
     "name_places",
     "p_above",
@@ -208,18 +209,41 @@ def name_places(layers: Samples, heads: Samples | None, alpha: float = NAMING_AL
 
     `alpha` is the chance that anything is named in a clean run of any length.
     """
-    looks, count = layers.values.shape
-    level = level_at(looks, alpha)
-    # half is the model's own, half its layers'; half of a layer's share is its heads'
-    of_layer = level / 2 / count / (1 if heads is None else 2)
-    model = _longest_sure(layers.mean(axis=1), level / 2, layers.mean(axis=0))
+    of_model, of_layer, of_head = _levels(layers, heads, alpha)
+    model = _longest_sure(layers.mean(axis=1), of_model, layers.mean(axis=0))
     if heads is None:
         return Naming(model=int(model), layers=_longest_sure(layers, of_layer), heads=None)
     return Naming(
         model=int(model),
         layers=_longest_sure(layers, of_layer),
-        heads=_longest_sure(heads, of_layer / heads.values.shape[2]),
+        heads=_longest_sure(heads, of_head),
     )
+
+
+def least_named(layers: Samples, heads: Samples | None, alpha: float = NAMING_ALPHA) -> Array:
+    """Return, for each head, or layer without heads, the size from which it would be named.
+
+    The size is that of a mean over all looks whose spread is the one that was found, in the unit of
+    the samples; smaller harm would have stayed unsaid. NaN with fewer than two looks.
+    """
+    from scipy.special import stdtrit  # heavy: a quarter of a second
+
+    _, of_layer, of_head = _levels(layers, heads, alpha)
+    samples, level = (layers, of_layer) if heads is None else (heads, of_head)
+    level /= 2 if samples.signed else 1  # two sides
+    _, error, count = _moments(samples.values)
+    with np.errstate(invalid="ignore"):
+        return np.where(count < 2, np.nan, samples.limit - stdtrit(count - 1, level) * error)
+
+
+def _levels(layers: Samples, heads: Samples | None, alpha: float) -> tuple[float, float, float]:
+    """Return the levels of a test of the model, of one of its layers, and of one head."""
+    looks, count = layers.values.shape
+    level = level_at(looks, alpha)
+    # half is the model's own, half its layers'; half of a layer's share is its heads'
+    of_layer = level / 2 / count / (1 if heads is None else 2)
+    of_head = of_layer / (1 if heads is None else heads.values.shape[2])
+    return level / 2, of_layer, of_head
 
 
 def _longest_sure(

@@ -2,8 +2,8 @@
 
 A candidate that raised, that returned values which are not finite, or that was never compared has
 not been found right, whatever the other figures say: that is the first thing to be told. Then come
-the places beyond a limit (`locate`), and the layers of which nothing was seen, or not all: of these
-nobody knows. Leaves out how it is shown.
+the places beyond a limit (`locate`), how small an error would have gone unnamed (`noise`), and the
+layers of which nothing was seen, or not all: of these nobody knows. Leaves out how it is shown.
 """
 
 import math
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from stability.analysis.locate import locate, sentences
 from stability.analysis.looks import FEW, OperatorLimits
+from stability.analysis.noise import below_the_noise
 from stability.analysis.place_table import JUDGED, Judged, PlaceTable, place_tables, samples_of
 from stability.analysis.probe_records import RecordedProbe
 from stability.records.events import Event
@@ -33,6 +34,8 @@ class ProbeAnswer:
     """What is beyond a limit, or stands out, and where."""
     unseen: tuple[str, ...]
     """Layers of which not every call was compared, and why."""
+    unsure: tuple[str, ...]
+    """Of each candidate without a place that was named, how large an error would have had one."""
     calm: str
     """What is said if there is nothing else to say."""
 
@@ -42,10 +45,14 @@ class ProbeAnswer:
         return not self.failures and not self.places
 
     @property
+    def said(self) -> tuple[str, ...]:
+        """What was found, the worst first, or that nothing was."""
+        return (*self.failures, *self.places) or (self.calm,)
+
+    @property
     def lines(self) -> tuple[str, ...]:
-        """All sentences, the worst first."""
-        said = (*self.failures, *self.places) or (self.calm,)
-        return (*said, *self.unseen)
+        """All sentences, the worst first, and last what nobody knows."""
+        return (*self.said, *self.unsure, *self.unseen)
 
 
 def answer_of_probe(probed: RecordedProbe, limits: OperatorLimits | None = None) -> ProbeAnswer:
@@ -57,9 +64,11 @@ def answer_of_probe(probed: RecordedProbe, limits: OperatorLimits | None = None)
     candidates = names if names != ["own"] else [_computes(probed.record.primary)]
     failures = [*failures_of(probed.metrics, probed.events, layers, names)]
     failures += _never_compared(probed, names, candidates, layers)
+    found = locate(probed.metrics, limits)
     return ProbeAnswer(
         failures=tuple(failures),
-        places=tuple(sentences(locate(probed.metrics, limits))),
+        places=tuple(sentences(found)),
+        unsure=below_the_noise(probed.metrics, limits, {each.shadow for each in found}),
         unseen=_unseen(probed, names),
         calm=_calm(probed, limits),
     )

@@ -151,6 +151,7 @@ def _show(folder: Path, console: "Console", *, as_json: bool) -> int:
                 "holds": answer.holds,
                 "failures": answer.failures,
                 "stands_out": answer.places,
+                "below_the_noise": answer.unsure,
                 "unseen": answer.unseen,
             }
         )

@@ -77,8 +77,12 @@ def print_probe(folder: Path, console: Console) -> ProbeAnswer:
     console.print()
     answer = answer_of_probe(probed)
     for line in shown_lines(answer):
-        style = "bold red" if line in answer.failures else "yellow" if line in answer.unseen else ""
-        console.print(as_text(line, style))
+        styles = (
+            "bold red" * (line in answer.failures),
+            "yellow" * (line in answer.unseen),
+            "dim" * (line in answer.unsure),
+        )
+        console.print(as_text(line, "".join(styles)))
     for shadow in probed.shadows:
         console.print()
         if shadow:
@@ -113,11 +117,12 @@ def located_lines(probed: RecordedProbe) -> list[str]:
 
 
 def shown_lines(answer: ProbeAnswer) -> list[str]:
-    """Return the first sentences of an answer and one that counts the rest, then what is unseen."""
-    found = answer.lines[: len(answer.lines) - len(answer.unseen)]
-    lines = list(found[:SHOWN])
-    if len(found) > SHOWN:
-        lines.append(f"and {len(found) - SHOWN} more places")
+    """Return the first sentences of what was found and one that counts the rest, then what is not
+    known: the noise and what is unseen."""
+    lines = list(answer.said[:SHOWN])
+    if len(answer.said) > SHOWN:
+        lines.append(f"and {len(answer.said) - SHOWN} more places")
+    lines += answer.unsure[:SHOWN]
     lines += answer.unseen[:SHOWN]
     if len(answer.unseen) > SHOWN:
         lines.append(f"and {len(answer.unseen) - SHOWN} more that were not seen")

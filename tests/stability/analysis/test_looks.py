@@ -9,6 +9,7 @@ from scipy import stats
 from stability.analysis.looks import (
     NAMING_ALPHA,
     Samples,
+    least_named,
     level_at,
     name_places,
     p_above,
@@ -175,3 +176,35 @@ def test_a_clean_run_of_48_layers_32_heads_and_1000_looks_is_named_once_in_100_a
     named = sum(_over_the_run(*_clean(rng, 1000, 48, 32), at) for _ in range(runs))
     # more than this has a chance of 1 % if one run in 100 is named
     assert named <= stats.binom.ppf(0.99, runs, NAMING_ALPHA)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("with_heads", [True, False])
+@pytest.mark.parametrize("looks", [2, 7, 40])
+def test_a_place_is_named_from_its_least_size_on(looks, with_heads, sign):
+    """By the test of all looks; a mean a thousandth below it stays unnamed."""
+    rng = np.random.default_rng(looks)
+    of_layer, of_head = rng.normal(0, 1e-3, (looks, 3)), rng.normal(0, 1e-3, (looks, 3, 2))
+
+    def named(times):
+        """Return what is named with every place that much of its least size away from 0."""
+        layers, heads = (Samples(values=x, limit=1e-3, signed=True) for x in (of_layer, of_head))
+        least = least_named(layers, heads if with_heads else None)
+        values = of_head if with_heads else of_layer
+        moved = values - values.mean(0) + sign * times * least
+        moved = Samples(values=moved, limit=1e-3, signed=True)
+        found = name_places(layers, moved) if with_heads else name_places(moved, None)
+        return found.heads if with_heads else found.layers
+
+    assert (named(1.001) == looks).all()
+    assert (named(0.999) < looks).all()
+
+
+def test_the_least_size_of_an_error_ratio_is_one_sided():
+    rng = np.random.default_rng(1)
+    values = rng.normal(0, 0.3, (12, 2))
+    ratios = Samples(values=values, limit=math.log(2))
+    least = least_named(ratios, None)
+    for times, is_named in ((1.001, True), (0.999, False)):
+        moved = Samples(values=values - values.mean(0) + times * least, limit=math.log(2))
+        assert (name_places(moved, None).layers == 12).all() == is_named

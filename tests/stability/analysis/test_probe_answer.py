@@ -22,9 +22,10 @@ def _raised(layers, text="flash:fa2: RuntimeError: no such kernel"):
 def test_a_healthy_probe_holds_and_says_what_it_was_held_to(tmp_path):
     answer = answer_of_probe(read_probe(write_probe(tmp_path)))
     assert answer.holds
-    (line,) = answer.lines
+    line, noise = answer.lines
     assert line.startswith("No layer or head is beyond its limit: error ratio 2, gain 0.10%, bias ")
     assert "4 layers, 6 looks" in line
+    assert answer.unsure == (noise,)
 
 
 def test_a_single_look_beyond_the_limit_is_not_called_within_it(tmp_path):
@@ -34,7 +35,7 @@ def test_a_single_look_beyond_the_limit_is_not_called_within_it(tmp_path):
     old = metrics[name]
     metrics[name] = Series(list(old.steps), [*list(old.values)[:-1], 4.09])
     answer = answer_of_probe(replace(probed, metrics=metrics))
-    (line,) = answer.lines
+    (line,) = answer.said
     assert line.startswith("No layer or head is surely beyond its limit: error ratio 2")
     assert "error ratio of a look is 4.09, and more looks tell whether that is chance" in line
 
@@ -64,7 +65,7 @@ def test_a_layer_that_was_not_compared_is_said_beside_the_calm_words(tmp_path):
     answer = answer_of_probe(read_probe(write_probe(tmp_path, events=events)))
     assert answer.holds
     assert answer.lines[0].startswith("No layer or head is beyond its limit")
-    assert answer.lines[1:] == answer.unseen
+    assert answer.lines[2:] == answer.unseen
     assert answer.unseen == (
         "model.extra: not seen: it is written by hand; wrap it",
         "model.layers.9.self_attn, model.layers.8.self_attn: not measured: head_dim 8 is less "
