@@ -60,22 +60,30 @@ class _WatchedAttention:
         if catcher is None:
             return self._function(q, k, v, *args, **kwargs)
 
-        def primary(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-            # by this object: an outer catch is still to see the call
-            return self._turned(self(*map(self._turned, (q, k, v)), *args, **kwargs)), None
-
         mask, unsupported = self._read(args, kwargs)
         q, k, v = map(self._turned, (q, k, v))
         attn_mask = mask.get("attn_mask")
+        trained = _trained(mask, (*args, *kwargs.values()))
+
+        def primary(q: Tensor, k: Tensor, v: Tensor, **others: Tensor) -> tuple[Tensor, None]:
+            def given(x: Any) -> Any:
+                return next((others[n] for n in others if x is trained[n]), x)
+
+            values = {name: given(x) for name, x in kwargs.items()}
+            # by this object: an outer catch is still to see the call
+            out = self(*map(self._turned, (q, k, v)), *map(given, args), **values)
+            return self._turned(out), None
+
         call = AttentionCall(
             layer=catcher.next_layer(),
             q=q,
             k=k,
             v=v,
             mask=mask,
-            valid=None if attn_mask is None else valid_rows(attn_mask, q, k),
+            valid=None if attn_mask is None else valid_rows(attn_mask.detach(), q, k),
             dtype=autocast_dtype(q, k, v),
             unsupported=unsupported,
+            trained=trained,
         )
         return self._turned(catcher.hand_over(call, primary))
 
@@ -98,7 +106,7 @@ class _WatchedAttention:
                 f"{', '.join(sorted(known))}"
             )
             return MaskArguments(), reason
-        return _detached({name: x for name, x in given.items() if name in known}), ""
+        return MaskArguments(**{name: x for name, x in given.items() if name in known}), ""
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return what follows q, k and v, by name; what is not given by its default."""
@@ -114,8 +122,11 @@ class _WatchedAttention:
         return {name: value for name, value in named.items() if value != ()}
 
 
-def _detached(given: Mapping[str, Any]) -> MaskArguments:
-    mask = MaskArguments()
-    for name, value in given.items():
-        mask[name] = value.detach() if isinstance(value, torch.Tensor) else value
-    return mask
+def _trained(mask: MaskArguments, given: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Return what of the mask is trained and was given as it is, so that another can stand in."""
+    tensors = {"bias": mask.get("attn_mask"), "sinks": mask.get("sinks")}
+    return {
+        name: x
+        for name, x in tensors.items()
+        if isinstance(x, Tensor) and x.requires_grad and any(x is one for one in given)
+    }

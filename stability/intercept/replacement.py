@@ -61,11 +61,12 @@ class Replacement:
                 f"Replacement: {call.layer} must be a call that {self.candidate.name} can take, "
                 f"got {call.unsupported}"
             )
-        sinks = call.mask.get("sinks")
-        if self.direction != "both" and sinks is not None and sinks.requires_grad:
+        names = {"attn_mask": "a bias is", "sinks": "sinks are"}
+        trained = [name for name in names if _is_trained(call.mask.get(name))]
+        if self.direction != "both" and trained:
             raise ValueError(
-                f"Replacement: direction must be 'both' where sinks are trained, got "
-                f"{self.direction!r} in {call.layer}: they would get no gradient"
+                f"Replacement: direction must be 'both' where {names[trained[0]]} trained, got "
+                f"{self.direction!r} in {call.layer}: there would be no gradient"
             )
         candidate = partial(_cast_and_attend, self.candidate, call)
         if self.direction == "both":
@@ -100,9 +101,11 @@ class ReplacedAttention:
     computes: BoundAttention
     own: BoundAttention
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, **trained: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return what is computed in the model's place."""
-        return self.computes(q, k, v)
+        return self.computes(q, k, v, **trained)
 
 
 def bind_own(call: AttentionCall, primary: BoundAttention) -> BoundAttention:
@@ -111,8 +114,17 @@ def bind_own(call: AttentionCall, primary: BoundAttention) -> BoundAttention:
     return primary.own
 
 
+def _is_trained(x: object) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
 def _cast_and_attend(
-    candidate: ResolvedAttention, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor
+    candidate: ResolvedAttention,
+    call: AttentionCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    **trained: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend by the candidate, in the dtype in which the model's own attention would compute.
 
@@ -120,7 +132,7 @@ def _cast_and_attend(
     """
     if call.dtype is not None:
         q, k, v = (x.to(call.dtype) for x in (q, k, v))
-    return candidate.with_lse(q, k, v, **call.mask)
+    return candidate.with_lse(q, k, v, **call.mask_with(**trained))
 
 
 def _attend_under_autocast(

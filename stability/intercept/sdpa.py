@@ -73,18 +73,19 @@ def _hand_over(
     layer = catcher.next_layer()
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
 
-    def primary(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-        return _SDPA(q, k, v, attn_mask, enable_gqa=enable_gqa, **options), None
+    def primary(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = attn_mask
+    ) -> tuple[Tensor, None]:
+        return _SDPA(q, k, v, bias, enable_gqa=enable_gqa, **options), None
 
     if query.dim() not in (3, 4):
         unsupported = f"q of {query.dim()} dimensions"
         call = AttentionCall(layer=layer, q=query, k=key, v=value, unsupported=unsupported)
         return catcher.hand_over(call, primary)
     no_heads = query.dim() == 3
-    if no_heads and attn_mask is not None and attn_mask.dim() == 3:
-        seen = attn_mask.detach().unsqueeze(1)
-    else:
-        seen = None if attn_mask is None else attn_mask.detach()
+    of_batch = no_heads and attn_mask is not None and attn_mask.dim() == 3
+    seen = attn_mask.unsqueeze(1) if of_batch and attn_mask is not None else attn_mask
+    trained = {} if seen is None or not seen.requires_grad else {"bias": seen}
     q, k, v = (x.unsqueeze(1) if no_heads else x for x in (query, key, value))
     call = AttentionCall(
         layer=layer,
@@ -92,15 +93,19 @@ def _hand_over(
         k=k,
         v=v,
         mask=_mask(q, k, seen, is_causal, scale),
-        valid=valid_rows(seen, q, k),
+        valid=valid_rows(None if seen is None else seen.detach(), q, k),
         dtype=autocast_dtype(q, k, v),
         unsupported=_unsupported(dropout_p),
+        trained=trained,
     )
     if not no_heads:
         return catcher.hand_over(call, primary)
 
-    def primary_with_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-        return primary(*(x.squeeze(1) for x in (q, k, v)))[0].unsqueeze(1), None
+    def primary_with_heads(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        given = {} if bias is None else {"bias": bias.squeeze(1) if of_batch else bias}
+        return primary(*(x.squeeze(1) for x in (q, k, v)), **given)[0].unsqueeze(1), None
 
     return catcher.hand_over(call, primary_with_heads).squeeze(1)
 

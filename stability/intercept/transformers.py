@@ -25,12 +25,13 @@ from stability.intercept.library_functions import block_mask_as_tensor
 from stability.intercept.transformers_call import (
     CANDIDATE_ARGUMENTS,
     REGISTERED,
+    SINKS,
     MaskReader,
     TransformersCall,
     argument_names,
     unsupported,
 )
-from stability.probe.captured_call import AttentionCall, autocast_dtype
+from stability.probe.captured_call import AttentionCall, add_bias, autocast_dtype
 
 __all__ = [
     "catch_transformers",
@@ -174,9 +175,16 @@ def _attend(
         self_attention=not _is_cross(layer, module),
     )
     reason = unsupported(received, query, key, value)
-    mask, valid = MaskArguments(), None
+    mask, valid, trained, hides = MaskArguments(), None, {}, None
     if not reason:
-        mask, valid = _READER.read(received, query, key)
+        bias = received.option("position_bias")
+        alone = received._replace(options={**options, "position_bias": None})
+        mask, valid = _READER.read(alone, query, key)
+        hides = mask.get("attn_mask")
+        if bias is not None:
+            mask["attn_mask"] = add_bias(hides, bias)
+        given = {"bias": bias, "sinks": mask.get("sinks")}
+        trained = {name: x for name, x in given.items() if x is not None and x.requires_grad}
     call = AttentionCall(
         layer=layer,
         q=query,
@@ -186,6 +194,8 @@ def _attend(
         valid=valid,
         dtype=autocast_dtype(query, key, value),
         unsupported=reason,
+        trained=trained,
+        hides=hides,
     )
     # by this function: an outer catch is still to see the call
     primary = _ModelAttention(partial(_attend, asked, function), received, attention_mask)
@@ -201,6 +211,20 @@ def _is_cross(layer: str, module: nn.Module) -> bool:
     return any(part in names for part in ("cross", "encoder_attn", "encdec"))
 
 
+@contextmanager
+def _standing_in_for_sinks(module: nn.Module, sinks: Tensor | None) -> Iterator[None]:
+    """Inside, `module.sinks`, which GPT-OSS's eager attention reads by itself, is `sinks`."""
+    own = module._parameters.get("sinks")
+    if sinks is None or own is None:
+        yield
+        return
+    try:
+        module._parameters["sinks"] = sinks  # pyright: ignore[reportArgumentType]
+        yield
+    finally:
+        module._parameters["sinks"] = own
+
+
 class _ModelAttention:
     """The model's own attention function, bound to one call's arguments, as a `BoundAttention`.
 
@@ -213,9 +237,21 @@ class _ModelAttention:
         self._attention_mask = attention_mask
         self._results: list[tuple[Tensor, Tensor | None]] = []
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-        module, options = self._received.module, self._received.options
-        out, weights = self._function(module, q, k, v, self._attention_mask, **options)
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        module, options = self._received.module, dict(self._received.options)
+        if bias is not None:
+            options["position_bias"] = bias
+        if sinks is not None:
+            options |= {name: sinks for name in SINKS if options.get(name) is not None}
+        with _standing_in_for_sinks(module, sinks):
+            out, weights = self._function(module, q, k, v, self._attention_mask, **options)
         turned = out.transpose(1, 2)
         self._results.append((turned, weights))
         return turned, None

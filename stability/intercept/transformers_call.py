@@ -23,11 +23,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention_kernels import AttentionFn, MaskArguments
 from attention_kernels.checks import MAX_HEAD_DIM, MIN_HEAD_DIM
-from stability.probe.captured_call import valid_rows
+from stability.probe.captured_call import add_bias, valid_rows
 
 __all__ = [
     "CANDIDATE_ARGUMENTS",
     "REGISTERED",
+    "SINKS",
     "MaskReader",
     "TransformersCall",
     "argument_names",
@@ -39,6 +40,9 @@ CANDIDATE_ARGUMENTS = frozenset(("softcap", "position_bias"))
 
 REGISTERED: dict[str, str | AttentionFn] = {}
 """The candidates that `register_transformers` has given a name to, by that name."""
+
+SINKS = ("s_aux", "sinks")
+"""The options by which a model may hand over its sinks."""
 
 _TENSORS = {"query", "key", "value", "query_states", "key_states", "value_states"}
 _UNDERSTOOD = _TENSORS | {
@@ -110,12 +114,11 @@ def _unsupported_shape(received: TransformersCall, q: Tensor, k: Tensor, v: Tens
             return f"head_dim {x.shape[-1]}"
     if k.shape[0] != q.shape[0]:
         return f"batch {k.shape[0]} of k beside q's {q.shape[0]}"
-    mask, bias = received.attention_mask, received.option("position_bias")
+    mask = received.attention_mask
     if mask is not None and mask.dim() != 4:
         return f"an attention_mask of shape {tuple(mask.shape)}"
-    for name, x in (("attention_mask", mask), ("position_bias", bias)):
-        if x is not None and x.requires_grad:
-            return f"{name} that is trained"
+    if mask is not None and mask.requires_grad:
+        return "attention_mask that is trained"
     return ""
 
 
@@ -153,7 +156,8 @@ class MaskReader:
                 mask = mask[None, None]
         if received.attention_mask is not None:
             mask, valid = self._cached(received.attention_mask, received.self_attention, q, k)
-        mask = _with_bias(mask, received.option("position_bias"))
+        bias = received.option("position_bias")
+        mask = mask if bias is None else add_bias(mask, bias)
         if mask is not None:
             arguments["attn_mask"] = mask
         return arguments, None if valid is None else valid.expand(q.shape[0], -1)
@@ -174,7 +178,7 @@ class MaskReader:
 
 def _sinks(received: TransformersCall) -> Any:
     """Return the logits that join the denominators, as GPT-OSS has them; None if there are none."""
-    given = [received.options.get(name) for name in ("s_aux", "sinks")]
+    given = [received.options.get(name) for name in SINKS]
     own = getattr(received.module, "sinks", None)
     return next((sinks for sinks in (*given, own) if sinks is not None), None)
 
@@ -205,11 +209,3 @@ def _translate(
     if valid_BQ.device.type == "cpu" and bool(valid_BQ.all()):
         return mask_BHQK, None
     return mask_BHQK, valid_BQ
-
-
-def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    if bias is None or mask is None:
-        return mask if bias is None else bias
-    if mask.dtype == torch.bool:
-        return bias.masked_fill(~mask, -torch.inf)
-    return bias + mask

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from threading import RLock
+from types import MappingProxyType
 from typing import Any, Unpack
 
 import torch
@@ -43,6 +44,7 @@ from stability.probe.measurements import (
     StepMeasurements,
 )
 from stability.probe.schedule import Budget
+from stability.records.metric_names import COMPARED
 
 __all__ = ["AttentionProbe", "BindShadow", "DualAttention", "as_shadows"]
 
@@ -61,10 +63,13 @@ def as_shadows(attentions: Sequence[ResolvedAttention]) -> dict[str, BindShadow]
 def _bind(
     attention: ResolvedAttention, call: AttentionCall, primary: BoundAttention
 ) -> BoundAttention:
-    return partial(attention.with_lse, **call.mask)
+    def bound(q: Tensor, k: Tensor, v: Tensor, **trained: Tensor) -> tuple[Tensor, Tensor | None]:
+        return attention.with_lse(q, k, v, **call.mask_with(**trained))
+
+    return bound
 
 
-def _made_already(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+def _made_already(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
     raise ValueError("a call that was given with its results can't be made again")
 
 
@@ -144,7 +149,10 @@ class AttentionProbe:
         if not self.is_armed or not self._is_due(call):
             return primary(call.q, call.k, call.v)[0]
         qkv = [self._alias(x) for x in (call.q, call.k, call.v)]
-        out, lse = primary(*qkv)
+        # a bias may be that of all layers, and sinks a parameter: of an alias the gradient is this
+        # call's own
+        trained = {name: self._alias(x) for name, x in call.trained.items()}
+        out, lse = primary(*qkv, **trained)
         captured = CapturedCall.of(call, primary, qkv, out, lse)
         with self._lock:
             # another thread may have made the same call meanwhile
@@ -155,7 +163,8 @@ class AttentionProbe:
         # under no_grad no hook would ever run
         if self._config.backward and out.requires_grad:
             # autograd reaches out before q, k and v, so shadows are evaluated when these hooks run
-            for name, x in zip(GRADIENTS, qkv, strict=True):
+            names = (*GRADIENTS, *map(_gradient_of, trained))
+            for name, x in zip(names, (*qkv, *trained.values()), strict=True):
                 if x.requires_grad:
                     captured.awaited.add(name)
                     x.register_hook(partial(self._compare_gradient, captured, name))
@@ -201,7 +210,7 @@ class AttentionProbe:
         for captured in self._captured.values():
             self._evaluate(captured, None)
             if captured.awaited:
-                names = ", ".join(name for name in GRADIENTS if name in captured.awaited)
+                names = ", ".join(name for name in COMPARED if name in captured.awaited)
                 self._add_finding(captured.layer, f"{names} not measured: no backward reached it")
         self._captured.clear()
         new = [
@@ -239,9 +248,11 @@ class AttentionProbe:
         )
 
     def _find_untrained(self, call: AttentionCall, qkv: Sequence[Tensor]) -> None:
-        layer, sinks = call.layer, call.mask.get("sinks")
-        if sinks is not None and sinks.requires_grad:
-            self._add_finding(layer, "dsinks not measured: the sinks' gradient is not compared")
+        layer = call.layer
+        for name, argument in (("bias", "attn_mask"), ("sinks", "sinks")):
+            x = call.mask.get(argument)
+            if isinstance(x, Tensor) and x.requires_grad and name not in call.trained:
+                self._add_finding(layer, f"d{name} not measured: no gradient of its own is seen")
         frozen = [name for name, x in zip(GRADIENTS, qkv, strict=True) if not x.requires_grad]
         if frozen:
             text = f"{', '.join(frozen)} not measured: nothing before it is trained"
@@ -284,8 +295,9 @@ class AttentionProbe:
             for name, bind in self._shadows.items():
                 repeat = partial(repeat_call, bind(captured.call, captured.primary))
                 captured.shadows[name] = self._try(name, repeat, captured, dout)
+                self._find_missing(captured, name, dout)
             if self._config.golden:
-                repeat = partial(repeat_golden, captured.call.mask)
+                repeat = partial(repeat_golden, captured.call)
                 captured.golden = self._try("golden", repeat, captured, dout)
             self._compare(captured, "out", captured.out)
             self._compare_lse(captured)
@@ -311,13 +323,21 @@ class AttentionProbe:
         """Return what `repeat` gives; if it fails, nothing and a finding: the run must go on."""
         try:
             with repeating():
-                return repeat(*captured.qkv, dout)
+                return repeat(*captured.qkv, dout, captured.call.trained)
         except torch.AcceleratorError:
             raise  # the device is lost, and the run with it
         except Exception as error:
             text = str(error).strip().splitlines() or [""]
             self._add_finding(captured.layer, f"{name}: {type(error).__name__}: {text[0]}")
             return {}
+
+    def _find_missing(self, captured: CapturedCall, shadow: str, dout: Tensor | None) -> None:
+        """Tell which gradients of the mask a shadow does not give that gives others."""
+        found = captured.shadows[shadow]
+        for name in captured.call.trained if found and dout is not None else ():
+            if _gradient_of(name) not in found:
+                text = f"{shadow}: d{name} not measured: no gradient reaches {name}"
+                self._add_finding(captured.layer, text)
 
     def _add_finding(self, layer: str, text: str) -> None:
         self._findings.append(ProbeFinding(layer, text))
@@ -391,17 +411,27 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 
 def repeat_call(
-    attention: BoundAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None
+    attention: BoundAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None = None,
+    trained: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Return `out`, `lse` if the attention gives one, and with `dout` also `dq`, `dk` and `dv`.
 
-    The gradients are autograd's under `dout`, in the inputs' dtype. BadResultError if what the
-    attention returns differs from what SDPA does in shape or dtype, or carries no gradient.
+    The gradients are autograd's under `dout`, in the inputs' dtype; those of `trained` are there,
+    as `dbias` and `dsinks`, if the attention gives them. BadResultError if what the attention
+    returns differs from what SDPA does in shape or dtype, or carries no gradient of q, k or v.
     """
     # copies: a candidate may write into its inputs, and the run goes on with its own
-    leaves = [x.detach().clone().requires_grad_(dout is not None) for x in (q, k, v)]
+    inputs = {"q": q, "k": k, "v": v, **trained}
+    leaves = {
+        name: x.detach().clone().requires_grad_(dout is not None) for name, x in inputs.items()
+    }
     with isolated(q.device), torch.set_grad_enabled(dout is not None):
-        out, lse = attention(*leaves)
+        given = {name: leaves[name] for name in trained}
+        out, lse = attention(*(leaves[name] for name in "qkv"), **given)
         # here and not when it is compared, so that the finding names the attention at fault
         _check_result(out, q, v)
         results = {"out": out.detach()}
@@ -413,30 +443,42 @@ def repeat_call(
 
 
 def repeat_golden(
-    mask: MaskArguments, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None
+    call: AttentionCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None = None,
+    trained: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Return what `repeat_call` does for the golden, everything in FP64.
 
     The leaves are FP64 too: autograd rounds a gradient to the dtype of its leaf.
     """
 
-    def golden(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        return golden_attention(q, k, v, return_lse=True, **mask)
+    def golden(q: Tensor, k: Tensor, v: Tensor, **trained: Tensor) -> tuple[Tensor, Tensor | None]:
+        return golden_attention(q, k, v, return_lse=True, **call.mask_with(**trained))
 
     dout = None if dout is None else dout.double()
-    return repeat_call(golden, q.double(), k.double(), v.double(), dout)
+    wide = {name: x.double() for name, x in trained.items()}
+    return repeat_call(golden, q.double(), k.double(), v.double(), dout, wide)
 
 
-def _gradients(out: Tensor, leaves: list[Tensor], dout: Tensor) -> dict[str, Tensor]:
+def _gradient_of(name: str) -> str:
+    return f"d{name}"
+
+
+def _gradients(out: Tensor, leaves: Mapping[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
     if not out.requires_grad:
         raise BadResultError("out carries no gradient")
     # a copy of dout too: the run's backward goes on with it after the hook
     # an unused input is allowed here, to be named below
-    found = torch.autograd.grad(out, leaves, dout.detach().clone(), allow_unused=True)
-    missing = [name for name, x in zip(GRADIENTS, found, strict=True) if x is None]
-    if missing:
-        raise BadResultError(f"no gradient reaches {missing[0].removeprefix('d')}")
-    return dict(zip(GRADIENTS, found, strict=True))
+    given = list(leaves.values())
+    found = torch.autograd.grad(out, given, dout.detach().clone(), allow_unused=True)
+    gradients = dict(zip(map(_gradient_of, leaves), found, strict=True))
+    for name in GRADIENTS:
+        if gradients[name] is None:
+            raise BadResultError(f"no gradient reaches {name.removeprefix('d')}")
+    return {name: x for name, x in gradients.items() if x is not None}
 
 
 def _check_result(out: object, q: Tensor, v: Tensor) -> None:

@@ -3,7 +3,7 @@
 Leaves out how calls are caught (`intercept`) and what is compared (`attention_probe`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import local
@@ -19,6 +19,7 @@ __all__ = [
     "CallHandler",
     "CapturedCall",
     "Interceptor",
+    "add_bias",
     "autocast_dtype",
     "is_repeating",
     "repeating",
@@ -38,6 +39,11 @@ class AttentionCall:
     the model's attention computes, where autocast makes it differ from q's. `unsupported` names
     what the golden and the shadows cannot do, e.g. "dropout_p 0.1"; such a call is not compared,
     and becomes a finding. `trains` is false for a call of an evaluation.
+
+    `trained` holds what of the mask has a gradient that can be compared, as the model gave it:
+    "bias", a floating one that is added to the scores, and "sinks". A primary takes others in their
+    place by these names. `mask` has them too, the bias as part of `attn_mask`; `hides` is what that
+    holds beside it, None if nothing.
     """
 
     layer: str
@@ -49,11 +55,32 @@ class AttentionCall:
     dtype: torch.dtype | None = None
     unsupported: str = ""
     trains: bool = True
+    trained: Mapping[str, Tensor] = field(default_factory=dict)
+    hides: Tensor | None = None
+
+    def mask_with(self, **trained: Tensor) -> MaskArguments:
+        """Return the mask with other tensors in the place of those of `trained` that are given."""
+        mask = self.mask.copy()
+        if "bias" in trained:
+            mask["attn_mask"] = add_bias(self.hides, trained["bias"])
+        if "sinks" in trained:
+            mask["sinks"] = trained["sinks"]
+        return mask
 
 
-BoundAttention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""An attention with one call's mask and options bound. It takes q, k and v, and returns out, shaped
-as q, and the LSE, or None where the implementation does not give one."""
+def add_bias(hides: Tensor | None, bias: Tensor) -> Tensor:
+    """Return one mask for a bias and a mask, bool or added, that hides keys beside it."""
+    if hides is None:
+        return bias
+    if hides.dtype == torch.bool:
+        return bias.masked_fill(~hides, -torch.inf)
+    return bias + hides
+
+
+BoundAttention = Callable[..., tuple[Tensor, Tensor | None]]
+"""An attention with one call's mask and options bound. It takes q, k and v, and by name what stands
+for the tensors of `AttentionCall.trained`. It returns out, shaped as q, and the LSE, or None where
+the implementation does not give one."""
 
 CallHandler = Callable[[AttentionCall, BoundAttention], Tensor]
 """Is given each call with the attention that the model would use, the primary, and returns out.
@@ -130,9 +157,9 @@ class CapturedCall:
     seen: bool = False
     """Whether shadows and golden have been run."""
     awaited: set[str] = field(default_factory=set)
-    """The gradients that the backward pass has still to bring: of dq, dk, dv."""
+    """The gradients that the backward pass has still to bring: of dq, dk, dv, dbias, dsinks."""
     shadows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Results still to be compared, by shadow and then by name: out, lse, dq, dk, dv."""
+    """Results still to be compared, by shadow and then by name: out, lse and the gradients."""
     golden: dict[str, Tensor] = field(default_factory=dict)
     _versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
@@ -149,8 +176,10 @@ class CapturedCall:
         # detached tensors share memory and version counter with the run's, and hold no graph
         tensors = [x.detach() for x in (*qkv, out)]
         q, k, v = (x.to(call.dtype or x.dtype) for x in tensors[:3])
+        trained = {name: x.detach() for name, x in call.trained.items()}
+        tensors += trained.values()
         return cls(
-            call=replace(call, q=q, k=k, v=v),
+            call=replace(call, q=q, k=k, v=v, mask=_detached(call.mask), trained=trained),
             primary=primary,
             out=tensors[3],
             lse=None if lse is None else lse.detach(),
@@ -183,7 +212,7 @@ class CapturedCall:
         """Free everything but the gradients of shadows and golden, which wait for the run's own."""
         # empty tensors in their place, so that the fields keep their types
         nothing = self.out.new_empty(0)
-        self.call = replace(self.call, q=nothing, k=nothing, v=nothing)
+        self.call = replace(self.call, q=nothing, k=nothing, v=nothing, trained={})
         self.out, self.lse = nothing, None
         self._versions.clear()
         self.forget("out")
@@ -193,3 +222,10 @@ class CapturedCall:
         """Free a result that has been compared."""
         for results in (*self.shadows.values(), self.golden):
             results.pop(what, None)
+
+
+def _detached(mask: MaskArguments) -> MaskArguments:
+    detached = mask.copy()
+    for name, x in mask.items():
+        detached[name] = x.detach() if isinstance(x, Tensor) else x
+    return detached

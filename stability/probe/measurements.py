@@ -44,6 +44,8 @@ from stability.records.metric_names import (
 __all__ = ["DeviationMeter", "HostTransfer", "ProbeFinding", "StepMeasurements", "query_weight"]
 
 DELTA_SUM = "delta_gap_sum"
+OF_THE_MASK = ("dbias", "dsinks")
+"""The gradients that are not those of q, k and v."""
 
 
 class ProbeFinding(NamedTuple):
@@ -177,7 +179,11 @@ class DeviationMeter:
         shadow: str,
     ) -> None:
         """Measure `candidate` against `baseline`, and both against `golden`, by every metric."""
-        golden_ulp = 0.0
+        golden_ulp, valid = 0.0, captured.valid
+        if what in OF_THE_MASK:
+            # a sum over the batch where they are shared, in which no row is one of padding
+            candidate, baseline = _rank_4(candidate), _rank_4(baseline)
+            golden, valid = None if golden is None else _rank_4(golden), None
         if what == "lse":  # one value a row
             candidate, baseline = candidate.unsqueeze(-1), baseline.unsqueeze(-1)
             golden = None if golden is None else golden.unsqueeze(-1)
@@ -190,7 +196,7 @@ class DeviationMeter:
             # ULPs of the format it is stored in: in a wider one the rounding that no result of that
             # format can avoid would look large
             output_format=input_format(candidate.dtype),
-            valid=captured.valid,
+            valid=valid,
             heads=self._config.heads,
             positions=self._config.positions,
             golden_ulp=golden_ulp,
@@ -306,6 +312,11 @@ class DeviationMeter:
         self._delta_sums = {
             layer: torch.tensor(value, dtype=torch.float64) for layer, value in sums.items()
         }
+
+
+def _rank_4(x: Tensor) -> Tensor:
+    """Return the gradient of a bias, or of sinks `(heads,)`, with an axis of heads."""
+    return x[None, :, None, None] if x.dim() == 1 else x.reshape((1,) * (4 - x.dim()) + x.shape)
 
 
 def _metric_part(name: str) -> str:

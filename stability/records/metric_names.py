@@ -69,6 +69,8 @@ COMPARED = {
     "dq": "gradient of q, under the same gradient of the output",
     "dk": "gradient of k, under the same gradient of the output",
     "dv": "gradient of v, under the same gradient of the output",
+    "dbias": "gradient of what is added to the scores, under the same gradient of the output",
+    "dsinks": "gradient of the sinks, under the same gradient of the output",
     "carried": "candidate on its own stream's inputs against candidate on the baseline's",
     "total": "candidate in its own stream against baseline in its own",
 }

@@ -46,6 +46,10 @@ def _deepseek():
     return transformers.DeepseekV3ForCausalLM(config)
 
 
+def _results(build):
+    return ("out", "dq", "dk", "dv", *(["dsinks"] if build is _gpt_oss else []))
+
+
 def _train(model):
     ids = 1 + torch.arange(24).reshape(2, 12)  # not 0, whose embedding is 0
     padding = torch.ones(2, 12, dtype=torch.long)
@@ -78,16 +82,44 @@ def test_every_layer_is_looked_at_right_and_changed_by_nothing(build, candidate)
         assert own.grad is None or torch.equal(own.grad, watched.grad)
     layers = tuple(f"model.layers.{i}.self_attn" for i in range(2))
     assert probe.layers == layers
-    said = {text for _, _, text in probe.findings}
-    assert said == (
-        {"dsinks not measured: the sinks' gradient is not compared"} if build is _gpt_oss else set()
-    )
+    assert not probe.findings
     for layer in layers:
-        for what in ("out", "dq", "dk", "dv"):
+        for what in _results(build):
             name = f"deviation/{layer}/{what}/golden_baseline_rel_fro"
             assert probe.metrics[name] < 1e-5, what
         gains = [probe.metrics[f"deviation/{layer}/head_{i}/out/gain"] for i in range(2)]
         assert gains == pytest.approx([0, 1e-3 if candidate == "planted" else 0], abs=1e-5)
+
+
+def test_a_wrong_gradient_of_the_sinks_is_named_at_its_head():
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return grads[0] * torch.tensor([1, 1.01], dtype=grads[0].dtype)
+
+    def attend(q, k, v, *, causal, scale=None, attn_mask=None, sinks=None):
+        options = {"causal": causal, "scale": scale, "attn_mask": attn_mask}
+        return golden_attention(q, k, v, sinks=Wrong.apply(sinks), **options).to(q.dtype)
+
+    torch.manual_seed(0)
+    model = _gpt_oss()
+    model.set_attn_implementation("eager")
+    with shadow(model, attend, heads=True, positions=2) as probe:
+        _train(model)
+        probe.step()
+    for layer in probe.layers:
+        for what in _results(_gpt_oss):
+            gains = [probe.metrics[f"deviation/{layer}/head_{i}/{what}/gain"] for i in range(2)]
+            wrong = 0.01 if what == "dsinks" else 0
+            assert gains == pytest.approx([0, wrong], abs=1e-5), what
+    assert not probe.findings
+    assert all(
+        isinstance(layer.self_attn.sinks, torch.nn.Parameter) for layer in model.model.layers
+    )
 
 
 def test_sinks_that_are_trained_are_replaced_whole_or_not():
