@@ -18,8 +18,9 @@ from stability.analysis.looks import (
     OperatorLimits,
     least_named,
 )
-from stability.analysis.place_table import MADE_HERE, Judged, PlaceTable, samples_of
+from stability.analysis.place_table import Judged, PlaceTable, samples_of
 from stability.records.metric_columns import Series
+from stability.records.metric_names import in_order
 
 __all__ = ["below_the_noise"]
 
@@ -40,7 +41,8 @@ def below_the_noise(
     tests = tests_of(metrics)
     found: dict[str, dict[Judged, list[str]]] = {}
     where: dict[str, str] = {}
-    for table, kind in sorted(tests, key=lambda test: MADE_HERE.index(test[0].what)):
+    order = in_order(table.what for table, _ in tests)
+    for table, kind in sorted(tests, key=lambda test: order.index(test[0].what)):
         least = _least(table, kind, limits, NAMING_ALPHA / len(tests))
         if table.shadow in named or kind not in _SAYS or math.isnan(least):
             continue

@@ -180,9 +180,11 @@ def _attend(
         bias = received.option("position_bias")
         alone = received._replace(options={**options, "position_bias": None})
         mask, valid = _READER.read(alone, query, key)
-        hides = mask.get("attn_mask")
         if bias is not None:
+            hides = mask.get("attn_mask")
             mask["attn_mask"] = add_bias(hides, bias)
+        elif received.attention_mask is not None and received.attention_mask.requires_grad:
+            bias = mask.get("attn_mask")
         given = {"bias": bias, "sinks": mask.get("sinks")}
         trained = {name: x for name, x in given.items() if x is not None and x.requires_grad}
     call = AttentionCall(
@@ -246,12 +248,15 @@ class _ModelAttention:
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         module, options = self._received.module, dict(self._received.options)
-        if bias is not None:
+        mask = self._attention_mask
+        if bias is not None and options.get("position_bias") is None:
+            mask = bias
+        elif bias is not None:
             options["position_bias"] = bias
         if sinks is not None:
             options |= {name: sinks for name in SINKS if options.get(name) is not None}
         with _standing_in_for_sinks(module, sinks):
-            out, weights = self._function(module, q, k, v, self._attention_mask, **options)
+            out, weights = self._function(module, q, k, v, mask, **options)
         turned = out.transpose(1, 2)
         self._results.append((turned, weights))
         return turned, None

@@ -117,8 +117,8 @@ def _unsupported_shape(received: TransformersCall, q: Tensor, k: Tensor, v: Tens
     mask = received.attention_mask
     if mask is not None and mask.dim() != 4:
         return f"an attention_mask of shape {tuple(mask.shape)}"
-    if mask is not None and mask.requires_grad:
-        return "attention_mask that is trained"
+    if mask is not None and mask.requires_grad and received.option("position_bias") is not None:
+        return "attention_mask that is trained beside a position_bias"
     return ""
 
 
@@ -156,6 +156,8 @@ class MaskReader:
                 mask = mask[None, None]
         if received.attention_mask is not None:
             mask, valid = self._cached(received.attention_mask, received.self_attention, q, k)
+            if received.attention_mask.requires_grad:  # Swin's holds its bias of positions
+                mask = received.attention_mask
         bias = received.option("position_bias")
         mask = mask if bias is None else add_bias(mask, bias)
         if mask is not None:

@@ -152,7 +152,13 @@ def test_mask_of_inference_mode_is_read():
         (received(scaling=torch.ones(())), "scaling that is a tensor"),
         (received(novelty=3), "the option novelty of its eager attention"),
         (received(torch.ones(2, 6)), "an attention_mask of shape (2, 6)"),
-        (received(torch.zeros(1, 1, 6, 6, requires_grad=True)), "attention_mask that is trained"),
+        (
+            received(
+                torch.zeros(1, 1, 6, 6, requires_grad=True),
+                position_bias=torch.zeros(1, 2, 6, 6),
+            ),
+            "attention_mask that is trained beside a position_bias",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

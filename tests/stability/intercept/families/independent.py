@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 __all__ = ["Recorded", "recording"]
 
-GRADIENTS = ("dq", "dk", "dv")
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 
 
 @dataclass(slots=True)
@@ -32,27 +32,33 @@ class Recorded:
     v: Tensor
     bias: Tensor | None
     """What is added to the scores; -inf, or the lowest number, hides a key."""
+    trained: Tensor | None
+    """What of it is trained, as the model gave it."""
     scale: float
     softcap: float | None
     sinks: Tensor | None
     results: dict[str, Tensor] = field(default_factory=dict)
-    """out, and dq, dk and dv once a backward pass has been made."""
+    """out, and the gradients once a backward pass has been made."""
     dout: Tensor | None = None
 
     def relative_errors(self) -> dict[str, float]:
         """Return |x - FP64's x| / |FP64's x| of out, and of each gradient that arrived."""
-        q, k, v = (x.detach().double().requires_grad_() for x in (self.q, self.k, self.v))
-        out = self._attend(q, k, v)
+        given = (self.q, self.k, self.v, self.trained, self.sinks)
+        leaves = [None if x is None else x.detach().double().requires_grad_() for x in given]
+        out = self._attend(*leaves)
         right = {"out": out.detach()}
         if self.dout is not None:
-            grads = torch.autograd.grad(out, (q, k, v), self.dout.double())
-            right |= dict(zip(GRADIENTS, grads, strict=True))
+            leaves = {n: x for n, x in zip(GRADIENTS, leaves, strict=True) if x is not None}
+            grads = torch.autograd.grad(out, list(leaves.values()), self.dout.double())
+            right |= dict(zip(leaves, grads, strict=True))
         return {
             what: float((x.double() - right[what]).norm() / right[what].norm())
             for what, x in self.results.items()
         }
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, trained: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * self.scale
@@ -60,8 +66,10 @@ class Recorded:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is not None:
             scores = scores + self.bias
-        if self.sinks is not None:
-            sinks = self.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        if trained is not None:
+            scores = scores + trained
+        if sinks is not None:
+            sinks = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sinks], -1)
         weights = torch.softmax(scores, -1)[..., : k.shape[2]]
         return torch.einsum("bhqk,bhkd->bhqd", weights, v)
@@ -107,6 +115,9 @@ class _Recorder:
             attention_mask: Tensor | None,
             **options: Any,
         ) -> Any:
+            attention_mask, trained = _alias(attention_mask)
+            if options.get("position_bias") is not None:
+                options["position_bias"], trained = _alias(options["position_bias"])
             self._is_inside = True
             try:
                 out, weights = function(module, query, key, value, attention_mask, **options)
@@ -118,8 +129,9 @@ class _Recorder:
             if not is_sdpa or attention_mask is not None or query.shape[2] == 1:
                 causal = False
             position_bias = options.get("position_bias")
-            bias = _bias(attention_mask, causal, query, key)
-            if position_bias is not None:
+            is_mask_trained = trained is not None and trained is attention_mask
+            bias = None if is_mask_trained else _bias(attention_mask, causal, query, key)
+            if position_bias is not None and trained is None:
                 bias = position_bias.detach().double() + (0 if bias is None else bias)
             call = Recorded(
                 layer=self._names[module],
@@ -127,6 +139,7 @@ class _Recorder:
                 k=key,
                 v=value,
                 bias=bias,
+                trained=trained,
                 scale=options.get("scaling") or query.shape[-1] ** -0.5,
                 softcap=options.get("softcap"),
                 sinks=getattr(module, "sinks", None),
@@ -158,6 +171,7 @@ class _Recorder:
                     k=k,
                     v=v,
                     bias=_bias(attn_mask, is_causal, q, k),
+                    trained=None,
                     scale=scale or q.shape[-1] ** -0.5,
                     softcap=None,
                     sinks=None,
@@ -179,12 +193,23 @@ class _Recorder:
             call.dout = grad.transpose(1, 2 if turned else 1).clone()
 
         out.register_hook(keep_dout)
-        for name, x in zip(GRADIENTS, (call.q, call.k, call.v), strict=True):
+        given = (call.q, call.k, call.v, call.trained, call.sinks)
+        for name, x in zip(GRADIENTS, given, strict=True):
+            if x is None or not x.requires_grad:
+                continue
 
             def keep(grad: Tensor, name: str = name) -> None:
                 call.results[name] = grad.clone()
 
             x.register_hook(keep)
+
+
+def _alias(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return a view of a tensor, twice if it is trained: the layers of a model may share it."""
+    if x is None or not x.requires_grad:
+        return x, None
+    alias = x.view_as(x)
+    return alias, alias
 
 
 def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
