@@ -99,6 +99,30 @@ def test_state_of_a_module_stays_the_runs_own_and_a_result_that_depends_on_it_is
     assert not probe.metrics
 
 
+class Decays(nn.Module):
+    """Its result depends on a buffer that it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        out = x * self.scale.clone()
+        self.scale.mul_(0.5)
+        return out
+
+
+def test_buffers_are_repeated_with_as_they_were_before_the_call():
+    model = _Part(Decays())
+    with shadow(model, modules={"part": "emulated:bf16"}) as probe:
+        for step in range(2):
+            language_step(model, step)
+            probe.step()
+    assert model.part.scale == 0.25
+    assert not probe.findings
+    assert judged(probe, "part")["out"] == (1.0, 0.0)
+
+
 def test_a_hook_of_the_users_own_sees_each_call_once():
     model, seen = Language(), []
     for part in (model.layers[0].mlp, model.layers[0].mlp.gate):
@@ -140,16 +164,16 @@ def test_a_candidate_that_does_not_fit_is_a_finding_and_the_run_goes_on(candidat
     assert all(torch.equal(x, watched[name]) for name, x in train(model, 1).items())
 
 
-def test_a_candidate_that_writes_into_what_it_is_given_does_not_reach_the_run():
+def test_a_candidate_that_writes_and_draws_random_numbers_does_not_reach_the_run():
     def writes(module, x):
         with torch.no_grad():
             x.zero_()
             module.weight.zero_()
         module.eps = 7.0
-        return x * module.weight
+        return x * module.weight + 0 * torch.rand_like(x)
 
     torch.manual_seed(0)
-    model = Language()
+    model = Language(dropout=0.1)
     twin = copy.deepcopy(model)
     with shadow(twin, modules={"*norm": writes}) as probe:
         watched = train(twin, probe=probe)
@@ -186,6 +210,11 @@ def test_a_compiled_model_is_refused_by_name_before_it_trains():
     model.layers[0].compile(backend="eager")
     with pytest.raises(ValueError, match=r"gradient_every or modules is given, got Block.compile"):
         shadow(model, modules={"*.mlp": "compiled"}).__enter__()
+    model = Language()
+    with shadow(model, modules={"*.mlp": "emulated:bf16"}):
+        model.layers[1].compile(backend="eager")
+        with pytest.raises(ValueError, match=r"got Block.compile\(\) at layers.1"):
+            language_step(model, 0)
 
 
 def test_what_is_not_called_is_told_and_a_glob_of_such_alone_is_an_error():
@@ -264,6 +293,7 @@ def test_records_are_judged_and_shown_as_an_attentions_are(tmp_path, capsys):
     told = [line for line in answer.places if "error ratio" in line]
     assert told
     assert all(line.startswith("emulated_e4m3: every layer") for line in told), told
+    assert "dgate.weight" in told[0]
     assert main(["show", str(tmp_path)]) == 1, "it fails, and says so"
     shown = capsys.readouterr().out
     assert "emulated_e4m3" in shown
