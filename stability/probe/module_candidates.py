@@ -15,16 +15,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from attention_kernels import Format
 from stability.config.convert import nearest
 from stability.config.schema import emulated_format
-from stability.probe.module_call import ModuleCall
+from stability.probe.module_call import ModuleCall, forward_of
 from stability.probe.rounded_products import RoundedProducts
 from stability.probe.user_functions import import_function, source_hash
 
 __all__ = ["ModuleCandidate", "resolve_candidate"]
 
+_NO_LIMIT = 1_000_000
 _NAMES = ("emulated:<format>", "compiled", "MODULE:FUNCTION")
 
 
@@ -40,22 +42,30 @@ class ModuleCandidate:
     is_compiled: bool = False
     left_alone: dict[str, None] = field(default_factory=dict)
     """Fused operators whose operands an emulation could not round."""
-    _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def of(self, call: ModuleCall) -> Callable[..., Any]:
         """Return what is to be called in place of `call.own`."""
-        if self.is_compiled:
-            # one for each layer: torch.compile takes what it is given for another function if new
-            return self._compiled.setdefault(call.layer, torch.compile(call.own))
-        return self.function or call.own
+        if not self.is_compiled:
+            return self.function or call.own
+        return _compiled_forward if call.own is forward_of else torch.compile(call.own)
 
     def within(self) -> Callable[[], AbstractContextManager[Any]]:
         """Return the context in which it runs, forward and backward."""
-        return (
-            nullcontext
-            if self.format is None
-            else partial(RoundedProducts, self.format, self.left_alone)
-        )
+        if self.is_compiled:
+            # beyond 8 variants of one function, e.g. of layers whose attributes differ, torch would
+            # run it eagerly and only warn: the module itself would be found right in its place
+            return lambda: torch._dynamo.config.patch(
+                recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT
+            )
+        if self.format is None:
+            return nullcontext
+        return partial(RoundedProducts, self.format, self.left_alone)
+
+
+def _compiled_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # of the method and not of a function around it: what is compiled is kept by its code, so that
+    # each class has its own, and all modules of one share it
+    return torch.compile(module.forward)(*args, **kwargs)
 
 
 def resolve_candidate(candidate: str | Callable[..., Any], glob: str) -> ModuleCandidate:

@@ -325,6 +325,27 @@ def test_a_module_is_compiled_once_for_all_looks(monkeypatch):
     _compiled_model()
 
 
+class Scales(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return x * (1 + self.by / 100)
+
+
+def test_more_variants_of_a_module_than_torch_would_compile_are_all_compiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = _Part(nn.Sequential(*(Scales(i) for i in range(12))))
+    probe = look({"part.*": "compiled"}, model)
+    assert not probe.findings
+    # one of the first value, one where it was seen to change, and one for each that followed
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 12
+
+
 @pytest.mark.slow  # Inductor takes 10 seconds
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs g++ on a CPU")
