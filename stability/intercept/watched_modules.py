@@ -1,8 +1,8 @@
 """The `modules` of a session: which calls they mean, and whether those were met.
 
-A key is a glob of modules or of wrapped functions, `loss`, or `<glob>+loss`; the first that matches
-a layer has it. Leaves out catching (`module_calls`, `loss_calls`) and comparing
-(`probe.module_probe`).
+A key is a glob of modules or of wrapped functions, `loss`, `<glob>+loss` or `optimizer`; the first
+that matches a layer has it. Leaves out catching (`module_calls`, `loss_calls`, `optimizer_steps`)
+and comparing (`probe.module_probe`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +17,7 @@ from stability.intercept.layer_globs import check_globs, check_globs_of_calls
 from stability.intercept.layer_names import layer_names
 from stability.intercept.loss_calls import LOSS, LossCalls, is_of_loss
 from stability.intercept.module_calls import FUNCTIONS, ModuleCalls, Noted
+from stability.intercept.optimizer_steps import OPTIMIZER, OptimizerSteps
 from stability.probe.measurements import DeviationMeter, ProbeFinding
 from stability.probe.module_candidates import ModuleCandidate, resolve_candidate
 from stability.probe.module_probe import ModuleProbe
@@ -31,9 +32,15 @@ def resolve_modules(model: nn.Module, modules: ModuleCandidates) -> dict[str, Mo
     """Return the candidates by glob; ValueError for a glob of nothing or an unknown candidate."""
     for glob in modules:
         of_modules = glob.removesuffix(f"+{LOSS}")
-        if glob != LOSS and not _is_of_function(model, of_modules):
+        if glob not in (LOSS, OPTIMIZER) and not _is_of_function(model, of_modules):
             check_globs(model, modules=[of_modules])
-    return {glob: resolve_candidate(one, glob) for glob, one in modules.items()}
+    found = {glob: resolve_candidate(one, glob) for glob, one in modules.items()}
+    if OPTIMIZER in found and found[OPTIMIZER].function is None:
+        raise ValueError(
+            "shadow: modules['optimizer'] must be a function of an optimizer that makes one "
+            f"update, got {found[OPTIMIZER].name!r}"
+        )
+    return found
 
 
 def _is_of_function(model: nn.Module, glob: str) -> bool:
@@ -62,10 +69,13 @@ class WatchedModules:
     ) -> None:
         self._globs = list(candidates)
         self._probe = ModuleProbe(config, meter)
-        of_modules = {key: one for key, one in candidates.items() if not is_of_loss(key)}
+        of_modules = {
+            key: one for key, one in candidates.items() if not is_of_loss(key) and key != OPTIMIZER
+        }
         of_losses = {key: one for key, one in candidates.items() if is_of_loss(key)}
         self._calls = ModuleCalls(model, of_modules, self._probe, noted)
         self._losses = LossCalls(model, of_losses, self._calls)
+        self._steps = OptimizerSteps(model, candidates.get(OPTIMIZER), self._probe, noted)
         self._is_checked = not candidates
 
     @contextmanager
@@ -76,7 +86,7 @@ class WatchedModules:
             return
         self._probe.arm()
         try:
-            with self._calls.catching(), self._losses.catching():
+            with self._calls.catching(), self._losses.catching(), self._steps.catching():
                 yield
         finally:
             self._probe.disarm()
@@ -86,9 +96,11 @@ class WatchedModules:
         if self._is_checked:
             return
         self._is_checked = True
-        called = {layer.partition("#")[0] for layer in self._calls.called}
+        called = {layer.partition("#")[0] for layer in self._calls.called | self._steps.called}
         check_globs_of_calls(
-            sorted(called), of="modules, functions or losses that are called", modules=self._globs
+            sorted(called),
+            of="modules, functions, losses or optimizers that are called",
+            modules=self._globs,
         )
         for layer in self._calls.not_called():
             yield ProbeFinding(layer, "not seen: it was not called in the step that was looked at")

@@ -18,16 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from attention_kernels.formats import input_format
 from stability.config.schema import ProbeConfig
 from stability.metrics.deviation import LAYER_COLUMNS, compare
 from stability.metrics.golden_error import GOLDEN_COLUMNS
+from stability.probe.attention_probe import isolated
 from stability.probe.captured_call import repeating
 from stability.probe.executed import unwitnessed
 from stability.probe.measurements import DeviationMeter, ProbeFinding
 from stability.probe.module_call import ModuleCall, repeat, repeat_in_double
 from stability.probe.module_candidates import ModuleCandidate
+from stability.probe.optimizer_update import Step, copy_of, own_step, updates
 from stability.probe.schedule import Budget
 
 __all__ = ["ModuleProbe"]
@@ -93,6 +96,32 @@ class ModuleProbe:
             tuple(trained.values()), partial(self._backward, captured, list(trained))
         )
 
+    def compare_update(
+        self, layer: str, candidate: ModuleCandidate, before: Optimizer, after: Optimizer
+    ) -> None:
+        """Compare the step that took an optimizer, `before` a copy, to what it is now."""
+        own = updates(after, before)
+        device = next(iter(own.values())).device
+
+        def by(step: Step, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+            copy = copy_of(before, dtype)
+            with isolated(device), torch.enable_grad():
+                step(copy)
+            return updates(copy, before)
+
+        with unwitnessed(), self._budget.spending(device):
+            again = self._try("its own repeat", layer, partial(by, own_step))
+            if again is None or not all(torch.equal(own[what], again[what]) for what in own):
+                self.find(layer, "not measured: repeated on copies its update is another")
+                return
+            assert candidate.function is not None
+            found = self._try(candidate.name, layer, partial(by, candidate.function))
+            golden: dict[str, Tensor] | None = {}
+            if self._config.golden:
+                golden = self._try("golden", layer, partial(by, own_step, torch.float64))
+            for what, x in own.items() if found is not None else ():
+                self._compare(layer, what, candidate.name, found or {}, x, (golden or {}).get(what))
+
     def disarm(self) -> None:
         """End the step: compare what no backward has reached, by its results alone."""
         self._is_armed = False
@@ -123,7 +152,7 @@ class ModuleProbe:
         if call.was_overwritten():
             self.find(call.layer, "inputs or out overwritten in place")
             return
-        own = self._try("its own repeat", call, partial(repeat, call, call.own, douts))
+        own = self._try("its own repeat", call.layer, partial(repeat, call, call.own, douts))
         if own is None:
             return
         changed = [x for x in call.out if x in own and not _equal(own[x], call.out[x])]
@@ -134,10 +163,12 @@ class ModuleProbe:
             )
             self.find(call.layer, text)
             return
-        found = self._try(candidate.name, call, partial(_by_candidate, candidate, call, douts))
+        found = self._try(
+            candidate.name, call.layer, partial(_by_candidate, candidate, call, douts)
+        )
         golden = {}
         if self._config.golden:
-            golden = self._try("golden", call, partial(repeat_in_double, call, douts)) or {}
+            golden = self._try("golden", call.layer, partial(repeat_in_double, call, douts)) or {}
         for operator in candidate.left_alone:
             self.find(call.layer, f"{candidate.name} leaves {operator} in it as it is")
         for what, x in own.items():
@@ -145,7 +176,7 @@ class ModuleProbe:
                 self._compare(call.layer, what, candidate.name, found, x, golden.get(what))
 
     def _try(
-        self, name: str, call: ModuleCall, by: Callable[[], dict[str, Tensor]]
+        self, name: str, layer: str, by: Callable[[], dict[str, Tensor]]
     ) -> dict[str, Tensor] | None:
         """Return what a repeat gives; if it fails, None and a finding: the run must go on."""
         try:
@@ -155,7 +186,7 @@ class ModuleProbe:
             raise  # the device is lost, and the run with it
         except Exception as error:
             text = str(error).strip().splitlines() or [""]
-            self.find(call.layer, f"{name}: {type(error).__name__}: {text[0]}")
+            self.find(layer, f"{name}: {type(error).__name__}: {text[0]}")
             return None
 
     def _compare(

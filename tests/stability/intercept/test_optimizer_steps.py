@@ -1,0 +1,117 @@
+"""`modules={"optimizer": ...}`: one update repeated on copied parameters, gradients and state."""
+
+import copy
+
+import pytest
+import torch
+
+from stability import shadow
+from stability.probe.optimizer_update import own_step
+from tests.stability.intercept.module_models import Language, judged, language_step, train
+
+
+def fused(optimizer):
+    """The same update by torch's fused kernel."""
+    for group in optimizer.param_groups:
+        group["foreach"], group["fused"] = False, True
+    own_step(optimizer)
+
+
+def without_bias_correction(optimizer):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            first, second = group["betas"]
+            state = optimizer.state[p]
+            p.data.mul_(1 - group["lr"] * group["weight_decay"])
+            m = state.get("exp_avg", torch.zeros_like(p)).lerp(p.grad, 1 - first)
+            v = state.get("exp_avg_sq", torch.zeros_like(p)).lerp(p.grad**2, 1 - second)
+            p.data.sub_(group["lr"] * m / (v.sqrt() + group["eps"]))
+
+
+def _two_groups(model):
+    decayed = [x for x in model.parameters() if x.dim() > 1]
+    others = [x for x in model.parameters() if x.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 1e-2}]
+    return torch.optim.AdamW(groups, lr=1e-3)
+
+
+def _watched(candidate, steps=3, make=_two_groups, scheduled=False):
+    torch.manual_seed(0)
+    model = Language()
+    optimizer = make(model)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer) if scheduled else None
+    with shadow(model, modules={"optimizer": candidate}) as probe:
+        for step in range(steps):
+            optimizer.zero_grad()
+            language_step(model, step)
+            optimizer.step()
+            if scheduler:
+                scheduler.step()
+            probe.step()
+    return probe
+
+
+def test_training_ends_in_the_same_bits_with_its_updates_looked_at():
+    torch.manual_seed(0)
+    model = Language(dropout=0.1)
+    twin = copy.deepcopy(model)
+    plain = train(model)
+    with shadow(twin, modules={"optimizer": without_bias_correction}) as probe:
+        watched = train(twin, probe=probe)
+    assert probe.metrics
+    assert not probe.findings
+    assert all(torch.equal(x, watched[name]) for name, x in plain.items())
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_right_update_passes_group_by_group_and_a_wrong_one_is_told(scheduled):
+    right = _watched(fused, scheduled=scheduled)
+    assert not right.findings
+    found = judged(right, "optimizer")
+    assert list(found) == ["update_0", "update_1"]
+    assert max(ratio for ratio, _ in found.values()) < 2
+    assert max(abs(gain) for _, gain in found.values()) < 1e-4
+    wrong = judged(_watched(without_bias_correction, scheduled=scheduled), "optimizer")
+    assert min(ratio for ratio, _ in wrong.values()) > 20
+
+
+def test_a_factor_of_one_groups_update_is_that_groups_gain():
+    def larger(optimizer):
+        optimizer.param_groups[1]["lr"] *= 1.01
+        own_step(optimizer)
+
+    found = judged(_watched(larger, make=lambda m: _with_sgd(m)), "optimizer")
+    assert found["update_0"][0] == 1.0
+    assert found["update_1"][1] == pytest.approx(0.01, rel=1e-3)
+
+
+def _with_sgd(model):
+    parts = list(model.parameters())
+    return torch.optim.SGD([{"params": parts[:5]}, {"params": parts[5:]}], lr=0.5, momentum=0.9)
+
+
+def test_two_optimizers_of_one_model_are_told_apart_and_another_models_is_passed_over():
+    model, other = Language(), torch.nn.Linear(2, 2)
+    parts = list(model.parameters())
+    optimizers = [torch.optim.SGD(parts[:3], lr=0.1), torch.optim.SGD(parts[3:], lr=0.1)]
+    optimizers.append(torch.optim.SGD(other.parameters(), lr=0.1))
+    with shadow(model, modules={"optimizer": own_step}) as probe:
+        language_step(model, 0)
+        for optimizer in optimizers:
+            optimizer.step()
+        probe.step()
+    assert probe.layers == ("optimizer", "optimizer#1")
+    assert not probe.findings
+
+
+def test_an_optimizer_needs_a_function_and_a_step_without_closure():
+    with pytest.raises(ValueError, match=r"modules\['optimizer'\] must be a function of an optimi"):
+        shadow(Language(), modules={"optimizer": "compiled"}).__enter__()
+    model = Language()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    with shadow(model, modules={"optimizer": own_step}) as probe:
+        optimizer.step(lambda: language_step(model, 0))
+        probe.step()
+    assert ("optimizer", "not looked at: its step calls a closure") in [
+        found[1:] for found in probe.findings
+    ]
