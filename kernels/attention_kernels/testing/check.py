@@ -7,7 +7,8 @@ dtype errs, which is the rule of flash-attn's own tests, and may have no gain an
 
 Where it fails, it names the mistake whose FP64 results come closest. What the attention refuses
 stands in the answer, a plain cell first, and an attention that refuses everything does not pass:
-nothing was looked at. Leaves out speed, and masks other than causal.
+nothing was looked at. One that names `attn_mask` or `sinks` among its arguments is called with
+trained ones too (`trained_masks`). Leaves out speed, and other masks.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ from attention_kernels.testing.sentences import (
     excess_sentence,
     refusals_in_words,
 )
+from attention_kernels.testing.trained_masks import LIMIT, trained_mask_findings
 
 __all__ = ["CheckReport", "Finding", "check_attention"]
 
@@ -170,8 +172,31 @@ def _look_at_all(
             where = given_cell(given, DTYPES[format], "given inputs")
             _look(attention, signature, where, seen, report)
         findings += seen.findings()
+        findings += _of_trained_masks(attention, signature, format, report)
         report.statistics += [_row(format, one) for one in seen.measured]
     report.findings = _merged(findings)
+
+
+def _of_trained_masks(
+    attention: Callable[..., Any], signature: Signature, format: str, report: CheckReport
+) -> list[Finding]:
+    """Return what is wrong where a bias or sinks are trained, if it takes such by name."""
+    findings = []
+    for found in trained_mask_findings(attention, signature.causal, DTYPES[format]):
+        if isinstance(found, str):
+            report.unsupported.setdefault(found, []).append(f"{format}, one call")
+            continue
+        findings.append(
+            Finding(
+                what="trained mask",
+                noun=found.result,
+                sentence=found.sentence,
+                dtypes=(format,),
+                value=found.value,
+                limit=LIMIT,
+            )
+        )
+    return findings
 
 
 def _name_of(attention: Callable[..., Any]) -> str:
