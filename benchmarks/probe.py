@@ -34,6 +34,7 @@ from stability.tracking.loggers import RecordsLogger
 
 ROOT = Path(__file__).parents[1]
 OFF_LIMIT, PROBED_LIMIT, BUDGET, NOISE = 0.01, 0.15, 0.05, 0.02
+LOOK_EVERY, LOOK_LIMIT, FORWARD_LIMIT = 50, 0.04, 0.002
 SHAPE = (8, 8, 1024, 64)
 
 
@@ -99,7 +100,7 @@ def report(what: str, value: float, limit: float, spread: str = "") -> bool:
     """Print a share beside its limit, and say whether it is kept."""
     kept = value <= limit
     mark = "ok" if kept else "MISSED"
-    print(f"{what:58} {value:8.2%}  (limit {limit:.0%}) {mark} {spread}")
+    print(f"{what:58} {value:8.2%}  (limit {limit:.3g}) {mark} {spread}")
     return kept
 
 
@@ -191,6 +192,28 @@ def budgeted() -> bool:
     return report("every step, overhead 5%: share of time", share, BUDGET + NOISE, spread)
 
 
+def looking(limit: float, times: int = 9, **options: bool) -> bool:
+    """Measure the share of a `shadow` that looks at every 50th step, 4 layers of width 256."""
+    config = demo_config(every=0)
+    model = replace(config.model, depth=4, width=256, heads=4, context=256)
+    sdpa = replace(config.attention, implementation="sdpa")
+    loop = Loop(replace(config, model=model, attention=sdpa))
+
+    def looked_at() -> float:
+        with shadow(loop.model, "flash:fa2", **options) as probe:
+            start = time.perf_counter()
+            loop.step()
+            probe.step()
+            probe.deliver()
+            return time.perf_counter() - start
+
+    ratios = interleaved(lambda: loop.seconds(1), looked_at, times)
+    share = (statistics.median(ratios) - 1) / LOOK_EVERY
+    spread = f"a look: {quartiles(ratios)} of a step"
+    what = ", ".join(name if on else f"no {name}" for name, on in options.items())
+    return report(f"shadow, every {LOOK_EVERY}th step ({what}): share", share, limit, spread)
+
+
 def metrics_of_a_layer() -> None:
     """Print the time of one layer's metrics over that of reading both tensors twice."""
     generator = torch.Generator().manual_seed(0)
@@ -254,6 +277,10 @@ def main() -> int:
         f"torch {torch.__version__}"
     )
     kept = [probe_off(), shadow_off(), probing(), budgeted()]
+    kept += [
+        looking(LOOK_LIMIT, golden=True, backward=True),
+        looking(FORWARD_LIMIT, golden=False, backward=False),
+    ]
     metrics_of_a_layer()
     memory()
     return 0 if all(kept) else 1
