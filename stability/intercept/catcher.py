@@ -158,10 +158,11 @@ class Catcher:
     def hand_over(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
         """Return what the handler makes of a call."""
         trains = torch.is_grad_enabled() and self.model.training
+        unsupported = call.unsupported or _transform()
         self._thread.caught += 1
         _CAUGHT.depth += 1
         try:
-            return self._handler(replace(call, trains=trains), primary)
+            return self._handler(replace(call, trains=trains, unsupported=unsupported), primary)
         finally:
             self._thread.caught -= 1
             _CAUGHT.depth -= 1
@@ -273,6 +274,14 @@ def put_mode_below(mode: TorchFunctionMode) -> Callable[[], None]:
         _take_modes_away([mode])
 
     return take_away
+
+
+def _transform() -> str:
+    """Return that torch.func runs, if it does: what its tensors hide can't be repeated."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    if functorch.peek_interpreter_stack() is None:
+        return ""
+    return "made inside torch.func (vmap, grad, jvp); run the model outside of it, and backward()"
 
 
 def _take_modes_away(modes: Sequence[TorchFunctionMode]) -> Callable[[], None]:

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from attention_kernels import baseline_attention, flash_attention
 from stability import shadow
@@ -191,3 +193,34 @@ def test_one_direction_of_the_models_own_attention_is_its_own_under_autocast(dir
     for own, replaced in zip(model.parameters(), twin.parameters(), strict=True):
         assert (own.grad is None) == (replaced.grad is None)
         assert own.grad is None or torch.equal(own.grad, replaced.grad)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("transform", ["vmap", "grad", "gradients of samples"])
+def test_a_call_inside_torch_func_is_told_and_blamed_on_no_candidate(transform):
+    torch.manual_seed(0)
+    model = Decoder()
+    model.norm = torch.nn.Identity()
+    weights, ids = dict(model.named_parameters()), tokens(0)
+
+    def loss(weights, ids):
+        return functional_call(model, weights, (ids,)).square().mean()
+
+    calls = {
+        "vmap": lambda: vmap(lambda one: loss(weights, one[None]))(ids),
+        "grad": lambda: grad(loss)(weights, ids),
+        "gradients of samples": lambda: vmap(grad(loss), (None, 0))(weights, ids[:, None]),
+    }
+    plain = calls[transform]()
+    with shadow(model) as probe:
+        watched = calls[transform]()
+        probe.step()
+    for x, y in zip(tree_leaves(plain), tree_leaves(watched), strict=True):
+        assert torch.equal(x, y)
+    layers = [f"layers.{index}" for index in range(3)]
+    assert {one.layer: one.state for one in probe.coverage} == dict.fromkeys(layers, "seen in part")
+    assert sorted(layer for _, layer, _ in probe.findings) == layers
+    for _, _, text in probe.findings:
+        assert text.startswith("not looked at: made inside torch.func (vmap, grad, jvp)")
+    assert not probe.metrics
+    assert not torch._C._len_torch_function_stack()

@@ -151,8 +151,8 @@ def test_a_compiled_model_ends_in_the_same_bits_with_every_layer_measured(name, 
     [
         name
         for name, family in FAMILIES.items()
-        # transformers refuses sinks in flex on a CPU
-        if "flex_attention" in family.implementations and name != "gpt_oss"
+        # on a CPU flex takes no sinks, and Inductor reads beyond T5's bias (torch 2.13)
+        if "flex_attention" in family.implementations and name not in ("gpt_oss", "t5")
     ],
 )
 def test_flex_attention_is_seen_forward(name):
