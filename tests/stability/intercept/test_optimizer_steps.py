@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stability import shadow
 from stability.probe.optimizer_update import own_step
@@ -115,3 +116,16 @@ def test_an_optimizer_needs_a_function_and_a_step_without_closure():
     assert ("optimizer", "not looked at: its step calls a closure") in [
         found[1:] for found in probe.findings
     ]
+
+
+def test_a_candidate_that_calls_step_steps_the_copy_and_hooks_see_the_runs_own_step_alone():
+    """A scheduler binds the run's own step to the optimizer, which the copy must not keep."""
+    found = judged(_watched(lambda optimizer: optimizer.step(), scheduled=True), "optimizer")
+    assert all(ratio == 1.0 for ratio, _ in found.values())
+    seen = []
+    handle = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
+    try:
+        _watched(own_step, steps=2)
+    finally:
+        handle.remove()
+    assert len(seen) == 2
