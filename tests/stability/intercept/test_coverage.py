@@ -326,3 +326,24 @@ def test_a_wrapped_attention_is_seen_by_nested_shadows_and_copied_whole():
         inner.step()
     assert inner.layers == outer.layers == ("layers.own",)
     assert inner.metrics == outer.metrics
+
+
+@pytest.mark.parametrize("whose", ["the candidate's", "the model's"])
+def test_values_that_are_not_finite_are_told_of_the_one_who_made_them(whose):
+    def nan(q, k, v, *, causal, scale=None):
+        return (q + k.mean() + v.mean()) * torch.nan
+
+    def model_of(function):
+        torch.manual_seed(0)
+        return Stack(own=CSA(attention_call(function)))
+
+    model = model_of(nan if whose == "the model's" else _by_softmax)
+    with shadow(model, nan if whose == "the candidate's" else "flash:golden") as probe:
+        train_step(model, 0)
+        probe.step()
+        probe.deliver()
+    texts = " ".join(text for _, _, text in probe.findings)
+    assert ("no value of the model's own out is finite" in texts) == (whose == "the model's")
+    assert "computes something else" not in texts
+    name = "deviation/layers.own/out/golden_nonfinite"
+    assert bool(probe.metrics[name]) == (whose == "the candidate's")
