@@ -81,6 +81,11 @@ class Coverage:
         reasons.setdefault(text.removeprefix("not seen: "))
 
     @property
+    def has_run(self) -> bool:
+        """Whether any module of the model has run, in compiled code or not."""
+        return any(catcher.ran or catcher.met_compiled_code for catcher in self._catchers)
+
+    @property
     def unsearched(self) -> bool:
         """Whether modules of the model may have run in compiled code, where little is seen."""
         names, ran = self._names_and_those_that_ran()

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from stability.config.schema import ProbeConfig
-from stability.intercept.compiled_taps import ObservedCall, compiled_taps
+from stability.intercept.compiled_graphs import naming_graphs
+from stability.intercept.compiled_taps import CompiledTaps, ObservedCall
 from stability.intercept.coverage import Coverage, LayerCoverage
 from stability.intercept.doors import catch_attention
 from stability.intercept.forgotten_step import FORGOTTEN, UpdateWatch
@@ -27,9 +28,9 @@ from stability.intercept.layer_globs import check_globs, check_globs_of_calls
 from stability.intercept.layer_names import ROOT
 from stability.intercept.library_functions import watching_library_functions
 from stability.intercept.model_check import check_model, nothing_caught
-from stability.intercept.other_functions import OtherFunctions
 from stability.intercept.replacement import Direction, ReplacedAttention, Replacement, bind_own
 from stability.intercept.session_record import OWN, recorder_of
+from stability.intercept.session_results import SessionResults, Sink
 from stability.intercept.watched_modules import (
     ModuleCandidates,
     WatchedModules,
@@ -40,7 +41,6 @@ from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shado
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 from stability.probe.captured_call import AttentionCall, BoundAttention
 from stability.probe.gradient_evidence import GradientMeter
-from stability.probe.measurements import HostTransfer, ProbeFinding, StepMeasurements
 from stability.probe.module_candidates import ModuleCandidate
 from stability.probe.schedule import Schedule
 from stability.probe.second_forward import repeating_forward
@@ -49,9 +49,6 @@ __all__ = ["OWN", "Candidate", "Shadow", "shadow"]
 
 Candidate = str | Callable[..., Tensor]
 """`flash:fa2`, `mypkg:my_attention`, an entry point's name, or a function like `AttentionFn`."""
-
-Sink = Callable[[int, StepMeasurements], None]
-"""Is given each probed step's number and measurements, in order, once they have arrived."""
 
 _UNSEARCHED = (
     "some of the model runs in compiled graphs: there attention that is written by hand is not "
@@ -161,14 +158,11 @@ def shadow(
     session = Shadow(
         model, config, named, replacement, sinks, first_step, loss, others, evaluation=evaluation
     )
-    if recorder is not None:
-        recorder.describe((), first_step)
-    try:
-        yield session
-    finally:
-        session.close()
+    with ExitStack() as ends:
         if recorder is not None:
-            recorder.end(session.layers, session.steps)
+            recorder.describe((), first_step)
+            ends.callback(lambda: recorder.end(session.layers, session.steps))
+        yield ends.enter_context(session.running())
 
 
 class Shadow:
@@ -188,8 +182,6 @@ class Shadow:
         evaluation: bool = False,
     ) -> None:
         self.candidates = tuple(candidates)
-        self.findings: list[tuple[int, str, str]] = []
-        """(step, layer, what was wrong), as they arrive."""
         self.gradient_meter = GradientMeter()
         self.gradient_metrics: dict[str, float] = {}
         """The values of the last look at the whole model's gradient, by name."""
@@ -197,7 +189,7 @@ class Shadow:
         self._config = config
         self._loss = loss
         self._replacement = replacement
-        self._sinks = tuple(sinks)
+        self._results = SessionResults(sinks)
         self._schedule = Schedule(
             every=config.every, steps=config.steps, per_decade=config.per_decade
         )
@@ -225,34 +217,40 @@ class Shadow:
         """The layers that were called since the last step."""
         self._has_counted = False
         """Whether one of these calls was one to look at."""
-        self._other_functions = OtherFunctions()
         self._looking_round: Coverage | None = Coverage() if candidates else None
         """None once a step has shown what is seen, and where no attention is looked at."""
         self.coverage: tuple[LayerCoverage, ...] = ()
         """What is seen of each module that looks like attention, as the first due step has shown
         it."""
         self._updates = UpdateWatch(model)
-        self._latest: StepMeasurements = StepMeasurements({}, {}, ())
-        self._transfer: tuple[int, HostTransfer] | None = None
         self._installed: ExitStack | None = None
-        self._replacing = ExitStack()
         self._open = ExitStack()
         """What is open from the beginning to the end."""
-        self._open.enter_context(watching_library_functions(model))
+        self._replacing = self._open.enter_context(ExitStack())
         self._missed: dict[tuple[str, str], bool] = {}
         """The (layer, text) of what was not seen in compiled graphs, and whether it was told."""
-        self._taps = self._open.enter_context(
-            compiled_taps(
-                model,
-                self._take_compiled,
-                self._miss,
-                backward=config.backward,
-                evaluation=evaluation,
-            )
+        self._taps = CompiledTaps(
+            model, self._take_compiled, self._miss, backward=config.backward, evaluation=evaluation
         )
-        if replacement is not None:
-            self._replacing.enter_context(self._catching())
-        self._begin()
+
+    @contextmanager
+    def running(self) -> Iterator["Shadow"]:
+        """Look at the steps inside; to be entered once."""
+        try:
+            self._open.enter_context(watching_library_functions(self._model))
+            self._open.enter_context(naming_graphs())
+            if self._replacement is not None:
+                self._replacing.enter_context(self._catching())
+            self._begin()
+            yield self
+            self._check_unended_step()
+        finally:
+            self.close()
+
+    @property
+    def findings(self) -> list[tuple[int, str, str]]:
+        """(step, layer, what was wrong), as they arrive."""
+        return self._results.findings
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -267,27 +265,27 @@ class Shadow:
     @property
     def metrics(self) -> dict[str, float]:
         """The values measured at the last due step, by name; waits for them on CUDA."""
-        self.deliver()
-        return self._latest.metrics
+        return self._results.latest.metrics
 
     @property
     def counts(self) -> dict[str, list[int]]:
         """The histograms of the last due step, by name."""
-        self.deliver()
-        return self._latest.counts
+        return self._results.latest.counts
 
     def step(self) -> None:
         """End a step: to be called after each update of the weights.
 
         ValueError after the first due step if no attention was caught in it, or a glob of layers
-        matches none of it.
+        matches none of it; where this is never called, the end of `shadow` raises it.
         """
         self._was_announced = True
-        if self._installed is not None or self._called:
-            self._check_calls()
+        try:
+            if self._installed is not None or self._called:
+                self._check_calls()
+        finally:
+            self._called.clear()
+            self._has_counted = False
         self._end()
-        self._called.clear()
-        self._has_counted = False
         self._step += 1
         if self._config.gradient_every and self._step % self._config.gradient_every == 0:
             self._look_at_gradient()
@@ -307,13 +305,25 @@ class Shadow:
 
     def close(self) -> None:
         """End the last step, and leave the model as it was."""
-        self._end()
-        self.deliver()
-        self._replacing.close()
-        self._open.close()
+        try:
+            self._end()
+            self.deliver()
+        finally:
+            self._open.close()
         is_any_due = self._schedule != Schedule()
         if is_any_due and not self._was_announced and self._updates.has_seen_one:
             self._warn_of_a_forgotten_step()
+
+    def _check_unended_step(self) -> None:
+        """Tell of the calls since the last `step()`, too, with its ValueErrors."""
+        has_run = self._has_counted
+        if not self._was_announced and (self._installed is not None or self._called):
+            looking_round = self._looking_round
+            has_run |= self._updates.has_seen_one or bool(self._called)
+            has_run |= looking_round is not None and looking_round.has_run
+        # an evaluation after the last step is none of its own
+        if has_run:
+            self._check_calls()
 
     def _begin(self) -> None:
         if not self._schedule.is_due(self._step):
@@ -332,22 +342,20 @@ class Shadow:
     def _end(self) -> None:
         if self._installed is None:
             return
-        self._installed.close()
-        self._installed = None
+        installed, self._installed = self._installed, None
+        installed.close()
         for (layer, text), was_told in self._missed.items():
             if not was_told:
                 self._find(layer, text)
         self._missed = dict.fromkeys(self._missed, True)
         self.probe.disarm()
-        self.deliver()
         transfer = self.probe.start_transfer()
         if transfer is not None:
-            self._transfer = (self._step, transfer)
+            self._results.wait_for(self._step, transfer)
 
     def _look_at_gradient(self) -> None:
         """Look at the gradient on the weights as they are now, and the batch that made them so."""
         assert self._loss is not None
-        self.deliver()  # sinks are given steps in order
         if not self._has_state:
             text = f"its running figures begin anew at step {self._first_step}: no state was loaded"
             self._find("gradient", text)
@@ -365,22 +373,11 @@ class Shadow:
             if replacement is not None:
                 self._replacing.enter_context(self._catching())
         self.gradient_metrics = measured.metrics
-        self.findings += [(self._step, layer, text) for layer, text in measured.findings]
-        for sink in self._sinks:
-            sink(self._step, measured)
+        self._results.take(self._step, measured)
 
     def deliver(self) -> None:
         """Hand the last due step's measurements to the sinks; waits for them on CUDA."""
-        if self._transfer is None:
-            return
-        step, transfer = self._transfer
-        self._transfer = None
-        self._latest = transfer.result()
-        for layer, text in self._other_functions.found(self._latest.metrics):
-            self._find(layer, text)
-        self.findings += [(step, layer, text) for layer, text in self._latest.findings]
-        for sink in self._sinks:
-            sink(step, self._latest)
+        self._results.deliver()
 
     def _attend(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
         counts = self._note(call)
@@ -469,7 +466,4 @@ class Shadow:
             self._find("model", FORGOTTEN)
 
     def _find(self, layer: str, text: str) -> None:
-        finding = ProbeFinding(layer, text)
-        self.findings.append((self._step, layer, text))
-        for sink in self._sinks:
-            sink(self._step, StepMeasurements({}, {}, (finding,)))
+        self._results.find(self._step, layer, text)

@@ -309,11 +309,15 @@ def test_a_thread_that_still_runs_the_model_at_the_end_leaves_no_mode_behind():
         model(tokens(0)[:, :-1])
         left.append(torch._C._len_torch_function_stack())
 
-    with shadow(model, evaluation=True) as probe:
-        thread = threading.Thread(target=work)
-        thread.start()
-        assert entered.wait(10)
-    assert not probe.layers
+    thread = threading.Thread(target=work)
+
+    def end_too_early():
+        with shadow(model, evaluation=True):
+            thread.start()
+            assert entered.wait(10)
+
+    with pytest.raises(ValueError, match="Attention was not run in the step"):
+        end_too_early()
     ended.set()
     thread.join()
     assert left == [0]
