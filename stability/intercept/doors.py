@@ -14,6 +14,7 @@ from torch import nn
 from stability.intercept.catcher import Catcher, Door
 from stability.intercept.coverage import Coverage
 from stability.intercept.eager import check_eager, check_unscripted
+from stability.intercept.library_functions import catch_late_imports
 from stability.intercept.sdpa import catch_sdpa
 from stability.intercept.transformers import catch_transformers
 from stability.probe.captured_call import CallHandler
@@ -52,6 +53,7 @@ def catch_attention(
 
 def _doors() -> Iterator[Door]:
     yield catch_sdpa
+    yield catch_late_imports
     # a model with parts of the library has imported it
     if "transformers" in sys.modules:
         yield catch_transformers

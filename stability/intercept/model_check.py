@@ -44,8 +44,12 @@ def check_model(model: nn.Module, *, compiled: bool, attends: bool = True) -> No
 
 
 def _attention_dropout(module: nn.Module) -> float:
-    """Return the rate with which an attention module drops probabilities, 0 if it has none."""
-    if "attention" not in type(module).__name__.lower():
+    """Return the rate with which an attention module drops probabilities, 0 if it has none.
+
+    Transformer Engine's are told call by call: its layers drop by default, others may lie beside.
+    """
+    kind = type(module)
+    if "attention" not in kind.__name__.lower() or kind.__module__.startswith("transformer_engine"):
         return 0.0
     for name in ("dropout", "dropout_p", "attn_dropout", "attention_dropout", "attn_pdrop"):
         value = getattr(module, name, None)

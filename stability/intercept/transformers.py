@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
 from stability.intercept.catcher import Catcher, newest_catcher
-from stability.intercept.library_functions import block_mask_as_tensor
+from stability.intercept.flex_calls import block_mask_as_tensor
 from stability.intercept.transformers_call import (
     CANDIDATE_ARGUMENTS,
     REGISTERED,

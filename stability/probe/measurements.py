@@ -180,6 +180,8 @@ class DeviationMeter:
     ) -> None:
         """Measure `candidate` against `baseline`, and both against `golden`, by every metric."""
         golden_ulp, valid = 0.0, captured.valid
+        if valid is not None and what in ("dk", "dv") and valid.shape[-1] != candidate.shape[2]:
+            valid = None  # a key is not a query's own token
         if what in OF_THE_MASK:
             # a sum over the batch where they are shared, in which no row is one of padding
             candidate, baseline = _rank_4(candidate), _rank_4(baseline)
@@ -210,7 +212,7 @@ class DeviationMeter:
             self.buffer.add(names(part_metrics, parts), values)
         for metric, measure in self._user_metrics.items():
             try:
-                self.buffer.add(names([metric]), measure(candidate, baseline, captured.valid))
+                self.buffer.add(names([metric]), measure(candidate, baseline, valid))
             except Exception as error:  # a run must not die of a user's metric
                 reason = f"{metric}: {type(error).__name__}: {error}"
                 self.findings.append(ProbeFinding(captured.layer, reason))
