@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.nn.modules import module as torch_module
 
 from stability.config.load import load_study
 from stability.config.schema import StudyConfig
@@ -15,8 +16,8 @@ from stability.study.train_run import TrainOptions
 
 
 @pytest.fixture(autouse=True)
-def _no_mode_is_left_behind() -> Iterator[None]:
-    """A mode of torch's that a test leaves on changes what later tests see, far from its cause."""
+def _nothing_is_left_behind() -> Iterator[None]:
+    """What a test leaves on in torch changes what later tests see, far from its cause."""
     yield
     left = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
     while torch._C._len_torch_function_stack():
@@ -24,6 +25,7 @@ def _no_mode_is_left_behind() -> Iterator[None]:
     while torch._C._len_torch_dispatch_stack():
         torch._C._pop_torch_dispatch_stack()
     assert left == (0, 0), f"{left} modes of functions and of dispatch were left on"
+    assert not torch_module._has_any_global_hook(), "a hook on all modules was left on"
 
 
 TINY_ARMS = {

@@ -59,7 +59,7 @@ def answer_of_probe(probed: RecordedProbe, limits: OperatorLimits | None = None)
     """Return the answer of a whole probe."""
     limits = limits or OperatorLimits()
     names = list(probed.record.shadows)
-    layers = probed.record.layers or probed.layers
+    layers = list(dict.fromkeys([*probed.record.layers, *probed.layers]))
     # where the candidate computes in the model, its own attention is the shadow
     candidates = names if names != ["own"] else [_computes(probed.record.primary)]
     failures = [*failures_of(probed.metrics, probed.events, layers, names)]

@@ -28,6 +28,7 @@ from stability.records.metric_names import (
     in_order,
     of_rank,
     parse_deviation,
+    without_batch,
 )
 from stability.records.probe_record import (
     METRICS_FILE,
@@ -69,8 +70,13 @@ class RecordedProbe:
     def layers(self) -> list[str]:
         """The layers that have metrics, in the order of the model's calls."""
         found = {parts.layer for name in self.metrics if (parts := parse_deviation(name))}
-        known = [layer for layer in self.record.layers if layer in found]
-        return known + sorted(found - set(known), key=natural_order)
+        at = {layer: place for place, layer in enumerate(self.record.layers)}
+
+        def order(layer: str) -> tuple[int, list[tuple[bool, int, str]]]:
+            # those of later micro-batches where the layer is
+            return at.get(without_batch(layer), len(at)), natural_order(layer)
+
+        return sorted(found, key=order)
 
     @property
     def shadows(self) -> list[str]:

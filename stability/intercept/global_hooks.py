@@ -38,6 +38,8 @@ def put_global_hooks(
     def remove() -> None:
         for handle in handles:
             handle.remove()
+            # torch's handle leaves this behind, and a later torch.compile warns of it
+            torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)
         with _LOCK:
             _OURS.difference_update(ids)
             if not _OURS:

@@ -30,6 +30,7 @@ from stability.probe.module_call import (
 )
 from stability.probe.module_candidates import ModuleCandidate
 from stability.probe.module_probe import ModuleProbe
+from stability.records.metric_names import without_batch
 
 __all__ = ["FUNCTIONS", "Entered", "ModuleCalls", "module_call"]
 
@@ -140,9 +141,8 @@ class ModuleCalls:
         """Note a call that is to be made; None if it is not to be captured."""
         self.called.add(layer)
         trains = torch.is_grad_enabled() and self._model.training
-        if not self._noted(layer, trains) or not self._probe.wants(layer):
-            return None
-        return Entered.of(layer, module, args)
+        named = self._probe.name_if_due(layer) if self._noted(layer, trains) else ""
+        return Entered.of(named, module, args) if named else None
 
     def leave(
         self,
@@ -207,7 +207,7 @@ class ModuleCalls:
         while running[-1][0] is not module:
             running.pop()
         _, entered = running.pop()
-        candidate = entered and self._candidate_of(entered.layer)
+        candidate = entered and self._candidate_of(without_batch(entered.layer))
         if entered is None or candidate is None or len(kwargs_and_out) < 2:
             return
         kwargs, result = kwargs_and_out

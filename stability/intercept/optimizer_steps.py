@@ -46,7 +46,7 @@ class OptimizerSteps:
         self._noted = noted
         self._parameters = {id(x) for x in model.parameters()}
         self._known: list[int] = []
-        self._before: dict[int, Optimizer] = {}
+        self._before: dict[int, tuple[str, Optimizer]] = {}
         """A copy of each optimizer whose step runs now, as it was."""
 
     @contextmanager
@@ -79,18 +79,19 @@ class OptimizerSteps:
             return
         layer = self._layer(optimizer)
         self.called.add(layer)
-        if not self._noted(layer, True) or not self._probe.wants(layer):
+        named = self._probe.name_if_due(layer) if self._noted(layer, True) else ""
+        if not named:
             return
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is not None:
             self._probe.find(layer, "not looked at: its step calls a closure")
             return
-        self._before[id(optimizer)] = copy_of(optimizer)
+        self._before[id(optimizer)] = named, copy_of(optimizer)
 
     def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        before = self._before.pop(id(optimizer), None)
+        layer, before = self._before.pop(id(optimizer), ("", None))
         if before is None or is_repeating():
             return
         assert self._candidate is not None
         with torch.no_grad():
-            self._probe.compare_update(self._layer(optimizer), self._candidate, before, optimizer)
+            self._probe.compare_update(layer, self._candidate, before, optimizer)

@@ -41,6 +41,7 @@ from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shado
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 from stability.probe.captured_call import AttentionCall, BoundAttention
 from stability.probe.gradient_evidence import GradientMeter
+from stability.probe.micro_batches import Which
 from stability.probe.module_candidates import ModuleCandidate
 from stability.probe.schedule import Schedule
 from stability.probe.second_forward import repeating_forward
@@ -73,6 +74,7 @@ def shadow(
     inside: bool = False,
     inherited: bool = False,
     evaluation: bool = False,
+    micro_batches: Which = "first",
     overhead: float | str = 0.0,
     gradient_every: int = 0,
     loss: Loss | None = None,
@@ -94,19 +96,20 @@ def shadow(
     `every`, `steps` and `per_decade` say which steps are looked at, counted from 0: every one where
     none of them is given. A call counts where the model trains: gradients are enabled and it is in
     training mode; with `evaluation` any call does. Of several micro-batches of a step the first is
-    looked at. `golden` also measures both against FP64, `backward` also dq, dk and dv; `heads` and
-    `positions` (a number of ranges) also measure each head and range, `inside` logits, entropy and
-    the like, `inherited` runs the forward a second time in the candidate's stream. `overhead`, e.g.
-    "5%", bounds the probe's share of the time. Every `gradient_every` steps `loss`, a function that
-    computes the loss of the current batch as the training does, autocast included, is called six
-    times inside `step()`: for the whole model's gradient under the (first) candidate, the model's
-    own attention and FP64, isolated and as trained (`probe.gradient_evidence`). `records` is a
-    folder for the measurements, which `stability show` and `stability report` read; `sinks` are
-    given each step's, e.g. `lambda step, measured: wandb.log(measured.metrics)`. `first_step` is
-    the number of updates made before: a resumed job gives it, and goes on with its `records`; what
-    `state_dict()` of this returns belongs into its checkpoints. ValueError, before anything runs,
-    for an unknown candidate, a glob that matches no module, or attention dropout; and after the
-    first due step, if no attention call could be caught in it or a glob matches none of its layers.
+    looked at, or "all", later ones as `layer@batch1` and so on. `golden` also measures both against
+    FP64, `backward` also dq, dk and dv; `heads` and `positions` (a number of ranges) also measure
+    each head and range, `inside` logits, entropy and the like, `inherited` runs the forward a
+    second time in the candidate's stream. `overhead`, e.g. "5%", bounds the probe's share of the
+    time. Every `gradient_every` steps `loss`, a function that computes the loss of the current
+    batch as the training does, autocast included, is called six times inside `step()`: for the
+    whole model's gradient under the (first) candidate, the model's own attention and FP64, isolated
+    and as trained (`probe.gradient_evidence`). `records` is a folder for the measurements, which
+    `stability show` and `stability report` read; `sinks` are given each step's, e.g. `lambda step,
+    measured: wandb.log(measured.metrics)`. `first_step` is the number of updates made before: a
+    resumed job gives it, and goes on with its `records`; what `state_dict()` of this returns
+    belongs into its checkpoints. ValueError, before anything runs, for an unknown candidate, a glob
+    that matches no module, or attention dropout; and after the first due step, if no attention call
+    could be caught in it or a glob matches none of its layers.
 
     The model may be compiled, as a whole or in parts, before or after. Its graphs stay as they are,
     and their attention calls are only observed: `replace`, `inherited`, `gradient_every` and
@@ -156,7 +159,9 @@ def shadow(
         recorder = recorder_of(Path(records), model, named, others, replacement, golden, first_step)
         sinks = [*sinks, recorder.write]
     session = Shadow(
-        model, config, named, replacement, sinks, first_step, loss, others, evaluation=evaluation
+        *(model, config, named, replacement, sinks, first_step, loss, others),
+        evaluation=evaluation,
+        micro_batches=micro_batches,
     )
     with ExitStack() as ends:
         if recorder is not None:
@@ -180,6 +185,7 @@ class Shadow:
         others: Mapping[str, ModuleCandidate] = MappingProxyType({}),
         *,
         evaluation: bool = False,
+        micro_batches: Which = "first",
     ) -> None:
         self.candidates = tuple(candidates)
         self.gradient_meter = GradientMeter()
@@ -202,8 +208,11 @@ class Shadow:
             shadow_is_candidate=replacement is None,
             modules=dict(model.named_modules()),
             others=list(described_modules(others)),
+            micro_batches=micro_batches,
         )
-        self._modules = WatchedModules(model, others, config, self.probe.meter, self._note_call)
+        self._modules = WatchedModules(
+            *(model, others, config, self.probe.meter, self._note_call, micro_batches)
+        )
         self._evaluation = evaluation
         self._is_eager_only = replacement is not None or config.inherited
         self._was_announced = False

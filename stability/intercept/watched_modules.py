@@ -19,6 +19,7 @@ from stability.intercept.loss_calls import LOSS, LossCalls, is_of_loss
 from stability.intercept.module_calls import FUNCTIONS, ModuleCalls, Noted
 from stability.intercept.optimizer_steps import OPTIMIZER, OptimizerSteps
 from stability.probe.measurements import DeviationMeter, ProbeFinding
+from stability.probe.micro_batches import Which
 from stability.probe.module_candidates import ModuleCandidate, resolve_candidate
 from stability.probe.module_probe import ModuleProbe
 
@@ -66,9 +67,10 @@ class WatchedModules:
         config: ProbeConfig,
         meter: DeviationMeter,
         noted: Noted,
+        micro_batches: Which = "first",
     ) -> None:
         self._globs = list(candidates)
-        self._probe = ModuleProbe(config, meter)
+        self._probe = ModuleProbe(config, meter, micro_batches)
         of_modules = {
             key: one for key, one in candidates.items() if not is_of_loss(key) and key != OPTIMIZER
         }

@@ -17,7 +17,7 @@ models than our GPT are caught (`intercept`).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from threading import RLock
@@ -43,6 +43,7 @@ from stability.probe.measurements import (
     ProbeFinding,
     StepMeasurements,
 )
+from stability.probe.micro_batches import MicroBatches, Which
 from stability.probe.schedule import Budget
 from stability.records.metric_names import COMPARED
 
@@ -95,7 +96,8 @@ class AttentionProbe:
 
     `shadows` are by name; a second forward pass follows the first of them. `modules` are the
     model's modules by layer name, for the norms of W_Q. `others` are the names of candidates for
-    other modules, whose measurements arrive with these (`module_probe`).
+    other modules, whose measurements arrive with these (`module_probe`). `micro_batches` says which
+    of a step are looked at; a second forward pass is the first's.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class AttentionProbe:
         shadow_is_candidate: bool,
         modules: Mapping[str, nn.Module] | None = None,
         others: Sequence[str] = (),
+        micro_batches: Which = "first",
     ) -> None:
         self.is_armed = False
         """Whether a due step is running."""
@@ -117,6 +120,7 @@ class AttentionProbe:
         known = {} if modules is None else modules
         self.meter = DeviationMeter(config, [*shadows, *others], known)
         self._captured: dict[str, CapturedCall] = {}
+        self._micro_batches = MicroBatches(micro_batches)
         self.is_in_second_forward = self._had_second_forward = False
         # two threads may run the model, and autograd runs hooks in threads of its own on a GPU
         self._lock = RLock()
@@ -140,14 +144,16 @@ class AttentionProbe:
     def abandon(self) -> None:
         """Forget the calls of a step that an exception has ended, and look at no more."""
         self.is_armed = False
-        self._captured.clear()
+        self._forget_step()
 
     def attend(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
         """Return the primary's result, untouched, and capture the call if it is due."""
         if self.is_in_second_forward:
             return self._attend_in_second_forward(call, primary)
-        if not self.is_armed or not self._is_due(call):
+        named = self._named_if_due(call)
+        if named is None:
             return primary(call.q, call.k, call.v)[0]
+        call = named
         qkv = [self._alias(x) for x in (call.q, call.k, call.v)]
         # a bias may be that of all layers, and sinks a parameter: of an alias the gradient is this
         # call's own
@@ -185,8 +191,10 @@ class AttentionProbe:
 
         Nothing is kept of the tensors, which a compiled graph writes over.
         """
-        if not self.is_armed or not self._is_due(call):
+        named = self._named_if_due(call, is_made=True)
+        if named is None:
             return
+        call = named
         qkv = (call.q, call.k, call.v)
         captured = CapturedCall.of(call, _made_already, qkv, out, None)
         self._captured[call.layer] = captured
@@ -212,7 +220,7 @@ class AttentionProbe:
             if captured.awaited:
                 names = ", ".join(name for name in COMPARED if name in captured.awaited)
                 self._add_finding(captured.layer, f"{names} not measured: no backward reached it")
-        self._captured.clear()
+        self._forget_step()
         new = [
             finding
             for finding in (*self._findings, *self.meter.findings)
@@ -247,6 +255,10 @@ class AttentionProbe:
             self._config, self._shadows, shadow_is_candidate=self._shadow_is_candidate
         )
 
+    def _forget_step(self) -> None:
+        self._captured.clear()
+        self._micro_batches.begin_step()
+
     def _find_untrained(self, call: AttentionCall, qkv: Sequence[Tensor]) -> None:
         layer = call.layer
         for name, argument in (("bias", "attn_mask"), ("sinks", "sinks")):
@@ -258,16 +270,19 @@ class AttentionProbe:
             text = f"{', '.join(frozen)} not measured: nothing before it is trained"
             self._add_finding(layer, text)
 
-    def _is_due(self, call: AttentionCall) -> bool:
-        # a second call of the layer in this step, e.g. from the next micro-batch
-        if call.layer in self._captured:
-            return False
+    def _named_if_due(self, call: AttentionCall, *, is_made: bool = False) -> AttentionCall | None:
+        """Return a call that is to be looked at, named after its micro-batch, else None."""
+        if not self.is_armed:
+            return None
         if not any(fnmatchcase(call.layer, pattern) for pattern in self._config.layers):
-            return False
+            return None
+        layer = self._micro_batches.name(call.layer, is_made=is_made)
+        if not layer:
+            return None
         if call.unsupported:
-            self._add_finding(call.layer, f"not looked at: {call.unsupported}")
-            return False
-        return self._budget.grants(call.layer)
+            self._add_finding(layer, f"not looked at: {call.unsupported}")
+            return None
+        return replace(call, layer=layer) if self._budget.grants(layer) else None
 
     def _alias(self, x: Tensor) -> Tensor:
         """Return a view of x with a gradient of its own.

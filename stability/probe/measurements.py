@@ -39,6 +39,7 @@ from stability.records.metric_names import (
     parse_deviation,
     positions_part,
     watch_name,
+    without_batch,
 )
 
 __all__ = ["DeviationMeter", "HostTransfer", "ProbeFinding", "StepMeasurements", "query_weight"]
@@ -281,7 +282,9 @@ class DeviationMeter:
         self.buffer.add(
             [watch_name(metric, layer=captured.layer) for metric in INSIDE_METRICS], values
         )
-        weight = query_weight(self._modules.get(captured.layer), q.shape[1] * q.shape[3])
+        weight = query_weight(
+            self._modules.get(without_batch(captured.layer)), q.shape[1] * q.shape[3]
+        )
         if weight is not None:
             norms = spectral_norms(weight.detach(), q.shape[1])
             names = [

@@ -28,6 +28,7 @@ from stability.probe.attention_probe import isolated
 from stability.probe.captured_call import repeating
 from stability.probe.executed import unwitnessed
 from stability.probe.measurements import DeviationMeter, ProbeFinding
+from stability.probe.micro_batches import MicroBatches, Which
 from stability.probe.module_call import ModuleCall, repeat, repeat_in_double
 from stability.probe.module_candidates import ModuleCandidate
 from stability.probe.optimizer_update import Step, copy_of, own_step, updates
@@ -51,11 +52,14 @@ _NOT_OF_FEW = [len(LAYER_COLUMNS) + GOLDEN_COLUMNS.index(metric) for metric in _
 class ModuleProbe:
     """Compares captured calls of modules with their candidates; measurements go to `meter`."""
 
-    def __init__(self, config: ProbeConfig, meter: DeviationMeter) -> None:
+    def __init__(
+        self, config: ProbeConfig, meter: DeviationMeter, micro_batches: Which = "first"
+    ) -> None:
         self._config = config
         self._meter = meter
         self._budget = Budget(config.overhead_share or 0.0)
         self._captured: dict[str, _Captured] = {}
+        self._micro_batches = MicroBatches(micro_batches)
         self._is_armed = False
         # autograd runs hooks in threads of its own on a GPU
         self._lock = RLock()
@@ -63,11 +67,13 @@ class ModuleProbe:
     def arm(self) -> None:
         """Look at calls from now on: a due step begins."""
         self._is_armed = True
+        self._micro_batches.begin_step()
         self._budget.begin_step()
 
-    def wants(self, layer: str) -> bool:
-        """Whether a call of `layer` that begins now is to be captured: the first of a step."""
-        return self._is_armed and layer not in self._captured and self._budget.grants(layer)
+    def name_if_due(self, layer: str) -> str:
+        """Return the name of a call of `layer` that begins now; "" if it is not to be captured."""
+        named = self._micro_batches.name(layer) if self._is_armed else ""
+        return named if named and self._budget.grants(named) else ""
 
     def find(self, layer: str, text: str) -> None:
         """Add a finding."""

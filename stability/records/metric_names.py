@@ -29,6 +29,7 @@ __all__ = [
     "DeviationName",
     "DriftName",
     "GradientName",
+    "at_batch",
     "at_rank",
     "deviation_name",
     "drift_name",
@@ -42,6 +43,7 @@ __all__ = [
     "parse_gradient",
     "positions_part",
     "watch_name",
+    "without_batch",
 ]
 
 TRAIN_LOSS = "train/loss"
@@ -165,6 +167,16 @@ def of_rank(name: str, rank: int) -> str:
     """Return the name of a layer's or a group's metric on one of several ranks: `layer@rank1`."""
     first, *others = name.split("/")
     return "/".join([first, at_rank(others[0], rank), *others[1:]]) if others else name
+
+
+def at_batch(layer: str, batch: int) -> str:
+    """Return what the layer's call of a later micro-batch of a step is named, counted from 0."""
+    return f"{layer}@batch{batch}"
+
+
+def without_batch(layer: str) -> str:
+    """Return the layer of a call that `at_batch` may have named."""
+    return re.sub(r"@batch\d+", "", layer)
 
 
 def at_rank(layer: str, rank: int) -> str:

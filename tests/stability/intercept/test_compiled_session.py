@@ -1,5 +1,6 @@
 """`shadow` on compiled models: what it sees, and that no bit changes."""
 
+import copy
 import warnings
 
 import pytest
@@ -302,3 +303,30 @@ def test_hugging_face_models_are_seen_and_end_in_the_same_bits(kind, compile_mod
     model = TINY[kind].build()
     model.set_attn_implementation("sdpa")
     assert_seen(compare_sessions(model, compile_model, step_of=step_of), TINY[kind].layers)
+
+
+@inductor
+@pytest.mark.slow
+@pytest.mark.parametrize("compile_model", [torch.compile, compile_blocks])
+def test_each_micro_batch_has_the_figures_of_itself_alone(compile_model):
+    model = decoder()
+
+    def measured(batches, **options):
+        torch.compiler.reset()
+        one = copy.deepcopy(model)
+        compiled = compile_model(one)
+        with shadow(one, "flash:all_bf16", **options) as probe:
+            for batch in batches:
+                train_step(compiled, batch)
+            probe.step()
+        return probe.metrics
+
+    together = measured(range(2), micro_batches="all")
+    for batch in range(2):
+        alone = measured([batch])
+        suffix = "@batch1" if batch else ""
+        for name, value in alone.items():
+            _, layer, *rest = name.split("/")
+            found = together["/".join(["deviation", layer + suffix, *rest])]
+            assert found == pytest.approx(value, rel=1e-6, nan_ok=True), name
+        assert len(together) == 2 * len(alone)
