@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from stability import shadow
 from stability.analysis.probe_answer import answer_of_probe
 from stability.analysis.probe_records import read_probe
+from stability.probe.micro_batches import MicroBatches
 from stability.records.metric_names import without_batch
 from tests.stability.intercept.module_models import Language
 from tests.stability.intercept.torch_models import Decoder, drops_a_key, tokens, train_step
@@ -62,14 +63,8 @@ def _same(metrics, others):
 
 
 def _assert_each_is_as_alone(model, train, candidate=None, **options):
-    options = {"micro_batches": "all", **options}
-    together = _measured(model, train, range(3), candidate, **options)
-    alone = [_measured(model, train, [batch], candidate) for batch in range(3)]
-    if "modules" in options:
-        alone = [
-            _measured(model, train, [batch], candidate, modules=options["modules"])
-            for batch in range(3)
-        ]
+    together = _measured(model, train, range(3), candidate, micro_batches="all", **options)
+    alone = [_measured(model, train, [batch], candidate, **options) for batch in range(3)]
     assert len(together) == sum(len(one) for one in alone)
     for batch, one in enumerate(alone):
         assert _same(_of_batch(together, batch), one)
@@ -79,7 +74,7 @@ def _assert_each_is_as_alone(model, train, candidate=None, **options):
 @pytest.mark.parametrize("train", [_backward_each, _backward_at_the_end])
 def test_each_micro_batch_has_the_figures_of_itself_alone(train):
     torch.manual_seed(0)
-    _assert_each_is_as_alone(Decoder(), train, "flash:all_bf16")
+    _assert_each_is_as_alone(Decoder(), train, "flash:all_bf16", heads=True, inside=True)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -150,6 +145,18 @@ def test_an_error_in_one_micro_batch_is_named_there(tmp_path):
     assert probed.layers == [name for layer in LAYERS for name in (layer, f"{layer}@batch1")]
     (said,) = answer_of_probe(probed).places
     assert "layers.1@batch1, head 2" in said
+
+
+def test_a_call_that_a_compiled_graph_has_made_is_told_at_any_time():
+    """An evaluation's is told at its end, and the next one's inside the backward pass."""
+    named = MicroBatches("all")
+    assert named.name("layer", is_made=True) == "layer"
+    x = torch.ones(1, requires_grad=True)
+    found = []
+    x.register_hook(lambda _: found.append(named.name("layer", is_made=True)))
+    x.register_hook(lambda _: found.append(named.name("layer")))
+    x.sum().backward()
+    assert found == ["layer@batch1", ""]
 
 
 def test_another_word_is_refused():
