@@ -4,7 +4,7 @@ Leaves out how they are caught (`library_functions`).
 Source: flash-attn 2.8, `flash_attn_interface.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import BoundArguments
 from typing import Any
 
@@ -16,7 +16,7 @@ from stability.intercept.library_call import LibraryCall, Reader
 from stability.intercept.token_places import TokenPlaces
 from stability.probe.captured_call import valid_rows
 
-__all__ = ["FLASH_ATTN"]
+__all__ = ["FLASH_ATTN", "scalar_arguments"]
 
 
 def _read(function: Callable[..., Any], given: BoundArguments) -> LibraryCall:
@@ -64,7 +64,7 @@ def _read(function: Callable[..., Any], given: BoundArguments) -> LibraryCall:
 
 
 def _mask(of: dict[str, Any], q: Tensor, k: Tensor) -> MaskArguments:
-    mask = _scalars(of)
+    mask = scalar_arguments(of)
     starts = of.get("cu_seqlens", of.get("cu_seqlens_q"))
     if starts is None:
         return mask
@@ -74,7 +74,8 @@ def _mask(of: dict[str, Any], q: Tensor, k: Tensor) -> MaskArguments:
     return _by_tensor(mask, queries, keys)
 
 
-def _scalars(of: dict[str, Any]) -> MaskArguments:
+def scalar_arguments(of: Mapping[str, Any]) -> MaskArguments:
+    """Return what a call says of its mask by numbers, and its ALiBi slopes."""
     mask = MaskArguments(causal=bool(of.get("causal")))
     if of.get("softmax_scale") is not None:
         mask["scale"] = float(of["softmax_scale"])

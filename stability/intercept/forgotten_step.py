@@ -9,6 +9,8 @@ import warnings
 
 from torch import nn
 
+from stability.probe.captured_call import version_of
+
 __all__ = ["FORGOTTEN", "UpdateWatch"]
 
 FORGOTTEN = (
@@ -44,4 +46,4 @@ class UpdateWatch:
         return is_first
 
     def _sum_of_versions(self) -> int:
-        return sum(parameter._version for parameter in self._model.parameters())
+        return sum(version_of(parameter) for parameter in self._model.parameters())

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stability.intercept.catcher import Catcher, newest_catcher
+from stability.intercept.flash_attn_cache_calls import read_with_cache
 from stability.intercept.flash_attn_calls import FLASH_ATTN
 from stability.intercept.flex_calls import read_flex
 from stability.intercept.library_call import Reader
@@ -30,9 +31,10 @@ from stability.probe.captured_call import AttentionCall, autocast_dtype
 
 __all__ = ["catch_late_imports", "watching_library_functions"]
 
+_FLASH_ATTN: dict[str, Reader] = {**FLASH_ATTN, "flash_attn_with_kvcache": read_with_cache}
 _LIBRARIES: dict[str, dict[str, Reader]] = {
-    "flash_attn": FLASH_ATTN,
-    "flash_attn_interface": FLASH_ATTN,
+    "flash_attn": _FLASH_ATTN,
+    "flash_attn_interface": _FLASH_ATTN,
     "torch.nn.attention.flex_attention": {"flex_attention": read_flex},
     "transformer_engine": {"DotProductAttention.forward": read_transformer_engine},
 }

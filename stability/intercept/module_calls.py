@@ -21,6 +21,7 @@ from stability.intercept.catcher import Catcher
 from stability.intercept.eager import check_eager
 from stability.intercept.global_hooks import put_global_hooks
 from stability.intercept.layer_names import layer_names
+from stability.probe.captured_call import version_of
 from stability.probe.module_call import (
     ModuleCall,
     autocast_now,
@@ -65,14 +66,14 @@ class Entered:
         if module is not None:
             # parameters by reference: nothing may change them before the update
             replica = replica_of(module, lambda x: x, lambda x: x.detach().clone())
-        versions = tuple((x, x._version) for x in found)
+        versions = tuple((x, version_of(x)) for x in found)
         return cls(layer, replica, versions, _random_state(), autocast_now(found))
 
     def objection(self) -> str:
         """Say why the call, now over, cannot be repeated; "" if it can."""
         if not torch.equal(self.random_state, _random_state()):
             return _RANDOM
-        return _IN_PLACE if any(x._version != before for x, before in self.versions) else ""
+        return _IN_PLACE if any(version_of(x) != before for x, before in self.versions) else ""
 
 
 def _random_state() -> Tensor:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention_kernels import AttentionFn, MaskArguments
 from attention_kernels.checks import MAX_HEAD_DIM, MIN_HEAD_DIM
-from stability.probe.captured_call import add_bias, valid_rows
+from stability.probe.captured_call import add_bias, valid_rows, version_of
 
 __all__ = [
     "CANDIDATE_ARGUMENTS",
@@ -167,9 +167,10 @@ class MaskReader:
     def _cached(
         self, mask: Tensor, self_attention: bool, q: Tensor, k: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        # A static cache's mask is rewritten in place; an inference tensor can't tell.
-        version = -1 if mask.is_inference() else mask._version
-        asked = (version, self_attention, q.shape[0], k.shape[2])
+        # a static cache's mask is rewritten in place, which an inference tensor does not tell
+        if mask.is_inference():
+            return _translate(mask, self_attention, q, k)
+        asked = (version_of(mask), self_attention, q.shape[0], k.shape[2])
         found = self._read.get(mask)
         if found is None or found[0] != asked:
             with torch.no_grad():

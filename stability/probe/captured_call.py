@@ -24,6 +24,7 @@ __all__ = [
     "is_repeating",
     "repeating",
     "valid_rows",
+    "version_of",
 ]
 
 _LOWEST = -1e4
@@ -140,6 +141,11 @@ def valid_rows(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return attended.expand(q.shape[0], q.shape[2])
 
 
+def version_of(x: Tensor) -> int:
+    """Return how often `x` was written to; -1 for an inference tensor, which can't tell."""
+    return -1 if x.is_inference() else x._version
+
+
 @dataclass(kw_only=True, slots=True)
 class CapturedCall:
     """One captured attention call: its tensors, plus the shadow and golden results to compare.
@@ -183,7 +189,7 @@ class CapturedCall:
             primary=primary,
             out=tensors[3],
             lse=None if lse is None else lse.detach(),
-            _versions=[(x, x._version) for x in tensors],
+            _versions=[(x, version_of(x)) for x in tensors],
         )
 
     @property
@@ -206,7 +212,7 @@ class CapturedCall:
 
         Detached tensors share torch's version counter with the run's own.
         """
-        return any(x._version != version for x, version in self._versions)
+        return any(version_of(x) != version for x, version in self._versions)
 
     def forget_forward(self) -> None:
         """Free everything but the gradients of shadows and golden, which wait for the run's own."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from stability.probe.attention_probe import BadResultError, isolated
+from stability.probe.captured_call import version_of
 from stability.probe.double_precision import InDouble
 
 __all__ = [
@@ -97,12 +98,12 @@ class ModuleCall:
             out=results,
             device=device,
             autocast=autocast,
-            versions=[(x, x._version) for x in (*detached.values(), *results.values())],
+            versions=[(x, version_of(x)) for x in (*detached.values(), *results.values())],
         )
 
     def was_overwritten(self) -> bool:
         """Whether the run has written into one of the tensors since the call."""
-        return any(x._version != version for x, version in self.versions)
+        return any(version_of(x) != version for x, version in self.versions)
 
 
 def autocast_now(tensors: Iterable[Tensor]) -> torch.dtype | None:

@@ -139,8 +139,10 @@ def test_mask_shared_by_layers_is_read_once_and_again_when_rewritten():
 def test_mask_of_inference_mode_is_read():
     q, k, _ = tensors()
     with torch.inference_mode():
-        mask = tril(6, 6)
-        assert MaskReader().read(received(mask), q, k)[0]["attn_mask"].equal(mask)
+        reader, mask = MaskReader(), tril(6, 6)
+        assert reader.read(received(mask), q, k)[0]["attn_mask"].equal(mask)
+        mask.fill_(True)  # an inference tensor does not tell that it was written to
+        assert reader.read(received(mask), q, k)[0]["attn_mask"].all()
 
 
 @pytest.mark.parametrize(
