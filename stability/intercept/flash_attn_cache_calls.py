@@ -38,10 +38,12 @@ _CHANGES_NOTHING = {
 
 def read_with_cache(function: Callable[..., Any], given: BoundArguments) -> LibraryCall:
     """Read a call of `flash_attn_with_kvcache`."""
-    of = given.arguments
-    reason = _unsupported(of)
+    reason = _unsupported(given.arguments)
     if reason:
-        return left_as_it_is(function, given, of["q"], reason)
+        return left_as_it_is(function, given, given.arguments["q"], reason)
+    of = dict(given.arguments)
+    if isinstance(of["cache_seqlens"], Tensor):  # counted on in place before the call is repeated
+        of["cache_seqlens"] = of["cache_seqlens"].clone()
     ends, places = _places(of)
     k, v = (_gathered(of, name, ends, places).transpose(1, 2) for name in ("k", "v"))
     q = of["q"].transpose(1, 2)

@@ -112,7 +112,7 @@ def _cache(kind):
     if kind == "paged":
         shape, table = (20, PAGE, GROUPS, WIDTH), torch.randperm(20)[:18].reshape(BATCH, 6)
         for b, end in enumerate(ends.tolist()):
-            table[b, (end + 3) // PAGE + 1 :] = -7  # not of this sequence, nor of any
+            table[b, (end + 2) // PAGE + 1 :] = 10**6  # not of this sequence, nor of any
         call["block_table"] = table.int()
     elif kind == "by index":
         shape = (5, LENGTH, GROUPS, WIDTH)
@@ -186,17 +186,16 @@ def test_one_length_or_none_is_that_of_all(flash, ends):
     assert figure == pytest.approx(float((made - right).norm() / right.norm()), abs=1e-12)
 
 
+@pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_candidate_in_its_place_writes_the_new_keys_too(flash, kind):
+def test_a_candidate_in_its_place_writes_the_new_keys_too(flash, kind, every):
     given, call = _cache(kind)
     call |= OPTIONS["new keys"]
     plain, replaced = ([x.clone() for x in given] for _ in range(2))
     expected = flash.flash_attn_with_kvcache(*plain, **call)
     model = Model(flash, call)
-    with (
-        torch.no_grad(),
-        shadow(model, "flash:fa2", evaluation=True, replace=["model"]) as probe,
-    ):
+    options = {"evaluation": True, "replace": ["model"], "every": every}
+    with torch.no_grad(), shadow(model, "flash:fa2", **options) as probe:
         made = model(*replaced)
         probe.step()
     assert 0 < (made - expected).norm() / expected.norm() < 1e-2

@@ -37,7 +37,7 @@ def _model(kind, implementation):
     return model.eval()
 
 
-def _generate(model, cache, after=lambda: None):
+def _generate(model, cache, padding, after):
     """Return tokens and logits; `after` is called with each token."""
 
     class Each(transformers.StoppingCriteria):
@@ -46,12 +46,12 @@ def _generate(model, cache, after=lambda: None):
             return torch.zeros(len(ids), dtype=torch.bool)
 
     ids = torch.arange(1, 2 * LENGTH + 1).reshape(2, LENGTH)
-    padding = torch.ones_like(ids)
-    padding[1, :2] = 0
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
     static = {"cache_implementation": "static", "disable_compile": True}
     made = model.generate(
         ids,
-        attention_mask=padding,
+        attention_mask=mask,
         max_new_tokens=NEW,
         do_sample=False,
         return_dict_in_generate=True,
@@ -70,18 +70,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "implementation", "cache"), one_in(2, CASES))
-@pytest.mark.parametrize("inference", [False, True])
-def test_each_token_is_measured_right_and_none_changes(kind, implementation, cache, inference):
+@pytest.mark.parametrize(("inference", "padding"), [(False, 0), (True, 2)])
+def test_each_token_is_measured_right_and_none_changes(
+    kind, implementation, cache, inference, padding
+):
     model = _model(kind, implementation)
     right, found = [], []
     with recording(model) as calls:
 
         def recompute():
-            # at once: a static cache is written over; the first two rows are padding that sees none
+            # at once: a static cache is written over
             right.append([call.relative_errors()["out"] for call in calls])
             calls.clear()
 
-        expected = _generate(model, cache, recompute)
+        expected = _generate(model, cache, padding, recompute)
     model = _model(kind, implementation)
     mode = torch.inference_mode() if inference else torch.no_grad()
     with mode, shadow(model, "flash:golden", evaluation=True) as probe:
@@ -90,11 +92,14 @@ def test_each_token_is_measured_right_and_none_changes(kind, implementation, cac
             probe.step()
             found.append(probe.metrics)
 
-        made = _generate(model, cache, step)
+        made = _generate(model, cache, padding, step)
     assert all(torch.equal(x, y) for x, y in zip(expected, made, strict=True))
     assert not probe.findings
     assert [one.state for one in probe.coverage] == ["seen", "seen"]
-    for figures, errors in zip(found[1:], right[1:], strict=True):
+    assert len(found) == len(right) == NEW
+    # at first padding sees nothing, and is no number here
+    start = 1 if padding else 0
+    for figures, errors in zip(found[start:], right[start:], strict=True):
         for layer, error in zip(probe.layers, errors, strict=True):
             figure = figures[f"deviation/{layer}/out/golden_baseline_rel_fro"]
             assert figure == pytest.approx(error, abs=1e-12)
