@@ -13,15 +13,17 @@ from torch import Tensor
 
 from attention_kernels.checks import (
     Engine,
+    check_dropout,
     check_engine,
     check_mask,
     check_numerics,
     check_packable,
     check_tensors,
     check_transforms,
+    require,
     scale_of,
 )
-from attention_kernels.masks import MaskArguments, mask_fields
+from attention_kernels.masks import Mask, MaskArguments, mask_fields
 from attention_kernels.numerics import BaselineNumerics, FlashNumerics
 from attention_kernels.operators import (
     Call,
@@ -38,6 +40,7 @@ __all__ = [
     "AttentionOutput",
     "Engine",
     "baseline_attention",
+    "dropout_keep_mask",
     "flash_attention",
     "golden_attention",
     "resolve_engine",
@@ -133,8 +136,9 @@ def flash_attention(
     or FP64, which carries no gradient.
 
     `mask` is `MaskArguments`: causal, scale, window, softcap, key_padding, attn_mask, alibi_slopes,
-    sinks, cu_seqlens_q, cu_seqlens_k. A row that attends nothing gives 0, zero gradients, and for
-    lse the sink, or -inf without one. The sinks get a gradient too.
+    sinks, cu_seqlens_q, cu_seqlens_k, dropout_p, dropout_seed, dropout_offset. A row that attends
+    nothing gives 0, zero gradients, and for lse the sink, or -inf without one. The sinks get a
+    gradient too. Under torch.vmap each slice is a call of its own, so all drop alike.
     `numerics` says all that decides the bits; the caller's autocast and matmul precision do not.
     `engine` is resolved by `resolve_engine`. ValueError for anything that doesn't fit.
     """
@@ -227,6 +231,40 @@ def golden_attention(
     copies to keep them whole. Memory grows with length, not with its square.
     """
     return _by_definition("golden_attention", q, k, v, mask, "golden", None, return_lse)
+
+
+def dropout_keep_mask(
+    batch: int,
+    heads: int,
+    query_len: int,
+    key_len: int,
+    *,
+    dropout_p: float,
+    dropout_seed: int,
+    dropout_offset: int = 0,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return which weights an attention call keeps: bool `(batch, heads, query_len, key_len)`.
+
+    It is what each of `flash_attention`, `baseline_attention` and `golden_attention` drops by with
+    the same arguments. Of packed sequences number i has `[i, :, :its query_len, :its key_len]`.
+    ValueError for sizes below 1, and for what those calls refuse.
+    """
+    function = "dropout_keep_mask"
+    dropout: MaskArguments = {
+        "dropout_p": dropout_p,
+        "dropout_seed": dropout_seed,
+        "dropout_offset": dropout_offset,
+    }
+    check_dropout(function, dropout)
+    sizes = {"batch": batch, "heads": heads, "query_len": query_len, "key_len": key_len}
+    for name, size in sizes.items():
+        where = f"{function}: {name}"
+        require(size >= 1, where, "at least 1", size, "give the sizes of the attention call")
+    rows, keys, device = range(query_len), range(key_len), torch.device(device)
+    kept = Mask(**mask_fields(dropout)).kept(rows, keys, batch, heads, device)
+    full = (batch, heads, query_len, key_len)
+    return torch.ones(full, dtype=torch.bool, device=device) if kept is None else kept
 
 
 def _by_definition(

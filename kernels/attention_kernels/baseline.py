@@ -194,8 +194,15 @@ def _attend_sequence(
     weights_BGRQK = _Softmax.apply(scores_BGRQK, numerics)
     if sinks_H is not None:
         weights_BGRQK = weights_BGRQK[..., :-1]
+    mask = sequence.mask
+    lengths = range(query_len), range(k_BGKD.shape[2])
+    kept_BHQK = mask.kept(*lengths, *q_BHQD.shape[:2], q_BHQD.device)
+    if kept_BHQK is not None:
+        # before the rounding to `probabilities`, where torch.dropout on the weights would be
+        dropped_BGRQK = _grouped(~kept_BHQK, k_BGKD.shape[1])
+        weights_BGRQK = weights_BGRQK.masked_fill(dropped_BGRQK, 0.0) * mask.kept_scale()
     value = _operand(v_BGKD, numerics)
-    p_scale = _probability_scale(numerics)
+    p_scale = _probability_scale(numerics, mask.kept_scale())
     if p_scale != 1.0:
         weights_BGRQK = weights_BGRQK * p_scale
     weights_BGRQK = _RoundOperand.apply(weights_BGRQK, numerics.probabilities, math.inf)
@@ -251,12 +258,13 @@ def _operand(x_BHLD: Tensor, numerics: BaselineNumerics) -> _Scaled:
     return _Scaled(_RoundOperand.apply(x_BHLD / factor, numerics.operands, largest), factor)
 
 
-def _probability_scale(numerics: BaselineNumerics) -> float:
+def _probability_scale(numerics: BaselineNumerics, largest: float) -> float:
+    """Return the power of two that brings the largest weight to the top of its format."""
     format = format_named(numerics.probabilities)
     if numerics.scaling == "none" or format.exponent_bits > 5:
         return 1.0
     # a power of two multiplies and divides without rounding
-    return 2.0 ** math.floor(math.log2(format.max_value))
+    return 2.0 ** math.floor(math.log2(format.max_value / largest))
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from attention_kernels.dropout import MAX_DROPOUT, MAX_SEED
+from attention_kernels.formats import format_named
 from attention_kernels.masks import Mask, MaskArguments, mask_fields
-from attention_kernels.numerics import FlashNumerics
+from attention_kernels.numerics import BaselineNumerics, FlashNumerics
 from attention_kernels.rounding import INPUT_DTYPES
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "MIN_HEAD_DIM",
     "Engine",
     "PeerRefusalError",
+    "check_droppable",
+    "check_dropout",
     "check_engine",
     "check_mask",
     "check_mask_values",
@@ -219,7 +223,7 @@ def scale_of(q: Tensor, arguments: MaskArguments) -> float:
 
 def _check_scalars(function: str, mask: Mapping[str, Any]) -> None:
     scale, softcap = mask.get("scale"), mask.get("softcap", 0.0)
-    causal, dropout_p = mask.get("causal", False), mask.get("dropout_p", 0.0)
+    causal = mask.get("causal", False)
     # torch.compile has no repr of a symbolic value, so a message is made only when it is needed.
     if not isinstance(causal, bool):
         require(False, f"{function}: causal", "true or false", repr(causal), "pass a bool")
@@ -229,9 +233,25 @@ def _check_scalars(function: str, mask: Mapping[str, Any]) -> None:
     if not (_is_number(softcap) and softcap >= 0):
         rule = "a finite number of at least 0"
         require(False, f"{function}: softcap", rule, repr(softcap), "leave it 0 for none")
-    if dropout_p != 0.0:
-        advice = "its random numbers would hide what numerics do; apply dropout after attention"
-        require(False, f"{function}: dropout_p", "0", repr(dropout_p), advice)
+    check_dropout(function, mask)
+
+
+def check_dropout(function: str, mask: Mapping[str, Any]) -> None:
+    """Raise ValueError unless dropout_p is a probability below 1, and has a seed if it is not 0."""
+    p = mask.get("dropout_p", 0.0)
+    if not (_is_number(p) and 0 <= p <= MAX_DROPOUT):
+        rule = "a number of at least 0 and below 1 (at most 1 - 2**-32)"
+        require(False, f"{function}: dropout_p", rule, repr(p), "leave it 0 for none")
+    for name in ("dropout_seed", "dropout_offset"):
+        x = mask.get(name, 0)
+        is_word = isinstance(x, int) and not isinstance(x, bool) and 0 <= x <= MAX_SEED
+        if not (is_word or (x is None and name == "dropout_seed")):
+            rule, advice = "an integer from 0 to 2**63 - 1", "pass an int, not a tensor"
+            require(False, f"{function}: {name}", rule, repr(x), advice)
+    if p != 0 and mask.get("dropout_seed") is None:
+        rule = f"given where dropout_p is not 0 but {p!r}"
+        advice = "pass another integer at each step and layer, or one with dropout_offset"
+        require(False, f"{function}: dropout_seed", rule, "None", advice)
 
 
 def _is_number(x: Any) -> bool:
@@ -403,6 +423,16 @@ def check_packable(function: str, numerics: FlashNumerics) -> None:
         repr(numerics.scaling.scaling),
         "attend each sequence by itself",
     )
+
+
+def check_droppable(function: str, numerics: BaselineNumerics, mask: Mask) -> None:
+    """Raise ValueError if a weight of 1 that dropout keeps, 1 / (1 - p), is beyond its format."""
+    target = format_named(numerics.probabilities)
+    largest = target.max_value
+    if numerics.scaling == "none" and mask.kept_scale() > largest:
+        rule = f"at most 1 - 1/{largest:g}, with probabilities in {target.name}"
+        advice = "drop less, or take a format of more range"
+        require(False, f"{function}: dropout_p", rule, mask.dropout_p, advice)
 
 
 class PeerRefusalError(RuntimeError):

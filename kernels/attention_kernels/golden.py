@@ -198,7 +198,7 @@ def _checkpointed(
     # without a backward no scores are kept, so there is nothing to compute again
     if not (needs_grad and torch.is_grad_enabled()):
         return _attend_rows(*arguments)
-    # nothing here draws random numbers, so there is no state to keep for the second pass
+    # dropout is a function of its seed, so there is no random state to keep for the second pass
     return checkpoint(_attend_rows, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -240,6 +240,11 @@ def _attend_rows(
     weights_BGRCK = _softmax(scores_BGRCK)
     if mask.sinks is not None:
         weights_BGRCK = weights_BGRCK[..., :-1]
+    batches, heads = len(q_BGRCD), q_BGRCD.shape[1] * q_BGRCD.shape[2]
+    kept_BHCK = mask.kept(rows, keys, batches, heads, weights_BGRCK.device)
+    if kept_BHCK is not None:
+        dropped_BGRCK = _grouped(~kept_BHCK, kv_heads)
+        weights_BGRCK = weights_BGRCK.masked_fill(dropped_BGRCK, 0.0) * mask.kept_scale()
     out_BGRCD = (weights_BGRCK.flatten(2, 3) @ v_BGKD).unflatten(2, (-1, len(rows)))
     return out_BGRCD, scores_BGRCK.detach().logsumexp(dim=-1) if with_lse else None
 

@@ -20,6 +20,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from attention_kernels.dropout import keep_tile, keep_word, scale_of_kept
+
 __all__ = ["Mask", "MaskArguments", "Sequence", "mask_fields"]
 
 
@@ -38,8 +40,11 @@ class MaskArguments(TypedDict, total=False):
     of each head that joins the softmax's denominator and has no value (GPT-OSS); neither scaled,
     capped nor masked, it gets a gradient, and the LSE includes it. `cu_seqlens_q`, `cu_seqlens_k`,
     int32: where each packed sequence starts and, last, how many tokens there are; then q is
-    `(total_tokens, heads, head_dim)`, k and v likewise.
-    `dropout_p` must be 0.
+    `(total_tokens, heads, head_dim)`, k and v likewise. `dropout_p`: the probability that a weight
+    of the softmax is dropped; those kept are divided by 1 - dropout_p, the denominator and the LSE
+    stay. Which are dropped is a function of `dropout_seed`, which must be given then, and
+    `dropout_offset` (integers below 2**63; take other ones at each step and layer) and of where the
+    weight lies (`dropout`); no generator of torch is read or advanced.
     """
 
     causal: bool
@@ -53,6 +58,8 @@ class MaskArguments(TypedDict, total=False):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     dropout_p: float
+    dropout_seed: int | None
+    dropout_offset: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +87,13 @@ class Mask:
     """Floating (heads,): a logit that joins each row's sum and has no value; differentiable."""
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    dropout_p: float = 0.0
+    """The probability that a weight is dropped, after the softmax; see `dropout`."""
+    dropout_seed: int = 0
+    dropout_offset: int = 0
+    first_batch: int = 0
+    """Of a part of a call: where it begins in the batch, and which head is its first."""
+    first_head: int = 0
 
     def offsets(self) -> tuple[int | None, int | None]:
         """Return how far left and right of its place a query sees; None is no bound."""
@@ -102,7 +116,13 @@ class Mask:
                 slopes = self.alibi_slopes
                 if slopes is not None and len(slopes) > 1:
                     slopes = slopes[index : index + 1]
-                alone = replace(self, cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes)
+                alone = replace(
+                    self,
+                    cu_seqlens_q=None,
+                    cu_seqlens_k=None,
+                    alibi_slopes=slopes,
+                    first_batch=index,
+                )
                 yield Sequence(index, rows, columns, alone)
 
     def part(self, batch: slice, heads: slice) -> "Mask":
@@ -115,6 +135,8 @@ class Mask:
             bias=_part(self.bias, batch, heads),
             alibi_slopes=_part(slopes, batch, heads),
             sinks=None if self.sinks is None else self.sinks[heads],
+            first_batch=self.first_batch + (batch.start or 0),
+            first_head=self.first_head + (heads.start or 0),
         )
 
     def key_range(self, rows: range, query_len: int, key_len: int) -> range:
@@ -178,6 +200,24 @@ class Mask:
             added = alibi_BHIJ if added is None else added + alibi_BHIJ
         return added
 
+    def kept(
+        self, rows: range, keys: range, batches: int, heads: int, device: torch.device
+    ) -> Tensor | None:
+        """Return a bool tile (B, H, I, J), true where dropout keeps the weight; None without it.
+
+        `batches` and `heads`, those of q, are how many there are in this part of the call.
+        """
+        if self.dropout_p == 0:
+            return None
+        batch = range(self.first_batch, self.first_batch + batches)
+        head = range(self.first_head, self.first_head + heads)
+        word = keep_word(self.dropout_seed, self.dropout_offset)
+        return keep_tile(self.dropout_p, word, batch, head, rows, keys, device)
+
+    def kept_scale(self) -> float:
+        """Return what the kept weights are multiplied with; 1 without dropout."""
+        return scale_of_kept(self.dropout_p)
+
 
 def mask_fields(arguments: MaskArguments) -> dict[str, Any]:
     """Return the fields of `Mask` that checked arguments mean, by name."""
@@ -190,6 +230,7 @@ def mask_fields(arguments: MaskArguments) -> dict[str, Any]:
         slopes = slopes.detach().to(torch.promote_types(slopes.dtype, torch.float32))
         slopes = slopes.reshape(-1, slopes.shape[-1])
     left, right = arguments.get("window") or (None, None)
+    seed = arguments.get("dropout_seed")
     return {
         "causal": bool(arguments.get("causal", False)),
         "window": (left, right),
@@ -201,6 +242,9 @@ def mask_fields(arguments: MaskArguments) -> dict[str, Any]:
         "sinks": arguments.get("sinks"),
         "cu_seqlens_q": arguments.get("cu_seqlens_q"),
         "cu_seqlens_k": arguments.get("cu_seqlens_k"),
+        "dropout_p": float(arguments.get("dropout_p", 0.0)),
+        "dropout_seed": 0 if seed is None else seed,
+        "dropout_offset": arguments.get("dropout_offset", 0),
     }
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import baseline, golden
-from attention_kernels.checks import check_mask_values
+from attention_kernels.checks import check_droppable, check_mask_values
 from attention_kernels.formats import FORMATS, format_named, input_format
 from attention_kernels.fp_environment import ieee_arithmetic, settle_vector_math
 from attention_kernels.masks import Mask
@@ -61,6 +61,9 @@ class Call(NamedTuple):
     left: int | None
     right: int | None
     softcap: float
+    dropout_p: float
+    dropout_seed: int
+    dropout_offset: int
     scale: float
     plan: str
 
@@ -77,7 +80,8 @@ _QKV = "Tensor q, Tensor k, Tensor v, "
 _CALL = (
     "Tensor? key_padding, Tensor? visible, Tensor? bias, Tensor? alibi_slopes, "
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, SymInt? left, "
-    "SymInt? right, float softcap, float scale, str plan"
+    "SymInt? right, float softcap, float dropout_p, SymInt dropout_seed, SymInt dropout_offset, "
+    "float scale, str plan"
 )
 """The fields of `Call`, as a schema of torch."""
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)"
@@ -293,6 +297,7 @@ def attend_by_definition(
     if engine == "golden":
         return golden.attend(q, k, v, mask=mask, scale=call.scale, with_lse=with_lse)
     assert isinstance(numerics, BaselineNumerics)
+    check_droppable("baseline_attention", numerics, mask)
     return baseline.attend(
         q, k, v, mask=mask, scale=call.scale, numerics=numerics, with_lse=with_lse
     )

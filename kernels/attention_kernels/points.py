@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from attention_kernels.formats import FORMATS, format_named
 
 __all__ = [
+    "DROPOUT_STREAM",
     "FIELDS",
     "POINTS",
     "SIGNS_STREAM",
@@ -104,6 +105,9 @@ class Point(NamedTuple):
 
 SIGNS_STREAM = 5
 """Stream of the random signs of incoherent processing, which are no rounding."""
+
+DROPOUT_STREAM = 40
+"""Stream of dropout, which is no rounding either."""
 
 POINTS = {
     "q": Point("operands", 1),

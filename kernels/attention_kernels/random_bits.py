@@ -8,14 +8,16 @@ agree.
 `_mix` is the 32-bit finaliser "lowbias32", found by a search (nullprogram.com, "Prospecting for
 Hash Functions", 2018). `triton.rounding.random_bits` is the same function on blocks of uint32. Here
 words are held in int64, since few operations of torch take unsigned integers, and cut to 32 bits
-after each product. Leaves out what the bits are used for (`rounding`) and the number of each
-rounding's stream (`points`).
+after each product. Leaves out what the bits are used for (`rounding`, `dropout`) and the number of
+each stream (`points`).
 """
+
+from typing import overload
 
 import torch
 from torch import Tensor
 
-__all__ = ["bits_at"]
+__all__ = ["bits_after", "bits_at", "word_at"]
 
 _WORD = 0xFFFFFFFF
 _NOT_ZERO = 0x9E3779B9  # 2**32 / golden ratio; `_mix` leaves 0 where it is
@@ -27,13 +29,38 @@ def bits_at(seed: int, *coordinates: int | Tensor) -> Tensor:
     Coordinates are integers below 2**32 or int64 tensors of them; at least one is a tensor. Their
     order matters: each is folded into the hash of those before it.
     """
-    mixed: int | Tensor = _mix((seed & _WORD) ^ _NOT_ZERO)
+    return bits_after(word_at(seed), *coordinates)
+
+
+def word_at(seed: int, *coordinates: int) -> int:
+    """Return the hash of a seed and integers below 2**32, an integer below 2**32."""
+    mixed = _mix((seed & _WORD) ^ _NOT_ZERO)
+    for coordinate in coordinates:
+        mixed = _mix(mixed ^ _mix(coordinate))
+    return mixed
+
+
+def bits_after(word: int, *coordinates: int | Tensor) -> Tensor:
+    """Return `bits_at` with further coordinates, given `word_at` of the first ones."""
+    mixed: int | Tensor = word
     for coordinate in coordinates:
         # A coordinate is hashed before it is folded in. Else two rows whose hashes differ in their
         # last bits alone would draw the same bits in other columns.
         mixed = _mix(mixed ^ _mix(coordinate))
     assert isinstance(mixed, Tensor)
     return mixed
+
+
+@overload
+def _mix(x: int) -> int: ...
+
+
+@overload
+def _mix(x: Tensor) -> Tensor: ...
+
+
+@overload
+def _mix(x: int | Tensor) -> int | Tensor: ...
 
 
 def _mix(x: int | Tensor) -> int | Tensor:

@@ -181,7 +181,10 @@ def _refuse(name: str, q: Tensor, k: Tensor, v: Tensor, error: Exception) -> NoR
 
 def _refuse_others(name: str, arguments: MaskArguments, takes: Iterable[str]) -> None:
     """Raise ValueError for an argument that is given, does something, and is not taken."""
+    without_dropout = arguments.get("dropout_p", 0) == 0
     for argument, value in arguments.items():
+        if argument in ("dropout_seed", "dropout_offset") and without_dropout:
+            continue
         does_nothing = value is None or (isinstance(value, int | float) and not value)
         if argument == "scale" or argument in takes or does_nothing:
             continue

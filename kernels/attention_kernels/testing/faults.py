@@ -88,7 +88,7 @@ def plant(attention: Attention, name: str) -> Attention:
     `attention` is a function of (q, k, v, *, causal, scale=None) and may take more of
     `MaskArguments`, and `return_lse=True` to return (out, lse); so does the result, in the same
     dtypes. ValueError for an unknown name. A fault in delta refuses a softcap, and
-    `bias_tenth_ulp` an out in FP64, by a ValueError of the call.
+    `bias_tenth_ulp` an out in FP64, and each of them dropout, by a ValueError of the call.
     """
     if name not in FAULTS:
         near = difflib.get_close_matches(name, FAULTS, n=3, cutoff=0.4) or FAULTS
@@ -202,6 +202,7 @@ def _by_golden(
     def planted(attention: Attention) -> Attention:
         @functools.wraps(attention)
         def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+            _refuse_dropout("plant", options)
             known = {key: options[key] for key in MaskArguments.__annotations__ if key in options}
             qkv = q.detach(), k.detach(), v.detach()
             call = _Call(fault, results, qkv, MaskArguments(**known))
@@ -215,6 +216,13 @@ def _by_golden(
     return planted
 
 
+def _refuse_dropout(function: str, options: dict[str, Any]) -> None:
+    if options.get("dropout_p"):
+        raise ValueError(
+            f"{function}: dropout_p must be 0, got {options['dropout_p']}; the fault is made without"
+        )
+
+
 def skip_last_key(attention: Attention) -> Attention:
     """Return `attention` as if its loop over keys ended one key early in each sequence.
 
@@ -226,6 +234,7 @@ def skip_last_key(attention: Attention) -> Attention:
         if q.dim() == 4:
             seen = torch.arange(k.shape[2], device=q.device) < k.shape[2] - 1
             return attention(q, k, v, key_padding=seen.expand(len(k), -1), **mask)
+        _refuse_dropout("skip_last_key", mask)  # each would drop as the first of a batch
         outs = []
         starts = (mask.pop(name).tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
         for rows, keys in zip(*map(itertools.pairwise, starts), strict=True):

@@ -17,6 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from attention_kernels.dropout import dropped_below, keep_word
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import Operand
@@ -71,6 +72,10 @@ class Constants:
     bias_shares_keys: bool
     has_slopes: bool
     has_sinks: bool
+    has_dropout: bool
+    dropped_below: int
+    """A weight is dropped where its 32 random bits are below this."""
+    kept_scale: float
     has_tensors: bool
     packed: bool
     group: int
@@ -134,6 +139,9 @@ def constants_of(
         right=right or 0,
         has_slopes=mask.alibi_slopes is not None,
         has_sinks=mask.sinks is not None,
+        has_dropout=mask.dropout_p > 0,
+        dropped_below=dropped_below(mask.dropout_p),
+        kept_scale=mask.kept_scale(),
         has_tensors=any(tensors.values()),
         packed=mask.cu_seqlens_q is not None,
         group=q.shape[1] // k.shape[1],
@@ -177,6 +185,8 @@ class Masks(NamedTuple):
     sinks: Tensor | None
     cu_q: Tensor | None
     cu_k: Tensor | None
+    dropout: int
+    """The word of the call that the place of a weight is folded into, as a signed integer."""
 
 
 class Lengths(NamedTuple):
@@ -225,7 +235,13 @@ def masks_of(mask: Mask, q: Tensor, k: Tensor, work: torch.dtype) -> Masks:
         None if mask.sinks is None else kernel_inputs(work, mask.sinks)[0].contiguous(),
         mask.cu_seqlens_q,
         mask.cu_seqlens_k,
+        _signed(keep_word(mask.dropout_seed, mask.dropout_offset)) if mask.dropout_p else 0,
     )
+
+
+def _signed(word: int) -> int:
+    # an argument of more than 31 bits would be 64 wide, and its kernel another one
+    return word - (word >> 31 << 32)
 
 
 def kernel_inputs(work: torch.dtype, *tensors: Tensor) -> list[Tensor]:

@@ -26,8 +26,10 @@ from attention_kernels.triton.tiles import (
     at_row,
     at_tile,
     bounds,
+    drop,
     finite_or_zero,
     format_at,
+    kept,
     key_span,
     load_factor,
     load_rows,
@@ -35,6 +37,7 @@ from attention_kernels.triton.tiles import (
     rounded,
     row_span,
     row_sum,
+    scale_kept,
     store_rows,
     tile_scores,
 )
@@ -47,17 +50,18 @@ def _probabilities(b_scores, b_lse, n, o_q, o_k, N: tl.constexpr):
 
 
 @triton.jit
-def _sum_gradient(b_p, b_dp, b_delta, factor, n, o_q, o_k, N: tl.constexpr):
+def _sum_gradient(b_p, b_dp, b_delta, m_kept, factor, n, o_q, o_k, N: tl.constexpr):
     """Return P (dP - delta): the gradient of the sum of capped scores and bias, unrounded."""
     if N.scaled:
         b_dp = b_dp * factor
-    return (rounded(b_dp, "dp", N, 0, n, o_q, o_k) - b_delta) * b_p
+    b_dp = scale_kept(drop(rounded(b_dp, "dp", N, 0, n, o_q, o_k), m_kept, N), N)
+    return (b_dp - b_delta) * b_p
 
 
 @triton.jit
-def _score_gradient(b_p, b_dp, b_delta, b_tanh, factor, n, o_q, o_k, N: tl.constexpr):
+def _score_gradient(b_p, b_dp, b_delta, b_tanh, m_kept, factor, n, o_q, o_k, N: tl.constexpr):
     """Return R_ds(P (dP - delta)), times the slope of the softcap, as an operand."""
-    b_ds = _sum_gradient(b_p, b_dp, b_delta, factor, n, o_q, o_k, N)
+    b_ds = _sum_gradient(b_p, b_dp, b_delta, m_kept, factor, n, o_q, o_k, N)
     if N.softcap > 0.0:
         b_ds = b_ds * (1.0 - b_tanh * b_tanh)
     FORMAT: tl.constexpr = format_at(N, "ds")
@@ -138,8 +142,9 @@ def dq_kernel(
         )  # [BLOCK_Q, BLOCK_K]  # fmt: skip
         b_p = _probabilities(b_scores, b_lse[:, None], n, o_row, o_col, N)
         b_dp = dot(b_do, tl.trans(b_v), N.work, N.dot)
+        m_kept = kept(masks, o_batch, o_head, o_row, o_col, N)
         b_ds = _score_gradient(
-            b_p, b_dp, b_delta[:, None], b_tanh, do_factor * v_factor, n, o_row, o_col, N
+            b_p, b_dp, b_delta[:, None], b_tanh, m_kept, do_factor * v_factor, n, o_row, o_col, N
         )
         b_dq += _times(dot(b_ds, b_k, N.work, N.dot), k_factor, N)
         b_dq = rounded(b_dq, "dq_accumulator", N, k_start, n, o_row, o_dim[None, :])
@@ -194,9 +199,11 @@ def _add_query_block(
     )  # [BLOCK_K, BLOCK_Q]  # fmt: skip
     b_p = _probabilities(b_scores, b_lse[None, :], n, o_row, o_col, N)
     b_dp = dot(b_v, tl.trans(b_do), N.work, N.dot)
+    m_kept = kept(masks, o_batch, o_head, o_row, o_col, N)
     b_ds = _score_gradient(
-        b_p, b_dp, b_delta[None, :], b_tanh, do_factor * v_factor, n, o_row, o_col, N
+        b_p, b_dp, b_delta[None, :], b_tanh, m_kept, do_factor * v_factor, n, o_row, o_col, N
     )
+    b_p = drop(b_p, m_kept, N)
     if N.p_scale > 1.0:
         b_p = b_p * N.p_scale
     FORMAT: tl.constexpr = format_at(N, "backward_probabilities")
@@ -277,7 +284,7 @@ def dkv_kernel(
     p_dv = at_head(p_dv, dv_strides, o_batch, o_kv_head, k_first, N)
     b_dk_group = rounded(b_dk_group * N.scale, "dk", N, 0, n, o_row, o_dim[None, :])
     store_rows(p_dk, dk_strides, o_k, key_len, b_dk_group, N, False)
-    b_dv_group = rounded(b_dv_group, "dv", N, 0, n, o_row, o_v_dim[None, :])
+    b_dv_group = rounded(scale_kept(b_dv_group, N), "dv", N, 0, n, o_row, o_v_dim[None, :])
     store_rows(p_dv, dv_strides, o_k, key_len, b_dv_group, N, True)
 
 
@@ -334,7 +341,9 @@ def _bias_tile(
     )  # [BLOCK_Q, BLOCK_K]  # fmt: skip
     b_p = _probabilities(b_scores, b_lse[:, None], n, o_row, o_col, N)
     b_dp = dot(b_do, tl.trans(b_v), N.work, N.dot)
-    return _sum_gradient(b_p, b_dp, b_delta[:, None], do_factor * v_factor, n, o_row, o_col, N)
+    m_kept = kept(masks, o_batch, o_head, o_row, o_col, N)
+    factor = do_factor * v_factor
+    return _sum_gradient(b_p, b_dp, b_delta[:, None], m_kept, factor, n, o_row, o_col, N)
 
 
 @triton.jit

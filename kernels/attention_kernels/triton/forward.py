@@ -26,8 +26,10 @@ from attention_kernels.triton.rounding import contain, divide, dot, exponential,
 from attention_kernels.triton.tiles import (
     at_head,
     bounds,
+    drop,
     finite_or_zero,
     format_at,
+    kept,
     key_span,
     load_factor,
     load_rows,
@@ -36,6 +38,7 @@ from attention_kernels.triton.tiles import (
     rounded,
     row_max,
     row_sum,
+    scale_kept,
     store_rows,
     tile_scores,
     whole_span,
@@ -91,6 +94,8 @@ def _accumulate(
     b_pv = dot(contain(b_p, FORMAT, N.work), b_v, N.work, N.dot)  # [BLOCK_Q, BLOCK_V]
     if N.scaled:
         b_pv = b_pv * (v_factor / N.p_scale)
+    if N.key_outer:
+        b_pv = scale_kept(b_pv, N)
     # With key_outer acc is out already, so that l * out is what alpha * acc would be.
     b_carried = b_old_sum if N.key_outer else b_alpha
     b_acc = b_carried[:, None] * b_acc + b_pv
@@ -156,6 +161,8 @@ def _attend_blocks(
         b_p, b_alpha, b_max, b_old_sum, b_sum = _statistics(
             b_scores, b_max, b_sum, n, o_q, o_k, k_start, N
         )
+        # the sum is that of all weights
+        b_p = drop(b_p, kept(masks, o_batch, o_head, o_q[:, None], o_k[None, :], N), N)
         b_acc = _accumulate(
             b_acc, b_p, b_v, v_factor, b_alpha, b_old_sum, b_sum, n, o_q, o_k, k_start, N
         )
@@ -250,7 +257,7 @@ def forward_kernel(
         b_lse = rounded(b_lse, "split_lse", N, o_split, n, o_q, 0)
     else:
         if not N.key_outer:
-            b_acc = divide(b_acc, one_for_zero(b_sum)[:, None])
+            b_acc = scale_kept(divide(b_acc, one_for_zero(b_sum)[:, None]), N)
             b_acc = rounded(b_acc, "output", N, 0, n, o_q[:, None], o_dim[None, :])
         b_lse = rounded(b_lse, "lse", N, 0, n, o_q, 0)
     o_outer = o_split if N.packed else o_split * batches + o_batch
@@ -303,7 +310,7 @@ def merge_kernel(
         b_total += b_weight
         b_acc += b_weight[:, None] * b_part
     b_total = rounded(b_total, "split_total", N, 0, n, o_q, 0)
-    b_out = divide(b_acc, one_for_zero(b_total)[:, None])
+    b_out = scale_kept(divide(b_acc, one_for_zero(b_total)[:, None]), N)
     b_out = rounded(b_out, "output", N, 0, n, o_q[:, None], o_dim[None, :])
     p_out = p_out + inner * out_strides[0] + o_head * out_strides[1] + q_first * out_strides[2]
     store_rows(p_out, out_strides, o_q, query_len, b_out, N, True)

@@ -276,14 +276,15 @@ def random_bits(SEED, POINT, step, n, o_row, o_col):
     `o_col` `[None, :]`, either of which may be 0, give the bits of a tile.
     """
     # The constant is 2**32 / golden ratio; without it seed 0 would stay 0 in `_mix`.
-    b_state = _fold(_mix(_word(SEED) ^ 0x9E3779B9), POINT)
-    b_state = _fold(_fold(b_state, step), n)
-    return _fold(_fold(b_state, o_row), o_col)
+    b_state = fold(_mix(_word(SEED) ^ 0x9E3779B9), POINT)
+    b_state = fold(fold(b_state, step), n)
+    return fold(fold(b_state, o_row), o_col)
 
 
 @triton.jit
-def _fold(b_state, coordinate):
-    return _mix(b_state ^ _mix(_word(coordinate)))
+def fold(b_state, coordinate):
+    """Return a hash with one coordinate more, uint32; both may be blocks."""
+    return _mix(_word(b_state) ^ _mix(_word(coordinate)))
 
 
 @triton.jit

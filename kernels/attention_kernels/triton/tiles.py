@@ -13,6 +13,7 @@ import triton.language as tl
 
 from attention_kernels.triton.rounding import (
     dot,
+    fold,
     random_bits,
     round_to,
     tanh,
@@ -44,6 +45,32 @@ def rounded(b, POINT: tl.constexpr, N: tl.constexpr, step, n, o_row, o_col):
     else:
         b_round = round_to(b, FORMAT, N.rounding, 0)
     return b_round
+
+
+@triton.jit
+def kept(masks, o_batch, o_head, o_q, o_k, N: tl.constexpr):
+    """Return where dropout keeps the weights of a tile (`dropout.keep_tile`); 1 without it."""
+    m_kept = 1
+    if N.has_dropout:
+        head = fold(fold(masks.dropout, o_batch), o_head)
+        m_kept = fold(fold(head, o_q), o_k) >= N.dropped_below
+    return m_kept
+
+
+@triton.jit
+def drop(b, m_kept, N: tl.constexpr):
+    """Return a tile with zeros for what dropout leaves out; it is not scaled."""
+    if N.has_dropout:
+        b = tl.where(m_kept, b, 0.0)
+    return b
+
+
+@triton.jit
+def scale_kept(b, N: tl.constexpr):
+    """Return a sum of what dropout has kept, divided by the probability of keeping."""
+    if N.has_dropout:
+        b = b * N.kept_scale
+    return b
 
 
 @triton.jit

@@ -39,6 +39,7 @@ __all__ = [
     "dot",
     "exponential",
     "finite_or_zero",
+    "flat_kept",
     "flat_sinks",
     "flatten",
     "masked_scores",
@@ -209,6 +210,15 @@ def masked_scores(
             _flat_tile(hidden, scores_NIJ, rounded.heads), -torch.inf
         )
     return scores_NIJ, slope_NIJ
+
+
+def flat_kept(
+    rows: range, keys: range, like_NIJ: Tensor, sequence: Sequence, heads: int
+) -> Tensor | None:
+    """Return which weights of one tile dropout keeps, bool `(N, I, J)`; None without dropout."""
+    batches = len(like_NIJ) // heads
+    kept_BHIJ = sequence.mask.kept(rows, keys, batches, heads, like_NIJ.device)
+    return None if kept_BHIJ is None else kept_BHIJ.flatten(0, 1)
 
 
 def _flat_tile(x: Tensor, like_NIJ: Tensor, heads: int) -> Tensor:

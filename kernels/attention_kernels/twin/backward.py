@@ -12,6 +12,9 @@ rowsum(dP * P). The two are equal in exact arithmetic only, since O has been rou
 that delta reads is the one rounded to the format `output`, even if the forward returned O in a
 narrower dtype.
 
+Dropout draws again what the forward kept: dP becomes keep / (1 - p) dP after it is rounded, before
+delta is subtracted, and dV adds P keep, and is multiplied with 1 / (1 - p) at the end.
+
 What is added to the scores has the gradient dS, before dS is rounded as an operand. Where it is
 broadcast that is summed, in the work format, tile by tile.
 
@@ -38,6 +41,7 @@ from attention_kernels.twin.arithmetic import (
     dot,
     exponential,
     finite_or_zero,
+    flat_kept,
     flat_sinks,
     flatten,
     masked_scores,
@@ -137,6 +141,7 @@ def backward(
     # multiplied instead, the scaled values would be rounded to the format `ds`.
     dk_GKD = _sum_groups(dk_NKD.mul_(scale), heads, kv_heads)
     dv_GKD = _sum_groups(dv_NKD, heads, kv_heads)
+    dv_GKD = dv_GKD if mask.dropout_p == 0 else dv_GKD.mul_(mask.kept_scale())
     gradients = {"dq": dq_NQD.mul_(scale), "dk": dk_GKD, "dv": dv_GKD}
     for name in ("dq", "dk"):
         gradients[name] = rotate_back(gradients[name], numerics)
@@ -201,6 +206,9 @@ def _add_tile(
     if dout_factor is not None and v_factor is not None:
         dp_NIJ = dp_NIJ.mul_(dout_factor * v_factor)
     dp_NIJ = rounded(dp_NIJ, "dp", row, key)
+    kept_NIJ = flat_kept(row, key, p_NIJ, sequence, rounded.heads)
+    if kept_NIJ is not None:
+        dp_NIJ = dp_NIJ.masked_fill_(~kept_NIJ, 0.0).mul_(sequence.mask.kept_scale())
     ds_NIJ = dp_NIJ.sub_(rows.delta[at_q]).mul_(p_NIJ)
     if rows.dbias is not None:
         _add_to_bias(rows.dbias, ds_NIJ.unflatten(0, (-1, rounded.heads)), row, key)
@@ -209,6 +217,7 @@ def _add_tile(
     ds_NIJ = rounded(ds_NIJ, "ds", row, key)
     # dS used P rounded to `statistics`. For dV, P is an operand of a product: it is scaled, and
     # rounded to `probabilities`.
+    p_NIJ = p_NIJ if kept_NIJ is None else p_NIJ.masked_fill_(~kept_NIJ, 0.0)
     p_scale = numerics.probability_scale()
     p_NIJ = p_NIJ if p_scale == 1.0 else p_NIJ.mul_(p_scale)
     p_NIJ = rounded(p_NIJ, "backward_probabilities", row, key)

@@ -13,6 +13,9 @@ by their lse.
 
 The sum l adds P before it is rounded to `probabilities`, the product P v takes it after: the two
 sums are of different numbers, and the weights that v really gets do not add up to exactly 1.
+Dropout comes between the two: l adds every P, and the product leaves some out. The factor
+1 / (1 - p) of those that are kept is multiplied at the end, onto out, as FlashAttention-2 does;
+with `key_outer` onto each block's P v.
 
 Three rules choose m, and none of them matters in exact arithmetic, where m cancels. The plain one
 takes the largest score so far. `repeated_max_beta` (arXiv 2510.04212, section 4) moves a block's
@@ -43,6 +46,7 @@ from attention_kernels.twin.arithmetic import (
     dot,
     exponential,
     finite_or_zero,
+    flat_kept,
     flat_sinks,
     flatten,
     masked_scores,
@@ -127,11 +131,12 @@ def _attend_rows(
         state = _start(q, v, rows, None if states else sinks_N11)
         for keys in blocks:
             scores_NIJ, _ = masked_scores(q, k, rows, keys, sequence, scale, rounded)
-            _update(state, scores_NIJ, v, rows, keys, rounded)
+            _update(state, scores_NIJ, v, rows, keys, sequence, rounded)
         states.append(state)
+    kept_scale = sequence.mask.kept_scale()
     if splits == 1:
-        return _finish(states[0], rows, rounded)
-    return _merge(states, rows, rounded)
+        return _finish(states[0], rows, kept_scale, rounded)
+    return _merge(states, rows, kept_scale, rounded)
 
 
 def _key_blocks(rows: range, sequence: Sequence, tiling: Tiling) -> Iterator[list[range]]:
@@ -158,7 +163,13 @@ def _start(q: Flat, v: Flat, rows: range, sinks_N11: Tensor | None) -> _State:
 
 
 def _update(
-    state: _State, scores_NIJ: Tensor, v: Flat, rows: range, keys: range, rounded: Rounder
+    state: _State,
+    scores_NIJ: Tensor,
+    v: Flat,
+    rows: range,
+    keys: range,
+    sequence: Sequence,
+    rounded: Rounder,
 ) -> None:
     """Fold one block of scores, which is overwritten, into the state."""
     numerics, step = rounded.numerics, keys.start
@@ -177,36 +188,53 @@ def _update(
     new_sum = old_sum + p_NIJ.sum(dim=-1, keepdim=True)
     new_sum = rounded(new_sum, "sum", rows, row_value, step)
 
-    p_scale, v_factor = numerics.probability_scale(), v.factor(keys)
+    # the sum above is that of all weights
+    kept_NIJ = flat_kept(rows, keys, p_NIJ, sequence, rounded.heads)
+    p_NIJ = p_NIJ if kept_NIJ is None else p_NIJ.masked_fill_(~kept_NIJ, 0.0)
+    p_scale, key_outer = numerics.probability_scale(), numerics.tiling.loop_order == "key_outer"
     p_NIJ = p_NIJ if p_scale == 1.0 else p_NIJ.mul_(p_scale)
     p_NIJ = rounded(p_NIJ, "probabilities", rows, keys)
-    v_NJD = v.values[:, keys.start : keys.stop]
     # With key_outer acc is out already, so that l * out is what alpha * acc would be.
-    carried = old_sum if numerics.tiling.loop_order == "key_outer" else alpha
-    acc_NID = state.acc.mul_(carried)
-    # Added inside the product or after it: only the order of additions differs.
-    if v_factor is None and numerics.arithmetic.dot == "ieee":
-        acc_NID = acc_NID.baddbmm_(p_NIJ, v_NJD)
-    else:
-        pv_NID = dot(p_NIJ, v_NJD, numerics.arithmetic.dot)
-        acc_NID = acc_NID.add_(pv_NID if v_factor is None else pv_NID.mul_(v_factor / p_scale))
+    acc_NID = state.acc.mul_(old_sum if key_outer else alpha)
+    kept_scale = sequence.mask.kept_scale() if key_outer else 1.0
+    acc_NID = _add_values(acc_NID, p_NIJ, v, keys, kept_scale, numerics)
     acc_NID = rounded(acc_NID, "accumulator", rows, dims, step)
-    if numerics.tiling.loop_order == "key_outer":
+    if key_outer:
         acc_NID = acc_NID.div_(_or_one(new_sum))
         acc_NID = rounded(acc_NID, "output", rows, dims, step)
     state.acc, state.max, state.sum = acc_NID, new_max, new_sum
 
 
-def _finish(state: _State, rows: range, rounded: Rounder) -> tuple[Tensor, Tensor]:
+def _add_values(
+    acc_NID: Tensor, p_NIJ: Tensor, v: Flat, keys: range, kept_scale: float, numerics: FlashNumerics
+) -> Tensor:
+    """Return the accumulator with P v of one block, in place; P comes times its own scale."""
+    v_NJD, v_factor = v.values[:, keys.start : keys.stop], v.factor(keys)
+    # Added inside the product or after it: only the order of additions differs.
+    if v_factor is None and numerics.arithmetic.dot == "ieee" and kept_scale == 1.0:
+        return acc_NID.baddbmm_(p_NIJ, v_NJD)
+    pv_NID = dot(p_NIJ, v_NJD, numerics.arithmetic.dot)
+    if v_factor is not None:
+        pv_NID = pv_NID.mul_(v_factor / numerics.probability_scale())
+    return acc_NID.add_(pv_NID if kept_scale == 1.0 else pv_NID.mul_(kept_scale))
+
+
+def _finish(
+    state: _State, rows: range, kept_scale: float, rounded: Rounder
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse; what dropout kept is scaled here, and with key_outer in each block."""
     dims = range(state.acc.shape[-1])
     lse_NI1 = rounded(state.max + state.sum.log(), "lse", rows, range(1))
     if rounded.numerics.tiling.loop_order == "key_outer":
         return state.acc, lse_NI1
     out_NID = state.acc.div_(_or_one(state.sum))
+    out_NID = out_NID if kept_scale == 1.0 else out_NID.mul_(kept_scale)
     return rounded(out_NID, "output", rows, dims), lse_NI1
 
 
-def _merge(states: list[_State], rows: range, rounded: Rounder) -> tuple[Tensor, Tensor]:
+def _merge(
+    states: list[_State], rows: range, kept_scale: float, rounded: Rounder
+) -> tuple[Tensor, Tensor]:
     """Merge what the splits attended, weighted by exp(lse of a split - the largest lse)."""
     exp = rounded.numerics.softmax.exp
     dims, one = range(states[0].acc.shape[-1]), range(1)
@@ -226,7 +254,9 @@ def _merge(states: list[_State], rows: range, rounded: Rounder) -> tuple[Tensor,
         total_NI1 = total_NI1 + weight_NI1
         acc_NID = acc_NID + weight_NI1 * out_NID
     total_NI1 = rounded(total_NI1, "split_total", rows, one)
-    out_NID = rounded(acc_NID.div_(_or_one(total_NI1)), "output", rows, dims)
+    out_NID = acc_NID.div_(_or_one(total_NI1))
+    out_NID = out_NID if kept_scale == 1.0 else out_NID.mul_(kept_scale)
+    out_NID = rounded(out_NID, "output", rows, dims)
     lse_NI1 = rounded(shift_NI1 + total_NI1.log(), "lse", rows, one)
     return out_NID, lse_NI1
 
