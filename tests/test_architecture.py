@@ -25,6 +25,7 @@ PUBLIC = {
         "MaskArguments",
         "attention",
         "baseline_attention",
+        "dropout_keep_mask",
         "flash_attention",
         "golden_attention",
         "resolve_engine",

@@ -194,15 +194,10 @@ def _attend_sequence(
     weights_BGRQK = _Softmax.apply(scores_BGRQK, numerics)
     if sinks_H is not None:
         weights_BGRQK = weights_BGRQK[..., :-1]
-    mask = sequence.mask
-    lengths = range(query_len), range(k_BGKD.shape[2])
-    kept_BHQK = mask.kept(*lengths, *q_BHQD.shape[:2], q_BHQD.device)
-    if kept_BHQK is not None:
-        # before the rounding to `probabilities`, where torch.dropout on the weights would be
-        dropped_BGRQK = _grouped(~kept_BHQK, k_BGKD.shape[1])
-        weights_BGRQK = weights_BGRQK.masked_fill(dropped_BGRQK, 0.0) * mask.kept_scale()
+    # before the rounding to `probabilities`, where eager PyTorch would call its dropout
+    weights_BGRQK = _dropped(weights_BGRQK, sequence.mask)
     value = _operand(v_BGKD, numerics)
-    p_scale = _probability_scale(numerics, mask.kept_scale())
+    p_scale = _probability_scale(numerics, sequence.mask.kept_scale())
     if p_scale != 1.0:
         weights_BGRQK = weights_BGRQK * p_scale
     weights_BGRQK = _RoundOperand.apply(weights_BGRQK, numerics.probabilities, math.inf)
@@ -210,6 +205,16 @@ def _attend_sequence(
     if numerics.scaling != "none":
         out_BGRQD = out_BGRQD * (value.factor / p_scale)
     return out_BGRQD.unflatten(2, (-1, query_len)).flatten(1, 2), scores_BGRQK
+
+
+def _dropped(weights_BGRQK: Tensor, mask: Mask) -> Tensor:
+    """Return the weights that dropout keeps over the probability of keeping, 0 for the others."""
+    batches, kv_heads, group, query_len, key_len = weights_BGRQK.shape
+    rows, keys = range(query_len), range(key_len)
+    kept_BHQK = mask.kept(rows, keys, batches, kv_heads * group, weights_BGRQK.device)
+    if kept_BHQK is None:
+        return weights_BGRQK
+    return weights_BGRQK.masked_fill(_grouped(~kept_BHQK, kv_heads), 0.0) * mask.kept_scale()
 
 
 def _masked_scores(

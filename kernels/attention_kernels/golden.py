@@ -240,8 +240,8 @@ def _attend_rows(
     weights_BGRCK = _softmax(scores_BGRCK)
     if mask.sinks is not None:
         weights_BGRCK = weights_BGRCK[..., :-1]
-    batches, heads = len(q_BGRCD), q_BGRCD.shape[1] * q_BGRCD.shape[2]
-    kept_BHCK = mask.kept(rows, keys, batches, heads, weights_BGRCK.device)
+    heads = kv_heads * q_BGRCD.shape[2]
+    kept_BHCK = mask.kept(rows, keys, len(q_BGRCD), heads, weights_BGRCK.device)
     if kept_BHCK is not None:
         dropped_BGRCK = _grouped(~kept_BHCK, kv_heads)
         weights_BGRCK = weights_BGRCK.masked_fill(dropped_BGRCK, 0.0) * mask.kept_scale()

@@ -98,6 +98,7 @@ MASKS = (
     "bias",
     "alibi",
     "sinks",
+    "dropout",
     "grouped heads",
     "packed",
 )
@@ -121,6 +122,7 @@ def masked(kind: str, shape: Shape, device: str) -> Inputs:
         "bias": lambda: {"attn_mask": torch.zeros(heads, length, length, device=device)},
         "alibi": lambda: {"alibi_slopes": torch.linspace(0.01, 0.5, heads, device=device)},
         "sinks": lambda: {"sinks": torch.linspace(-1.0, 1.0, heads, device=device)},
+        "dropout": lambda: {"dropout_p": 0.1, "dropout_seed": 1, "dropout_offset": 2},
     }
     return draw(shape, device, makes[kind]())
 

@@ -146,6 +146,7 @@ def test_the_public_surface_is_the_documented_one():
         "PROFILES",
         "attention",
         "baseline_attention",
+        "dropout_keep_mask",
         "flash_attention",
         "golden_attention",
         "resolve_engine",

@@ -53,7 +53,7 @@ def test_each_kind_of_mask_has_a_price_and_is_right(room):
         out = flash_attention(inputs.q, inputs.k, inputs.v, **inputs.mask)
         exact = golden_attention(inputs.q, inputs.k, inputs.v, **inputs.mask)
         assert_within_budget(out, exact.bfloat16(), exact, 8.0, kind)
-    assert used == set(MaskArguments.__annotations__) - {"scale", "dropout_p"}
+    assert used == set(MaskArguments.__annotations__) - {"scale"}
 
 
 def test_flops_are_those_of_flash_attn(room):

@@ -218,9 +218,50 @@ BAD_MASKS = {
     ),
     "softcap nan": ({"softcap": float("nan")}, "softcap must be a finite number of at least 0, g"),
     "softcap none": ({"softcap": None}, "softcap must be a finite number of at least 0, got None"),
-    "dropout": (
+    "dropout without a seed": (
         {"dropout_p": 0.1},
-        "dropout_p must be 0, got 0.1; its random numbers would hide what numerics do; apply",
+        "dropout_seed must be given where dropout_p is not 0 but 0.1, got None; pass another "
+        "integer at each step and layer, or one with dropout_offset",
+    ),
+    "dropout of all": (
+        {"dropout_p": 1.0, "dropout_seed": 1},
+        "dropout_p must be a number of at least 0 and below 1 (at most 1 - 2**-32), got 1.0; leave "
+        "it 0 for none",
+    ),
+    "dropout of nearly all": (
+        {"dropout_p": 1 - 2.0**-33, "dropout_seed": 1},
+        "dropout_p must be a number of at least 0 and below 1 (at most 1 - 2**-32), got 0.999",
+    ),
+    "dropout negative": (
+        {"dropout_p": -0.1, "dropout_seed": 1},
+        "dropout_p must be a number of at least 0 and below 1 (at most 1 - 2**-32), got -0.1",
+    ),
+    "dropout nan": ({"dropout_p": float("nan"), "dropout_seed": 1}, "(at most 1 - 2**-32), got n"),
+    "dropout none": ({"dropout_p": None}, "dropout_p must be a number of at least 0 and below 1"),
+    "dropout bool": ({"dropout_p": True, "dropout_seed": 1}, "(at most 1 - 2**-32), got True"),
+    "dropout seed of a float": (
+        {"dropout_p": 0.1, "dropout_seed": 1.0},
+        "dropout_seed must be an integer from 0 to 2**63 - 1, got 1.0; pass an int, not a tensor",
+    ),
+    "dropout seed that is a tensor": (
+        {"dropout_p": 0.1, "dropout_seed": torch.tensor(1)},
+        "dropout_seed must be an integer from 0 to 2**63 - 1, got tensor(1); pass an int, not a te",
+    ),
+    "dropout seed negative": (
+        {"dropout_p": 0.0, "dropout_seed": -1},
+        "dropout_seed must be an integer from 0 to 2**63 - 1, got -1",
+    ),
+    "dropout seed too large": (
+        {"dropout_p": 0.1, "dropout_seed": 2**63},
+        "dropout_seed must be an integer from 0 to 2**63 - 1, got 9223372036854775808",
+    ),
+    "dropout offset bool": (
+        {"dropout_p": 0.1, "dropout_seed": 1, "dropout_offset": True},
+        "dropout_offset must be an integer from 0 to 2**63 - 1, got True",
+    ),
+    "dropout offset none": (
+        {"dropout_p": 0.1, "dropout_seed": 1, "dropout_offset": None},
+        "dropout_offset must be an integer from 0 to 2**63 - 1, got None",
     ),
     "negative window": (
         {"window": (-1, 0)},
@@ -389,6 +430,8 @@ def test_what_fits_is_served(call):
     mean = v.mean(2, keepdim=True).repeat_interleave(2, dim=1).expand_as(Q)
     for options in (
         {"causal": False, "scale": 1, "softcap": 3, "dropout_p": 0},
+        {"dropout_p": 0, "dropout_seed": None},
+        {"dropout_p": 0.0, "dropout_seed": 2**63 - 1, "dropout_offset": 2**63 - 1},
         {"window": [None, 20]},
         {"window": None, "scale": None, "key_padding": None, "attn_mask": None},
         {"key_padding": torch.ones(2, 10, dtype=torch.bool)},

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from attention_kernels.points import FIELDS, POINTS, SIGNS_STREAM, BackwardNumerics, ForwardNumerics
+from attention_kernels.points import (
+    DROPOUT_STREAM,
+    FIELDS,
+    POINTS,
+    SIGNS_STREAM,
+    BackwardNumerics,
+    ForwardNumerics,
+)
 
 KERNELS = Path(__file__).parents[2] / "kernels" / "attention_kernels"
 OPERANDS = {"q", "k", "v", "dout"}
@@ -18,7 +25,7 @@ def test_every_field_has_a_rounding_and_every_rounding_a_field():
 
 
 def test_no_two_roundings_draw_the_same_bits():
-    streams = [SIGNS_STREAM, *(point.stream for point in POINTS.values())]
+    streams = [SIGNS_STREAM, DROPOUT_STREAM, *(point.stream for point in POINTS.values())]
     assert len(set(streams)) == len(streams)
 
 
@@ -32,7 +39,7 @@ def test_streams_keep_their_numbers_which_decide_bits():
         **{"backward_probabilities": 37, "split_output": 38, "split_lse": 39},
     }
     assert known.items() <= {name: point.stream for name, point in POINTS.items()}.items()
-    assert SIGNS_STREAM == 5
+    assert (SIGNS_STREAM, DROPOUT_STREAM) == (5, 40)
 
 
 @pytest.mark.parametrize("engine", ["twin", "triton"])

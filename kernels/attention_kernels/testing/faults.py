@@ -218,9 +218,8 @@ def _by_golden(
 
 def _refuse_dropout(function: str, options: dict[str, Any]) -> None:
     if options.get("dropout_p"):
-        raise ValueError(
-            f"{function}: dropout_p must be 0, got {options['dropout_p']}; the fault is made without"
-        )
+        p = options["dropout_p"]
+        raise ValueError(f"{function}: dropout_p must be 0, got {p}; the fault is made without it")
 
 
 def skip_last_key(attention: Attention) -> Attention:

@@ -39,7 +39,12 @@ def users(monkeypatch):
         ("flash_attn3", {"alibi_slopes": torch.ones(4)}, "alibi_slopes must be left out"),
         ("flashinfer", {"attn_mask": torch.ones(65, 65).bool()}, "attn_mask .*it takes causal, wi"),
         ("peers_of_a_user:attend", {"window": (3, 0)}, "window .*it takes causal"),
-        ("sdpa:flash", {"dropout_p": 0.1}, "dropout_p must be 0"),
+        (
+            "sdpa:flash",
+            {"dropout_p": 0.1, "dropout_seed": 1},
+            "dropout_p must be left out with implementation 'sdpa:flash', got 0.1; it takes causal",
+        ),
+        ("peers_of_a_user:attend", {"dropout_p": 0.1, "dropout_seed": 1}, "dropout_p must be left"),
         ("sdpa:flash", {"window": (-1, 0)}, "window must be"),
         ("flex", {"scale": float("nan")}, "scale must be a finite number"),
     ],
@@ -53,6 +58,7 @@ def test_an_argument_that_a_peer_has_not_is_refused_by_name(users, name, mask, e
 def test_arguments_that_do_nothing_are_taken_by_all(users):
     q, k, v, _ = draw(SHAPES[0])
     nothing = {"softcap": 0.0, "window": None, "key_padding": None, "causal": False}
+    nothing |= {"dropout_p": 0.0, "dropout_seed": 3, "dropout_offset": 4}
     for name in ("sdpa:math", "flex", "peers_of_a_user:attend"):
         plain = attention(q, k, v, implementation=name)
         assert torch.equal(attention(q, k, v, implementation=name, **nothing), plain)
