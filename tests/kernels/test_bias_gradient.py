@@ -1,6 +1,6 @@
 """A trained bias, as T5's position bias: what is added to the scores gets its gradient.
 
-The definition is written anew here, with no line shared. The gradient is the sum of
+The definition is written anew (`definition`), with no line shared. The gradient is the sum of
 dS = P (dP - delta) over the axes along which the bias is broadcast.
 """
 
@@ -15,6 +15,7 @@ from attention_kernels import baseline_attention, golden_attention
 from attention_kernels.peers.registry import attention
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv
 from attention_kernels.twin import backward as twin_backward
+from tests.kernels.definition import definition
 from tests.kernels.flash import SMALL, flash
 from tests.sampling import one_in
 
@@ -50,27 +51,6 @@ def draw(shape, bias_shape, dtype=torch.float64, seed=0):
     q, k, v = make_qkv(shape, dtype, generator)
     dout = torch.randn((*q.shape[:3], v.shape[3]), generator=generator).to(dtype)
     return q, k, v, dout, torch.randn(bias_shape, generator=generator).to(dtype)
-
-
-def definition(q, k, v, *, attn_mask, causal=False, softcap=0.0, window=(None, None), **others):
-    """exp(scores) v over the sum of exp(scores) and of the sink, by autograd."""
-    queries, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    k, v = (torch.stack([x] * group, dim=2).flatten(1, 2) for x in (k, v))
-    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * others.get("scale", q.shape[3] ** -0.5)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    ahead = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
-    scores = scores + attn_mask
-    if "alibi_slopes" in others:
-        scores = scores - others["alibi_slopes"][:, None, None] * ahead.abs()
-    left, right = (keys + queries if x is None else x for x in window)
-    seen = (ahead >= -left) & (ahead <= (0 if causal else right))
-    seen = seen & others.get("key_padding", torch.ones(len(q), keys) > 0)[:, None, None]
-    powers = torch.exp(scores) * seen
-    sinks = others.get("sinks", torch.full((q.shape[1],), -torch.inf))
-    total = powers.sum(-1) + torch.exp(sinks)[:, None]
-    total = torch.where(total == 0, 1.0, total)
-    return torch.einsum("bhqk,bhke->bhqe", powers, v) / total[..., None]
 
 
 def run(name, *inputs: Any, **options: Any) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def plant(attention: Attention, name: str) -> Attention:
     `attention` is a function of (q, k, v, *, causal, scale=None) and may take more of
     `MaskArguments`, and `return_lse=True` to return (out, lse); so does the result, in the same
     dtypes. ValueError for an unknown name. A fault in delta refuses a softcap, and
-    `bias_tenth_ulp` an out in FP64, and each of them dropout, by a ValueError of the call.
+    `bias_tenth_ulp` an out in FP64, and each but `scale_gain` dropout, by a ValueError of the call.
     """
     if name not in FAULTS:
         near = difflib.get_close_matches(name, FAULTS, n=3, cutoff=0.4) or FAULTS

@@ -139,7 +139,7 @@ def backward(
             dsinks_N11 -= (p_NQ1 * delta_NQ1).sum(dim=1, keepdim=True)
     # dQ and dK are multiplied by scale after the sums, once per element. If each tile of dS were
     # multiplied instead, the scaled values would be rounded to the format `ds`.
-    dk_GKD = _sum_groups(dk_NKD.mul_(scale), heads, kv_heads)
+    dk_GKD = _sum_groups(dk_NKD, heads, kv_heads).mul_(scale)
     dv_GKD = _sum_groups(dv_NKD, heads, kv_heads)
     dv_GKD = dv_GKD if mask.dropout_p == 0 else dv_GKD.mul_(mask.kept_scale())
     gradients = {"dq": dq_NQD.mul_(scale), "dk": dk_GKD, "dv": dv_GKD}
