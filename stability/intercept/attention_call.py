@@ -34,7 +34,8 @@ def attention_call(
     taken for the arguments of `attention_kernels.MaskArguments` by their names; a function that
     names them otherwise says so by `masks`, which is called with what follows q, k and v and
     returns them: `attention_call(attend, masks=lambda mask: {"attn_mask": mask})`. A call with an
-    argument that is neither is made all the same, and is a finding. ValueError for another layout.
+    argument that is neither is made all the same, and is a finding; so is one with dropout, unless
+    its dropout_seed says what `attention_kernels` would drop. ValueError for another layout.
     """
     if layout not in ("bhtd", "bthd"):
         raise ValueError(f"attention_call: layout must be 'bhtd' or 'bthd', got {layout!r}")
@@ -106,7 +107,12 @@ class _WatchedAttention:
                 f"{', '.join(sorted(known))}"
             )
             return MaskArguments(), reason
-        return MaskArguments(**{name: x for name, x in given.items() if name in known}), ""
+        dropout = given.get("dropout_p") or 0.0
+        if dropout and given.get("dropout_seed") is None:
+            return MaskArguments(), f"dropout_p {dropout:g}; a shadow would drop other values"
+        # a seed that nothing is drawn from would be refused by attentions that take none
+        read = {n for n in known if n in given and (dropout or not n.startswith("dropout_"))}
+        return MaskArguments(**{name: x for name, x in given.items() if name in read}), ""
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return what follows q, k and v, by name; what is not given by its default."""
