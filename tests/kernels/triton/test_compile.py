@@ -80,11 +80,14 @@ FULL = Mask(
     bias=torch.empty(1, 2, 64, 64),
     alibi_slopes=torch.empty(0),
     sinks=torch.empty(0),
+    dropout_p=0.7,  # whose bits are compared with more than 2**31
+    dropout_seed=1,
 )
 MASKS = {
     "full": Mask(),
     "causal": Mask(causal=True),
     "every_mask": FULL,
+    "dropout": Mask(causal=True, dropout_p=0.1, dropout_seed=1),
     "own": Mask(causal=True, bias=torch.empty(1, 2, 64, 64)),
     "shared": Mask(causal=True, bias=torch.empty(1, 1, 1, 1)),
 }
@@ -108,6 +111,8 @@ def cases(arch):
     for mask in ("own", "shared"):
         chosen |= {(f"trained-{n}", mask): case for n, case in trained.items()}
     chosen[("every_mask", "every_mask")] = (FA2, torch.bfloat16, 64)
+    chosen |= {(f"dropout-{name}", "dropout"): case for name, case in FAST.items()}
+    chosen |= {(f"dropout-{name}", "dropout"): DIALS[name] for name in ("fa1", "splits")}
     return {f"{name}-{mask}": (*case, MASKS[mask]) for (name, mask), case in chosen.items()}
 
 
@@ -129,7 +134,8 @@ def signature_of(kernel, numerics, dtype, mask):
     }
     masks = {name: kind if x is not None else "constexpr" for name, (kind, x) in has.items()}
     masks |= {f"{name}_strides": ("i32",) * 4 for name in ("padding", "visible", "bias")}
-    groups = {"factors": Factors(*[factor] * 4), "masks": Masks(**masks, slopes_batch="i32")}
+    masks_of_call = Masks(**masks, slopes_batch="i32", dropout="i32")
+    groups = {"factors": Factors(*[factor] * 4), "masks": masks_of_call}
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -246,6 +252,16 @@ def test_the_gradient_of_a_bias_spills_nothing_up_to_head_dim_128(tmp_path):
     kernels = in_child(90, "^trained-bf16-d(64|128)", tmp_path)
     assert len(kernels) == 4
     assert not any(found["spills"] for found in kernels.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", SHARED_MEMORY, ids="sm_{}".format)
+def test_dropout_spills_nothing(arch, tmp_path):
+    kernels = in_child(arch, "^dropout-", tmp_path)
+    assert len(kernels) == 5 * 3 + 1
+    for name, found in kernels.items():
+        assert found["spills"] == found["fused"] == found["atomic"] == 0, name
+        assert 0 < found["shared"] <= SHARED_MEMORY[arch], name
 
 
 @pytest.mark.parametrize(
