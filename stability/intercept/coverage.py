@@ -7,7 +7,8 @@ catching (`doors`) and measuring (`probe`).
 """
 
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,7 @@ from torch import nn
 from stability.intercept.catcher import Catcher
 from stability.intercept.handwritten import HandWritten
 
-__all__ = ["Coverage", "LayerCoverage"]
+__all__ = ["Coverage", "LayerCoverage", "warn_of_unseen"]
 
 State = Literal["seen", "seen in part", "not seen"]
 
@@ -28,6 +29,10 @@ _WRAP = (
 )
 
 _DISABLE = "if it does attend, torch.compiler.disable on its forward lets it run eagerly"
+
+
+_MOST_TOLD = 8
+"""How many layers a warning names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +138,19 @@ class Coverage:
             why = f"its call can't be repeated: {', '.join(reasons)}"
             return LayerCoverage(layer=name, state="seen in part", why=why, is_found_anyway=True)
         return LayerCoverage(layer=name, state="seen")
+
+
+def warn_of_unseen(layers: Sequence[LayerCoverage]) -> None:
+    """Warn, once for all of them, of layers that are not seen, or in part."""
+    unseen = [one for one in layers if one.state != "seen"]
+    if not unseen:
+        return
+    told = "".join(f"\n  {one.layer}: {one}" for one in unseen[:_MOST_TOLD])
+    more = len(unseen) - _MOST_TOLD
+    told += f"\n  and {more} more, in `coverage`" if more > 0 else ""
+    text = f"shadow: of {len(layers)} attention layers {len(unseen)} are not seen whole:{told}"
+    # beyond this, the session's two methods
+    warnings.warn(text, stacklevel=4)
 
 
 def _of_name(name: str, module: nn.Module, has_run: bool, compiled: bool) -> LayerCoverage:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from stability.config.schema import ProbeConfig
 from stability.intercept.compiled_graphs import naming_graphs
 from stability.intercept.compiled_taps import CompiledTaps, ObservedCall
-from stability.intercept.coverage import Coverage, LayerCoverage
+from stability.intercept.coverage import Coverage, LayerCoverage, warn_of_unseen
 from stability.intercept.doors import catch_attention
 from stability.intercept.forgotten_step import FORGOTTEN, UpdateWatch
 from stability.intercept.gradients import CaughtGradients, Loss
@@ -468,6 +468,7 @@ class Shadow:
             for one in self.coverage:
                 if one.state != "seen" and not one.is_found_anyway:
                     self._find(one.layer, str(one))
+            warn_of_unseen(self.coverage)
             self._looking_round = None
 
     def _warn_of_a_forgotten_step(self) -> None:

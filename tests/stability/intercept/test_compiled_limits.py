@@ -21,7 +21,7 @@ from tests.stability.intercept.compiled_sessions import (
     step_of_another_length,
     told_of,
 )
-from tests.stability.intercept.torch_models import train_step
+from tests.stability.intercept.torch_models import train_step, unseen
 
 pytestmark = COMPILES
 
@@ -39,6 +39,7 @@ class _Biased(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
+@unseen
 @inductor
 @pytest.mark.slow
 def test_what_no_kernel_computes_is_told_as_not_seen():
@@ -206,6 +207,7 @@ def test_a_copy_of_a_compiled_model_at_a_due_step_carries_nothing():
     train_step(other, 0)
 
 
+@unseen
 @inductor
 @pytest.mark.slow
 def test_attention_call_leaves_a_compiled_graph_as_it_is():
@@ -250,6 +252,7 @@ class _Router(nn.Module):
         return self.gate(x).softmax(-1) @ self.experts
 
 
+@unseen
 @inductor
 @pytest.mark.slow
 @pytest.mark.parametrize("step_of", [train_step, step_of_another_length])

@@ -10,7 +10,11 @@ from torch.nn import functional as F
 
 from attention_kernels import baseline_attention
 from stability import attention_call, shadow
-from tests.stability.intercept.torch_models import Attention, train_step
+from tests.stability.intercept.torch_models import (
+    Attention,
+    train_step,
+    unseen,
+)
 
 WIDTH, HEADS = 32, 2
 
@@ -126,6 +130,7 @@ def _covered(**layers):
     return probe, {one.layer.removeprefix("layers."): one for one in probe.coverage}
 
 
+@unseen
 def test_a_model_with_every_kind_of_attention_lists_every_one():
     probe, covered = _covered(
         sdpa=Attention(WIDTH, HEADS),
@@ -155,6 +160,7 @@ def test_a_model_with_every_kind_of_attention_lists_every_one():
         assert f"deviation/layers.{name}/dq/rel_fro" in probe.metrics, name
 
 
+@unseen
 @pytest.mark.parametrize("function", [_by_softmax, _by_exp, _in_chunks, _with_sink])
 def test_attention_by_hand_is_told_by_what_it_computes(function):
     probe, covered = _covered(seen=Attention(WIDTH, HEADS), own=CSA(function))
@@ -163,11 +169,28 @@ def test_attention_by_hand_is_told_by_what_it_computes(function):
     assert "deviation/layers.seen/out/rel_fro" in probe.metrics
 
 
+def test_layers_that_are_not_seen_are_warned_of_once_where_step_is_called():
+    model = Stack(**{f"x{index}": CSA(_by_exp) for index in range(9)}, sdpa=Attention(WIDTH, HEADS))
+    with shadow(model) as probe:
+        train_step(model, 0)
+        with pytest.warns(UserWarning, match="of 10 attention layers 9 are") as told:
+            probe.step()
+        train_step(model, 1)
+        probe.step()
+    (one,) = told
+    assert one.filename == __file__
+    text = str(one.message)
+    assert "layers.x7: not seen: it multiplies the result of a softmax" in text
+    assert "layers.x8" not in text
+    assert text.endswith("and 1 more, in `coverage`")
+
+
 def test_a_router_is_no_attention():
     _, covered = _covered(seen=Attention(WIDTH, HEADS), router=Router())
     assert set(covered) == {"seen"}
 
 
+@unseen
 def test_a_module_with_a_call_that_is_caught_and_one_by_hand_is_seen_in_part():
     class Both(CSA):
         def forward(self, x):
@@ -179,6 +202,7 @@ def test_a_module_with_a_call_that_is_caught_and_one_by_hand_is_seen_in_part():
     assert covered["both"].why.startswith("beside what was caught it multiplies the result of a so")
 
 
+@unseen
 def test_attention_that_does_not_run_or_cant_be_repeated_is_said():
     class IdleAttention(Attention):
         pass
@@ -203,6 +227,7 @@ def test_attention_that_does_not_run_or_cant_be_repeated_is_said():
     ]
 
 
+@unseen
 def test_torchs_attention_in_a_class_of_that_name_is_told_with_what_mends_it():
     class Attn(Torchs):
         pass
@@ -273,6 +298,7 @@ def test_a_wrapped_attention_computes_what_it_did_and_its_fault_is_found(layout)
     )
 
 
+@unseen
 def test_a_wrapped_attention_that_is_called_with_what_nobody_knows_is_a_finding():
     @attention_call
     def attend(q, k, v, *, causal, flavour):

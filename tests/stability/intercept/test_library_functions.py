@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from attention_kernels import golden_attention
 from stability import shadow
 from stability.intercept.library_functions import watching_library_functions
+from tests.stability.intercept.torch_models import unseen
 
 WIDTH, HEADS, LENGTH = 32, 2, 12
 FLASH = "flash_attn.flash_attn_interface"
@@ -208,6 +209,7 @@ def test_packed_sequences_are_read_as_flash_attention_reads_them(flash):
     assert _is_right(_looked(attend, torch.randn(12, WIDTH)))
 
 
+@unseen
 def test_what_flash_attention_cant_be_repeated_with_is_a_finding(flash):
     probe = _looked(lambda q, k, v: flash.flash_attn_func(q, k, v, dropout_p=0.1))
     assert "not looked at: dropout_p 0.1; a shadow would drop other values" in {
@@ -263,6 +265,7 @@ def test_flex_attention_is_seen_with_its_mask(compiled):
     assert (out - expected).abs().max() < 1e-5
 
 
+@unseen
 def test_a_score_mod_is_told():
     q, k, v = (torch.randn(1, 2, 128, 16) for _ in range(3))
 

@@ -6,7 +6,12 @@ from torch.nn import functional as F
 
 from attention_kernels import PROFILES, flash_attention
 from stability import shadow
-from tests.stability.intercept.torch_models import Decoder, tokens, train_step
+from tests.stability.intercept.torch_models import (
+    Decoder,
+    tokens,
+    train_step,
+    unseen,
+)
 
 
 def _harsh(q, k, v, *, causal, scale=None):
@@ -106,6 +111,7 @@ def test_under_autocast_the_candidate_gets_what_sdpa_would():
     assert seen == [torch.bfloat16] * 3
 
 
+@unseen
 def test_what_cannot_be_replaced_is_refused():
     with pytest.raises(ValueError, match="direction must be one of both, forward, backward, got "):
         shadow(Decoder(), replace=["*"], direction="sideways").__enter__()

@@ -16,6 +16,7 @@ from tests.stability.intercept.torch_models import (
     drops_a_key,
     tokens,
     train_step,
+    unseen,
 )
 
 EVERYTHING = {"heads": True, "positions": 2, "inside": True, "inherited": True}
@@ -180,6 +181,7 @@ def test_a_candidate_that_writes_into_its_inputs_does_not_reach_the_run():
     assert all(torch.equal(value, watched[name]) for name, value in _train(model).items())
 
 
+@unseen
 def test_attention_dropout_is_refused_at_set_up_and_seen_in_a_call():
     layer = nn.TransformerEncoderLayer(32, 2, dropout=0.1)
     with pytest.raises(ValueError, match=r"attention dropout must be 0, got 0.1 in self_attn"):

@@ -11,6 +11,7 @@ from torch import nn
 
 from stability import shadow
 from tests.stability.intercept.test_coverage import CSA, Attention, _by_softmax
+from tests.stability.intercept.torch_models import unseen
 from tests.stability.intercept.transformer_engine_models import (
     GROUPS,
     HEADS,
@@ -91,6 +92,7 @@ def _unsupported(name):
     return settings, call, text
 
 
+@unseen
 @pytest.mark.parametrize(
     "name",
     [
@@ -179,6 +181,7 @@ class Beside(nn.Module):
         return self.core(*(t.unflatten(-1, (2, -1)) for t in self.qkv(x).chunk(3, -1)))
 
 
+@unseen
 def test_it_is_listed_beside_other_kinds_of_attention(engine):
     torch.manual_seed(0)
     model = nn.Sequential(Beside(engine), Attention(32, 2), CSA(_by_softmax))

@@ -1,5 +1,6 @@
 """Small torch models whose attention can be caught, and what a planted error is."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,6 +8,9 @@ from torch.nn import functional as F
 from attention_kernels import flash_attention
 
 VOCABULARY = 40
+
+unseen = pytest.mark.filterwarnings("ignore:shadow. of .* attention layers:UserWarning")
+"""Marks a test of layers that are not seen, of which shadow warns."""
 
 
 class Attention(nn.Module):
