@@ -24,6 +24,7 @@ PUBLIC = {
         "Format",
         "MaskArguments",
         "attention",
+        "attention_with_kvcache",
         "baseline_attention",
         "dropout_keep_mask",
         "flash_attention",

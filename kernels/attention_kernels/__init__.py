@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         golden_attention,
         resolve_engine,
     )
+    from attention_kernels.cached_keys import attention_with_kvcache
     from attention_kernels.formats import Format
     from attention_kernels.masks import MaskArguments
     from attention_kernels.numerics import BaselineNumerics, FlashNumerics
@@ -34,6 +35,7 @@ __all__ = [
     "Format",
     "MaskArguments",
     "attention",
+    "attention_with_kvcache",
     "baseline_attention",
     "dropout_keep_mask",
     "flash_attention",
@@ -52,6 +54,7 @@ _HOMES = {
     "Format": "formats",
     "MaskArguments": "masks",
     "attention": "peers.registry",
+    "attention_with_kvcache": "cached_keys",
     "baseline_attention": "api",
     "dropout_keep_mask": "api",
     "flash_attention": "api",
