@@ -6,7 +6,13 @@ On a GPU the shapes are those of flash-attn's tests; the interpreter gets small 
 import pytest
 import torch
 
-from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
+from attention_kernels import (
+    PROFILES,
+    attention_with_kvcache,
+    baseline_attention,
+    flash_attention,
+    golden_attention,
+)
 from attention_kernels.masks import Mask
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv, nan_filled
 from attention_kernels.triton import launch as triton_launch
@@ -113,6 +119,20 @@ def test_a_rerun_gives_the_same_bits(device, shape):
     first, again = (attend(flash_attention, *tensors, engine="triton") for _ in range(2))
     for name in first:
         assert torch.equal(first[name], again[name]), name
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_pages_of_keys_give_the_bits_of_keys_side_by_side(device):
+    q, k, v, _ = draw(Shape(1, 4, 2, 1, 75, 64), torch.bfloat16, device)
+    table = torch.tensor([[3, 0, 7, 1, 4, 9]], dtype=torch.int32, device=device)
+    pages = [torch.full((10, 2, 16, 64), torch.nan, dtype=x.dtype, device=device) for x in (k, v)]
+    for cache, x in zip(pages, (k, v), strict=True):
+        for at in range(75):
+            cache[table[0, at // 16], :, at % 16] = x[0, :, at]
+    ends = torch.tensor([75], device=device)
+    found = {"cache_seqlens": ends, "block_table": table, "engine": "triton"}
+    out = attention_with_kvcache(flash_attention, q, *pages, causal=True, **found)
+    assert torch.equal(out, flash_attention(q, k, v, causal=True, engine="triton"))
 
 
 @pytest.mark.gpu
