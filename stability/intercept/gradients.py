@@ -26,6 +26,7 @@ from stability.probe.gradient_evidence import (
     AttentionRole,
     isolated_attention,
     isolated_golden,
+    rounded_value,
     surrounding_dtype,
 )
 
@@ -49,6 +50,8 @@ class CaughtGradients:
         self._catch = catch
         self._dtypes: dict[str, torch.dtype] = {}
         """What each layer's attention computes in as trained, once that has been looked at."""
+        self._dtypes_of_mask: dict[str, dict[str, torch.dtype]] = {}
+        """The same of what of its mask is trained: a bias, sinks."""
 
     def of(self, role: AttentionRole, is_isolated: bool) -> Mapping[str, Tensor]:
         """Return the gradient; as trained has to come first, since it shows the dtypes.
@@ -92,6 +95,7 @@ class CaughtGradients:
         self, role: AttentionRole, call: AttentionCall, primary: BoundAttention
     ) -> Tensor:
         dtype = self._dtypes[call.layer] = call.dtype or call.q.dtype
+        self._dtypes_of_mask[call.layer] = {name: x.dtype for name, x in call.trained.items()}
         if role == "baseline":
             return primary(call.q, call.k, call.v)[0]
         # refuses what a candidate can't be given, for the golden too
@@ -113,13 +117,19 @@ class CaughtGradients:
         # the model's own casts its mask where autocast does; a candidate may not know autocast
         autocast = role == "baseline" and rounding in _NARROW
 
+        dtypes = self._dtypes_of_mask.get(call.layer, {})
+        trained = {name: (x, dtypes.get(name, x.dtype)) for name, x in call.trained.items()}
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            narrow = {name: x.to(dtype) for name, (x, dtype) in trained.items()}
             with torch.autocast(q.device.type, dtype=rounding, enabled=autocast):
-                return bound(q, k, v)[0]
+                return bound(q, k, v, **narrow)[0]
 
         with mode.paused() if mode else nullcontext():
             if role == "golden":
-                return isolated_golden(rounding)(call.q, call.k, call.v, **call.mask)
+                exact = {name: rounded_value(x, dtype) for name, (x, dtype) in trained.items()}
+                mask = call.mask_with(**exact)
+                return isolated_golden(rounding)(call.q, call.k, call.v, **mask)
             return isolated_attention(attend, rounding)(call.q, call.k, call.v)
 
     def _widest(self) -> torch.dtype:

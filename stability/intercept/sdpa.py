@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from attention_kernels import MaskArguments
 from stability.intercept.catcher import Catcher
-from stability.probe.captured_call import AttentionCall, autocast_dtype, valid_rows
+from stability.probe.captured_call import AttentionCall, autocast_dtype, in_dtype_of_q, valid_rows
 
 __all__ = ["catch_sdpa"]
 
@@ -76,7 +76,8 @@ def _hand_over(
     def primary(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = attn_mask
     ) -> tuple[Tensor, None]:
-        return _SDPA(q, k, v, bias, enable_gqa=enable_gqa, **options), None
+        mask = in_dtype_of_q(bias, query, q)
+        return _SDPA(q, k, v, mask, enable_gqa=enable_gqa, **options), None
 
     if query.dim() not in (3, 4):
         unsupported = f"q of {query.dim()} dimensions"

@@ -31,7 +31,7 @@ from stability.intercept.transformers_call import (
     argument_names,
     unsupported,
 )
-from stability.probe.captured_call import AttentionCall, add_bias, autocast_dtype
+from stability.probe.captured_call import AttentionCall, add_bias, autocast_dtype, in_dtype_of_q
 
 __all__ = [
     "catch_transformers",
@@ -200,7 +200,8 @@ def _attend(
         hides=hides,
     )
     # by this function: an outer catch is still to see the call
-    primary = _ModelAttention(partial(_attend, asked, function), received, attention_mask)
+    attend = partial(_attend, asked, function)
+    primary = _ModelAttention(attend, query, received, attention_mask)
     return primary.returned(catcher.hand_over(call, primary))
 
 
@@ -233,8 +234,11 @@ class _ModelAttention:
     It remembers its results, so that the layer can be given the attention weights as well.
     """
 
-    def __init__(self, function: Function, received: TransformersCall, attention_mask: Any) -> None:
+    def __init__(
+        self, function: Function, query: Tensor, received: TransformersCall, attention_mask: Any
+    ) -> None:
         self._function = function
+        self._query = query
         self._received = received
         self._attention_mask = attention_mask
         self._results: list[tuple[Tensor, Tensor | None]] = []
@@ -249,6 +253,10 @@ class _ModelAttention:
     ) -> tuple[Tensor, None]:
         module, options = self._received.module, dict(self._received.options)
         mask = self._attention_mask
+        if isinstance(mask, Tensor):
+            mask = in_dtype_of_q(mask, self._query, q)
+        if isinstance(options.get("position_bias"), Tensor):
+            options["position_bias"] = in_dtype_of_q(options["position_bias"], self._query, q)
         if bias is not None and options.get("position_bias") is None:
             mask = bias
         elif bias is not None:

@@ -21,6 +21,7 @@ __all__ = [
     "Interceptor",
     "add_bias",
     "autocast_dtype",
+    "in_dtype_of_q",
     "is_repeating",
     "repeating",
     "valid_rows",
@@ -89,6 +90,15 @@ To leave the call alone it returns `primary(call.q, call.k, call.v)[0]`."""
 
 Interceptor = Callable[[nn.Module, CallHandler], AbstractContextManager[None]]
 """Gives a context in which each attention call of the model goes through the handler."""
+
+
+def in_dtype_of_q(mask: Tensor | None, called: Tensor, q: Tensor) -> Tensor | None:
+    """Return a mask of a call's in the dtype of `q`, if it had that of the q it was `called` with.
+
+    In a model that was widened, whose attention alone is to round, q comes narrower than its mask.
+    """
+    follows = mask is not None and mask.dtype == called.dtype != q.dtype
+    return mask.to(q.dtype) if mask is not None and follows else mask
 
 
 class _Repeating(local):

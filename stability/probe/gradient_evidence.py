@@ -44,6 +44,7 @@ __all__ = [
     "TakeGradients",
     "isolated_attention",
     "isolated_golden",
+    "rounded_value",
     "surrounding_dtype",
 ]
 
@@ -313,11 +314,16 @@ def isolated_golden(rounding: torch.dtype | Format) -> Attention:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
         # not q.to(rounding): autograd would round dq, dk and dv there
-        exact = [_RoundedValue.apply(x, rounding).double() for x in (q, k, v)]
+        exact = [rounded_value(x, rounding).double() for x in (q, k, v)]
         out = golden_attention(*exact, **mask).to(q.dtype)
         return _RoundedGradient.apply(out, rounding)
 
     return attend
+
+
+def rounded_value(x: Tensor, rounding: torch.dtype | Format) -> Tensor:
+    """Return x rounded, in its own dtype; its gradient passes as it is."""
+    return _RoundedValue.apply(x, rounding)
 
 
 def _rounded(x: Tensor, rounding: torch.dtype | Format) -> Tensor:
