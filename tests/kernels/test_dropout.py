@@ -102,7 +102,7 @@ def assert_equal(ours, expected):
         assert torch.equal(ours[result], right), result
 
 
-@pytest.mark.parametrize(("name", "mask"), FAST + one_in(14, SLOW[::-1]))
+@pytest.mark.parametrize(("name", "mask"), FAST + one_in(28, SLOW[::-1]))
 def test_each_is_the_definition_with_every_gradient(name, mask):
     inputs = draw(SHAPE)
     expected = by_definition(*inputs, **MASKS[mask])
@@ -113,7 +113,7 @@ def test_each_is_the_definition_with_every_gradient(name, mask):
     assert all((other[x] - expected[x]).abs().max() > 1e-3 for x in expected)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3)),
     lengths=st.tuples(st.integers(1, 70), st.integers(1, 70)),
@@ -404,11 +404,13 @@ def test_a_compiled_backward_gives_the_bits_of_eager(name):
     torch.compiler.reset()
     inputs = draw(Shape(2, 4, 2, 20, 37, 16))
 
-    def attend(q, k, v, **options):
-        return EXACT[name](q, k, v, **options, **DROPOUT)
+    def attend(q, k, v, seed, **options):
+        return EXACT[name](q, k, v, dropout_p=P, dropout_seed=seed, **options)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    assert_equal(run(compiled, *inputs, sinks=SINKS), run(attend, *inputs, sinks=SINKS))
+    for seed in (3, 4, 2**40 + 1):
+        options = {"sinks": SINKS, "seed": seed}
+        assert_equal(run(compiled, *inputs, **options), run(attend, *inputs, **options))
 
 
 # torch 2.13 itself uses what it deprecates, once forward-mode differentiation is first entered.

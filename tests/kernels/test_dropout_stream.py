@@ -84,6 +84,17 @@ def test_p_is_kept_to_half_of_a_word(p, below):
     assert dropped_below(p) == below
 
 
+@pytest.mark.parametrize("engine", ["twin", "triton"])
+def test_a_weight_is_dropped_from_the_first_p_above_its_own_word(engine):
+    word = int(words_by_hand((1, 1, 1, 1), 7).item())
+    q = torch.ones(1, 1, 1, 16)
+    for below, dropped in ((word, False), (word + 1, True)):
+        p = below / 2**32
+        assert bool(keep((1, 1, 1, 1), p)) != dropped
+        out = flash_attention(q, q, q, engine=engine, dropout_p=p, dropout_seed=7)
+        assert bool((out == 0).all()) == dropped
+
+
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9, 0.999])
 def test_the_rate_is_p_over_all_and_along_each_axis(p):
     dropped = (~keep(SIZES, p)).double()
