@@ -179,25 +179,39 @@ def replica_of(module: nn.Module, renewed: Renewed, buffer: Renewed) -> nn.Modul
     Each parameter is `renewed`, each buffer what `buffer` makes of it; what is shared stays shared.
     Lists, sets and dictionaries are copied, so that it adds to none of the module's.
     """
-    made: dict[int, Any] = {}
+    return _Replicas(renewed, buffer).of(module)
 
-    def once(x: Any, make: Callable[[Any], Any]) -> Any:
-        if x is not None and id(x) not in made:
-            made[id(x)] = make(x)
-        return made.get(id(x))
 
-    def copied(one: nn.Module) -> nn.Module:
+class _Replicas:
+    """Copies modules, each once.
+
+    Not functions inside each other: one that calls itself is a cycle, which would keep the copied
+    tensors of all layers until the garbage collector runs.
+    """
+
+    def __init__(self, renewed: Renewed, buffer: Renewed) -> None:
+        self._renewed = renewed
+        self._buffer = buffer
+        self._made: dict[int, Any] = {}
+
+    def of(self, one: nn.Module) -> nn.Module:
+        """Return the replica of a module."""
         replica = one.__new__(type(one))
         vars(replica).update({name: _own_list(value) for name, value in vars(one).items()})
+        parameters, buffers = one._parameters, one._buffers
         vars(replica).update(
             {hooks: OrderedDict() for hooks in vars(one) if hooks.endswith("_hooks")},
-            _parameters={name: once(x, renewed) for name, x in one._parameters.items()},
-            _buffers={name: once(x, buffer) for name, x in one._buffers.items()},
+            _parameters={name: self._once(x, self._renewed) for name, x in parameters.items()},
+            _buffers={name: self._once(x, self._buffer) for name, x in buffers.items()},
         )
-        vars(replica)["_modules"] = {name: once(m, copied) for name, m in one._modules.items()}
+        modules = {name: self._once(inner, self.of) for name, inner in one._modules.items()}
+        vars(replica)["_modules"] = modules
         return replica
 
-    return copied(module)
+    def _once(self, x: Any, make: Callable[[Any], Any]) -> Any:
+        if x is not None and id(x) not in self._made:
+            self._made[id(x)] = make(x)
+        return self._made.get(id(x))
 
 
 def _own_list(value: Any) -> Any:

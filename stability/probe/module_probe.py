@@ -4,8 +4,8 @@ A captured call is made three times more outside of the run, on the same inputs 
 gradient of its output: by the module itself, which has to give the run's own bits, by the candidate
 and in FP64. Results and gradients are measured and judged as those of an attention are. All three
 run in the backward pass once the gradient of the output is there, so that one layer's results live
-at a time. A call that draws random numbers or writes into its inputs is not looked at, and a module
-whose repeat gives other bits is not measured: both are findings.
+at a time; until then the output is kept. A call that draws random numbers or writes into its inputs
+is not looked at, and a module whose repeat gives other bits is not measured: both are findings.
 
 Leaves out how a call is repeated (`module_call`), by what (`module_candidates`), and how it is
 caught (`intercept.module_calls`).

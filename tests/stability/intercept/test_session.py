@@ -1,6 +1,7 @@
 """`shadow` on torch models: catches every call, changes nothing, finds what was planted."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks
 
 from attention_kernels import flash_attention, golden_attention
+from experiments.kit.cost import peak_allocation
 from stability import shadow
 from stability.records.metric_names import deviation_name
 from tests.stability.intercept.torch_models import (
@@ -312,3 +314,30 @@ def test_lengths_that_differ_are_causal_from_the_top_left():
         probe.step()
     assert probe.metrics["deviation/model/out/rel_fro"] < 1e-5
     assert probe.metrics["deviation/model/out/golden_baseline_rel_fro"] < 1e-5
+
+
+MODULES = {"layers.*.out": "emulated:bf16"}
+
+
+@pytest.mark.parametrize("options", [{}, {"backward": False}, {"modules": MODULES}], ids=str)
+def test_memory_of_a_due_step_does_not_grow_with_depth(options):
+    """One layer's results live at a time; of a module its out is kept, which its repeat is to be.
+
+    What grows beside are the numbers that go to the host.
+    """
+    extra = {}
+    for depth in (2, 12):
+        model = Decoder(depth=depth)
+
+        def look(model=model):
+            with shadow(model, **{"candidate": "flash:fa2", **options}) as probe:
+                train_step(model, 0)
+                probe.step()
+
+        look()
+        plain = peak_allocation(partial(train_step, model, 0), "cpu")
+        extra[depth] = peak_allocation(look, "cpu") - plain
+    one_tensor = 2 * 24 * 64 * 4
+    kept = one_tensor if "modules" in options else 0
+    assert extra[2] > 10 * one_tensor
+    assert extra[12] - extra[2] <= 10 * (kept + 512)
