@@ -38,7 +38,9 @@ __all__ = [
 
 _NAME = re.compile("attention|attn", re.IGNORECASE)
 _SOURCES = re.compile(r"# .*Source Nodes: \[(.*?)\]")
-_ROOT = re.compile(r"([LG])\['(\w+)'\]\.?")
+_ROOT = re.compile(r"([LG])\['(\w+)'\]")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\['(\w+)'\]")
+"""A part of such a path: an attribute, or what stands at an index, as in `L['args'][0].layers`."""
 _MACHINERY = ("torch/_dynamo/", "torch/fx/", "<eval_with_key>")
 """Files whose frames lie between a compiled graph and the frame that Dynamo compiled."""
 
@@ -259,10 +261,14 @@ def _follow(path: str, frame: FrameType) -> Any:
     if root is None:
         return None
     variables: Mapping[str, Any] = frame.f_globals if root[1] == "G" else frame.f_locals
-    module = variables.get(root[2])
-    for part in filter(None, path[root.end() :].split(".")):
-        module = getattr(module, part, None)
-    return module
+    found = variables.get(root[2])
+    for attribute, index, key in _STEP.findall(path, root.end()):
+        try:
+            at = int(index) if index else key
+            found = getattr(found, attribute) if attribute else found[at]  # pyright: ignore
+        except (AttributeError, LookupError, TypeError):  # another frame's variable of that name
+            return None
+    return found
 
 
 def source_names(filename: str, line: int) -> list[str]:

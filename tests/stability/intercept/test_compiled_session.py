@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import MethodType
 
 import pytest
 import torch
@@ -53,6 +54,23 @@ def test_every_way_to_compile_is_seen_and_ends_in_the_same_bits(compile_model, i
     probe = compare_sessions(decoder(), compile_model, inside=inside)
     assert_seen(probe)
     assert ["by hand" in text for *_, text in probe.findings] == [True]
+
+
+def _compile_wrapped(model):
+    """Wrap the forward as accelerate does for autocast: the model stands in `args`."""
+    own = type(model).forward
+
+    def forward(*args, **kwargs):
+        return own(*args, **kwargs)
+
+    model.forward = MethodType(forward, model)
+    return torch.compile(model)
+
+
+@inductor
+@pytest.mark.slow
+def test_a_forward_that_is_wrapped_and_compiled_is_seen():
+    assert_seen(compare_sessions(decoder(), _compile_wrapped))
 
 
 @inductor
