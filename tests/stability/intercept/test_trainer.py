@@ -4,6 +4,7 @@ It needs accelerate, as `pip install -e '.[dev]'` has it.
 """
 
 import importlib.util
+from itertools import product
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ LAYERS = {
 
 pytestmark = [
     *COMPILES,
-    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate"
     ),
@@ -113,10 +113,20 @@ WAYS = {
 }
 
 
+SAMPLE = (("llama", "bf16"), ("gpt2", "plain"))
+"""What is compiled by every run of the slow tests."""
+
+CASES = [
+    pytest.param(
+        *(kind, compiled, way),
+        marks=pytest.mark.long if compiled and (kind, way) not in SAMPLE else pytest.mark.slow,
+    )
+    for kind, compiled, way in product(LAYERS, (False, True), WAYS)
+]
+
+
 @inductor
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "compiled", "way"), CASES)
 def test_the_trainer_ends_in_the_same_bits_with_every_layer_seen(kind, compiled, way, tmp_path):
     options = {**WAYS[way], "torch_compile": compiled}
     weights, _ = _train(kind, tmp_path, watch=False, **options)
