@@ -8,7 +8,8 @@ dtype errs, which is the rule of flash-attn's own tests, and may have no gain an
 Where it fails, it names the mistake whose FP64 results come closest. What the attention refuses
 stands in the answer, a plain cell first, and an attention that refuses everything does not pass:
 nothing was looked at. One that names `attn_mask` or `sinks` among its arguments is called with
-trained ones too (`trained_masks`). Leaves out speed, and other masks.
+trained ones too (`trained_masks`), and one that names `dropout_p` and `dropout_seed` with dropout
+(`dropped_weights`). Leaves out speed, and other masks.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from attention_kernels.testing.cells import (
 )
 from attention_kernels.testing.cells import reference as drawn_reference
 from attention_kernels.testing.diagnosis import Diagnosis, diagnose
+from attention_kernels.testing.dropped_weights import dropout_findings
 from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.laws import Inputs
 from attention_kernels.testing.limits import LOOK_ROWS, Excess, excesses
@@ -172,23 +174,26 @@ def _look_at_all(
             where = given_cell(given, DTYPES[format], "given inputs")
             _look(attention, signature, where, seen, report)
         findings += seen.findings()
-        findings += _of_trained_masks(attention, signature, format, report)
+        findings += _of_further_calls(attention, signature, format, report)
         report.statistics += [_row(format, one) for one in seen.measured]
     report.findings = _merged(findings)
 
 
-def _of_trained_masks(
+def _of_further_calls(
     attention: Callable[..., Any], signature: Signature, format: str, report: CheckReport
 ) -> list[Finding]:
-    """Return what is wrong where a bias or sinks are trained, if it takes such by name."""
+    """Return what is wrong where a mask is trained or dropout is on, if it takes such by name."""
     findings = []
-    for found in trained_mask_findings(attention, signature.causal, DTYPES[format]):
+    call = (attention, signature.causal, DTYPES[format])
+    further = [("trained mask", x) for x in trained_mask_findings(*call)]
+    further += [("dropout", x) for x in dropout_findings(*call)]
+    for what, found in further:
         if isinstance(found, str):
             report.unsupported.setdefault(found, []).append(f"{format}, one call")
             continue
         findings.append(
             Finding(
-                what="trained mask",
+                what=what,
                 noun=found.result,
                 sentence=found.sentence,
                 dtypes=(format,),
