@@ -215,7 +215,8 @@ class ShadowCallback(UpdateCallback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Log the last measurements, and leave the module as it was."""
-        self._open.close()
+        # with the exception: a step that it has ended is not one to complain of
+        self._open.__exit__(type(exception), exception, exception.__traceback__)
 
     def _write(self, step: int, measured: StepMeasurements) -> None:
         """Log one step's measurements; this is the sink that `shadow` calls."""

@@ -1,5 +1,6 @@
 """`shadow` as a callback of any LightningModule: same bits, same names, every logger, resumable."""
 
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
 from torch.utils.data import DataLoader
 
 from stability import ShadowCallback
@@ -80,8 +82,8 @@ def _fit(
         default_root_dir=folder,
     )
     module = _Module(dropout)
-    trainer.fit(module, _batches(batches), ckpt_path=checkpoint, weights_only=True)
-    log.close()
+    with closing(log):
+        trainer.fit(module, _batches(batches), ckpt_path=checkpoint, weights_only=True)
     return module, trainer
 
 
@@ -198,6 +200,19 @@ def test_a_threshold_that_is_crossed_is_one_alert(tmp_path):
     ]
     assert [(event.step, event.layer) for event in alerts] == [(0, "decoder.layers.0")]
     assert "2309.14322" in alerts[0].text
+
+
+def test_an_error_of_the_first_step_is_not_hidden_by_what_shadow_would_say(tmp_path, monkeypatch):
+    """No attention has trained in it: at the end of a step that would be an error as well."""
+
+    def evaluate_and_fail(self, batch, index):
+        self.eval().decoder(batch)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(_Module, "training_step", evaluate_and_fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        _fit(tmp_path, [ShadowCallback("flash:fa2")])
+    assert not torch_module._has_any_global_hook()
 
 
 def test_bad_options_are_refused_before_the_first_step(tmp_path):
