@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import MaskArguments
-from stability.intercept.flash_attn_calls import scalar_arguments
+from stability.intercept.flash_attn_calls import scalar_arguments, unread
 from stability.intercept.library_call import LibraryCall, left_as_it_is
 from stability.intercept.token_places import TokenPlaces
 from stability.probe.captured_call import add_bias
@@ -28,11 +28,7 @@ __all__ = ["read_with_cache"]
 _READ = {
     *("q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "cache_batch_idx", "cache_leftpad"),
     *("block_table", "page_table", "softmax_scale", "causal", "window_size", "softcap"),
-    "alibi_slopes",
-}
-_CHANGES_NOTHING = {
-    *("num_splits", "return_softmax_lse", "rotary_interleaved", "pack_gqa", "sm_margin"),
-    *("scheduler_metadata", "max_seqlen_q"),
+    *("alibi_slopes", "rotary_interleaved"),
 }
 
 
@@ -69,10 +65,9 @@ def read_with_cache(function: Callable[..., Any], given: BoundArguments) -> Libr
 
 
 def _unsupported(of: Mapping[str, Any]) -> str:
-    rest = of.keys() - _READ - _CHANGES_NOTHING
-    for name in sorted(rest):
-        if isinstance(of[name], Tensor) or of[name]:
-            return f"the argument {name} of flash_attn_with_kvcache"
+    reason = unread(of, _READ, "flash_attn_with_kvcache")
+    if reason:
+        return reason
     q, cache = of["q"], of["k_cache"]
     if q.dim() != 4:
         return f"q of {q.dim()} dimensions beside a cache"

@@ -4,7 +4,7 @@ Leaves out how they are caught (`library_functions`).
 Source: flash-attn 2.8, `flash_attn_interface.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from inspect import BoundArguments
 from typing import Any
 
@@ -16,7 +16,7 @@ from stability.intercept.library_call import LibraryCall, Reader
 from stability.intercept.token_places import TokenPlaces
 from stability.probe.captured_call import valid_rows
 
-__all__ = ["FLASH_ATTN", "scalar_arguments"]
+__all__ = ["FLASH_ATTN", "scalar_arguments", "unread"]
 
 
 def _read(function: Callable[..., Any], given: BoundArguments) -> LibraryCall:
@@ -103,6 +103,25 @@ def _by_tensor(mask: MaskArguments, queries: TokenPlaces, keys: TokenPlaces) -> 
     return mask
 
 
+_READ = {
+    *("qkv", "q", "kv", "k", "v", "softmax_scale", "causal", "window_size", "softcap"),
+    *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "dropout_p"),
+}
+CHANGES_NOTHING = {
+    *("max_seqlen", "max_seqlen_q", "max_seqlen_k", "deterministic", "return_attn_probs"),
+    *("return_softmax_lse", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"),
+}
+"""Arguments that say how to compute or what to return beside out."""
+
+
+def unread(of: Mapping[str, Any], known: Set[str], function: str) -> str:
+    """Name an argument that is given and not known, e.g. of a newer version; "" if none is."""
+    for name in sorted(of.keys() - known - CHANGES_NOTHING):
+        if isinstance(of[name], Tensor) or of[name]:
+            return f"the argument {name} of {function}"
+    return ""
+
+
 def _unsupported(of: dict[str, Any]) -> str:
     if of.get("dropout_p"):
         return f"dropout_p {of['dropout_p']:g}; a shadow would drop other values"
@@ -110,7 +129,7 @@ def _unsupported(of: dict[str, Any]) -> str:
         return "a paged cache (block_table)"
     if of.get("alibi_slopes") is not None and any("cu_seqlens" in name for name in of):
         return "ALiBi slopes of packed sequences"
-    return ""
+    return unread(of, _READ, "flash-attn")
 
 
 FLASH_ATTN: dict[str, Reader] = dict.fromkeys(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from stability import shadow
+from tests.stability.intercept.torch_models import unseen
 
 BATCH, HEADS, GROUPS, WIDTH, LENGTH, PAGE = 3, 4, 2, 16, 24, 4
 FLASH = "flash_attn.flash_attn_interface"
@@ -202,6 +203,7 @@ def test_a_candidate_in_its_place_writes_the_new_keys_too(flash, kind, every):
     assert all(_same(x, y) for x, y in zip(plain, replaced, strict=True))
 
 
+@unseen
 @pytest.mark.parametrize("what", ["rotary_cos", "a cache in another dtype"])
 def test_what_cant_be_repeated_is_a_finding(flash, what):
     given, call = _cache("plain")

@@ -217,6 +217,21 @@ def test_what_flash_attention_cant_be_repeated_with_is_a_finding(flash):
     }
 
 
+@unseen
+def test_an_argument_that_nobody_knows_is_a_finding(flash, monkeypatch):
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, deterministic=True):
+        return _dense(q, k, v, causal, (-1, -1), softmax_scale) + (0 if qv is None else qv)
+
+    monkeypatch.setattr(flash_attn_func, "__module__", FLASH)
+    monkeypatch.setattr(flash_attn_func, "__qualname__", "flash_attn_func")
+    monkeypatch.setattr(flash, "flash_attn_func", flash_attn_func)
+    assert _is_right(_looked(lambda q, k, v: flash.flash_attn_func(q, k, v, causal=True)))
+    probe = _looked(lambda q, k, v: flash.flash_attn_func(q, k, v, qv=q))
+    assert [text for _, _, text in probe.findings] == [
+        "not looked at: the argument qv of flash-attn"
+    ]
+
+
 def test_everything_stands_where_it_stood_afterwards(flash, monkeypatch):
     module = _importer(monkeypatch, IMPORTS["a name"])
     model = _Attention(flash_attn_func)

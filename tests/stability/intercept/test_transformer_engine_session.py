@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from stability import shadow
+from stability.analysis.locate import locate
+from stability.analysis.probe_records import read_probe
+from tests.stability.intercept.families.planted import FAULTS, Planted
 from tests.stability.intercept.test_coverage import CSA, Attention, _by_softmax
 from tests.stability.intercept.torch_models import unseen
 from tests.stability.intercept.transformer_engine_models import (
@@ -151,6 +154,21 @@ def test_a_fault_in_one_head_of_the_library_is_seen_there(engine):
         name = f"deviation/attend/head_{{}}/{what}/rel_fro"
         errors = [probe.metrics[name.format(head)] for head in range(HEADS)]
         assert [error > 1e-5 for error in errors] == [False, True, False, False], what
+
+
+def test_a_candidate_that_errs_in_one_head_is_named_there(engine, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(Beside(engine), Beside(engine))
+    candidate = Planted("scale_1.001", FAULTS[torch.float32]["scale_1.001"], head=1)
+    with shadow(model, candidate, heads=True, records=tmp_path / "probe") as probe:
+        for _ in range(12):
+            model(torch.randn(2, LENGTH, 32)).square().sum().backward()
+            probe.step()
+            candidate.begin_step()
+    places = locate(read_probe(tmp_path / "probe").metrics)
+    assert {place.place.layer for place in places} == {"1.core"}
+    assert {place.place.head for place in places} == {1}
+    assert {"out", "dq"} <= {place.what for place in places}
 
 
 def test_a_candidate_may_compute_in_its_place(engine):
