@@ -4,16 +4,17 @@ Leaves out how such calls are caught (`library_functions`) and what the argument
 mean (`flash_attn_calls`, `flex_calls`, `transformer_engine_calls`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import BoundArguments
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
 
-__all__ = ["LibraryCall", "Reader", "left_as_it_is"]
+__all__ = ["LibraryCall", "Reader", "left_as_it_is", "standing_in"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,3 +56,17 @@ def left_as_it_is(
         with_out=lambda returned, _: returned,
         unsupported=reason,
     )
+
+
+@contextmanager
+def standing_in(module: nn.Module, name: str, x: Tensor | None) -> Iterator[None]:
+    """Inside, `x` is the parameter of that name, which `module` reads by itself; None: its own."""
+    own = module._parameters.get(name)
+    if x is None or own is None:
+        yield
+        return
+    try:
+        module._parameters[name] = x  # pyright: ignore[reportArgumentType]
+        yield
+    finally:
+        module._parameters[name] = own

@@ -11,8 +11,7 @@ Shape suffixes: B batch, H heads, Q query_len, K key_len.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from inspect import BoundArguments
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
-from stability.intercept.library_call import LibraryCall, left_as_it_is
+from stability.intercept.library_call import LibraryCall, left_as_it_is, standing_in
 from stability.intercept.token_places import TokenPlaces
 from stability.probe.captured_call import add_bias
 
@@ -101,7 +100,7 @@ def read_transformer_engine(function: Callable[..., Any], given: BoundArguments)
             values[name] = taken[0] if count == 1 else torch.stack(taken, of["qkv_interleave_dim"])
         if "bias" in trained:
             values["core_attention_bias"] = trained["bias"]
-        with _standing_in_for_offset(module, trained.get("sinks")):
+        with standing_in(module, "softmax_offset", trained.get("sinks")):
             return function(values.pop("self"), **values)
 
     def out_as_ours(returned: Any) -> Tensor:
@@ -335,17 +334,3 @@ def _usual_slopes(heads: int, device: torch.device) -> Tensor:
 def _trained(of: Mapping[str, Any], mask: MaskArguments) -> dict[str, Tensor]:
     given = {"bias": of["core_attention_bias"], "sinks": mask.get("sinks")}
     return {name: x for name, x in given.items() if x is not None and x.requires_grad}
-
-
-@contextmanager
-def _standing_in_for_offset(module: nn.Module, sinks: Tensor | None) -> Iterator[None]:
-    """Inside, the module's learned offset of the softmax is `sinks`."""
-    own = module._parameters.get("softmax_offset")
-    if sinks is None or own is None:
-        yield
-        return
-    try:
-        module._parameters["softmax_offset"] = sinks  # pyright: ignore[reportArgumentType]
-        yield
-    finally:
-        module._parameters["softmax_offset"] = own

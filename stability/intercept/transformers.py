@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from attention_kernels import MaskArguments
 from stability.intercept.catcher import Catcher, newest_catcher
 from stability.intercept.flex_calls import block_mask_as_tensor
+from stability.intercept.library_call import standing_in
 from stability.intercept.transformers_call import (
     CANDIDATE_ARGUMENTS,
     REGISTERED,
@@ -214,20 +215,6 @@ def _is_cross(layer: str, module: nn.Module) -> bool:
     return any(part in names for part in ("cross", "encoder_attn", "encdec"))
 
 
-@contextmanager
-def _standing_in_for_sinks(module: nn.Module, sinks: Tensor | None) -> Iterator[None]:
-    """Inside, `module.sinks`, which GPT-OSS's eager attention reads by itself, is `sinks`."""
-    own = module._parameters.get("sinks")
-    if sinks is None or own is None:
-        yield
-        return
-    try:
-        module._parameters["sinks"] = sinks  # pyright: ignore[reportArgumentType]
-        yield
-    finally:
-        module._parameters["sinks"] = own
-
-
 class _ModelAttention:
     """The model's own attention function, bound to one call's arguments, as a `BoundAttention`.
 
@@ -263,7 +250,8 @@ class _ModelAttention:
             options["position_bias"] = bias
         if sinks is not None:
             options |= {name: sinks for name in SINKS if options.get(name) is not None}
-        with _standing_in_for_sinks(module, sinks):
+        # which eager attention of GPT-OSS reads by itself
+        with standing_in(module, "sinks", sinks):
             out, weights = self._function(module, q, k, v, mask, **options)
         turned = out.transpose(1, 2)
         self._results.append((turned, weights))
