@@ -145,6 +145,7 @@ def test_the_public_surface_is_the_documented_one():
         "MaskArguments",
         "PROFILES",
         "attention",
+        "attention_with_kvcache",
         "baseline_attention",
         "dropout_keep_mask",
         "flash_attention",

@@ -67,7 +67,8 @@ def test_what_drops_by_another_seed_is_seen():
 
 
 def test_dropout_of_torchs_own_stream_is_told_and_not_compared():
-    probe = watch(torchs_own, "flash:fa1", dropout_p=0.2)
+    with pytest.warns(UserWarning, match=r"can't be repeated: dropout_p 0.2; a shadow would drop"):
+        probe = watch(torchs_own, "flash:fa1", dropout_p=0.2)
     said = {text for _, _, text in probe.findings}
     assert said == {"not looked at: dropout_p 0.2; a shadow would drop other values"}
 
