@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from attention_kernels import golden_attention
 from stability.intercept.replacement import Replacement
-from stability.probe.attention_probe import isolated
 from stability.probe.captured_call import AttentionCall, BoundAttention, Interceptor
 from stability.probe.gradient_evidence import (
     AttentionRole,
@@ -29,6 +28,7 @@ from stability.probe.gradient_evidence import (
     rounded_value,
     surrounding_dtype,
 )
+from stability.probe.repeated_call import isolated
 
 __all__ = ["CaughtGradients", "Loss"]
 

@@ -7,9 +7,8 @@ is given dout and runs shadows and golden there, which lets one layer's results 
 instead of all layers' until the backward ends; hooks on aliases of q, k and v are given dq, dk and
 dv. No hook returns anything, so autograd goes on with the tensors it had.
 
-Repeating a call leaves no trace in the run: inputs are detached copies, autograd records into a
-graph of its own, the caller's autocast is off inside, and random state is put back. Values stay on
-the device until the step's one transfer. A deviation is always candidate minus baseline, so its
+Repeating a call leaves no trace in the run (`repeated_call`). Values stay on the device until the
+step's one transfer. A deviation is always candidate minus baseline, so its
 sign means the same whichever of the two is the primary. With gradient accumulation the first
 micro-batch of a step is looked at. Leaves out when to look (`schedule`) and how the calls of other
 models than our GPT are caught (`intercept`).
@@ -21,13 +20,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from threading import RLock
-from types import MappingProxyType
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from attention_kernels import MaskArguments, golden_attention
+from attention_kernels import MaskArguments
 from stability.config.schema import ProbeConfig
 from stability.probe.attention_registry import ResolvedAttention
 from stability.probe.captured_call import (
@@ -44,12 +42,17 @@ from stability.probe.measurements import (
     StepMeasurements,
 )
 from stability.probe.micro_batches import MicroBatches, Which
+from stability.probe.repeated_call import (
+    GRADIENTS,
+    gradient_of,
+    isolated,
+    repeat_call,
+    repeat_golden,
+)
 from stability.probe.schedule import Budget
 from stability.records.metric_names import COMPARED
 
 __all__ = ["AttentionProbe", "BindShadow", "DualAttention", "as_shadows"]
-
-GRADIENTS = ("dq", "dk", "dv")
 
 BindShadow = Callable[[AttentionCall, BoundAttention], BoundAttention]
 """Gives the shadow with the mask of a call bound. It is also given the call's primary: where the
@@ -169,7 +172,7 @@ class AttentionProbe:
         # under no_grad no hook would ever run
         if self._config.backward and out.requires_grad:
             # autograd reaches out before q, k and v, so shadows are evaluated when these hooks run
-            names = (*GRADIENTS, *map(_gradient_of, trained))
+            names = (*GRADIENTS, *map(gradient_of, trained))
             for name, x in zip(names, (*qkv, *trained.values()), strict=True):
                 if x.requires_grad:
                     captured.awaited.add(name)
@@ -350,7 +353,7 @@ class AttentionProbe:
         """Tell which gradients of the mask a shadow does not give that gives others."""
         found = captured.shadows[shadow]
         for name in captured.call.trained if found and dout is not None else ():
-            if _gradient_of(name) not in found:
+            if gradient_of(name) not in found:
                 text = f"{shadow}: d{name} not measured: no gradient reaches {name}"
                 self._add_finding(captured.layer, text)
 
@@ -409,97 +412,3 @@ class AttentionProbe:
                 if reference is not None:
                     self.meter.compare(first, what, x, reference, None, name)
         return own
-
-
-class BadResultError(ValueError):
-    """An attention returned something that is no result."""
-
-
-@contextmanager
-def isolated(device: torch.device) -> Iterator[None]:
-    """Leave the caller's random state and autocast as they were, and switch autocast off inside."""
-    # An attention with dropout or stochastic rounding would advance the generators that the run
-    # draws from. By default fork_rng saves the state of every GPU; only this one can be used here.
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False):
-        yield
-
-
-def repeat_call(
-    attention: BoundAttention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor | None = None,
-    trained: Mapping[str, Tensor] = MappingProxyType({}),
-) -> dict[str, Tensor]:
-    """Return `out`, `lse` if the attention gives one, and with `dout` also `dq`, `dk` and `dv`.
-
-    The gradients are autograd's under `dout`, in the inputs' dtype; those of `trained` are there,
-    as `dbias` and `dsinks`, if the attention gives them. BadResultError if what the attention
-    returns differs from what SDPA does in shape or dtype, or carries no gradient of q, k or v.
-    """
-    # copies: a candidate may write into its inputs, and the run goes on with its own
-    inputs = {"q": q, "k": k, "v": v, **trained}
-    leaves = {
-        name: x.detach().clone().requires_grad_(dout is not None) for name, x in inputs.items()
-    }
-    with isolated(q.device), torch.set_grad_enabled(dout is not None):
-        given = {name: leaves[name] for name in trained}
-        out, lse = attention(*(leaves[name] for name in "qkv"), **given)
-        # here and not when it is compared, so that the finding names the attention at fault
-        _check_result(out, q, v)
-        results = {"out": out.detach()}
-        if lse is not None:
-            results["lse"] = lse.detach()
-        if dout is not None:
-            results |= _gradients(out, leaves, dout)
-    return results
-
-
-def repeat_golden(
-    call: AttentionCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor | None = None,
-    trained: Mapping[str, Tensor] = MappingProxyType({}),
-) -> dict[str, Tensor]:
-    """Return what `repeat_call` does for the golden, everything in FP64.
-
-    The leaves are FP64 too: autograd rounds a gradient to the dtype of its leaf.
-    """
-
-    def golden(q: Tensor, k: Tensor, v: Tensor, **trained: Tensor) -> tuple[Tensor, Tensor | None]:
-        return golden_attention(q, k, v, return_lse=True, **call.mask_with(**trained))
-
-    dout = None if dout is None else dout.double()
-    wide = {name: x.double() for name, x in trained.items()}
-    return repeat_call(golden, q.double(), k.double(), v.double(), dout, wide)
-
-
-def _gradient_of(name: str) -> str:
-    return f"d{name}"
-
-
-def _gradients(out: Tensor, leaves: Mapping[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
-    if not out.requires_grad:
-        raise BadResultError("out carries no gradient")
-    # a copy of dout too: the run's backward goes on with it after the hook
-    # an unused input is allowed here, to be named below
-    given = list(leaves.values())
-    found = torch.autograd.grad(out, given, dout.detach().clone(), allow_unused=True)
-    gradients = dict(zip(map(_gradient_of, leaves), found, strict=True))
-    for name in GRADIENTS:
-        if gradients[name] is None:
-            raise BadResultError(f"no gradient reaches {name.removeprefix('d')}")
-    return {name: x for name, x in gradients.items() if x is not None}
-
-
-def _check_result(out: object, q: Tensor, v: Tensor) -> None:
-    shape = (*q.shape[:-1], v.shape[-1])
-    expected = f"{shape} {q.dtype}"
-    if not isinstance(out, Tensor):
-        raise BadResultError(f"returned {type(out).__name__}, expected a tensor {expected}")
-    if out.shape != shape or out.dtype != q.dtype:
-        raise BadResultError(f"returned {tuple(out.shape)} {out.dtype}, expected {expected}")

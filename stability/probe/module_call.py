@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from stability.probe.attention_probe import BadResultError, isolated
 from stability.probe.captured_call import version_of
 from stability.probe.double_precision import InDouble
+from stability.probe.repeated_call import BadResultError, isolated
 
 __all__ = [
     "ModuleCall",

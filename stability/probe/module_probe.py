@@ -24,7 +24,6 @@ from attention_kernels.formats import input_format
 from stability.config.schema import ProbeConfig
 from stability.metrics.deviation import LAYER_COLUMNS, compare
 from stability.metrics.golden_error import GOLDEN_COLUMNS
-from stability.probe.attention_probe import isolated
 from stability.probe.captured_call import repeating
 from stability.probe.executed import unwitnessed
 from stability.probe.measurements import DeviationMeter, ProbeFinding
@@ -32,6 +31,7 @@ from stability.probe.micro_batches import MicroBatches, Which
 from stability.probe.module_call import ModuleCall, repeat, repeat_in_double
 from stability.probe.module_candidates import ModuleCandidate
 from stability.probe.optimizer_update import Step, copy_of, own_step, updates
+from stability.probe.repeated_call import isolated
 from stability.probe.schedule import Budget
 
 __all__ = ["ModuleProbe"]

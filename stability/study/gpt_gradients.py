@@ -21,7 +21,6 @@ from stability.intercept.replacement import Replacement
 from stability.model.gpt import GPT
 from stability.model.lightning_module import next_token_loss
 from stability.model.precision import EmulatedLinear
-from stability.probe.attention_probe import isolated
 from stability.probe.attention_registry import resolve_attention
 from stability.probe.gradient_evidence import (
     Attention,
@@ -30,6 +29,7 @@ from stability.probe.gradient_evidence import (
     isolated_golden,
     surrounding_dtype,
 )
+from stability.probe.repeated_call import isolated
 
 __all__ = ["GptGradients", "attention_rounding", "attentions_of_arm", "gradients_of_arm"]
 
