@@ -13,6 +13,7 @@ from attention_kernels import (
     baseline_attention,
     golden_attention,
 )
+from attention_kernels.numerics import EXPS
 from attention_kernels.peers.registry import attention
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv
 from tests.kernels.flash import SMALL, flash
@@ -203,6 +204,13 @@ def test_flash_attns_rule_holds_with_the_gradient_of_the_sinks(engine, profile):
     for result in ("out", "dq", "dk", "dv", "dsinks"):
         assert_within_budget(ours[result], baseline[result], golden[result], what=result)
     torch.testing.assert_close(ours["lse"].double(), golden["lse"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("exp", EXPS)
+def test_the_twins_gradient_of_the_sinks_is_the_kernels_with_each_exp(exp):
+    inputs = (*draw(Shape(1, 4, 2, 9, 13, 16), torch.float32), SINKS)
+    twin, kernel = (run(flash(name, "fa2", exp=exp), *inputs) for name in ("twin", "triton"))
+    torch.testing.assert_close(twin["dsinks"], kernel["dsinks"], rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.slow

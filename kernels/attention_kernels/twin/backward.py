@@ -134,8 +134,8 @@ def backward(
         keys = _Keys(flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k])
         _attend(rows, keys, sequence, scale, rounded)
         if sinks_N11 is not None and dsinks_N11 is not None:
-            # dS of a key whose dP is 0, since its value is
-            p_NQ1 = exponential(sinks_N11 - lse_NQ1[at_q], numerics.softmax.exp)
+            # dS of a key whose dP is 0, since its value is; by an exact exp, as the kernel's launch
+            p_NQ1 = torch.exp(sinks_N11 - lse_NQ1[at_q])
             dsinks_N11 -= (p_NQ1 * delta_NQ1).sum(dim=1, keepdim=True)
     # dQ and dK are multiplied by scale after the sums, once per element. If each tile of dS were
     # multiplied instead, the scaled values would be rounded to the format `ds`.
