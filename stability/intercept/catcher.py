@@ -150,7 +150,10 @@ class Catcher:
 
         The second call of a module in one forward pass has `#1` behind it, and so on.
         """
-        name = self.running_layer() if module is None else self.names[module]
+        return self.numbered(self.running_layer() if module is None else self.names[module])
+
+    def numbered(self, name: str) -> str:
+        """Return `name` with `#1` behind it at its second call since a forward pass has begun."""
         calls = self._thread.calls
         count = calls[name] = calls.get(name, -1) + 1
         return f"{name}#{count}" if count else name

@@ -28,7 +28,7 @@ from stability.probe.gradient_evidence import (
     rounded_value,
     surrounding_dtype,
 )
-from stability.probe.repeated_call import isolated
+from stability.probe.isolation import isolated
 
 __all__ = ["CaughtGradients", "Loss"]
 

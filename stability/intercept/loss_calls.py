@@ -3,20 +3,21 @@
 `shadow(modules={"loss": ...})` looks at the call of `torch.nn.functional.cross_entropy` wherever
 the loop makes it, `"lm_head+loss"` at the two calls in a row: what a fused linear cross-entropy
 computes in one. Its candidate is called as `function(lm_head, hidden, targets)`, hidden flattened
-to `(tokens, width)` where targets are `(tokens,)`, with the options of the call that are no
-defaults, e.g. `ignore_index=-1`, and returns the loss. Between the two calls the logits may be
+to `(tokens, width)` where the logits are `(tokens, classes)`, with the options of the call that are
+no defaults, e.g. `ignore_index=-1`, and returns the loss. Between the two calls the logits may be
 cast, reshaped, and lose the last position of each sequence; a call whose logits are otherwise not
 those of the layer is not looked at, which is a finding. Leaves out modules as such (`module_calls`)
 and losses of other names.
 """
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ from stability.probe.module_candidates import ModuleCandidate
 __all__ = ["LOSS", "LossCalls", "is_of_loss"]
 
 LOSS = "loss"
+_HEADS = 8
+"""As many calls of heads wait for their loss, e.g. of one that predicts several tokens; beyond
+them, as where a layer gives no logits for a loss, the oldest is forgotten."""
 _OTHER_LOGITS = (
     "not looked at: the logits that the loss was given are not those of {}, cast, reshaped or less "
     "the last position"
@@ -45,8 +49,9 @@ def is_of_loss(key: str) -> bool:
     return key == LOSS or key.endswith(f"+{LOSS}")
 
 
-class _Head(NamedTuple):
-    """The layer that last gave logits, what it was given, what it gave, and its autocast."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Head:
+    """A layer that gave logits, what it was given, what it gave, and its autocast."""
 
     module: nn.Module
     inputs: tuple[Any, ...]
@@ -68,7 +73,8 @@ class LossCalls:
             for module, name in layer_names(model).items()
             if any(fnmatchcase(name, glob) for glob in heads)
         }
-        self._latest: _Head | None = None
+        self._latest: deque[_Head] = deque(maxlen=_HEADS)
+        """Those whose logits no loss was given yet, the newest last."""
 
     @contextmanager
     def catching(self) -> Iterator[None]:
@@ -83,11 +89,11 @@ class LossCalls:
         finally:
             take_away()
             remove_hooks()
-            self._latest = None
+            self._latest.clear()
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if module in self._heads and isinstance(out, Tensor) and not is_repeating():
-            self._latest = _Head(module, args, out.detach(), autocast_now([out]))
+            self._latest.append(_Head(module, args, out.detach(), autocast_now([out])))
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Compute the loss as the run does, and capture the call if it is looked at."""
@@ -102,10 +108,12 @@ class LossCalls:
         if not isinstance(logits, Tensor) or not logits.requires_grad:
             return F.cross_entropy(*args, **kwargs)
         alone, fused = self._candidates.get(LOSS), None
-        if self._latest is not None:
-            fused = self._fused(self._latest, logits, targets, options)
-            self._latest = None
-        entered = self._calls.enter(LOSS, None, (logits, targets)) if alone else None
+        if self._latest:
+            head = self._head_of(logits)
+            self._latest.remove(head)
+            fused = self._fused(head, logits, targets, options)
+        layer = self._calls.numbered(LOSS)
+        entered = self._calls.enter(layer, None, (logits, targets)) if alone else None
         loss = F.cross_entropy(*args, **kwargs)
         if alone and entered:
             own = F.cross_entropy
@@ -114,16 +122,24 @@ class LossCalls:
             fused(loss)
         return loss
 
+    def _head_of(self, logits: Tensor) -> _Head:
+        """Return whose logits these are, the newest layer if they are none's."""
+        newest = self._latest[-1]
+        if len(self._latest) == 1:
+            return newest
+        found = (one for one in self._latest if _hidden_of(one.inputs, one.out, logits) is not None)
+        return next(found, newest)
+
     def _fused(
         self,
-        head: "_Head",
+        head: _Head,
         logits: Tensor,
         targets: Tensor,
         options: Mapping[str, Any],
     ) -> Callable[[Tensor], None] | None:
         """Return what captures the two calls in a row, once the loss is there."""
         name = self._heads[head.module]
-        layer = f"{name}+{LOSS}"
+        layer = self._calls.numbered(f"{name}+{LOSS}")
         candidate = next(
             one
             for key, one in self._candidates.items()
@@ -136,7 +152,7 @@ class LossCalls:
         if hidden is None:
             self._calls.find(layer, _OTHER_LOGITS.format(name))
             return None
-        if targets.dim() == 1:
+        if logits.dim() == 2:
             hidden = hidden.flatten(0, -2)
         # the layer runs under its own autocast, and so does the candidate: it computes the logits
         own = partial(_head_and_loss, logits.dtype, entered.autocast)

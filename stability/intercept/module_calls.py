@@ -22,6 +22,7 @@ from stability.intercept.eager import check_eager
 from stability.intercept.global_hooks import put_global_hooks
 from stability.intercept.layer_names import layer_names
 from stability.probe.captured_call import version_of
+from stability.probe.isolation import host_random_state
 from stability.probe.module_call import (
     ModuleCall,
     autocast_now,
@@ -55,7 +56,7 @@ class Entered:
     module: nn.Module | None
     """A replica with buffers as they are now."""
     versions: tuple[tuple[Tensor, int], ...]
-    random_state: Tensor
+    random_state: tuple[Any, ...]
     autocast: torch.dtype | None
 
     @classmethod
@@ -71,16 +72,17 @@ class Entered:
 
     def objection(self) -> str:
         """Say why the call, now over, cannot be repeated; "" if it can."""
-        if not torch.equal(self.random_state, _random_state()):
+        if self.random_state != _random_state():
             return _RANDOM
         return _IN_PLACE if any(version_of(x) != before for x, before in self.versions) else ""
 
 
-def _random_state() -> Tensor:
+def _random_state() -> tuple[Any, ...]:
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    return torch.cat(states)
+    of_python, (kind, words, *rest) = host_random_state()
+    return of_python, kind, words.tobytes(), *rest, torch.cat(states).numpy().tobytes()
 
 
 class _Thread(local):
@@ -138,6 +140,10 @@ class ModuleCalls:
             and name not in {layer.partition("#")[0] for layer in self.called}
         ]
 
+    def numbered(self, layer: str) -> str:
+        """Return `layer` with the number of this call behind it, if it is another of one pass."""
+        return layer if self._catcher is None else self._catcher.numbered(layer)
+
     def enter(self, layer: str, module: nn.Module | None, args: Any) -> Entered | None:
         """Note a call that is to be made; None if it is not to be captured."""
         self.called.add(layer)
@@ -178,7 +184,7 @@ class ModuleCalls:
     ) -> Any:
         """Call a wrapped function, and capture the call if it is looked at."""
         assert self._catcher is not None
-        layer = f"{self._catcher.running_layer()}.{name}"
+        layer = self._catcher.numbered(f"{self._catcher.running_layer()}.{name}")
         candidate = self._candidate_of(layer)
         entered = candidate and self.enter(layer, None, (args, kwargs))
         result = function(*args, **kwargs)

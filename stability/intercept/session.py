@@ -452,7 +452,8 @@ class Shadow:
                 raise ValueError(nothing_caught(self._model, self.coverage, compiled=is_compiled))
             if is_compiled:
                 self._find("model", _UNSEARCHED)
-        if self._installed is not None and not self._has_counted:
+        has_skipped = self._modules.awaits_optimizer and not self._called
+        if self._installed is not None and not self._has_counted and not has_skipped:
             kind, did = ("attention call", "attended") if self.candidates else ("call", "ran")
             text = (
                 f"no {kind} of step {self._step} was one of training (gradients enabled, "

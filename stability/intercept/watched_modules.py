@@ -28,6 +28,11 @@ __all__ = ["ModuleCandidates", "WatchedModules", "described_modules", "resolve_m
 ModuleCandidates = Mapping[str, str | Callable[..., Any]]
 """Candidates as a user gives them, by glob."""
 
+_NO_UPDATE = (
+    "not seen: no optimizer of the model made a step in the step that was looked at, e.g. as "
+    "GradScaler skips it, or as step() of what shadow yields was called before"
+)
+
 
 def resolve_modules(model: nn.Module, modules: ModuleCandidates) -> dict[str, ModuleCandidate]:
     """Return the candidates by glob; ValueError for a glob of nothing or an unknown candidate."""
@@ -93,16 +98,24 @@ class WatchedModules:
         finally:
             self._probe.disarm()
 
+    @property
+    def awaits_optimizer(self) -> bool:
+        """Whether an optimizer is to be looked at and none has made a step yet."""
+        return OPTIMIZER in self._globs and not self._steps.called
+
     def check(self) -> Iterator[ProbeFinding]:
         """Yield what was not met in the first step; ValueError if a glob has met nothing."""
         if self._is_checked:
             return
         self._is_checked = True
         called = {layer.partition("#")[0] for layer in self._calls.called | self._steps.called}
+        # a scaler of gradients skips steps, of which the first may well be one
         check_globs_of_calls(
             sorted(called),
             of="modules, functions, losses or optimizers that are called",
-            modules=self._globs,
+            modules=[glob for glob in self._globs if glob != OPTIMIZER],
         )
+        if self.awaits_optimizer:
+            yield ProbeFinding(OPTIMIZER, _NO_UPDATE)
         for layer in self._calls.not_called():
             yield ProbeFinding(layer, "not seen: it was not called in the step that was looked at")

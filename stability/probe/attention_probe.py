@@ -35,6 +35,7 @@ from stability.probe.captured_call import (
     repeating,
 )
 from stability.probe.executed import unwitnessed
+from stability.probe.isolation import isolated
 from stability.probe.measurements import (
     DeviationMeter,
     HostTransfer,
@@ -45,7 +46,6 @@ from stability.probe.micro_batches import MicroBatches, Which
 from stability.probe.repeated_call import (
     GRADIENTS,
     gradient_of,
-    isolated,
     repeat_call,
     repeat_golden,
 )

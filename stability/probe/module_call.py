@@ -10,19 +10,19 @@ how calls are caught (`intercept.module_calls`).
 
 import dataclasses
 import inspect
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from stability.probe.captured_call import version_of
 from stability.probe.double_precision import InDouble
-from stability.probe.repeated_call import BadResultError, isolated
+from stability.probe.isolation import isolated
+from stability.probe.kept_state import Copies
+from stability.probe.repeated_call import BadResultError
 
 __all__ = [
     "ModuleCall",
@@ -79,12 +79,9 @@ class ModuleCall:
         `named_by` is the function whose arguments give the inputs their names.
         """
         found = _named_inputs(named_by, args, kwargs)
-        detached = {id(x): x.detach() for x in _tensors_in((args, dict(kwargs)))}
-
-        def given(value: Any) -> Any:
-            return detached.get(id(value), value)
-
-        args, kwargs = tree_map(given, (args, dict(kwargs)))
+        detached = Copies(lambda x: x.detach())
+        args, kwargs = detached.of((args, dict(kwargs)))
+        tensors = [x for x in detached.made.values() if isinstance(x, Tensor)]
         results = {name: x.detach() for name, x in out.items()}
         device = _device_of(*found.values(), *out.values())
         return cls(
@@ -93,12 +90,12 @@ class ModuleCall:
             own=own,
             args=args,
             kwargs=kwargs,
-            inputs={name: given(x) for name, x in found.items()},
+            inputs={name: detached.of(x) for name, x in found.items()},
             trained=frozenset(name for name, x in found.items() if x.requires_grad),
             out=results,
             device=device,
             autocast=autocast,
-            versions=[(x, version_of(x)) for x in (*detached.values(), *results.values())],
+            versions=[(x, version_of(x)) for x in (*tensors, *results.values())],
         )
 
     def was_overwritten(self) -> bool:
@@ -146,10 +143,6 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _parts(part, f"{name}_{str(key).replace('/', '_')}")
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    return [part for _, part in _parts(value, "") if isinstance(part, Tensor)]
-
-
 def _named_inputs(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
@@ -176,46 +169,19 @@ def forward_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def replica_of(module: nn.Module, renewed: Renewed, buffer: Renewed) -> nn.Module:
     """Return a module like `module`, of the same kinds and attributes, with tensors of its own.
 
-    Each parameter is `renewed`, each buffer what `buffer` makes of it; what is shared stays shared.
-    Lists, sets and dictionaries are copied, so that it adds to none of the module's.
+    Each parameter is `renewed`, each other tensor what `buffer` makes of it, wherever the module
+    holds it (`kept_state`), so that none of the module's is changed; what is shared stays shared.
     """
-    return _Replicas(renewed, buffer).of(module)
-
-
-class _Replicas:
-    """Copies modules, each once.
-
-    Not functions inside each other: one that calls itself is a cycle, which would keep the copied
-    tensors of all layers until the garbage collector runs.
-    """
-
-    def __init__(self, renewed: Renewed, buffer: Renewed) -> None:
-        self._renewed = renewed
-        self._buffer = buffer
-        self._made: dict[int, Any] = {}
-
-    def of(self, one: nn.Module) -> nn.Module:
-        """Return the replica of a module."""
-        replica = one.__new__(type(one))
-        vars(replica).update({name: _own_list(value) for name, value in vars(one).items()})
-        parameters, buffers = one._parameters, one._buffers
-        vars(replica).update(
-            {hooks: OrderedDict() for hooks in vars(one) if hooks.endswith("_hooks")},
-            _parameters={name: self._once(x, self._renewed) for name, x in parameters.items()},
-            _buffers={name: self._once(x, self._buffer) for name, x in buffers.items()},
-        )
-        modules = {name: self._once(inner, self.of) for name, inner in one._modules.items()}
-        vars(replica)["_modules"] = modules
-        return replica
-
-    def _once(self, x: Any, make: Callable[[Any], Any]) -> Any:
-        if x is not None and id(x) not in self._made:
-            self._made[id(x)] = make(x)
-        return self._made.get(id(x))
-
-
-def _own_list(value: Any) -> Any:
-    return copy(value) if isinstance(value, list | dict | set | deque) else value
+    copies = Copies(lambda x: renewed(x) if isinstance(x, nn.Parameter) else buffer(x))
+    parts = list(module.modules())
+    # first: a list or an attribute may hold one that is registered elsewhere
+    copies.made.update({id(one): one.__new__(type(one)) for one in parts})
+    for one in parts:
+        hooks = {name: OrderedDict() for name in vars(one) if name.endswith("_hooks")}
+        held = {name: x for name, x in vars(one).items() if name not in hooks}
+        replica = copies.made[id(one)]
+        vars(replica).update(hooks | {name: copies.of(x) for name, x in held.items()})
+    return copies.made[id(module)]
 
 
 def repeat(
@@ -243,12 +209,9 @@ def repeat(
     for name, x in call.inputs.items():
         leaves[id(x)] = copied(x).requires_grad_(bool(douts) and name in call.trained)
 
-    def given(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return leaves[id(value)] if id(value) in leaves else copied(value)
-        return value
-
-    args, kwargs = tree_map(given, (call.args, dict(call.kwargs)))
+    given = Copies(copied)
+    given.made.update(leaves)
+    args, kwargs = given.of((call.args, dict(call.kwargs)))
     module = None if call.module is None else replica_of(call.module, leaf, copied)
     cast = None if dtype else call.autocast
     autocast = torch.autocast(

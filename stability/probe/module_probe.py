@@ -26,12 +26,12 @@ from stability.metrics.deviation import LAYER_COLUMNS, compare
 from stability.metrics.golden_error import GOLDEN_COLUMNS
 from stability.probe.captured_call import repeating
 from stability.probe.executed import unwitnessed
+from stability.probe.isolation import isolated
 from stability.probe.measurements import DeviationMeter, ProbeFinding
 from stability.probe.micro_batches import MicroBatches, Which
 from stability.probe.module_call import ModuleCall, repeat, repeat_in_double
 from stability.probe.module_candidates import ModuleCandidate
 from stability.probe.optimizer_update import Step, copy_of, own_step, updates
-from stability.probe.repeated_call import isolated
 from stability.probe.schedule import Budget
 
 __all__ = ["ModuleProbe"]

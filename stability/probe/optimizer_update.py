@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+
+from stability.probe.kept_state import Copies
 
 __all__ = ["Step", "copy_of", "own_step", "updates"]
 
@@ -25,34 +26,42 @@ def copy_of(optimizer: Optimizer, dtype: torch.dtype | None = None) -> Optimizer
 
     With `dtype` floating-point parameters, gradients and state are in that dtype.
     """
-    made: dict[int, nn.Parameter] = {}
 
-    def copied(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+    def copied(x: Tensor) -> Tensor:
         return x.detach().clone().to(dtype if dtype and x.is_floating_point() else x.dtype)
 
-    def parameter(x: Tensor) -> nn.Parameter:
-        if id(x) not in made:
-            made[id(x)] = nn.Parameter(copied(x), requires_grad=x.requires_grad)
-            made[id(x)].grad = copied(x.grad)
-        return made[id(x)]
+    def of_tensor(x: Tensor) -> Tensor:
+        if not isinstance(x, nn.Parameter) and id(x) not in stepped:
+            return copied(x)
+        made = nn.Parameter(copied(x), requires_grad=x.requires_grad)
+        made.grad = None if x.grad is None else copied(x.grad)
+        return made
 
-    groups = [
-        {**tree_map(copied, {k: v for k, v in group.items() if k != "params"})}
-        | {"params": [parameter(x) for x in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    for key, value in optimizer.state.items():
-        state[parameter(key) if isinstance(key, Tensor) else key] = tree_map(copied, value)
-    copy = type(optimizer).__new__(type(optimizer))
-    vars(copy).update(vars(optimizer))
-    vars(copy).update({name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")})
-    vars(copy).update(param_groups=groups, state=state)
-    # a scheduler of learning rates has put one there, of the optimizer itself
-    vars(copy).pop("step", None)
-    return copy
+    optimizers = _optimizers_in(optimizer)
+    stepped = {id(x) for one in optimizers for group in one.param_groups for x in group["params"]}
+    copies = Copies(of_tensor)
+    # first: one may hold another, as SAM and Lookahead do, or lists of its parameters
+    copies.made.update({id(one): type(one).__new__(type(one)) for one in optimizers})
+    for one in optimizers:
+        held = {name: x for name, x in vars(one).items() if name not in ("state", "step")}
+        hooks = {name: OrderedDict() for name in held if name.endswith("_hooks")}
+        copy = copies.made[id(one)]
+        # `step` is there where a scheduler of learning rates has put it, of the optimizer itself
+        vars(copy).update({name: copies.of(x) for name, x in held.items()} | hooks)
+        state = {copies.of(key): copies.of(value) for key, value in one.state.items()}
+        vars(copy).update(state=defaultdict(dict, state))
+    return copies.made[id(optimizer)]
+
+
+def _optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """Return `optimizer` and those that it keeps, at any depth."""
+    found = [optimizer]
+    for one in found:
+        for value in vars(one).values():
+            held = value if isinstance(value, list | tuple) else [value]
+            new = [x for x in held if isinstance(x, Optimizer)]
+            found += [x for x in new if not any(x is known for known in found)]
+    return found
 
 
 def own_step(optimizer: Optimizer) -> Any:

@@ -5,8 +5,7 @@ and random state is put back. Leaves out which calls are repeated and what is co
 (`attention_probe`).
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from attention_kernels import golden_attention
 from stability.probe.captured_call import AttentionCall, BoundAttention
+from stability.probe.isolation import isolated
 
 __all__ = [
     "GRADIENTS",
     "BadResultError",
     "gradient_of",
-    "isolated",
     "repeat_call",
     "repeat_golden",
 ]
@@ -29,16 +28,6 @@ GRADIENTS = ("dq", "dk", "dv")
 
 class BadResultError(ValueError):
     """An attention returned something that is no result."""
-
-
-@contextmanager
-def isolated(device: torch.device) -> Iterator[None]:
-    """Leave the caller's random state and autocast as they were, and switch autocast off inside."""
-    # An attention with dropout or stochastic rounding would advance the generators that the run
-    # draws from. By default fork_rng saves the state of every GPU; only this one can be used here.
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def repeat_call(

@@ -29,7 +29,7 @@ from stability.probe.gradient_evidence import (
     isolated_golden,
     surrounding_dtype,
 )
-from stability.probe.repeated_call import isolated
+from stability.probe.isolation import isolated
 
 __all__ = ["GptGradients", "attention_rounding", "attentions_of_arm", "gradients_of_arm"]
 

@@ -110,12 +110,17 @@ def batch(step: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(step))
 
 
-def language_step(model: nn.Module, step: int, precision: torch.dtype = torch.float32) -> Tensor:
-    """Run forward and backward on a batch and return the loss."""
+def language_loss(model: nn.Module, step: int, precision: torch.dtype = torch.float32) -> Tensor:
+    """Return the loss of a batch."""
     tokens = batch(step)
     with torch.autocast("cpu", precision, enabled=precision != torch.float32):
         logits = model(tokens[:, :-1])
-    loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def language_step(model: nn.Module, step: int, precision: torch.dtype = torch.float32) -> Tensor:
+    """Run forward and backward on a batch and return the loss."""
+    loss = language_loss(model, step, precision)
     loss.backward()
     return loss
 

@@ -160,3 +160,56 @@ def test_modes_of_the_callers_own_may_be_entered_and_left_around_a_step():
                 language_step(model, step)
                 probe.step()
     assert not probe.findings
+
+
+class _Heads(nn.Module):
+    """Two heads, whose losses come after both or each behind its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 32)
+        self.first, self.second = nn.Linear(32, 40), nn.Linear(32, 40)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.first(x), self.second(x)
+
+
+def test_each_of_several_losses_of_a_pass_is_looked_at_with_its_own_head():
+    def wrong_in_the_second(head, x, t):
+        loss = F.cross_entropy(head(x), t)
+        return loss * (1 + 0.01 * (head.weight.mean() > 0.5).float())
+
+    torch.manual_seed(0)
+    model = _Heads()
+    with torch.no_grad():
+        model.second.weight.add_(1)
+    modules = {"*+loss": wrong_in_the_second, "loss": F.cross_entropy}
+    with shadow(model, modules=modules) as probe:
+        for micro_batch in range(2):
+            tokens = batch(micro_batch)
+            logits = [x.flatten(0, 1) for x in model(tokens)]
+            sum(F.cross_entropy(x, tokens.flatten()) for x in logits).backward()
+        probe.step()
+    assert not probe.findings
+    gains = {
+        "/".join((name.split("/")[1], name.split("/")[-2])): value
+        for name, value in probe.metrics.items()
+        if name.endswith("/gain")
+    }
+    assert {name.split("/")[0] for name in gains} == {"first+loss", "second+loss", "loss", "loss#1"}
+    for name, gain in gains.items():
+        assert abs(gain - 0.01 * name.startswith("second")) < 1e-4, name
+
+
+def test_targets_of_probabilities_are_those_of_flattened_tokens():
+    torch.manual_seed(0)
+    model = Language()
+    tokens = batch(0)
+    wanted = torch.softmax(torch.randn(tokens.numel(), 37), -1)
+    modules = {KEY: lambda head, x, t, **options: F.cross_entropy(head(x), t, **options)}
+    with shadow(model, modules=modules) as probe:
+        F.cross_entropy(model(tokens).flatten(0, 1), wanted, label_smoothing=0.1).backward()
+        probe.step()
+    assert not probe.findings
+    assert judged(probe, KEY)["dx"][0] == 1.0

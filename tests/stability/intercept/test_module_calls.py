@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from stability import shadow
+from stability import module_call, shadow
 from tests.stability.intercept.module_models import (
     Language,
     angles,
@@ -195,3 +196,28 @@ def test_wrong_rotary_embeddings_are_told_at_q_and_k_and_their_gradients():
     for wrong in (interleaved, other_base):
         found = judged(look({"*.rotate": wrong}), "layers.1.rotate")
         assert min(ratio for ratio, _ in found.values()) > 1000, wrong
+
+
+@module_call
+def twice(x):
+    return 2 * x
+
+
+class _CallsTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.language = Language()
+
+    def forward(self, tokens):
+        x = twice(self.language.embedding(tokens))
+        return self.language.lm_head(twice(x * 8))
+
+
+def test_each_call_of_a_function_in_one_module_is_looked_at_by_its_number():
+    def wrong_in_the_second(x):
+        return twice(x) * (1.01 if x.abs().max() > 16 else 1.0)
+
+    probe = look({"*twice": wrong_in_the_second}, _CallsTwice(), micro_batches="all")
+    assert judged(probe, "model.twice")["out"][1] == 0
+    assert abs(judged(probe, "model.twice#1")["out"][1] - 0.01) < 1e-5
+    assert not [name for name in probe.metrics if "@batch" in name]

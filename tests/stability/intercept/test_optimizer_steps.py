@@ -1,6 +1,7 @@
 """`modules={"optimizer": ...}`: one update repeated on copied parameters, gradients and state."""
 
 import copy
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stability import shadow
 from stability.probe.optimizer_update import own_step
-from tests.stability.intercept.module_models import Language, judged, language_step, train
+from tests.stability.intercept.module_models import (
+    Language,
+    judged,
+    language_loss,
+    language_step,
+    train,
+)
 
 
 def fused(optimizer):
@@ -129,3 +136,89 @@ def test_a_candidate_that_calls_step_steps_the_copy_and_hooks_see_the_runs_own_s
     finally:
         handle.remove()
     assert len(seen) == 2
+
+
+class Holds(torch.optim.Optimizer):
+    """Steps by another optimizer of the same parameters, as SAM and Lookahead do."""
+
+    def __init__(self, parameters):
+        super().__init__(list(parameters), {"lr": 1e-2})
+        self.base = torch.optim.AdamW(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+class KeepsItsOwn(torch.optim.Optimizer):
+    """Keeps its parameters, momenta and count beside groups and state."""
+
+    def __init__(self, parameters):
+        super().__init__(list(parameters), {"lr": 1e-2})
+        self.trained = self.param_groups[0]["params"]
+        self.momenta = [torch.zeros_like(x) for x in self.trained]
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for x, momentum in zip(self.trained, self.momenta, strict=True):
+            momentum.mul_(0.9).add_(x.grad)
+            x.sub_(momentum, alpha=1e-2 / self.count)
+
+
+@pytest.mark.parametrize("kind", [Holds, KeepsItsOwn])
+def test_what_an_optimizer_keeps_beside_its_state_stays_the_runs_own(kind):
+    def trained(candidate):
+        torch.manual_seed(0)
+        model = Language()
+        optimizer = kind(model.parameters())
+        probe = None
+        with ExitStack() as ends:
+            if candidate:
+                modules = {"optimizer": candidate}
+                probe = ends.enter_context(shadow(model, modules=modules))
+            for step in range(3):
+                optimizer.zero_grad()
+                language_step(model, step)
+                optimizer.step()
+                if probe:
+                    probe.step()
+        return list(model.state_dict().values()), probe
+
+    def doubled(optimizer):
+        before = [x.clone() for group in optimizer.param_groups for x in group["params"]]
+        own_step(optimizer)
+        params = [x for group in optimizer.param_groups for x in group["params"]]
+        with torch.no_grad():
+            for x, y in zip(params, before, strict=True):
+                x.mul_(2).sub_(y)
+
+    alone, _ = trained(None)
+    for candidate, expected in ((own_step, 0.0), (doubled, 1.0)):
+        watched, probe = trained(candidate)
+        assert all(map(torch.equal, alone, watched))
+        assert not probe.findings
+        gain = judged(probe, "optimizer")["update_0"][1]
+        assert abs(gain - expected) < 1e-4
+
+
+@pytest.mark.parametrize("others", [{}, {"lm_head": "emulated:bf16"}], ids=["alone", "with others"])
+def test_a_first_step_that_a_scaler_of_gradients_skips_is_told_and_the_next_is_measured(others):
+    torch.manual_seed(0)
+    model = Language()
+    optimizer, scaler = _two_groups(model), torch.amp.GradScaler("cpu")
+    seen = []
+    with shadow(model, modules={"optimizer": own_step} | others) as probe:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = language_loss(model, step)
+            scaler.scale(loss * float("inf") if step == 0 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            probe.step()
+            seen.append("optimizer" in {name.split("/")[1] for name in probe.metrics})
+    assert seen == [False, True]
+    texts = [text for step, layer, text in probe.findings if (step, layer) == (0, "optimizer")]
+    assert len(texts) == 1
+    assert texts[0].startswith("not seen: no optimizer of the model made a step")

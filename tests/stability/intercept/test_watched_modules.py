@@ -1,9 +1,12 @@
 """What `shadow(modules=...)` leaves alone, tells, refuses and writes down."""
 
 import copy
+import random
 import shutil
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -351,3 +354,117 @@ def test_more_variants_of_a_module_than_torch_would_compile_are_all_compiled(mon
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs g++ on a CPU")
 def test_what_inductor_makes_of_a_module_passes():
     _compiled_model()
+
+
+class _Sums:
+    def __init__(self):
+        self.sums, self.calls = [torch.zeros(32)], 0
+
+
+class KeepsTensors(nn.Module):
+    """Adds to tensors that are no buffers, and its result depends on one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.mean = torch.zeros(32)
+        self.kept = {"sums": [torch.zeros(32)]}
+        self.sums = _Sums()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)))
+        for sums in (self.kept["sums"], self.sums.sums):
+            sums[0].add_(x.detach().sum((0, 1)))
+        self.sums.calls += 1
+        noise = torch.rand(32, generator=self.generator)
+        return x * self.weight + 0.1 * self.mean + 0.1 * noise
+
+
+def _trained_with_kept_tensors(modules):
+    torch.manual_seed(0)
+    model = _Part(KeepsTensors())
+    probe = None
+    if modules:
+        with shadow(model, modules=modules) as probe:
+            weights = train(model, probe=probe)
+    else:
+        weights = train(model)
+    part = model.part
+    kept = part.mean, part.kept["sums"][0], part.sums.sums[0], torch.tensor(part.sums.calls)
+    return [*weights.values(), *kept, part.generator.get_state()], probe
+
+
+def test_tensors_that_are_no_buffers_stay_the_runs_own_wherever_a_module_keeps_them():
+    def moves_all(module, x):
+        for kept in (module.mean, module.kept["sums"][0], module.sums.sums[0]):
+            kept.add_(7.0)
+        return x * module.weight
+
+    alone, _ = _trained_with_kept_tensors({})
+    for candidate in ("emulated:bf16", moves_all):
+        watched, probe = _trained_with_kept_tensors({"part": candidate})
+        assert all(map(torch.equal, alone, watched))
+        assert not probe.findings
+        assert judged(probe, "part")["dweight"][0] <= 1, "it is made again with what it was"
+
+
+class _DrawsOnTheHost(nn.Module):
+    def forward(self, x):
+        return x * (1 + random.random() + np.random.rand())
+
+
+def test_draws_of_python_and_numpy_are_told_and_are_the_runs_own():
+    def draws(module, x):
+        return x * random.random() * np.random.rand()
+
+    def ends(part, candidate):
+        random.seed(0)
+        np.random.seed(0)
+        probe = look({"part": candidate}, _Part(part))
+        return probe, (random.random(), np.random.rand())
+
+    _, alone = ends(Norm(32), "emulated:bf16")
+    _, watched = ends(Norm(32), draws)
+    assert watched == alone
+    probe, _ = ends(_DrawsOnTheHost(), draws)
+    ((_, layer, text),) = probe.findings
+    assert layer == "part"
+    assert text.startswith("not looked at: it draws random numbers")
+
+
+@dataclass
+class _Given:
+    x: torch.Tensor
+    scale: float = 2.0
+
+
+class _TakesDataclass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, given):
+        return _Given(self.linear(given.x) * given.scale)
+
+
+class _GivesDataclass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = _TakesDataclass()
+
+    def forward(self, x):
+        return self.inner(_Given(x)).x
+
+
+def test_tensors_in_a_dataclass_that_is_given_have_their_gradient_and_their_golden():
+    def wrong(module, given):
+        return _Given(module.linear(given.x) * given.scale * 1.01)
+
+    found = {}
+    for candidate in (wrong, "emulated:bf16"):
+        probe = look({"part.inner": candidate}, _Part(_GivesDataclass()))
+        assert not probe.findings
+        found[candidate] = judged(probe, "part.inner")
+        assert set(found[candidate]) == {"dx", "out_x", "dlinear.weight", "dlinear.bias"}
+    assert all(abs(gain - 0.01) < 1e-4 for _, gain in found[wrong].values())
