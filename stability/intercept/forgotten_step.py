@@ -29,6 +29,8 @@ class UpdateWatch:
 
     def mark(self) -> None:
         """Take the weights as they are now for those of the step."""
+        # these very ones: in a pass of its own FSDP puts gathered weights in their place
+        self._parameters = list(self._model.parameters())
         self._version = self._sum_of_versions()
 
     @property
@@ -46,4 +48,4 @@ class UpdateWatch:
         return is_first
 
     def _sum_of_versions(self) -> int:
-        return sum(version_of(parameter) for parameter in self._model.parameters())
+        return sum(version_of(parameter) for parameter in self._parameters)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["ROOT", "layer_names"]
+__all__ = ["ROOT", "is_parallel_wrapper", "layer_names"]
 
 ROOT = "model"
 """The name of the model itself."""
@@ -30,6 +30,14 @@ _INNER = {
     "BaseTunerLayer": "base_layer",
 }
 """What wraps a module, by class or base class, and the child that it wraps."""
+
+_PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+
+
+def is_parallel_wrapper(module: nn.Module) -> bool:
+    """Whether it only spreads the module that it wraps over ranks or devices."""
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return not names.isdisjoint((*_PARALLEL, "DeepSpeedEngine"))
 
 
 def layer_names(model: nn.Module) -> dict[nn.Module, str]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from stability.intercept.catcher import Catcher
 from stability.intercept.eager import check_eager
 from stability.intercept.global_hooks import put_global_hooks
-from stability.intercept.layer_names import layer_names
+from stability.intercept.layer_names import is_parallel_wrapper, layer_names
 from stability.probe.captured_call import version_of
 from stability.probe.isolation import host_random_state
 from stability.probe.module_call import (
@@ -44,6 +44,10 @@ Noted = Callable[[str, bool], bool]
 
 _RANDOM = (
     "not looked at: it draws random numbers, e.g. for dropout, and a candidate would draw others"
+)
+_SHARDED = (
+    "not looked at: fully_shard gathers its weights around each call; name the modules inside of "
+    "it, e.g. *.mlp where it shards the blocks"
 )
 _IN_PLACE = "not looked at: it writes into its inputs"
 
@@ -74,7 +78,14 @@ class Entered:
         """Say why the call, now over, cannot be repeated; "" if it can."""
         if self.random_state != _random_state():
             return _RANDOM
+        if self.module is not None and _is_sharded(self.module):
+            return _SHARDED
         return _IN_PLACE if any(version_of(x) != before for x, before in self.versions) else ""
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    kinds = (kind for one in module.modules() for kind in type(one).__mro__)
+    return any(kind.__name__ == "FSDPModule" for kind in kinds)
 
 
 def _random_state() -> tuple[Any, ...]:
@@ -202,6 +213,8 @@ class ModuleCalls:
         catcher = self._catcher
         if catcher is None or torch.compiler.is_dynamo_compiling() or not catcher.knows(module):
             return
+        if is_parallel_wrapper(module):
+            return  # its forward synchronises ranks, and what it wraps has the same name
         if catcher.may_catch and self._candidate_of(catcher.names[module]):
             entered = self.enter(catcher.next_layer(module), module, args)
             self._thread.entered.append((module, entered))

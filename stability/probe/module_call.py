@@ -175,7 +175,8 @@ def replica_of(module: nn.Module, renewed: Renewed, buffer: Renewed) -> nn.Modul
     copies = Copies(lambda x: renewed(x) if isinstance(x, nn.Parameter) else buffer(x))
     parts = list(module.modules())
     # first: a list or an attribute may hold one that is registered elsewhere
-    copies.made.update({id(one): one.__new__(type(one)) for one in parts})
+    # by object's own: that of a module that FSDP shards makes one anew, with __init__
+    copies.made.update({id(one): object.__new__(type(one)) for one in parts})
     for one in parts:
         hooks = {name: OrderedDict() for name in vars(one) if name.endswith("_hooks")}
         held = {name: x for name, x in vars(one).items() if name not in hooks}

@@ -71,11 +71,20 @@ def own_step(optimizer: Optimizer) -> Any:
 
 
 def updates(optimizer: Optimizer, before: Optimizer) -> dict[str, Tensor]:
-    """Return what has changed in the parameters of each group, in FP64: `update_0`, ..."""
+    """Return what has changed in the parameters of each group, in FP64: `update_0`, ...
+
+    Of sharded parameters it is the change of this rank's shards.
+    """
     found = {}
     for i, (now, then) in enumerate(zip(optimizer.param_groups, before.param_groups, strict=True)):
         pairs = zip(now["params"], then["params"], strict=True)
-        changes = [(x.detach().double() - y.detach().double()).flatten() for x, y in pairs]
+        changes = [(_here(x).double() - _here(y).double()).flatten() for x, y in pairs]
         if changes:
             found[f"update_{i}"] = torch.cat(changes)
     return found
+
+
+def _here(x: Tensor) -> Tensor:
+    """Return the values of a parameter that this rank holds."""
+    local: Callable[[], Tensor] | None = getattr(x.detach(), "to_local", None)
+    return x.detach() if local is None else local()
