@@ -32,13 +32,14 @@ def _ranks(count):
         torch.distributed.destroy_process_group()
 
 
-def _sharded(mesh):
+def _sharded(mesh) -> nn.Module:
     torch.manual_seed(0)
     model = Language()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model.lm_head, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def _trained(model, modules):
@@ -76,7 +77,6 @@ def test_the_update_of_unevenly_sharded_weights_is_that_of_this_ranks_shards():
         optimizer = torch.optim.SGD([parameter], lr=0.5)
         before = copy_of(optimizer)
         optimizer.step()
-        assert parameter.to_local().shape == (6, 8)
         found = updates(optimizer, before)["update_0"]
     torch.testing.assert_close(
         found, torch.full((48,), -0.5, dtype=torch.float64), atol=1e-6, rtol=0
@@ -98,7 +98,7 @@ def test_ddp_itself_is_not_repeated_but_the_model_in_it_is():
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_forgotten_step_is_told_of_sharded_weights_and_gathering_them_is_none(forgets):
-    with _ranks(1) as mesh:
+    with _ranks(2) as mesh:
         model = _sharded(mesh)
         optimizer = torch.optim.AdamW(model.parameters())
         with shadow(model, modules={"*.mlp": "emulated:bf16"}) as probe:
@@ -107,9 +107,10 @@ def test_a_forgotten_step_is_told_of_sharded_weights_and_gathering_them_is_none(
                 optimizer.step()
                 with pytest.warns(UserWarning, match="the weights were updated and step"):
                     language_step(model, 1)
-            else:
+            for step in range(0 if forgets else 2):
                 language_step(model, 1)
-            optimizer.step()
-            probe.step()
+                optimizer.step()
+                probe.step()
+                language_step(model, step)
     told = [text for _, _, text in probe.findings if text.startswith("the weights were updated")]
     assert len(told) == forgets
