@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -22,7 +23,7 @@ from tests.stability.intercept.module_models import Language, judged, language_s
 
 @contextmanager
 def _ranks(count):
-    backend, store = ("gloo", torch.distributed.HashStore())
+    backend, store = ("gloo", HashStore())
     if count > 1:
         backend, store = "fake", FakeStore()
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=count)
