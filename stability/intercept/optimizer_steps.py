@@ -7,8 +7,9 @@ stored weights, so that the rounding of these is in them. Leaves out how a step 
 (`probe.optimizer_update`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -72,21 +73,46 @@ class OptimizerSteps:
         index = self._known.index(id(optimizer))
         return f"{OPTIMIZER}#{index}" if index else OPTIMIZER
 
-    def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Copy an optimizer that is to step; return its arguments where they are to be others."""
         groups = optimizer.param_groups
         is_ours = any(id(x) in self._parameters for group in groups for x in group["params"])
         if is_repeating() or not is_ours:
-            return
+            return None
         layer = self._layer(optimizer)
         self.called.add(layer)
         named = self._probe.name_if_due(layer) if self._noted(layer, True) else ""
         if not named:
-            return
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is not None:
-            self._probe.find(layer, "not looked at: its step calls a closure")
-            return
+            return None
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._copies_after(args[1], optimizer, named), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            closure = self._copies_after(kwargs["closure"], optimizer, named)
+            return args, {**kwargs, "closure": closure}
         self._before[id(optimizer)] = named, copy_of(optimizer)
+        return None
+
+    def _copies_after(
+        self, closure: Callable[[], Any], optimizer: Optimizer, named: str
+    ) -> Callable[[], Any]:
+        """Return a closure that copies the optimizer once its gradients are there.
+
+        Lightning passes one, which trains; one that is called again is of another algorithm.
+        """
+        is_called = False
+
+        @wraps(closure)
+        def called() -> Any:
+            nonlocal is_called
+            result = closure()
+            if not is_called:
+                self._before[id(optimizer)] = named, copy_of(optimizer)
+            elif self._before.pop(id(optimizer), None):
+                self._probe.find(named, "not looked at: its step calls its closure more than once")
+            is_called = True
+            return result
+
+        return called
 
     def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         layer, before = self._before.pop(id(optimizer), ("", None))

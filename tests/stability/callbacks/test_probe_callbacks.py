@@ -20,6 +20,7 @@ from stability.probe.attention_probe import AttentionProbe, as_shadows
 from stability.probe.attention_registry import resolve_attention
 from stability.probe.captured_call import AttentionCall
 from stability.probe.measurements import HostTransfer, MeasurementBuffer
+from stability.probe.optimizer_update import own_step
 from stability.probe.schedule import Schedule
 from stability.records.events import read_log_and_events
 from stability.records.metric_log import MetricLog, read_log, read_metrics
@@ -105,6 +106,25 @@ def test_training_ends_in_the_same_bits_and_figures_are_logged(tmp_path, accumul
     counts = read_log(tmp_path / "watched" / "metrics.jsonl").counts
     assert len(counts["deviation/decoder.layers.0/dk/ulp_histogram"][2]) == len(ULP_EDGES) + 1
     assert not any(module._forward_hooks for module in watched.modules())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_modules_and_the_optimizer_are_looked_at_in_lightning(tmp_path, accumulate):
+    """Lightning trains inside the closure that it gives to the optimizer's step."""
+    modules = {"*.qkv": "emulated:e4m3", "loss": "emulated:bf16", "optimizer": own_step}
+    plain, _ = _fit(tmp_path / "plain", [], accumulate=accumulate)
+    callback = ShadowCallback(modules=modules, every=2)
+    watched, _ = _fit(tmp_path / "watched", [callback], accumulate=accumulate)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, watched.state_dict()[name]), name
+    found = read_metrics(tmp_path / "watched" / "metrics.jsonl")
+    name = "deviation/optimizer/own_step/update_0/rel_fro"
+    assert found[name].steps == [0, 2]
+    assert set(found[name].values) == {0.0}
+    assert found["deviation/decoder.layers.1.qkv/emulated_e4m3/dx/gain"].steps == [0, 2]
+    assert found["deviation/loss/emulated_bf16/out/gain"].steps == [0, 2]
+    events = read_log_and_events(tmp_path / "watched" / "metrics.jsonl")[1]
+    assert not [event for event in events if event.kind == "finding"]
 
 
 def test_a_resumed_run_goes_on_with_its_sums_and_reports_nothing_twice(tmp_path):

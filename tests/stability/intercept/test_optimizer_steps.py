@@ -112,15 +112,46 @@ def test_two_optimizers_of_one_model_are_told_apart_and_another_models_is_passed
     assert not probe.findings
 
 
-def test_an_optimizer_needs_a_function_and_a_step_without_closure():
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_step_that_trains_in_its_closure_is_measured_and_stays_as_it_was(by_name):
+    """As Lightning's does: what the gradients were before the step is not what it takes."""
+    ends = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Language()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            return language_step(model, 0)
+
+        given = {"closure": closure} if by_name else {}
+        candidates = {"optimizer": fused} if watched else {}
+        with ExitStack() as stack:
+            probe = stack.enter_context(shadow(model, modules=candidates)) if watched else None
+            for _ in range(3):
+                loss = optimizer.step(*(() if by_name else (closure,)), **given)
+                assert loss is not None
+                if probe is not None:
+                    probe.step()
+            if probe is not None:
+                found = judged(probe, "optimizer")["update_0"]
+                assert not probe.findings
+        ends.append([x.detach().clone() for x in model.parameters()])
+    assert all(torch.equal(x, y) for x, y in zip(*ends, strict=True))
+    assert 0 < found[0] < 2
+    assert abs(found[1]) < 1e-6
+
+
+def test_an_optimizer_needs_a_function_and_a_step_that_calls_its_closure_once():
     with pytest.raises(ValueError, match=r"modules\['optimizer'\] must be a function of an optimi"):
         shadow(Language(), modules={"optimizer": "compiled"}).__enter__()
     model = Language()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     with shadow(model, modules={"optimizer": own_step}) as probe:
         optimizer.step(lambda: language_step(model, 0))
         probe.step()
-    assert ("optimizer", "not looked at: its step calls a closure") in [
+    assert ("optimizer", "not looked at: its step calls its closure more than once") in [
         found[1:] for found in probe.findings
     ]
 
