@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from stability import shadow
 from stability.analysis.probe_answer import answer_of_probe
@@ -13,19 +12,15 @@ from stability.analysis.probe_records import read_probe
 from stability.probe.micro_batches import MicroBatches
 from stability.records.metric_names import without_batch
 from tests.stability.intercept.module_models import Language
-from tests.stability.intercept.torch_models import Decoder, drops_a_key, tokens, train_step
+from tests.stability.intercept.torch_models import (
+    Decoder,
+    Recomputed,
+    drops_a_key,
+    tokens,
+    train_step,
+)
 
 LAYERS = ["layers.0", "layers.1", "layers.2"]
-
-
-class _Checkpointed(Decoder):
-    reentrant = True
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.head(x)
 
 
 def _loss(model, batch):
@@ -80,14 +75,14 @@ def test_each_micro_batch_has_the_figures_of_itself_alone(train):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_call_is_not_another_micro_batch(reentrant):
     torch.manual_seed(0)
-    model = _Checkpointed()
+    model = Recomputed()
     model.reentrant = reentrant
     _assert_each_is_as_alone(model, _backward_each, "flash:all_bf16")
 
 
 def test_recomputation_after_the_last_forward_adds_nothing():
     torch.manual_seed(0)
-    model = _Checkpointed()
+    model = Recomputed()
     model.reentrant = False
     _assert_each_is_as_alone(model, _backward_at_the_end, "flash:all_bf16")
 

@@ -12,11 +12,15 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 from stability import shadow
 from stability.intercept.layer_names import layer_names
-from tests.stability.intercept.torch_models import Decoder, tokens, train_step
+from tests.stability.intercept.torch_models import (
+    Decoder,
+    Recomputed,
+    tokens,
+    train_step,
+)
 
 
 def _update(model, step):
@@ -77,22 +81,12 @@ def test_a_step_of_evaluation_alone_is_told_and_looked_at_where_that_is_asked_fo
     assert not probe.findings
 
 
-class _Checkpointed(Decoder):
-    reentrant = True
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_layers_backward_is_measured(reentrant):
     found = []
-    for kind in (Decoder, _Checkpointed):
+    for kind in (Decoder, Recomputed):
         torch.manual_seed(0)
-        model = _Checkpointed()
+        model = Recomputed()
         model.reentrant = reentrant
         if kind is Decoder:
             model.forward = lambda ids, m=model: m.head(_plain(m, ids))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from attention_kernels import flash_attention
 
@@ -47,6 +48,19 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = x + self.dropout(layer(self.norm(x.transpose(1, 2)).transpose(1, 2)))
+        return self.head(x)
+
+
+class Recomputed(Decoder):
+    """Computes each layer again in the backward pass."""
+
+    reentrant = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
         return self.head(x)
 
 
