@@ -104,3 +104,20 @@ def test_each_token_is_measured_right_and_none_changes(
             figure = figures[f"deviation/{layer}/out/golden_baseline_rel_fro"]
             assert figure == pytest.approx(error, abs=1e-12)
             assert 1e-9 < figure < 1e-6
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_each_token_may_be_a_micro_batch_of_one_step(cache):
+    found = {}
+    for which in ("first", "all"):
+        model = _model("llama", "sdpa")
+        options = {"evaluation": True, "micro_batches": which}
+        with torch.no_grad(), shadow(model, "flash:golden", **options) as probe:
+            _generate(model, cache, 0, lambda: None)
+            probe.step()
+        assert not probe.findings
+        found[which] = {name.split("/")[1] for name in probe.metrics}
+    layers = {f"model.layers.{index}.self_attn" for index in range(2)}
+    assert found["first"] == layers
+    later = {f"{layer}@batch{token}" for layer in layers for token in range(1, NEW)}
+    assert found["all"] == layers | later
