@@ -21,6 +21,7 @@ import attention_kernels
 __all__ = ["DEPENDENCIES", "imported_packages", "is_installed", "is_known_by_version"]
 
 DEPENDENCIES = (
+    "accelerate",
     "codespell",
     "datasets",
     "gfloat",
