@@ -11,6 +11,7 @@ from stability.analysis.probe_answer import answer_of_probe
 from stability.analysis.probe_records import read_probe
 from stability.probe.micro_batches import MicroBatches
 from stability.records.metric_names import without_batch
+from tests.sampling import one_in
 from tests.stability.intercept.module_models import Language
 from tests.stability.intercept.torch_models import (
     Decoder,
@@ -66,7 +67,7 @@ def _assert_each_is_as_alone(model, train, candidate=None, **options):
     assert not _same(alone[0], alone[1])
 
 
-@pytest.mark.parametrize("train", [_backward_each, _backward_at_the_end])
+@pytest.mark.parametrize("train", one_in(2, [_backward_each, _backward_at_the_end]))
 def test_each_micro_batch_has_the_figures_of_itself_alone(train):
     torch.manual_seed(0)
     _assert_each_is_as_alone(Decoder(), train, "flash:all_bf16", heads=True, inside=True)
@@ -80,6 +81,7 @@ def test_a_recomputed_call_is_not_another_micro_batch(reentrant):
     _assert_each_is_as_alone(model, _backward_each, "flash:all_bf16")
 
 
+@pytest.mark.slow
 def test_recomputation_after_the_last_forward_adds_nothing():
     torch.manual_seed(0)
     model = Recomputed()
@@ -87,7 +89,7 @@ def test_recomputation_after_the_last_forward_adds_nothing():
     _assert_each_is_as_alone(model, _backward_at_the_end, "flash:all_bf16")
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", one_in(2, [True, False]))
 def test_modules_functions_and_losses_too(recomputes):
     torch.manual_seed(0)
     model = Language()

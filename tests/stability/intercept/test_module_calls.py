@@ -1,6 +1,7 @@
 """`shadow(modules=...)`: any module or function beside a candidate, without a trace in the run."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from stability import module_call, shadow
+from tests.sampling import one_in
 from tests.stability.intercept.module_models import (
     Language,
     angles,
@@ -59,8 +61,10 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=["fp32", "bf16-mixed"])
-@pytest.mark.parametrize("how", ["plain", "accumulated", "checkpointed"])
+@pytest.mark.parametrize(
+    ("precision", "how"),
+    one_in(2, product((torch.float32, torch.bfloat16), ("plain", "accumulated", "checkpointed"))),
+)
 def test_training_ends_in_the_same_bits_with_every_part_looked_at(precision, how):
     """Weights, BatchNorm's buffers and the random stream of dropout are all part of it."""
     torch.manual_seed(0)
