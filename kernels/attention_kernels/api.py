@@ -135,10 +135,10 @@ def flash_attention(
     scores, `(batch, heads, query_len)` (packed: `(heads, total_tokens)`), FP32
     or FP64, which carries no gradient.
 
-    `mask` is `MaskArguments`: causal, scale, window, softcap, key_padding, attn_mask, alibi_slopes,
-    sinks, cu_seqlens_q, cu_seqlens_k, dropout_p, dropout_seed, dropout_offset. A row that attends
-    nothing gives 0, zero gradients, and for lse the sink, or -inf without one. The sinks get a
-    gradient too. Under torch.vmap each slice is a call of its own, so all drop alike.
+    `mask` is `MaskArguments`: causal, scale, window, softcap, key_padding, attn_mask, mask_mod,
+    alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, dropout_p, dropout_seed, dropout_offset. A row
+    that attends nothing gives 0, zero gradients, and for lse the sink, or -inf without one. The
+    sinks get a gradient too. Under torch.vmap each slice is a call of its own, so all drop alike.
     `numerics` says all that decides the bits; the caller's autocast and matmul precision do not.
     `engine` is resolved by `resolve_engine`. ValueError for anything that doesn't fit.
     """
@@ -151,7 +151,8 @@ def flash_attention(
     if packed:
         check_packable(where, numerics)
     plan = plan_to_text(resolve_engine(engine, q.device), numerics.text, q.dtype)
-    out, lse, _ = flash_forward(*_operands(q, k, v), *_call(q, mask, plan))
+    call = _call(where, q, mask, plan)
+    out, lse, _ = flash_forward(*_operands(q, k, v), *call.for_operator())
     if packed:
         out, lse = _unpacked(out), lse.squeeze(0)
     return AttentionOutput(out, lse.detach()) if return_lse else out
@@ -283,7 +284,7 @@ def _by_definition(
     check_transforms(function, given, tangents=tangents, batches=False)
     check_mask(function, q, k, mask)
     text = None if numerics is None else numerics.text
-    call = _call(q, mask, plan_to_text(engine, text, q.dtype))
+    call = _call(function, q, mask, plan_to_text(engine, text, q.dtype))
     lse = None
     # Outside of a compiled model autograd differentiates golden and baseline as they stand, so that
     # they need no backward of their own that could be wrong. Inside of one they are operators, so
@@ -291,7 +292,7 @@ def _by_definition(
     if torch.compiler.is_compiling():
         if return_lse:
             raise ValueError(f"{function}: return_lse must be False inside of torch.compile")
-        out = reference_forward(*_operands(q, k, v), *call)
+        out = reference_forward(*_operands(q, k, v), *call.for_operator())
     else:
         out, lse = attend_by_definition(*_operands(q, k, v), call, return_lse)
     if q.dim() == 3:
@@ -311,8 +312,8 @@ def _unpacked(out: Tensor) -> Tensor:
     return out.squeeze(0).transpose(0, 1)
 
 
-def _call(q: Tensor, arguments: MaskArguments, plan: str) -> Call:
+def _call(function: str, q: Tensor, arguments: MaskArguments, plan: str) -> Call:
     """Return what an operator takes beside q, k and v, given arguments that are checked."""
-    fields = mask_fields(arguments)
+    fields = mask_fields(arguments, q.shape[0], q.shape[1], function)
     left, right = fields.pop("window")
     return Call(**fields, left=left, right=right, scale=scale_of(q, arguments), plan=plan)

@@ -193,6 +193,7 @@ def check_mask(function: str, q: Tensor, k: Tensor, mask: Mapping[str, Any]) -> 
     _check_scalars(function, mask)
     _check_window(function, mask.get("window"))
     _check_packing(function, q, mask)
+    _check_mask_mod(function, q, mask.get("mask_mod"))
     names = ("key_padding", "attn_mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
     for name in names:
         x = mask.get(name)
@@ -212,7 +213,8 @@ def read_mask(
     `function`.
     """
     check_mask(function, q, k, arguments)
-    return Mask(**mask_fields(arguments)), scale_of(q, arguments)
+    fields = mask_fields(arguments, q.shape[0], q.shape[1], function)
+    return Mask(**fields), scale_of(q, arguments)
 
 
 def scale_of(q: Tensor, arguments: MaskArguments) -> float:
@@ -289,6 +291,20 @@ def _check_packing(function: str, q: Tensor, mask: Mapping[str, Any]) -> None:
             "a tensor",
             "leave the padding out of the packed sequences",
         )
+
+
+def _check_mask_mod(function: str, q: Tensor, mask_mod: Any) -> None:
+    """Raise ValueError unless it is a function, where one can be; what it returns, tiles check."""
+    if mask_mod is None:
+        return
+    where, attn_mask = f"{function}: mask_mod", "pass the mask as attn_mask"
+    rule = "a function of (batch, head, query, key) that returns a bool tensor"
+    require(callable(mask_mod), where, rule, type(mask_mod).__name__, attn_mask)
+    rule = "None with packed sequences"
+    require(q.dim() == 4, where, rule, "a function", "attend each sequence by itself")
+    if torch.compiler.is_compiling():
+        # an operator takes no function, and a handle to one is no constant of a graph
+        require(False, where, "None inside of torch.compile", "a function", attn_mask)
 
 
 def _check_tensor(function: str, name: str, x: Any, q: Tensor) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.dropout import keep_tile, keep_word, scale_of_kept
+from attention_kernels.mask_mod import MaskFunction, MaskMod
 
 __all__ = ["Mask", "MaskArguments", "Sequence", "mask_fields"]
 
@@ -35,16 +36,20 @@ class MaskArguments(TypedDict, total=False):
     `(batch, key_len)`: true where a key may be attended. `attn_mask`, broadcastable to
     `(batch, heads, query_len, key_len)`: bool, true where it may be attended, or floating, added to
     the scores after the softcap. A floating one that requires grad gets it: the sum of dS over the
-    axes along which it is broadcast (T5's trained position bias). `alibi_slopes`, `(heads,)` or
-    `(batch, heads)`: subtract slope * distance; they get no gradient. `sinks`, `(heads,)`: a logit
-    of each head that joins the softmax's denominator and has no value (GPT-OSS); neither scaled,
-    capped nor masked, it gets a gradient, and the LSE includes it. `cu_seqlens_q`, `cu_seqlens_k`,
-    int32: where each packed sequence starts and, last, how many tokens there are; then q is
-    `(total_tokens, heads, head_dim)`, k and v likewise. `dropout_p`: the probability that a weight
-    of the softmax is dropped; those kept are divided by 1 - dropout_p, the denominator and the LSE
-    stay. Which are dropped is a function of `dropout_seed`, which must be given then, and
-    `dropout_offset` (integers below 2**63; take other ones at each step and layer) and of where the
-    weight lies (`dropout`); no generator of torch is read or advanced.
+    axes along which it is broadcast (T5's trained position bias). `mask_mod`: a function of (batch,
+    query head, query, key), integer tensors that broadcast, that returns bool, true where it may be
+    attended (FlexAttention's). It is evaluated tile by tile, again in the backward, and never for
+    the whole mask but in the baseline; packed sequences and torch.compile do not take it.
+    `alibi_slopes`, `(heads,)` or `(batch, heads)`: subtract slope * distance; they get no
+    gradient. `sinks`, `(heads,)`: a logit of each head that joins the softmax's denominator and
+    has no value (GPT-OSS); neither scaled, capped nor masked, it gets a gradient, and the LSE
+    includes it. `cu_seqlens_q`, `cu_seqlens_k`, int32: where each packed sequence starts and,
+    last, how many tokens there are; then q is `(total_tokens, heads, head_dim)`, k and v
+    likewise. `dropout_p`: the probability that a weight of the softmax is dropped; those kept
+    are divided by 1 - dropout_p, the denominator and the LSE stay. Which are dropped is a
+    function of `dropout_seed`, which must be given then, and `dropout_offset` (integers below
+    2**63; take other ones at each step and layer) and of where the weight lies (`dropout`); no
+    generator of torch is read or advanced.
     """
 
     causal: bool
@@ -53,6 +58,7 @@ class MaskArguments(TypedDict, total=False):
     softcap: float
     key_padding: Tensor | None
     attn_mask: Tensor | None
+    mask_mod: MaskFunction | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     cu_seqlens_q: Tensor | None
@@ -81,6 +87,8 @@ class Mask:
     """bool, broadcastable to (batch, heads, query_len, key_len): true where it may be attended."""
     bias: Tensor | None = None
     """Floating, shaped as `visible`: added to the scores; -inf hides the key. Differentiable."""
+    mask_mod: MaskMod | None = None
+    """Which keys may be attended as a function of positions, for the batch and heads of q."""
     alibi_slopes: Tensor | None = None
     """FP32, or FP64 where given so, (batch or 1, heads)."""
     sinks: Tensor | None = None
@@ -133,6 +141,7 @@ class Mask:
             key_padding=None if padding is None else padding[batch],
             visible=_part(self.visible, batch, heads),
             bias=_part(self.bias, batch, heads),
+            mask_mod=None if self.mask_mod is None else self.mask_mod.part(batch, heads),
             alibi_slopes=_part(slopes, batch, heads),
             sinks=None if self.sinks is None else self.sinks[heads],
             first_batch=self.first_batch + (batch.start or 0),
@@ -160,6 +169,8 @@ class Mask:
             hidden = _either(hidden, ~self.key_padding[:, None, None, keys.start : keys.stop])
         if self.visible is not None:
             hidden = _either(hidden, ~_tile(self.visible, rows, keys))
+        if self.mask_mod is not None:
+            hidden = _either(hidden, ~self.mask_mod.visible(rows, keys, device))
         return hidden
 
     def _hidden_by_position(
@@ -219,8 +230,14 @@ class Mask:
         return scale_of_kept(self.dropout_p)
 
 
-def mask_fields(arguments: MaskArguments) -> dict[str, Any]:
-    """Return the fields of `Mask` that checked arguments mean, by name."""
+def mask_fields(
+    arguments: MaskArguments, batch: int = 1, heads: int = 1, function: str = "attention"
+) -> dict[str, Any]:
+    """Return the fields of `Mask` that checked arguments mean, by name.
+
+    `batch` and `heads` are those of q, which a mask_mod is asked about, in the name of `function`.
+    """
+    mod = arguments.get("mask_mod")
     attn_mask, slopes = arguments.get("attn_mask"), arguments.get("alibi_slopes")
     if attn_mask is not None:
         attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
@@ -238,6 +255,7 @@ def mask_fields(arguments: MaskArguments) -> dict[str, Any]:
         "key_padding": arguments.get("key_padding"),
         "visible": None if is_bias else attn_mask,
         "bias": attn_mask if is_bias else None,
+        "mask_mod": None if mod is None else MaskMod(mod, range(batch), range(heads), function),
         "alibi_slopes": slopes,
         "sinks": arguments.get("sinks"),
         "cu_seqlens_q": arguments.get("cu_seqlens_q"),

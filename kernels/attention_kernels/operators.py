@@ -9,8 +9,9 @@ instead, because the backward's delta = rowsum(dO * O) reads it. `reference_forw
 autograd differentiates those two as they stand.
 
 A custom operator takes tensors, numbers and strings only. So the frozen numerics, which decide the
-bits, travel as text (`plan_to_text`) and are read again inside, once for each text. The arithmetic
-is in `twin`, `triton`, `golden` and `baseline`, the checks of arguments in `checks`.
+bits, travel as text (`plan_to_text`) and are read again inside, once for each text. A mask_mod
+travels as a handle, and whoever calls holds the function: the caller, then autograd's context. The
+arithmetic is in `twin`, `triton`, `golden` and `baseline`, the checks of arguments in `checks`.
 """
 
 import functools
@@ -26,6 +27,7 @@ from attention_kernels import baseline, golden
 from attention_kernels.checks import check_droppable, check_mask_values
 from attention_kernels.formats import FORMATS, format_named, input_format
 from attention_kernels.fp_environment import ieee_arithmetic, settle_vector_math
+from attention_kernels.mask_mod import MaskMod, held
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import BaselineNumerics, FlashNumerics
 from attention_kernels.rounding import round_into
@@ -57,6 +59,8 @@ class Call(NamedTuple):
     sinks: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
+    mask_mod: MaskMod | int | None
+    """Inside of an operator its handle."""
     causal: bool
     left: int | None
     right: int | None
@@ -71,7 +75,14 @@ class Call(NamedTuple):
         """Return the mask of the call."""
         fields = self._asdict()
         del fields["scale"], fields["plan"]
+        if isinstance(self.mask_mod, int):
+            fields["mask_mod"] = held(self.mask_mod)
         return Mask(window=(fields.pop("left"), fields.pop("right")), **fields)
+
+    def for_operator(self) -> "Call":
+        """Return what an operator takes; this call must be kept while it runs."""
+        mod = self.mask_mod
+        return self._replace(mask_mod=mod.handle) if isinstance(mod, MaskMod) else self
 
 
 TENSORS = 7
@@ -79,9 +90,9 @@ TENSORS = 7
 _QKV = "Tensor q, Tensor k, Tensor v, "
 _CALL = (
     "Tensor? key_padding, Tensor? visible, Tensor? bias, Tensor? alibi_slopes, "
-    "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, SymInt? left, "
-    "SymInt? right, float softcap, float dropout_p, SymInt dropout_seed, SymInt dropout_offset, "
-    "float scale, str plan"
+    "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? mask_mod, bool causal, "
+    "SymInt? left, SymInt? right, float softcap, float dropout_p, SymInt dropout_seed, "
+    "SymInt dropout_offset, float scale, str plan"
 )
 """The fields of `Call`, as a schema of torch."""
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)"
@@ -243,6 +254,8 @@ flash_backward.register_autograd(_refuse)
 def _save_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     out, lse, wider = output
     ctx.settings = inputs[3 + TENSORS :]
+    # kept for the backward, which is given a handle to it
+    ctx.mask_mod = held(inputs[3 + Call._fields.index("mask_mod")])
     # lse and wider carry no gradient; without this autograd would allocate zeros for theirs.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: 3 + TENSORS], wider if wider.numel() else out, lse)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention_kernels.dropout import dropped_below, keep_word
+from attention_kernels.mask_mod import block_table
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import Operand
@@ -66,6 +67,7 @@ class Constants:
     right: int
     has_padding: bool
     has_visible: bool
+    has_blocks: bool
     has_bias: bool
     bias_shares_rows: bool
     """Whether one row of the bias serves all queries; read by the gradient of the bias alone."""
@@ -112,6 +114,7 @@ def constants_of(
     tensors = {
         "has_padding": mask.key_padding is not None,
         "has_visible": mask.visible is not None,
+        "has_blocks": mask.mask_mod is not None,
         "has_bias": mask.bias is not None,
     }
     return Constants(
@@ -178,6 +181,10 @@ class Masks(NamedTuple):
     padding_strides: tuple[int, ...]
     visible: Tensor | None
     visible_strides: tuple[int, ...]
+    table: Tensor | None
+    """Of a mask_mod, as `mask_mod.block_table` says, with its tiles as bytes."""
+    table_strides: tuple[int, ...]
+    tiles: Tensor | None
     bias: Tensor | None
     bias_strides: tuple[int, ...]
     slopes: Tensor | None
@@ -211,9 +218,15 @@ def lengths_of(mask: Mask, q: Tensor, k: Tensor) -> Lengths:
     return Lengths(len(mask.cu_seqlens_q) - 1, max(1, longest[0]), max(1, longest[1]))
 
 
-def masks_of(mask: Mask, q: Tensor, k: Tensor, work: torch.dtype) -> Masks:
+def masks_of(mask: Mask, q: Tensor, k: Tensor, numerics: FlashNumerics) -> Masks:
     """Return the tensors of a mask, broadcast to every head and row by strides of 0."""
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    work, tiling = numerics.work_dtype(), numerics.tiling
+    table = tiles = None
+    if mask.mask_mod is not None:
+        blocks = (tiling.block_q, tiling.block_k)
+        table, tiles = block_table(mask.mask_mod, *full[2:], *blocks, q.device)
+        table, tiles = table.expand(*full[:2], -1, -1), tiles.view(torch.uint8)
     padding, visible, bias, slopes = mask.key_padding, mask.visible, mask.bias, mask.alibi_slopes
     # bool is read as bytes; strides of 0 broadcast, so that no mask is ever copied to full size.
     if padding is not None:
@@ -228,6 +241,9 @@ def masks_of(mask: Mask, q: Tensor, k: Tensor, work: torch.dtype) -> Masks:
         _NONE if padding is None else padding.stride(),
         visible,
         _NONE if visible is None else visible.stride(),
+        table,
+        _NONE if table is None else table.stride(),
+        tiles,
         bias,
         _NONE if bias is None else bias.stride(),
         None if slopes is None else slopes.contiguous(),

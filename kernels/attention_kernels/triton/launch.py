@@ -104,7 +104,7 @@ def forward(
     """
     work, tiling = numerics.work_dtype(), numerics.tiling
     constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)
-    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k, work)
+    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k, numerics)
     heads, query_rows, key_rows = q.shape[1], q.shape[2], k.shape[2]
     operands = [
         prepare(x, name, numerics, block)
@@ -160,7 +160,7 @@ def backward(
     """
     work, tiling = numerics.work_dtype(), numerics.tiling
     constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)
-    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k, work)
+    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k, numerics)
     heads, kv_heads, query_rows, key_rows = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     rows_of = {
         "q": tiling.block_q,

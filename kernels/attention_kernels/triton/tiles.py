@@ -287,7 +287,23 @@ def _hide(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.
         m_inside = (o_q < query_len) & (o_k < key_len)
         p_seen = at_tile(masks.visible, masks.visible_strides, o_batch, o_head, o_q, o_k)
         m_visible = m_visible & (tl.load(p_seen, mask=m_inside, other=0) != 0)
+    if N.has_blocks:
+        m_visible = m_visible & _in_block(masks, o_batch, o_head, o_q, o_k, query_len, key_len, N)
     return tl.where(m_visible, b_scores, float("-inf"))
+
+
+@triton.jit
+def _in_block(masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.constexpr):
+    """Return what a mask_mod lets be seen, by its table and tiles (`mask_mod.block_table`)."""
+    m_inside = (o_q < query_len) & (o_k < key_len)
+    o_line, o_column = o_q // N.block_q, o_k // N.block_k
+    p_table = at_tile(masks.table, masks.table_strides, o_batch, o_head, o_line, o_column)
+    b_tile = tl.load(p_table, mask=m_inside, other=-2)
+    o_inside = (o_q % N.block_q) * N.block_k + o_k % N.block_k
+    p_tile = masks.tiles + widen_index(b_tile) * (N.block_q * N.block_k) + o_inside
+    b_part = tl.load(p_tile, mask=m_inside & (b_tile >= 0), other=0)
+    # -1 is `mask_mod.FULL`; of an empty tile nothing is loaded
+    return (b_tile == -1) | (b_part != 0)
 
 
 @triton.jit
