@@ -162,7 +162,7 @@ def test_one_graph_serves_lengths_that_change(attention):
 
 
 def operator_arguments(engine, numerics, dtype, **masks):
-    call = dict.fromkeys(Call._fields[:TENSORS]) | {"causal": True, "left": None, "right": None}
+    call = dict.fromkeys((*Call._fields[:TENSORS], "mask_mod", "left", "right")) | {"causal": True}
     plan = plan_to_text(engine, numerics and numerics.text, dtype)
     call |= {"dropout_p": 0.25, "dropout_seed": 2**40 + 1, "dropout_offset": 3}
     return Call(**call | {"softcap": 0.0, "scale": 0.3, "plan": plan} | masks)

@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from attention_kernels import PROFILES
 from attention_kernels.formats import FORMATS, format_named
+from attention_kernels.mask_mod import MaskMod
 from attention_kernels.masks import Mask
 from attention_kernels.profiles import fast_path
 from attention_kernels.triton import launch as triton_launch
@@ -78,6 +79,7 @@ FULL = Mask(
     key_padding=torch.empty(0),
     visible=torch.empty(0),
     bias=torch.empty(1, 2, 64, 64),
+    mask_mod=MaskMod(lambda b, h, q, k: q >= k, range(1), range(2)),
     alibi_slopes=torch.empty(0),
     sinks=torch.empty(0),
     dropout_p=0.7,  # whose bits are compared with more than 2**31
@@ -127,13 +129,15 @@ def signature_of(kernel, numerics, dtype, mask):
         "padding": ("*u8", mask.key_padding),
         "visible": ("*u8", mask.visible),
         "bias": ("*fp32", mask.bias),
+        "table": ("*i32", mask.mask_mod),
+        "tiles": ("*u8", mask.mask_mod),
         "slopes": ("*fp32", mask.alibi_slopes),
         "sinks": ("*fp32", mask.sinks),
         "cu_q": ("*i32", mask.cu_seqlens_q),
         "cu_k": ("*i32", mask.cu_seqlens_k),
     }
     masks = {name: kind if x is not None else "constexpr" for name, (kind, x) in has.items()}
-    masks |= {f"{name}_strides": ("i32",) * 4 for name in ("padding", "visible", "bias")}
+    masks |= {f"{name}_strides": ("i32",) * 4 for name in ("padding", "visible", "table", "bias")}
     masks_of_call = Masks(**masks, slopes_batch="i32", dropout="i32")
     groups = {"factors": Factors(*[factor] * 4), "masks": masks_of_call}
     signature, constants, attributes = {}, {}, {}
