@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
+from stability.intercept.block_masks import read_block_mask
 from stability.intercept.catcher import Catcher, newest_catcher
-from stability.intercept.flex_calls import block_mask_as_tensor
 from stability.intercept.library_call import standing_in
 from stability.intercept.transformers_call import (
     CANDIDATE_ARGUMENTS,
@@ -163,12 +163,12 @@ def _attend(
     if catcher is None:
         return function(module, query, key, value, attention_mask, **options)
     layer = catcher.next_layer(module)
-    is_block_mask = type(attention_mask).__name__ == "BlockMask"
+    block_mask = None
+    if type(attention_mask).__name__ == "BlockMask":
+        block_mask = read_block_mask(attention_mask, query, key)
     received = TransformersCall(
         module=module,
-        attention_mask=block_mask_as_tensor(attention_mask, query, key)
-        if is_block_mask
-        else attention_mask,
+        attention_mask=block_mask.mask.get("attn_mask") if block_mask else attention_mask,
         options=options,
         argument_names=asked.argument_names,
         # nor does flex know is_causal: its mask says it all
@@ -176,11 +176,16 @@ def _attend(
         self_attention=not _is_cross(layer, module),
     )
     reason = unsupported(received, query, key, value)
+    if block_mask is not None:
+        reason = reason or block_mask.unsupported
     mask, valid, trained, hides = MaskArguments(), None, {}, None
     if not reason:
         bias = received.option("position_bias")
         alone = received._replace(options={**options, "position_bias": None})
         mask, valid = _READER.read(alone, query, key)
+        if block_mask is not None and "mask_mod" in block_mask.mask:
+            mask["mask_mod"] = block_mask.mask["mask_mod"]
+            valid = block_mask.rows_that_count(received.self_attention)
         if bias is not None:
             hides = mask.get("attn_mask")
             mask["attn_mask"] = add_bias(hides, bias)

@@ -32,6 +32,7 @@ from attention_kernels import (
     resolve_engine,
 )
 from attention_kernels.fp_environment import settle_vector_math
+from attention_kernels.mask_mod import MaskFunction, MaskMod
 from attention_kernels.points import BackwardNumerics
 from attention_kernels.testing import plant
 from stability.config.attentions import IMPLEMENTATIONS
@@ -64,19 +65,37 @@ class ResolvedAttention:
     description: dict[str, Any]
     gives_lse: bool = False
     """Whether `function` takes `return_lse=True`."""
+    takes_mask_mod: bool = False
+    """Whether `function` evaluates a `mask_mod` itself; else it gets a tensor in its place."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
         """Attend as `AttentionFn` says, with the masks of `MaskArguments`."""
-        return self.function(q, k, v, **mask)
+        return self.function(q, k, v, **self._mask_it_takes(q, k, mask))
 
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]
     ) -> tuple[Tensor, Tensor | None]:
         """Attend and return out and, where the implementation gives one, the LSE."""
+        mask = self._mask_it_takes(q, k, mask)
         if not self.gives_lse:
             return self.function(q, k, v, **mask), None
         output: AttentionOutput = self.function(q, k, v, return_lse=True, **mask)
         return output.out, output.lse
+
+    def _mask_it_takes(self, q: Tensor, k: Tensor, mask: MaskArguments) -> MaskArguments:
+        function = mask.get("mask_mod")
+        if function is None or self.takes_mask_mod:
+            return mask
+        mod = MaskMod(function, range(q.shape[0]), range(q.shape[1]), self.name)
+        visible = mod.visible(range(q.shape[2]), range(k.shape[2]), q.device)
+        given = mask.get("attn_mask")
+        if given is not None and given.dtype == torch.bool:
+            visible = visible & given
+        elif given is not None:
+            visible = torch.where(visible, given, -torch.inf)
+        whole = mask.copy()
+        whole["mask_mod"], whole["attn_mask"] = None, visible
+        return whole
 
 
 def resolve_flash(config: AttentionConfig, device: torch.device) -> ResolvedAttention:
@@ -113,6 +132,7 @@ def _with_numerics(
             "numerics": numerics.to_dict(),
         },
         gives_lse=True,
+        takes_mask_mod=True,
     )
 
 
@@ -124,6 +144,7 @@ def resolve_golden(config: AttentionConfig, device: torch.device) -> ResolvedAtt
         name="golden",
         function=_golden,
         description={"implementation": "golden", "engine": "torch"},
+        takes_mask_mod=True,
     )
 
 
@@ -342,6 +363,7 @@ def _user_attention(name: str, function: Callable[..., Any]) -> ResolvedAttentio
             "engine": getattr(function, "__module__", ""),
             "source": source_hash(function),
         },
+        takes_mask_mod="mask_mod" in takes,
     )
 
 
@@ -361,7 +383,8 @@ def _arguments(name: str, function: Callable[..., Any]) -> frozenset[str]:
         ) from error
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
-        return frozenset(MaskArguments.__annotations__)
+        # what is not named may be ignored, and a function is easily: it gets the tensor
+        return frozenset(MaskArguments.__annotations__) - {"mask_mod"} | signature.parameters.keys()
     return frozenset(signature.parameters)
 
 
@@ -375,6 +398,11 @@ def _call_user_function(
     **mask: Unpack[MaskArguments],
 ) -> Tensor:
     asked = {key: value for key, value in mask.items() if _changes_the_call(key, value)}
+    visible = asked.get("attn_mask")
+    takes_functions_alone = "mask_mod" in takes - asked.keys() and "attn_mask" not in takes
+    if takes_functions_alone and isinstance(visible, Tensor) and visible.dtype == torch.bool:
+        asked["mask_mod"] = _looked_up(visible)
+        del asked["attn_mask"]
     refused = [key for key in asked if key not in takes]
     if refused:
         raise ValueError(
@@ -383,6 +411,17 @@ def _call_user_function(
         )
     # causal is always said: a function's own default may be the other
     return function(q, k, v, **{"causal": False, **asked})
+
+
+def _looked_up(visible: Tensor) -> MaskFunction:
+    """Return the mask_mod of a bool mask that broadcasts to (batch, heads, query_len, key_len)."""
+    visible_BHQK = visible[(None,) * (4 - visible.dim())]
+
+    def mask_mod(*places: Tensor) -> Tensor:
+        sizes = zip(places, visible_BHQK.shape, strict=True)
+        return visible_BHQK[tuple(at if size > 1 else at * 0 for at, size in sizes)]
+
+    return mask_mod
 
 
 def _changes_the_call(key: str, value: Any) -> bool:
