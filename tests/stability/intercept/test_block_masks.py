@@ -182,9 +182,11 @@ def test_tables_that_contradict_the_function_are_told(name, held):
     assert "not looked at: a BlockMask whose blocks contradict its mask_mod" in text
 
 
+@pytest.mark.parametrize("length", [50, 64])
 @pytest.mark.parametrize(("kept", "full"), [([[0], [0, 1]], None), ([[0], [1]], [[], [0]])])
-def test_tables_that_agree_are_not_told(kept, full, held):
-    assert not findings_of(Flex(blocks(kept, below, full)), inputs(64, 64))
+def test_tables_that_agree_are_not_told(kept, full, length, held):
+    read = read_block_mask(blocks(kept, below, full), *inputs(length, length)[:2])
+    assert not read.unsupported
 
 
 def test_what_the_function_reads_is_read_anew(held):
@@ -217,6 +219,29 @@ def test_layers_share_the_tensor_of_a_mask():
     del mask
     gc.collect()
     assert gone() is None
+
+
+def attend_and_disturb_padding(q, k, v, *, causal, scale=None, attn_mask=None, mask_mod=None):
+    out = golden_attention(q, k, v, scale=scale, attn_mask=attn_mask, mask_mod=mask_mod)
+    out[:, :, -10:] += 1
+    return out.to(q.dtype)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_of_padding_do_not_count(padded, held):
+    qkv = inputs(40, 40)
+    end = 30 if padded else 40
+    mask = made(lambda b, h, q, k: (q >= k) & (k < end), *qkv[:2], (False, False))
+    model = Flex(mask)
+    with shadow(model, attend_and_disturb_padding, evaluation=True) as probe:
+        model(*qkv)
+        probe.step()
+    figure = probe.metrics["deviation/model/out/golden_candidate_rel_fro"]
+    assert figure < 1e-5 if padded else figure > 0.1
+    read = read_block_mask(mask, *qkv[:2])
+    assert read.rows_that_count(True).sum() == 2 * end
+    assert read.rows_that_count(False).all()
+    assert read_block_mask(mask, qkv[0][:, :, :35], qkv[1]).rows_that_count(True).all()
 
 
 @pytest.mark.parametrize("candidate", ["flash:golden", "sdpa:math"])
@@ -262,9 +287,7 @@ def test_a_large_mask_is_never_held(monkeypatch):
     assert read.attended.all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [100, 128])
-def test_padding_of_transformers_is_read(length, held):
+def llama():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32,
@@ -276,6 +299,31 @@ def test_padding_of_transformers_is_read(length, held):
     )
     model = transformers.LlamaModel(config).eval()
     model.set_attn_implementation("flex_attention")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:shadow. of 2 attention layers 2 are not seen")
+@pytest.mark.parametrize("agree", [False, True])
+def test_a_block_mask_that_transformers_is_given_is_read(agree, held):
+    model, ids = llama(), torch.arange(64)[None] % 40
+    tables = [[0], [0, 1]] if agree else [[0], [1]]
+    mask = blocks(tables, lambda b, h, q, k: (q >= k) & (k < 54))
+    with shadow(model, attend_and_disturb_padding, evaluation=True) as probe, torch.no_grad():
+        model(ids, mask)
+        probe.step()
+    told = [text for _, _, text in probe.findings if "contradict" in text]
+    assert len(told) == (0 if agree else 2)
+    for layer in LAYERS if agree else ():
+        assert probe.metrics[f"deviation/{layer}/out/golden_candidate_rel_fro"] < 1e-5
+
+
+LAYERS = ("layers.0.self_attn", "layers.1.self_attn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [100, 128])
+def test_padding_of_transformers_is_read(length, held):
+    model = llama()
     ids, padding = torch.arange(2 * length).view(2, length) % 40, torch.ones(2, length).long()
     padding[1, 60:] = 0
     with torch.no_grad():
@@ -284,7 +332,7 @@ def test_padding_of_transformers_is_read(length, held):
             out = model(ids, padding).last_hidden_state
             probe.step()
     assert torch.equal(out, plain)
-    for layer in ("layers.0.self_attn", "layers.1.self_attn"):
+    for layer in LAYERS:
         for candidate in ("flash_golden", "sdpa_math"):
             for whose in ("baseline", "candidate"):
                 name = f"deviation/{layer}/{candidate}/out/golden_{whose}_rel_fro"
