@@ -30,6 +30,7 @@ DEPENDENCIES = (
     "import-linter",
     "jinja2",
     "jsonargparse[signatures]",
+    "liger-kernel",
     "lightning",
     "markupsafe",
     "matplotlib",
