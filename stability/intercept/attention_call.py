@@ -14,7 +14,8 @@ from torch import Tensor
 
 from attention_kernels import MaskArguments
 from stability.intercept.catcher import newest_catcher
-from stability.probe.captured_call import AttentionCall, autocast_dtype, valid_rows
+from stability.probe.autocast import autocast_dtype
+from stability.probe.captured_call import AttentionCall, valid_rows
 
 __all__ = ["attention_call"]
 

@@ -103,7 +103,7 @@ class CaughtGradients:
         if role == "candidate":
             return candidate(call.q, call.k, call.v)[0]
         q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
-        return golden_attention(q, k, v, **call.mask).to(dtype)
+        return golden_attention(q, k, v, **call.mask_with()).to(dtype)
 
     def _isolated(
         self,

@@ -27,7 +27,8 @@ from stability.intercept.flash_attn_calls import FLASH_ATTN
 from stability.intercept.flex_calls import read_flex
 from stability.intercept.library_call import Reader
 from stability.intercept.transformer_engine_calls import read_transformer_engine
-from stability.probe.captured_call import AttentionCall, autocast_dtype
+from stability.probe.autocast import autocast_dtype
+from stability.probe.captured_call import AttentionCall
 
 __all__ = ["catch_late_imports", "watching_library_functions"]
 

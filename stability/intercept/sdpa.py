@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from attention_kernels import MaskArguments
 from stability.intercept.catcher import Catcher
-from stability.probe.captured_call import AttentionCall, autocast_dtype, in_dtype_of_q, valid_rows
+from stability.probe.autocast import autocast_dtype, lowered_dtype
+from stability.probe.captured_call import AttentionCall, in_dtype_of_q, valid_rows
 
 __all__ = ["catch_sdpa"]
 
@@ -96,6 +97,7 @@ def _hand_over(
         mask=_mask(q, k, seen, is_causal, scale),
         valid=valid_rows(None if seen is None else seen.detach(), q, k),
         dtype=autocast_dtype(q, k, v),
+        lowered_to=lowered_dtype(q),
         unsupported=_unsupported(dropout_p),
         trained=trained,
     )

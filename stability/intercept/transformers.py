@@ -32,7 +32,8 @@ from stability.intercept.transformers_call import (
     argument_names,
     unsupported,
 )
-from stability.probe.captured_call import AttentionCall, add_bias, autocast_dtype, in_dtype_of_q
+from stability.probe.autocast import autocast_dtype, lowered_dtype
+from stability.probe.captured_call import AttentionCall, add_bias, in_dtype_of_q
 
 __all__ = [
     "catch_transformers",
@@ -201,6 +202,8 @@ def _attend(
         mask=mask,
         valid=valid,
         dtype=autocast_dtype(query, key, value),
+        # the eager functions add a bias to scores, which autocast leaves as it is
+        lowered_to=lowered_dtype(query) if asked.name == "sdpa" and not asked.eager else None,
         unsupported=reason,
         trained=trained,
         hides=hides,

@@ -20,7 +20,7 @@ from stability.intercept.transformers_call import (
     unsupported,
 )
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
-from stability.probe.captured_call import autocast_dtype
+from stability.probe.autocast import autocast_dtype
 
 __all__ = ["register_transformers"]
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from attention_kernels import MaskArguments
 from stability.config.schema import ProbeConfig
 from stability.probe.attention_registry import ResolvedAttention
+from stability.probe.autocast import is_converted_once, own_conversion
 from stability.probe.captured_call import (
     AttentionCall,
     BoundAttention,
@@ -71,6 +72,12 @@ def _bind(
         return attention.with_lse(q, k, v, **call.mask_with(**trained))
 
     return bound
+
+
+_CONVERTED_ONCE = (
+    "autocast may convert a parameter once for all calls that take it, and a view of it would be "
+    "converted anew; pass x.view_as(x) in the model itself"
+)
 
 
 def _made_already(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -157,10 +164,10 @@ class AttentionProbe:
         if named is None:
             return primary(call.q, call.k, call.v)[0]
         call = named
-        qkv = [self._alias(x) for x in (call.q, call.k, call.v)]
+        qkv = [self._alias(call, "q", x) for x in (call.q, call.k, call.v)]
         # a bias may be that of all layers, and sinks a parameter: of an alias the gradient is this
         # call's own
-        trained = {name: self._alias(x) for name, x in call.trained.items()}
+        trained = {name: self._alias(call, name, x) for name, x in call.trained.items()}
         out, lse = primary(*qkv, **trained)
         captured = CapturedCall.of(call, primary, qkv, out, lse)
         with self._lock:
@@ -173,8 +180,11 @@ class AttentionProbe:
         if self._config.backward and out.requires_grad:
             # autograd reaches out before q, k and v, so shadows are evaluated when these hooks run
             names = (*GRADIENTS, *map(gradient_of, trained))
-            for name, x in zip(names, (*qkv, *trained.values()), strict=True):
-                if x.requires_grad:
+            given = (call.q, call.k, call.v, *call.trained.values())
+            for name, x, own in zip(names, (*qkv, *trained.values()), given, strict=True):
+                if x.requires_grad and x is own:
+                    self._add_finding(call.layer, f"{name} not measured: {_CONVERTED_ONCE}")
+                elif x.requires_grad:
                     captured.awaited.add(name)
                     x.register_hook(partial(self._compare_gradient, captured, name))
             out.register_hook(partial(self._evaluate, captured))
@@ -287,13 +297,17 @@ class AttentionProbe:
             return None
         return replace(call, layer=layer) if self._budget.grants(layer) else None
 
-    def _alias(self, x: Tensor) -> Tensor:
-        """Return a view of x with a gradient of its own.
+    def _alias(self, call: AttentionCall, name: str, x: Tensor) -> Tensor:
+        """Return x again with a gradient of its own; x itself where that would change the training.
 
         A hook on x itself would see the sum over all uses of x, e.g. one x as both k and v.
         """
-        records = self._config.backward and torch.is_grad_enabled() and x.requires_grad
-        return x.view_as(x) if records else x
+        if not (self._config.backward and torch.is_grad_enabled() and x.requires_grad):
+            return x
+        # sinks stand beside the scores, which autocast leaves as they are
+        if not is_converted_once(x) or name == "sinks":
+            return x.view_as(x)
+        return x if call.lowered_to is None else own_conversion(x)
 
     def _evaluate(self, captured: CapturedCall, dout: Tensor | None) -> None:
         """Run shadows and golden, and compare all that the forward gave."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
+from stability.probe.autocast import rounded_as
 
 __all__ = [
     "AttentionCall",
@@ -20,7 +21,6 @@ __all__ = [
     "CapturedCall",
     "Interceptor",
     "add_bias",
-    "autocast_dtype",
     "in_dtype_of_q",
     "is_repeating",
     "repeating",
@@ -38,9 +38,11 @@ class AttentionCall:
 
     `mask` is what `flash_attention` takes besides q, k and v. `valid`, bool `(batch, query_len)`,
     is false for query rows that are padding; None means that none are. `dtype` is the one in which
-    the model's attention computes, where autocast makes it differ from q's. `unsupported` names
-    what the golden and the shadows cannot do, e.g. "dropout_p 0.1"; such a call is not compared,
-    and becomes a finding. `trains` is false for a call of an evaluation.
+    the model's attention computes, where autocast makes it differ from q's; `lowered_to` the one to
+    which autocast converts q, k, v and an additive mask at the call itself, as it does at SDPA's,
+    None if it does not or if nobody knows. `unsupported` names what the golden and the shadows
+    cannot do, e.g. "dropout_p 0.1"; such a call is not compared, and becomes a finding. `trains` is
+    false for a call of an evaluation.
 
     `trained` holds what of the mask has a gradient that can be compared, as the model gave it:
     "bias", a floating one that is added to the scores, and "sinks". A primary takes others in their
@@ -59,14 +61,21 @@ class AttentionCall:
     trains: bool = True
     trained: Mapping[str, Tensor] = field(default_factory=dict)
     hides: Tensor | None = None
+    lowered_to: torch.dtype | None = None
 
     def mask_with(self, **trained: Tensor) -> MaskArguments:
-        """Return the mask with other tensors in the place of those of `trained` that are given."""
+        """Return the mask with other tensors in the place of those of `trained` that are given.
+
+        An additive mask has the values that the model's own attention gets, as autocast rounds it.
+        """
         mask = self.mask.copy()
         if "bias" in trained:
             mask["attn_mask"] = add_bias(self.hides, trained["bias"])
         if "sinks" in trained:
             mask["sinks"] = trained["sinks"]
+        added = mask.get("attn_mask")
+        if self.lowered_to is not None and added is not None and added.dtype.is_floating_point:
+            mask["attn_mask"] = rounded_as(added, self.lowered_to)
         return mask
 
 
@@ -121,18 +130,6 @@ def repeating() -> Iterator[None]:
 def is_repeating() -> bool:
     """Whether this thread is inside `repeating`."""
     return _REPEATING.depth > 0
-
-
-def autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
-    """Return the dtype to which the caller's autocast converts q, k and v, None if it does not.
-
-    Autocast leaves FP64 alone.
-    """
-    device, dtypes = q.device.type, {q.dtype, k.dtype, v.dtype}
-    if not torch.is_autocast_enabled(device) or torch.float64 in dtypes:
-        return None
-    dtype = torch.get_autocast_dtype(device)
-    return None if dtypes == {dtype} else dtype
 
 
 def valid_rows(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

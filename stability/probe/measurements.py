@@ -278,7 +278,7 @@ class DeviationMeter:
         delta = rowsum(dO * O) is added to the layer's running sum.
         """
         q, k, _ = captured.qkv
-        values = inside_tensor(q, k, mask=captured.call.mask, valid=captured.call.valid)
+        values = inside_tensor(q, k, mask=captured.call.mask_with(), valid=captured.call.valid)
         self.buffer.add(
             [watch_name(metric, layer=captured.layer) for metric in INSIDE_METRICS], values
         )

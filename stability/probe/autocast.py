@@ -1,0 +1,75 @@
+"""What autocast makes of the inputs of an attention: which dtype, rounded how, converted how often.
+
+`scaled_dot_product_attention` is an operation that autocast lowers: it converts q, k, v and an
+additive mask at the call. A parameter it converts once, however many calls take it, and keeps the
+result until it ends, so that the calls' gradients are summed in the narrow dtype.
+Source: torch 2.13, `aten/src/ATen/autocast_mode.{h,cpp}`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["autocast_dtype", "is_converted_once", "lowered_dtype", "own_conversion", "rounded_as"]
+
+
+def autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
+    """Return the dtype to which the caller's autocast converts q, k and v, None if it does not.
+
+    Autocast leaves FP64 alone.
+    """
+    device, dtypes = q.device.type, {q.dtype, k.dtype, v.dtype}
+    if not torch.is_autocast_enabled(device) or torch.float64 in dtypes:
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    return None if dtypes == {dtype} else dtype
+
+
+def lowered_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast converts the inputs of an operation that it lowers.
+
+    None where autocast is off; FP64 it leaves alone.
+    """
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def is_converted_once(x: Tensor) -> bool:
+    """Whether autocast would convert `x` once for all calls that take it: an FP32 parameter."""
+    return (
+        torch.is_autocast_enabled(x.device.type)
+        and torch.is_autocast_cache_enabled()
+        and x.is_leaf
+        and x.requires_grad
+        and not x._is_view()
+        and x.dtype == torch.float32
+    )
+
+
+def own_conversion(x: Tensor) -> Tensor:
+    """Return `x` as autocast converts it, once for all calls, with a gradient of this call's own.
+
+    A view of `x` itself would be converted anew, and its gradient widened before it is summed. No
+    function of torch hands out what autocast keeps; prelu is lowered too, and with a slope of 1 it
+    changes no bit, forward or backward.
+    """
+    narrow = torch.get_autocast_dtype(x.device.type)
+    return torch.nn.functional.prelu(x, torch.ones(1, dtype=narrow, device=x.device))
+
+
+def rounded_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of `x` rounded to `dtype`, in its own dtype; its gradient passes as is."""
+    return _Rounded.apply(x, dtype)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None

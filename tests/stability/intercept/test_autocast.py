@@ -1,0 +1,191 @@
+"""Under autocast: what it converts at the call, and what it converts once for all calls.
+
+A parameter given to several calls is converted once, and the calls' gradients are summed in the
+narrow dtype: to look at a call may not make it two conversions.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attention_kernels import golden_attention
+from stability import attention_call, shadow
+from tests.stability.intercept.test_trained_bias import t5, train
+
+BATCH, HEADS, LENGTH, HEAD_DIM = 2, 2, 7, 16
+NARROW = [torch.bfloat16, torch.float16]
+
+
+def by_hand(q, k, v, attn_mask=None):
+    """Attention whose additions autocast leaves alone, and whose products it lowers."""
+    scores = q @ k.mT / HEAD_DIM**0.5
+    return (scores + attn_mask).softmax(-1) @ v
+
+
+class Shared(nn.Module):
+    """Two attentions that take the same parameter, as what `name` says."""
+
+    def __init__(self, name, attend=F.scaled_dot_product_attention, size=1.0):
+        super().__init__()
+        self.name, self.attend = name, attend
+        self.project = nn.Linear(HEADS * HEAD_DIM, 3 * HEADS * HEAD_DIM)
+        width = LENGTH if name == "attn_mask" else HEAD_DIM
+        generator = torch.Generator().manual_seed(1)
+        rows = BATCH if name != "attn_mask" else 1
+        shape = (rows, HEADS, LENGTH, width)
+        self.shared = nn.Parameter(size * torch.randn(shape, generator=generator))
+
+    def forward(self, x):
+        for _ in range(2):
+            q, k, v = (
+                y.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+                for y in self.project(x).chunk(3, -1)
+            )
+            given = {"q": q, "k": k, "v": v, "attn_mask": torch.zeros(LENGTH, LENGTH)}
+            given[self.name] = self.shared
+            x = x + self.attend(*given.values()).transpose(1, 2).flatten(2)
+        return x
+
+
+def trained(model, narrow, probe=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x = torch.randn(BATCH, LENGTH, 32, generator=torch.Generator().manual_seed(step))
+        with torch.autocast("cpu", narrow):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if probe is not None:
+            probe.step()
+    return list(model.parameters())
+
+
+def made(*args, **options):
+    torch.manual_seed(0)
+    return Shared(*args, **options)
+
+
+@pytest.mark.parametrize("narrow", NARROW, ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v", "attn_mask"])
+def test_a_parameter_given_to_two_calls_is_converted_once(name, narrow):
+    plain, model = made(name), made(name)
+    trained(plain, narrow)
+    with shadow(model, "flash:golden", golden=True) as probe:
+        trained(model, narrow, probe)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert not probe.findings
+    results = ["out", "dq", "dk", "dv"] + ["dbias"] * (name == "attn_mask")
+    for layer in probe.layers:
+        for result in results:
+            for whose in ("candidate", "baseline"):
+                figure = probe.metrics[f"deviation/{layer}/{result}/golden_{whose}_rel_fro"]
+                assert figure < 8 * torch.finfo(narrow).eps, (layer, result, whose)
+
+
+def test_without_the_cache_a_view_is_enough():
+    plain, model = made("attn_mask"), made("attn_mask")
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert not torch.is_autocast_cache_enabled()
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        for each in (plain, model):
+            x = torch.randn(BATCH, LENGTH, 32, generator=torch.Generator().manual_seed(0))
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                if each is plain:
+                    each(x).square().mean().backward()
+                    continue
+                with shadow(each, "flash:golden") as probe:
+                    each(x).square().mean().backward()
+                    probe.step()
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+    assert torch.equal(plain.shared.grad, model.shared.grad)
+    assert not probe.findings
+
+
+@pytest.mark.parametrize("name", ["k", "attn_mask"])
+def test_what_nobody_knows_to_be_converted_is_told_and_left_alone(name):
+    wrapped = attention_call(by_hand, masks=lambda attn_mask: {"attn_mask": attn_mask})
+    plain, model = made(name, by_hand), made(name, wrapped)
+    trained(plain, torch.bfloat16)
+    with shadow(model, "flash:golden") as probe:
+        trained(model, torch.bfloat16, probe)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    result = {"k": "dk", "attn_mask": "dbias"}[name]
+    told = {text.split(":")[0] for _, _, text in probe.findings}
+    assert told == {f"{result} not measured"}
+    assert not [metric for metric in probe.metrics if f"/{result}/" in metric]
+    assert [metric for metric in probe.metrics if "/dv/" in metric]
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("narrow", NARROW, ids=str)
+def test_a_mask_is_judged_as_autocast_rounds_it(narrow, is_trained):
+    """Rounding 10 to BF16 moves a score by 0.03: it is no error of the attention."""
+    model = made("attn_mask", size=10.0)
+    model.shared.requires_grad_(is_trained)
+    seen = []
+
+    class Watched(nn.Module):
+        def forward(self, q, k, v, attn_mask):
+            narrowed = (q, k, v, attn_mask.detach().to(narrow))
+            seen.append([x.detach().double().requires_grad_() for x in narrowed])
+            return F.scaled_dot_product_attention(q, k, v, attn_mask)
+
+    model.attend = Watched()
+    with shadow(model, "flash:golden", golden=True) as probe:
+        trained(model, narrow, probe)
+    results = ["out", "dq", "dk", "dv"] + ["dbias"] * is_trained
+    for layer in probe.layers:
+        figures = {
+            (result, whose): probe.metrics[f"deviation/{layer}/{result}/golden_{whose}_rel_fro"]
+            for result in results
+            for whose in ("candidate", "baseline")
+        }
+        # a mask that is not trained leaves SDPA a fused kernel, which rounds P too
+        limit = torch.finfo(narrow).eps * (0.5 if is_trained else 1.25)
+        assert max(figures.values()) < limit, figures
+    q, k, v, bias = seen[-1]
+    expected = (q @ k.mT / HEAD_DIM**0.5 + bias).softmax(-1) @ v
+    exact = golden_attention(q, k, v, attn_mask=bias)
+    assert (exact - expected).abs().max() < 1e-12
+
+
+def test_a_deep_copy_keeps_its_own_parameter():
+    model = made("attn_mask")
+    with shadow(model, "flash:golden"):
+        other = copy.deepcopy(model)
+        trained(other, torch.bfloat16)
+    assert not torch.equal(other.shared, model.shared)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_t5_is_judged_by_the_bias_that_its_attention_gets(implementation):
+    """Its eager attention adds the bias in FP32, SDPA in BF16."""
+    model = t5(implementation)
+    for name, parameter in model.named_parameters():
+        if "relative_attention_bias" in name:
+            parameter.data *= 50
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        train(plain)
+        with shadow(model, "flash:golden", golden=True) as probe:
+            train(model)
+            probe.step()
+    for own, ours in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(own.grad, ours.grad)
+    figures = {
+        (layer, result, whose): probe.metrics[f"deviation/{layer}/{result}/golden_{whose}_rel_fro"]
+        for layer in probe.layers
+        for result in ("out", "dq", "dk", "dv", "dbias")
+        for whose in ("candidate", "baseline")
+        if f"deviation/{layer}/{result}/golden_{whose}_rel_fro" in probe.metrics
+    }
+    assert {"dbias", "dq"} <= {result for _, result, _ in figures}
+    worst = max(figures, key=lambda key: figures[key])
+    assert figures[worst] < torch.finfo(torch.bfloat16).eps / 2, (worst, figures[worst])
