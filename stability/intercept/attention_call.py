@@ -104,8 +104,8 @@ class _WatchedAttention:
         if unknown:
             name = getattr(self._function, "__name__", type(self._function).__name__)
             reason = (
-                f"{', '.join(unknown)} of {name}: say by attention_call(masks=...) what it is, of "
-                f"{', '.join(sorted(known))}"
+                f"{name} takes {', '.join(unknown)}, whose meaning is not known; say what it means "
+                f"by attention_call({name}, masks=...), of {', '.join(sorted(known))}"
             )
             return MaskArguments(), reason
         dropout = given.get("dropout_p") or 0.0

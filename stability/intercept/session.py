@@ -140,6 +140,11 @@ def shadow(
             "shadow: candidate must be given for replace, inherited, inside or gradient_every, got "
             "None; beside modules alone no attention is looked at"
         )
+    if not (config.every or steps or per_decade or replace or gradient_every):
+        raise ValueError(
+            "shadow: every must be >= 1 where neither steps nor per_decade says when to look, got "
+            "0: nothing would be looked at; leave shadow out"
+        )
     several = candidate if isinstance(candidate, list) else [candidate or "flash:fa2"]
     if modules and candidate is None:
         several = []

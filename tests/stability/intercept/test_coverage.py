@@ -312,7 +312,7 @@ def test_a_wrapped_attention_that_is_called_with_what_nobody_knows_is_a_finding(
     probe, covered = _covered(own=Own(attend))
     assert covered["own"].state == "seen in part"
     (text,) = (text for _, _, text in probe.findings)
-    assert text.startswith("not looked at: flavour of attend: say by attention_call(masks=...) wha")
+    assert text.startswith("not looked at: attend takes flavour, whose meaning is not known; say")
     assert "alibi_slopes, attn_mask, causal, " in text
     with pytest.raises(ValueError, match="layout must be 'bhtd' or 'bthd', got 'sbhd'"):
         attention_call(attend, layout="sbhd")
