@@ -463,7 +463,9 @@ class Shadow:
             text = (
                 f"no {kind} of step {self._step} was one of training (gradients enabled, "
                 f"model in training mode): {len(self._called)} layers {did} in evaluation; "
-                "shadow(..., evaluation=True) looks at these too"
+                "shadow(..., evaluation=True) looks at these too; a function that "
+                "checkpoint(..., use_reentrant=True) recomputes outside of any module is not seen, "
+                "with use_reentrant=False it is"
             )
             if self._step == self._first_step:
                 raise ValueError(f"shadow: {text}")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from attention_kernels import golden_attention
 from stability import attention_call, shadow
@@ -84,6 +85,20 @@ def test_a_parameter_given_to_two_calls_is_converted_once(name, narrow):
             for whose in ("candidate", "baseline"):
                 figure = probe.metrics[f"deviation/{layer}/{result}/golden_{whose}_rel_fro"]
                 assert figure < 8 * torch.finfo(narrow).eps, (layer, result, whose)
+
+
+def test_a_checkpoint_around_such_a_call_recomputes_it():
+    def checkpointed(*given):
+        return checkpoint(F.scaled_dot_product_attention, *given, use_reentrant=False)
+
+    plain, model = (made("attn_mask", checkpointed) for _ in range(2))
+    trained(plain, torch.bfloat16)
+    with shadow(model, "flash:golden", golden=True) as probe:
+        trained(model, torch.bfloat16, probe)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert not probe.findings
+    for layer in probe.layers:
+        assert probe.metrics[f"deviation/{layer}/dbias/golden_baseline_rel_fro"] < 2**-7
 
 
 def test_without_the_cache_a_view_is_enough():

@@ -106,6 +106,23 @@ def _plain(model, ids):
     return x
 
 
+def test_a_function_that_is_recomputed_outside_of_any_module_is_told():
+    class Bare(nn.Module):
+        def forward(self, x):
+            q = x[:, None]
+            attend = F.scaled_dot_product_attention
+            return torch.utils.checkpoint.checkpoint(attend, q, q, q, use_reentrant=True)
+
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    model = Bare()
+    with shadow(model) as probe:
+        model(x).sum().backward()
+        with pytest.raises(
+            ValueError, match=r"use_reentrant=True\) recomputes outside of any modu"
+        ):
+            probe.step()
+
+
 def test_a_gradient_that_never_comes_is_a_finding():
     model = Decoder(depth=1)
     with shadow(model) as probe:
