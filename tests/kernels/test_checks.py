@@ -245,7 +245,7 @@ BAD_MASKS = {
     ),
     "dropout seed that is a tensor": (
         {"dropout_p": 0.1, "dropout_seed": torch.tensor(1)},
-        "dropout_seed must be an integer from 0 to 2**63 - 1, got tensor(1); pass an int, not a te",
+        "dropout_seed must be an integer from 0 to 2**63 - 1, got tensor(1); pass an int, not a",
     ),
     "dropout seed negative": (
         {"dropout_p": 0.0, "dropout_seed": -1},
