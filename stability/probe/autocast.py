@@ -6,12 +6,21 @@ result until it ends, so that the calls' gradients are summed in the narrow dtyp
 Source: torch 2.13, `aten/src/ATen/autocast_mode.{h,cpp}`.
 """
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_dtype", "is_converted_once", "lowered_dtype", "own_conversion", "rounded_as"]
+__all__ = [
+    "autocast_dtype",
+    "is_converted_once",
+    "lowered_dtype",
+    "own_conversion",
+    "product_dtypes",
+    "rounded_as",
+]
 
 
 def autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
@@ -60,6 +69,32 @@ def own_conversion(x: Tensor) -> Tensor:
     # a checkpoint around the call counts what is saved: it recomputes the call without this
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
         return torch.nn.functional.prelu(x, slope)
+
+
+_PRODUCTS = ("Bmm", "Mm", "Baddbmm", "Addbmm", "Addmm", "ScaledDotProduct")
+_NEAREST = 1000
+"""How many nodes of a graph are looked at: a tiled attention has some dozens for each tile."""
+
+
+def product_dtypes(out: Tensor, inputs: Iterable[Tensor]) -> set[torch.dtype]:
+    """Return in which dtypes the products between `inputs` and `out` were made, if autograd knows.
+
+    Those nearest to `out` are looked at. Empty where no graph is recorded, or it is one node.
+    Nothing that the graph has saved is read: a checkpoint would compute it again.
+    """
+    ends = {x.grad_fn for x in inputs}
+    found: set[torch.dtype] = set()
+    seen, waiting = {out.grad_fn}, deque([out.grad_fn])
+    while waiting and len(seen) < _NEAREST:
+        node = waiting.popleft()
+        if node is None or node in ends:
+            continue
+        if node.name().startswith(_PRODUCTS):
+            found.add(node._input_metadata[0].dtype)  # pyright: ignore[reportAttributeAccessIssue]
+        new = [after for after, _ in node.next_functions if after not in seen]
+        seen.update(new)
+        waiting.extend(new)
+    return found
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -204,3 +204,62 @@ def test_t5_is_judged_by_the_bias_that_its_attention_gets(implementation):
     assert {"dbias", "dq"} <= {result for _, result, _ in figures}
     worst = max(figures, key=lambda key: figures[key])
     assert figures[worst] < torch.finfo(torch.bfloat16).eps / 2, (worst, figures[worst])
+
+
+def in_fp32(q, k, v, attn_mask=None):
+    with torch.autocast("cpu", enabled=False):
+        return by_hand(q.float(), k.float(), v.float(), attn_mask)
+
+
+def cast_back(q, k, v, attn_mask=None):
+    return by_hand(q, k, v, attn_mask).to(q.dtype)
+
+
+class Opaque(torch.autograd.Function):
+    """An attention that is one node of the graph, and returns FP32."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        return golden_attention(q, k, v).float()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0], grads[0], grads[0]
+
+
+def wide_inputs(attend, evaluation=False):
+    """Look at an attention that gets FP32 under autocast, as from a norm of q and k."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    attention = attention_call(attend, masks=lambda *_: {})
+    model.forward = lambda q, k, v: attention(q, k, v, torch.zeros(LENGTH, LENGTH))
+    qkv = [torch.randn(BATCH, HEADS, LENGTH, HEAD_DIM, requires_grad=True) for _ in range(3)]
+    with shadow(model, "flash:fa2", golden=True, evaluation=evaluation) as probe:
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(not evaluation):
+            out = model(*(x * 1 for x in qkv))
+        if not evaluation:
+            out.float().square().sum().backward()
+        probe.step()
+    texts = [text for _, _, text in probe.findings if "not measured" not in text]
+    return probe.metrics, texts
+
+
+@pytest.mark.parametrize("attend", [by_hand, cast_back, in_fp32])
+def test_an_attention_that_switches_autocast_off_is_judged_in_fp32(attend):
+    metrics, told = wide_inputs(attend)
+    for result in ("out", "dq", "dk", "dv"):
+        error = metrics[f"deviation/model/{result}/golden_baseline_rel_fro"]
+        assert error < 1e-6 if attend is in_fp32 else 2**-10 < error < 2**-6, (result, error)
+    # the candidate was given FP32 too: in BF16 it would be as good as the rounded one
+    assert metrics["deviation/model/out/error_ratio"] < 10
+    assert not told
+
+
+def test_where_autograd_does_not_tell_the_dtype_it_is_told():
+    _, told = wide_inputs(lambda q, k, v, mask: Opaque.apply(q, k, v))
+    assert len(told) == 1
+    assert told[0].startswith("taken to compute in torch.bfloat16, to which autocast lowers")
+    _, told = wide_inputs(in_fp32, evaluation=True)
+    assert len(told) == 1
+    _, told = wide_inputs(by_hand, evaluation=True)
+    assert not told
