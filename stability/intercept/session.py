@@ -94,7 +94,7 @@ def shadow(
     the "forward" or "backward" one; then the model's own attention is the shadow there.
 
     `every`, `steps` and `per_decade` say which steps are looked at, counted from 0: every one where
-    none of them is given. A call counts where the model trains: gradients are enabled and it is in
+    none of them is given, none where `every` alone is and is 0. A call counts where the model trains: gradients are enabled and it is in
     training mode; with `evaluation` any call does. Of several micro-batches of a step the first is
     looked at, or "all", later ones as `layer@batch1` and so on. `golden` also measures both against
     FP64, `backward` also dq, dk and dv; `heads` and `positions` (a number of ranges) also measure
@@ -139,11 +139,6 @@ def shadow(
         raise ValueError(
             "shadow: candidate must be given for replace, inherited, inside or gradient_every, got "
             "None; beside modules alone no attention is looked at"
-        )
-    if not (config.every or steps or per_decade or replace or gradient_every):
-        raise ValueError(
-            "shadow: every must be >= 1 where neither steps nor per_decade says when to look, got "
-            "0: nothing would be looked at; leave shadow out"
         )
     several = candidate if isinstance(candidate, list) else [candidate or "flash:fa2"]
     if modules and candidate is None:

@@ -149,12 +149,6 @@ def test_steps_alone_are_those_looked_at():
     assert seen == [1, 3]
 
 
-def test_a_session_that_would_look_at_nothing_is_refused():
-    message = "every must be >= 1 where neither steps nor per_decade says when to look, got 0"
-    with pytest.raises(ValueError, match=message), shadow(Decoder(depth=1), every=0):
-        pass
-
-
 def test_a_step_that_is_never_announced_is_told_at_the_next_forward():
     model = Decoder(depth=1)
     with shadow(model) as probe:
