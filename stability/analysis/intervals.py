@@ -168,6 +168,7 @@ def _studentised(values: Array) -> Array:
     # about the mean, so that values far from 0 lose no digits
     shift = drawn.mean(axis=1) - values.mean()
     error = drawn.std(axis=1, ddof=1) / math.sqrt(n)
-    # a resample of one value over and over has no t statistic; with 8 unequal seeds 5e-7 of them do
-    spread = error > 0
+    # a resample of one value over and over has no t statistic; with 8 unequal seeds 5e-7 of them
+    # do. Its standard error need not be 0: a mean of equal values may miss them by an ULP
+    spread = drawn.max(axis=1) > drawn.min(axis=1)
     return shift[spread] / error[spread]

@@ -25,6 +25,12 @@ from stability.probe.captured_call import AttentionCall, in_dtype_of_q, valid_ro
 __all__ = ["catch_sdpa"]
 
 _SDPA = F.scaled_dot_product_attention
+_NAMES = (
+    _SDPA,
+    # as a module that torch.export has made calls it
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
 
 
 @contextmanager
@@ -52,7 +58,7 @@ class _SdpaMode(TorchFunctionMode):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():  # a graph is to be what it is without this
             return func(*args, **(kwargs or {}))
-        if func is _SDPA:
+        if any(func is name for name in _NAMES):
             return self._caught(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             with patch.object(F, "scaled_dot_product_attention", self._caught):

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, skewnorm, t
 
@@ -108,6 +108,8 @@ def test_the_interval_holds_the_mean_whatever_the_order_of_the_seeds(values, ran
 
 
 @modest
+# a third of the values is one value: of its resamples some had a standard error of 1e-17
+@example([1.0, 205768.0, 205768.0, 205768.0, 257571.0, 428455.0, 728497.0, 760076.0, 947093.0], 6.0)
 @given(several(POSITIVE), st.floats(1e-3, 1e3))
 def test_the_interval_of_ratios_is_that_of_their_logs_and_scales_with_them(values, unit):
     found = paired_interval(by_seed(values))

@@ -380,3 +380,39 @@ def test_nested_shadows_see_the_model_and_not_one_another():
     assert inner.layers == outer.layers == ("layers.0", "layers.1", "layers.2")
     assert inner.metrics == outer.metrics
     assert inner.metrics["deviation/layers.2/dq/rel_fro"] == 0
+
+
+class _ByName(nn.Module):
+    """Calls SDPA by one of its names."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.linear, self.name = nn.Linear(16, 48), name
+
+    def forward(self, x):
+        q, k, v = (y[:, None] for y in self.linear(x).chunk(3, -1))
+        return self.name(q, k, v, None, 0.0, True)[:, 0]
+
+
+@pytest.mark.parametrize("name", ["function", "operator", "overload", "exported"])
+def test_sdpa_is_seen_by_each_of_its_names(name):
+    x = torch.randn(2, 5, 16)
+    names = {
+        "operator": torch.ops.aten.scaled_dot_product_attention,
+        "overload": torch.ops.aten.scaled_dot_product_attention.default,
+    }
+    own = _ByName(names.get(name, F.scaled_dot_product_attention))
+    model = nn.Sequential(own, nn.Linear(16, 16))
+    if name == "exported":
+        model[0] = torch.export.export(own, (x,)).module()
+    model(x).square().sum().backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with shadow(model, "flash:golden", golden=True) as probe:
+        model(x).square().sum().backward()
+        probe.step()
+    assert all(torch.equal(a, b.grad) for a, b in zip(plain, model.parameters(), strict=True))
+    assert probe.layers == ("0",)
+    for result in ("out", "dq", "dk", "dv"):
+        assert probe.metrics[f"deviation/0/{result}/golden_baseline_rel_fro"] < 1e-5
+    assert not probe.findings
