@@ -127,6 +127,8 @@ def test_stability_command_runs(command, quick, monkeypatch, capsys, alone):
     assert capsys.readouterr().out
 
 
+# torch's, of a Trainer on a machine without a GPU
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 @pytest.mark.parametrize("block", PYTHON)
 def test_python_example_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
