@@ -9,7 +9,7 @@ Values that the model's own code casts to a narrow dtype stay narrow. Leaves out
 the gradients (`probe.gradient_evidence`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,16 +38,27 @@ Loss = Callable[[], Tensor]
 _NARROW = (torch.bfloat16, torch.float16)
 
 
+def _as_given(call: AttentionCall, primary: BoundAttention) -> AttentionCall:
+    return call
+
+
 class CaughtGradients:
     """Gradients of `loss` by parameter of `model`; the replacement's layers are those compared."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, replacement: Replacement, catch: Interceptor
+        self,
+        model: nn.Module,
+        loss: Loss,
+        replacement: Replacement,
+        catch: Interceptor,
+        computed: Callable[[AttentionCall, BoundAttention], AttentionCall] = _as_given,
     ) -> None:
         self._model = model
         self._loss = loss
         self._replacement = replacement
         self._catch = catch
+        self._computed = computed
+        """Gives a call the dtype in which the model's own attention computes."""
         self._dtypes: dict[str, torch.dtype] = {}
         """What each layer's attention computes in as trained, once that has been looked at."""
         self._dtypes_of_mask: dict[str, dict[str, torch.dtype]] = {}
@@ -94,6 +105,7 @@ class CaughtGradients:
     def _as_trained(
         self, role: AttentionRole, call: AttentionCall, primary: BoundAttention
     ) -> Tensor:
+        call = self._computed(call, primary)
         dtype = self._dtypes[call.layer] = call.dtype or call.q.dtype
         self._dtypes_of_mask[call.layer] = {name: x.dtype for name, x in call.trained.items()}
         if role == "baseline":
@@ -178,7 +190,11 @@ def _standing_in(
 
 
 class _AutocastOff(TorchFunctionMode):
-    """Switches autocast off for each operation, also where the code inside has switched it on."""
+    """Switches autocast off for each operation, also where the code inside has switched it on.
+
+    What comes in the run's dtype, e.g. an image, is widened where an operation refuses to take it
+    beside wider weights.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -191,7 +207,16 @@ class _AutocastOff(TorchFunctionMode):
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         with self._off():
-            return func(*args, **(kwargs or {}))
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError:
+                widest = _widest_of([*args, *(kwargs or {}).values()])
+                if widest is None:
+                    raise
+            return func(
+                *(_to(x, widest) for x in args),
+                **{name: _to(x, widest) for name, x in (kwargs or {}).items()},
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -201,3 +226,13 @@ class _AutocastOff(TorchFunctionMode):
             yield
         finally:
             self._is_paused = before
+
+
+def _widest_of(values: Iterable[Any]) -> torch.dtype | None:
+    """Return the widest dtype of the floating tensors; None if all have it."""
+    dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point()}
+    return max(dtypes, key=lambda dtype: dtype.itemsize) if len(dtypes) > 1 else None
+
+
+def _to(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

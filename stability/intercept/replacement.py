@@ -111,7 +111,7 @@ class ReplacedAttention:
 def bind_own(call: AttentionCall, primary: BoundAttention) -> BoundAttention:
     """Return the model's own attention of a replaced layer, as a probe takes its shadow."""
     assert isinstance(primary, ReplacedAttention)
-    return primary.own
+    return partial(_attend_under_autocast, primary.own, call.dtype)
 
 
 def _is_trained(x: object) -> bool:
@@ -128,23 +128,31 @@ def _cast_and_attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend by the candidate, in the dtype in which the model's own attention would compute.
 
-    Autocast casts the inputs of the model's own attention; a candidate it may not know.
+    Autocast casts the inputs of the model's own attention; a candidate it may not know. Inside it is
+    off, as it is where the candidate is measured beside the model's own.
     """
     if call.dtype is not None:
         q, k, v = (x.to(call.dtype) for x in (q, k, v))
-    return candidate.with_lse(q, k, v, **call.mask_with(**trained))
+    mask = call.mask_with(**trained)
+    with torch.autocast(q.device.type, enabled=False):
+        return candidate.with_lse(q, k, v, **mask)
 
 
 def _attend_under_autocast(
-    primary: BoundAttention, dtype: torch.dtype | None, q: Tensor, k: Tensor, v: Tensor
+    primary: BoundAttention,
+    dtype: torch.dtype | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    **trained: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend by the model's own attention, under the autocast that was on at its call.
 
-    It must be switched on again: `_Split` may run this in the backward pass, and autograd runs that
-    outside of any autocast.
+    It must be switched on again: a probe measures outside of any, and so does autograd run the
+    backward pass, in which `_Split` may attend.
     """
     with torch.autocast(q.device.type, dtype=dtype, enabled=dtype is not None):
-        return primary(q, k, v)
+        return primary(q, k, v, **trained)
 
 
 def _without_lse(attention: BoundAttention) -> Callable[..., Tensor]:

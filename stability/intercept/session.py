@@ -8,6 +8,7 @@ installed; what torch.compile makes meanwhile is only named. Leaves out what is 
 (`probe.probe_recorder`).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -39,7 +40,12 @@ from stability.intercept.watched_modules import (
 )
 from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shadows
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
-from stability.probe.captured_call import AttentionCall, BoundAttention
+from stability.probe.captured_call import (
+    AttentionCall,
+    BoundAttention,
+    ask_computed,
+    dtype_not_told,
+)
 from stability.probe.gradient_evidence import GradientMeter
 from stability.probe.micro_batches import Which
 from stability.probe.module_candidates import ModuleCandidate
@@ -223,6 +229,8 @@ class Shadow:
         self._layers: dict[str, None] = {}
         self._attending: dict[str, None] = {}
         """Those of `_layers` that are attentions."""
+        self._computed_in: dict[tuple[str, torch.dtype | None], torch.dtype | None] = {}
+        """The dtype in which a layer computes, beside that which its call gives."""
         self._called: set[str] = set()
         """The layers that were called since the last step."""
         self._has_counted = False
@@ -377,7 +385,9 @@ class Shadow:
             candidate=self.candidates[0], layers=self._config.layers
         )
         try:
-            taken = CaughtGradients(self._model, self._loss, compared, catch_attention)
+            taken = CaughtGradients(
+                self._model, self._loss, compared, catch_attention, self._as_computed
+            )
             measured = self.gradient_meter.look(taken.of)
         finally:
             if replacement is not None:
@@ -394,10 +404,20 @@ class Shadow:
         if self._replacement is not None:
             if not self._replacement.covers(call.layer):
                 return primary(call.q, call.k, call.v)[0]
+            call = self._as_computed(call, primary)
             primary = ReplacedAttention(self._replacement.of(call, primary), primary)
         if not counts:
             return primary(call.q, call.k, call.v)[0]
         return self.probe.attend(call, primary)
+
+    def _as_computed(self, call: AttentionCall, primary: BoundAttention) -> AttentionCall:
+        """Return a call with the dtype in which the model's own attention computes."""
+        if (call.layer, call.dtype) not in self._computed_in:
+            told = ask_computed(call, primary)
+            if told is None:
+                self._find(call.layer, dtype_not_told(call))
+            self._computed_in[call.layer, call.dtype] = (told or call).dtype
+        return dataclasses.replace(call, dtype=self._computed_in[call.layer, call.dtype])
 
     def _take_compiled(self, observed: ObservedCall) -> None:
         """Compare a call that a compiled graph has made."""

@@ -28,11 +28,13 @@ from torch import Tensor, nn
 from attention_kernels import MaskArguments
 from stability.config.schema import ProbeConfig
 from stability.probe.attention_registry import ResolvedAttention
-from stability.probe.autocast import is_converted_once, own_conversion, product_dtypes
+from stability.probe.autocast import is_converted_once, own_conversion
 from stability.probe.captured_call import (
     AttentionCall,
     BoundAttention,
     CapturedCall,
+    as_computed,
+    dtype_not_told,
     repeating,
 )
 from stability.probe.executed import unwitnessed
@@ -77,12 +79,6 @@ def _bind(
 _CONVERTED_ONCE = (
     "autocast may convert a parameter once for all calls that take it, and a view of it would be "
     "converted anew; pass x.view_as(x) in the model itself"
-)
-
-
-_NOT_TOLD = (
-    "to which autocast lowers products: whether this attention switches it off inside is not seen "
-    "without a graph of its products; give it inputs of the dtype in which it computes"
 )
 
 
@@ -319,19 +315,11 @@ class AttentionProbe:
     def _as_computed(
         self, call: AttentionCall, out: Tensor, inputs: Sequence[Tensor]
     ) -> AttentionCall:
-        """Return the call with the dtype in which the model's attention has really computed.
-
-        One that is written by hand may switch autocast off inside: it then gets q, k and v as they
-        are, and is not to be compared with what rounds them.
-        """
-        if call.dtype is None or call.lowered_to is not None:
-            return call
-        dtypes = product_dtypes(out, inputs)
-        if dtypes and call.dtype not in dtypes:
-            return replace(call, dtype=None)
-        if not dtypes and out.dtype != call.dtype:
-            self._add_finding(call.layer, f"taken to compute in {call.dtype}, {_NOT_TOLD}")
-        return call
+        """Return the call with the dtype in which the model's attention has really computed."""
+        told = as_computed(call, out, inputs)
+        if told is None:
+            self._add_finding(call.layer, dtype_not_told(call))
+        return told or call
 
     def _evaluate(self, captured: CapturedCall, dout: Tensor | None) -> None:
         """Run shadows and golden, and compare all that the forward gave."""

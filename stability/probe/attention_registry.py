@@ -357,7 +357,7 @@ def _user_attention(name: str, function: Callable[..., Any]) -> ResolvedAttentio
     takes = _arguments(name, function)
     return ResolvedAttention(
         name=name,
-        function=partial(_call_user_function, function, name, takes),
+        function=partial(_call_user_function, function, name, takes, _needs_scale(function)),
         description={
             "implementation": name,
             "engine": getattr(function, "__module__", ""),
@@ -388,10 +388,20 @@ def _arguments(name: str, function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(signature.parameters)
 
 
+def _needs_scale(function: Callable[..., Any]) -> bool:
+    """Whether a user's function has no default for the scale."""
+    try:
+        parameter = inspect.signature(function).parameters.get("scale")
+    except ValueError:  # a builtin does not tell
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
 def _call_user_function(
     function: Callable[..., Tensor],
     name: str,
     takes: frozenset[str],
+    needs_scale: bool,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -409,6 +419,8 @@ def _call_user_function(
             f"{name}: the mask must be one that it takes, got {refused[0]}; "
             f"it takes {', '.join(sorted(takes & set(MaskArguments.__annotations__)))}"
         )
+    if needs_scale:
+        asked.setdefault("scale", q.shape[-1] ** -0.5)
     # causal is always said: a function's own default may be the other
     return function(q, k, v, **{"causal": False, **asked})
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
-from stability.probe.autocast import rounded_as
+from stability.probe.autocast import product_dtypes, rounded_as
+from stability.probe.isolation import isolated
 
 __all__ = [
     "AttentionCall",
@@ -21,6 +22,9 @@ __all__ = [
     "CapturedCall",
     "Interceptor",
     "add_bias",
+    "as_computed",
+    "ask_computed",
+    "dtype_not_told",
     "in_dtype_of_q",
     "is_repeating",
     "repeating",
@@ -92,6 +96,41 @@ BoundAttention = Callable[..., tuple[Tensor, Tensor | None]]
 """An attention with one call's mask and options bound. It takes q, k and v, and by name what stands
 for the tensors of `AttentionCall.trained`. It returns out, shaped as q, and the LSE, or None where
 the implementation does not give one."""
+
+
+def as_computed(call: AttentionCall, out: Tensor, inputs: Sequence[Tensor]) -> AttentionCall | None:
+    """Return a call with the dtype in which the model's attention has computed `out`.
+
+    One that is written by hand may switch autocast off inside: it then gets q, k and v as they are,
+    and is not to be compared with what rounds them. None if autograd does not tell.
+    """
+    if call.dtype is None or call.lowered_to is not None:
+        return call
+    dtypes = product_dtypes(out, inputs)
+    if dtypes:
+        return call if call.dtype in dtypes else replace(call, dtype=None)
+    return call if out.dtype == call.dtype else None
+
+
+def ask_computed(call: AttentionCall, primary: BoundAttention) -> AttentionCall | None:
+    """Return the same before the call is made, by making it on the side, where that is needed."""
+    if call.dtype is None or call.lowered_to is not None:
+        return call
+    # views: of leaves autocast would keep what it converts
+    leaves = [x.detach().requires_grad_().view_as(x) for x in (call.q, call.k, call.v)]
+    with repeating(), isolated(call.q.device), torch.enable_grad():
+        with torch.autocast(call.q.device.type, dtype=call.dtype):
+            return as_computed(call, primary(*leaves)[0], leaves)
+
+
+def dtype_not_told(call: AttentionCall) -> str:
+    """Return the finding about a call for which that gave None: it is compared as it is."""
+    return (
+        f"taken to compute in {call.dtype}, to which autocast lowers products: whether this "
+        "attention switches it off inside is not seen without a graph of its products; give it "
+        "inputs of the dtype in which it computes"
+    )
+
 
 CallHandler = Callable[[AttentionCall, BoundAttention], Tensor]
 """Is given each call with the attention that the model would use, the primary, and returns out.

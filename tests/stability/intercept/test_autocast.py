@@ -263,3 +263,67 @@ def test_where_autograd_does_not_tell_the_dtype_it_is_told():
     assert len(told) == 1
     _, told = wide_inputs(by_hand, evaluation=True)
     assert not told
+
+
+class OneLayer(nn.Module):
+    """A projection, an attention that gets FP32 under autocast, and a sum."""
+
+    def __init__(self, attend):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(HEADS * HEAD_DIM, 3 * HEADS * HEAD_DIM)
+        self.norm = nn.LayerNorm(HEAD_DIM)
+        self.attend = attention_call(attend, masks=lambda *_: {})
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(BATCH, LENGTH, HEADS, -1).transpose(1, 2).chunk(3, dim=-1)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.attend(self.norm(q), self.norm(k), v, torch.zeros(LENGTH, LENGTH))
+
+
+def told_of_gradient(attend, candidate):
+    """Return the gradient evidence of one step."""
+    model = OneLayer(attend)
+    x = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM)
+
+    def loss():
+        return model(x).float().square().sum()
+
+    with shadow(model, candidate, every=0, gradient_every=1, loss=loss) as probe:
+        loss().backward()
+        probe.step()
+    return probe.gradient_metrics, [text for _, _, text in probe.findings]
+
+
+@pytest.mark.parametrize("attend", [by_hand, cast_back, in_fp32])
+@pytest.mark.parametrize("is_isolated", [True, False])
+def test_gradient_evidence_is_taken_in_the_dtype_in_which_it_computes(attend, is_isolated):
+    metrics, told = told_of_gradient(attend, "flash:fa2")
+    error = metrics["gradient/all/baseline_error" + ("" if is_isolated else "_as_trained")]
+    assert error < 1e-6 if attend is in_fp32 else 2**-13 < error < 2**-6
+    assert metrics["gradient/all/ratio" + ("" if is_isolated else "_as_trained")] < 10
+    assert not told
+
+
+def test_gradient_evidence_tells_where_the_dtype_is_not_known():
+    _, told = told_of_gradient(lambda q, k, v, mask: Opaque.apply(q, k, v), "flash:fa2")
+    assert any("taken to compute in torch.bfloat16" in text for text in told)
+
+
+@pytest.mark.parametrize("attend", [by_hand, cast_back, in_fp32])
+def test_what_replaces_an_attention_gets_the_dtype_in_which_that_computes(attend):
+    model, seen = OneLayer(attend), []
+
+    def noting(q, k, v, *, causal, scale=None):
+        seen.append((q.dtype, torch.is_autocast_enabled("cpu")))
+        return by_hand(q, k, v, 0.0)
+
+    x = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM)
+    with shadow(model, noting, golden=True, replace=["*"]) as probe:
+        model(x).float().square().sum().backward()
+        probe.step()
+    assert set(seen) == {(torch.float32 if attend is in_fp32 else torch.bfloat16, False)}
+    if attend is in_fp32:
+        assert probe.metrics["deviation/model/out/golden_baseline_rel_fro"] < 1e-6
+        assert probe.metrics["deviation/model/dq/golden_baseline_rel_fro"] < 1e-6
+    assert not probe.findings

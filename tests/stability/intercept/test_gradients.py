@@ -171,3 +171,30 @@ def test_a_loss_must_be_given_and_must_run_the_model():
             session.step()
         assert message in session.findings[0][2]
         assert session.gradient_metrics == {}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_isolated_widens_what_the_loss_itself_brings_in(by_name):
+    """An image is FP32 whatever the model's copies are."""
+
+    class Patches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.patch = nn.Conv1d(3, 16, 4, stride=4)
+            self.qkv = nn.Linear(16, 96)
+
+        def forward(self, image):
+            patch = self.patch
+            x = F.conv1d(input=image, weight=patch.weight, stride=4) if by_name else patch(image)
+            q, k, v = self.qkv(x.mT).view(2, -1, 2, 48).transpose(1, 2).chunk(3, dim=-1)
+            return F.scaled_dot_product_attention(q, k, v)
+
+    model, image = Patches(), torch.randn(2, 3, 32)
+    options = {"every": 0, "gradient_every": 1, "loss": lambda: model(image).square().sum()}
+    with shadow(model, "flash:fa2", **options) as session:
+        session.step()
+    assert session.findings == []
+    metrics = session.gradient_metrics
+    assert 0 < metrics["gradient/all/baseline_error"] < 2**-20
+    assert 0.1 < metrics["gradient/all/ratio"] < 10

@@ -311,3 +311,13 @@ def test_every_attention_takes_a_mask_mod(name, beside):
     ):
         rows = visible.any(-1)  # torch's own kernels differ in what a row without keys gives
         assert torch.allclose(out.double()[rows], expected.double()[rows], atol=1e-5)
+
+
+def test_a_function_without_a_default_scale_is_given_the_usual_one():
+    def attend(q, k, v, *, causal, scale):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+    q, k, v = torch.randn(3, 1, 2, 8, 16).unbind()
+    attention = resolve_attention(attend, torch.device("cpu"))
+    assert attention(q, k, v, causal=True).equal(attend(q, k, v, causal=True, scale=0.25))
+    assert attention(q, k, v, scale=0.5).equal(attend(q, k, v, causal=False, scale=0.5))
