@@ -128,8 +128,8 @@ def _cast_and_attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend by the candidate, in the dtype in which the model's own attention would compute.
 
-    Autocast casts the inputs of the model's own attention; a candidate it may not know. Inside it is
-    off, as it is where the candidate is measured beside the model's own.
+    Autocast casts the inputs of the model's own attention; a candidate it may not know. Inside it
+    is off, as it is where the candidate is measured beside the model's own.
     """
     if call.dtype is not None:
         q, k, v = (x.to(call.dtype) for x in (q, k, v))

@@ -118,9 +118,9 @@ def ask_computed(call: AttentionCall, primary: BoundAttention) -> AttentionCall 
         return call
     # views: of leaves autocast would keep what it converts
     leaves = [x.detach().requires_grad_().view_as(x) for x in (call.q, call.k, call.v)]
-    with repeating(), isolated(call.q.device), torch.enable_grad():
-        with torch.autocast(call.q.device.type, dtype=call.dtype):
-            return as_computed(call, primary(*leaves)[0], leaves)
+    autocast = torch.autocast(call.q.device.type, dtype=call.dtype)
+    with repeating(), isolated(call.q.device), torch.enable_grad(), autocast:
+        return as_computed(call, primary(*leaves)[0], leaves)
 
 
 def dtype_not_told(call: AttentionCall) -> str:
