@@ -18,6 +18,8 @@ from stability.probe.captured_call import valid_rows
 
 __all__ = ["FLASH_ATTN", "scalar_arguments", "unread"]
 
+_MORE = ("return_attn_probs", "return_softmax_lse")
+
 
 def _read(function: Callable[..., Any], given: BoundArguments) -> LibraryCall:
     """Read a call on q, k and v that are all there."""
@@ -57,6 +59,7 @@ def _read(function: Callable[..., Any], given: BoundArguments) -> LibraryCall:
         mask=mask,
         valid=None if attn_mask is None else valid_rows(attn_mask, q, k),
         unsupported=_unsupported(of),
+        asks_more=next((f"{name} of flash-attn" for name in _MORE if of.get(name)), ""),
         call=call,
         out_as_ours=lambda returned: ours(returned[0] if isinstance(returned, tuple) else returned),
         with_out=with_out,

@@ -16,6 +16,8 @@ from stability.intercept.library_call import LibraryCall
 
 __all__ = ["read_flex"]
 
+_MORE = ("return_lse", "return_aux")
+
 
 def read_flex(function: Callable[..., Any], given: BoundArguments) -> LibraryCall:
     """Read a call of flex_attention, whose mask is evaluated."""
@@ -31,6 +33,8 @@ def read_flex(function: Callable[..., Any], given: BoundArguments) -> LibraryCal
         # with other numbers of queries and keys, key i is not query i's own token
         valid = read.attended if q.shape[2] == k.shape[2] else None
         unsupported = read.unsupported
+    if k.shape[0] != q.shape[0]:
+        unsupported = f"keys of batch {k.shape[0]} for queries of batch {q.shape[0]}: expand them"
     if of["score_mod"] is not None:
         name = getattr(of["score_mod"], "__name__", "score_mod")
         unsupported = f"the score_mod {name} of flex_attention: no candidate computes it"
@@ -43,6 +47,7 @@ def read_flex(function: Callable[..., Any], given: BoundArguments) -> LibraryCal
         mask=mask,
         valid=valid,
         unsupported=unsupported,
+        asks_more=next((f"{name} of flex_attention" for name in _MORE if of.get(name)), ""),
         call=lambda q, k, v: function(**{**of, "query": q, "key": k, "value": v}),
         out_as_ours=lambda returned: returned[0] if isinstance(returned, tuple) else returned,
         with_out=with_out,

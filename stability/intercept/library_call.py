@@ -35,6 +35,8 @@ class LibraryCall:
     """As in `AttentionCall`, and so is `hides`."""
     hides: Tensor | None = None
     unsupported: str = ""
+    asks_more: str = ""
+    """What the model asks for beside out, which nobody but the library's own call can give."""
 
 
 Reader = Callable[[Callable[..., Any], BoundArguments], LibraryCall]

@@ -193,11 +193,15 @@ class _WatchedFunction:
         given.apply_defaults()
         # by this object: an outer catch is still to see the call
         read = self._reader(self, given)
-        returned: list[Any] = []
+        made: list[tuple[Any, Tensor]] = []
+        has_graph = torch.is_grad_enabled()
 
         def primary(q: Tensor, k: Tensor, v: Tensor, **trained: Tensor) -> tuple[Tensor, None]:
-            returned.append(read.call(q, k, v, **trained))
-            return read.out_as_ours(returned[-1]), None
+            returned = read.call(q, k, v, **trained)
+            out = read.out_as_ours(returned)
+            if torch.is_grad_enabled() == has_graph:
+                made.append((returned, out))
+            return out, None
 
         module = given.arguments.get("self")
         known = isinstance(module, nn.Module) and catcher.knows(module)
@@ -215,4 +219,11 @@ class _WatchedFunction:
             hides=read.hides,
         )
         out = catcher.hand_over(call, primary)
-        return read.with_out(returned[0] if returned else None, out)
+        # one made on the side, or without its gradients, is not what the model gets
+        own = next((returned for returned, its_out in made if its_out is out), None)
+        if own is None and read.asks_more:
+            raise ValueError(
+                f"shadow: {call.layer} must ask for its out alone where another attention takes "
+                f"the place of its own, got {read.asks_more}"
+            )
+        return read.with_out(own, out)

@@ -46,7 +46,8 @@ class OtherFunctions:
             # values count where candidate, model and FP64 are all finite: the candidate's are told
             elif math.isnan(value) and not metrics[name.replace(*_NOT_FINITE)]:
                 text = (
-                    "no value of the model's own out is finite beside FP64's: nothing is compared"
+                    "nothing is compared: all rows are padding or see no key, or not one value of "
+                    "the model's own out is finite beside FP64's"
                 )
             if text:
                 self._told.add(parsed.layer)

@@ -221,6 +221,24 @@ def test_layers_share_the_tensor_of_a_mask():
     assert gone() is None
 
 
+def test_one_mask_serves_batches_of_every_size(held):
+    """A mask that tells no batches apart is made once, for training and for evaluation."""
+    mask = create_block_mask(MODS["causal"][0], None, None, QUERIES, QUERIES, device="cpu")
+    for batch in (4, 2, 3):
+        q, k = (torch.zeros(batch, HEADS, QUERIES, 16) for _ in range(2))
+        read = read_block_mask(mask, q, k)
+        assert read.attending.shape == read.attended.shape == (batch, QUERIES)
+
+
+def test_tables_that_are_written_later_are_told():
+    mask, qkv = blocks([[0], [0, 1]], below), inputs(64, 64)
+    assert not read_block_mask(mask, *qkv[:2]).unsupported
+    mask.kv_num_blocks[..., 1] = 1
+    assert "contradict" in read_block_mask(mask, *qkv[:2]).unsupported
+    mask.kv_num_blocks[..., 1] = 2
+    assert not read_block_mask(mask, *qkv[:2]).unsupported
+
+
 def attend_and_disturb_padding(q, k, v, *, causal, scale=None, attn_mask=None, mask_mod=None):
     out = golden_attention(q, k, v, scale=scale, attn_mask=attn_mask, mask_mod=mask_mod)
     out[:, :, -10:] += 1

@@ -369,7 +369,7 @@ def test_values_that_are_not_finite_are_told_of_the_one_who_made_them(whose):
         probe.step()
         probe.deliver()
     texts = " ".join(text for _, _, text in probe.findings)
-    assert ("no value of the model's own out is finite" in texts) == (whose == "the model's")
+    assert ("not one value of the model's own out is finite" in texts) == (whose == "the model's")
     assert "computes something else" not in texts
     name = "deviation/layers.own/out/golden_nonfinite"
     assert bool(probe.metrics[name]) == (whose == "the candidate's")

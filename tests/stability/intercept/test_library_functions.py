@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from attention_kernels import golden_attention
 from stability import shadow
@@ -278,6 +278,73 @@ def test_flex_attention_is_seen_with_its_mask(compiled):
     assert probe.metrics["deviation/model/out/golden_baseline_rel_fro"] < 1e-5
     expected = golden_attention(q, k, v, causal=True, scale=0.2)
     assert (out - expected).abs().max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated")
+@pytest.mark.parametrize("options", [{"return_lse": True}, {"return_aux": AuxRequest(lse=True)}])
+def test_a_replaced_layer_that_is_asked_for_more_than_out_is_refused(options):
+    model = _Flex(**options)
+    qkv = list(torch.randn(3, 2, 2, 32, 16).unbind())
+    plain = model(*qkv)
+    with shadow(model, "flash:golden", evaluation=True), torch.no_grad():
+        assert type(model(*qkv)) is type(plain)
+    qkv[0].requires_grad_()
+    # a bare out of a batch of two would be taken apart as out and LSE
+    with (
+        pytest.raises(ValueError, match=r"model must ask for its out alone .* got return_"),
+        shadow(model, "flash:golden", replace=["*"]),
+    ):
+        model(*qkv)
+
+
+@pytest.mark.parametrize("direction", ["both", "forward", "backward"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_so_is_flash_attention_in_each_direction(flash, direction, grad):
+    x, starts = torch.randn(24, HEADS, 16), torch.tensor([0, 12, 24], dtype=torch.int32)
+    x.requires_grad_(grad)
+
+    class Asking(nn.Module):
+        def forward(self, x):
+            options = (starts, starts, 12, 12)
+            return flash.flash_attn_varlen_func(x, x, x, *options, return_attn_probs=True)
+
+    model = Asking()
+    for steps in ([0], [1]):
+        replaced = {"replace": ["*"], "direction": direction, "evaluation": True, "steps": steps}
+        with shadow(model, "flash:golden", **replaced):
+            with pytest.raises(ValueError, match="got return_attn_probs of flash-attn"):
+                model(x)
+
+
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated")
+def test_the_gradient_evidence_of_what_is_asked_for_more_tells_why():
+    class Asking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16))
+
+        def forward(self, q, k, v):
+            out, lse = flex_attention(q * self.weight, k, v, return_lse=True)
+            return out.square().sum() + lse.sum()
+
+    model, qkv = Asking(), [torch.randn(2, 2, 32, 16) for _ in range(3)]
+    loss = functools.partial(model, *qkv)
+    with shadow(model, "flash:golden", every=0, gradient_every=1, loss=loss) as probe:
+        probe.step()
+    assert "golden: ValueError: shadow: model must ask" in probe.findings[0][2]
+
+
+@unseen
+@pytest.mark.parametrize("keys", [1, 2])
+def test_keys_that_every_batch_shares_are_told(keys):
+    """flex_attention takes one batch of keys for all queries."""
+    mask = create_block_mask(_causal, 2, None, 32, 32, device="cpu")
+    q, (k, v) = torch.randn(2, 2, 32, 16), torch.randn(2, keys, 2, 32, 16)
+    with shadow(_Flex(block_mask=mask), "flash:golden", evaluation=True) as probe:
+        probe._model(q, k, v)
+        probe.step()
+    told = [text for *_, text in probe.findings if "keys of batch 1 for queries of batch 2" in text]
+    assert len(told) == (keys == 1)
 
 
 @unseen
