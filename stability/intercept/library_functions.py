@@ -28,7 +28,7 @@ from stability.intercept.flex_calls import read_flex
 from stability.intercept.library_call import Reader
 from stability.intercept.transformer_engine_calls import read_transformer_engine
 from stability.probe.autocast import autocast_dtype
-from stability.probe.captured_call import AttentionCall
+from stability.probe.captured_call import AttentionCall, is_repeating
 
 __all__ = ["catch_late_imports", "watching_library_functions"]
 
@@ -199,7 +199,7 @@ class _WatchedFunction:
         def primary(q: Tensor, k: Tensor, v: Tensor, **trained: Tensor) -> tuple[Tensor, None]:
             returned = read.call(q, k, v, **trained)
             out = read.out_as_ours(returned)
-            if torch.is_grad_enabled() == has_graph:
+            if torch.is_grad_enabled() == has_graph and not is_repeating():
                 made.append((returned, out))
             return out, None
 
@@ -221,6 +221,7 @@ class _WatchedFunction:
         out = catcher.hand_over(call, primary)
         # one made on the side, or without its gradients, is not what the model gets
         own = next((returned for returned, its_out in made if its_out is out), None)
+        made.clear()  # the primary lives as long as the graph, which is not to live by it
         if own is None and read.asks_more:
             raise ValueError(
                 f"shadow: {call.layer} must ask for its out alone where another attention takes "

@@ -2,10 +2,10 @@
 
 At a probed step each attention call is repeated on the very same q, k and v by every shadow and by
 the FP64 golden, and compared forward (out, LSE) and backward (dq, dk, dv under the run's own dout).
-The primary's gradients exist only while autograd runs, so tensor hooks take them: the hook on out
-is given dout and runs shadows and golden there, which lets one layer's results live at a time
-instead of all layers' until the backward ends; hooks on aliases of q, k and v are given dq, dk and
-dv. No hook returns anything, so autograd goes on with the tensors it had.
+The primary's gradients exist only while autograd runs, so hooks take them: the hook on out is given
+dout and runs shadows and golden there, which lets one layer's results live at a time instead of all
+layers' until the backward ends; hooks on the call's own nodes are given dq, dk and dv
+(`own_gradients`). No hook returns anything, so autograd goes on with the tensors it had.
 
 Repeating a call leaves no trace in the run (`repeated_call`). Values stay on the device until the
 step's one transfer. A deviation is always candidate minus baseline, so its
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from attention_kernels import MaskArguments
 from stability.config.schema import ProbeConfig
 from stability.probe.attention_registry import ResolvedAttention
-from stability.probe.autocast import is_converted_once, own_conversion
 from stability.probe.captured_call import (
     AttentionCall,
     BoundAttention,
@@ -46,6 +45,7 @@ from stability.probe.measurements import (
     StepMeasurements,
 )
 from stability.probe.micro_batches import MicroBatches, Which
+from stability.probe.own_gradients import beginning, watch_gradients
 from stability.probe.repeated_call import (
     GRADIENTS,
     gradient_of,
@@ -76,10 +76,7 @@ def _bind(
     return bound
 
 
-_CONVERTED_ONCE = (
-    "autocast may convert a parameter once for all calls that take it, and a view of it would be "
-    "converted anew; pass x.view_as(x) in the model itself"
-)
+_ONE_TENSOR = "they are one tensor, of which autograd keeps the sum; pass x.view_as(x) in the model"
 
 
 def _made_already(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -166,12 +163,10 @@ class AttentionProbe:
         if named is None:
             return primary(call.q, call.k, call.v)[0]
         call = named
-        qkv = [self._alias(call, "q", x) for x in (call.q, call.k, call.v)]
-        # a bias may be that of all layers, and sinks a parameter: of an alias the gradient is this
-        # call's own
-        trained = {name: self._alias(call, name, x) for name, x in call.trained.items()}
-        out, lse = primary(*qkv, **trained)
-        call = self._as_computed(call, out, (*qkv, *trained.values()))
+        qkv = (call.q, call.k, call.v)
+        since = beginning()
+        out, lse = primary(*qkv)
+        call = self._as_computed(call, out, (*qkv, *call.trained.values()))
         captured = CapturedCall.of(call, primary, qkv, out, lse)
         with self._lock:
             # another thread may have made the same call meanwhile
@@ -182,14 +177,15 @@ class AttentionProbe:
         # under no_grad no hook would ever run
         if self._config.backward and out.requires_grad:
             # autograd reaches out before q, k and v, so shadows are evaluated when these hooks run
-            names = (*GRADIENTS, *map(gradient_of, trained))
-            given = (call.q, call.k, call.v, *call.trained.values())
-            for name, x, own in zip(names, (*qkv, *trained.values()), given, strict=True):
-                if x.requires_grad and x is own:
-                    self._add_finding(call.layer, f"{name} not measured: {_CONVERTED_ONCE}")
-                elif x.requires_grad:
-                    captured.awaited.add(name)
-                    x.register_hook(partial(self._compare_gradient, captured, name))
+            names = (*GRADIENTS, *map(gradient_of, call.trained))
+            given = dict(zip(names, (*qkv, *call.trained.values()), strict=True))
+            captured.awaited.update(name for name, x in given.items() if x.requires_grad)
+            compare = partial(self._compare_gradient, captured)
+            untold = watch_gradients(out, given, since, compare)
+            if untold:
+                captured.awaited -= untold
+                text = ", ".join(name for name in given if name in untold)
+                self._add_finding(call.layer, f"{text} not measured: {_ONE_TENSOR}")
             out.register_hook(partial(self._evaluate, captured))
         # evaluating frees the forward's tensors, which the second forward is compared with
         elif not self._config.inherited:
@@ -299,18 +295,6 @@ class AttentionProbe:
             self._add_finding(layer, f"not looked at: {call.unsupported}")
             return None
         return replace(call, layer=layer) if self._budget.grants(layer) else None
-
-    def _alias(self, call: AttentionCall, name: str, x: Tensor) -> Tensor:
-        """Return x again with a gradient of its own; x itself where that would change the training.
-
-        A hook on x itself would see the sum over all uses of x, e.g. one x as both k and v.
-        """
-        if not (self._config.backward and torch.is_grad_enabled() and x.requires_grad):
-            return x
-        # sinks stand beside the scores, which autocast leaves as they are
-        if not is_converted_once(x) or name == "sinks":
-            return x.view_as(x)
-        return x if call.lowered_to is None else own_conversion(x)
 
     def _as_computed(
         self, call: AttentionCall, out: Tensor, inputs: Sequence[Tensor]

@@ -15,9 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "autocast_dtype",
-    "is_converted_once",
     "lowered_dtype",
-    "own_conversion",
     "product_dtypes",
     "rounded_as",
 ]
@@ -46,31 +44,6 @@ def lowered_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def is_converted_once(x: Tensor) -> bool:
-    """Whether autocast would convert `x` once for all calls that take it: an FP32 parameter."""
-    return (
-        torch.is_autocast_enabled(x.device.type)
-        and torch.is_autocast_cache_enabled()
-        and x.is_leaf
-        and x.requires_grad
-        and not x._is_view()
-        and x.dtype == torch.float32
-    )
-
-
-def own_conversion(x: Tensor) -> Tensor:
-    """Return `x` as autocast converts it, once for all calls, with a gradient of this call's own.
-
-    A view of `x` itself would be converted anew, and its gradient widened before it is summed. No
-    function of torch hands out what autocast keeps; prelu is lowered too, and with a slope of 1 it
-    changes no bit, forward or backward.
-    """
-    slope = torch.ones(1, dtype=torch.get_autocast_dtype(x.device.type), device=x.device)
-    # a checkpoint around the call counts what is saved: it recomputes the call without this
-    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-        return torch.nn.functional.prelu(x, slope)
-
-
 _PRODUCTS = ("Bmm", "Mm", "Baddbmm", "Addbmm", "Addmm", "ScaledDotProduct")
 _NEAREST = 1000
 """How many nodes of a graph are looked at: a tiled attention has some dozens for each tile."""
@@ -95,10 +68,6 @@ def product_dtypes(out: Tensor, inputs: Iterable[Tensor]) -> set[torch.dtype]:
         seen.update(new)
         waiting.extend(new)
     return found
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def rounded_as(x: Tensor, dtype: torch.dtype) -> Tensor:
