@@ -15,7 +15,8 @@ from torch import Tensor
 from attention_kernels import MaskArguments
 from stability.intercept.catcher import newest_catcher
 from stability.probe.autocast import autocast_dtype
-from stability.probe.captured_call import AttentionCall, valid_rows
+from stability.probe.captured_call import AttentionCall, repeating, valid_rows
+from stability.probe.isolation import isolated
 
 __all__ = ["attention_call"]
 
@@ -31,12 +32,13 @@ def attention_call(
 ) -> Callable[..., Tensor]:
     """Return `function` as one whose calls `shadow` sees; also a decorator.
 
-    `function(q, k, v, ...)` returns out, shaped as q; all are in `layout`. What else it is given is
-    taken for the arguments of `attention_kernels.MaskArguments` by their names; a function that
-    names them otherwise says so by `masks`, which is called with what follows q, k and v and
+    `function(q, k, v, ...)` returns out alone, shaped as q; all are in `layout`. What else it is
+    given is taken for the arguments of `attention_kernels.MaskArguments` by their names; a function
+    that names them otherwise says so by `masks`, which is called with what follows q, k and v and
     returns them: `attention_call(attend, masks=lambda mask: {"attn_mask": mask})`. A call with an
     argument that is neither is made all the same, and is a finding; so is one with dropout, unless
-    its dropout_seed says what `attention_kernels` would drop. ValueError for another layout.
+    its dropout_seed says what `attention_kernels` would drop. ValueError for another layout; a
+    watched call raises it where the function returns more than out.
     """
     if layout not in ("bhtd", "bthd"):
         raise ValueError(f"attention_call: layout must be 'bhtd' or 'bthd', got {layout!r}")
@@ -55,6 +57,8 @@ class _WatchedAttention:
         self._function = function
         self._masks = masks
         self._layout = layout
+        self._returns_out = False
+        """Whether it is known to return out alone."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # first: a graph is to be what it is without this, and guards on what it has asked for
@@ -74,6 +78,7 @@ class _WatchedAttention:
             values = {name: given(x) for name, x in kwargs.items()}
             # by this object: an outer catch is still to see the call
             out = self(*map(self._turned, (q, k, v)), *map(given, args), **values)
+            self._check(out)
             return self._turned(out), None
 
         call = AttentionCall(
@@ -87,11 +92,28 @@ class _WatchedAttention:
             unsupported=unsupported,
             trained=trained,
         )
-        return self._turned(catcher.hand_over(call, primary))
+        out = catcher.hand_over(call, primary)
+        if not self._returns_out:  # another took its place, and would be taken for all it returns
+            with repeating(), isolated(q.device), torch.no_grad():
+                primary(q, k, v)
+        return self._turned(out)
+
+    def _check(self, out: Any) -> None:
+        """ValueError if a call has returned more than out."""
+        if not isinstance(out, Tensor):
+            raise ValueError(
+                f"attention_call: {self._name} must return out alone, a tensor, got a "
+                f"{type(out).__name__}; wrap a function that does, and is called in its place"
+            )
+        self._returns_out = True
 
     def __reduce__(self) -> Any:
         """Pickle and copy as what made it."""
         return _WatchedAttention, (self._function, self._masks, self._layout)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__name__", type(self._function).__name__)
 
     def _turned(self, x: Tensor) -> Tensor:
         return x if self._layout == "bhtd" else x.transpose(1, 2)
@@ -102,10 +124,9 @@ class _WatchedAttention:
         given = dict(self._masks(*args, **kwargs)) if self._masks else self._by_name(args, kwargs)
         unknown = [name for name, value in given.items() if name not in known and value is not None]
         if unknown:
-            name = getattr(self._function, "__name__", type(self._function).__name__)
             reason = (
-                f"{name} takes {', '.join(unknown)}, whose meaning is not known; say what it means "
-                f"by attention_call({name}, masks=...), of {', '.join(sorted(known))}"
+                f"{self._name} takes {', '.join(unknown)}, whose meaning is not known; say what it "
+                f"means by attention_call({self._name}, masks=...), of {', '.join(sorted(known))}"
             )
             return MaskArguments(), reason
         dropout = given.get("dropout_p") or 0.0

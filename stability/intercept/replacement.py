@@ -133,7 +133,8 @@ def _cast_and_attend(
     """
     if call.dtype is not None:
         q, k, v = (x.to(call.dtype) for x in (q, k, v))
-    mask = call.mask_with(**trained)
+    # put together here, so that what it gives to a bias is seen to be of this call
+    mask = call.mask_with(**{**call.trained, **trained})
     with torch.autocast(q.device.type, enabled=False):
         return candidate.with_lse(q, k, v, **mask)
 

@@ -43,13 +43,11 @@ def watch_gradients(
         if x.requires_grad:
             edge = get_gradient_edge(x)
             names_at.setdefault((edge.node, edge.output_nr), []).append(name)
-    order = list(inputs)
-    places = [
-        (node, index, [order[index]] if len(names) > 1 and _is_ordered(node) else names)
-        for node, index, names in _places(out, names_at, since)
-    ]
-    untold = frozenset(name for _, _, names in places if len(names) > 1 for name in names)
-    told = [(node, index, name) for node, index, (name, *_) in places if name not in untold]
+    names_of: dict[tuple[Node, int], set[str]] = {}
+    for node, index, names in _places(out, names_at, since, list(inputs)):
+        names_of.setdefault((node, index), set()).update(names)
+    untold = frozenset(name for names in names_of.values() if len(names) > 1 for name in names)
+    told = [(*place, name) for place, (name, *_) in names_of.items() if name not in untold]
     dtypes = {name: x.dtype for name, x in inputs.items()}
     sums = _Sums(Counter(name for _, _, name in told), dtypes, take)
     for node, index, name in told:
@@ -81,30 +79,32 @@ class _Sums:
 
 
 def _places(
-    out: Tensor, names_at: Mapping[tuple[Node, int], list[str]], since: int
+    out: Tensor, names_at: Mapping[tuple[Node, int], list[str]], since: int, order: list[str]
 ) -> Iterator[_Place]:
-    """Yield the edges of the call's graph that lead to its inputs."""
+    """Yield the edges of the call's graph that lead to its inputs; `order` has the names of all.
+
+    What a node of SDPA takes, as it is or turned and converted, is query, key or value, whatever
+    tensors these are made of.
+    """
     ends = {node for node, _ in names_at}
-    waiting = [get_gradient_edge(out).node]
-    seen = set(waiting) | ends
+    waiting: list[tuple[Node, str]] = [(get_gradient_edge(out).node, "")]
+    seen = set(waiting)
     while waiting:
-        node = waiting.pop()
+        node, role = waiting.pop()
         if node in ends:  # out is what some input is made with: nothing was computed
             continue
+        is_sdpa = node.name().startswith("ScaledDotProduct")
+        role = role if len(node.next_functions) == 1 else ""
         for index, (after, output) in enumerate(node.next_functions):
             if after is None:
                 continue
+            role = order[index] if is_sdpa and index < len(order) else role
             names = names_at.get((after, output)) or _converted(after, names_at)
             if names:
-                yield node, index, names
-            elif after not in seen and after._sequence_nr() >= since:
-                seen.add(after)
-                waiting.append(after)
-
-
-def _is_ordered(node: Node) -> bool:
-    """Whether a node takes query, key and value in this order, whatever tensors these are."""
-    return node.name().startswith("ScaledDotProduct")
+                yield node, index, [role] if role in names else names
+            elif (after, role) not in seen and after not in ends and after._sequence_nr() >= since:
+                seen.add((after, role))
+                waiting.append((after, role))
 
 
 def _converted(node: Node, names_at: Mapping[tuple[Node, int], list[str]]) -> list[str]:

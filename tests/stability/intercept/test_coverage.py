@@ -373,3 +373,24 @@ def test_values_that_are_not_finite_are_told_of_the_one_who_made_them(whose):
     assert "computes something else" not in texts
     name = "deviation/layers.own/out/golden_nonfinite"
     assert bool(probe.metrics[name]) == (whose == "the candidate's")
+
+
+@pytest.mark.parametrize("replace", [(), ["*"]])
+@pytest.mark.parametrize("steps", [[0], [1]])
+def test_a_wrapped_function_that_returns_more_than_out_is_refused(replace, steps):
+    """A bare out would be taken apart as what the function returns."""
+
+    def with_weights(q, k, v):
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return weights @ v, weights
+
+    model = nn.Module()
+    attend = attention_call(with_weights)
+    model.forward = lambda q, k, v: attend(q, k, v)[0]
+    qkv = torch.randn(3, 2, 2, 32, 16, requires_grad=True).unbind()
+    with shadow(model, "flash:golden", replace=replace, steps=steps) as probe:
+        if steps == [1] and not replace:
+            assert model(*qkv).shape == qkv[0].shape  # nothing is looked at
+            probe.step()
+        with pytest.raises(ValueError, match=r"with_weights must return out alone, .* got a tuple"):
+            model(*qkv)

@@ -25,9 +25,7 @@ def in_tiles(q, k, v):
     for rows in q.split(TILE, dim=2):
         scores = [rows @ keys.mT / HEAD_DIM**0.5 for keys in k.split(TILE, dim=2)]
         weights = torch.cat(scores, -1).softmax(-1)
-        parts = [
-            weights[..., j : j + TILE] @ v[:, :, j : j + TILE] for j in range(0, LENGTH, TILE)
-        ]
+        parts = [weights[..., j : j + TILE] @ v[:, :, j : j + TILE] for j in range(0, LENGTH, TILE)]
         outs.append(sum(parts[1:], parts[0]))
     return torch.cat(outs, 2)
 
