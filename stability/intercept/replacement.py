@@ -6,7 +6,7 @@ to layers. Leaves out how calls are caught (`sdpa`, `transformers`) and compared
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, Unpack, get_args
@@ -17,9 +17,14 @@ from torch.autograd.function import once_differentiable
 
 from attention_kernels import MaskArguments
 from stability.probe.attention_registry import ResolvedAttention
-from stability.probe.captured_call import AttentionCall, BoundAttention
+from stability.probe.captured_call import (
+    AttentionCall,
+    BoundAttention,
+    ask_computed,
+    dtype_not_told,
+)
 
-__all__ = ["Direction", "ReplacedAttention", "Replacement", "bind_own"]
+__all__ = ["AskedDtypes", "Direction", "ReplacedAttention", "Replacement", "bind_own"]
 
 Direction = Literal["both", "forward", "backward"]
 
@@ -106,6 +111,24 @@ class ReplacedAttention:
     ) -> tuple[Tensor, Tensor | None]:
         """Return what is computed in the model's place."""
         return self.computes(q, k, v, **trained)
+
+
+class AskedDtypes:
+    """Gives calls the dtype in which the model's own attention computes; asks each layer once."""
+
+    def __init__(self, find: Callable[[str, str], None]) -> None:
+        self._find = find
+        self._known: dict[tuple[str, torch.dtype | None], torch.dtype | None] = {}
+
+    def __call__(self, call: AttentionCall, primary: BoundAttention) -> AttentionCall:
+        """Return the call with that dtype; where it can't be told, as it is, with a finding."""
+        asked = call.layer, call.dtype
+        if asked not in self._known:
+            told = ask_computed(call, primary)
+            if told is None:
+                self._find(call.layer, dtype_not_told(call))
+            self._known[asked] = (told or call).dtype
+        return replace(call, dtype=self._known[asked])
 
 
 def bind_own(call: AttentionCall, primary: BoundAttention) -> BoundAttention:

@@ -8,7 +8,6 @@ installed; what torch.compile makes meanwhile is only named. Leaves out what is 
 (`probe.probe_recorder`).
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -29,7 +28,13 @@ from stability.intercept.layer_globs import check_globs, check_globs_of_calls
 from stability.intercept.layer_names import ROOT
 from stability.intercept.library_functions import watching_library_functions
 from stability.intercept.model_check import check_model, nothing_caught
-from stability.intercept.replacement import Direction, ReplacedAttention, Replacement, bind_own
+from stability.intercept.replacement import (
+    AskedDtypes,
+    Direction,
+    ReplacedAttention,
+    Replacement,
+    bind_own,
+)
 from stability.intercept.session_record import OWN, recorder_of
 from stability.intercept.session_results import SessionResults, Sink
 from stability.intercept.watched_modules import (
@@ -40,12 +45,7 @@ from stability.intercept.watched_modules import (
 )
 from stability.probe.attention_probe import AttentionProbe, BindShadow, as_shadows
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
-from stability.probe.captured_call import (
-    AttentionCall,
-    BoundAttention,
-    ask_computed,
-    dtype_not_told,
-)
+from stability.probe.captured_call import AttentionCall, BoundAttention
 from stability.probe.gradient_evidence import GradientMeter
 from stability.probe.micro_batches import Which
 from stability.probe.module_candidates import ModuleCandidate
@@ -229,8 +229,7 @@ class Shadow:
         self._layers: dict[str, None] = {}
         self._attending: dict[str, None] = {}
         """Those of `_layers` that are attentions."""
-        self._computed_in: dict[tuple[str, torch.dtype | None], torch.dtype | None] = {}
-        """The dtype in which a layer computes, beside that which its call gives."""
+        self._as_computed = AskedDtypes(self._find)
         self._called: set[str] = set()
         """The layers that were called since the last step."""
         self._has_counted = False
@@ -409,15 +408,6 @@ class Shadow:
         if not counts:
             return primary(call.q, call.k, call.v)[0]
         return self.probe.attend(call, primary)
-
-    def _as_computed(self, call: AttentionCall, primary: BoundAttention) -> AttentionCall:
-        """Return a call with the dtype in which the model's own attention computes."""
-        if (call.layer, call.dtype) not in self._computed_in:
-            told = ask_computed(call, primary)
-            if told is None:
-                self._find(call.layer, dtype_not_told(call))
-            self._computed_in[call.layer, call.dtype] = (told or call).dtype
-        return dataclasses.replace(call, dtype=self._computed_in[call.layer, call.dtype])
 
     def _take_compiled(self, observed: ObservedCall) -> None:
         """Compare a call that a compiled graph has made."""
