@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from stability import attention_call, shadow
+from tests.stability.intercept.compiled_models import COMPILES, inductor
 
 HEADS, HEAD_DIM, LENGTH, TILE = 2, 16, 32, 8
 WIDTH = HEADS * HEAD_DIM
@@ -84,10 +85,10 @@ class Sharing(nn.Module):
         return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
 
-def gradients(model):
+def gradients(model, own=None):
     x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
     model(x).square().sum().backward()
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {name: x.grad for name, x in (own or model).named_parameters() if x.grad is not None}
 
 
 @pytest.mark.parametrize("attend", ATTENTIONS)
@@ -111,3 +112,32 @@ def test_a_look_changes_no_bit_whatever_is_shared(use, attend):
             for whose in ("candidate", "baseline"):
                 figure = probe.metrics[f"deviation/{layer}/{result}/golden_{whose}_rel_fro"]
                 assert figure < 1e-6, (layer, result, whose)
+
+
+@pytest.mark.parametrize("direction", ["both", "forward", "backward"])
+@pytest.mark.parametrize("use", ["all are used later", "k is v, and used later"])
+def test_nor_does_a_look_at_a_replaced_attention(use, direction):
+    found = []
+    for steps in ([0], [1]):
+        model = Sharing(attention_call(in_tiles), USES[use])
+        replaced = {"replace": ["*"], "direction": direction, "steps": steps}
+        with shadow(model, "flash:fa2", golden=True, **replaced) as probe:
+            found.append(gradients(model))
+            probe.step()
+    assert all(gradient.equal(found[1][name]) for name, gradient in found[0].items())
+
+
+@inductor
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread_and_no_compiled_graphs")
+@pytest.mark.parametrize("use", [pytest.param(use, marks=COMPILES[1:]) for use in USES])
+def test_nor_a_look_at_a_compiled_model(use):
+    models = [Sharing(by_sdpa, USES[use]) for _ in range(2)]
+    plain = gradients(torch.compile(models[0]), models[0])
+    with shadow(models[1], "flash:golden", golden=True) as probe:
+        torch.compiler.reset()
+        found = gradients(torch.compile(models[1]), models[1])
+        probe.step()
+    assert all(gradient.equal(found[name]) for name, gradient in plain.items())
+    for result in ("out", "dq", "dk", "dv"):
+        assert probe.metrics[f"deviation/model/{result}/golden_baseline_rel_fro"] < 1e-6
