@@ -51,6 +51,8 @@ def newest_catcher(module: nn.Module | None = None) -> "Catcher | None":
     first; its primary makes the call again, which then is the next one's.
     """
     for catcher in reversed(tuple(_OPEN)):
+        if not catcher.takes_attention:
+            continue
         if catcher.may_catch and (module is None or catcher.knows(module)):
             return catcher
     return None
@@ -83,9 +85,12 @@ def is_in_caught_call() -> bool:
 
 
 class Catcher:
-    """Knows which module of `model` runs in each thread, and hands calls to `handler`."""
+    """Knows which module of `model` runs in each thread, and hands attention calls to `handler`.
 
-    def __init__(self, model: nn.Module, handler: CallHandler) -> None:
+    Without a handler it is handed none.
+    """
+
+    def __init__(self, model: nn.Module, handler: CallHandler | None) -> None:
         self.model = model
         self.names = layer_names(model)
         self.modes: list[Callable[[], TorchFunctionMode | None]] = []
@@ -100,6 +105,7 @@ class Catcher:
         """The modules that have run while it was open, but for those inside compiled code."""
         self.met_compiled_code = False
         """Whether anything compiled has run while it was open."""
+        self.takes_attention = handler is not None
         self._handler = handler
         self._thread = _Thread()
         self._is_open = False
@@ -160,6 +166,7 @@ class Catcher:
 
     def hand_over(self, call: AttentionCall, primary: BoundAttention) -> Tensor:
         """Return what the handler makes of a call."""
+        assert self._handler is not None
         trains = torch.is_grad_enabled() and self.model.training
         unsupported = call.unsupported or _transform()
         self._thread.caught += 1

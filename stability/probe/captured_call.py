@@ -266,6 +266,8 @@ class CapturedCall:
         nothing = self.out.new_empty(0)
         self.call = replace(self.call, q=nothing, k=nothing, v=nothing, trained={})
         self.out, self.lse = nothing, None
+        # it may hold the call's results, and so the graph whose hooks hold this
+        self.primary = _forgotten
         self._versions.clear()
         self.forget("out")
         self.forget("lse")
@@ -274,6 +276,10 @@ class CapturedCall:
         """Free a result that has been compared."""
         for results in (*self.shadows.values(), self.golden):
             results.pop(what, None)
+
+
+def _forgotten(*_: Tensor, **__: Tensor) -> tuple[Tensor, Tensor | None]:
+    raise RuntimeError("a call that has been compared is not made again")
 
 
 def _detached(mask: MaskArguments) -> MaskArguments:
