@@ -13,6 +13,7 @@ from torch import Tensor
 from attention_kernels import MaskArguments
 from stability.intercept.block_masks import read_block_mask
 from stability.intercept.library_call import LibraryCall
+from stability.probe.autocast import autocast_dtype
 
 __all__ = ["read_flex"]
 
@@ -35,6 +36,8 @@ def read_flex(function: Callable[..., Any], given: BoundArguments) -> LibraryCal
         unsupported = read.unsupported
     if k.shape[0] != q.shape[0]:
         unsupported = f"keys of batch {k.shape[0]} for queries of batch {q.shape[0]}: expand them"
+    if autocast_dtype(q, k, v) is None and not q.dtype == k.dtype == v.dtype:
+        unsupported = f"q of {q.dtype} with k of {k.dtype} and v of {v.dtype}: convert them"
     if of["score_mod"] is not None:
         name = getattr(of["score_mod"], "__name__", "score_mod")
         unsupported = f"the score_mod {name} of flex_attention: no candidate computes it"
@@ -51,4 +54,11 @@ def read_flex(function: Callable[..., Any], given: BoundArguments) -> LibraryCal
         call=lambda q, k, v: function(**{**of, "query": q, "key": k, "value": v}),
         out_as_ours=lambda returned: returned[0] if isinstance(returned, tuple) else returned,
         with_out=with_out,
+        lse_of=_lse_of,
     )
+
+
+def _lse_of(returned: Any) -> Tensor | None:
+    if not isinstance(returned, tuple):
+        return None
+    return returned[1] if isinstance(returned[1], Tensor) else returned[1].lse

@@ -35,6 +35,8 @@ class LibraryCall:
     """As in `AttentionCall`, and so is `hides`."""
     hides: Tensor | None = None
     unsupported: str = ""
+    lse_of: Callable[[Any], Tensor | None] = lambda _: None
+    """Takes the LSE, of natural logarithms, from what the library returned, if it was asked for."""
     asks_more: str = ""
     """What the model asks for beside out, which nobody but the library's own call can give."""
 

@@ -196,12 +196,14 @@ class _WatchedFunction:
         made: list[tuple[Any, Tensor]] = []
         has_graph = torch.is_grad_enabled()
 
-        def primary(q: Tensor, k: Tensor, v: Tensor, **trained: Tensor) -> tuple[Tensor, None]:
+        def primary(
+            q: Tensor, k: Tensor, v: Tensor, **trained: Tensor
+        ) -> tuple[Tensor, Tensor | None]:
             returned = read.call(q, k, v, **trained)
             out = read.out_as_ours(returned)
             if torch.is_grad_enabled() == has_graph and not is_repeating():
                 made.append((returned, out))
-            return out, None
+            return out, read.lse_of(returned)
 
         module = given.arguments.get("self")
         known = isinstance(module, nn.Module) and catcher.knows(module)

@@ -33,7 +33,7 @@ from stability.intercept.transformers_call import (
     unsupported,
 )
 from stability.probe.autocast import autocast_dtype, lowered_dtype
-from stability.probe.captured_call import AttentionCall, add_bias, in_dtype_of_q
+from stability.probe.captured_call import AttentionCall, add_bias, in_dtype_of_q, is_repeating
 
 __all__ = [
     "catch_transformers",
@@ -237,6 +237,7 @@ class _ModelAttention:
         self._received = received
         self._attention_mask = attention_mask
         self._results: list[tuple[Tensor, Tensor | None]] = []
+        self._has_graph = torch.is_grad_enabled()
 
     def __call__(
         self,
@@ -262,7 +263,9 @@ class _ModelAttention:
         with standing_in(module, "sinks", sinks):
             out, weights = self._function(module, q, k, v, mask, **options)
         turned = out.transpose(1, 2)
-        self._results.append((turned, weights))
+        # weights made on the side, or without their gradients, are not what the model gets
+        if torch.is_grad_enabled() == self._has_graph and not is_repeating():
+            self._results.append((turned, weights))
         return turned, None
 
     def returned(self, out: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -76,6 +76,7 @@ def _bind(
     return bound
 
 
+_TRAINED_LSE = "all gradients but dv not measured: the loss takes the LSE, too"
 _ONE_TENSOR = "they are one tensor, of which autograd keeps the sum; pass x.view_as(x) in the model"
 
 
@@ -187,6 +188,8 @@ class AttentionProbe:
                 text = ", ".join(name for name in given if name in untold)
                 self._add_finding(call.layer, f"{text} not measured: {_ONE_TENSOR}")
             out.register_hook(partial(self._evaluate, captured))
+            if lse is not None and lse.requires_grad:
+                lse.register_hook(partial(self._note_trained_lse, captured))
         # evaluating frees the forward's tensors, which the second forward is compared with
         elif not self._config.inherited:
             self._evaluate(captured, None)
@@ -305,6 +308,11 @@ class AttentionProbe:
             self._add_finding(call.layer, dtype_not_told(call))
         return told or call
 
+    def _note_trained_lse(self, captured: CapturedCall, gradient: Tensor | None) -> None:
+        if gradient is not None and not captured.lse_is_trained:
+            captured.lse_is_trained = True
+            self._add_finding(captured.layer, _TRAINED_LSE)
+
     def _evaluate(self, captured: CapturedCall, dout: Tensor | None) -> None:
         """Run shadows and golden, and compare all that the forward gave."""
         with self._lock:
@@ -338,7 +346,8 @@ class AttentionProbe:
         budget = self._budget.spending(gradient.device)
         with self._lock, unwitnessed(), torch.no_grad(), budget:
             captured.awaited.discard(name)
-            self._compare(captured, name, gradient.detach())
+            if not captured.lse_is_trained or name == "dv":
+                self._compare(captured, name, gradient.detach())
             captured.forget(name)
 
     def _try(

@@ -210,6 +210,8 @@ class CapturedCall:
     """Whether shadows and golden have been run."""
     awaited: set[str] = field(default_factory=set)
     """The gradients that the backward pass has still to bring: of dq, dk, dv, dbias, dsinks."""
+    lse_is_trained: bool = False
+    """Whether the loss takes the LSE, too: dq and dk then have what that gives to them."""
     shadows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Results still to be compared, by shadow and then by name: out, lse and the gradients."""
     golden: dict[str, Tensor] = field(default_factory=dict)

@@ -133,3 +133,16 @@ def test_nor_of_an_attention_of_transformers(implementation, look):
             gc.collect()
             counts.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
     assert counts[1] == counts[2]
+
+
+@pytest.mark.parametrize("direction", ["both", "backward"])
+def test_a_replaced_attention_of_transformers_has_no_weights_at_any_step(direction):
+    """Those of the model's own, made on the side at a due step, would be another attention's."""
+    model, ids, seen = llama("eager"), torch.arange(LENGTH)[None] % 40, []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *given: seen.append(given[2][1]))
+    options = {"replace": ["*"], "direction": direction, "every": 2}
+    with shadow(model, "flash:golden", **options) as probe:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+            probe.step()
+    assert seen == [None, None]

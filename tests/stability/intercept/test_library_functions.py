@@ -280,6 +280,26 @@ def test_flex_attention_is_seen_with_its_mask(compiled):
     assert (out - expected).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_loss_that_takes_the_lse_has_gradients_that_are_not_attentions_alone(
+    monkeypatch, is_trained
+):
+    # its backward runs on a CPU, too, but is not let
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    model = _Flex(return_aux=AuxRequest(lse=True))
+    qkv = [torch.randn(2, 2, 32, 16, requires_grad=True) for _ in range(3)]
+    with shadow(model, "flash:golden", golden=True) as probe:
+        out, aux = model(*qkv)
+        (out.square().sum() + (aux.lse.sum() if is_trained else 0)).backward()
+        probe.step()
+    named = "deviation/model/{}/golden_baseline_rel_fro"
+    results = {x for x in ("out", "lse", "dq", "dk", "dv") if named.format(x) in probe.metrics}
+    assert results == {"out", "lse", "dv"} | (set() if is_trained else {"dq", "dk"})
+    assert all(probe.metrics[named.format(x)] < 1e-6 for x in results)
+    told = [text for _, _, text in probe.findings]
+    assert told == ["all gradients but dv not measured: the loss takes the LSE, too"] * is_trained
+
+
 @pytest.mark.filterwarnings("ignore:return_lse is deprecated")
 @pytest.mark.parametrize("options", [{"return_lse": True}, {"return_aux": AuxRequest(lse=True)}])
 def test_a_replaced_layer_that_is_asked_for_more_than_out_is_refused(options):
@@ -334,6 +354,15 @@ def test_the_gradient_evidence_of_what_is_asked_for_more_tells_why():
     with shadow(model, "flash:golden", every=0, gradient_every=1, loss=loss) as probe:
         probe.step()
     assert "golden: ValueError: shadow: model must ask" in probe.findings[0][2]
+
+
+@unseen
+def test_keys_of_another_dtype_are_told():
+    q, (k, v) = torch.randn(2, 2, 32, 16), torch.randn(2, 2, 2, 32, 16).bfloat16()
+    with shadow(_Flex(), "flash:golden", evaluation=True) as probe:
+        probe._model(q, k, v)
+        probe.step()
+    assert any("torch.float32 with k of torch.bfloat16" in text for *_, text in probe.findings)
 
 
 @unseen
