@@ -10,6 +10,7 @@ installed; what torch.compile makes meanwhile is only named. Leaves out what is 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,7 @@ from stability.intercept.compiled_taps import CompiledTaps, ObservedCall
 from stability.intercept.coverage import Coverage, LayerCoverage, warn_of_unseen
 from stability.intercept.doors import catch_attention
 from stability.intercept.forgotten_step import FORGOTTEN, UpdateWatch
+from stability.intercept.global_hooks import put_global_hooks
 from stability.intercept.gradients import CaughtGradients, Loss
 from stability.intercept.layer_globs import check_globs, check_globs_of_calls
 from stability.intercept.layer_names import ROOT
@@ -354,7 +356,8 @@ class Shadow:
         self._installed.enter_context(self._taps.listening())
         if self._config.inherited:
             roots = [self._model, *self._model.children()]
-            self._installed.enter_context(repeating_forward(roots, self.probe))
+            put = partial(put_global_hooks, with_kwargs=True)
+            self._installed.enter_context(repeating_forward(roots, self.probe, put))
 
     def _end(self) -> None:
         if self._installed is None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any, Unpack
 
 import torch
@@ -53,9 +53,14 @@ from stability.probe.repeated_call import (
     repeat_golden,
 )
 from stability.probe.schedule import Budget
-from stability.records.metric_names import COMPARED
+from stability.records.metric_names import COMPARED, without_batch
 
 __all__ = ["AttentionProbe", "BindShadow", "DualAttention", "as_shadows"]
+
+_NOT_REPEATED = (
+    "inherited error not measured: of a step the first whole forward pass is repeated, not a later "
+    "one, one that two threads make at once, nor what a backward pass recomputes"
+)
 
 BindShadow = Callable[[AttentionCall, BoundAttention], BoundAttention]
 """Gives the shadow with the mask of a call bound. It is also given the call's primary: where the
@@ -131,11 +136,23 @@ class AttentionProbe:
         self.meter = DeviationMeter(config, [*shadows, *others], known)
         self._captured: dict[str, CapturedCall] = {}
         self._micro_batches = MicroBatches(micro_batches)
-        self.is_in_second_forward = self._had_second_forward = False
+        self._had_second_forward = False
+        self._repeating_thread = 0
+        """The thread that runs the second forward pass now."""
         # two threads may run the model, and autograd runs hooks in threads of its own on a GPU
         self._lock = RLock()
         self._findings: list[ProbeFinding] = []
         self._reported: set[ProbeFinding] = set()
+
+    @property
+    def has_captured(self) -> bool:
+        """Whether this step has calls that were captured."""
+        return bool(self._captured)
+
+    @property
+    def is_in_second_forward(self) -> bool:
+        """Whether this thread runs the second forward pass."""
+        return self._repeating_thread == get_ident()
 
     @property
     def wants_second_forward(self) -> bool:
@@ -221,11 +238,11 @@ class AttentionProbe:
     @contextmanager
     def second_forward(self) -> Iterator[None]:
         """Inside, each call follows the first shadow and is compared with the pass before."""
-        self.is_in_second_forward = self._had_second_forward = True
+        self._repeating_thread, self._had_second_forward = get_ident(), True
         try:
             yield
         finally:
-            self.is_in_second_forward = False
+            self._repeating_thread = 0
 
     def start_transfer(self) -> HostTransfer | None:
         """End the step: evaluate what no backward has reached, and send the values to the host."""
@@ -235,6 +252,10 @@ class AttentionProbe:
             if captured.awaited:
                 names = ", ".join(name for name in COMPARED if name in captured.awaited)
                 self._add_finding(captured.layer, f"{names} not measured: no backward reached it")
+            # later micro-batches have names of their own, and no second pass
+            is_first = captured.layer == without_batch(captured.layer)
+            if self._config.inherited and is_first and not captured.in_second_forward:
+                self._add_finding(captured.layer, _NOT_REPEATED)
         self._forget_step()
         new = [
             finding
@@ -420,6 +441,8 @@ class AttentionProbe:
         if own is None:
             return primary(call.q, call.k, call.v)[0]
         first = self._captured.get(call.layer)
+        if first is not None:
+            first.in_second_forward = True
         if first is not None and not first.was_overwritten():
             if self._shadow_is_candidate:
                 on_first = self._try(name, repeat, first, None).get("out")

@@ -208,6 +208,8 @@ class CapturedCall:
     lse: Tensor | None
     seen: bool = False
     """Whether shadows and golden have been run."""
+    in_second_forward: bool = False
+    """Whether a second forward pass has made the call again."""
     awaited: set[str] = field(default_factory=set)
     """The gradients that the backward pass has still to bring: of dq, dk, dv, dbias, dsinks."""
     lse_is_trained: bool = False

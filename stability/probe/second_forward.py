@@ -6,8 +6,10 @@ copies of the buffers, and records no gradients; random state is put back afterw
 comparison (`attention_probe`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from threading import Condition, local
 from typing import Any
 
 import torch
@@ -20,62 +22,132 @@ from stability.probe.executed import unwitnessed
 __all__ = ["repeating_forward"]
 
 
+PutHooks = Callable[[Callable[..., None], Callable[..., None]], Callable[[], None]]
+"""Puts a forward pre-hook and a hook that is given keywords, too; returns what takes them away."""
+
+
 @contextmanager
-def repeating_forward(roots: Sequence[nn.Module], probe: AttentionProbe) -> Iterator[None]:
+def repeating_forward(
+    roots: Sequence[nn.Module], probe: AttentionProbe, put_hooks: PutHooks | None = None
+) -> Iterator[None]:
     """Inside, each forward pass of one of `roots` that the probe looks at is repeated for it.
 
-    Where one root calls another, the outer one's pass is repeated.
+    Where one root calls another, the outer one's pass is repeated. Not repeated is a pass that
+    shares its time with one of another thread, whose results would be mixed with its own, and one
+    that a backward pass makes, which is but a part. `put_hooks` puts the hooks elsewhere than on
+    the roots, where copies of these would carry them.
     """
-    repeater = _Repeater(probe)
-    handles = []
-    for root in roots:
-        handles.append(root.register_forward_pre_hook(repeater.before, with_kwargs=True))
-        handles.append(
-            root.register_forward_hook(repeater.after, with_kwargs=True, always_call=True)
-        )
+    repeater = _Repeater(roots, probe)
+    take_away = (put_hooks or partial(_put_on, roots))(repeater.before, repeater.after)
     try:
         yield
     finally:
+        take_away()
+
+
+def _put_on(
+    roots: Sequence[nn.Module], before: Callable[..., None], after: Callable[..., None]
+) -> Callable[[], None]:
+    handles = []
+    for root in roots:
+        handles.append(root.register_forward_pre_hook(before))
+        handles.append(root.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def take_away() -> None:
         for handle in handles:
             handle.remove()
+
+    return take_away
+
+
+class _Thread(local):
+    """The forward pass that one thread makes."""
+
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []
+        """The roots, innermost last."""
+        self.is_repeating = False
+        self.is_whole = False
+        """Whether the probe had captured nothing before, and no backward pass makes it."""
+        self.state: _RandomState | None = None
 
 
 class _Repeater:
     """The forward hooks of the roots."""
 
-    def __init__(self, probe: AttentionProbe) -> None:
+    def __init__(self, roots: Sequence[nn.Module], probe: AttentionProbe) -> None:
+        self._roots = set(roots)
         self._probe = probe
-        self._depth = 0
-        self._repeating = False
-        self._state: _RandomState | None = None
+        self._thread = _Thread()
+        self._passes = 0
+        """How many threads run a pass now."""
+        self._have_met = False
+        """Whether one of them began while another ran."""
+        self._is_repeating = False
+        self._changes = Condition()
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._repeating:
+    def before(self, module: nn.Module, args: Any) -> None:
+        thread = self._thread
+        if module not in self._roots or thread.is_repeating:
             return
-        if self._depth == 0:
-            self._state = _RandomState()
-        self._depth += 1
+        if module in thread.running:
+            # an interrupt skips the hook behind a pass: it has ended all the same
+            self._leave(module)
+        if not thread.running:
+            with self._changes:
+                # the second pass has other buffers in the model
+                self._changes.wait_for(lambda: not self._is_repeating)
+                self._passes += 1
+                self._have_met |= self._passes > 1
+            thread.state = _RandomState()
+            is_in_backward = torch._C._current_graph_task_id() != -1
+            thread.is_whole = not is_in_backward and not self._probe.has_captured
+        thread.running.append(module)
 
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._repeating:
+    def after(self, module: nn.Module, args: Any, *kwargs_and_out: Any) -> None:
+        thread = self._thread
+        if thread.is_repeating or module not in thread.running:
             return
-        self._depth -= 1
-        # output is None when the forward pass has raised
-        if self._depth or output is None or not self._probe.wants_second_forward:
-            return
+        # out is None when the pass has raised, and there may be no keywords then
+        is_due = kwargs_and_out[-1] is not None and self._probe.wants_second_forward
+        if self._leave(module, repeats=is_due):
+            self._repeat(module, args, kwargs_and_out[0])
+
+    def _leave(self, module: nn.Module, *, repeats: bool = False) -> bool:
+        """Count a root out; return whether its pass is now to be repeated, if it `repeats`."""
+        thread = self._thread
+        del thread.running[thread.running.index(module) :]
+        if thread.running:
+            return False
+        with self._changes:
+            is_due = repeats and thread.is_whole and not self._have_met
+            self._passes -= 1
+            self._have_met &= self._passes > 0
+            self._is_repeating |= is_due
+        return is_due
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Repeater":
+        """Return one that repeats nothing: it is a copied model's."""
+        return _Repeater((), self._probe)
+
+    def _repeat(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        thread = self._thread
         # the state after the run's own pass, from which the run is to go on
-        now, self._repeating = _RandomState(), True
-        assert self._state is not None
+        now, thread.is_repeating = _RandomState(), True
+        assert thread.state is not None
         # The pass writes into copies of the buffers, e.g. running means, and they are dropped: the
         # backward pass may still need the originals as they are.
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         try:
-            self._state.restore()
+            thread.state.restore()
             with unwitnessed(), torch.no_grad(), self._probe.second_forward():
                 functional_call(module, buffers, args, kwargs)
         finally:
-            self._repeating = False
             now.restore()
+            thread.is_repeating = False
+            with self._changes:
+                self._is_repeating = False
+                self._changes.notify_all()
 
 
 class _RandomState:
