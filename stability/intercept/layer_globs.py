@@ -40,9 +40,10 @@ def check_globs_of_calls(
     for argument, patterns in globs.items():
         for pattern in patterns:
             if not _matches(pattern, names):
+                near = f"nearest: {_near(pattern, names)}" if names else "none was called at all"
                 raise ValueError(
                     f"shadow: {argument} must be globs of {of}, got {pattern!r}, "
-                    f"which matches none that was called; nearest: {_near(pattern, names)}"
+                    f"which matches none that was called; {near}"
                 )
 
 

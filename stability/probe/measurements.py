@@ -9,6 +9,7 @@ and is waited for only when the numbers are read. Leaves out the arithmetic (`me
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -69,9 +70,11 @@ class StepMeasurements(NamedTuple):
 
 
 class MeasurementBuffer:
-    """Collects named values on the device."""
+    """Collects named values on the device; threads that run the model may add to it at once."""
 
     def __init__(self) -> None:
+        # names and values run in parallel: what belongs together is added together
+        self._lock = Lock()
         self._names: list[str] = []
         self._values: list[Tensor] = []
         self._counts: list[tuple[str, Tensor]] = []
@@ -79,9 +82,11 @@ class MeasurementBuffer:
     def add(self, names: Sequence[str], values: Tensor) -> None:
         """Add one value a name."""
         assert len(names) == values.numel()
-        self._names += names
         # all in one dtype, so that one tensor can carry them to the host
-        self._values.append(values.detach().double().flatten())
+        flat = values.detach().double().flatten()
+        with self._lock:
+            self._names += names
+            self._values.append(flat)
 
     def add_counts(self, name: str, counts: Tensor) -> None:
         """Add a histogram."""
@@ -90,14 +95,15 @@ class MeasurementBuffer:
 
     def transfer(self, findings: Sequence[ProbeFinding]) -> "HostTransfer | None":
         """Empty the buffer into one transfer to the host; None if there is nothing to report."""
-        tensors = [*self._values, *(counts for _, counts in self._counts)]
+        with self._lock:
+            names, added, histograms = self._names, self._values, self._counts
+            self._names, self._values, self._counts = [], [], []
+        tensors = [*added, *(counts for _, counts in histograms)]
         if not tensors and not findings:
             return None
-        sizes = [(name, counts.numel()) for name, counts in self._counts]
+        sizes = [(name, counts.numel()) for name, counts in histograms]
         values = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.float64)
-        transfer = HostTransfer(self._names, sizes, values, tuple(findings))
-        self._names, self._values, self._counts = [], [], []
-        return transfer
+        return HostTransfer(names, sizes, values, tuple(findings))
 
 
 class HostTransfer:

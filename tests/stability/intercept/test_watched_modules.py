@@ -468,3 +468,11 @@ def test_tensors_in_a_dataclass_that_is_given_have_their_gradient_and_their_gold
         found[candidate] = judged(probe, "part.inner")
         assert set(found[candidate]) == {"dx", "out_x", "dlinear.weight", "dlinear.bias"}
     assert all(abs(gain - 0.01) < 1e-4 for _, gain in found[wrong].values())
+
+
+def test_where_nothing_was_called_no_nearest_name_is_made_up():
+    model = Language()
+    with shadow(model, modules={"loss": "compiled"}) as probe:
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        with pytest.raises(ValueError, match=r"got 'loss', which .*; none was called at all$"):
+            probe.step()
