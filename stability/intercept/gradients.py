@@ -12,6 +12,7 @@ the gradients (`probe.gradient_evidence`).
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from threading import local
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from attention_kernels import golden_attention
+from stability.intercept.catcher import put_mode_below
+from stability.intercept.global_hooks import put_global_hooks
 from stability.intercept.replacement import Replacement
 from stability.probe.captured_call import AttentionCall, BoundAttention, Interceptor
 from stability.probe.gradient_evidence import (
@@ -29,8 +32,9 @@ from stability.probe.gradient_evidence import (
     surrounding_dtype,
 )
 from stability.probe.isolation import isolated
+from stability.probe.parallel_ranks import apart_from_ranks
 
-__all__ = ["CaughtGradients", "Loss"]
+__all__ = ["CaughtGradients", "Loss", "check_whole"]
 
 Loss = Callable[[], Tensor]
 """Computes the loss of the current batch with the model, as the training does, and returns it."""
@@ -69,6 +73,7 @@ class CaughtGradients:
 
         ValueError if no attention call of the compared layers is made, or no gradient arrives.
         """
+        check_whole(self._model)
         device = next(self._model.parameters()).device
         dtype = self._widest() if is_isolated else None
         leaves = {
@@ -91,11 +96,20 @@ class CaughtGradients:
                 return self._isolated(role, call, primary, mode)
             return self._as_trained(role, call, primary)
 
-        with isolated(device), torch.enable_grad(), _standing_in(self._model, leaves, dtype):
-            with self._catch(self._model, handle), mode or nullcontext():
-                loss = self._loss()
+        with (
+            isolated(device),
+            torch.enable_grad(),
+            _standing_in(self._model, leaves, dtype),
+            _around_each_module(mode),
+            # in the backward pass, too, where checkpointed layers are computed again
+            self._catch(self._model, handle),
+            mode or nullcontext(),
+        ):
+            loss = self._loss()
             _check(seen, loss)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        if all(x is None for x in found):
+            raise ValueError("the gradient of the loss reaches none of the model's weights")
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         return {
             names[parameter]: torch.zeros_like(leaf) if x is None else x
@@ -149,6 +163,22 @@ class CaughtGradients:
         return torch.float64 if torch.float64 in wide else torch.float32
 
 
+def check_whole(model: nn.Module) -> None:
+    """ValueError if ranks share a weight: what gathers it puts it in the place of our copies."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):  # a DTensor's; importing its module takes long
+            raise ValueError(
+                f"shadow: gradient_every needs whole weights, {name} is sharded over ranks; leave "
+                "gradient_every out, or look at a run that is not sharded"
+            )
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                "shadow: gradient_every needs whole weights, got FullyShardedDataParallel at "
+                f"{name or 'its root'}; leave gradient_every out, or look at a run without it"
+            )
+
+
 def _check(seen: list[str], loss: Any) -> None:
     if not seen:
         raise ValueError(
@@ -163,6 +193,34 @@ def _check(seen: list[str], loss: Any) -> None:
 
 def _widened(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return x.dtype if dtype is None or not x.is_floating_point() else dtype
+
+
+@contextmanager
+def _around_each_module(mode: "_AutocastOff | None") -> Iterator[None]:
+    """Inside, a module tells other ranks nothing, and `mode` is on where it is computed again.
+
+    `loss` may call wrappers around the model. A mode is off inside the call that it is handed, as
+    that of the backward pass, in which checkpointed layers run; it may have threads of its own.
+    """
+    thread = local()
+
+    def before(module: nn.Module, args: Any) -> None:
+        set_apart(module)
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if mode and is_in_backward and getattr(thread, "outermost", None) is None:
+            thread.outermost, thread.take_away = module, put_mode_below(mode)
+
+    def after(module: nn.Module, *_: Any) -> None:
+        if getattr(thread, "outermost", None) is module:
+            thread.outermost = None
+            thread.take_away()
+
+    with apart_from_ranks() as set_apart:
+        remove = put_global_hooks(before, after)
+        try:
+            yield
+        finally:
+            remove()
 
 
 @contextmanager

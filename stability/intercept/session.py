@@ -25,7 +25,7 @@ from stability.intercept.coverage import Coverage, LayerCoverage, warn_of_unseen
 from stability.intercept.doors import catch_attention
 from stability.intercept.forgotten_step import FORGOTTEN, UpdateWatch
 from stability.intercept.global_hooks import put_global_hooks
-from stability.intercept.gradients import CaughtGradients, Loss
+from stability.intercept.gradients import CaughtGradients, Loss, check_whole
 from stability.intercept.layer_globs import check_globs, check_globs_of_calls
 from stability.intercept.layer_names import ROOT
 from stability.intercept.library_functions import watching_library_functions
@@ -112,7 +112,7 @@ def shadow(
     time. Every `gradient_every` steps `loss`, a function that computes the loss of the current
     batch as the training does, autocast included, is called six times inside `step()`: for the
     whole model's gradient under the (first) candidate, the model's own attention and FP64, isolated
-    and as trained (`probe.gradient_evidence`). `records` is a folder for the measurements, which
+    and as trained (`probe.gradient_evidence`); its weights must be whole on each rank. `records` is a folder for the measurements, which
     `stability show` and `stability report` read; `sinks` are given each step's, e.g. `lambda step,
     measured: wandb.log(measured.metrics)`. `first_step` is the number of updates made before: a
     resumed job gives it, and goes on with its `records`; what `state_dict()` of this returns
@@ -152,6 +152,8 @@ def shadow(
     several = candidate if isinstance(candidate, list) else [candidate or "flash:fa2"]
     if modules and candidate is None:
         several = []
+    if gradient_every:
+        check_whole(model)
     is_eager = bool(replace or inherited or gradient_every or modules)
     check_model(model, compiled=not is_eager, attends=bool(several))
     check_globs(model, layers=layers, replace=replace)

@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from stability.probe.attention_probe import AttentionProbe
 from stability.probe.executed import unwitnessed
+from stability.probe.parallel_ranks import apart_from_ranks
 
 __all__ = ["repeating_forward"]
 
@@ -140,8 +141,11 @@ class _Repeater:
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         try:
             thread.state.restore()
-            with unwitnessed(), torch.no_grad(), self._probe.second_forward():
-                functional_call(module, buffers, args, kwargs)
+            with apart_from_ranks() as set_apart, self._probe.second_forward():
+                for part in module.modules():
+                    set_apart(part)
+                with unwitnessed(), torch.no_grad():
+                    functional_call(module, buffers, args, kwargs)
         finally:
             now.restore()
             thread.is_repeating = False
