@@ -102,7 +102,8 @@ def test_stability_command_runs(command, quick, monkeypatch, capsys, alone):
     monkeypatch.chdir(quick)
     words = shlex.split(command)[1:]
     for out in ("runs", "runs/short"):  # each command by itself, whatever ran before it
-        mentioned = any(word.startswith(f"{out}/quickstart") for word in words)
+        mentioned = any(f"{word}/".startswith(f"{out}/quickstart/") for word in words)
+        mentioned |= words == ["dashboard", out]
         seeds = ["--seeds", "3"] if words[0] == "verdict" else []
         if mentioned and (seeds or not (quick / out / "quickstart").exists()):
             whole = ["run", "configs/quickstart.yaml", "--wandb", "disabled", "--out", out]

@@ -21,9 +21,10 @@ _INNER = {
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "OffloadWrapper": "_checkpoint_wrapped_module",
     "OptimizedModule": "_orig_mod",
-    # deepspeed, accelerate's parallel wrappers, torch's own averages of weights
+    # deepspeed, accelerate's parallel wrappers, torch's own averages of weights, Lightning's Fabric
     "DeepSpeedEngine": "module",
     "AveragedModel": "module",
+    "_FabricModule": "_forward_module",
     # PEFT: PeftModel holds a tuner, which holds the model; a tuned layer holds the one it tunes
     "PeftModel": "base_model",
     "BaseTuner": "model",

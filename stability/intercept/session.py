@@ -105,20 +105,20 @@ def shadow(
     none of them is given, none where `every` alone is and is 0. A call counts where the model
     trains: gradients are enabled and it is in training mode; with `evaluation` any call does. Of
     several micro-batches of a step the first is looked at, or "all", later ones as `layer@batch1`
-    and so on. `golden` also measures both against
-    FP64, `backward` also dq, dk and dv; `heads` and `positions` (a number of ranges) also measure
-    each head and range, `inside` logits, entropy and the like, `inherited` runs the forward a
-    second time in the candidate's stream. `overhead`, e.g. "5%", bounds the probe's share of the
-    time. Every `gradient_every` steps `loss`, a function that computes the loss of the current
-    batch as the training does, autocast included, is called six times inside `step()`: for the
-    whole model's gradient under the (first) candidate, the model's own attention and FP64, isolated
-    and as trained (`probe.gradient_evidence`); its weights must be whole on each rank. `records` is a folder for the measurements, which
-    `stability show` and `stability report` read; `sinks` are given each step's, e.g. `lambda step,
-    measured: wandb.log(measured.metrics)`. `first_step` is the number of updates made before: a
-    resumed job gives it, and goes on with its `records`; what `state_dict()` of this returns
-    belongs into its checkpoints. ValueError, before anything runs, for an unknown candidate, a glob
-    that matches no module, or attention dropout; and after the first due step, if no attention call
-    could be caught in it or a glob matches none of its layers.
+    and so on. `golden` also measures both against FP64, `backward` also dq, dk and dv; `heads` and
+    `positions` (a number of ranges) also measure each head and range, `inside` logits, entropy and
+    the like, `inherited` runs the forward a second time in the candidate's stream. `overhead`, e.g.
+    "5%", bounds the probe's share of the time. Every `gradient_every` steps `loss`, a function that
+    computes the loss of the current batch as the training does, autocast included, is called six
+    times inside `step()`: for the whole model's gradient under the (first) candidate, the model's
+    own attention and FP64, isolated and as trained (`probe.gradient_evidence`); weights must be
+    whole on each rank. `records` is a folder for the measurements, which `stability show` and
+    `stability report` read; `sinks` are given each step's, e.g. `lambda step, measured:
+    wandb.log(measured.metrics)`. `first_step` is the number of updates made before: a resumed job
+    gives it, and goes on with its `records`; what `state_dict()` of this returns belongs into its
+    checkpoints. ValueError, before anything runs, for an unknown candidate, a glob that matches no
+    module, or attention dropout; and after the first due step, if no attention call could be caught
+    in it or a glob matches none of its layers.
 
     The model may be compiled, as a whole or in parts, before or after. Its graphs stay as they are,
     and their attention calls are only observed: `replace`, `inherited`, `gradient_every` and

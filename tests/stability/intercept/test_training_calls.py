@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks
@@ -232,6 +233,7 @@ def test_wrappers_have_no_place_in_names(tmp_path):
         torch.compile(plain, backend="eager"),
         peft(plain),
         _ddp(plain, tmp_path),
+        Fabric(accelerator="cpu", devices=1).setup(plain),
     ):
         assert set(layer_names(wrapped).values()) == names, type(wrapped)
     model = peft(_ddp(Decoder(), tmp_path))
