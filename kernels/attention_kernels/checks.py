@@ -84,12 +84,12 @@ def check_transforms(
 
     These are tangents of forward-mode differentiation, unless the function takes `tangents`, and an
     axis hidden by vmap, unless it takes `batches`. An operator without a rule for tangents would
-    drop them, and torch would take the derivative for 0.
+    drop them, and torch would take the derivative for 0. Slopes of ALiBi hand on none anywhere.
     """
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     # A compiled call is an operator, which torch repeats along an axis of vmap's by itself.
     compiling = torch.compiler.is_compiling()
-    differentiates = not tangents and forward_ad._current_level >= 0
+    differentiates = forward_ad._current_level >= 0
     for name, x in tensors.items():
         batched = False
         while not compiling and isinstance(x, Tensor) and functorch.is_batchedtensor(x):
@@ -99,11 +99,16 @@ def check_transforms(
                 f"{function}: {name} must not be batched by torch.vmap, got an axis that vmap "
                 "hides; make it part of the batch axis"
             )
-        if differentiates and _has_tangent(x):
+        takes = tangents and name != "alibi_slopes"
+        if differentiates and not takes and _has_tangent(x):
             raise NotImplementedError(
                 f"{function}: {name} must carry no tangent of forward-mode differentiation "
-                "(torch.func.jvp, jacfwd), got one; differentiate backward, or take "
-                "golden_attention outside of torch.compile"
+                "(torch.func.jvp, jacfwd), got one; "
+                + (
+                    "pass -slope * distance as attn_mask to golden_attention"
+                    if name == "alibi_slopes"
+                    else "differentiate backward, or take golden_attention outside of torch.compile"
+                )
             )
 
 

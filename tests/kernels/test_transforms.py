@@ -49,6 +49,17 @@ def test_forward_mode_is_refused_for_whatever_carries_the_tangent(name, operand)
         attend(forward_ad.make_dual(given[operand], given[operand]))
 
 
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_slopes_hand_on_no_tangent_that_could_be_taken_for_0(name):
+    slopes = torch.rand(4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def attend(x):
+        return ATTENTIONS[name](Q, K, V, alibi_slopes=x)
+
+    with pytest.raises(NotImplementedError, match=r"alibi_slopes must carry no .* as attn_mask to"):
+        jvp(attend, slopes)
+
+
 @pytest.mark.parametrize("name", ["flash", "baseline"])
 def test_forward_mode_is_refused_inside_of_other_transforms(name):
     def attend(q):

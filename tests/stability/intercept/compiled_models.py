@@ -50,9 +50,9 @@ class Checkpointed(nn.Module):
         return self.inner.head(x)
 
 
-def compile_blocks(model):
+def compile_blocks(model, dynamic=None):
     for layer in getattr(model, "inner", model).layers:
-        layer.compile()
+        layer.compile(dynamic=dynamic)
     return model
 
 

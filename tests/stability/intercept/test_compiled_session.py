@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 from types import MethodType
 
 import pytest
@@ -154,8 +155,11 @@ def test_the_first_micro_batch_of_an_accumulated_step_is_the_one(compile_model, 
 
 @inductor
 @pytest.mark.slow
-def test_lengths_that_vary_are_seen():
-    assert_seen(compare_sessions(decoder(), torch.compile, step_of=step_of_another_length))
+@pytest.mark.parametrize("compile_model", [torch.compile, compile_blocks])
+@pytest.mark.parametrize("dynamic", [None, True], ids=["once they vary", "from the first"])
+def test_lengths_that_vary_are_seen(compile_model, dynamic):
+    compiled = partial(compile_model, dynamic=dynamic)
+    assert_seen(compare_sessions(decoder(), compiled, step_of=step_of_another_length))
 
 
 @inductor

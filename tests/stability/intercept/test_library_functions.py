@@ -54,6 +54,12 @@ def flash_attn_qkvpacked_func(
     return _dense(*qkv.unbind(2), causal, window_size, softmax_scale)
 
 
+def flash_attn_kvpacked_func(
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)
+):
+    return _dense(q, *kv.unbind(2), causal, window_size, softmax_scale)
+
+
 def flash_attn_varlen_func(
     q,
     k,
@@ -68,6 +74,40 @@ def flash_attn_varlen_func(
     window_size=(-1, -1),
     return_attn_probs=False,
 ):
+    out = _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window_size, softmax_scale)
+    return (out, None, None) if return_attn_probs else out
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+):
+    given = (*qkv.unbind(1), cu_seqlens, cu_seqlens)
+    return _varlen(*given, causal, window_size, softmax_scale)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+):
+    given = (q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k)
+    return _varlen(*given, causal, window_size, softmax_scale)
+
+
+def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window_size, softmax_scale):
     outs = []
     for i in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[i], cu_seqlens_q[i + 1])
@@ -76,8 +116,17 @@ def flash_attn_varlen_func(
             q[None, rows], k[None, columns], v[None, columns], causal, window_size, softmax_scale
         )
         outs.append(one[0])
-    out = torch.cat(outs)
-    return (out, None, None) if return_attn_probs else out
+    return torch.cat(outs)
+
+
+FUNCTIONS = (
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_kvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+)
 
 
 @pytest.fixture
@@ -85,7 +134,7 @@ def flash(monkeypatch):
     """Stand for the library, which needs a GPU."""
     package, interface = ModuleType("flash_attn"), ModuleType(FLASH)
     package.__spec__ = ModuleSpec("flash_attn", None)
-    for function in (flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func):
+    for function in FUNCTIONS:
         monkeypatch.setattr(function, "__module__", FLASH)
         setattr(package, function.__name__, function)
         setattr(interface, function.__name__, function)
@@ -178,7 +227,7 @@ def test_flash_attention_is_seen_as_an_attribute_of_the_model(flash):
         {"causal": True, "window_size": (1, 0)},
     ],
 )
-@pytest.mark.parametrize("form", ["plain", "qkvpacked", "varlen"])
+@pytest.mark.parametrize("form", ["plain", "qkvpacked", "kvpacked", "varlen"])
 def test_the_masks_of_flash_attention_are_read_right(flash, form, options):
     starts = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
     of_keys = torch.tensor([0, 7, 8, 12], dtype=torch.int32)
@@ -188,6 +237,9 @@ def test_the_masks_of_flash_attention_are_read_right(flash, form, options):
             return flash.flash_attn_func(q, k[:, 2:], v[:, 2:], **options)
         if form == "qkvpacked":
             return flash.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **options)
+        if form == "kvpacked":
+            kv = torch.stack([k, v], 2)[:, 2:]
+            return flash.flash_attn_kvpacked_func(q, kv, **options)
         given = (starts, of_keys, 7, 7)
         return flash.flash_attn_varlen_func(q, k, v, *given, return_attn_probs=True, **options)[0]
 
@@ -199,12 +251,18 @@ def test_the_masks_of_flash_attention_are_read_right(flash, form, options):
     assert probe.layers == ("model",)
 
 
-def test_packed_sequences_are_read_as_flash_attention_reads_them(flash):
+@pytest.mark.parametrize("form", ["", "qkvpacked_", "kvpacked_"])
+def test_packed_sequences_are_read_as_flash_attention_reads_them(flash, form):
     starts = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
 
     def attend(q, k, v):
-        given = (starts, starts, 7, 7)
-        return flash.flash_attn_varlen_func(q, k, v, *given, causal=True, window_size=(3, -1))
+        tensors = {
+            "": (q, k, v, starts, starts, 7, 7),
+            "qkvpacked_": (torch.stack([q, k, v], 1), starts, 7),
+            "kvpacked_": (q, torch.stack([k, v], 1), starts, starts, 7, 7),
+        }[form]
+        function = getattr(flash, f"flash_attn_varlen_{form}func")
+        return function(*tensors, causal=True, window_size=(3, -1))
 
     assert _is_right(_looked(attend, torch.randn(12, WIDTH)))
 

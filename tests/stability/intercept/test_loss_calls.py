@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from stability import shadow
+from tests.stability.intercept.compiled_models import inductor
 from tests.stability.intercept.module_models import Language, batch, judged, language_step, look
 
 KEY = "lm_head+loss"
@@ -213,3 +214,17 @@ def test_targets_of_probabilities_are_those_of_flattened_tokens():
         probe.step()
     assert not probe.findings
     assert judged(probe, KEY)["dx"][0] == 1.0
+
+
+@inductor
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("key", ["loss", KEY])
+def test_the_cross_entropy_that_inductor_makes_is_judged(key):
+    torch._dynamo.reset()
+    probe = look({key: "compiled"})
+    assert not probe.findings
+    found = judged(probe, key)
+    assert set(found) == {"out", "dx"} | ({"dweight"} if key == KEY else set())
+    assert max(ratio for what, (ratio, _) in found.items() if what != "out") < 1.5
+    assert max(abs(gain) for _, gain in found.values()) < 1e-6
