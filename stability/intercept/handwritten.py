@@ -2,10 +2,11 @@
 
 Attention is a softmax, or an exp that is also summed, of scores that are a product of two
 activations, and its result multiplies a matrix again. A router is none: its scores are an
-activation times a weight. In an eager forward pass a `TorchFunctionMode` looks at the functions
-that the model calls; it changes none of them, and sees nothing of what a fused or scripted one does
-inside. Of what torch.compile traces, the graph is read before it is compiled. Leaves out what is
-said of it (`coverage`, `compiled_taps`).
+activation times a weight. A kernel of torch's that is called by its own operator is one, too. In an
+eager forward pass a `TorchFunctionMode` looks at the functions that the model calls; it changes
+none of them, and sees nothing of what a fused or scripted one does inside. Of what torch.compile
+traces, the graph is read before it is compiled. Leaves out what is said of it (`coverage`,
+`compiled_taps`).
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +24,13 @@ __all__ = ["HandWritten", "paths_by_hand"]
 
 _PRODUCTS = {"matmul", "rmatmul", "bmm", "baddbmm", "addbmm", "mm", "addmm", "einsum", "linear"}
 _SOFTMAXES = {"softmax", "softmin", "safe_softmax"}
-_EXPS = {"exp", "exp2", "expm1"}
+_EXPS = {"exp", "exp2", "expm1", "rpow"}
 _SUMS = {"sum", "cumsum", "einsum"}
+_SUMMED_EXPS = {"logsumexp", "log_softmax"}
+_KERNELS = ("scaled_dot_product_", "flash_attention_forward", "efficient_attention_forward")
+_CAUGHT = "scaled_dot_product_attention"
+"""How names of torch's own kernels begin, and the one that a door is for."""
+_TIMES = {"mul", "multiply", "rmul"}
 _PARTS = {
     *("getitem", "get", "chunk", "split", "unbind", "narrow", "select", "index_select"),
     *("cat", "concat", "stack", "expand", "repeat", "repeat_interleave", "tril", "triu", "pad"),
@@ -38,6 +44,8 @@ class _Is(Flag):
     WEIGHT = auto()
     SCORES = auto()
     """A product of two activations."""
+    OUTER = auto()
+    """The terms of one that are still to be summed."""
     EXP = auto()
     PROBABILITIES = auto()
 
@@ -111,10 +119,17 @@ class _Flow:
         of_all = _NOTHING
         for mark in marks:
             of_all |= mark
-        if name in _SUMS and _Is.EXP in of_all:
+        of_summed = _Is.SCORES if name in _SUMMED_EXPS else _Is.EXP
+        if name in _SUMS | _SUMMED_EXPS and of_summed in of_all:
             self._note_exp(self._summed)
-        if name in _PRODUCTS:
-            self._note_product(marks[-2:], out)
+        if name.startswith(_KERNELS) and name.partition(".")[0] != _CAUGHT:
+            self._found.add(self._layer())
+        elif name in _PRODUCTS:
+            self._note_product(marks[-2:], out, _Is.SCORES)
+        elif name in _TIMES and _is_outer(inputs, out):
+            self._note_product(marks, out, _Is.OUTER)
+        elif name in _SUMS and _Is.OUTER in of_all:
+            self._set(out, _Is.SCORES)
         elif name in _SOFTMAXES:
             self._set(out, _Is.PROBABILITIES if _Is.SCORES in of_all else _NOTHING)
         elif name in _EXPS:
@@ -122,7 +137,7 @@ class _Flow:
         else:
             self._inherit(name, inputs, marks, out)
 
-    def _note_product(self, factors: list[_Is], out: Any) -> None:
+    def _note_product(self, factors: list[_Is], out: Any, made: _Is) -> None:
         activations = [mark for mark in factors if _Is.WEIGHT not in mark]
         if len(activations) < 2:
             return
@@ -130,7 +145,7 @@ class _Flow:
             self._found.add(self._layer())
         elif any(_Is.EXP in mark for mark in activations):
             self._note_exp(self._multiplied)
-        self._set(out, _Is.SCORES)
+        self._set(out, made)
 
     def _note_exp(self, modules: set[str]) -> None:
         layer = self._layer()
@@ -175,6 +190,15 @@ def _nodes(values: Any) -> Iterator[torch.fx.Node]:
 
 def _name(target: Any) -> str:
     return getattr(target, "__name__", "")
+
+
+def _is_outer(inputs: list[Tensor], out: Any) -> bool:
+    """Whether each of two factors was spread over the other; no symbolic size is asked for."""
+    if len(inputs) != 2 or not isinstance(out, Tensor):
+        return False
+    first, second, made = (x.numel() for x in (*inputs, out))
+    are_known = isinstance(first, int) and isinstance(second, int) and isinstance(made, int)
+    return are_known and max(first, second) < made
 
 
 def _same_size(x: Tensor, y: Tensor) -> bool:

@@ -51,6 +51,33 @@ def _with_sink(q, k, v, *, causal, scale=None):
     return F.softmax(scores, dim=-1)[..., :-1] @ v
 
 
+def _by_logsumexp(q, k, v, *, causal, scale=None):
+    scores = q @ k.mT
+    return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ v
+
+
+def _by_log_softmax(q, k, v, *, causal, scale=None):
+    return F.log_softmax(q @ k.mT, -1).exp() @ v
+
+
+def _by_power(q, k, v, *, causal, scale=None):
+    weights = 2.0 ** (q @ k.mT)
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+def _by_sums(q, k, v, *, causal, scale=None):
+    scores = (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)
+    return (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(-3)).sum(-2)
+
+
+def _by_a_kernel(q, k, v, *, causal, scale=None):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+
+
+def _by_the_math_kernel(q, k, v, *, causal, scale=None):
+    return torch.ops.aten._scaled_dot_product_attention_math.default(q, k, v)[0]
+
+
 class CSA(Attention):
     """Attention under a name that does not say so, by any function."""
 
@@ -161,7 +188,13 @@ def test_a_model_with_every_kind_of_attention_lists_every_one():
 
 
 @unseen
-@pytest.mark.parametrize("function", [_by_softmax, _by_exp, _in_chunks, _with_sink])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(_by_softmax, _by_exp, _in_chunks, _with_sink, _by_logsumexp, _by_log_softmax, _by_power),
+        *(_by_sums, _by_a_kernel, _by_the_math_kernel),
+    ],
+)
 def test_attention_by_hand_is_told_by_what_it_computes(function):
     probe, covered = _covered(seen=Attention(WIDTH, HEADS), own=CSA(function))
     assert covered["own"].state == "not seen"
