@@ -23,7 +23,7 @@ from stability.intercept.compiled_graphs import naming_graphs
 from stability.intercept.compiled_taps import CompiledTaps, ObservedCall
 from stability.intercept.coverage import Coverage, LayerCoverage, warn_of_unseen
 from stability.intercept.doors import catch_attention
-from stability.intercept.forgotten_step import FORGOTTEN, UpdateWatch
+from stability.intercept.forgotten_step import UpdateWatch
 from stability.intercept.global_hooks import put_global_hooks
 from stability.intercept.gradients import CaughtGradients, Loss, check_whole
 from stability.intercept.layer_globs import check_globs, check_globs_of_calls
@@ -243,7 +243,7 @@ class Shadow:
         self.coverage: tuple[LayerCoverage, ...] = ()
         """What is seen of each module that looks like attention, as the first due step has shown
         it."""
-        self._updates = UpdateWatch(model)
+        self._updates = UpdateWatch(model, self._find)
         self._installed: ExitStack | None = None
         self._open = ExitStack()
         """What is open from the beginning to the end."""
@@ -260,6 +260,7 @@ class Shadow:
         try:
             self._open.enter_context(watching_library_functions(self._model))
             self._open.enter_context(naming_graphs())
+            self._open.enter_context(self._updates.watching())
             if self._replacement is not None:
                 self._replacing.enter_context(self._catching())
             self._begin()
@@ -300,6 +301,7 @@ class Shadow:
         matches none of it; where this is never called, the end of `shadow` raises it.
         """
         self._was_announced = True
+        self._updates.announce()
         try:
             if self._installed is not None or self._called:
                 self._check_calls()
@@ -333,7 +335,7 @@ class Shadow:
             self._open.close()
         is_any_due = self._schedule != Schedule()
         if is_any_due and not self._was_announced and self._updates.has_seen_one:
-            self._warn_of_a_forgotten_step()
+            self._updates.warn()
 
     def _check_unended_step(self) -> None:
         """Tell of the calls since the last `step()`, too, with its ValueErrors."""
@@ -447,7 +449,7 @@ class Shadow:
         # an evaluation may well lie between an update and its step()
         is_due = self._installed is not None and trains
         if is_due and layer in self._called and self._updates.has_seen_one:
-            self._warn_of_a_forgotten_step()
+            self._updates.warn()
         self._called.add(layer)
         self._has_counted |= counts
         return counts
@@ -489,10 +491,6 @@ class Shadow:
                     self._find(one.layer, str(one))
             warn_of_unseen(self.coverage)
             self._looking_round = None
-
-    def _warn_of_a_forgotten_step(self) -> None:
-        if self._updates.warn():
-            self._find("model", FORGOTTEN)
 
     def _find(self, layer: str, text: str) -> None:
         self._results.find(self._step, layer, text)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.optim.swa_utils import AveragedModel
 
 from stability import shadow
@@ -163,6 +164,43 @@ def test_a_step_that_is_never_announced_is_told_at_the_next_forward():
     assert [text.partition(" and ")[0] for _, _, text in probe.findings] == [
         "the weights were updated"
     ]
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach", "for-loop"])
+def test_a_forgotten_step_is_told_whatever_kernel_updates_the_weights(kind):
+    """A fused update moves no version counter; it is the default of Hugging Face's Trainer."""
+    model = Decoder(depth=1)
+    options = {"fused": {"fused": True}, "foreach": {"foreach": True}}.get(kind, {"foreach": False})
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    with shadow(model) as probe:
+        train_step(model, 0)
+        optimizer.step()
+        assert not probe.findings
+        with pytest.warns(UserWarning, match=r"step\(\) was not called since"):
+            train_step(model, 1)
+    assert [layer for _, layer, _ in probe.findings] == ["model"]
+
+
+def test_a_step_that_is_forgotten_later_is_told_where_none_is_due_either():
+    model, other = Decoder(depth=1), Decoder(depth=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    of_another = torch.optim.SGD(other.parameters(), lr=0.1)
+    with shadow(model, every=50) as probe:
+        for step in range(3):
+            train_step(model, step)
+            of_another.step()
+            optimizer.step()
+            probe.step()
+        train_step(model, 3)
+        optimizer.step()
+        of_another.step()
+        of_another.step()
+        train_step(model, 4)
+        assert not probe.findings
+        with pytest.warns(UserWarning, match=r"step\(\) was not called since"):
+            optimizer.step()
+    assert len(probe.findings) == 1
+    assert not _global_optimizer_post_hooks
 
 
 def test_an_evaluation_before_the_step_is_announced_is_no_forgotten_step():
