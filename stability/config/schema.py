@@ -331,8 +331,8 @@ class NudgeConfig:
 class ProbeConfig:
     """The dual-attention hook: when and where it looks, and at what.
 
-    Due are the multiples of `every`, those in `steps`, and `per_decade` log-spaced steps between
-    powers of ten; with none of them the probe is off.
+    Due are those in `steps`, where none is given the multiples of `every`, and `per_decade`
+    log-spaced steps between powers of ten; with none of them the probe is off.
     """
 
     every: int = 10

@@ -101,8 +101,8 @@ def shadow(
     globs of layer names, makes the candidate compute in these layers, in both directions or only
     the "forward" or "backward" one; then the model's own attention is the shadow there.
 
-    `every`, `steps` and `per_decade` say which steps are looked at, counted from 0: every one where
-    none of them is given, none where `every` alone is and is 0. A call counts where the model
+    `steps`, else `every`, and `per_decade` say which steps are looked at, counted from 0: every one
+    where none of them is given, none where `every` alone is and is 0. A call counts where the model
     trains: gradients are enabled and it is in training mode; with `evaluation` any call does. Of
     several micro-batches of a step the first is looked at, or "all", later ones as `layer@batch1`
     and so on. `golden` also measures both against FP64, `backward` also dq, dk and dv; `heads` and

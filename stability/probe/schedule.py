@@ -16,11 +16,11 @@ __all__ = ["Budget", "Schedule"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The due steps: multiples of `every`, those in `steps`, and `per_decade` log-spaced ones.
+    """The due steps: those in `steps`, else multiples of `every`, and `per_decade` log-spaced ones.
 
-    The log-spaced steps are 0 and 10^(i / per_decade), rounded, for i = 0, 1, 2, ...: with 3 they
-    are 0, 1, 2, 5, 10, 22, 46, 100, ... Each of the three is off at 0 or empty. ValueError for a
-    negative number.
+    Where `steps` are given `every` does not apply. The log-spaced steps are 0 and
+    10^(i / per_decade), rounded, for i = 0, 1, 2, ...: with 3 they are 0, 1, 2, 5, 10, 22, 46, 100,
+    ... Each of the three is off at 0 or empty. ValueError for a negative number.
     """
 
     every: int = 0
@@ -38,7 +38,9 @@ class Schedule:
 
     def is_due(self, step: int) -> bool:
         """Whether `step`, counted in updates from 0, is to be probed."""
-        if step in self.steps or (self.every > 0 and step % self.every == 0):
+        if step in self.steps:
+            return True
+        if not self.steps and self.every > 0 and step % self.every == 0:
             return True
         return self.per_decade > 0 and self._is_log_spaced(step)
 

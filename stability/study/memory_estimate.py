@@ -290,7 +290,8 @@ def _is_probed(config: ArmConfig) -> bool:
     """Whether the probe looks at some layer at step 0, which every run takes."""
     probe = config.probe
     names = [f"layer_{index}" for index in range(config.model.depth)]
-    is_due = probe.every > 0 or 0 in probe.steps or probe.per_decade > 0
+    is_listed = 0 in probe.steps if probe.steps else probe.every > 0
+    is_due = is_listed or probe.per_decade > 0
     return is_due and any(fnmatchcase(name, glob) for name in names for glob in probe.layers)
 
 

@@ -60,6 +60,7 @@ def check_observer(config: ArmConfig, steps: int = OBSERVER_STEPS) -> ObserverCh
     on = replace(
         config.probe,
         every=1,
+        steps=(),
         layers=("*",),
         golden=True,
         backward=True,

@@ -18,7 +18,8 @@ CPU = torch.device("cpu")
         (Schedule(every=1), [0, 1, 2, 3, 4, 5, 6]),
         (Schedule(every=3), [0, 3, 6]),
         (Schedule(steps=(1, 5)), [1, 5]),
-        (Schedule(every=4, steps=(1,)), [0, 1, 4]),
+        (Schedule(every=4, steps=(1,)), [1]),
+        (Schedule(every=4, steps=(3,), per_decade=1), [0, 1, 3]),
     ],
 )
 def test_schedule_names_multiples_and_listed_steps(schedule, due):

@@ -67,7 +67,10 @@ def test_a_probe_that_disturbs_is_caught(write_study, monkeypatch, how):
         monkeypatch.setattr(AttentionProbe, "_evaluate", disturbing)
     else:
         monkeypatch.setattr(AttentionProbe, "attend", drawing)
-    assert not check_observer(_config(write_study), steps=2).equal
+    config = _config(write_study)
+    # steps that the study asks for are none of the gate's
+    later = replace(config, probe=replace(config.probe, steps=(100,)))
+    assert not check_observer(config if how == "draws" else later, steps=2).equal
 
 
 def test_an_evaluation_that_disturbs_is_caught(write_study, monkeypatch):
