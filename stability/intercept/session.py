@@ -152,6 +152,8 @@ def shadow(
     several = candidate if isinstance(candidate, list) else [candidate or "flash:fa2"]
     if modules and candidate is None:
         several = []
+    elif not several:
+        raise ValueError("shadow: candidate must name at least one, got []; or give modules alone")
     if gradient_every:
         check_whole(model)
     is_eager = bool(replace or inherited or gradient_every or modules)

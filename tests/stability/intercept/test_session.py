@@ -56,6 +56,11 @@ def test_training_ends_in_the_same_bits_with_everything_on(precision, micro_batc
         assert torch.equal(value, watched[name]), name
 
 
+def test_no_candidate_is_refused_before_it_trains():
+    with pytest.raises(ValueError, match=r"candidate must name at least one, got \[\]"):
+        shadow(Decoder(), []).__enter__()
+
+
 def test_figures_are_of_the_steps_asked_for_and_the_model_is_left_as_it_was():
     model = Decoder()
     seen = []

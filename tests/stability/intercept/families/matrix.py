@@ -23,7 +23,16 @@ from tests.stability.intercept.families.families import FAMILIES, Family, loss_o
 from tests.stability.intercept.families.independent import recording
 from tests.stability.intercept.families.planted import FAULTS, Planted
 
-__all__ = ["DTYPES", "Faults", "look", "planted", "rows_in_docs", "train"]
+__all__ = [
+    "DTYPES",
+    "Faults",
+    "cell_of_faults",
+    "cells_of_look",
+    "look",
+    "planted",
+    "rows_in_docs",
+    "train",
+]
 
 LOOKS = 12
 DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16"}
@@ -153,7 +162,8 @@ def look(family: Family, implementation: str) -> Look:
         equal_bits=all(x.grad is None or torch.equal(x.grad, y.grad) for x, y in grads),
         coverage=coverage,
         metrics=metrics,
-        difference=max(differences, default=float("nan")),
+        # a NaN among them is one of the whole
+        difference=float(torch.tensor(differences).amax()) if differences else float("nan"),
         figures=len(differences),
         missing=tuple({name.split("/")[1]: 0 for name in recomputed if name not in metrics}),
     )
@@ -163,28 +173,36 @@ DOCS = Path(__file__).parents[4] / "docs" / "families.md"
 _BEGIN, _END = "<!-- the matrix -->\n", "<!-- the end of the matrix -->\n"
 
 
-def rows_in_docs() -> dict[tuple[str, str], str]:
-    """Return the rows of the matrix as the docs have it, by family and implementation."""
+def rows_in_docs() -> dict[tuple[str, str], list[str]]:
+    """Return the rows' cells as the docs have them, by family and implementation."""
     table = DOCS.read_text().split(_BEGIN)[1].split(_END)[0]
-    rows = [row for row in table.splitlines()[2:] if row]
-    return {(cells[1].strip(), cells[3].strip()): row for row in rows if (cells := row.split("|"))}
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+    return {(row[0], row[2]): row for row in rows if row}
 
 
-def _row(family: Family, implementation: str) -> str:
-    seen = look(family, implementation)
+def cells_of_look(family: Family, implementation: str, seen: Look) -> list[str]:
+    """Return the first cells of a row; that of the figures is empty where there are none."""
     counts = dict.fromkeys(("seen", "seen in part", "not seen"), 0)
     for one in seen.coverage:
         counts[one.state] += 1
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    cells = [family.name, family.what, implementation, states]
-    if not seen.figures:
-        return f"| {' | '.join([*cells, '', '', ''])} |"
-    cells.append(f"{seen.figures}, {seen.difference:.0e}")
+    figures = f"{seen.figures}, {seen.difference:.0e}" if seen.figures else ""
+    return [family.name, family.what, implementation, states, figures]
+
+
+def cell_of_faults(found: Faults) -> str:
+    """Return which faults were named, and which lie below the noise."""
+    named = [fault for fault, places in found.found.items() if places]
+    rest = [f"{fault}: below the noise" for fault in found.below_the_noise]
+    return "; ".join(["all three" if len(named) == 3 else ", ".join(named), *rest])
+
+
+def _row(family: Family, implementation: str) -> str:
+    seen = look(family, implementation)
+    cells = cells_of_look(family, implementation, seen)
     for dtype in DTYPES:
-        found = planted(family, implementation, dtype)
-        named = [fault for fault, places in found.found.items() if places]
-        rest = [f"{fault}: below the noise" for fault in found.below_the_noise]
-        cells.append("; ".join(["all three" if len(named) == 3 else ", ".join(named), *rest]))
+        found = planted(family, implementation, dtype) if seen.figures else None
+        cells.append(cell_of_faults(found) if found else "")
     return f"| {' | '.join(cells)} |"
 
 

@@ -33,7 +33,7 @@ __all__ = [
     "Way",
     "train_on_a_rank",
     "trained",
-    "unsaid",
+    "unmeasured",
 ]
 
 STEPS, LOOK_EVERY = 3, 2
@@ -210,27 +210,22 @@ def train_on_a_rank(rank: int, folder: str, way: str, families: Mapping[str, str
             ends.append(trained(model, _of_rank(family, rank), plain, watch=watch))
         (weights, _), (watched, probe) = ends
         same = all(torch.equal(x, y) for x, y in zip(weights, watched, strict=True))
-        ended[name] = same, unsaid(probe)
+        ended[name] = same, unmeasured(probe)
     torch.save(ended, Path(folder) / f"{way}-{rank}.pt")
     dist.destroy_process_group()
 
 
-def unsaid(probe: Shadow) -> list[str]:
-    """Return the layers that were not measured forward and backward, and of which nothing is said.
-
-    A probe of which nothing was measured at all is one of these.
-    """
-    said = {layer for _, layer, _ in probe.findings}
-    measured = [
+def unmeasured(probe: Shadow) -> list[str]:
+    """Return the layers that were not measured forward and backward, whatever is said of them."""
+    lacking = [
         layer
         for layer in probe.layers
-        if all(
+        if not all(
             deviation_name(layer, what, "golden_baseline_rel_fro") in probe.metrics
             for what in ("out", "dq", "dk", "dv")
         )
     ]
-    lacking = [layer for layer in probe.layers if layer not in measured and layer not in said]
-    return lacking if measured or said else ["every layer"]
+    return lacking if probe.layers else ["every layer"]
 
 
 def _of_rank(family: Family, rank: int) -> Family:

@@ -13,7 +13,14 @@ import torch.multiprocessing
 from stability import shadow
 from tests.stability.intercept.compiled_models import inductor
 from tests.stability.intercept.families.families import FAMILIES, loss_of
-from tests.stability.intercept.families.matrix import DTYPES, look, planted, rows_in_docs
+from tests.stability.intercept.families.matrix import (
+    DTYPES,
+    cell_of_faults,
+    cells_of_look,
+    look,
+    planted,
+    rows_in_docs,
+)
 from tests.stability.intercept.families.planted import FAULTS
 from tests.stability.intercept.families.set_ups import (
     COMPILED,
@@ -21,7 +28,7 @@ from tests.stability.intercept.families.set_ups import (
     ON_TWO_RANKS,
     train_on_a_rank,
     trained,
-    unsaid,
+    unmeasured,
 )
 
 pytestmark = pytest.mark.filterwarnings(
@@ -63,6 +70,11 @@ def test_every_attention_is_seen_with_the_right_figures_or_told(name, implementa
     seen = look(family, implementation)
     assert seen.equal_bits
     assert len(seen.coverage) == family.attentions
+    told_in_docs = rows_in_docs()[name, implementation]
+    cells = cells_of_look(family, implementation, seen)
+    assert cells[:4] == told_in_docs[:4]
+    # how far the figures are apart is of the machine, how many they are is not
+    assert cells[4].partition(",")[0] == told_in_docs[4].partition(",")[0]
     states = [one.state for one in seen.coverage]
     if name in BY_HAND:
         assert states == ["not seen"] * family.attentions
@@ -72,8 +84,7 @@ def test_every_attention_is_seen_with_the_right_figures_or_told(name, implementa
     assert {layer.partition("#")[0] for layer in seen.missing} == told
     assert seen.figures or told
     # the figures are relative errors of some 1e-7
-    assert not seen.difference > 1e-14
-    assert rows_in_docs()[name, implementation].startswith(f"| {name} | {family.what} |")
+    assert not seen.figures or seen.difference <= 1e-14
 
 
 @pytest.mark.parametrize(
@@ -83,6 +94,8 @@ def test_every_attention_is_seen_with_the_right_figures_or_told(name, implementa
 def test_a_planted_fault_is_named_or_said_to_be_below_the_noise(name, implementation, dtype):
     found = planted(FAMILIES[name], implementation, dtype)
     assert found.equal_bits
+    if dtype == torch.float32:  # in BF16 it may hang on the machine which lie below the noise
+        assert cell_of_faults(found) == rows_in_docs()[name, implementation][5]
     for fault in FAULTS[dtype]:
         places = found.found[fault]
         if not places and dtype == torch.bfloat16:
@@ -94,7 +107,8 @@ def test_a_planted_fault_is_named_or_said_to_be_below_the_noise(name, implementa
         assert {place.place.head for place in of_heads or places} == {found.head}
         if fault.startswith("dq"):
             assert {place.what for place in places} == {"dq"}
-        elif fault.startswith("last"):
+        # a factor of the scores is wrong in every result, of which BF16 may show any
+        elif fault.startswith("last") or dtype == torch.float32:
             assert "out" in {place.what for place in places}
 
 
@@ -112,7 +126,7 @@ def test_a_way_to_train_ends_in_the_same_bits_with_every_layer_measured(name, wa
     ]
     (weights, _), (watched, probe) = ends
     assert all(torch.equal(x, y) for x, y in zip(weights, watched, strict=True))
-    assert not unsaid(probe)
+    assert not unmeasured(probe)
 
 
 @pytest.mark.slow
@@ -140,7 +154,7 @@ def test_a_compiled_model_ends_in_the_same_bits_with_every_layer_measured(name, 
         ends.append(trained(family.build("sdpa"), family, COMPILED[way], watch=watch))
     (weights, _), (watched, probe) = ends
     assert all(torch.equal(x, y) for x, y in zip(weights, watched, strict=True))
-    assert not unsaid(probe)
+    assert not unmeasured(probe)
 
 
 @pytest.mark.long
