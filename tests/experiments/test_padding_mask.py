@@ -1,9 +1,12 @@
 """Where implementations differ on padded batches, and that zeros are the reason."""
 
+import pytest
+
 from experiments.kit.rows import by_seed
 from stability.report.paper.style import paper_style
 
 
+@pytest.mark.slow
 def test_they_differ_in_padded_rows_alone(experiment):
     found = experiment.measure(experiment.SIZES["quick"])
     published = [test for test in found.tests if not test.control]

@@ -11,6 +11,7 @@ def found(experiment):
     return experiment.measure(experiment.SIZES["quick"])
 
 
+@pytest.mark.slow
 def test_the_number_of_key_blocks_makes_the_ten(found):
     held = [test.holds for test in found.tests if not test.control]
     assert held == [False, False, True], "64 blocks are too few, 256 are enough"
@@ -18,6 +19,7 @@ def test_the_number_of_key_blocks_makes_the_ten(found):
     assert "names a number of blocks" in found.explanation
 
 
+@pytest.mark.slow
 def test_which_side_of_baseline_depends_on_the_rounding_points(found):
     profiles = [row for row in found.rows if row["part"] == "profiles"]
     ratio = {who: by_seed(profiles, "rel_ratio", who=who) for who in ("all_bf16", "fa2")}
@@ -33,6 +35,7 @@ def test_names_of_the_table_are_their_numerics(experiment):
     assert experiment.flash_numerics("all_bf16, key_outer", 16).tiling.loop_order == "key_outer"
 
 
+@pytest.mark.slow
 def test_figure_names_its_axes(experiment, found):
     with paper_style():
         upper, lower = experiment.draw(found.rows).axes

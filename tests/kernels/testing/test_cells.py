@@ -74,7 +74,7 @@ CLASSES = {
 }
 
 
-_EACH = [*zip(CLASSES, ("out", "dq", "dk", "dv", "out", "dk"), strict=True)]
+_EACH = [*zip([*CLASSES][::2], ("out", "dk", "dv"), strict=True)]
 
 
 _REST = [case for case in itertools.product(CLASSES, RESULTS) if case not in _EACH]

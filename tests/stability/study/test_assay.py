@@ -130,6 +130,7 @@ def test_at_fp64_faults_are_planted_at_the_operator_alone(write_study, run_tiny,
     assert _again(study, folder) == ([], [])
 
 
+@pytest.mark.slow
 def test_an_arm_that_fails_already_is_not_assayed(trained_study, tmp_path, monkeypatch):
     study, folder = trained_study
     path = folder / "assay" / "fa2.json"

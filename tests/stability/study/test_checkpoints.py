@@ -96,6 +96,7 @@ def test_a_stopped_study_goes_on_to_the_same_bits(write_study, run_tiny, tmp_pat
     )
 
 
+@pytest.mark.slow
 def test_an_interrupt_within_a_checkpoint_is_an_interrupt(
     write_study, run_tiny, tmp_path, monkeypatch
 ):

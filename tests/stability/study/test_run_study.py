@@ -113,6 +113,7 @@ def test_deviation_is_logged_per_layer_at_probed_steps_and_means_candidate_minus
         assert base[f"deviation/{layer}/out/error_ratio"].values[0] > 1
 
 
+@pytest.mark.slow
 def test_watching_changes_nothing(write_study, run_tiny, tmp_path):
     weights = []
     for every, golden in ((0, False), (1, True)):
