@@ -34,7 +34,14 @@ from stability.intercept.global_hooks import put_global_hooks
 from stability.intercept.layer_names import layer_names
 from stability.probe.captured_call import AttentionCall, BoundAttention, CallHandler, is_repeating
 
-__all__ = ["Catcher", "Door", "is_in_caught_call", "newest_catcher", "put_mode_below"]
+__all__ = [
+    "Catcher",
+    "Door",
+    "is_in_caught_call",
+    "newest_catcher",
+    "put_mode_below",
+    "transform_around",
+]
 
 Door = Callable[["Catcher"], AbstractContextManager[None]]
 """A way to catch calls: inside the context they go to the catcher."""
@@ -168,7 +175,7 @@ class Catcher:
         """Return what the handler makes of a call."""
         assert self._handler is not None
         trains = torch.is_grad_enabled() and self.model.training
-        unsupported = call.unsupported or _transform()
+        unsupported = call.unsupported or transform_around()
         self._thread.caught += 1
         _CAUGHT.depth += 1
         try:
@@ -286,7 +293,7 @@ def put_mode_below(mode: TorchFunctionMode) -> Callable[[], None]:
     return take_away
 
 
-def _transform() -> str:
+def transform_around() -> str:
     """Return that torch.func runs, if it does: what its tensors hide can't be repeated."""
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     if functorch.peek_interpreter_stack() is None:

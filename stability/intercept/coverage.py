@@ -160,7 +160,8 @@ def _of_name(name: str, module: nn.Module, has_run: bool, compiled: bool) -> Lay
         return LayerCoverage(layer=name, state="not seen", why=why, mend=_DISABLE)
     if not has_run:
         why = f"{kind} was not run in the step that was looked at"
-        return LayerCoverage(layer=name, state="not seen", why=why)
+        mend = "give steps=[...] in the first of which it runs"
+        return LayerCoverage(layer=name, state="not seen", why=why, mend=mend)
     why = f"{kind} ran, and no call of attention was caught in it"
     mend = _WRAP
     if isinstance(module, nn.MultiheadAttention):

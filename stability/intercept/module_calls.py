@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stability.intercept.catcher import Catcher
+from stability.intercept.catcher import Catcher, transform_around
 from stability.intercept.eager import check_eager
 from stability.intercept.global_hooks import put_global_hooks
 from stability.intercept.layer_names import is_parallel_wrapper, layer_names
@@ -160,6 +160,10 @@ class ModuleCalls:
         self.called.add(layer)
         trains = torch.is_grad_enabled() and self._model.training
         named = self._probe.name_if_due(layer) if self._noted(layer, trains) else ""
+        unsupported = transform_around()
+        if named and unsupported:
+            self._probe.find(named, f"not looked at: {unsupported}")
+            return None
         return Entered.of(named, module, args) if named else None
 
     def leave(

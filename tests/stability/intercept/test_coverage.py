@@ -256,7 +256,8 @@ def test_attention_that_does_not_run_or_cant_be_repeated_is_said():
         probe.step()
     assert [str(one) for one in probe.coverage] == [
         "seen in part: its call can't be repeated: dropout_p 0.1; a shadow would drop other values",
-        "not seen: IdleAttention was not run in the step that was looked at",
+        "not seen: IdleAttention was not run in the step that was looked at; give steps=[...] in "
+        "the first of which it runs",
     ]
 
 

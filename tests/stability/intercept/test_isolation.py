@@ -162,7 +162,8 @@ def test_under_autocast_a_shadow_computes_in_the_dtype_that_sdpa_does():
     assert seen == {torch.bfloat16}
     assert probe.metrics["deviation/model/out/rel_fro"] == 0
     said = {text for _, _, text in probe.findings}
-    assert said == {"not seen: Attention was not run in the step that was looked at"}
+    not_run = "not seen: Attention was not run in the step that was looked at; "
+    assert said == {not_run + "give steps=[...] in the first of which it runs"}
 
 
 def test_a_forward_pass_that_raises_leaves_nothing_behind():
@@ -232,3 +233,9 @@ def test_a_call_inside_torch_func_is_told_and_blamed_on_no_candidate(transform):
         assert text.startswith("not looked at: made inside torch.func (vmap, grad, jvp)")
     assert not probe.metrics
     assert not torch._C._len_torch_function_stack()
+    with shadow(model, modules={"layers.?": "emulated:e4m3"}, evaluation=True) as probe:
+        calls[transform]()
+        probe.step()
+    assert sorted(layer for _, layer, _ in probe.findings) == layers
+    for _, _, text in probe.findings:
+        assert text.startswith("not looked at: made inside torch.func (vmap, grad, jvp)")
