@@ -66,6 +66,7 @@ def _fit(
     checkpoint=None,
     batches=8,
     dropout=0.1,
+    **options,
 ):
     torch.manual_seed(3)
     log = MetricLog(folder / "metrics.jsonl")
@@ -81,6 +82,7 @@ def _fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
+        **options,
     )
     module = _Module(dropout)
     with closing(log):
@@ -106,6 +108,40 @@ def test_training_ends_in_the_same_bits_and_figures_are_logged(tmp_path, accumul
     counts = read_log(tmp_path / "watched" / "metrics.jsonl").counts
     assert len(counts["deviation/decoder.layers.0/dk/ulp_histogram"][2]) == len(ULP_EDGES) + 1
     assert not any(module._forward_hooks for module in watched.modules())
+
+
+class _Validated(_Module):
+    """Is evaluated on other text after each update, and before the first."""
+
+    def val_dataloader(self):
+        generator = torch.Generator().manual_seed(2)
+        tokens = torch.randint(0, VOCABULARY, (6, 25), generator=generator)
+        return DataLoader(tokens, batch_size=3)
+
+    def validation_step(self, batch, batch_idx):
+        self.training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers")
+@pytest.mark.parametrize("micro_batches", ["first", "all"])
+def test_validation_between_the_updates_is_not_what_is_measured(
+    tmp_path, monkeypatch, micro_batches
+):
+    def fitted(name, module, callbacks):
+        monkeypatch.setattr(f"{__name__}._Module", module)
+        return _fit(tmp_path / name, callbacks, dropout=0.0, val_check_interval=1)[0]
+
+    plain, validated = _Module, _Validated
+    callback = ShadowCallback("flash:all_bf16", micro_batches=micro_batches)
+    watched = fitted("watched", validated, [callback])
+    for name, value in fitted("unwatched", validated, []).state_dict().items():
+        assert torch.equal(value, watched.state_dict()[name]), name
+    fitted("alone", plain, [ShadowCallback("flash:all_bf16", micro_batches=micro_batches)])
+    logs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("watched", "alone")]
+    assert logs[0] == logs[1]
+    assert logs[0]["deviation/decoder.layers.1/dq/error_ratio"].steps == [0, 1, 2, 3]
+    events = read_log_and_events(tmp_path / "watched" / "metrics.jsonl")[1]
+    assert not [event for event in events if event.kind == "finding"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
