@@ -17,7 +17,7 @@ from torch import nn
 from stability.intercept.catcher import Catcher
 from stability.intercept.handwritten import HandWritten
 
-__all__ = ["Coverage", "LayerCoverage", "warn_of_unseen"]
+__all__ = ["Coverage", "LayerCoverage"]
 
 State = Literal["seen", "seen in part", "not seen"]
 
@@ -62,6 +62,8 @@ class Coverage:
         self._missed: dict[str, dict[str, None]] = {}
         """Reasons why calls of compiled graphs were not seen, by module."""
         self._catchers: list[Catcher] = []
+        self._warned: set[str] = set()
+        """The layers of which a warning has told."""
         self._is_over = False
 
     def watch(self, catcher: Catcher) -> None:
@@ -113,6 +115,26 @@ class Coverage:
                 layers[name] = _of_name(name, module, name in ran, compiled)
         return tuple(layers[name] for name in names if name in layers)
 
+    def warn_of_graphs(self) -> None:
+        """Warn of what compiled graphs hide, which may be before the weights are first changed."""
+        if self._is_over or self._missed.keys() <= self._warned:
+            return
+        names, _ = self._names_and_those_that_ran()
+        self.warn([self._of_layer(name) for name in names if name in self._missed])
+
+    def warn(self, layers: Sequence[LayerCoverage]) -> None:
+        """Warn, once for all of them, of layers that are not seen, or in part."""
+        unseen = [one for one in layers if one.state != "seen" and one.layer not in self._warned]
+        if not unseen:
+            return
+        self._warned.update(one.layer for one in unseen)
+        told = "".join(f"\n  {one.layer}: {one}" for one in unseen[:_MOST_TOLD])
+        more = len(unseen) - _MOST_TOLD
+        told += f"\n  and {more} more, in `coverage`" if more > 0 else ""
+        text = f"shadow: of {len(layers)} attention layers {len(unseen)} are not seen whole:{told}"
+        # beyond this, the session's two methods
+        warnings.warn(text, stacklevel=4)
+
     def _names_and_those_that_ran(self) -> tuple[Mapping[str, nn.Module], set[str]]:
         names: dict[str, nn.Module] = {}
         ran: set[str] = set()
@@ -138,19 +160,6 @@ class Coverage:
             why = f"its call can't be repeated: {', '.join(reasons)}"
             return LayerCoverage(layer=name, state="seen in part", why=why, is_found_anyway=True)
         return LayerCoverage(layer=name, state="seen")
-
-
-def warn_of_unseen(layers: Sequence[LayerCoverage]) -> None:
-    """Warn, once for all of them, of layers that are not seen, or in part."""
-    unseen = [one for one in layers if one.state != "seen"]
-    if not unseen:
-        return
-    told = "".join(f"\n  {one.layer}: {one}" for one in unseen[:_MOST_TOLD])
-    more = len(unseen) - _MOST_TOLD
-    told += f"\n  and {more} more, in `coverage`" if more > 0 else ""
-    text = f"shadow: of {len(layers)} attention layers {len(unseen)} are not seen whole:{told}"
-    # beyond this, the session's two methods
-    warnings.warn(text, stacklevel=4)
 
 
 def _of_name(name: str, module: nn.Module, has_run: bool, compiled: bool) -> LayerCoverage:

@@ -1,4 +1,4 @@
-"""Tells that the weights were updated and `step()` was not called.
+"""Tells that the weights are about to be updated, or were and `step()` was not called.
 
 Without that call a session stays at its step: what follows would be taken for more of it. An update
 is known by torch's hook on the steps of all optimizers, and one that no optimizer makes by the
@@ -12,9 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from stability.probe.captured_call import is_repeating, version_of
 
@@ -29,8 +33,15 @@ FORGOTTEN = (
 class UpdateWatch:
     """Knows whether the weights of `model` have changed since the last mark."""
 
-    def __init__(self, model: nn.Module, find: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        find: Callable[[str, str], None],
+        before: Callable[[], None] | None = None,
+    ) -> None:
         self._model = model
+        self._before = before
+        """Is called before an optimizer changes the weights."""
         self._find = find
         """Is given the layer and the text of a finding."""
         self._was_told = False
@@ -43,11 +54,17 @@ class UpdateWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """See the steps of optimizers inside."""
-        handle = register_optimizer_step_post_hook(self._note_update)
+        # a step that is compiled would have them in its graph, and one graph for each state of this
+        eager: Any = torch.compiler.disable
+        handles = [
+            register_optimizer_step_pre_hook(eager(self._expect_update)),
+            register_optimizer_step_post_hook(eager(self._note_update)),
+        ]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def mark(self) -> None:
         """Take the weights as they are now for those of the step."""
@@ -73,6 +90,10 @@ class UpdateWatch:
             # beyond this, the session's method and who has called it
             warnings.warn(f"shadow: {FORGOTTEN}", stacklevel=3)
             self._find("model", FORGOTTEN)
+
+    def _expect_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._before is not None and not is_repeating() and self._is_ours(optimizer):
+            self._before()
 
     def _note_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_repeating() or not self._is_ours(optimizer):

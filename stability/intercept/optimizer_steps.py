@@ -56,9 +56,11 @@ class OptimizerSteps:
         if self._candidate is None:
             yield
             return
+        # not in the graph of a step that is compiled
+        eager: Any = torch.compiler.disable
         handles = [
-            register_optimizer_step_pre_hook(self._enter),
-            register_optimizer_step_post_hook(self._leave),
+            register_optimizer_step_pre_hook(eager(self._enter)),
+            register_optimizer_step_post_hook(eager(self._leave)),
         ]
         try:
             yield

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stability.config.schema import ProbeConfig
 from stability.intercept.compiled_graphs import naming_graphs
 from stability.intercept.compiled_taps import CompiledTaps, ObservedCall
-from stability.intercept.coverage import Coverage, LayerCoverage, warn_of_unseen
+from stability.intercept.coverage import Coverage, LayerCoverage
 from stability.intercept.doors import catch_attention
 from stability.intercept.forgotten_step import UpdateWatch
 from stability.intercept.global_hooks import put_global_hooks
@@ -245,7 +245,8 @@ class Shadow:
         self.coverage: tuple[LayerCoverage, ...] = ()
         """What is seen of each module that looks like attention, as the first due step has shown
         it."""
-        self._updates = UpdateWatch(model, self._find)
+        before_update = self._looking_round.warn_of_graphs if self._looking_round else None
+        self._updates = UpdateWatch(model, self._find, before_update)
         self._installed: ExitStack | None = None
         self._open = ExitStack()
         """What is open from the beginning to the end."""
@@ -491,7 +492,7 @@ class Shadow:
             for one in self.coverage:
                 if one.state != "seen" and not one.is_found_anyway:
                     self._find(one.layer, str(one))
-            warn_of_unseen(self.coverage)
+            self._looking_round.warn(self.coverage)
             self._looking_round = None
 
     def _find(self, layer: str, text: str) -> None:

@@ -1,7 +1,9 @@
 """`shadow` on compiled models: what it does not see is told, and what lies around stays."""
 
+import contextlib
 import copy
 import threading
+import warnings
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 import stability
 from attention_kernels import golden_attention
 from stability import shadow
+from stability.probe.optimizer_update import own_step
 from tests.stability.intercept.compiled_models import COMPILES, compile_blocks, decoder, inductor
 from tests.stability.intercept.compiled_sessions import (
     LAYERS,
@@ -271,3 +274,65 @@ def test_attention_by_hand_in_a_graph_is_told_at_its_layer(compile_model, step_o
     ((layer, text),) = told_of(probe)
     assert layer == "layers.1"
     assert "multiplies the result of a softmax with a matrix by itself" in text
+
+
+@inductor
+def test_what_a_graph_hides_is_told_by_name_before_the_weights_are_changed():
+    model = decoder(depth=2)
+    model.layers[1] = _ByHand()
+    compile_blocks(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+
+        def texts(*_):
+            return [str(one.message) for one in told if "attention layers" in str(one.message)]
+
+        before_update = []
+        optimizer.register_step_pre_hook(lambda *_: before_update.extend(texts()))
+        with shadow(model) as probe:
+            train_step(model, 0)
+            optimizer.step()
+            probe.step()
+    (text,) = before_update
+    assert "\n  layers.1: not seen: " in text
+    assert "layers.0" not in text
+    assert texts() == before_update, "nothing is told twice"
+
+
+@inductor
+@pytest.mark.parametrize("whole", [False, True], ids=["step", "a function around it"])
+def test_an_optimizer_that_is_compiled_is_compiled_once_and_its_updates_are_seen(whole):
+    """The hooks by which a forgotten `step()` is known are in none of its graphs."""
+
+    def trained(watch, **options):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        model = decoder(depth=1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        update = torch.compile((lambda: optimizer.step()) if whole else optimizer.step)
+        told = []
+        with shadow(model, every=2, **options) if watch else contextlib.nullcontext() as probe:
+            for step in range(3):
+                train_step(model, step)
+                update()
+                optimizer.zero_grad()
+                if probe:
+                    probe.step()
+                    told += probe.findings
+            if probe:
+                update()
+                with pytest.warns(UserWarning, match=r"step\(\) was not called since"):
+                    update()
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return graphs, told, [x.detach().clone() for x in model.state_dict().values()]
+
+    graphs, _, weights = trained(watch=False)
+    watched_graphs, told, watched = trained(watch=True)
+    assert watched_graphs == graphs == 1
+    assert not told
+    assert all(torch.equal(x, y) for x, y in zip(weights, watched, strict=True))
+    watched_graphs, told, watched = trained(watch=True, modules={"optimizer": own_step})
+    assert watched_graphs == 1
+    assert not told
+    assert all(torch.equal(x, y) for x, y in zip(weights, watched, strict=True))
