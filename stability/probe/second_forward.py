@@ -133,13 +133,13 @@ class _Repeater:
 
     def _repeat(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         thread = self._thread
+        assert thread.state is not None
         # the state after the run's own pass, from which the run is to go on
         now, thread.is_repeating = _RandomState(), True
-        assert thread.state is not None
-        # The pass writes into copies of the buffers, e.g. running means, and they are dropped: the
-        # backward pass may still need the originals as they are.
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         try:
+            # The pass writes into copies of the buffers, e.g. running means, and they are dropped:
+            # the backward pass may still need the originals as they are.
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             thread.state.restore()
             with apart_from_ranks() as set_apart, self._probe.second_forward():
                 for part in module.modules():
