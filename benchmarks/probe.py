@@ -26,6 +26,7 @@ from stability.config.load import load_study
 from stability.config.schema import ArmConfig
 from stability.intercept.session import shadow
 from stability.metrics.deviation import compare
+from stability.probe.attention_registry import ResolvedAttention
 from stability.probe.schedule import Schedule
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
@@ -112,8 +113,11 @@ def probe_off() -> bool:
     plain, idle = Loop(demo_config(every=0)), Loop(demo_config(every=1))
     layers = idle.model.attention
     nothing = torch.zeros(1)
+    instant = ResolvedAttention(
+        name="nothing", function=lambda q, k, v, **mask: nothing, description={}
+    )
     for layer in layers:
-        object.__setattr__(layer, "primary", lambda q, k, v, **mask: nothing)
+        object.__setattr__(layer, "primary", instant)
     calls = 2000
     start = time.perf_counter()
     for _ in range(calls):
