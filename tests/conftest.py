@@ -10,7 +10,7 @@ import yaml
 from torch.nn.modules import module as torch_module
 
 from stability.config.load import load_study
-from stability.config.schema import StudyConfig
+from stability.config.study import StudyConfig
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
 

@@ -133,7 +133,7 @@ def train(
     settle_vector_math()
     device = torch.device(recipe.device)
     model, probe = _model(recipe.model, attention, device)
-    initialise(model, recipe.model.init, seed)
+    initialise(model, seed)
     nudge_weights(model, nudge_ulps, seed)
     model.to(device)
     optimizer = _optimizer(model, recipe.optimizer)

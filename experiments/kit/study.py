@@ -29,7 +29,8 @@ from experiments.kit.rows import Rows, by_seed, over
 from stability.analysis.growth_fit import drift_slope
 from stability.analysis.pair_contract import prove_pair
 from stability.config.load import load_study
-from stability.config.schema import BASELINE, StudyConfig
+from stability.config.schema import BASELINE
+from stability.config.study import StudyConfig
 from stability.metrics.drift import ALL, drift
 from stability.records.identity import environment, hash_environment, hash_sources
 from stability.records.manifest import read_manifest

@@ -26,8 +26,8 @@ from stability.analysis.intervals import p_values
 from stability.analysis.number_text import nats
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.config.diff import changed_axes
-from stability.config.schema import PolicyConfig
+from stability.config.axes import axes_of, touches
+from stability.config.study import PolicyConfig
 from stability.records.assay import AssayRecord, FaultRecord, read_assay
 
 __all__ = [
@@ -65,7 +65,7 @@ class ArmAssay:
 
 def arm_assay(study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig) -> ArmAssay:
     """Return what the planted faults on record show of `arm`; it never raises."""
-    if not any(path.split(".")[0] == "attention" for path in arm.diff):
+    if not touches(arm.diff, ("attention",)):
         return ArmAssay(
             state="not applicable",
             sentence=f"{arm.name} changes no attention, on which faults could be planted",
@@ -274,7 +274,7 @@ def _unplanted(study: RecordedStudy) -> str:
 def _shows_training(arm: RecordedArm) -> bool:
     fault = arm.diff.get("attention.fault", ("", ""))[-1]
     # of another change at once it would not be known which of them was seen
-    return fault == _TRAINED and changed_axes(arm.diff) == ["attention"]
+    return fault == _TRAINED and axes_of(arm.diff) == ["attention"]
 
 
 _TRAINED = next(name for name, levels in FAULT_LEVELS.items() if "training" in levels)

@@ -1,16 +1,16 @@
-"""What two runs' environments may differ in: the modules of the attentions that only one needs.
+"""What two runs' environments may differ in: the modules of what only one of them computes with.
 
 All other entries must be equal (`records.identity`), a package's version where both have it. A
 module of the user's own that only one of two runs imported has run its code in that one, wherever
 it came from: a hook of Python's start, a checkout on PYTHONPATH. So it is free only where the two
-were asked for other attentions, to train with or to look at, and never in the place of what is
-installed: an arm's attention is no reason for another optimizer.
+were asked for other attentions, to train with or to look at, or for other optimizers, and never in
+the place of what is installed: an arm's attention is no reason for another PyTorch.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stability.config.diff import touches
+from stability.config.axes import touches
 from stability.records.identity import (
     is_about_the_list,
     is_module,
@@ -19,7 +19,10 @@ from stability.records.identity import (
 )
 from stability.records.manifest import Manifest
 
-__all__ = ["is_free_entry", "is_known_of_both", "other_entries"]
+__all__ = ["NAMES_OF_MODULES", "is_free_entry", "is_known_of_both", "other_entries"]
+
+NAMES_OF_MODULES = ("attention", "model.init", "optimizer.name", "optimizer.options")
+"""The axes that may name a module of the user's own."""
 
 _INSTALLED = (
     "attention_kernels",
@@ -70,8 +73,8 @@ def is_free_entry(
         return may_be_missing(key) and is_in_one
     if _is_in_place_of_installed(key, was, now):
         return False
-    # what is mended in an attention's own modules is its change
-    if touches(differences, ("attention",)):
+    # what is mended in the own modules of what is changed is its change
+    if touches(differences, NAMES_OF_MODULES):
         return True
     return is_in_one and _looked_at(first.config) != _looked_at(second.config)
 

@@ -26,7 +26,7 @@ from stability.analysis.looks import Samples, plain_looks
 from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.records.metric_names import ALL_WEIGHTS, gradient_name, parse_gradient
 
 __all__ = ["LOOKS_NEEDED", "gradient_evidence"]

@@ -26,8 +26,8 @@ from stability.analysis.study_records import (
     RecordedStudy,
     RunState,
 )
-from stability.config.arms import INDEPENDENT_AXES, describe_change
-from stability.config.schema import BASELINE, Axis, Role
+from stability.config.arms import INDEPENDENT_AXES, INIT_SEED, describe_change
+from stability.config.schema import BASELINE, Role
 
 __all__ = [
     "INDEPENDENT_AXES",
@@ -75,7 +75,7 @@ class Row:
     """One arm on the ladder. `state` is that of its worst seed."""
 
     arm: str
-    axis: Axis
+    axis: str
     role: Role
     until: int
     """The last step that it trains to."""
@@ -114,7 +114,7 @@ class Ladder:
         """Return the row of `arm`, if the study has it."""
         return next((row for row in self.rows if row.arm == arm), None)
 
-    def rows_on(self, axis: Axis) -> tuple[Row, ...]:
+    def rows_on(self, axis: str) -> tuple[Row, ...]:
         """Return the rows of the arms that change `axis`, without the baseline."""
         return tuple(row for row in self.rows if row.axis == axis and row.arm != BASELINE)
 
@@ -164,10 +164,10 @@ def planned_early_step(study: RecordedStudy) -> int:
 def w1_floor(study: RecordedStudy, seed: int) -> float | None:
     """Return the sampling floor of a seed's pooled W1, in units of the weights.
 
-    That is W1 at step 0 of the arm on the axis "seed": the scheme is the baseline's, the draw
-    another. None without such an arm, or without its drift at step 0.
+    That is W1 at step 0 of the arm with another seed for its weights: the scheme is the
+    baseline's, the draw another. None without such an arm, or without its drift at step 0.
     """
-    arm = next((arm for arm in study.arms if arm.axis == "seed"), None)
+    arm = next((arm for arm in study.arms if arm.axis == INIT_SEED), None)
     run = arm.runs.get(seed) if arm else None
     return (run.drift("w1").get(0) if run else None) or None
 

@@ -25,7 +25,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 
 __all__ = [
     "FEW",

@@ -41,7 +41,8 @@ from stability.analysis.place_table import (
 )
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.config.schema import PolicyConfig
+from stability.config.axes import touches
+from stability.config.study import PolicyConfig
 from stability.records.metric_columns import Series
 
 __all__ = ["changes_attention", "judge_operator", "operator_evidence"]
@@ -89,7 +90,7 @@ def operator_evidence(
 
 def changes_attention(arm: RecordedArm) -> bool:
     """Whether the arm changes the attention, alone or with other things."""
-    return arm.axis == "attention" or any(path.split(".")[0] == "attention" for path in arm.diff)
+    return touches(arm.diff, ("attention",))
 
 
 def _nonfinite(metrics: Mapping[str, Series]) -> float:

@@ -34,7 +34,9 @@ from stability.analysis.number_text import bounds, nats
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.sequential import LOOKS, look_alpha, look_at
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
-from stability.config.schema import BASELINE, PolicyConfig
+from stability.config.arms import INIT_SEED
+from stability.config.schema import BASELINE
+from stability.config.study import PolicyConfig
 from stability.records.metric_names import EVAL_LOSS
 
 __all__ = ["outcome_evidence"]
@@ -177,7 +179,7 @@ def _spike_test(pairs: Mapping[int, tuple[RecordedRun, RecordedRun]], end: int) 
 def _scatter(study: RecordedStudy) -> float:
     """Return by how much the loss at the end differs between seeds that begin elsewhere."""
     for arm in study.arms:
-        if arm.axis == "seed":
+        if arm.axis == INIT_SEED:
             values = list(held_out_losses(arm, study.steps).per_seed.values())
             if len(values) > 1:
                 mean = math.fsum(values) / len(values)

@@ -25,9 +25,19 @@ from stability.analysis.witness_contract import (
     witness_lines,
 )
 from stability.config.arms import INDEPENDENT_AXES, Arm
+from stability.config.axes import (
+    MANY,
+    NO_AXIS,
+    axes_of,
+    change_problem,
+    fixed_problem,
+    present_name,
+    touches,
+    why_fixed,
+)
 from stability.config.convert import from_dict
-from stability.config.diff import changed_axes, diff, hash_without, leaves, touches
-from stability.config.schema import AXES, BASELINE, ArmConfig, Axis
+from stability.config.diff import diff, hash_without, leaves
+from stability.config.schema import BASELINE, ArmConfig
 from stability.records.identity import is_about_the_list
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_text
@@ -52,11 +62,15 @@ __all__ = [
 HASHES = ("init_weights", "text", "held_out", "batches", "final_weights")
 """The hashes of a manifest, in the order of a run."""
 
-CHANGED_BY: dict[str, tuple[Axis, ...]] = {
-    "init_weights": INDEPENDENT_AXES,
+CHANGED_BY: dict[str, tuple[str, ...]] = {
+    "init_weights": (*INDEPENDENT_AXES, "model.init_std"),
     "text": (),
     "held_out": (),
-    "batches": ("data_order",),
+    "batches": (
+        "seed.order_offset",
+        "train.batch_size",
+        "train.trainer.accumulate_grad_batches",
+    ),
 }
 """Axes that are meant to change a hash. Final weights may differ on every axis but `none`."""
 
@@ -65,31 +79,21 @@ class ContractError(ValueError):
     """Two runs are not a pair."""
 
 
-def axis_of(arm: Arm, allow_many: bool = False) -> Axis:
-    """Return the one axis that `arm` changes, `none` if nothing differs.
+def axis_of(arm: Arm, allow_many: bool = False) -> str:
+    """Return the one axis that `arm` changes, a path of the config, `none` if nothing differs.
 
     `many` if it changes several and the study allows it, or if it is the reference: that one is
     plain attention *and* one precision higher, where the baseline's attention is another. It is
     what distances are measured from, so nobody asks which of the two changes moved it. Else several
-    are a ContractError, and so is a change that lies on no axis.
+    are a ContractError, and so is a change of what no arm may change.
     """
-    changed = changed_axes(arm.diff)
-    strangers = [name for name in changed if name not in AXES]
-    if strangers:
-        values = " / ".join(map(repr, arm.diff[strangers[0]]))
-        raise ContractError(
-            f"arms.{arm.name}: {strangers[0]} differs from the {BASELINE} ({values}) and is no "
-            f"axis; allowed: {', '.join(AXES)}"
-        )
-    if len(changed) > 1 and (allow_many or arm.role == "reference"):
-        return "many"
-    if len(changed) > 1:
-        raise ContractError(
-            f"arms.{arm.name}: must differ in one axis, differs in {', '.join(changed)}; "
-            "make an arm of each, or say allow_many: true"
-        )
-    axes: list[Axis] = [axis for axis in AXES if axis in changed]
-    return axes[0] if axes else "none"
+    axes = axes_of(arm.diff, arm.change)
+    is_many = len(axes) > 1 and not arm.change and (allow_many or arm.role == "reference")
+    said = fixed_problem(arm.diff)
+    said = said or ("" if is_many else change_problem(arm.diff, arm.change))
+    if said:
+        raise ContractError(f"arms.{arm.name}: {said}")
+    return MANY if is_many else axes[0] if axes else NO_AXIS
 
 
 def may_differ(name: str, differences: Mapping[str, Any]) -> bool:
@@ -225,9 +229,12 @@ def prove_pair(
     ]
     are_whole = all(line.sameness == "same" for line in records)
     final = [manifest.hashes.get("final_weights") for manifest in manifests]
+    # a manifest says what its arm declared: that is one change only if it holds all that differs
+    said = present_name(manifests[1].axis)
+    declared = said if said not in (MANY, NO_AXIS) else ""
     lines = [
         *records,
-        *_configs(configs, differences, may_be_confounded=manifests[1].axis == "many"),
+        *_configs(configs, differences, declared, may_be_confounded=said == MANY),
         *(
             compared(field, a, b, is_free=is_free)
             for field, a, b, is_free in _start_parts(*manifests, differences)
@@ -247,7 +254,7 @@ def prove_pair(
     return PairProof(
         first=str(first.root),
         second=str(second.root),
-        axes=tuple(changed_axes(differences)),
+        axes=tuple(axes_of(differences, declared)),
         lines=tuple(lines),
     )
 
@@ -267,12 +274,15 @@ def _records(paths: RunPaths, found: list[str], end: str) -> ProofLine:
 
 
 def _configs(
-    configs: list[ArmConfig], differences: dict[str, Any], *, may_be_confounded: bool
+    configs: list[ArmConfig],
+    differences: dict[str, Any],
+    declared: str,
+    *,
+    may_be_confounded: bool,
 ) -> Iterator[ProofLine]:
-    declared = [axis for axis in changed_axes(differences) if axis in AXES]
     # with two axes changed neither is free: which of them moved the weights can't be told
-    allowed = may_be_confounded or len(declared) <= 1
-    on_axis = {path: values for path, values in differences.items() if touches({path: 0}, AXES)}
+    allowed = may_be_confounded or not change_problem(differences, declared)
+    on_axis = [path for path in differences if not why_fixed(path)]
     for path, (a, b) in differences.items():
         yield compared(f"config.{path}", a, b, is_free=allowed and path in on_axis)
     yield compared("config less the axis", *(hash_without(config, on_axis) for config in configs))

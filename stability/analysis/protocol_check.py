@@ -23,7 +23,8 @@ from stability.analysis.window import SETTLING
 from stability.config.arms import probe_of_seed
 from stability.config.convert import ConfigError, from_dict, to_dict
 from stability.config.diff import leaves
-from stability.config.schema import BASELINE, ArmConfig, PolicyConfig, ProbeConfig
+from stability.config.schema import BASELINE, ArmConfig, ProbeConfig
+from stability.config.study import PolicyConfig
 from stability.records.assay import sources_of
 from stability.records.paths import StudyPaths, is_run, list_runs
 from stability.records.protocol import Protocol, SealedArm, has_begun, protocol_hash, read_protocol

@@ -14,7 +14,7 @@ from pathlib import Path
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.window import Window, pick_window, window_changes, window_of
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.records.distances import SeedDistances, read_distances, with_parents
 from stability.records.paths import StudyPaths
 from stability.records.window import read_window

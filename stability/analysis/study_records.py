@@ -18,9 +18,11 @@ from typing import Any, Literal, get_args
 from stability.analysis.drift_parents import Parents, check_drifts, parents_by_line
 from stability.analysis.pair_contract import pair_breach, wrong_end
 from stability.analysis.witness_contract import Testimony, testimony_of, witness_gap
+from stability.config.axes import MANY, NO_AXIS, axes_of, present_name
 from stability.config.convert import from_dict, nearest, repeated
 from stability.config.roles import default_role
-from stability.config.schema import BASELINE, Axis, PolicyConfig, Role
+from stability.config.schema import BASELINE, Role
+from stability.config.study import PolicyConfig
 from stability.records.events import Event, read_log_and_events
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_columns import Column, MetricColumns, Series, column_of
@@ -122,7 +124,8 @@ class RecordedArm:
     """One arm: what it changes, and its runs by seed."""
 
     name: str
-    axis: Axis
+    axis: str
+    """The path of the config that it changes; `none`, or `many`."""
     diff: Mapping[str, list[Any]]
     """Dotted config path -> [baseline's value, this arm's value]."""
     role: Role
@@ -305,7 +308,7 @@ def _read_arms(
     return tuple(
         RecordedArm(
             name=arm["name"],
-            axis=_one_of(Axis, arm["axis"], f"{path}: axis of {arm['name']!r}"),
+            axis=_axis(arm, f"{path}: axis of {arm['name']!r}"),
             diff=arm["diff"],
             role=_one_of(Role, _role(arm, config), f"{path}: role of {arm['name']!r}"),
             until=ends[arm["name"]],
@@ -331,6 +334,17 @@ def _read_nothing(_: Path) -> tuple[LogContent, list[Event]]:
 def _role(arm: StudyArm, config: Mapping[str, Any]) -> str:
     """Return an arm's role; a study of before there were roles has those that follow by default."""
     return arm.get("role") or default_role(arm["name"], arm["diff"], config.get("yardstick", ""))
+
+
+def _axis(arm: StudyArm, where: str) -> str:
+    """Return an arm's axis; ValueError, which opens with `where`, if its changes lie elsewhere."""
+    axis, paths = present_name(arm["axis"]), arm["diff"]
+    if axis == MANY:
+        return axis
+    is_none = axis == NO_AXIS
+    if axes_of(paths, "" if is_none else axis) != ([] if is_none else [axis]):
+        raise ValueError(f"{where} must hold all that differs, {', '.join(paths)}, is {axis!r}")
+    return axis
 
 
 def _one_of(kind: Any, value: str, where: str) -> Any:

@@ -27,7 +27,8 @@ from stability.analysis.study_distances import (
 )
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.window import Window
-from stability.config.schema import BASELINE, PolicyConfig
+from stability.config.schema import BASELINE
+from stability.config.study import PolicyConfig
 from stability.records.distances import DistanceMatrix
 
 __all__ = ["training_evidence"]

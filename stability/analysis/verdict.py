@@ -34,7 +34,8 @@ from stability.analysis.sequential import LOOKS, holm, look_alpha, look_at, next
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.training_evidence import training_evidence
 from stability.config.convert import nearest
-from stability.config.schema import BASELINE, PolicyConfig
+from stability.config.schema import BASELINE
+from stability.config.study import PolicyConfig
 from stability.records.sealed_json import jsonable
 
 __all__ = [

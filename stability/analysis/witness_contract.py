@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from stability.analysis.environment_contract import NAMES_OF_MODULES
 from stability.analysis.pair_proof import ProofLine, compared
-from stability.config.diff import touches
-from stability.config.schema import Axis
+from stability.config.axes import touches
 from stability.records.manifest import ENDED, Manifest
 from stability.records.paths import RunPaths
 from stability.records.run_files import file_damage
@@ -37,10 +37,10 @@ __all__ = [
     "witness_lines",
 ]
 
-CHANGED_BY: dict[Part, tuple[Axis, ...]] = {
+CHANGED_BY: dict[Part, tuple[str, ...]] = {
     "linear": ("precision",),
     "attention": ("precision", "attention"),
-    "optimizer": ("precision",),
+    "optimizer": ("precision", "optimizer"),
     # an attention's hooks may be among them
     "unowned": ("precision", "attention"),
 }
@@ -186,7 +186,7 @@ def _dtype_lines(
 
 def _beside(first: Witness, second: Witness, differences: Mapping[str, Any]) -> Iterator[ProofLine]:
     yield from _named("known answer", *(_flat(each, "answers") for each in (first, second)))
-    yield from _modules(first, second, is_free=touches(differences, ("attention",)))
+    yield from _modules(first, second, is_free=touches(differences, NAMES_OF_MODULES))
     yield from _named("switch", *(_flat(each, "switches") for each in (first, second)))
 
 

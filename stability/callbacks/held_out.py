@@ -1,10 +1,10 @@
 """Evaluates a run on text that no arm trains on: the loss, and the log-probabilities of its tokens.
 
-The weights are evaluated as the run computes: with its precision and its attention, in batches of
-the size it trains on, but in evaluation mode and without gradients. Nothing of the run changes by
-it: the modes of the modules are put back, and so are the random generators, from which an
-attention of one's own may draw. Leaves out which text is held out (`data.datamodule`) and what its
-loss says of an arm (`analysis.outcome_evidence`).
+The weights are evaluated as the run computes: with its precision and its attention, but in
+evaluation mode and without gradients, in batches of the same size in every arm. Nothing of the run
+changes by it: the modes of the modules are put back, and so are the random generators, from which
+an attention of one's own may draw. Leaves out which text is held out (`data.datamodule`) and what
+its loss says of an arm (`analysis.outcome_evidence`).
 
 Shapes: B blocks of a batch, T tokens of a block that have a next one, V vocabulary.
 """

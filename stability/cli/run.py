@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.config.load import load_study
-from stability.config.schema import ArmConfig, StudyConfig
+from stability.config.schema import ArmConfig
+from stability.config.study import StudyConfig
 from stability.tracking.environment import WandbMode, check_wandb, resolve_mode
 
 if TYPE_CHECKING:

@@ -8,28 +8,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stability.config.axes import MANY
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
 from stability.config.roles import (
     as_reference,
     check_end,
+    given_change,
     given_role,
     given_until,
     overrides_of,
     role_of,
 )
-from stability.config.schema import (
-    BASELINE,
-    ArmConfig,
-    Axis,
-    ProbeConfig,
-    Role,
-    SeedConfig,
-    StudyConfig,
-)
+from stability.config.schema import BASELINE, ArmConfig, ProbeConfig, Role, SeedConfig
+from stability.config.study import StudyConfig
 
 __all__ = [
     "INDEPENDENT_AXES",
+    "INIT_SEED",
     "Arm",
     "describe_change",
     "expand",
@@ -38,7 +34,10 @@ __all__ = [
     "with_seed",
 ]
 
-INDEPENDENT_AXES: tuple[Axis, ...] = ("seed", "init")
+INIT_SEED = "seed.init_offset"
+"""The axis of arms that start from another draw of the baseline's own init scheme."""
+
+INDEPENDENT_AXES = (INIT_SEED, "model.init")
 """Axes whose arms start from weights that were drawn independently of the baseline's."""
 
 
@@ -54,6 +53,8 @@ class Arm:
     """What it is there for."""
     until: int
     """The step at which it stops; its learning rate follows the schedule of the whole length."""
+    change: str = ""
+    """The path that is declared to hold all that differs; empty if none is."""
 
 
 def override(arm: ArmConfig, mapping: Mapping[str, Any], where: str | Place) -> ArmConfig:
@@ -105,7 +106,14 @@ def _arm(study: StudyConfig, name: str, entry: Mapping[str, Any], place: Place) 
     named = study.policy.candidates
     is_judged = name in named if named else role == "candidate"
     check_end(until, study.base.train, place, is_judged=is_judged)
-    return Arm(name=name, config=config, diff=differences, role=role, until=until)
+    return Arm(
+        name=name,
+        config=config,
+        diff=differences,
+        role=role,
+        until=until,
+        change=given_change(entry, place),
+    )
 
 
 def with_seed(config: ArmConfig, seed: int) -> ArmConfig:
@@ -133,7 +141,7 @@ def probe_of_seed(probe: ProbeConfig, *, is_first: bool) -> ProbeConfig:
 
 def describe_change(
     arm: str,
-    axis: Axis,
+    axis: str,
     differences: Mapping[str, list[Any]],
     base: Mapping[str, Any],
     role: Role = "candidate",
@@ -151,7 +159,7 @@ def describe_change(
     attention = {k: values for k, values in differences.items() if k.startswith("attention.")}
     parts = [_describe_attention(before, attention)] if attention else []
     parts += [_describe(k, *values) for k, values in differences.items() if k not in attention]
-    is_confounded = axis == "many" and role != "reference"
+    is_confounded = axis == MANY and role != "reference"
     return f"confounded: {'; '.join(parts)}" if is_confounded else "; ".join(parts)
 
 
@@ -195,4 +203,6 @@ def _describe(path: str, before: Any, after: Any) -> str:
         return f"epsilon of Adam: {before:g} -> {after:g}"
     if path == "model.init":
         return f"initialisation: {before} -> {after}"
+    if path == "train.compile":
+        return f"torch.compile: {before or 'none'} -> {after or 'none'}"
     return f"{path}: {before} -> {after}"

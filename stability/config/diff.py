@@ -1,17 +1,18 @@
-"""The difference between two arms, path by path, and the declared axes that it touches.
+"""The difference between two arms, path by path.
 
-Leaves out whether a difference is allowed: that is the pair contract (`analysis.pair_contract`).
+Leaves out what the paths are called together (`axes`) and whether a difference is allowed
+(`analysis.pair_contract`).
 """
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stability.config.convert import to_dict
-from stability.config.schema import AXES, ArmConfig
+from stability.config.schema import ArmConfig
 
-__all__ = ["changed_axes", "diff", "hash_without", "leaves", "touches"]
+__all__ = ["diff", "hash_without", "leaves"]
 
 
 def diff(a: ArmConfig, b: ArmConfig) -> dict[str, tuple[Any, Any]]:
@@ -27,19 +28,6 @@ def diff(a: ArmConfig, b: ArmConfig) -> dict[str, tuple[Any, Any]]:
         for path in paths
         if not path.startswith(("probe.", "watch.")) and first.get(path) != second.get(path)
     }
-
-
-def changed_axes(differences: Mapping[str, Any]) -> list[str]:
-    """Return the axes that the paths of `differences` lie on, each once, in order.
-
-    A path that lies on no axis stands for itself.
-    """
-    return list(dict.fromkeys(_axis_of_path(path) for path in differences))
-
-
-def touches(differences: Mapping[str, Any], axes: Collection[str]) -> bool:
-    """Whether a path of `differences` lies on one of `axes`."""
-    return not set(axes).isdisjoint(changed_axes(differences))
 
 
 def hash_without(config: ArmConfig, paths: Iterable[str]) -> str:
@@ -63,10 +51,3 @@ def leaves(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = value
     return found
-
-
-def _axis_of_path(path: str) -> str:
-    for axis, prefix in AXES.items():
-        if path == prefix or path.startswith(f"{prefix}."):
-            return axis
-    return path

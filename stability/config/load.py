@@ -23,11 +23,12 @@ from stability.config.convert import ConfigError, Place, from_mapping, merge, ne
 from stability.config.plugins import ATTENTIONS, plugins
 from stability.config.schema import (
     BASELINE,
+    OPTIMIZERS,
     ArmConfig,
     AttentionConfig,
-    StudyConfig,
     emulated_format,
 )
+from stability.config.study import StudyConfig
 
 __all__ = ["load_study", "parse_value", "read_mapping"]
 
@@ -66,7 +67,7 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
         base = _with_preset(base, root.at("base"), path)
         content["base"] = _with_preset(_with_overrides(base, changes, root), root.at("base"), path)
     content["arms"] = _arms_baseline_first(content.get("arms"), root.at("arms"))
-    study = from_mapping(StudyConfig, content, root)
+    study = _with_held_out_size(from_mapping(StudyConfig, content, root))
     _check_names(study, root)
     _check_attention(study.base.attention, root.at("base.attention"))
     if study.base.attention.is_partial:
@@ -149,6 +150,14 @@ def _arms_baseline_first(arms: Any, place: Place) -> dict[str, dict[str, Any]]:
             f"must override nothing, got {ordered[BASELINE]!r}; put it in base, or name another arm"
         )
     return {name: mapping or {} for name, mapping in ordered.items()}
+
+
+def _with_held_out_size(study: StudyConfig) -> StudyConfig:
+    """Return `study` with held-out batches of one size, whatever batches an arm trains on."""
+    base = study.base
+    size = base.held_out.batch_size or base.train.batch_size
+    held_out = replace(base.held_out, batch_size=size)
+    return replace(study, base=replace(base, held_out=held_out))
 
 
 def _check_names(study: StudyConfig, root: Place) -> None:
@@ -276,6 +285,16 @@ def _check_train(arm: Arm, study: StudyConfig, root: Place) -> None:
             f"must not be given where train.grad_clip is 0 and nothing is clipped, got "
             f"{algorithm!r}"
         )
+    name = config.optimizer.name
+    for setting in dict.fromkeys(s for taken in OPTIMIZERS.values() for s in taken):
+        # of an optimizer of one's own every setting but lr, weight_decay and options is its own
+        is_taken = setting in OPTIMIZERS.get(name, ())
+        if f"optimizer.{setting}" in arm.diff and not is_taken:
+            raise (
+                own.at("optimizer")
+                .at(setting)
+                .error(f"is no setting of {name}, and would change nothing; leave it out")
+            )
     if train.compile and emulated_format(config.precision):
         place = own if config.precision != base.precision else root.at("base")
         raise place.at("precision").error(

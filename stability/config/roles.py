@@ -1,7 +1,8 @@
 """What each arm of a study is there for, and up to which step it trains.
 
-An arm's entry in the YAML may give both, as `role` and `until`; they are no part of the config of a
-run. A role that is not given follows from what the arm changes. The roles:
+An arm's entry in the YAML may give both, as `role` and `until`, and the path of its `change`; they
+are no part of the config of a run. A role that is not given follows from what the arm changes. The
+roles:
 
 - `baseline`: every other arm is paired with it;
 - `candidate`: the change that is in question, and is judged;
@@ -20,8 +21,8 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from stability.config.attentions import IMPLEMENTATIONS
+from stability.config.axes import axes_of
 from stability.config.convert import Place, nearest
-from stability.config.diff import changed_axes
 from stability.config.schema import (
     BASELINE,
     ArmConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "as_reference",
     "check_end",
     "default_role",
+    "given_change",
     "given_role",
     "given_until",
     "overrides_of",
@@ -44,15 +46,15 @@ __all__ = [
 REFERENCE_AXES = ("attention", "precision")
 """The axes that a reference may change at once: no other role may change two."""
 
-_KEYS = ("role", "until")
+_KEYS = ("role", "until", "change")
 _ROLES: tuple[Role, ...] = get_args(Role)
 _RANK = {"64-true": 2, "32-true": 1}
 """How high a precision is; every other one has matmuls on 16 bits or fewer."""
-_ACCEPTED_AXES = {"seed", "init", "data_order"}
+_ACCEPTED_AXES = {"seed.init_offset", "model.init", "seed.order_offset"}
 
 
 def overrides_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an arm's entry lays over the base: all of it but role and end."""
+    """Return what an arm's entry lays over the base: all but role, end and declared change."""
     return {key: value for key, value in entry.items() if key not in _KEYS}
 
 
@@ -69,6 +71,19 @@ def given_role(entry: Mapping[str, Any], place: Place) -> Role | None:
             f"must be a role, got {word!r}; nearest: {nearest(word, _ROLES)}"
         )
     return word
+
+
+def given_change(entry: Mapping[str, Any], place: Place) -> str:
+    """Return the path that an arm's entry declares to hold its one change; empty if none is given.
+
+    ConfigError for what is no text. Whether it holds all that differs, the pair contract says.
+    """
+    change = entry.get("change", "")
+    if not isinstance(change, str) or ("change" in entry and not change):
+        raise place.at("change").error(
+            f"must be a path of the config, such as optimizer.lr, got {change!r}"
+        )
+    return change
 
 
 def given_until(entry: Mapping[str, Any], train: TrainConfig, place: Place) -> int:
@@ -147,7 +162,7 @@ def role_of(
     `differences` are those of its config from the baseline's.
     """
     role = given or default_role(name, differences, yardstick)
-    axes = changed_axes(differences)
+    axes = axes_of(differences)
     problem = ""
     if (role == BASELINE) != (name == BASELINE):
         problem = f"must be {BASELINE} in the arm of that name alone, got {role!r}"
@@ -167,7 +182,7 @@ def role_of(
 
 def default_role(name: str, differences: Mapping[str, Any], yardstick: str) -> Role:
     """Return the role of an arm that gives none, by its name and what it changes."""
-    axes = changed_axes(differences)
+    axes = axes_of(differences)
     if name == BASELINE:
         return "baseline"
     if not differences:

@@ -1,10 +1,10 @@
-"""What an arm and a study are: the frozen dataclasses whose values a YAML file holds.
+"""What an arm is: the frozen dataclasses whose values a YAML file holds.
 
 From the inside out: the groups of an arm that decide its bits (model, attention, precision, data,
 held-out text, optimizer, training, seeds), the groups that only look and change no bit (probe,
-watch), the arm they make, what a study calls a pass, and the study. Each class checks its own
-values. Leaves out reading YAML and naming where a mistake stands (`load`), the comparison of two
-arms (`diff`), and every object that a name stands for (`study.assemble`).
+watch), and the arm they make. Each class checks its own values. Leaves out what a study is
+(`study`), reading YAML and naming where a mistake stands (`load`), the comparison of two arms
+(`diff`), and every object that a name stands for (`study.assemble`).
 """
 
 import math
@@ -16,39 +16,25 @@ from stability.config.convert import nearest
 from stability.config.trainer_keys import check_trainer
 
 __all__ = [
-    "AXES",
     "BASELINE",
+    "INIT_SCHEMES",
     "NATIVE",
+    "OPTIMIZERS",
     "ArmConfig",
     "AttentionConfig",
-    "Axis",
     "DataConfig",
     "HeldOutConfig",
     "ModelConfig",
     "NudgeConfig",
     "OptimizerConfig",
-    "PolicyConfig",
     "ProbeConfig",
     "Role",
     "SeedConfig",
-    "StudyConfig",
     "TrainConfig",
     "WatchConfig",
     "emulated_format",
+    "require",
 ]
-
-Axis = Literal[
-    "attention",
-    "precision",
-    "init",
-    "seed",
-    "data_order",
-    "optimizer_eps",
-    "nudge",
-    "many",
-    "none",
-]
-"""What an arm changes; `many` only where a study allows several at once."""
 
 Role = Literal["baseline", "candidate", "reference", "rerun", "nudge", "broken", "yardstick"]
 """What an arm is there for (`config.roles` says what each means and how it is recognised)."""
@@ -56,18 +42,8 @@ Role = Literal["baseline", "candidate", "reference", "rerun", "nudge", "broken",
 BASELINE = "baseline"
 """The arm that every other arm of its study is paired with."""
 
-AXES: dict[Axis, str] = {
-    "attention": "attention",
-    "precision": "precision",
-    "init": "model.init",
-    "seed": "seed.init_offset",
-    "data_order": "seed.order_offset",
-    "optimizer_eps": "optimizer.eps",
-    "nudge": "nudge",
-}
-"""The config path that each axis changes; `none`, the A/A control, changes nothing."""
-
-InitScheme = Literal["gpt2", "xavier", "kaiming", "orthogonal"]
+INIT_SCHEMES = ("gpt2", "xavier", "kaiming", "orthogonal")
+"""The init schemes that have a name (`model.initial_weights`)."""
 
 NATIVE = ("64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed")
 """PyTorch's own precisions, as Lightning names them."""
@@ -105,7 +81,7 @@ def emulated_format(name: str) -> Format | None:
     return format
 
 
-def _require(ok: bool, owner: str, rule: str, value: Any) -> None:
+def require(ok: bool, owner: str, rule: str, value: Any) -> None:
     """ValueError "<owner>: <rule>, got <value>" unless `ok`."""
     if not ok:
         raise ValueError(f"{owner}: {rule}, got {value!r}")
@@ -126,20 +102,30 @@ class ModelConfig:
     context: int
     vocab_size: int = 256
     qk_norm: bool = False
-    init: InitScheme = "gpt2"
+    dropout: float = 0.0
+    """Of the embeddings and of what each attention and MLP adds, not of attention weights."""
+    init: str = "gpt2"
+    """`gpt2`, `xavier`, `kaiming`, `orthogonal`, or `module:function` of (matrix, generator)."""
+    init_std: float = 0.02
+    """The standard deviation of embeddings and, in `gpt2`, of matrices."""
 
     def __post_init__(self) -> None:
+        require(0 <= self.dropout < 1, "model", "dropout must be in [0, 1)", self.dropout)
+        rule = f"init must be {', '.join(INIT_SCHEMES)} or MODULE:FUNCTION"
+        require(self.init in INIT_SCHEMES or ":" in self.init, "model", rule, self.init)
+        std = self.init_std
+        require(0 < std < math.inf, "model", "init_std must be > 0 and finite", std)
         rule = f"depth must be at most {MOST_LAYERS}"
-        _require(self.depth <= MOST_LAYERS, "model", rule, self.depth)
+        require(self.depth <= MOST_LAYERS, "model", rule, self.depth)
         for name in ("depth", "width", "heads", "context", "vocab_size"):
-            _require(getattr(self, name) >= 1, "model", f"{name} must be >= 1", getattr(self, name))
-        _require(
+            require(getattr(self, name) >= 1, "model", f"{name} must be >= 1", getattr(self, name))
+        require(
             self.width % self.heads == 0,
             "model",
             f"width must be a multiple of heads ({self.heads})",
             self.width,
         )
-        _require(
+        require(
             self.kv_heads >= 0 and self.heads % (self.kv_heads or self.heads) == 0,
             "model",
             f"kv_heads must divide heads ({self.heads})",
@@ -166,7 +152,7 @@ class AttentionConfig:
     """A known error planted on the attention, by its name in `attention_kernels.testing.FAULTS`."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.layers), "attention", "layers must name at least one", self.layers)
+        require(bool(self.layers), "attention", "layers must name at least one", self.layers)
 
     @property
     def is_partial(self) -> bool:
@@ -192,7 +178,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         rule = f"workers must be from 0 to {MOST_WORKERS}, each is a process of its own"
-        _require(0 <= self.workers <= MOST_WORKERS, "data", rule, self.workers)
+        require(0 <= self.workers <= MOST_WORKERS, "data", rule, self.workers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,14 +191,17 @@ class HeldOutConfig:
     share: float = 0.05
     """Of the text's blocks; 0 trains on all of them and measures no loss on held-out text."""
     batches: int = 8
-    """How many batches, of `train.batch_size` blocks each, `eval/loss` is the mean over."""
+    """How many batches `eval/loss` is the mean over."""
+    batch_size: int = 0
+    """Of how many blocks each; 0: as many as the study's base trains on at once."""
     prediction_batches: int = 1
     """How many of these batches' token log-probabilities are kept with each snapshot."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.share < 1, "held_out", "share must be in [0, 1)", self.share)
-        _require(self.batches >= 1, "held_out", "batches must be >= 1", self.batches)
-        _require(
+        require(0 <= self.share < 1, "held_out", "share must be in [0, 1)", self.share)
+        require(self.batches >= 1, "held_out", "batches must be >= 1", self.batches)
+        require(self.batch_size >= 0, "held_out", "batch_size must be >= 0", self.batch_size)
+        require(
             0 <= self.prediction_batches <= self.batches,
             "held_out",
             f"prediction_batches must be between 0 and batches ({self.batches})",
@@ -220,31 +209,67 @@ class HeldOutConfig:
         )
 
 
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": ("betas", "eps"),
+    "sgd": ("momentum",),
+    "muon": ("betas", "eps", "momentum"),
+}
+"""Each optimizer that has a name, and the settings that it alone takes; all take the others."""
+
+
+def _check_state(name: str) -> None:
+    """ValueError unless `name` is that of a format which FP32 holds."""
+    try:
+        fits = format_named(name).fits(FORMATS["fp32"])
+    except ValueError as error:
+        raise ValueError(f"optimizer: state: {error}") from error
+    require(fits, "optimizer", "state must be a format that FP32 holds", name)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay to a tenth of the peak."""
+    """The optimizer; its learning rate warms up linearly and falls, a cosine, to a tenth."""
 
+    name: str = "adamw"
+    """`adamw`, `sgd`, `muon` (AdamW for what is no matrix of a block), or `module:Class`."""
     lr: float = 1e-3
+    """The peak."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
     eps: float = 1e-8
+    """Of AdamW."""
+    momentum: float = 0.95
+    """Of SGD and of Muon."""
     weight_decay: float = 0.1
+    """Of matrices alone."""
     warmup_steps: int = 20
+    state: str = ""
+    """A format that the optimizer's state is held in, e.g. `bf16`; empty: that of the weights."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of a class of one's own."""
 
     def __post_init__(self) -> None:
+        known = self.name in OPTIMIZERS or ":" in self.name
+        rule = f"name must be {', '.join(OPTIMIZERS)} or MODULE:CLASS"
+        require(known, "optimizer", rule, self.name)
+        own = self.name not in OPTIMIZERS
+        rule = "options must be empty but for a class of one's own"
+        require(own or not self.options, "optimizer", rule, self.options)
+        require(0 <= self.momentum < 1, "optimizer", "momentum must be in [0, 1)", self.momentum)
+        if self.state:
+            _check_state(self.state)
         for name in ("lr", "eps"):
             value = getattr(self, name)
-            _require(0 < value < math.inf, "optimizer", f"{name} must be > 0 and finite", value)
-        _require(
+            require(0 < value < math.inf, "optimizer", f"{name} must be > 0 and finite", value)
+        require(
             all(0 <= beta < 1 for beta in self.betas),
             "optimizer",
             "betas must be in [0, 1)",
             self.betas,
         )
         decay, rule = self.weight_decay, "weight_decay must be >= 0 and finite"
-        _require(0 <= decay < math.inf, "optimizer", rule, decay)
-        _require(
-            self.warmup_steps >= 0, "optimizer", "warmup_steps must be >= 0", self.warmup_steps
-        )
+        require(0 <= decay < math.inf, "optimizer", rule, decay)
+        require(self.warmup_steps >= 0, "optimizer", "warmup_steps must be >= 0", self.warmup_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,23 +288,27 @@ class TrainConfig:
     """The last so many are kept; 0 keeps all, to fork from any of them."""
     compile: str = ""
     """A backend of torch.compile, e.g. `inductor`; empty is eager. Attention stays eager."""
+    compile_options: dict[str, Any] = field(default_factory=dict)
+    """`mode` of torch.compile, or options of the backend, e.g. `{fallback_random: true}`."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of `lightning.Trainer`: `accumulate_grad_batches`, `gradient_clip_algorithm`."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
-            _require(getattr(self, name) >= 1, "train", f"{name} must be >= 1", getattr(self, name))
-        _require(
+            require(getattr(self, name) >= 1, "train", f"{name} must be >= 1", getattr(self, name))
+        require(
             self.keep_checkpoints >= 0,
             "train",
             "keep_checkpoints must be >= 0",
             self.keep_checkpoints,
         )
         steps = list(self.snapshot_steps)
-        _require(min(steps, default=0) >= 0, "train", "snapshot_steps must be >= 0", steps)
+        require(min(steps, default=0) >= 0, "train", "snapshot_steps must be >= 0", steps)
         clip, rule = self.grad_clip, "grad_clip must be >= 0 and finite (0 clips nothing)"
-        _require(0 <= clip < math.inf, "train", rule, clip)
+        require(0 <= clip < math.inf, "train", rule, clip)
+        rule = "compile_options must be empty where compile is empty and the model is eager"
+        require(bool(self.compile or not self.compile_options), "train", rule, self.compile_options)
         check_trainer(self.trainer)
 
     def planned_snapshots(self) -> list[int]:
@@ -298,9 +327,9 @@ class SeedConfig:
     def __post_init__(self) -> None:
         # torch's CPU generator keeps the low 32 bits of a seed, so that 2**32 would be 0 again and
         # another seed draw the same weights
-        _require(0 <= self.base < 2**32, "seed", "base must be from 0 to 2**32 - 1", self.base)
+        require(0 <= self.base < 2**32, "seed", "base must be from 0 to 2**32 - 1", self.base)
         offset, rule = self.init_offset, "init_offset must be between -2**32 and 2**32"
-        _require(abs(offset) < 2**32, "seed", rule, offset)
+        require(abs(offset) < 2**32, "seed", rule, offset)
 
 
 MOST_ULPS = 1024
@@ -317,9 +346,9 @@ class NudgeConfig:
 
     def __post_init__(self) -> None:
         rule = f"ulps must be from 0 to {MOST_ULPS}: a nudge is the least that can be changed"
-        _require(0 <= self.ulps <= MOST_ULPS, "nudge", rule, self.ulps)
-        _require(self.draw >= 0, "nudge", "draw must be >= 0", self.draw)
-        _require(
+        require(0 <= self.ulps <= MOST_ULPS, "nudge", rule, self.ulps)
+        require(self.draw >= 0, "nudge", "draw must be >= 0", self.draw)
+        require(
             self.ulps > 0 or self.draw == 0,
             "nudge",
             "draw must be 0 where ulps is 0 and no weight moves",
@@ -367,18 +396,18 @@ class ProbeConfig:
 
     def __post_init__(self) -> None:
         for name in ("every", "per_decade", "positions", "gradient_every", "gradient_sequences"):
-            _require(getattr(self, name) >= 0, "probe", f"{name} must be >= 0", getattr(self, name))
-        _require(min(self.steps, default=0) >= 0, "probe", "steps must be >= 0", list(self.steps))
+            require(getattr(self, name) >= 0, "probe", f"{name} must be >= 0", getattr(self, name))
+        require(min(self.steps, default=0) >= 0, "probe", "steps must be >= 0", list(self.steps))
         share = self.overhead_share
-        _require(
+        require(
             share is not None and 0 <= share < 1,
             "probe",
             "overhead must be in [0, 1) or below 100%",
             self.overhead,
         )
-        _require(bool(self.layers), "probe", "layers must name at least one", self.layers)
+        require(bool(self.layers), "probe", "layers must name at least one", self.layers)
         if self.is_on:
-            _require(bool(self.shadows), "probe", "shadows must name at least one", self.shadows)
+            require(bool(self.shadows), "probe", "shadows must name at least one", self.shadows)
 
     @property
     def overhead_share(self) -> float | None:
@@ -403,7 +432,7 @@ class WatchConfig:
     """0 switches it off."""
 
     def __post_init__(self) -> None:
-        _require(self.every >= 0, "watch", "every must be >= 0", self.every)
+        require(self.every >= 0, "watch", "every must be >= 0", self.every)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -425,71 +454,3 @@ class ArmConfig:
 
     def __post_init__(self) -> None:
         _check_precision(self.precision)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyConfig:
-    """What a study's candidates must hold to, on each of the four levels of evidence."""
-
-    candidates: tuple[str, ...] = ()
-    """The arms that are judged; none: every arm whose role is `candidate`."""
-    step: int = 0
-    """A step with a snapshot, where the weights are compared; 0: the window rule picks it."""
-    window_limit: float = 0.04
-    """The window ends before the first snapshot at which a nudge has |log E| above this."""
-    max_error_ratio: float = 2.0
-    """Operator: most of the error of plain attention, both against FP64."""
-    max_gain: float = 1e-3
-    """Operator: most that the slope of a result on the golden may differ from 1."""
-    max_bias_ulp: float = 0.05
-    """Operator: most of the mean signed error, in units of the last place."""
-    max_gradient_ratio: float = 2.0
-    """Gradient: most of the baseline's error in the whole model's gradient."""
-    max_share: float = 0.01
-    """Gradient: most of the error's power that repeats from look to look, (C - 1) / (N - 1)."""
-    max_excess: float = 1.10
-    """Training: most of the baseline's distance to the reference."""
-    margin_nats: float = 0.005
-    """Outcome: a held-out loss this much higher is a loss that matters."""
-    alpha: float = 0.05
-    """The chance of a wrong answer, over all looks and in each direction."""
-
-    def __post_init__(self) -> None:
-        _require(self.step >= 0, "policy", "step must be >= 0", self.step)
-        for name in ("window_limit", "max_gain", "max_bias_ulp", "margin_nats"):
-            value = getattr(self, name)
-            _require(0 < value < math.inf, "policy", f"{name} must be > 0 and finite", value)
-        for name in ("max_error_ratio", "max_gradient_ratio", "max_excess"):
-            value = getattr(self, name)
-            rule = f"{name} must be above 1, which is the baseline's own, and finite"
-            _require(1 < value < math.inf, "policy", rule, value)
-        _require(0 < self.max_share < 1, "policy", "max_share must be in (0, 1)", self.max_share)
-        _require(0 < self.alpha < 0.5, "policy", "alpha must be in (0, 0.5)", self.alpha)
-        _require(
-            len(set(self.candidates)) == len(self.candidates),
-            "policy",
-            "candidates must name each arm once",
-            list(self.candidates),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyConfig:
-    """A baseline, its candidates and the seeds each is repeated over.
-
-    `arms` maps each arm's name to what it overrides in `base`, and to its `role` and `until` where
-    these are given; the arm called `baseline` overrides nothing. `yardstick` names the arm that
-    drifts are put in ratio to.
-    """
-
-    name: str
-    question: str
-    base: ArmConfig
-    arms: dict[str, dict[str, Any]]
-    seeds: tuple[int, ...] = (0,)
-    yardstick: str = ""
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    allow_many: bool = False
-    """Let an arm change several axes; it is then called confounded wherever it is shown."""
-    early_step: int = 0
-    """The early, matched step the ladder reads; 0 means the first snapshot after step 0."""

@@ -205,11 +205,12 @@ class TextDataModule(LightningDataModule):
 
     def _evaluated(self, blocks: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
         """Return the held-out batches: blocks of `chosen`, spread over the text as those are."""
-        held_out, size = self.held_out, self.batch_size
+        held_out = self.held_out
         if not held_out.share:
             return ()
+        size = held_out.batch_size or self.batch_size
         needed = held_out.batches * size
-        if len(chosen) < needed or len(blocks) - len(chosen) < max(2, size):
+        if len(chosen) < needed or len(blocks) - len(chosen) < max(2, self.batch_size):
             raise ValueError(
                 f"held_out.share must leave {needed} blocks of {self.context + 1} tokens for "
                 f"{held_out.batches} batches and a batch to train on, got {held_out.share:g} of "

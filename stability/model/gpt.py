@@ -1,9 +1,9 @@
 """A pre-norm decoder in the shape of GPT-2, which is given an attention function for each layer.
 
 It has learned positions, LayerNorm, GELU, biases (except for the keys) and an output tied to the
-token embedding; optionally fewer kv heads and a per-head RMSNorm on q and k. It has no dropout,
-whose randomness would be one more difference between two arms. Leaves out the attention itself,
-the initial weights (`initial_weights`) and the loss (`lightning_module`).
+token embedding; optionally fewer kv heads, a per-head RMSNorm on q and k, and dropout of the
+residual stream's parts. Leaves out the attention itself, the initial weights (`initial_weights`)
+and the loss (`lightning_module`).
 
 Shapes: B batch, T tokens, W width, H query heads, G kv heads, D head_dim, V vocabulary.
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners"; qk-norm as in
@@ -55,6 +55,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp_up = nn.Linear(width, 4 * width)
         self.mlp_residual = nn.Linear(4 * width, width)
+        self.dropout = config.dropout
 
     def forward(self, x_BTW: Tensor, attention: AttentionFn) -> Tensor:
         """Return the residual stream after this layer, shaped as before."""
@@ -63,9 +64,14 @@ class Block(nn.Module):
         k_BGTD = self.key_norm(self._heads(self.key(normed)))
         v_BGTD = self._heads(self.value(normed))
         out_BHTD = attention(q_BHTD, k_BGTD, v_BGTD, causal=True)
-        x_BTW = x_BTW + self.attention_residual(out_BHTD.transpose(1, 2).flatten(2))
+        attended = self.attention_residual(out_BHTD.transpose(1, 2).flatten(2))
+        x_BTW = x_BTW + self._dropped(attended)
         hidden = F.gelu(self.mlp_up(self.mlp_norm(x_BTW)), approximate="tanh")
-        return x_BTW + self.mlp_residual(hidden)
+        return x_BTW + self._dropped(self.mlp_residual(hidden))
+
+    def _dropped(self, x_BTW: Tensor) -> Tensor:
+        # not called at all without dropout, so that nothing is drawn
+        return F.dropout(x_BTW, self.dropout, self.training) if self.dropout else x_BTW
 
     def _heads(self, x_BTW: Tensor) -> Tensor:
         return x_BTW.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -106,6 +112,8 @@ class GPT(nn.Module):
             )
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x_BTW = self.token_embedding(tokens) + self.position_embedding(positions)
+        if self.config.dropout:
+            x_BTW = F.dropout(x_BTW, self.config.dropout, self.training)
         for block, attention in zip(self.blocks.values(), self.attention, strict=True):
             x_BTW = cast("Block", block)(x_BTW, attention)
         return F.linear(self.final_norm(x_BTW), self.token_embedding.weight)

@@ -1,31 +1,28 @@
 """The weights that a run starts from: an init scheme drawn from a seed, and an optional nudge.
 
-Every scheme draws embeddings from N(0, 0.02^2), sets biases to 0 and norm scales to 1; the schemes
-differ in the matrices. The nudge moves each weight by single units in its last place, the smallest
-change that the dtype can hold: on the ladder it is the lowest rung above zero.
+Every scheme draws embeddings from a normal distribution of standard deviation 0.02, or what the
+config says, sets biases to 0 and norm scales to 1; the schemes differ in the matrices. The nudge
+moves each weight by single units in its last place, the smallest change that the dtype can hold: on
+the ladder it is the lowest rung above zero.
 
 Sources: GPT-2 scales the projections into the residual stream by 1/sqrt(2 * depth); Glorot and
 Bengio 2010 (`xavier`, uniform); He et al., arXiv 1502.01852 (`kaiming`, normal, fan-in);
 Saxe et al., arXiv 1312.6120 (`orthogonal`).
 """
 
-import difflib
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
+from stability.config.schema import ModelConfig
+from stability.config.user_functions import import_function
 from stability.model.gpt import GPT
 
-__all__ = ["INIT_SCHEMES", "initialise", "nudge_weights"]
-
-_STD = 0.02
-
-
-def _gpt2(weight: Tensor, generator: Generator) -> Tensor:
-    return nn.init.normal_(weight, std=_STD, generator=generator)
+__all__ = ["initialise", "nudge_weights"]
 
 
 def _xavier(weight: Tensor, generator: Generator) -> Tensor:
@@ -40,50 +37,63 @@ def _orthogonal(weight: Tensor, generator: Generator) -> Tensor:
     return nn.init.orthogonal_(weight, generator=generator)
 
 
-INIT_SCHEMES: dict[str, Callable[[Tensor, Generator], Tensor]] = {
-    "gpt2": _gpt2,
+_FILL: dict[str, Callable[[Tensor, Generator], Any]] = {
     "xavier": _xavier,
     "kaiming": _kaiming,
     "orthogonal": _orthogonal,
 }
-"""How each scheme fills a matrix `(out_features, in_features)` in place."""
+"""How each scheme but `gpt2` fills a matrix `(out_features, in_features)` in place."""
 
 
-def initialise(model: GPT, scheme: str, seed: int) -> None:
-    """Set every weight of `model`, in place, by the scheme called `scheme`.
+def initialise(model: GPT, seed: int) -> None:
+    """Set every weight of `model`, in place, by the init scheme of its config.
 
     Values are drawn in FP32 on the CPU from a generator of their own, then cast: the same seed
-    gives the same weights on every device, and no global generator moves. ValueError names the
-    nearest schemes.
+    gives the same weights on every device, and no global generator moves. ValueError for a function
+    of the user's own that can't be imported, or leaves a matrix with values that are not finite.
     """
-    if scheme not in INIT_SCHEMES:
-        near = difflib.get_close_matches(scheme, INIT_SCHEMES, n=3, cutoff=0.4)
-        raise ValueError(
-            f"initialise: scheme must be known, got {scheme!r}; "
-            f"nearest: {', '.join(near or INIT_SCHEMES)}"
-        )
-    generator = Generator().manual_seed(seed)
-    residual_scale = 1 / math.sqrt(2 * model.config.depth) if scheme == "gpt2" else 1.0
+    config, generator = model.config, Generator().manual_seed(seed)
+    fill = _fill_of(config)
+    residual_scale = 1 / math.sqrt(2 * config.depth) if config.init == "gpt2" else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            _fill(name, value, INIT_SCHEMES[scheme], generator)
+            if name.endswith("bias"):
+                value.zero_()
+            elif value.dim() == 1:
+                value.fill_(1.0)
+            elif "embedding" in name:
+                value.normal_(std=config.init_std, generator=generator)
+            else:
+                fill(value, generator)
             if name.endswith("_residual.weight"):
                 value *= residual_scale
             parameter.copy_(value)
 
 
-def _fill(
-    name: str, value: Tensor, scheme: Callable[[Tensor, Generator], Tensor], generator: Generator
-) -> None:
-    if name.endswith("bias"):
-        value.zero_()
-    elif value.dim() == 1:
-        value.fill_(1.0)
-    elif "embedding" in name:
-        value.normal_(std=_STD, generator=generator)
-    else:
-        scheme(value, generator)
+def _fill_of(config: ModelConfig) -> Callable[[Tensor, Generator], Any]:
+    """Return how the scheme of `config` fills a matrix in place."""
+    if config.init == "gpt2":
+        return lambda weight, generator: weight.normal_(std=config.init_std, generator=generator)
+    return _FILL.get(config.init) or _users(config.init)
+
+
+def _users(name: str) -> Callable[[Tensor, Generator], Any]:
+    """Return a fill by the user's function of (matrix, generator), which writes into the matrix."""
+    own = import_function(name, "model.init")
+
+    def fill(value: Tensor, generator: Generator) -> None:
+        value.fill_(math.nan)
+        with torch.random.fork_rng(devices=[]):  # it may draw from the global generator
+            torch.manual_seed(generator.initial_seed())
+            own(value, generator)
+        if not value.isfinite().all():
+            raise ValueError(
+                f"model.init: {name} must fill each matrix in place with finite values, a matrix "
+                f"{tuple(value.shape)} has others"
+            )
+
+    return fill
 
 
 def nudge_weights(model: nn.Module, ulps: int, seed: int, draw: int = 0) -> None:

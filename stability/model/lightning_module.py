@@ -1,6 +1,7 @@
-"""Trains the GPT in Lightning: next-token loss, AdamW, and the learning-rate schedule.
+"""Trains the GPT in Lightning: next-token loss, the optimizer, and the learning-rate schedule.
 
-Leaves out everything that is recorded meanwhile: callbacks do that.
+Leaves out which optimizer a name stands for (`optimizers`), and everything that is recorded
+meanwhile: callbacks do that.
 """
 
 import math
@@ -10,11 +11,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from stability.config.schema import OptimizerConfig
 from stability.model.gpt import GPT
+from stability.model.optimizers import build_optimizer, with_settings_of
 
 __all__ = ["LanguageModel", "learning_rate_factor", "next_token_loss"]
 
@@ -59,25 +60,32 @@ class LanguageModel(LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW, decaying matrices alone, and its schedule a step at a time."""
+        """Return the optimizer, and its schedule a step at a time."""
         chosen = self._optimizer
-        parameters = list(self.model.parameters())
-        optimizer = AdamW(
-            [
-                {
-                    "params": [p for p in parameters if p.dim() >= 2],
-                    "weight_decay": chosen.weight_decay,
-                },
-                {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-            ],
-            lr=chosen.lr,
-            betas=chosen.betas,
-            eps=chosen.eps,
-        )
-        schedule = LambdaLR(
-            optimizer, lambda step: learning_rate_factor(step, chosen.warmup_steps, self._steps)
-        )
+        optimizer = build_optimizer(self.model, chosen)
+        schedule = LambdaLR(optimizer, self._factor)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
+
+    def settle(self, checkpoint: dict[str, Any]) -> None:
+        """Put this module's own optimizer settings and schedule into another run's checkpoint.
+
+        A restored optimizer takes its settings from the checkpoint and not from its constructor: a
+        fork with another learning rate would go on with the old one. ValueError if the checkpoint
+        holds the state of another optimizer.
+        """
+        configured = self.configure_optimizers()
+        optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+        for saved in checkpoint["lr_schedulers"]:
+            factor = self._factor(saved["last_epoch"])
+            saved["base_lrs"] = list(schedule.base_lrs)
+            saved["_last_lr"] = [base * factor for base in schedule.base_lrs]
+            checkpoint["optimizer_states"] = [
+                with_settings_of(state, optimizer, factor)
+                for state in checkpoint["optimizer_states"]
+            ]
+
+    def _factor(self, step: int) -> float:
+        return learning_rate_factor(step, self._optimizer.warmup_steps, self._steps)

@@ -39,7 +39,7 @@ from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.convert import nearest
 from stability.config.plugins import ATTENTIONS, plugins
 from stability.config.schema import AttentionConfig
-from stability.probe.user_functions import import_function, source_hash
+from stability.config.user_functions import import_function, source_hash
 
 __all__ = [
     "ResolvedAttention",

@@ -30,7 +30,7 @@ from stability.analysis.intervals import p_values
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_arms
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.metrics.coherence import coherence_of
 from stability.metrics.golden_error import GOLDEN_COLUMNS, golden_tensor
 from stability.metrics.sketch import sketch

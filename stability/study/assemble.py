@@ -27,7 +27,7 @@ from stability.callbacks.instability_watch import InstabilityWatch
 from stability.callbacks.probe_callbacks import DeviationProbe
 from stability.callbacks.random_numbers import RandomNumbers
 from stability.config.convert import nearest
-from stability.config.schema import ArmConfig, emulated_format
+from stability.config.schema import ArmConfig, TrainConfig, emulated_format
 from stability.data.datamodule import TextDataModule
 from stability.intercept.replacement import Replacement
 from stability.model.gpt import GPT
@@ -169,7 +169,7 @@ def assemble(config: ArmConfig) -> Parts:
         eager: Any = torch.compiler.disable
         attention = [eager(function) for function in attention]
     model = GPT(config.model, attention)
-    initialise(model, config.model.init, config.seed.base + config.seed.init_offset)
+    initialise(model, config.seed.base + config.seed.init_offset)
     init_hash = hash_state(model.state_dict())
     if config.precision == "64-true":
         model.double()
@@ -192,31 +192,52 @@ def assemble(config: ArmConfig) -> Parts:
         )
     if config.train.compile:
         # not the module itself: hooks on it stay outside of the graph
-        model.forward = _compiled(model.forward, config.train.compile)
+        model.forward = _compiled(model.forward, config.train)
     return Parts(
         model=model,
-        module=LanguageModel(model, config.optimizer, config.train.steps),
+        module=_trained(model, config),
         attention=primary,
         init_hash=init_hash,
         callbacks=callbacks,
     )
 
 
-def _compiled(function: Any, backend: str) -> Any:
-    """Return `function` compiled; ValueError, which names the nearest, for an unknown backend."""
+def _trained(model: GPT, config: ArmConfig) -> LanguageModel:
+    """Return the module that trains `model`.
+
+    Its optimizer is built once, so that what is wrong with one of the user's own is told early.
+    """
+    module = LanguageModel(model, config.optimizer, config.train.steps)
+    module.configure_optimizers()
+    return module
+
+
+def _compiled(function: Any, train: TrainConfig) -> Any:
+    """Return `function` compiled.
+
+    ValueError for an unknown backend, which names the nearest, and for options that it refuses.
+    """
+    options = dict(train.compile_options)
+    mode = options.pop("mode", None)
     try:
-        return torch.compile(function, backend=backend)
+        return torch.compile(function, backend=train.compile, mode=mode, options=options or None)
     except InvalidBackend as error:
         known = torch.compiler.list_backends(())  # those for debugging as well
         raise ValueError(
-            f"train.compile must be a backend of torch.compile, got {backend!r}; nearest: "
-            f"{nearest(backend, known)}"
+            f"train.compile must be a backend of torch.compile, got {train.compile!r}; nearest: "
+            f"{nearest(train.compile, known)}"
+        ) from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"train.compile_options must be those of {train.compile}, got "
+            f"{train.compile_options!r}; {error}"
         ) from error
 
 
 def imports_user_modules(config: ArmConfig) -> bool:
     """Whether `assemble` would import code that is not this package's."""
-    return any(map(is_users, (config.attention, *config.probe.shadows)))
+    is_own = any(":" in name for name in (config.optimizer.name, config.model.init))
+    return is_own or any(map(is_users, (config.attention, *config.probe.shadows)))
 
 
 def describe_attention(config: ArmConfig) -> dict[str, Any]:

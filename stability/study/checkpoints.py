@@ -131,14 +131,15 @@ _WITNESS = "WitnessCallback"
 """The same of `callbacks.witness.WitnessCallback`."""
 
 
-def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str, str]:
+def lay_fork(
+    parent: RunPaths, fork: RunPaths, at: int, resettle: Callable[[dict[str, Any]], None]
+) -> dict[str, str]:
     """Copy the parent's metric log and checkpoint of step `at` into the fork's folder.
 
     Returns the fork's files for its manifest: the checkpoint's checksum by its name. Log lines with
-    drifts are left out, since those are distances from the parent's baseline. `eps` is the fork's
-    `optimizer.eps`; it is written into the checkpoint, because a restored optimizer takes its eps
-    from there and not from the config. ValueError if the parent's checkpoint is damaged or missing,
-    or the log up to it.
+    drifts are left out, since those are distances from the parent's baseline. `resettle` puts the
+    fork's own settings into the checkpoint, in place. ValueError if the parent's checkpoint is
+    damaged or missing, or the log up to it.
     """
     read_run_file(parent, parent.checkpoint(at))
     checkpoint = _read_checkpoint(parent, at)
@@ -160,9 +161,7 @@ def lay_fork(parent: RunPaths, fork: RunPaths, at: int, eps: float) -> dict[str,
     }
     # the parent's updates were made under the parent's label, and its own witness tells of them
     checkpoint["callbacks"].pop(_WITNESS, None)
-    for optimizer in checkpoint["optimizer_states"]:
-        for group in optimizer["param_groups"]:
-            group["eps"] = eps
+    resettle(checkpoint)
     path = fork.checkpoint(at)
     _write_checkpoint(path, checkpoint)
     return {fork.name_of(path): file_checksum(path)}

@@ -18,6 +18,7 @@ from stability.analysis.pair_contract import axis_of, pair_breach
 from stability.analysis.witness_contract import testimony_of
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, override
+from stability.config.axes import touches
 from stability.config.convert import from_dict
 from stability.config.diff import diff
 from stability.config.schema import ArmConfig
@@ -34,8 +35,17 @@ from stability.study.train_run import TrainOptions, train
 
 __all__ = ["fork_drifts", "plan_fork", "run_fork"]
 
-SETTLED_AXES = ("init", "seed", "nudge")
-"""Axes that only decide how a run begins, so a fork can no longer change them."""
+_BEGIN = "it only decides how a run begins"
+_STATE = "its state would be another's"
+SETTLED = {
+    "model.init": _BEGIN,
+    "model.init_std": _BEGIN,
+    "seed.init_offset": _BEGIN,
+    "nudge": _BEGIN,
+    "optimizer.name": _STATE,
+    "optimizer.options": _STATE,
+}
+"""What a fork can no longer change, and why."""
 
 
 def plan_fork(
@@ -67,11 +77,9 @@ def plan_fork(
         until=until,
     )
     axis = axis_of(arm)
-    if axis in SETTLED_AXES:
-        raise ValueError(
-            f"fork: {axis} must not change, it only decides how a run begins; "
-            "make it an arm of the study"
-        )
+    for path, reason in SETTLED.items():
+        if touches(arm.diff, (path,)):
+            raise ValueError(f"fork: {path} must not change, {reason}; make it an arm of the study")
     folder = parent.root.parent.parent
     folder = folder if folder.name == "forks" else folder / "forks"
     run = Run(

@@ -13,7 +13,7 @@ from stability.analysis.pair_contract import start_breach
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, with_seed
 from stability.config.convert import to_dict
-from stability.config.schema import ArmConfig, Axis
+from stability.config.schema import ArmConfig
 from stability.records.atomic_files import remove
 from stability.records.identity import (
     environment,
@@ -62,7 +62,7 @@ class Run:
 
     study: str
     arm: Arm
-    axis: Axis
+    axis: str
     seed: int
     paths: RunPaths
     baseline: RunPaths | None

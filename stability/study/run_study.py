@@ -16,7 +16,8 @@ from stability.analysis.protocol_check import UNSEALED, changes_between, make_pr
 from stability.callbacks.progress import StudyObserver
 from stability.config.arms import Arm, expand, probe_of_seed
 from stability.config.convert import to_dict
-from stability.config.schema import BASELINE, ArmConfig, Axis, Role, StudyConfig
+from stability.config.schema import BASELINE, ArmConfig, Role
+from stability.config.study import StudyConfig
 from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.protocol import (
@@ -70,10 +71,10 @@ class StudyError(ValueError):
 def plan_study(study: StudyConfig, out: Path) -> list[Run]:
     """Return the runs of `study` in the order they are trained; writes nothing.
 
-    ContractError if an arm changes more than one axis.
+    ContractError if an arm changes more than one axis, or what no arm may change.
     """
     folder = StudyPaths(out / study.name).root
-    arms: list[tuple[Arm, Axis]] = [
+    arms: list[tuple[Arm, str]] = [
         (arm, axis_of(arm, study.allow_many)) for arm in in_training_order(expand(study))
     ]
     return [

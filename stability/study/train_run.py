@@ -104,7 +104,7 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
     if start == 0 and run.fork is not None and run.baseline is not None:
         # only now that the manifest is there: after a kill in between, the fork is laid down again
         start = run.fork.at
-        listed = lay_fork(run.baseline, run.paths, start, config.optimizer.eps)
+        listed = lay_fork(run.baseline, run.paths, start, parts.module.settle)
         files.update(files=listed)
     clear_unlisted(run.paths, listed)
     try:

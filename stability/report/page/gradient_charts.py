@@ -10,7 +10,7 @@ from typing import Any
 
 from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.verdict import ArmVerdict, StudyVerdict
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.report.page.chart import (
     Chart,
     Section,

@@ -11,7 +11,7 @@ from stability.analysis.assay import arm_assay, found_at, would_have_shown
 from stability.analysis.evidence import LevelEvidence
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import read_study
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.records.assay import (
     AssayRecord,
     FaultRecord,

@@ -11,7 +11,7 @@ from scipy.stats import t
 from stability.analysis.gradient_evidence import gradient_evidence
 from stability.analysis.number_text import three_figures
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.records.events import Event
 from stability.records.metric_columns import Series
 from stability.records.metric_names import gradient_name

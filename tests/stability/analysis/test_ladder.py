@@ -8,6 +8,7 @@ import torch
 
 from stability.analysis.ladder import ladder_of, w1_floor
 from stability.analysis.study_records import read_study
+from stability.config.arms import INIT_SEED
 from stability.metrics.drift import drift
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
@@ -226,7 +227,7 @@ def test_sampling_floor_is_what_two_draws_differ_by_before_the_first_update(fini
     assert ladder.row("init_seed").w1_floor.last.n == 2
     assert ladder.row("init_seed").w1_floor.early == ladder.row("init_seed").w1_floor.last
     assert ladder.row("fp32").w1_floor.last.n == 0
-    without = replace(study, arms=tuple(arm for arm in study.arms if arm.axis != "seed"))
+    without = replace(study, arms=tuple(arm for arm in study.arms if arm.axis != INIT_SEED))
     assert w1_floor(without, 0) is None
 
 

@@ -13,7 +13,7 @@ from stability.analysis.operator_evidence import judge_operator, operator_eviden
 from stability.analysis.place_table import joined, place_tables
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.records.events import Event
 from stability.records.metric_columns import Series
 from stability.records.metric_names import deviation_name, head_part

@@ -10,7 +10,7 @@ from scipy import stats
 from stability.analysis.held_out_losses import held_out_differences
 from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.records.manifest import Manifest
 from stability.records.metric_columns import Series
 from stability.records.metric_names import EVAL_LOSS, NONFINITE_WEIGHTS, TRAIN_LOSS

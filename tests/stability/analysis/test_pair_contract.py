@@ -150,14 +150,48 @@ def test_a_study_may_allow_two_axes_and_the_arm_is_called_confounded(
     assert rows["both"].axis == "many"
     said = "confounded: bf16-mixed -> 32-true; epsilon of Adam: 1e-08 -> 1e-06"
     assert rows["both"].change == said
-    assert (rows["eps"].axis, rows["eps"].state) == ("optimizer_eps", "finished")
+    assert (rows["eps"].axis, rows["eps"].state) == ("optimizer.eps", "finished")
     assert rows["eps"].rel_l2.last.mean > 0
 
 
-def test_a_change_that_is_no_axis_is_refused(write_study):
-    arm = _arm(write_study, {"train": {"batch_size": 5}})
-    with pytest.raises(ContractError, match=r"arms.odd: train.batch_size .*\(4 / 5\).* no axis"):
-        axis_of(arm)
+def test_what_no_arm_may_change_is_refused_with_the_reason(write_study):
+    arm = _arm(write_study, {"train": {"steps": 5}})
+    said = r"arms.odd: train.steps must be 6 as in the baseline, is 5: .* compared step by step"
+    with pytest.raises(ContractError, match=said):
+        axis_of(arm, allow_many=True)
+
+
+def test_several_values_are_one_change_where_the_arm_declares_it(write_study):
+    both = {"optimizer": {"lr": 0.1, "eps": 1e-6}}
+    assert axis_of(_arm(write_study, {**both, "change": "optimizer"})) == "optimizer"
+    with pytest.raises(ContractError, match=r"one axis, differs in .* by `change: optimizer`"):
+        axis_of(_arm(write_study, both))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("optimizer.lr", r"hold all that differs, optimizer.lr, optimizer.eps, got 'optimizer.lr'"),
+        ("precision", r"hold all that differs, optimizer.lr, optimizer.eps, got 'precision'"),
+        ("opt", r"hold all that differs"),
+    ],
+)
+@pytest.mark.parametrize("allow_many", [True, False])
+def test_a_declared_change_must_hold_all_that_differs(write_study, change, says, allow_many):
+    arm = _arm(write_study, {"optimizer": {"lr": 0.1, "eps": 1e-6}, "change": change})
+    with pytest.raises(ContractError, match=says):
+        axis_of(arm, allow_many=allow_many)
+
+
+def test_a_declared_change_is_of_one_group(write_study):
+    both = {"train": {"batch_size": 2, "compile": "eager"}, "change": "train"}
+    with pytest.raises(ContractError, match=r"of one group, got 'train', which is batch and com"):
+        axis_of(_arm(write_study, both))
+
+
+def test_a_change_that_is_declared_and_not_made_is_refused(write_study):
+    with pytest.raises(ContractError, match=r"hold all that differs, nothing, got 'optimizer'"):
+        axis_of(_arm(write_study, {"change": "optimizer"}))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from stability.analysis.sequential import look_alpha
 from stability.analysis.study_distances import judged_window, window_problems
 from stability.analysis.study_records import read_study
 from stability.analysis.training_evidence import training_evidence
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.records.distances import read_distances, write_distances
 from stability.records.paths import StudyPaths
 from stability.records.protocol import seal_protocol

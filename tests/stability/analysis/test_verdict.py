@@ -10,7 +10,7 @@ from stability.analysis.evidence import LEVELS, LevelEvidence
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import answer_of, judge_arms
 from stability.cli.main import main
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.records.metric_columns import Series
 from stability.records.metric_names import EVAL_LOSS, NONFINITE_WEIGHTS, TRAIN_LOSS
 from stability.report.view.evidence import evidence_rows, headline

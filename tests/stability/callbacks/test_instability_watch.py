@@ -28,7 +28,7 @@ def _sdpa(q, k, v, *, causal, scale=None):
 
 def _language_model():
     model = GPT(ModelConfig(depth=1, width=16, heads=2, context=8, vocab_size=11), [_sdpa])
-    initialise(model, "gpt2", 0)
+    initialise(model, 0)
     return LanguageModel(model, OPTIMIZER, steps=100)
 
 

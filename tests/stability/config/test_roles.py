@@ -8,7 +8,7 @@ import yaml
 from stability.config.arms import describe_change, expand
 from stability.config.convert import ConfigError, to_dict
 from stability.config.load import load_study
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 
 BASE = {
     "name": "tiny",

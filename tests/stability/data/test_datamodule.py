@@ -72,7 +72,7 @@ def _sdpa(q, k, v, *, causal, scale=None):
 def _fit(data, *, stop=None, save=None, resume=None, accumulate=1):
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     model = GPT(ModelConfig(depth=2, width=32, heads=2, context=CONTEXT), [_sdpa] * 2)
-    initialise(model, "gpt2", 0)
+    initialise(model, 0)
     watch = _Watch(save)
     trainer = Trainer(
         accelerator="cpu",

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from stability.config.load import load_study
-from stability.config.schema import StudyConfig
+from stability.config.study import StudyConfig
 from stability.records.manifest import read_manifest
 from stability.study import run as run_module
 from stability.study.checkpoints import resume_from

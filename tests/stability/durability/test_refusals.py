@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from stability.config.load import load_study
-from stability.config.schema import StudyConfig
+from stability.config.study import StudyConfig
 from stability.records import file_operations
 from tests.conftest import run_quietly, write_tiny
 from tests.sampling import one_in

@@ -1,5 +1,6 @@
 """The decoder: its size, its causality, what it owns and what it leaves alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,39 @@ def _tokens(length, seed=0):
 
 
 def _model(config=TINY, attention=_sdpa):
-    model = GPT(config, [attention] * config.depth)
-    initialise(model, "xavier", 0)
+    model = GPT(replace(config, init="xavier"), [attention] * config.depth)
+    initialise(model, 0)
     return model
+
+
+def test_dropout_drops_while_training_alone_and_as_often_as_it_says():
+    model, plain, tokens = _model(replace(TINY, dropout=0.5)), _model(), _tokens(12)
+    assert torch.equal(model.eval()(tokens), plain(tokens))
+    model.train()
+    torch.manual_seed(0)
+    first = model(tokens)
+    second = model(tokens)
+    torch.manual_seed(0)
+    assert torch.equal(model(tokens), first)
+    assert not torch.equal(second, first)
+    kept = []
+    block = model.blocks["layer_0"]
+    block.mlp_residual.register_forward_hook(lambda *call: torch.ones_like(call[-1]))
+    block.attention_residual.register_forward_hook(lambda *call: torch.zeros_like(call[-1]))
+    block.register_forward_hook(lambda _, given, out: kept.append((out - given[0]).detach()))
+    for _ in range(20):
+        model(tokens)
+    added = torch.stack(kept).round()
+    # what is kept is doubled; 15,360 coins, so that 0.5 is known to 0.004
+    assert set(added.unique().tolist()) == {0.0, 2.0}
+    assert abs(added.mean() / 2 - 0.5) < 0.02
+
+
+def test_a_model_without_dropout_draws_nothing():
+    model = _model().train()
+    state = torch.get_rng_state()
+    model(_tokens(12))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

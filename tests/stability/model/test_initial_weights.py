@@ -1,6 +1,7 @@
 """Initial weights: the laws they are drawn from, and the seed that alone decides them."""
 
 import math
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -8,16 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stability.config.schema import ModelConfig
+from stability.config.schema import INIT_SCHEMES, ModelConfig
 from stability.model.gpt import GPT
-from stability.model.initial_weights import INIT_SCHEMES, initialise, nudge_weights
+from stability.model.initial_weights import initialise, nudge_weights
 
 CONFIG = ModelConfig(depth=3, width=128, heads=4, context=64)
 
 
-def _weights(scheme, seed=0, dtype=torch.float32):
-    model = GPT(CONFIG, [F.scaled_dot_product_attention] * 3).to(dtype)
-    initialise(model, scheme, seed)
+def _weights(scheme, seed=0, dtype=torch.float32, **changes):
+    config = replace(CONFIG, init=scheme, **changes)
+    model = GPT(config, [F.scaled_dot_product_attention] * 3).to(dtype)
+    initialise(model, seed)
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
@@ -74,9 +76,53 @@ def test_no_two_layers_share_their_draw():
     assert all(not torch.equal(a, b) for a, b in pairwise(layers))
 
 
-def test_an_unknown_scheme_names_the_nearest():
-    with pytest.raises(ValueError, match="scheme must be known, got 'xavir'; nearest: xavier"):
-        _weights("xavir")
+def test_an_unknown_scheme_is_told_which_there_are():
+    with pytest.raises(ValueError, match=r"must be gpt2, xavier, .* got .xavir"):
+        replace(CONFIG, init="xavir")
+
+
+def test_another_spread_scales_the_same_draws():
+    plain, wide = _weights("gpt2"), _weights("gpt2", init_std=0.04)
+    for name, value in plain.items():
+        # 0.04 / 0.02 is exactly 2, and so is what is drawn with it
+        assert torch.equal(wide[name], 2 * value if value.dim() == 2 else value), name
+
+
+OWN = """
+import torch
+
+def ramp(matrix, generator):
+    matrix.copy_(torch.rand(matrix.shape, generator=generator) + torch.rand(1))
+
+def half(matrix, generator):
+    matrix[0] = 1.0
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_inits.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_scheme_of_one_s_own_fills_the_matrices_by_the_seed_alone(own):
+    first = _weights("own_inits:ramp", seed=3)
+    torch.rand(5)
+    state = torch.get_rng_state()
+    again, other = _weights("own_inits:ramp", seed=3), _weights("own_inits:ramp", seed=4)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator moved"
+    for name, value in first.items():
+        assert torch.equal(value, again[name]), name
+        assert torch.equal(value, other[name]) != (value.dim() == 2), name
+    assert first["blocks.layer_0.query.weight"].min() > 0
+    assert first["token_embedding.weight"].min() < 0, "embeddings are drawn as in every scheme"
+
+
+def test_a_scheme_that_fills_no_whole_matrix_is_refused(own):
+    with pytest.raises(ValueError, match=r"own_inits:half must fill each matrix in place"):
+        _weights("own_inits:half")
+    with pytest.raises(ValueError, match=r"model.init must be .* nearest: half"):
+        _weights("own_inits:halv")
 
 
 def _nudged(seed: int, draw: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ def _sdpa(q, k, v, *, causal, scale=None):
 def _module(**optimizer):
     config = ModelConfig(depth=1, width=16, heads=1, context=8, vocab_size=11)
     model = GPT(config, [_sdpa])
-    initialise(model, "gpt2", 0)
+    initialise(model, 0)
     return LanguageModel(model, OptimizerConfig(**optimizer), steps=100)
 
 

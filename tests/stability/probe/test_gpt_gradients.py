@@ -28,7 +28,7 @@ def test_gradients_of_the_gpt_agree_with_plain_attention_to_1e_10(qk_norm):
     gradients = []
     for attention in (_plain, _flash):
         model = GPT(config, [attention] * 3)
-        initialise(model, config.init, 0)
+        initialise(model, 0)
         model.double()
         model(tokens).logsumexp(-1).sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})

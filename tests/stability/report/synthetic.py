@@ -36,7 +36,7 @@ ARMS = [
     {"name": "rerun", "axis": "none", "diff": {}},
     {"name": "nudge", "axis": "nudge", "diff": {"nudge.ulps": [0, 1]}},
     {"name": "fp32", "axis": "precision", "diff": {"precision": ["bf16-mixed", "32-true"]}},
-    {"name": "init_seed", "axis": "seed", "diff": {"seed.init_offset": [0, 1000]}},
+    {"name": "init_seed", "axis": "seed.init_offset", "diff": {"seed.init_offset": [0, 1000]}},
 ]
 CONFIG = {
     "name": "quickstart",

@@ -9,7 +9,7 @@ from stability.analysis.assay import arm_assay
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_arms
 from stability.config.load import load_study
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.records.assay import read_assay, write_assay
 from stability.study import assay
 from stability.study.run_study import plan_study

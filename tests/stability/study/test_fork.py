@@ -151,9 +151,9 @@ def test_a_fork_may_stop_early_at_the_same_learning_rates(parent):
     ("at", "changes", "until", "message"),
     [
         (5, {}, 0, r"at must be a step with a checkpoint, got 5; .* has 2, 4, 6, 8, 10 \(train.ke"),
-        (4, {"model": {"init": "xavier"}}, 0, "init must not change, it only decides how"),
+        (4, {"model": {"init": "xavier"}}, 0, "model.init must not change, it only decides how"),
         (4, {"nudge": {"ulps": 1}}, 0, "nudge must not change"),
-        (4, {"train": {"batch_size": 3}}, 0, "train.batch_size differs .* is no axis"),
+        (4, {"train": {"steps": 30}}, 0, "train.steps must be 10 as in the baseline, is 30"),
         (4, {"attention": {"implementation": "flesh"}}, 0, "got 'flesh'; nearest: flash"),
         (4, {}, 3, "until must be from 5 to 10, got 3"),
     ],

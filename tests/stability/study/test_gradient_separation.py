@@ -39,7 +39,7 @@ ATTENTIONS = {
 def _measured(names, looks):
     """Return the geometric mean of the ratio, and share and its error, of each attention."""
     model = GPT(MODEL, [baseline_attention] * MODEL.depth)
-    initialise(model, "gpt2", 0)
+    initialise(model, 0)
     trainer = LanguageModel(model, OptimizerConfig(), looks).configure_optimizers()
     optimizer, schedule = trainer["optimizer"], trainer["lr_scheduler"]["scheduler"]
     data = TextDataModule(
@@ -106,7 +106,7 @@ def test_a_right_attention_a_biased_and_a_broken_one_are_told_apart():
 
 def test_sketched_shares_are_those_of_the_whole_gradients():
     model = GPT(MODEL, [baseline_attention] * MODEL.depth)
-    initialise(model, "gpt2", 0)
+    initialise(model, 0)
     gradients = GptGradients(
         config=MODEL,
         precision="bf16-mixed",

@@ -15,7 +15,7 @@ from stability.analysis.protocol_check import protocol_changes
 from stability.analysis.study_records import read_study
 from stability.cli.main import main
 from stability.config.load import load_study
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.protocol import Protocol, protocol_hash, read_protocol, seal_protocol

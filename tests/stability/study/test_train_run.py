@@ -14,7 +14,7 @@ from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_arms
 from stability.config.load import load_study
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.data.datamodule import BatchLoader
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_metrics

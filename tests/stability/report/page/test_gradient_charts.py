@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from stability.config.schema import PolicyConfig
+from stability.config.study import PolicyConfig
 from stability.report.page.gradient_charts import gradient_section
 from stability.report.view.palette import arm_styles
 from tests.stability.report.synthetic_verdict import study_verdict
