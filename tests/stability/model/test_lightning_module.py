@@ -1,5 +1,6 @@
 """How the model is trained: loss, decay and learning rate."""
 
+import copy
 import math
 from itertools import pairwise
 
@@ -73,3 +74,50 @@ def test_loss_is_the_cross_entropy_of_the_next_token(quiet_log):
 def test_loss_is_wide_even_when_the_logits_are_not(quiet_log):
     module = _module().bfloat16()
     assert module.training_step(torch.zeros(2, 9, dtype=torch.int64), 0).dtype == torch.float32
+
+
+def _trained(steps, **optimizer):
+    """Return what Lightning keeps in a checkpoint of the optimizer and its schedule."""
+    module = _module(**optimizer)
+    configured = module.configure_optimizers()
+    own, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    for _ in range(steps):
+        module.model(torch.zeros(1, 8, dtype=torch.int64)).square().sum().backward()
+        own.step()
+        schedule.step()
+    return {"optimizer_states": [own.state_dict()], "lr_schedulers": [schedule.state_dict()]}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_its_own_settings_leave_a_checkpoint_as_it_is(name):
+    checkpoint = _trained(7, name=name, warmup_steps=3)
+    before = copy.deepcopy(checkpoint)
+    _module(name=name, warmup_steps=3).settle(checkpoint)
+    for saved, was in zip(checkpoint["optimizer_states"], before["optimizer_states"], strict=True):
+        assert saved["param_groups"] == was["param_groups"]
+    assert checkpoint["lr_schedulers"] == before["lr_schedulers"]
+
+
+def test_other_settings_take_the_place_of_those_in_a_checkpoint():
+    checkpoint = _trained(7, lr=1e-3, warmup_steps=3)
+    chosen = {"lr": 4e-3, "betas": (0.5, 0.6), "eps": 1e-4, "weight_decay": 0.7}
+    _module(**chosen, warmup_steps=20).settle(checkpoint)
+    first, second = checkpoint["optimizer_states"][0]["param_groups"]
+    for group, decay in ((first, 0.7), (second, 0.0)):
+        assert (group["betas"], group["eps"]) == ((0.5, 0.6), 1e-4)
+        assert (group["weight_decay"], group["initial_lr"]) == (decay, 4e-3)
+        # the eighth of twenty updates of a warm-up
+        assert group["lr"] == 4e-3 * (8 / 20)
+    assert checkpoint["lr_schedulers"][0]["base_lrs"] == [4e-3, 4e-3]
+    module = _module(**chosen, warmup_steps=20)
+    restored = module.configure_optimizers()
+    restored["optimizer"].load_state_dict(checkpoint["optimizer_states"][0])
+    schedule = restored["lr_scheduler"]["scheduler"]
+    schedule.load_state_dict(checkpoint["lr_schedulers"][0])
+    schedule.step()
+    assert restored["optimizer"].param_groups[0]["lr"] == 4e-3 * (9 / 20)
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    with pytest.raises(ValueError, match="state is that of another optimizer"):
+        _module(name="muon").settle(_trained(2, name="adamw"))

@@ -98,6 +98,29 @@ def test_a_fork_with_another_epsilon_takes_it(parent):
     assert fork_drifts(run)[7] > 0
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lr": 2e-3},
+        {"weight_decay": 0.9},
+        {"betas": [0.5, 0.6]},
+        {"warmup_steps": 9},
+        {"state": "bf16"},
+    ],
+    ids=str,
+)
+def test_a_fork_with_another_setting_of_the_optimizer_takes_it(parent, changes):
+    # a restored optimizer has the settings of the one that was saved
+    run = _fork(parent, 4, {"optimizer": changes}, name=next(iter(changes)), until=7)
+    assert fork_drifts(run)[7] > 0
+
+
+def test_a_fork_may_train_on_larger_batches(parent):
+    run = _fork(parent, 4, {"train": {"batch_size": 6}}, name="batch", until=7)
+    proof = prove_pair(parent, run.paths)
+    assert (proof.breach, proof.axes) == (None, ("train.batch_size",))
+
+
 def test_a_name_that_another_fork_has_is_refused(parent):
     _fork(parent, 4, {"precision": "32-true"}, name="mine", until=7)
     for at, until in ((6, 7), (4, 10)):
@@ -153,6 +176,8 @@ def test_a_fork_may_stop_early_at_the_same_learning_rates(parent):
         (5, {}, 0, r"at must be a step with a checkpoint, got 5; .* has 2, 4, 6, 8, 10 \(train.ke"),
         (4, {"model": {"init": "xavier"}}, 0, "model.init must not change, it only decides how"),
         (4, {"nudge": {"ulps": 1}}, 0, "nudge must not change"),
+        (4, {"model": {"init_std": 0.1}}, 0, "model.init_std must not change, it only decides"),
+        (4, {"optimizer": {"name": "sgd"}}, 0, "optimizer.name must not change, its state would"),
         (4, {"train": {"steps": 30}}, 0, "train.steps must be 10 as in the baseline, is 30"),
         (4, {"attention": {"implementation": "flesh"}}, 0, "got 'flesh'; nearest: flash"),
         (4, {}, 3, "until must be from 5 to 10, got 3"),
