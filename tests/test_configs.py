@@ -46,7 +46,7 @@ def test_quickstart_has_the_promised_arms():
         "rerun": "none",
         "nudge": "nudge",
         "nudge_2": "nudge",
-        "init_seed": "seed",
+        "init_seed": "seed.init_offset",
     }
     assert {arm.name: arm.role for arm in arms} == {
         "baseline": "baseline",

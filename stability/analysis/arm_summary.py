@@ -20,6 +20,7 @@ from stability.analysis.study_records import (
     RunState,
     find_arm,
 )
+from stability.config.axes import groups_of
 from stability.config.schema import BASELINE
 from stability.records.events import Event
 from stability.records.metric_names import ALL_WEIGHTS, deviation_name, parse_deviation, parse_drift
@@ -76,6 +77,7 @@ class ArmSummary:
         return {
             "arm": row.arm,
             "axis": row.axis,
+            "groups": groups_of(self.diff),
             "change": row.change,
             "state": row.state,
             "sentence": self.sentence,

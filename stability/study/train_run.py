@@ -273,6 +273,7 @@ def _open_wandb_run(run: Run, mode: WandbMode, observer: StudyObserver) -> Wandb
             arm=run.arm.name,
             seed=run.seed,
             axis=run.axis,
+            changes=run.arm.diff,
             config=to_dict(run.config),
             paths=run.paths,
         )

@@ -7,13 +7,14 @@ log and sends them the same way. This file does not start the W&B run (`wandb_ru
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stability.config.axes import NO_AXIS, groups_of
 from stability.metrics.ulp import ULP_EDGES
 from stability.metrics.weight_counts import WEIGHT_EDGES
 from stability.records.events import Event, event_of
@@ -167,6 +168,10 @@ def _with_drifts(
     return {**others, **instead[line["step"]], _STALE: ""}
 
 
+_MOST_OF_A_TAG = 64
+"""Most characters of a tag; W&B refuses a run with a longer one."""
+
+
 def open_wandb_run(
     mode: WandbMode,
     *,
@@ -174,18 +179,21 @@ def open_wandb_run(
     arm: str,
     seed: int,
     axis: str,
+    changes: Iterable[str],
     config: Mapping[str, Any],
     paths: RunPaths,
 ) -> WandbRun | None:
     """Start or resume the W&B run of one arm and seed, grouped by study; None if disabled.
 
     `config` is the arm's resolved config as JSON values; its group `seed` is called `seeds` in W&B,
-    where `seed` is the number. Raises ConnectionError if W&B refuses.
+    where `seed` is the number. `changes` are the paths that differ from the baseline's: their
+    groups are tags, and `changed_group` in the config. Raises ConnectionError if W&B refuses.
     """
     if mode == "disabled":
         return None
     import wandb  # heavy
 
+    groups = groups_of(changes)
     try:
         run, rows_there = start_run(
             mode,
@@ -193,10 +201,11 @@ def open_wandb_run(
             name=f"{arm}-seed{seed}",
             group=study,
             job_type=arm,
-            tags=[axis, f"seed-{seed}"],
+            tags=list(dict.fromkeys([axis[:_MOST_OF_A_TAG], *groups, f"seed-{seed}"])),
             config={
                 **{("seeds" if name == "seed" else name): value for name, value in config.items()},
                 **{"study": study, "arm": arm, "seed": seed, "axis": axis},
+                "changed_group": " + ".join(groups) or NO_AXIS,
             },
         )
     except wandb.Error as error:

@@ -101,6 +101,7 @@ def _publish_run(mode: WandbMode, ended: EndedRun, summary: Mapping[str, Any]) -
             arm=manifest.arm,
             seed=manifest.seed,
             axis=manifest.axis,
+            changes=manifest.diff,
             config=manifest.config,
             paths=paths,
         )

@@ -15,6 +15,7 @@ from stability.analysis.pair_proof import ProofLine
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_hashes import compare_hashes, environments_of
 from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.config.axes import groups_of
 from stability.config.schema import BASELINE
 from stability.report.view.error_bars import written_bar
 from stability.report.view.ladder import Number, has_held_out, is_candidate, numbers
@@ -70,6 +71,7 @@ class Change(NamedTuple):
     """One config path in which an arm differs from the baseline."""
 
     arm: str
+    group: str
     axis: str
     path: str
     before: str
@@ -116,7 +118,8 @@ def changes(study: RecordedStudy) -> list[Change]:
             for path, (before, after) in arm.diff.items()
         ]
         rows = differing or [("nothing differs", "", "")]
-        found += [Change(arm.name, arm.axis, *row) for row in rows]
+        group = " + ".join(groups_of(arm.diff)) or MISSING
+        found += [Change(arm.name, group, arm.axis, *row) for row in rows]
     return found
 
 

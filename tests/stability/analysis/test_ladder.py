@@ -9,6 +9,7 @@ import torch
 from stability.analysis.ladder import ladder_of, w1_floor
 from stability.analysis.study_records import read_study
 from stability.config.arms import INIT_SEED
+from stability.config.axes import axes_of
 from stability.metrics.drift import drift
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
@@ -100,7 +101,7 @@ def test_changes_read_as_sentences(finished):
 def test_every_axis_has_a_sentence(finished, study, diff, said):
     path = study / "study.json"
     content = read_sealed(path, "")
-    content["arms"][1]["diff"] = diff
+    content["arms"][1].update(diff=diff, axis=axes_of(diff)[0])
     write_sealed(path, content)
     assert ladder_of(read_study(study)).row("flash_all_bf16").change == said
 

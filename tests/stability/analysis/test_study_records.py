@@ -147,6 +147,39 @@ def test_a_role_or_end_that_is_none_is_refused(study, key, value, message):
         read_study(study)
 
 
+@pytest.mark.parametrize(
+    ("axis", "diff"),
+    [
+        ("attention", {"optimizer.lr": [1, 2]}),
+        ("none", {"optimizer.lr": [1, 2]}),
+        ("optimizer.lr", {"optimizer.lr": [1, 2], "precision": ["a", "b"]}),
+        ("optimizer", {}),
+    ],
+)
+def test_an_arm_whose_axis_does_not_hold_what_differs_is_refused(study, axis, diff):
+    content = read_sealed(StudyPaths(study).study, "")
+    content["arms"][3].update(axis=axis, diff=diff)
+    write_sealed(StudyPaths(study).study, content)
+    with pytest.raises(ValueError, match=rf"axis of 'rerun' must hold all .*, is '{axis}'"):
+        read_study(study)
+
+
+@pytest.mark.parametrize(
+    ("axis", "diff", "today"),
+    [
+        ("seed", {"seed.init_offset": [0, 1]}, "seed.init_offset"),
+        ("optimizer_eps", {"optimizer.eps": [1, 2]}, "optimizer.eps"),
+        ("optimizer", {"optimizer.lr": [1, 2], "optimizer.eps": [1, 2]}, "optimizer"),
+        ("many", {"optimizer.lr": [1, 2], "precision": ["a", "b"]}, "many"),
+    ],
+)
+def test_axes_of_older_studies_have_todays_names(study, axis, diff, today):
+    content = read_sealed(StudyPaths(study).study, "")
+    content["arms"][3].update(axis=axis, diff=diff)
+    write_sealed(StudyPaths(study).study, content)
+    assert read_study(study).arms[3].axis == today
+
+
 def test_an_arm_that_is_listed_twice_is_refused(study):
     content = read_sealed(StudyPaths(study).study, "")
     content["arms"].append({**content["arms"][1], "role": "broken"})

@@ -123,7 +123,7 @@ def test_variables_say_where_runs_go_and_not_which_they_are(tmp_path, offline_lo
         "from stability.records.paths import RunPaths\n"
         "from stability.tracking.history import open_wandb_run\n"
         "check_wandb('offline')\n"
-        "shown = open_wandb_run('offline', study='s', arm='a', seed=0, axis='none',\n"
+        "shown = open_wandb_run('offline', study='s', arm='a', seed=0, axis='none', changes=[],\n"
         f"    config={{}}, paths=RunPaths(Path({str(tmp_path / 'run')!r})))\n"
         "shown.send({'step': 0, 'train/loss': 1.0})\n"
         "shown.close()\n"

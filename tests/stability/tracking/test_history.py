@@ -20,6 +20,7 @@ RUN = {
     "arm": "flash_fa2",
     "seed": 1,
     "axis": "attention",
+    "changes": ["attention.profile"],
     "config": {"precision": "bf16-mixed", "model": {"depth": 5}, "train": {"snapshot_steps": [1]}},
 }
 SEEDS = {"base": 1, "init_offset": 0}
@@ -67,6 +68,7 @@ def test_the_offline_file_says_which_study_arm_and_seed(records):
     config = run["config"]["update"]
     assert {key: config[key] for key in RUN["config"]} == RUN["config"]
     own = {"study": "quickstart", "arm": "flash_fa2", "seed": 1, "axis": "attention"}
+    assert config["changed_group"] == "attention"
     assert {key: config[key] for key in own} == own
     assert config["seeds"] == SEEDS
 
@@ -144,9 +146,12 @@ def test_odd_names_are_text_and_stay_in_the_folder(tmp_path, offline_log, read_r
 
 def test_a_study_and_an_arm_may_have_the_longest_names_and_any_config(tmp_path):
     config = {"text": ODD, "nested": {name: name for name in ODD}}
-    described = {"study": "s" * 64, "arm": "a" * 64, "seed": 10**9, "axis": "optimizer_eps"}
+    described = {"study": "s" * 64, "arm": "a" * 64, "seed": 10**9, "axis": "x." * 99}
+    described["changes"] = ["optimizer.lr", "optimizer.warmup_steps", "x." * 99]
     shown = open_wandb_run("offline", paths=RunPaths(tmp_path), config=config, **described)
     assert shown.run.config["nested"] == config["nested"]
+    assert shown.run.config["changed_group"] == "optimizer + schedule"
+    assert set(shown.run.tags) == {("x." * 99)[:64], "optimizer", "schedule", "seed-1000000000"}
     shown.close()
 
 
@@ -172,7 +177,7 @@ def test_a_fresh_process_prints_nothing_warns_of_nothing_and_ends(tmp_path, offl
         "from pathlib import Path\n"
         "from stability.records.paths import RunPaths\n"
         "from stability.tracking.history import open_wandb_run\n"
-        "shown = open_wandb_run('offline', study='s', arm='a', seed=0, axis='none',\n"
+        "shown = open_wandb_run('offline', study='s', arm='a', seed=0, axis='none', changes=[],\n"
         f"    config={{}}, paths=RunPaths(Path({str(tmp_path)!r})))\n"
         "shown.send({'step': 0, 'train/loss': 1.0})\n"
         "shown.close()\n"

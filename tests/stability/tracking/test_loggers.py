@@ -33,7 +33,14 @@ def records(request, tmp_path_factory, offline_log, read_records):
     """What W&B's reader finds after events and counts went to an offline run."""
     folder = tmp_path_factory.mktemp("run")
     shown = open_wandb_run(
-        "offline", study="s", arm="a", seed=0, axis="none", config={}, paths=RunPaths(folder)
+        "offline",
+        study="s",
+        arm="a",
+        seed=0,
+        axis="none",
+        changes=[],
+        config={},
+        paths=RunPaths(folder),
     )
     log = MirroredLog(folder / "metrics.jsonl", shown)
     ours, users = RecordsLogger(log), WandbLogger(experiment=shown.run)

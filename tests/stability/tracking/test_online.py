@@ -18,7 +18,7 @@ from stability.tracking.history import MirroredLog, open_wandb_run
 check_wandb("online")
 folder, start, until = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 shown = open_wandb_run("online", study="s", arm="fp32", seed=1, axis="precision",
-                       config={"depth": 2}, paths=RunPaths(folder))
+                       changes=["precision"], config={"depth": 2}, paths=RunPaths(folder))
 log = MirroredLog(folder / "metrics.jsonl", shown)
 lines = (folder / "metrics.jsonl").read_bytes().split(b"\\n") if start else []
 log.truncate_to(sum(len(line) + 1 for line in lines[:start]))

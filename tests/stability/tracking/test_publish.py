@@ -186,6 +186,7 @@ def test_a_run_that_another_process_has_open_with_the_same_service_is_one_line(c
         stamp.unlink()
     manifest = run.manifest
     described = {"study": manifest.study, "arm": manifest.arm, "seed": manifest.seed}
+    described["changes"] = manifest.diff
     mine = open_wandb_run(
         "offline", axis=manifest.axis, config=manifest.config, paths=run.paths, **described
     )

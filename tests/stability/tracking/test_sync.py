@@ -9,7 +9,14 @@ import pytest
 from stability.records.paths import RunPaths
 from stability.tracking.history import MirroredLog, open_wandb_run
 
-RUN = {"study": "s", "arm": "fp32", "seed": 1, "axis": "precision", "config": {"depth": 2}}
+RUN = {
+    "study": "s",
+    "arm": "fp32",
+    "seed": 1,
+    "axis": "precision",
+    "changes": ["precision"],
+    "config": {"depth": 2},
+}
 LOSSES = [5.0, 4.0, 4.5, 3.0, 2.0, 2.5, 7.0]
 
 
