@@ -280,9 +280,9 @@ def _configs(
     *,
     may_be_confounded: bool,
 ) -> Iterator[ProofLine]:
-    # with two axes changed neither is free: which of them moved the weights can't be told
-    allowed = may_be_confounded or not change_problem(differences, declared)
     on_axis = [path for path in differences if not why_fixed(path)]
+    # with two axes changed neither is free: which of them moved the weights can't be told
+    allowed = may_be_confounded or not change_problem(on_axis, declared)
     for path, (a, b) in differences.items():
         yield compared(f"config.{path}", a, b, is_free=allowed and path in on_axis)
     yield compared("config less the axis", *(hash_without(config, on_axis) for config in configs))

@@ -50,7 +50,10 @@ def _judge(*args, **options):
     return judge_operator(place_tables(_log(*args, **options)), POLICY)
 
 
-def _arm(metrics, axis="attention", diff=None, events=()):
+DIFF = {"attention.implementation": ["baseline", "flash"]}
+
+
+def _arm(metrics, axis="attention", diff=DIFF, events=()):
     runs = {
         seed: RecordedRun(
             paths=RunPaths(Path("nowhere")),
@@ -62,9 +65,7 @@ def _arm(metrics, axis="attention", diff=None, events=()):
         )
         for seed, one in enumerate(metrics)
     }
-    return RecordedArm(
-        name="mine", axis=axis, diff=diff or {}, role="candidate", until=100, runs=runs
-    )
+    return RecordedArm(name="mine", axis=axis, diff=diff, role="candidate", until=100, runs=runs)
 
 
 def _study(depth=3):
@@ -233,7 +234,8 @@ def test_looks_of_all_seeds_are_taken_together():
 
 def test_arms_on_other_axes_have_no_operator_level():
     metrics = _log(np.random.default_rng(10), gain=5e-3)
-    found = operator_evidence(STUDY, _arm([metrics], axis="precision"), POLICY)
+    other = _arm([metrics], axis="precision", diff={"precision": ["a", "b"]})
+    found = operator_evidence(STUDY, other, POLICY)
     assert found.state == "not applicable"
     assert "the arm changes precision" in found.sentence
     both = _arm([metrics], axis="confounded", diff={"attention.profile": ["a", "b"]})
@@ -386,8 +388,7 @@ def test_of_a_model_without_a_depth_the_layers_on_record_count():
 def test_a_comparison_that_raised_leaves_its_layer_unproven(who):
     metrics = _log(np.random.default_rng(29), looks=20)
     event = Event(30, "finding", "layer_1", f"{who}: RuntimeError: no kernel")
-    diff = {"attention.implementation": ["baseline", "flash"]}
-    found = operator_evidence(STUDY, _arm([metrics], diff=diff, events=[event]), POLICY)
+    found = operator_evidence(STUDY, _arm([metrics], events=[event]), POLICY)
     assert found.state == "not measured"
     said = f"A comparison failed: in layer_1, {who}: RuntimeError: no kernel. Of the rest: "
     assert found.sentence.startswith(said)
@@ -396,7 +397,7 @@ def test_a_comparison_that_raised_leaves_its_layer_unproven(who):
         Event(30, "finding", "layer_1", "mine: KeyError: a metric of the user's own"),
         Event(30, "alert", "layer_1", f"{who}: RuntimeError: no kernel"),
     ]
-    calm = operator_evidence(STUDY, _arm([metrics], diff=diff, events=others), POLICY)
+    calm = operator_evidence(STUDY, _arm([metrics], events=others), POLICY)
     assert calm.state == "holds"
 
 

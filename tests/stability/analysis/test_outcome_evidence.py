@@ -10,6 +10,7 @@ from scipy import stats
 from stability.analysis.held_out_losses import held_out_differences
 from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
+from stability.config.arms import INIT_SEED
 from stability.config.study import PolicyConfig
 from stability.records.manifest import Manifest
 from stability.records.metric_columns import Series
@@ -335,7 +336,7 @@ def test_a_seed_with_spikes_is_told_beside_those_too_short_to_show_any():
 
 
 def test_the_margin_stands_beside_the_scatter_of_other_initial_weights():
-    seeds = _arm("init_seed", [_run("init_seed", s, more=0.1 * s) for s in range(5)], "seed")
+    seeds = _arm("init_seed", [_run("init_seed", s, more=0.1 * s) for s in range(5)], INIT_SEED)
     found = _judge(_worse_by(*RIGHT), others=(seeds,))
     assert found.figures["init_seed_sd"] == pytest.approx(np.std(0.12 * np.arange(5), ddof=1))
     assert "Other initial weights scatter it by 0.19" in found.sentence

@@ -186,7 +186,9 @@ def test_an_arm_that_holds_out_other_text_is_no_pair(write_study, run_tiny, tmp_
         _one_arm(content)
         content["arms"]["other"] = {"held_out": {"share": 0.1}}
 
-    with pytest.raises(ValueError, match=r"arms.other: held_out.share differs from the baseline"):
+    with pytest.raises(
+        ValueError, match=r"arms.other: held_out.share must be 0.05 .*, is 0.1: the text"
+    ):
         run_tiny(load_study(write_study(edit)), tmp_path)
 
 

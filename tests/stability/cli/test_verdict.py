@@ -31,7 +31,7 @@ def test_honest_pairs_are_proven_and_named(runs):
         "baseline": "an A/A pair",
         "fp32": "a pair: they differ in precision alone",
         "rerun": "an A/A pair",
-        "init_seed": "a pair: they differ in seed alone",
+        "init_seed": "a pair: they differ in seed.init_offset alone",
     }
 
 

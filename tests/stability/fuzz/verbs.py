@@ -201,7 +201,7 @@ def _resume(root: Path) -> Words:
 
 def _fork(root: Path) -> Words:
     target = RunPaths(root.parent / "fork" / "seed-0")
-    return lambda: lay_fork(_run_of(root, CANDIDATE), target, 4, 1e-8)
+    return lambda: lay_fork(_run_of(root, CANDIDATE), target, 4, lambda checkpoint: None)
 
 
 def _dashboard(root: Path) -> Words:

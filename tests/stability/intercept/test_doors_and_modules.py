@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from stability import attention_call, shadow
 
 HEADS, HEAD_DIM, LENGTH = 2, 16, 24
+SLOW = pytest.mark.slow
 WIDTH = HEADS * HEAD_DIM
 
 pytestmark = [
@@ -110,7 +111,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("door", ["sdpa", "attention_call"])
+@pytest.mark.parametrize("door", ["sdpa", pytest.param("attention_call", marks=SLOW)])
 def test_no_result_of_an_attention_is_held_after_its_step(door, look):
     model, x = Model(DOORS[door]), torch.randn(2, LENGTH, WIDTH)
     with shadow(model, "flash:golden", golden=True, **LOOKS[look]) as probe:
@@ -122,7 +123,7 @@ def test_no_result_of_an_attention_is_held_after_its_step(door, look):
 
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", pytest.param("sdpa", marks=SLOW)])
 def test_nor_of_an_attention_of_transformers(implementation, look):
     model, ids = llama(implementation), torch.arange(2 * LENGTH).view(2, LENGTH) % 40
     counts = []

@@ -102,10 +102,10 @@ def test_a_fork_with_another_epsilon_takes_it(parent):
     "changes",
     [
         {"lr": 2e-3},
-        {"weight_decay": 0.9},
-        {"betas": [0.5, 0.6]},
-        {"warmup_steps": 9},
-        {"state": "bf16"},
+        pytest.param({"weight_decay": 0.9}, marks=pytest.mark.slow),
+        pytest.param({"betas": [0.5, 0.6]}, marks=pytest.mark.slow),
+        pytest.param({"warmup_steps": 9}, marks=pytest.mark.slow),
+        pytest.param({"state": "bf16"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

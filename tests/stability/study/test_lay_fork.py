@@ -30,7 +30,11 @@ def test_a_line_is_left_out_for_a_drift_and_not_for_a_text_that_speaks_of_one(tm
 
     fork = RunPaths(tmp_path / "fork")
     fork.root.mkdir()
-    lay_fork(files.paths, fork, 2, eps=1e-6)
+
+    def resettle(checkpoint):
+        checkpoint["optimizer_states"][0]["param_groups"][0]["eps"] = 1e-6
+
+    lay_fork(files.paths, fork, 2, resettle)
     inherited = read_metrics(fork.metrics)
     assert list(inherited) == ["train/loss"]
     assert list(inherited["train/loss"].steps) == [1, 2]

@@ -63,6 +63,10 @@ def _resumed(files: RunFiles) -> tuple[int, list[str]]:
     return resume_from(files.paths, files.manifest, notes.append)[0], notes
 
 
+def _as_it_is(checkpoint):
+    pass
+
+
 def _without(*keys):
     def edit(content):
         for key in keys[:-1]:
@@ -110,7 +114,7 @@ def test_an_odd_checkpoint_is_passed_over_for_an_older_one_and_not_forked(files,
     assert said in notes[0]
     assert notes[1:] == [f"going on from step {EARLIER}"]
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
-        lay_fork(files.paths, RunPaths(files.paths.root.parent / "fork"), LATER, 1e-6)
+        lay_fork(files.paths, RunPaths(files.paths.root.parent / "fork"), LATER, _as_it_is)
     assert "\n" not in notes[0] + str(caught.value)
 
 
@@ -146,7 +150,7 @@ def test_whatever_a_checkpoint_says_it_is_taken_or_told_in_a_line(files, tmp_pat
 def _of_fork(files: RunFiles, folder: Path) -> str:
     """Return why a run is not forked; empty if it is."""
     try:
-        lay_fork(files.paths, RunPaths(folder), LATER, 1e-6)
+        lay_fork(files.paths, RunPaths(folder), LATER, _as_it_is)
     except ValueError as error:
         return str(error)
     return ""
