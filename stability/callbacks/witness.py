@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from stability.callbacks.each_update import UpdateCallback
 from stability.probe.executed import Executed, naming_modules
 from stability.probe.known_answers import known_answers
-from stability.records.identity import numeric_switches, training_switches
 from stability.records.module_sources import own_modules
+from stability.records.numeric_switches import numeric_switches, training_switches
 from stability.records.witness import Label, Stretch, Witness, contradictions
 
 __all__ = ["LOOKS", "WitnessCallback", "WitnessError"]

@@ -25,11 +25,12 @@ from stability.config.schema import BASELINE, ArmConfig
 from stability.data.datamodule import TextDataModule
 from stability.records.atomic_files import DiskFullError, is_disk_full
 from stability.records.git_state import git_state
-from stability.records.identity import environment, hash_environment, numeric_switches
+from stability.records.identity import environment, hash_environment
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import MetricLog, read_text
 from stability.records.metric_names import BATCH_HASH
 from stability.records.module_sources import own_modules, watch_sources
+from stability.records.numeric_switches import numeric_switches
 from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import RunFiles
 from stability.records.run_lease import LeaseLostError

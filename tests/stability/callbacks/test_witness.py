@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stability.callbacks.witness import WitnessCallback, WitnessError
-from stability.records.identity import numeric_switches
+from stability.records.numeric_switches import numeric_switches
 from stability.records.witness import Label
 
 LABEL = Label(arm="mine", precision="32-true", implementation="baseline")

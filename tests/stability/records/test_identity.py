@@ -18,15 +18,15 @@ import torch
 
 import attention_kernels
 from stability.records import identity
+from stability.records import numeric_switches as switches_module
 from stability.records.identity import (
     HARMLESS,
     VARIABLES,
     environment,
     hash_environment,
     is_on_record,
-    numeric_switches,
-    training_switches,
 )
+from stability.records.numeric_switches import numeric_switches, training_switches
 
 ROOT = Path(__file__).parents[3]
 
@@ -130,7 +130,7 @@ def test_every_listed_variable_says_how_it_reaches_numerics_and_is_tried_or_like
 
 
 def test_every_switch_has_a_reason_above_it():
-    source = Path(str(identity.__file__)).read_text()
+    source = Path(str(switches_module.__file__)).read_text()
     for table in ("_SWITCHES", "_SET_BY_TRAINER"):
         (body,) = re.findall(rf"^{table}: .*?^}}", source, re.MULTILINE | re.DOTALL)
         lines = body.splitlines()[1:-1]
@@ -175,7 +175,7 @@ def test_mixed_switches_are_told_as_that():
     def refuses(torch):
         raise RuntimeError("you have used mix of the legacy and new APIs")
 
-    assert identity._told(refuses, torch) == "old and new switches are mixed"
+    assert switches_module._told(refuses, torch) == "old and new switches are mixed"
 
 
 def test_versions_are_those_of_what_is_imported():
@@ -374,7 +374,7 @@ class _State:
         return _Recipe(margin=3)
 
 
-@pytest.mark.parametrize("name", identity._FP8_STATES)
+@pytest.mark.parametrize("name", switches_module._FP8_STATES)
 def test_the_recipe_that_transformer_engine_has_entered_is_told(name, monkeypatch):
     assert numeric_switches()["fp8_transformer_engine"] == "off"
     module = type(sys)(name)
@@ -389,7 +389,7 @@ def test_a_torch_without_a_switch_says_so(monkeypatch):
     def lacks(torch):
         return torch.backends.no_such_switch
 
-    monkeypatch.setitem(identity._SWITCHES, "sdpa_order", lacks)
+    monkeypatch.setitem(switches_module._SWITCHES, "sdpa_order", lacks)
     assert numeric_switches()["sdpa_order"] == "unknown to this torch"
 
 

@@ -17,8 +17,8 @@ from stability.callbacks.witness import WitnessCallback
 from stability.config.arms import expand
 from stability.config.load import load_study
 from stability.model.gpt import Block
-from stability.records.identity import numeric_switches
 from stability.records.manifest import read_manifest, write_manifest
+from stability.records.numeric_switches import numeric_switches
 from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles, damage
 from stability.records.snapshots import hash_state

@@ -1,0 +1,82 @@
+"""Hashes what a model is given in training, sample by sample.
+
+The hash of an update is the sum of its samples' hashes modulo 2**64, so it is the same in whatever
+order and micro-batches they come, and over however many ranks they are spread. It is computed where
+the tensors lie, in integers, and nothing waits for it. It guards against other batches, not against
+somebody who makes two batches of one hash.
+"""
+
+from __future__ import annotations
+
+from typing import List, Tuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["hash_samples"]
+
+# the constants of splitmix64, as signed 64-bit numbers: torch has no arithmetic on unsigned ones
+_STEP = -7046029254386353131
+_FIRST = -4658895280553007687
+_SECOND = -7723592293110705685
+
+_WHOLE_NUMBERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""An integer dtype for each size of an element in bytes."""
+
+
+def hash_samples(tensors: List[Tensor]) -> Tuple[Tensor, int]:
+    """Return the sum of the samples' hashes, int64 `()` where `tensors` lie, and how many they are.
+
+    The samples are the rows of the first tensor that has any. A tensor with as many rows belongs to
+    them row by row; any other one, as a mask, is part of every sample. Whole numbers count by their
+    values, whatever their dtype, and floating-point numbers by their bits. ValueError for none.
+    """
+    if not tensors:
+        raise ValueError("hash_samples: tensors must hold at least one")
+    with torch.no_grad():
+        rows = next((x.shape[0] for x in tensors if x.dim() > 0), 1)
+        device = tensors[0].device
+        samples = torch.zeros(rows, dtype=torch.int64, device=device)
+        for index, tensor in enumerate(tensors):
+            is_by_row = tensor.dim() > 0 and tensor.shape[0] == rows
+            of_rows = _hash_rows(tensor if is_by_row else tensor.unsqueeze(0))
+            samples = samples + _mixed(of_rows.to(device) + _STEP * (index + 1))
+        return _mixed(samples).sum(), rows
+
+
+def _hash_rows(tensor: Tensor) -> Tensor:
+    """Return a hash of each row's shape and values, int64 `(rows,)`."""
+    words = _as_words(tensor)
+    places = torch.arange(1, words.shape[1] + 1, dtype=torch.int64, device=words.device)
+    hashed = _mixed(words + _mixed(places * _STEP)).sum(1)
+    for size in tensor.shape[1:]:
+        hashed = _mixed(hashed + size)
+    return hashed
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    """Return the rows as 64-bit integers, `(rows, words)`."""
+    rows = tensor.shape[0]
+    if tensor.dtype in _WHOLE_NUMBERS:
+        return tensor.reshape(rows, -1).to(torch.int64)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.detach().contiguous().view(_WORDS[tensor.element_size()]).reshape(rows, -1)
+    # large rows, as those of pictures, in fewer words: no bit is lost
+    per_word = 8 // flat.element_size()
+    if per_word > 1 and flat.shape[1] % per_word == 0 and flat.numel():
+        return flat.contiguous().view(torch.int64)
+    return flat.to(torch.int64)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Return splitmix64's mix of each number: each bit of it moves about half of the result's."""
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    # torch shifts the sign in from the left; a mix that loses no bit needs zeros
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,107 @@
+"""What the process of a training tells of itself: versions, switches, threads, the user's sources.
+
+The names are those of `records.identity`; what can be told from outside, as variables and the CPU,
+is left to the command that started the training.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import sys
+from typing import Any, Dict
+
+import torch
+from torch import Tensor
+
+from . import numeric_switches
+
+__all__ = ["environment", "hash_state", "own_modules"]
+
+_LARGEST = 2**26
+"""Bytes of the largest source that is hashed."""
+
+
+def environment() -> Dict[str, Any]:
+    """Return what decides the bits in this process, besides its command, as flat JSON values."""
+    found: Dict[str, Any] = {
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "python_optimize": sys.flags.optimize,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "simd": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+    }
+    if found["gpu"]:
+        found["cuda"] = torch.version.cuda or ""
+        found["cudnn"] = torch.backends.cudnn.version()
+    for name, version in _versions().items():
+        found[f"package.{name}"] = version
+    switches = {**numeric_switches.numeric_switches(), **numeric_switches.training_switches()}
+    for name, value in switches.items():
+        found[f"switch.{name}"] = value
+    return found
+
+
+def _versions() -> Dict[str, str]:
+    """Return the version of each installed package that is imported."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if "." in name or name.startswith("_") or not _is_package(str(file)):
+            continue
+        version = vars(module).get("__version__")
+        if isinstance(version, str):
+            found[name] = version
+    # a subclass of str in some versions
+    return {**found, "torch": str(torch.__version__)}
+
+
+def own_modules() -> Dict[str, str]:
+    """Return the SHA-256 of each imported file that is no installed package's, by module name."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if not isinstance(file, str) or not os.path.isfile(file) or _is_installed(module):
+            continue
+        is_ours = os.path.realpath(file).startswith(os.path.dirname(os.path.realpath(__file__)))
+        if is_ours or name == numeric_switches.__name__ or os.path.getsize(file) > _LARGEST:
+            continue
+        with open(file, "rb") as content:
+            found["__main__" if name == "__mp_main__" else name] = _sha256(content.read())
+    return dict(sorted(found.items()))
+
+
+def _is_installed(module: Any) -> bool:
+    file = getattr(module, "__dict__", {}).get("__file__")
+    if not isinstance(file, str):
+        return True
+    of_python = os.path.realpath(os.path.dirname(os.__file__)) + os.sep
+    return _is_package(file) or os.path.realpath(file).startswith(of_python)
+
+
+def _is_package(file: str) -> bool:
+    # a project may keep its environment beside its sources, never its sources in an environment
+    path = os.path.realpath(file)
+    return "site-packages" in path or "dist-packages" in path
+
+
+def hash_state(state: Dict[str, Tensor]) -> str:
+    """Return the SHA-256 over names, dtypes, shapes and bits, as `records.snapshots` does."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach()
+        gather = getattr(tensor, "full_tensor", None)
+        tensor = (gather() if gather else tensor).to("cpu", copy=True).contiguous()
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        # by its address: there may be no numpy
+        size = tensor.numel() * tensor.element_size()
+        digest.update(ctypes.string_at(tensor.data_ptr(), size) if size else b"")
+    return digest.hexdigest()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

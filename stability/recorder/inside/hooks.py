@@ -1,0 +1,195 @@
+"""Sees a training that says nothing of itself: its model's calls, its loss, its optimizers' steps.
+
+Python's and PyTorch's own places are wrapped, process-wide: `nn.Module.__call__`, which is put back
+while a model computes, so that it costs one call a pass and a graph sees nothing of it;
+`torch.autograd.backward`; the hooks that PyTorch has for all optimizers; a loss scaler's `scale`
+and `step`. What is compiled is not looked into. Leaves out what is made of it (`training`).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Callable, Dict, Iterator, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer, optimizer
+
+from .training import Training
+
+__all__ = ["install"]
+
+_UNSCALED = "_stability_unscaled_loss"
+_original_call: Callable[..., Any] = nn.Module.__call__
+
+
+def install(training: Training) -> None:
+    """Hand all that this process trains to `training`. It stays for the life of the process."""
+    _Calls(training).install()
+    _wrap_backward(training)
+    _wrap_optimizers(training)
+    _wrap_scaler(training)
+
+
+def _is_compiling() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def _is_backward() -> bool:
+    """Whether the autograd engine runs this: what is called there is computed a second time."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Calls:
+    """The calls of whole models."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._has_weights: weakref.WeakKeyDictionary[nn.Module, Tuple[bool, bool]]
+        self._has_weights = weakref.WeakKeyDictionary()
+        self._made: Dict[int, StorageWeakRef] = {}
+        """The memory of what models returned: what comes back in is no data."""
+
+    def install(self) -> None:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # first, and in no function of ours: a graph holds nothing of this
+            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+                return _original_call(module, *args, **kwargs)
+            return self._outermost(module, args, kwargs)
+
+        functools.update_wrapper(call, _original_call)
+        self._wrapped = call
+        nn.Module.__call__ = call
+
+    def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        has_weights, trains = self._weights_of(module)
+        if has_weights and trains and torch.is_grad_enabled():
+            self._training.forward_begins()
+            found = list(_tensors((args, kwargs), ""))
+            taken = [x for name, x in found if self._is_data(module, name, x)]
+            self._training.given(taken, is_training=module.training)
+        nn.Module.__call__ = _original_call
+        try:
+            result = _original_call(module, *args, **kwargs)
+        finally:
+            if nn.Module.__call__ is _original_call:
+                nn.Module.__call__ = self._wrapped
+        if has_weights:
+            self._remember(result)
+        return result
+
+    def _weights_of(self, module: nn.Module) -> Tuple[bool, bool]:
+        """Whether a module has parameters, and whether some train; asked again until some do."""
+        known = self._has_weights.get(module, (False, False))
+        if not known[1]:
+            trains = [x.requires_grad for x in module.parameters()]
+            known = bool(trains), any(trains)
+            self._has_weights[module] = known
+        return known
+
+    def _is_data(self, module: nn.Module, name: str, x: Tensor) -> bool:
+        if not _is_plain(x):
+            self._training.left_out.add(f"{name} of {type(module).__name__}, a {type(x).__name__}")
+            return False
+        if x.grad_fn is not None or self._is_made(x):
+            self._training.left_out.add(f"{name} of {type(module).__name__}, which a model made")
+            return False
+        return not isinstance(x, nn.Parameter)
+
+    def _is_made(self, x: Tensor) -> bool:
+        reference = StorageWeakRef(x.untyped_storage())
+        known = self._made.get(reference.cdata)
+        return known is not None and not known.expired()
+
+    def _remember(self, result: Any) -> None:
+        self._made = {key: ref for key, ref in self._made.items() if not ref.expired()}
+        for _, x in _tensors(result, ""):
+            if _is_plain(x):
+                reference = StorageWeakRef(x.untyped_storage())
+                self._made[reference.cdata] = reference
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor has memory of its own to be read: no shard, and not inside torch.func."""
+    if type(x) not in (Tensor, nn.Parameter):
+        return False
+    is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
+    return not is_wrapped(x)
+
+
+def _tensors(value: Any, name: str) -> Iterator[Tuple[str, Tensor]]:
+    """Give the tensors in arguments or results, each with its name, however deep they are."""
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided and value.device.type != "meta":
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _tensors(value[key], str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _tensors(item, name or f"argument {index}")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from _tensors(getattr(value, each.name, None), each.name)
+
+
+def _wrap_backward(training: Training) -> None:
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_compiling() or _is_backward():
+            return original(tensors, *args, **kwargs)
+        is_one = isinstance(tensors, Tensor)
+        for loss in [tensors] if is_one else tensors:
+            if loss.numel() == 1:
+                training.back_propagated(getattr(loss, _UNSCALED, loss))
+        return original(tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward
+
+
+def _wrap_optimizers(training: Training) -> None:
+    init = Optimizer.__init__
+
+    @functools.wraps(init)
+    def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        training.add_optimizer(self)
+
+    Optimizer.__init__ = made
+    # not in the graph of a step that is compiled
+    eager: Any = torch.compiler.disable
+    optimizer.register_optimizer_step_pre_hook(
+        eager(lambda opt, args, kwargs: training.step_begins(opt))
+    )
+    optimizer.register_optimizer_step_post_hook(
+        eager(lambda opt, args, kwargs: training.step_ends(opt))
+    )
+
+
+def _wrap_scaler(training: Training) -> None:
+    # torch.cuda.amp's own is a subclass of the newer one, and before that the only one
+    kind: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+    scale, step = kind.scale, kind.step
+
+    @functools.wraps(scale)
+    def scaled(self: Any, outputs: Any) -> Any:
+        result = scale(self, outputs)
+        if isinstance(result, Tensor) and result is not outputs:
+            setattr(result, _UNSCALED, outputs.detach())
+        return result
+
+    @functools.wraps(step)
+    def stepped(self: Any, opt: Any, *args: Any, **kwargs: Any) -> Any:
+        before = training.steps
+        result = step(self, opt, *args, **kwargs)
+        if training.steps == before:
+            training.skipped(opt)
+        return result
+
+    kind.scale, kind.step = scaled, stepped

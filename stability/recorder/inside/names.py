@@ -1,0 +1,125 @@
+"""Names the weights of a training: by the outermost module that owns them, less what wraps it.
+
+A name is the same whether a model is compiled, checkpointed or wrapped for several ranks, so that
+the weights of two runs can be compared. Leaves out what is done with them (`training`).
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Dict, Iterable, List, Set, Tuple
+
+from torch import Tensor, nn
+
+__all__ = ["copies_of", "named_state", "unwrapped"]
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Parts of a name that no user has given: of torch.compile, of checkpointing and of FSDP."""
+
+
+def named_state(weights: Iterable[Tensor]) -> Tuple[Dict[str, Tensor], List[str]]:
+    """Return the state that `weights` belong to, by name, and the classes of its outermost modules.
+
+    It holds every parameter that trains and every floating-point buffer that a checkpoint would
+    hold, of the modules that own `weights` and of whatever owns those, once each. Where several
+    modules have no common owner each name begins with its module's class. A weight that no module
+    owns is called `weight_<n>`, by its place.
+    """
+    missing = {id(weight): weight for weight in weights}
+    places = {key: index for index, key in enumerate(missing)}
+    chosen: List[nn.Module] = []
+    owners = _outermost(set(missing))
+    while missing and owners:
+        # the one that owns most of what has no name yet; the first by name where two are equal
+        best = max(owners, key=lambda owner: (_count(owner, missing), len(_owned(owner))))
+        if not _count(best, missing):
+            break
+        chosen.append(best)
+        owners.remove(best)
+        for parameter in best.parameters():
+            missing.pop(id(parameter), None)
+    state: Dict[str, Tensor] = {}
+    prefixes = _prefixes(chosen)
+    for module, prefix in zip(chosen, prefixes):  # noqa: B905 Python 3.9 has no strict
+        taken = {id(value) for value in state.values()}
+        for name, value in _state_of(module):
+            if id(value) not in taken:
+                state[prefix + name] = value
+    state.update({f"weight_{places[key]}": value for key, value in missing.items()})
+    return state, [type(unwrapped(module)).__name__ for module in chosen]
+
+
+def copies_of(name: str, weight: Tensor) -> List[Tensor]:
+    """Return the parameters of other modules that are called `name` and have the bits of `weight`.
+
+    As those of a moving average's copy, before the first update.
+    """
+    found = {}
+    for module in _modules():
+        inner = unwrapped(module)
+        for own, other in inner.named_parameters():
+            is_alike = other.shape == weight.shape and other.dtype == weight.dtype
+            if _clean(own) == name and other is not weight and is_alike:
+                found[id(other)] = other
+    return [
+        other for other in found.values() if type(other) is type(weight) and other.equal(weight)
+    ]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return what a wrapper holds: a compiled, checkpointed or distributed module's own one."""
+    while True:
+        children = dict(module.named_children())
+        own = list(module.named_parameters(recurse=False)) or len(children) != 1
+        name = next(iter(children), "")
+        if own or (name != "module" and name not in _WRAPPERS):
+            return module
+        module = children[name]
+
+
+def _outermost(weights: Set[int]) -> List[nn.Module]:
+    """Return the modules that own one of `weights` and that no other module holds."""
+    modules = _modules()
+    held = {id(child) for module in modules for child in module._modules.values()}
+    found = [module for module in modules if id(module) not in held]
+    found = [module for module in found if weights.intersection(_owned(module))]
+    return sorted(found, key=lambda module: (type(module).__name__, -len(_owned(module))))
+
+
+def _modules() -> List[nn.Module]:
+    # by type, since isinstance would wake up proxies that import lazily
+    found = (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
+    return [x for x in found if "_modules" in vars(x)]
+
+
+def _owned(module: nn.Module) -> List[int]:
+    return [id(parameter) for parameter in module.parameters()]
+
+
+def _count(module: nn.Module, weights: Dict[int, Tensor]) -> int:
+    return sum(key in weights for key in _owned(module))
+
+
+def _prefixes(modules: List[nn.Module]) -> List[str]:
+    if len(modules) < 2:
+        return [""] * len(modules)
+    classes = [type(unwrapped(module)).__name__ for module in modules]
+    return [
+        f"{name}." if classes.count(name) == 1 else f"{name}_{classes[:index].count(name)}."
+        for index, name in enumerate(classes)
+    ]
+
+
+def _state_of(module: nn.Module) -> List[Tuple[str, Tensor]]:
+    inner = unwrapped(module)
+    found = [(_clean(name), x) for name, x in inner.named_parameters() if x.requires_grad]
+    for place, owner in inner.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            is_kept = name not in owner._non_persistent_buffers_set
+            if is_kept and buffer.is_floating_point():
+                found.append((_clean(f"{place}.{name}" if place else name), buffer))
+    return found
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

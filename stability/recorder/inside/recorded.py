@@ -1,0 +1,64 @@
+"""Puts a training together from what the environment asks for: its spool, states, nudge and end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Callable, Dict, Mapping
+
+import torch
+from torch import Tensor
+
+from .environment import environment, hash_state, own_modules
+from .hooks import install
+from .nudge import nudge_weights
+from .spool import Spool
+from .training import Training, is_due
+
+__all__ = ["due_at", "record_process", "start_of"]
+
+
+def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
+    """Hand all that this process trains to a spool; return what is to be called at its end."""
+    rank = int(asked.get("RANK", "0"))
+    training = Training(
+        Spool(asked["STABILITY_SPOOL"], rank),
+        due=due_at(asked.get("STABILITY_SNAPSHOTS", "")),
+        steps=int(asked.get("STABILITY_STEPS", "0")),
+        keeps_state=rank == 0,
+        begin=lambda state: start_of(state, asked, rank),
+        end=own_modules,
+    )
+    install(training)
+    return lambda: training.end("exit")
+
+
+def due_at(listed: str) -> Callable[[int], bool]:
+    """Return after which updates the state is kept: those listed, or the 1-2-5 series for none."""
+    steps = {int(step) for step in listed.split(",") if step}
+    return (lambda step: step in steps) if steps else is_due
+
+
+def start_of(state: Dict[str, Tensor], asked: Mapping[str, str], rank: int) -> Dict[str, Any]:
+    """Nudge the start state if that is asked for, and return what is known before any update."""
+    before = hash_state(state)
+    ulps, draw = (int(x) for x in asked.get("STABILITY_NUDGE", "0 0").split())
+    if ulps:
+        nudge_weights(state, ulps, int(asked.get("STABILITY_SEED", "0")), draw)
+    group = _group_size()
+    return {
+        "init": before,
+        "rank": rank,
+        "world": group,
+        "pid": os.getpid(),
+        "script": sys.argv[0] if sys.argv else "",
+        "environment": environment(),
+        # here and at the end: Python takes away the script's name before it ends
+        "modules": own_modules(),
+    }
+
+
+def _group_size() -> int:
+    distributed = torch.distributed
+    is_group = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_group else 1

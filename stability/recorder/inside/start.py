@@ -1,0 +1,87 @@
+"""Begins to record the process it is loaded in, as soon as that imports torch.
+
+What is asked for stands in the environment: `STABILITY_SPOOL` (the folder to write into),
+`STABILITY_SEED`, `STABILITY_STEPS`, `STABILITY_SNAPSHOTS`, `STABILITY_DETERMINISTIC`,
+`STABILITY_NUDGE`. Seeds and switches are set before the script's own first line about torch, which
+may then set others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Callable, Dict
+
+__all__ = ["start"]
+
+
+def start() -> None:
+    """Seed Python, and wait for torch and numpy to be imported."""
+    random.seed(_seed())
+    sys.meta_path.insert(0, _After({"torch": _record, "numpy": _seed_numpy}))
+
+
+def _seed() -> int:
+    return int(os.environ.get("STABILITY_SEED", "0"))
+
+
+class _After(MetaPathFinder):
+    """Calls a function once a module has been imported."""
+
+    def __init__(self, after: Dict[str, Callable[[ModuleType], None]]) -> None:
+        self._after = after
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the module's own spec, whose loader then calls the function."""
+        if name not in self._after:
+            return None
+        then = self._after.pop(name)  # so that the search below finds the module itself
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader, then)
+        return spec
+
+
+class _Then(Loader):
+    """A module's own loader, and what comes after it."""
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        """Make the module as its loader does."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, then call."""
+        spec = module.__spec__
+        if spec is not None:
+            spec.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._then(module)
+
+
+def _seed_numpy(numpy: Any) -> None:
+    numpy.random.seed(_seed() % 2**32)
+
+
+def _record(torch: Any) -> None:
+    torch.manual_seed(_seed())
+    if os.environ.get("STABILITY_DETERMINISTIC") == "1":
+        # warned of, not refused: the script's own words would hide behind the error
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+    from .recorded import record_process  # needs torch
+
+    atexit.register(record_process(dict(os.environ)))

@@ -1,0 +1,41 @@
+"""Loads the recorder into a process that is started with this folder first on PYTHONPATH.
+
+Python imports a module of this name as it starts. Another one of the same name, which this one
+hides, is executed first.
+"""
+
+import importlib.util
+import os
+import sys
+from importlib.machinery import PathFinder
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = "_stability_recorder"
+
+
+def _load(name, file, folders=None):
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _chain():
+    others = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _start():
+    inside = os.path.dirname(_HERE)
+    _load(_PACKAGE, os.path.join(inside, "__init__.py"), [inside])
+    switches = os.path.join(inside, "..", "..", "records", "numeric_switches.py")
+    _load(_PACKAGE + ".numeric_switches", os.path.abspath(switches))
+    importlib.import_module(_PACKAGE + ".start").start()
+
+
+_chain()
+if os.environ.get("STABILITY_SPOOL"):
+    _start()

@@ -1,0 +1,279 @@
+"""What is known of a training: its updates, each with loss and batch hash, and its state at steps.
+
+A row is an update: every optimizer that steps has stepped once in it. It is closed where the next
+one begins, with the next forward pass that trains or with the second step of one optimizer, so that
+an optimizer which is stepped after another, as AdamW beside Muon, belongs to the same row. What was
+given to the model and the loss that was back-propagated go to the row whose step came after them.
+The state of a step is taken as its row is closed: what the script does between two updates, as
+clipping weights, is in it. Losses and hashes stay on the device until rows are written.
+
+Leaves out how calls are seen (`hooks`) and how a script tells of them itself
+(`recorder.recording`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .batch_hash import hash_samples
+from .names import named_state
+from .spool import Spool
+
+__all__ = ["PlannedStop", "Training", "is_due"]
+
+_MOST_ROWS = 32
+_LONGEST_S = 1.0
+"""How many rows are kept before they are written, and for how long: each time waits for the GPU."""
+
+
+class PlannedStop(SystemExit):
+    """The training has made as many updates as were asked for; the process ends with code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def is_due(step: int) -> bool:
+    """Whether a state is kept after `step` updates where no steps are named: 0, 1, 2, 5, 10, ..."""
+    while step and step % 10 == 0:
+        step //= 10
+    return step in (0, 1, 2, 5)
+
+
+@dataclass
+class _Row:
+    """One update."""
+
+    losses: List[Tensor] = field(default_factory=list)
+    hashes: List[Tensor] = field(default_factory=list)
+    samples: int = 0
+    stepped: Set[int] = field(default_factory=set)
+    """The optimizers that have stepped in it."""
+    skipped: int = 0
+    """Steps that a loss scaler left out."""
+
+
+class Training:
+    """Collects one process's part of a training, and writes it to a spool.
+
+    `due` says after which updates the state is kept, besides the first and last; `steps` ends the
+    training after as many (0: never). `begin` is called once, before the first update, with the
+    start state by name; what it returns is written with the first line. What `end` returns is
+    written with the last one, as `modules`.
+    """
+
+    def __init__(
+        self,
+        spool: Spool,
+        *,
+        due: Callable[[int], bool] = is_due,
+        steps: int = 0,
+        keeps_state: bool = True,
+        begin: Callable[[Dict[str, Tensor]], Dict[str, Any]] = lambda state: {},
+        end: Callable[[], Dict[str, Any]] = dict,
+    ) -> None:
+        self.optimizers: List[Optimizer] = []
+        """Every one that was made; they keep the weights, so that the last state can be taken."""
+        self.left_out: Set[str] = set()
+        """Inputs that were not hashed, in words."""
+        self.backwards = 0
+        self.steps = 0
+        """Steps of optimizers, those inside another one's left out."""
+        self.step = 0
+        """Updates whose rows are closed."""
+        self.has_ended = False
+        self._spool, self._due, self._steps = spool, due, steps
+        self._keeps_state, self._begin, self._end = keeps_state, begin, end
+        self._state: Dict[str, Tensor] = {}
+        self._begun: Dict[str, Any] = {}
+        self._owners: List[str] = []
+        self._start: Optional[Dict[str, Tensor]] = None
+        self._given: List[Tuple[Tensor, int, bool]] = []
+        self._losses: List[Tensor] = []
+        self._row = _Row()
+        self._expected: Optional[Set[int]] = None
+        self._inside: List[int] = []
+        """The optimizers whose step runs now, outermost first."""
+        self._lines: List[Tuple[int, _Row]] = []
+        self._written_at = time.monotonic()
+        self._last_state = -1
+        self._has_begun = False
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Tell of an optimizer that was made."""
+        if not any(known is optimizer for known in self.optimizers):
+            self.optimizers.append(optimizer)
+
+    def forward_begins(self) -> None:
+        """Tell of a forward pass that trains: closes the row that is complete."""
+        if self._inside:  # a closure's: it belongs to the step that runs
+            self._take_start()
+            return
+        expected = self._expected
+        if expected is None:
+            expected = {id(optimizer) for optimizer in self.optimizers}
+        if self._row.stepped and expected <= self._row.stepped:
+            self._close()
+        self._take_start()
+
+    def given(self, tensors: List[Tensor], *, is_training: bool) -> None:
+        """Tell what the model was given; `is_training` is the model's mode."""
+        if tensors:
+            value, samples = hash_samples(tensors)
+            self._given.append((value, samples, is_training))
+
+    def back_propagated(self, loss: Tensor) -> None:
+        """Tell of the loss that gradients are computed of, not scaled."""
+        self.backwards += 1
+        self._losses.append(loss.detach())
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Tell that an optimizer is about to step."""
+        if id(optimizer) in self._inside:  # its last step ended in an error
+            self._inside.clear()
+        if not self._inside:
+            self.add_optimizer(optimizer)
+            if id(optimizer) in self._row.stepped:
+                self._close()
+            self._take_start()
+        self._inside.append(id(optimizer))
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """Tell that an optimizer has stepped; one inside another's step, as SAM's, is no update."""
+        if id(optimizer) not in self._inside:
+            return
+        del self._inside[self._inside.index(id(optimizer)) :]
+        if not self._inside:
+            self.steps += 1
+            self._note_step(optimizer)
+
+    def skipped(self, optimizer: Optimizer) -> None:
+        """Tell of a step that a loss scaler has left out: it is an update that moved nothing."""
+        self.add_optimizer(optimizer)
+        if id(optimizer) in self._row.stepped:
+            self._close()
+        self._take_start()
+        self._note_step(optimizer)
+        self._row.skipped += 1
+
+    def end(self, reason: str) -> None:
+        """Close the last row, write the last state and what else is known."""
+        if self.has_ended or not self._spool.is_own:
+            return
+        self.has_ended = True
+        if self._row.stepped:
+            self._close(is_last=True)
+        if not self.step:
+            return
+        if self._last_state != self.step:
+            self._save(self.step)
+        self._flush()
+        tracked = {id(value) for value in self._state.values()}
+        later = sum(id(x) not in tracked for o in self.optimizers for x in _weights_of(o))
+        self._spool.write(
+            {
+                "kind": "end",
+                "step": self.step,
+                "reason": reason,
+                "backwards": self.backwards,
+                "left_out": sorted(self.left_out),
+                "modules": self._end(),
+                "later_weights": later,
+            }
+        )
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        row = self._row
+        row.stepped.add(id(optimizer))
+        row.losses += self._losses
+        # a model that is frozen in part may train in evaluation mode; else that is evaluation
+        in_training = [one for one in self._given if one[2]] or self._given
+        row.hashes += [value for value, _, _ in in_training]
+        row.samples += sum(samples for _, samples, _ in in_training)
+        self._losses, self._given = [], []
+
+    def _take_start(self) -> None:
+        if self._start is not None:
+            return
+        weights = [x for optimizer in self.optimizers for x in _weights_of(optimizer)]
+        if not weights:
+            return
+        self._state, self._owners = named_state(weights)
+        self._begun = self._begin(self._state)
+        self._start = self._copied()
+
+    def _close(self, *, is_last: bool = False) -> None:
+        self.step += 1
+        row, self._row = self._row, _Row()
+        self._expected = row.stepped
+        if not self._has_begun:
+            self._write_begin()
+        self._lines.append((self.step, row))
+        is_planned = self.step == self._steps
+        if self._due(self.step) or is_planned:
+            self._save(self.step)
+        is_late = time.monotonic() - self._written_at > _LONGEST_S
+        if len(self._lines) >= _MOST_ROWS or is_late or is_planned:
+            self._flush()
+        if is_planned and not is_last:
+            self.end("planned")
+            raise PlannedStop
+
+    def _write_begin(self) -> None:
+        self._has_begun = True
+        start = self._start or {}
+        state = self._spool.save(0, start) if self._keeps_state else ""
+        self._spool.write(
+            {"kind": "begin", **self._begun, "owners": self._owners, "names": sorted(self._state)}
+        )
+        self._spool.write({"kind": "state", "step": 0, "file": state})
+        self._start = {}
+
+    def _save(self, step: int) -> None:
+        self._last_state = step
+        # every rank takes it, since sharded weights are gathered by all; the first one writes
+        state = self._copied()
+        if self._keeps_state:
+            self._flush()
+            self._spool.write(
+                {"kind": "state", "step": step, "file": self._spool.save(step, state)}
+            )
+
+    def _copied(self) -> Dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: _whole(x).to("cpu", copy=True) for name, x in self._state.items()}
+
+    def _flush(self) -> None:
+        lines, self._lines = self._lines, []
+        self._written_at = time.monotonic()
+        if lines:
+            self._spool.write(*(_line(step, row) for step, row in lines))
+
+
+def _weights_of(optimizer: Optimizer) -> List[Tensor]:
+    return [x for group in optimizer.param_groups for x in group["params"]]
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Return all of a tensor, of which this rank may hold a part."""
+    gather = getattr(x, "full_tensor", None)
+    return (gather() if gather else x).detach()
+
+
+def _line(step: int, row: _Row) -> Dict[str, Any]:
+    losses = [float(loss) for loss in row.losses]
+    total = sum(int(value) for value in row.hashes) % 2**64
+    return {
+        "kind": "update",
+        "step": step,
+        "loss": sum(losses) if losses else None,
+        "batch": f"{total:016x}" if row.hashes else None,
+        "samples": row.samples,
+        "skipped": row.skipped,
+    }
