@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stability.config.axes import touches
+from stability.config.commands import is_command
 from stability.records.identity import (
     is_about_the_list,
     is_module,
@@ -69,6 +70,8 @@ def is_free_entry(
     """Whether two runs whose configs have these `differences` may differ in an entry."""
     was, now = first.environment, second.environment
     is_in_one = key not in was or key not in now
+    if is_command(first.config) and _follows_from_command(key, differences, is_in_one=is_in_one):
+        return True
     if not is_module(key):
         return may_be_missing(key) and is_in_one
     if _is_in_place_of_installed(key, was, now):
@@ -77,6 +80,23 @@ def is_free_entry(
     if touches(differences, NAMES_OF_MODULES):
         return True
     return is_in_one and _looked_at(first.config) != _looked_at(second.config)
+
+
+def _follows_from_command(key: str, differences: Mapping[str, Any], *, is_in_one: bool) -> bool:
+    """Whether an entry may be another one because a command has other flags, variables or code.
+
+    Such as a switch that a flag has turned, or a module that only one of two programs imports. What
+    is installed and the machine never follow from a command.
+    """
+    if not touches(differences, ("program", "flags", "env")):
+        return False
+    kind, _, name = key.partition(".")
+    if kind == "variable":
+        return f"env.{name}" in differences
+    if kind == "module":
+        is_hook = name.partition(".")[0] in (*_INSTALLED, *_HOOKS)
+        return not is_hook and (is_in_one or touches(differences, ("program",)))
+    return kind in ("switch", "threads", "interop_threads", "simd")
 
 
 def _is_in_place_of_installed(key: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

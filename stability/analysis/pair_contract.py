@@ -35,9 +35,9 @@ from stability.config.axes import (
     touches,
     why_fixed,
 )
-from stability.config.convert import from_dict
-from stability.config.diff import diff, hash_without, leaves
-from stability.config.schema import BASELINE, ArmConfig
+from stability.config.commands import is_command
+from stability.config.diff import RunConfig, diff, hash_without, leaves, recorded_config
+from stability.config.schema import BASELINE, Role
 from stability.records.identity import is_about_the_list
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_text
@@ -55,6 +55,7 @@ __all__ = [
     "may_differ",
     "pair_breach",
     "prove_pair",
+    "recorded_axis",
     "start_breach",
     "wrong_end",
 ]
@@ -63,13 +64,14 @@ HASHES = ("init_weights", "text", "held_out", "batches", "final_weights")
 """The hashes of a manifest, in the order of a run."""
 
 CHANGED_BY: dict[str, tuple[str, ...]] = {
-    "init_weights": (*INDEPENDENT_AXES, "model.init_std"),
+    "init_weights": (*INDEPENDENT_AXES, "model.init_std", "changes.init"),
     "text": (),
     "held_out": (),
     "batches": (
         "seed.order_offset",
         "train.batch_size",
         "train.trainer.accumulate_grad_batches",
+        "changes.batches",
     ),
 }
 """Axes that are meant to change a hash. Final weights may differ on every axis but `none`."""
@@ -87,12 +89,24 @@ def axis_of(arm: Arm, allow_many: bool = False) -> str:
     what distances are measured from, so nobody asks which of the two changes moved it. Else several
     are a ContractError, and so is a change of what no arm may change.
     """
-    axes = axes_of(arm.diff, arm.change)
-    is_many = len(axes) > 1 and not arm.change and (allow_many or arm.role == "reference")
-    said = fixed_problem(arm.diff)
-    said = said or ("" if is_many else change_problem(arm.diff, arm.change))
+    return recorded_axis(f"arms.{arm.name}", arm.diff, arm.role, arm.change, allow_many=allow_many)
+
+
+def recorded_axis(
+    place: str,
+    differences: Mapping[str, Any],
+    role: Role | None,
+    change: str = "",
+    *,
+    allow_many: bool = False,
+) -> str:
+    """Return the axis of an arm by its `differences`, as `axis_of`; `place` opens an error."""
+    axes = axes_of(differences, change)
+    is_many = len(axes) > 1 and not change and (allow_many or role == "reference")
+    said = fixed_problem(differences)
+    said = said or ("" if is_many else change_problem(differences, change))
     if said:
-        raise ContractError(f"arms.{arm.name}: {said}")
+        raise ContractError(f"{place}: {said}")
     return MANY if is_many else axes[0] if axes else NO_AXIS
 
 
@@ -109,7 +123,7 @@ def check_start(baseline: Manifest, candidate: Manifest) -> None:
 
     ContractError names the field and both values.
     """
-    config = from_dict(ArmConfig, baseline.config, "manifest.json")
+    config = recorded_config(baseline.config, "manifest.json")
     # the declared diff is not believed: with its fields taken out, the baseline's config must have
     # the hash that the candidate has recorded of its own
     less_axis = hash_without(config, candidate.diff)
@@ -217,14 +231,14 @@ def prove_pair(
     """
     manifests = read_manifest(first.manifest), read_manifest(second.manifest)
     configs = [
-        from_dict(ArmConfig, manifest.config, str(paths.manifest))
+        recorded_config(manifest.config, str(paths.manifest))
         for paths, manifest in zip((first, second), manifests, strict=True)
     ]
     differences = diff(*configs)
     records = [
         _records(paths, find_damage(paths), wrong_end(manifest, manifest.until or steps))
         for paths, manifest, steps in zip(
-            (first, second), manifests, [config.train.steps for config in configs], strict=True
+            (first, second), manifests, [_steps_of(config) for config in configs], strict=True
         )
     ]
     are_whole = all(line.sameness == "same" for line in records)
@@ -259,6 +273,10 @@ def prove_pair(
     )
 
 
+def _steps_of(config: RunConfig) -> int:
+    return config["train"]["steps"] if isinstance(config, Mapping) else config.train.steps
+
+
 def _records(paths: RunPaths, found: list[str], end: str) -> ProofLine:
     """Say whether the run's files are those that its manifest lists, and its end the planned one.
 
@@ -274,7 +292,7 @@ def _records(paths: RunPaths, found: list[str], end: str) -> ProofLine:
 
 
 def _configs(
-    configs: list[ArmConfig],
+    configs: list[RunConfig],
     differences: dict[str, Any],
     declared: str,
     *,
@@ -303,7 +321,9 @@ def _start_parts(
         if is_unhashed or not is_known_of_both(key, first, second):
             one = other = None  # what one alone has on record proves nothing of both
         yield f"environment.{key}", one, other, is_free
-    for key in ("text", "held_out", "init_weights"):
+    # the text of a command is what its batches are made of, and nobody evaluates it
+    of_text = () if is_command(first.config) else ("text", "held_out")
+    for key in (*of_text, "init_weights"):
         is_free = may_differ(key, differences)
         yield f"hashes.{key}", first.hashes.get(key), second.hashes.get(key), is_free
 

@@ -39,6 +39,7 @@ VERBS = {
     "workspace": ("stability.cli.workspace", "build a study's panels in the W&B app"),
     "fork": ("stability.cli.fork", "train on from a run's state with one thing changed"),
     "bisect": ("stability.cli.fork", "find the layers or rounding points that carry a change"),
+    "record": ("stability.cli.record", "record the training of any command as an arm of a study"),
     "compare": ("stability.cli.compare", "measure the drift between any two sets of weights"),
     "deviate": ("stability.cli.deviate", "measure attention numerics against FP64, point by point"),
     "probe": ("stability.cli.probe", "compare a candidate attention inside a Hugging Face model"),
@@ -164,8 +165,11 @@ def _run_verb(verb: str, words: list[str]) -> int:
     command = getattr(module, verb)
     parser = _Parser(prog=f"stability {verb}", formatter_class=_HelpFormatter)
     # `overrides` and `changes` collect options whose names no signature can list, such as
-    # `--train.steps 50`. A verb that takes them has a `split_options`, which parses them.
-    parser.add_function_arguments(command, as_positional=True, skip={"overrides", "changes"})
+    # `--train.steps 50`, and `words` a command that follows `--`. A verb that takes them has a
+    # `split_options`, which parses them.
+    parser.add_function_arguments(
+        command, as_positional=True, skip={"overrides", "changes", "words", "env"}
+    )
     further: dict[str, Any] = {}
     if "split_options" in vars(module):
         parser.epilog = module.option_help()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stability.config.axes import MANY
+from stability.config.commands import is_command
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
 from stability.config.roles import (
@@ -153,7 +154,8 @@ def describe_change(
     """
     before = base.get("attention", {})
     if arm == BASELINE:
-        return f"{_attention_label(before)}, {base.get('precision', '?')}"
+        attention = f"{_attention_label(before)}, {base.get('precision', '?')}"
+        return str(base["program"]) if is_command(base) else attention
     if not differences:
         return "nothing (A/A)"
     attention = {k: values for k, values in differences.items() if k.startswith("attention.")}
@@ -188,7 +190,23 @@ def _describe_attention(before: Mapping[str, Any], differences: Mapping[str, lis
     return f"attention: {_attention_label(before)} -> {_attention_label(after)}"
 
 
+_OF_COMMANDS = {
+    "flags": "--{0}: {1} -> {2}",
+    "env": "{0}: {1} -> {2}",
+    "changes": "and so other {0}",
+}
+"""How a difference between two commands is told, by what its path begins with."""
+
+
+def _given(value: Any) -> str:
+    """Return a flag's or a variable's value as it was typed."""
+    return "not given" if value is None else "given" if value is True else str(value)
+
+
 def _describe(path: str, before: Any, after: Any) -> str:
+    kind, _, name = path.partition(".")
+    if kind in _OF_COMMANDS:
+        return _OF_COMMANDS[kind].format(name, _given(before), _given(after))
     if path == "nudge.ulps":
         return f"initial weights moved by {after} ULP"
     if path == "nudge.draw":

@@ -37,6 +37,9 @@ Group = Literal[
     "init",
     "model",
     "compile",
+    "code",
+    "flags",
+    "environment",
 ]
 """What a change is about, in a word that tables and W&B show."""
 
@@ -64,8 +67,14 @@ _GROUPS: dict[str, Group] = {
     "model.heads": "model",
     "train.compile": "compile",
     "train.compile_options": "compile",
+    "program": "code",
+    "flags": "flags",
+    "env": "environment",
 }
 """The group of each path that an arm may change. The longest one that holds a path decides."""
+
+_MEANT = "changes"
+"""What an arm that is a command says of its own change (`commands`): part of that, no axis."""
 
 _OTHER_SHAPES = "its weights would have other shapes, and drift is measured weight by weight"
 _OTHER_TEXT = "the text held out from training would be another, and outcomes are compared on it"
@@ -113,7 +122,8 @@ def axes_of(paths: Iterable[str], change: str = "") -> list[str]:
     as a whole.
     """
     wholes = (*WHOLES, change) if change else WHOLES
-    found = ((next((whole for whole in wholes if lies_on(path, whole)), path)) for path in paths)
+    own = (path for path in paths if not lies_on(path, _MEANT))
+    found = (next((whole for whole in wholes if lies_on(path, whole)), path) for path in own)
     return list(dict.fromkeys(found))
 
 
@@ -125,6 +135,8 @@ def groups_of(paths: Iterable[str]) -> list[Group]:
 
 def why_fixed(path: str) -> str:
     """Return why no arm may change `path`; empty if one may."""
+    if lies_on(path, _MEANT):
+        return ""
     free, fixed = _holding(path, _GROUPS), _holding(path, _FIXED)
     if free and len(free) >= len(fixed):
         return ""
@@ -148,7 +160,7 @@ def change_problem(paths: Collection[str], change: str = "") -> str:
     A clause as of `fixed_problem`; empty if they are one.
     """
     axes = axes_of(paths, change)
-    if change and not (paths and all(lies_on(path, change) for path in paths)):
+    if change and axes != [change]:
         return f"change must hold all that differs, {', '.join(axes) or 'nothing'}, got {change!r}"
     groups = groups_of(paths)
     if change and len(groups) > 1:

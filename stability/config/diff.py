@@ -9,13 +9,22 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stability.config.convert import to_dict
+from stability.config.commands import is_command
+from stability.config.convert import from_dict, to_dict
 from stability.config.schema import ArmConfig
 
-__all__ = ["diff", "hash_without", "leaves"]
+__all__ = ["RunConfig", "diff", "hash_without", "leaves", "recorded_config"]
+
+RunConfig = ArmConfig | Mapping[str, Any]
+"""The config of a run: of our trainer, or, as its values, of a command (`commands`)."""
 
 
-def diff(a: ArmConfig, b: ArmConfig) -> dict[str, tuple[Any, Any]]:
+def recorded_config(values: Mapping[str, Any], where: str) -> RunConfig:
+    """Return the config that a record holds; ConfigError, which opens with `where`, for no such."""
+    return values if is_command(values) else from_dict(ArmConfig, values, where)
+
+
+def diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return dotted path -> (value in a, value in b) for each value that differs.
 
     A key that only one of them has is None in the other. `probe` and `watch` are left out: looking
@@ -30,16 +39,21 @@ def diff(a: ArmConfig, b: ArmConfig) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def hash_without(config: ArmConfig, paths: Iterable[str]) -> str:
+def hash_without(config: RunConfig, paths: Iterable[str]) -> str:
     """Return a SHA-256 of the config but for the values at `paths`, and for what only looks."""
     content = to_dict(config)
     for path in ("probe", "watch", *paths):
-        *groups, name = path.split(".")
-        place = content
-        for group in groups:
-            place = place.get(group, {})
-        place.pop(name, None)
+        _take_out(content, path)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _take_out(place: dict[str, Any], path: str) -> None:
+    """Take the value at `path` out of nested mappings; a command's flag may have dots itself."""
+    place.pop(path, None)
+    for key, value in place.items():
+        if isinstance(value, dict) and path.startswith(f"{key}."):
+            _take_out(value, path.removeprefix(f"{key}."))
+            return
 
 
 def leaves(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

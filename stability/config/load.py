@@ -9,7 +9,7 @@ dataclass (`convert`) and which differences between arms make a pair (`analysis.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from stability.config.schema import (
 )
 from stability.config.study import StudyConfig
 
-__all__ = ["load_study", "parse_value", "read_mapping"]
+__all__ = ["RESERVED", "check_name", "load_study", "parse_value", "read_mapping"]
 
 _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}")
-_RESERVED = (
+RESERVED = (
     "assay",
     "distances",
     "drifts",
@@ -133,11 +133,7 @@ def _arms_baseline_first(arms: Any, place: Place) -> dict[str, dict[str, Any]]:
             raise place.error(
                 f"a name must be 1 to 64 letters, digits, dots, '_' or '-', got {name!r}"
             )
-        if name.lower() in _RESERVED:
-            raise place.error(
-                f"{name!r} is reserved: the study's own folder has it beside those of its arms; "
-                f"reserved are {', '.join(_RESERVED)}"
-            )
+        check_name(name, place)
         if mapping is not None and not isinstance(mapping, dict):
             raise place.at(name).error(f"must be a mapping of overrides, got {mapping!r}")
     alike = repeated(name.lower() for name in ordered)
@@ -160,11 +156,19 @@ def _with_held_out_size(study: StudyConfig) -> StudyConfig:
     return replace(study, base=replace(base, held_out=held_out))
 
 
-def _check_names(study: StudyConfig, root: Place) -> None:
-    if not _NAME.fullmatch(study.name):
-        raise root.at("name").error(
-            f"must be 1 to 64 letters, digits, dots, '_' or '-', got {study.name!r}"
+def check_name(name: str, place: Place, reserved: Collection[str] = RESERVED) -> None:
+    """ConfigError unless `name` may be that of a folder, and is none of `reserved`."""
+    if not _NAME.fullmatch(name):
+        raise place.error(f"must be 1 to 64 letters, digits, dots, '_' or '-', got {name!r}")
+    if name.lower() in reserved:
+        raise place.error(
+            f"{name!r} is reserved: the study's own folder has it beside those of its arms; "
+            f"reserved are {', '.join(reserved)}"
         )
+
+
+def _check_names(study: StudyConfig, root: Place) -> None:
+    check_name(study.name, root.at("name"), ())
     if study.name == "forks":
         # a run below a folder of that name is taken for a fork (`study.fork`)
         raise root.at("name").error("'forks' is reserved, for the forks of a study's runs")

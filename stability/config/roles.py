@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from stability.config.attentions import IMPLEMENTATIONS
-from stability.config.axes import axes_of
+from stability.config.axes import axes_of, touches
 from stability.config.convert import Place, nearest
 from stability.config.schema import (
     BASELINE,
@@ -170,14 +170,18 @@ def role_of(
         problem = f"must not be rerun in an arm that changes {', '.join(axes)}"
     elif role == "nudge" and axes != ["nudge"]:
         problem = f"must not be nudge in an arm that changes {', '.join(axes) or 'nothing'}"
-    elif role == "reference" and not set(axes) <= set(REFERENCE_AXES):
-        others = [axis for axis in axes if axis not in REFERENCE_AXES]
+    elif role == "reference" and (others := [axis for axis in axes if not _may_be_higher(axis)]):
         problem = f"must not be reference in an arm that also changes {', '.join(others)}"
     elif role == "broken" and not axes:
         problem = "must not be broken in an arm that changes nothing; plant a fault on it"
     if problem:
         raise place.at("role").error(problem)
     return role
+
+
+def _may_be_higher(axis: str) -> bool:
+    """Whether a reference may change `axis`; of a command nobody can tell what its flags mean."""
+    return axis in REFERENCE_AXES or touches([axis], ("program", "flags", "env"))
 
 
 def default_role(name: str, differences: Mapping[str, Any], yardstick: str) -> Role:

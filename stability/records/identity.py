@@ -40,6 +40,7 @@ from stability.records.numeric_switches import numeric_switches
 
 __all__ = [
     "environment",
+    "environment_outside",
     "hash_environment",
     "hash_sources",
     "is_about_the_list",
@@ -128,20 +129,30 @@ def environment() -> dict[str, Any]:
         # -O drops assert statements, whatever they call
         "python_optimize": sys.flags.optimize,
         "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu("model name") or platform.processor(),
-        # a virtual machine may hide some of a model's instructions
-        "cpu_flags": _hash(_cpu("flags")),
+        **environment_outside(os.environ),
         "simd": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         **_gpu(),
         **{f"package.{name}": version for name, version in imported_packages().items()},
         **{f"switch.{name}": value for name, value in numeric_switches().items()},
-        **{f"variable.{name}": value for name, value in _variables().items()},
-        "variables_listed": " ".join(VARIABLES),
         **{f"module.{name}": sha256 for name, sha256 in own_modules().items()},
         "kernel_source": hash_sources(Path(str(attention_kernels.__file__)).parent),
         "package_source": hash_sources(_PACKAGE, _NOT_IN_TRAINING),
+    }
+
+
+def environment_outside(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return what can be told of a process from outside, given its variables: those, and the CPU.
+
+    The entries of `environment` that need nothing of the process itself.
+    """
+    return {
+        "cpu": _cpu("model name") or platform.processor(),
+        # a virtual machine may hide some of a model's instructions
+        "cpu_flags": _hash(_cpu("flags")),
+        **{f"variable.{name}": value for name, value in _listed(variables).items()},
+        "variables_listed": " ".join(VARIABLES),
     }
 
 
@@ -191,10 +202,10 @@ def is_of_process(key: str) -> bool:
     return key.startswith(("switch.", "module."))
 
 
-def _variables() -> dict[str, str]:
+def _listed(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
-        for name, value in sorted(os.environ.items())
+        for name, value in sorted(variables.items())
         if _LISTED.match(name) and name not in HARMLESS and not _is_default(name, value)
     }
 

@@ -16,7 +16,7 @@ from typing import Any, Dict
 import torch
 from torch import Tensor
 
-from . import numeric_switches
+from . import numeric_switches  # pyright: ignore[reportAttributeAccessIssue] `startup` puts it here
 
 __all__ = ["environment", "hash_state", "own_modules"]
 

@@ -17,7 +17,11 @@ from typing import Any, Callable, Dict, Iterator, Tuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim import Optimizer, optimizer
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .training import Training
 
@@ -117,7 +121,8 @@ def _is_plain(x: Tensor) -> bool:
     """Whether a tensor has memory of its own to be read: no shard, and not inside torch.func."""
     if type(x) not in (Tensor, nn.Parameter):
         return False
-    is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", lambda _: False)
     return not is_wrapped(x)
 
 
@@ -164,12 +169,8 @@ def _wrap_optimizers(training: Training) -> None:
     Optimizer.__init__ = made
     # not in the graph of a step that is compiled
     eager: Any = torch.compiler.disable
-    optimizer.register_optimizer_step_pre_hook(
-        eager(lambda opt, args, kwargs: training.step_begins(opt))
-    )
-    optimizer.register_optimizer_step_post_hook(
-        eager(lambda opt, args, kwargs: training.step_ends(opt))
-    )
+    register_optimizer_step_pre_hook(eager(lambda opt, args, kwargs: training.step_begins(opt)))
+    register_optimizer_step_post_hook(eager(lambda opt, args, kwargs: training.step_ends(opt)))
 
 
 def _wrap_scaler(training: Training) -> None:

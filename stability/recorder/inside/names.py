@@ -112,7 +112,8 @@ def _prefixes(modules: List[nn.Module]) -> List[str]:
 
 def _state_of(module: nn.Module) -> List[Tuple[str, Tensor]]:
     inner = unwrapped(module)
-    found = [(_clean(name), x) for name, x in inner.named_parameters() if x.requires_grad]
+    found: List[Tuple[str, Tensor]] = []
+    found += [(_clean(name), x) for name, x in inner.named_parameters() if x.requires_grad]
     for place, owner in inner.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             is_kept = name not in owner._non_persistent_buffers_set

@@ -15,6 +15,8 @@ _PACKAGE = "_stability_recorder"
 
 def _load(name, file, folders=None):
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -1,0 +1,156 @@
+"""`stability record -- COMMAND`: record the training that any command does as an arm of a study."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stability.cli.output import FAILS, HOLDS, print_line
+
+if TYPE_CHECKING:
+    from stability.records.manifest import Manifest
+    from stability.study.foreign import ForeignRun
+
+__all__ = ["option_help", "record", "split_options"]
+
+
+def record(
+    study: str = "",
+    arm: str = "",
+    seed: int = 0,
+    steps: int = 0,
+    snapshots: str = "",
+    nudge: int = 0,
+    draw: int = 0,
+    role: str = "",
+    change: str = "",
+    may_change: str = "",
+    question: str = "",
+    deterministic: bool = True,
+    out: Path = Path("runs"),
+    words: list[str] | None = None,
+    env: dict[str, str] | None = None,
+) -> int:
+    """Run a command and record the training in it: no line of its code is changed.
+
+    The arm called `baseline` comes first; every other arm is paired with it, by the seed. Exit code
+    0 if the run counts, 1 if it does not, 2 for wrong input, before anything is run.
+
+    Args:
+        study: the study's name, and that of its folder
+        arm: the arm's name; `baseline` is what the others are compared with
+        seed: seeds Python, NumPy and torch before the script does; {seed} in the command is it
+        steps: end the training after as many updates; 0: it ends by itself. The baseline's are
+            those of all arms
+        snapshots: updates after which the weights are kept, e.g. 10,100,1000; by default 1, 2, 5,
+            10, 20, ... and the last
+        nudge: move the start weights by as many units in the last place
+        draw: which draw of the nudge's coin
+        role: what the arm is there for: candidate, reference, rerun, nudge, broken or yardstick
+        change: the path of the one change where several flags make it, e.g. flags
+        may_change: what else the change is meant to change: init, batches or init,batches
+        question: what the study asks
+        deterministic: turn on torch's deterministic algorithms
+        out: folder that gets a folder named after the study
+        words: the command
+        env: variables that are set for it
+    """
+    if not study or not arm:
+        missing = "--study" if not study else "--arm"
+        raise ValueError(
+            f"record: {missing} must be given, as in "
+            "`stability record --study lr --arm baseline -- python train.py`"
+        )
+    from stability.recorder.launch import Asked  # heavy from here on: numpy behind the contract
+    from stability.study.foreign import RunFailedError, plan_run, record_command
+
+    asked = Asked(
+        seed=_at_least(0, "seed", seed),
+        steps=_at_least(0, "steps", steps),
+        snapshot_steps=_listed_steps(snapshots),
+        deterministic=deterministic,
+        nudge=(_at_least(0, "nudge", nudge), _at_least(0, "draw", draw)),
+    )
+    run = plan_run(
+        out,
+        study,
+        arm,
+        seed,
+        words or [],
+        env=env or {},
+        asked=asked,
+        role=role,
+        change=change,
+        may_change=[name for name in may_change.split(",") if name],
+        question=question,
+    )
+    if run.is_kept:
+        print_line(f"{arm}, seed {seed}: on record already, {run.paths.root}")
+        return HOLDS
+    try:
+        manifest = record_command(run)
+    except RunFailedError as error:
+        print_line(f"FAILED: {error}")
+        return FAILS
+    _tell(run, manifest)
+    return HOLDS
+
+
+def _tell(run: "ForeignRun", manifest: "Manifest") -> None:
+    from stability.study.foreign import measure_study
+
+    found = manifest.resolved
+    ranks = f" on {found['ranks']} ranks" if found["ranks"] > 1 else ""
+    print_line(
+        f"{run.arm}, seed {run.seed}: {manifest.state} after {manifest.step} updates{ranks}, "
+        f"{len(found['names'])} weights of {', '.join(found['models'])}"
+    )
+    for note in [*found["notes"], *([manifest.message] if manifest.message else [])]:
+        print_line(f"  {note}")
+    for note in measure_study(run):
+        print_line(f"  {note}")
+    print_line(f"ladder: stability show {run.folder}")
+
+
+def _at_least(least: int, name: str, value: int) -> int:
+    if value < least:
+        raise ValueError(f"record: {name} must be >= {least}, got {value}")
+    return value
+
+
+def _listed_steps(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdigit() and int(word) for word in words):
+        raise ValueError(
+            f"record: snapshots must be whole numbers from 1, such as 10,100, got {text!r}"
+        )
+    return sorted({int(word) for word in words})
+
+
+def option_help() -> str:
+    """Return what the words after the options are."""
+    return (
+        "--env NAME=VALUE (once for each): a variable that is set for the command\n"
+        "-- COMMAND ...: what to run, e.g. -- torchrun --nproc-per-node 2 train.py --seed {seed};\n"
+        "  {seed}, {arm} and {out} (a folder of the run's own) are filled in"
+    )
+
+
+def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split the command after `--`, and each `--env NAME=VALUE`, from the verb's other arguments.
+
+    ValueError for a variable without a value.
+    """
+    given = list(words)
+    end = given.index("--") if "--" in given else len(given)
+    rest, env, remaining = [], {}, given[:end]
+    while remaining:
+        word = remaining.pop(0)
+        if word != "--env" and not word.startswith("--env="):
+            rest.append(word)
+            continue
+        text = word.partition("=")[2] if word != "--env" else (remaining or [""]).pop(0)
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ValueError(f"record: --env must be NAME=VALUE, got {text!r}")
+        env[name] = value
+    return rest, {"words": given[end + 1 :], "env": env}

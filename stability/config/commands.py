@@ -1,0 +1,115 @@
+"""A training that is anybody's command, as the config of an arm: its program, flags, variables.
+
+`python train.py --lr 0.1` is the program `python train.py` and the flag `lr`: what two arms differ
+in has a path, as `flags.lr`, as has any value of our own trainer's config. `{seed}`, `{arm}` and
+`{out}` stand for what is another one in each run, so that the config is the same for all seeds.
+Leaves out how the command is run (`recorder.launch`).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["CHANGES", "PLACEHOLDERS", "command_config", "filled_in", "is_command", "parse_flags"]
+
+PLACEHOLDERS = ("seed", "arm", "out")
+"""What a command may hold in braces."""
+
+CHANGES = ("init", "batches")
+"""What a change may be meant to change besides the numerics: the start weights, the batches."""
+
+_FLAG = re.compile(r"-{1,2}[A-Za-z][\w.\-/]*")
+_SETTING = re.compile(r"([A-Za-z_+~][\w.\-/@+~]*)=(.*)", re.DOTALL)
+"""What follows a program in the manner of Hydra and OmegaConf: `optimizer.lr=0.1`."""
+
+
+def command_config(
+    words: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    steps: int,
+    snapshot_steps: Sequence[int],
+    nudge: tuple[int, int] = (0, 0),
+    may_change: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the config of a run that the command `words` trains, in JSON values.
+
+    `env` are the variables that are set for it, `nudge` the units in the last place by which its
+    start weights are moved and the number of the draw. `may_change` names what else is meant to be
+    another one than the baseline's, of `CHANGES`: of a flag nobody can tell. ValueError if there is
+    no word, and for another name.
+    """
+    if not words:
+        raise ValueError("record: a command must follow --, as in `-- python train.py`, got none")
+    unknown = [name for name in may_change if name not in CHANGES]
+    if unknown:
+        raise ValueError(
+            f"record: may-change must be of {', '.join(CHANGES)}, got {', '.join(unknown)}"
+        )
+    end = _end_of_program(words)
+    return {
+        "program": " ".join(words[:end]),
+        "flags": parse_flags(words[end:]),
+        "env": dict(env),
+        "nudge": {"ulps": nudge[0], "draw": nudge[1]},
+        "changes": {name: name in may_change for name in CHANGES},
+        "train": {"steps": steps, "snapshot_steps": list(snapshot_steps)},
+    }
+
+
+def is_command(config: Mapping[str, Any]) -> bool:
+    """Whether a recorded config is that of a command, and not of our own trainer."""
+    return "program" in config
+
+
+def filled_in(word: str, values: Mapping[str, object]) -> str:
+    """Return `word` with each of `PLACEHOLDERS` in braces replaced; other braces are left."""
+    for name, value in values.items():
+        word = word.replace("{" + name + "}", str(value))
+    return word
+
+
+def _end_of_program(words: Sequence[str]) -> int:
+    """Return where the program ends: with its script, its module, or its first word."""
+    for index, word in enumerate(words):
+        if word.endswith(".py"):
+            return index + 1
+    for index, word in enumerate(words[:-1]):
+        if word == "-m":
+            return index + 2
+    return 1
+
+
+def parse_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Return a command's flags by name without their dashes; what is no flag has its place's name.
+
+    `--lr 0.1`, `--lr=0.1` and `lr=0.1` are one thing. A flag without a value is True, and one that
+    is given more than once has all its values.
+    """
+    flags: dict[str, Any] = {}
+    rest, places = list(words), 0
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        setting = _SETTING.fullmatch(word)
+        if _FLAG.fullmatch(name):
+            values: list[Any] = [value] if equals else _values(rest)
+            found: Any = " ".join(values) if values else True
+            name = name.lstrip("-")
+        elif setting:
+            name, found = setting.groups()
+        else:
+            places += 1
+            name, found = f"argument_{places}", word
+        flags[name] = f"{flags[name]} {found}" if name in flags else found
+    return flags
+
+
+def _values(rest: list[str]) -> list[str]:
+    """Take the words that follow a flag as its values."""
+    taken = []
+    while rest and not _FLAG.fullmatch(rest[0].partition("=")[0]):
+        if _SETTING.fullmatch(rest[0]):
+            break
+        taken.append(rest.pop(0))
+    return taken

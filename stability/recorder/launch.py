@@ -1,0 +1,113 @@
+"""Runs a command so that the training in it is recorded: no line of it is changed.
+
+The command gets a folder first on `PYTHONPATH`, whose `sitecustomize` loads the recorder into every
+Python process, and variables that say what to record. Its output goes where it went before; the
+last lines are kept for a message. Leaves out what is made of the spool (`spooled`).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Asked", "Launched", "environment_of", "launch"]
+
+_STARTUP = Path(__file__).parent / "inside" / "startup"
+_KEPT_LINES = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a training is to be given, and what is to be kept of it."""
+
+    seed: int
+    steps: int = 0
+    """End it after as many updates; 0: it ends by itself."""
+    snapshot_steps: Sequence[int] = ()
+    """Updates after which its state is kept, besides the first and the last; none: 1, 2, 5, ..."""
+    deterministic: bool = True
+    nudge: tuple[int, int] = (0, 0)
+    """Units in the last place, and the number of the draw."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """How a command ended."""
+
+    code: int
+    last_lines: str
+
+
+def environment_of(asked: Asked, spool: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """Return all variables of the command's process."""
+    ours = {
+        "STABILITY_SPOOL": str(spool.resolve()),
+        "STABILITY_SEED": str(asked.seed),
+        "STABILITY_STEPS": str(asked.steps),
+        "STABILITY_SNAPSHOTS": ",".join(map(str, asked.snapshot_steps)),
+        "STABILITY_NUDGE": f"{asked.nudge[0]} {asked.nudge[1]}",
+        "STABILITY_DETERMINISTIC": str(int(asked.deterministic)),
+        # the order of a set may be the order of a sum
+        "PYTHONHASHSEED": "0",
+    }
+    if asked.deterministic:
+        ours["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    merged = {**os.environ, **ours, **env}
+    path = merged.get("PYTHONPATH", "")
+    return {**merged, "PYTHONPATH": f"{_STARTUP}{os.pathsep}{path}" if path else str(_STARTUP)}
+
+
+def launch(words: Sequence[str], variables: Mapping[str, str]) -> Launched:
+    """Run a command to its end, its output beside this one's.
+
+    KeyboardInterrupt, once the command has ended, if the user interrupts. ValueError if there is no
+    such command.
+    """
+    try:
+        process = subprocess.Popen(
+            list(words), env=dict(variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    except (FileNotFoundError, PermissionError) as error:
+        raise ValueError(f"record: {words[0]}: {error.strerror}; is it installed?") from error
+    lines: deque[str] = deque(maxlen=_KEPT_LINES)
+    reader = threading.Thread(target=_pass_on, args=(process, lines), daemon=True)
+    with _passing_signals(process):
+        reader.start()
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            # the terminal has sent it to the command too, which may save something first
+            process.wait()
+            raise
+        finally:
+            # a process that the command left behind may still hold the pipe
+            reader.join(timeout=5)
+    return Launched(code=code, last_lines="\n".join(lines))
+
+
+def _pass_on(process: "subprocess.Popen[bytes]", lines: deque[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        text = line.decode(errors="replace")
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        lines.append(text.rstrip())
+
+
+@contextmanager
+def _passing_signals(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Hand on the signal by which a scheduler ends a job."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,178 @@
+"""What the processes of a training left in their spool, put together.
+
+Leaves out how they came there (`inside`) and the record that is made of it (`writer`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["SpoolError", "Spooled", "Update", "read_spool", "read_state"]
+
+
+class SpoolError(ValueError):
+    """What was recorded is no training: in words, why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One update, over all ranks."""
+
+    step: int
+    loss: float | None
+    """Mean over ranks of what was back-propagated; None if no loss was seen."""
+    batch: str
+    """A hash of what the model was given, whatever the order; empty if nothing was seen."""
+    samples: int
+    skipped: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spooled:
+    """A training as its processes saw it."""
+
+    updates: Sequence[Update]
+    states: Mapping[int, Path]
+    """By step, the file of the first rank's state."""
+    environment: Mapping[str, Any]
+    modules: Mapping[str, str]
+    init: str
+    """The hash of the start state, before a nudge."""
+    owners: Sequence[str]
+    names: Sequence[str]
+    world: int
+    script: str
+    left_out: Sequence[str]
+    has_end: bool
+    """Whether every process came to its own end."""
+    notes: Sequence[str] = field(default=())
+    """What was not seen, in sentences."""
+
+    @property
+    def step(self) -> int:
+        """How many updates were made."""
+        return len(self.updates)
+
+
+def read_spool(folder: Path) -> Spooled:
+    """Return what the processes of a training left in `folder`.
+
+    SpoolError, one sentence, if there was no training, or several at once that are no group.
+    """
+    ranks = [_read_lines(path) for path in sorted(folder.glob("rank-*.jsonl"))]
+    ranks = [lines for lines in ranks if any(line["kind"] == "begin" for line in lines)]
+    if not ranks:
+        raise SpoolError(
+            "no training was seen: no optimizer of torch.optim made a step in a Python process "
+            "that this command started"
+        )
+    begins = [next(line for line in lines if line["kind"] == "begin") for lines in ranks]
+    _check_group(begins)
+    first = min(range(len(ranks)), key=lambda index: begins[index]["rank"])
+    begin, ends = begins[first], [_end_of(lines) for lines in ranks]
+    updates = _merged([_updates_of(lines) for lines in ranks])
+    states = {
+        line["step"]: folder / line["file"]
+        for line in ranks[first]
+        if line["kind"] == "state" and line["file"]
+    }
+    modules = {**begin["modules"], **(ends[first] or {}).get("modules", {})}
+    left_out = sorted({each for end in ends if end for each in end["left_out"]})
+    return Spooled(
+        updates=updates,
+        states={step: path for step, path in states.items() if step <= len(updates)},
+        environment=begin["environment"],
+        modules=modules,
+        init=begin["init"],
+        owners=begin["owners"],
+        names=begin["names"],
+        world=begin["world"],
+        script=begin["script"],
+        left_out=left_out,
+        has_end=all(ends),
+        notes=_notes(updates, begin, ends[first] or {}, left_out),
+    )
+
+
+def read_state(path: Path) -> "dict[str, Tensor]":
+    """Return a state by name, on the CPU."""
+    import torch  # heavy
+
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # a process that was killed may have left half a line
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _end_of(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((line for line in lines if line["kind"] == "end"), None)
+
+
+def _updates_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == "update"]
+
+
+def _check_group(begins: list[dict[str, Any]]) -> None:
+    ranks, world = sorted(begin["rank"] for begin in begins), begins[0]["world"]
+    if len(begins) > 1 and world == 1:
+        raise SpoolError(
+            f"{len(begins)} processes trained, and they are no group of torch.distributed: record "
+            "one training at a time"
+        )
+    if len(begins) != world or ranks != list(range(world)):
+        raise SpoolError(
+            f"ranks 0 to {world - 1} must have trained, got {', '.join(map(str, ranks))}"
+        )
+
+
+def _merged(ranks: list[list[dict[str, Any]]]) -> list[Update]:
+    """Return the updates that all ranks have made."""
+    found = []
+    for lines in zip(*ranks, strict=False):
+        losses = [line["loss"] for line in lines if line["loss"] is not None]
+        hashes = [line["batch"] for line in lines]
+        total = sum(int(text, 16) for text in hashes if text) % 2**64
+        found.append(
+            Update(
+                step=lines[0]["step"],
+                loss=sum(losses) / len(losses) if losses else None,
+                batch=f"{total:016x}" if all(hashes) else "",
+                samples=sum(line["samples"] for line in lines),
+                skipped=any(line["skipped"] for line in lines),
+            )
+        )
+    return found
+
+
+def _notes(
+    updates: list[Update], begin: Mapping[str, Any], end: Mapping[str, Any], left_out: list[str]
+) -> list[str]:
+    notes = []
+    unseen = [update.step for update in updates if not update.batch]
+    if unseen:
+        notes.append(
+            f"no training input was seen in {len(unseen)} of {len(updates)} updates: that both "
+            "runs had the same batches can't be checked; a whole step that is compiled hides it"
+        )
+    if all(update.loss is None for update in updates):
+        notes.append("no loss was seen: no scalar was back-propagated outside of a compiled graph")
+    if left_out:
+        notes.append(f"not part of the batches' hash: {', '.join(left_out)}")
+    if any(name.startswith("weight_") for name in begin["names"]):
+        notes.append("some weights belong to no module, and are named by their place")
+    if len(begin["owners"]) > 1:
+        notes.append(f"{len(begin['owners'])} models train: {', '.join(begin['owners'])}")
+    if end.get("later_weights"):
+        notes.append(
+            f"{end['later_weights']} weights were given to an optimizer after the first update: "
+            "they are not recorded"
+        )
+    return notes
