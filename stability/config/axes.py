@@ -160,7 +160,8 @@ def change_problem(paths: Collection[str], change: str = "") -> str:
     A clause as of `fixed_problem`; empty if they are one.
     """
     axes = axes_of(paths, change)
-    if change and axes != [change]:
+    own = [path for path in paths if not lies_on(path, _MEANT)]
+    if change and not (own and all(lies_on(path, change) for path in own)):
         return f"change must hold all that differs, {', '.join(axes) or 'nothing'}, got {change!r}"
     groups = groups_of(paths)
     if change and len(groups) > 1:

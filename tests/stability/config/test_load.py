@@ -10,7 +10,7 @@ import yaml
 from attention_kernels import checks
 from stability.config.attentions import HEAD_DIMS
 from stability.config.convert import ConfigError
-from stability.config.load import _RESERVED, load_study
+from stability.config.load import RESERVED, load_study
 from stability.records.paths import StudyPaths
 
 STUDY = """
@@ -228,7 +228,7 @@ def test_every_file_of_a_study_has_a_reserved_name():
     files = [getattr(paths, name) for name in properties]
     files += [getattr(paths, name)(0) for name in methods]
     assert {"drifts", "distances", "assay"} == methods, "each is called with a seed or an arm"
-    assert {file.relative_to(paths.root).parts[0] for file in files} <= set(_RESERVED)
+    assert {file.relative_to(paths.root).parts[0] for file in files} <= set(RESERVED)
 
 
 def test_the_head_dims_of_a_config_are_those_of_the_kernels(write):
