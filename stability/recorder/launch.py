@@ -5,6 +5,7 @@ Python process, and variables that say what to record. Its output goes where it 
 last lines are kept for a message. Leaves out what is made of the spool (`spooled`).
 """
 
+import codecs
 import os
 import signal
 import subprocess
@@ -20,6 +21,8 @@ __all__ = ["Asked", "Launched", "environment_of", "launch"]
 
 _STARTUP = Path(__file__).parent / "inside" / "startup"
 _KEPT_LINES = 12
+_KEPT_CHARACTERS = 2000
+"""Of a line: a progress bar is one line of megabytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,16 +91,21 @@ def launch(words: Sequence[str], variables: Mapping[str, str]) -> Launched:
         finally:
             # a process that the command left behind may still hold the pipe
             reader.join(timeout=5)
-    return Launched(code=code, last_lines="\n".join(lines))
+    return Launched(code=code, last_lines="\n".join(line.split("\r")[-1] for line in lines))
 
 
 def _pass_on(process: "subprocess.Popen[bytes]", lines: deque[str]) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        text = line.decode(errors="replace")
+    lines.append("")
+    # as it comes: a progress bar writes over its line, which ends only with the last step
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    while chunk := process.stdout.read1():
+        text = decoder.decode(chunk)
         sys.stdout.write(text)
         sys.stdout.flush()
-        lines.append(text.rstrip())
+        first, *rest = text.replace("\r\n", "\n").split("\n")
+        lines[-1] = (lines[-1] + first)[-_KEPT_CHARACTERS:]
+        lines.extend(rest)
 
 
 @contextmanager

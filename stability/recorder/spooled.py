@@ -166,7 +166,7 @@ def _notes(
         notes.append("no loss was seen: no scalar was back-propagated outside of a compiled graph")
     if left_out:
         notes.append(f"not part of the batches' hash: {', '.join(left_out)}")
-    if any(name.startswith("weight_") for name in begin["names"]):
+    if any(name.startswith("unowned_") for name in begin["names"]):
         notes.append("some weights belong to no module, and are named by their place")
     if len(begin["owners"]) > 1:
         notes.append(f"{len(begin['owners'])} models train: {', '.join(begin['owners'])}")

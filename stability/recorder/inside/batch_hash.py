@@ -41,7 +41,7 @@ def hash_samples(tensors: List[Tensor]) -> Tuple[Tensor, int]:
         for index, tensor in enumerate(tensors):
             is_by_row = tensor.dim() > 0 and tensor.shape[0] == rows
             of_rows = _hash_rows(tensor if is_by_row else tensor.unsqueeze(0))
-            samples = samples + _mixed(of_rows.to(device) + _STEP * (index + 1))
+            samples = samples + _mixed(of_rows.to(device) + _signed(_STEP * (index + 1)))
         return _mixed(samples).sum(), rows
 
 
@@ -68,6 +68,11 @@ def _as_words(tensor: Tensor) -> Tensor:
     if per_word > 1 and flat.shape[1] % per_word == 0 and flat.numel():
         return flat.contiguous().view(torch.int64)
     return flat.to(torch.int64)
+
+
+def _signed(number: int) -> int:
+    """Return what is left of a number in 64 bits, as torch's integers wrap around."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _mixed(x: Tensor) -> Tensor:

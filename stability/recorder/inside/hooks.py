@@ -3,7 +3,7 @@
 Python's and PyTorch's own places are wrapped, process-wide: `nn.Module.__call__`, which is put back
 while a model computes, so that it costs one call a pass and a graph sees nothing of it;
 `torch.autograd.backward`; the hooks that PyTorch has for all optimizers; a loss scaler's `scale`
-and `step`. What is compiled is not looked into. Leaves out what is made of it (`training`).
+and `step`; `destroy_process_group`. What is compiled is not looked into. Leaves out what is made of it (`training`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def install(training: Training) -> None:
     _wrap_backward(training)
     _wrap_optimizers(training)
     _wrap_scaler(training)
+    _wrap_group(training)
 
 
 def _is_compiling() -> bool:
@@ -194,3 +195,18 @@ def _wrap_scaler(training: Training) -> None:
         return result
 
     kind.scale, kind.step = scaled, stepped
+
+
+def _wrap_group(training: Training) -> None:
+    distributed: Any = torch.distributed
+    if not distributed.is_available():
+        return
+    original = distributed.destroy_process_group
+
+    @functools.wraps(original)
+    def destroyed(group: Any = None) -> Any:
+        if group is None or group is distributed.group.WORLD:
+            training.group_ends()
+        return original(group)
+
+    distributed.destroy_process_group = destroyed

@@ -23,7 +23,7 @@ def named_state(weights: Iterable[Tensor]) -> Tuple[Dict[str, Tensor], List[str]
     It holds every parameter that trains and every floating-point buffer that a checkpoint would
     hold, of the modules that own `weights` and of whatever owns those, once each. Where several
     modules have no common owner each name begins with its module's class. A weight that no module
-    owns is called `weight_<n>`, by its place.
+    owns is called `unowned_<n>`, by its place.
     """
     missing = {id(weight): weight for weight in weights}
     places = {key: index for index, key in enumerate(missing)}
@@ -45,8 +45,8 @@ def named_state(weights: Iterable[Tensor]) -> Tuple[Dict[str, Tensor], List[str]
         for name, value in _state_of(module):
             if id(value) not in taken:
                 state[prefix + name] = value
-    state.update({f"weight_{places[key]}": value for key, value in missing.items()})
-    return state, [type(unwrapped(module)).__name__ for module in chosen]
+    state.update({f"unowned_{places[key]}": value for key, value in missing.items()})
+    return state, [_class_of(module) for module in chosen]
 
 
 def copies_of(name: str, weight: Tensor) -> List[Tensor]:
@@ -77,6 +77,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = children[name]
 
 
+def _class_of(module: nn.Module) -> str:
+    """Return the name of the user's class; FSDP2 puts one of its own before it."""
+    own = type(unwrapped(module))
+    is_sharded = len(own.__mro__) > 2 and own.__mro__[1].__name__ == "FSDPModule"
+    return (own.__mro__[2] if is_sharded else own).__name__
+
+
 def _outermost(weights: Set[int]) -> List[nn.Module]:
     """Return the modules that own one of `weights` and that no other module holds."""
     modules = _modules()
@@ -103,7 +110,7 @@ def _count(module: nn.Module, weights: Dict[int, Tensor]) -> int:
 def _prefixes(modules: List[nn.Module]) -> List[str]:
     if len(modules) < 2:
         return [""] * len(modules)
-    classes = [type(unwrapped(module)).__name__ for module in modules]
+    classes = [_class_of(module) for module in modules]
     return [
         f"{name}." if classes.count(name) == 1 else f"{name}_{classes[:index].count(name)}."
         for index, name in enumerate(classes)

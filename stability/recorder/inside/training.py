@@ -162,6 +162,13 @@ class Training:
         self._note_step(optimizer)
         self._row.skipped += 1
 
+    def group_ends(self) -> None:
+        """Tell that the ranks are about to part: what is sharded can't be gathered afterwards."""
+        if self._row.stepped:
+            self._close()
+        if self.step and self._last_state != self.step:
+            self._save(self.step)
+
     def end(self, reason: str) -> None:
         """Close the last row, write the last state and what else is known."""
         if self.has_ended or not self._spool.is_own:

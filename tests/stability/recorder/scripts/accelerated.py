@@ -1,0 +1,37 @@
+"""A loop of Accelerate, with its own accumulation and clipping."""
+
+import argparse
+import hashlib
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+flags = argparse.ArgumentParser()
+flags.add_argument("--seed", type=int, default=0)
+flags.add_argument("--bf16", action="store_true")
+asked = flags.parse_args()
+
+set_seed(asked.seed)
+accelerator = Accelerator(
+    cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16" if asked.bf16 else "no"
+)
+model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(48, 6), torch.randint(0, 4, (48,)))
+model, optimizer, loader = accelerator.prepare(
+    model, optimizer, DataLoader(data, batch_size=4, shuffle=True)
+)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+weights = torch.cat([x.detach().flatten() for x in model.parameters()])
+print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())

@@ -1,0 +1,38 @@
+"""Hugging Face's Trainer on a model of its own, made here."""
+
+import argparse
+import hashlib
+import tempfile
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+flags = argparse.ArgumentParser()
+flags.add_argument("--seed", type=int, default=0)
+flags.add_argument("--bf16", action="store_true")
+asked = flags.parse_args()
+
+torch.manual_seed(asked.seed)
+config = GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2)
+model = GPT2LMHeadModel(config)
+tokens = torch.randint(0, 40, (24, 12))
+data = [{"input_ids": row, "labels": row} for row in tokens]
+with tempfile.TemporaryDirectory() as folder:
+    arguments = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=2,
+        bf16=asked.bf16,
+        seed=asked.seed,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4]).train()
+weights = torch.cat([x.detach().float().flatten() for x in model.parameters()])
+print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())
