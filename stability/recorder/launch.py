@@ -99,13 +99,14 @@ def _pass_on(process: "subprocess.Popen[bytes]", lines: deque[str]) -> None:
     lines.append("")
     # as it comes: a progress bar writes over its line, which ends only with the last step
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    while chunk := process.stdout.read1():
-        text = decoder.decode(chunk)
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        first, *rest = text.replace("\r\n", "\n").split("\n")
-        lines[-1] = (lines[-1] + first)[-_KEPT_CHARACTERS:]
-        lines.extend(rest)
+    with process.stdout as pipe:
+        while chunk := os.read(pipe.fileno(), 1 << 16):
+            text = decoder.decode(chunk)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            first, *rest = text.replace("\r\n", "\n").split("\n")
+            lines[-1] = (lines[-1] + first)[-_KEPT_CHARACTERS:]
+            lines.extend(rest)
 
 
 @contextmanager

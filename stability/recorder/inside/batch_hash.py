@@ -57,16 +57,16 @@ def _hash_rows(tensor: Tensor) -> Tensor:
 
 def _as_words(tensor: Tensor) -> Tensor:
     """Return the rows as 64-bit integers, `(rows, words)`."""
-    rows = tensor.shape[0]
-    if tensor.dtype in _WHOLE_NUMBERS:
-        return tensor.reshape(rows, -1).to(torch.int64)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.detach().contiguous().view(_WORDS[tensor.element_size()]).reshape(rows, -1)
+    flat = tensor.detach().unsqueeze(1).flatten(1)
+    if tensor.dtype in _WHOLE_NUMBERS:
+        return flat.to(torch.int64)
+    flat = flat.contiguous().view(_WORDS[tensor.element_size()])
     # large rows, as those of pictures, in fewer words: no bit is lost
     per_word = 8 // flat.element_size()
     if per_word > 1 and flat.shape[1] % per_word == 0 and flat.numel():
-        return flat.contiguous().view(torch.int64)
+        return flat.view(torch.int64)
     return flat.to(torch.int64)
 
 

@@ -80,8 +80,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def _class_of(module: nn.Module) -> str:
     """Return the name of the user's class; FSDP2 puts one of its own before it."""
     own = type(unwrapped(module))
-    is_sharded = len(own.__mro__) > 2 and own.__mro__[1].__name__ == "FSDPModule"
-    return (own.__mro__[2] if is_sharded else own).__name__
+    bases = [base.__name__ for base in own.__bases__]
+    return bases[1] if bases[:1] == ["FSDPModule"] and bases[1:] else own.__name__
 
 
 def _outermost(weights: Set[int]) -> List[nn.Module]:

@@ -5,6 +5,7 @@ import hashlib
 import tempfile
 
 import torch
+from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 flags = argparse.ArgumentParser()
@@ -16,7 +17,21 @@ torch.manual_seed(asked.seed)
 config = GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2)
 model = GPT2LMHeadModel(config)
 tokens = torch.randint(0, 40, (24, 12))
-data = [{"input_ids": row, "labels": row} for row in tokens]
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """The first rows of tokens."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": tokens[index], "labels": tokens[index]}
+
+
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         output_dir=folder,
@@ -33,6 +48,6 @@ with tempfile.TemporaryDirectory() as folder:
         use_cpu=True,
         disable_tqdm=True,
     )
-    Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4]).train()
+    Trainer(model, arguments, train_dataset=Rows(24), eval_dataset=Rows(4)).train()
 weights = torch.cat([x.detach().float().flatten() for x in model.parameters()])
 print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())

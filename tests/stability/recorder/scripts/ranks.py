@@ -6,6 +6,7 @@ import os
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 flags = argparse.ArgumentParser()
@@ -38,7 +39,7 @@ for _ in range(6):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-whole = [x.full_tensor() if asked.layout == "fsdp" else x for x in model.parameters()]
+whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in model.parameters()]
 weights = torch.cat([x.detach().flatten() for x in whole])
 if rank == 0:
     print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())

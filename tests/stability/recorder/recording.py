@@ -1,0 +1,74 @@
+"""Records the scripts beside this file, as anybody would: by the command line alone."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from stability.cli.main import main
+from stability.records.manifest import Manifest, read_manifest
+from stability.records.metric_log import read_metrics, read_text
+from stability.records.metric_names import BATCH_HASH, TRAIN_LOSS, drift_name
+from stability.records.paths import RunPaths
+
+SCRIPTS = Path(__file__).parent / "scripts"
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+def words(script: str, *flags: str, ranks: int = 1) -> list[str]:
+    """Return the command that runs a script of ours."""
+    start = [sys.executable] if ranks == 1 else _TORCHRUN
+    return [*start, str(SCRIPTS / script), *flags]
+
+
+@dataclass
+class Recording:
+    """A study of one command."""
+
+    out: Path
+    command: list[str]
+
+    def record(self, arm: str, *flags: str, seed: int = 0, options: tuple[str, ...] = ()) -> int:
+        """Record an arm, its own flags after the command's; return the exit code."""
+        given = ["--study", "study", "--arm", arm, "--seed", str(seed), "--out", str(self.out)]
+        return main(["record", *given, *options, "--", *self.command, "--seed", "{seed}", *flags])
+
+    @property
+    def folder(self) -> Path:
+        """The study's folder."""
+        return self.out / "study"
+
+    def paths(self, arm: str, seed: int = 0) -> RunPaths:
+        """The run's files."""
+        return RunPaths.for_run(self.folder, arm, seed)
+
+    def manifest(self, arm: str, seed: int = 0) -> Manifest:
+        """The run's manifest."""
+        return read_manifest(self.paths(arm, seed).manifest)
+
+    def batches(self, arm: str, seed: int = 0) -> dict[int, str]:
+        """The hash of all batches by step."""
+        return read_text(self.paths(arm, seed).metrics, BATCH_HASH)
+
+    def losses(self, arm: str, seed: int = 0) -> list[float]:
+        """The loss of each update."""
+        return read_metrics(self.paths(arm, seed).metrics)[TRAIN_LOSS].values
+
+    def drift(self, arm: str, seed: int = 0) -> dict[int, float]:
+        """The relative drift from the baseline, over all weights, by step."""
+        found = read_metrics(self.paths(arm, seed).metrics)[drift_name("all", "rel_l2")]
+        return dict(zip(found.steps, found.values, strict=True))
+
+
+def bits_of(text: str) -> str:
+    """Return the hash of the last weights that a script has printed."""
+    found = [line.split()[1] for line in text.splitlines() if line.startswith("weights ")]
+    assert len(found) == 1, text
+    return found[0]
+
+
+def run_alone(command: list[str]) -> str:
+    """Run a command without a recorder, and return the hash of its last weights."""
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return bits_of(ran.stdout)

@@ -1,0 +1,125 @@
+"""The names of the weights that an optimizer was given."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from stability.recorder.inside.names import copies_of, named_state, unwrapped
+
+
+class Named(nn.Module):
+    """A root with a buffer that a checkpoint holds, one that it doesn't, and a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 2, bias=False)
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+
+NAMES = {
+    *("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias", "head.weight"),
+    *("body.1.running_mean", "body.1.running_var"),
+}
+
+
+def test_the_outermost_owner_names_weights_and_kept_buffers() -> None:
+    model = Named()
+    state, owners = named_state(model.body.parameters())  # an optimizer of a part
+    assert set(state) == NAMES
+    assert owners == ["Named"]
+    assert state["head.weight"] is model.head.weight
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_what_wraps_a_model_is_in_no_name() -> None:
+    model = Named()
+    compiled = torch.compile(model)
+    state, owners = named_state(compiled.parameters())
+    assert set(state) == NAMES
+    assert owners == ["Named"]
+    assert unwrapped(compiled) is model
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = model
+
+    wrapper = Wrapper()
+    assert set(named_state(wrapper.parameters())[0]) == NAMES
+    assert unwrapped(wrapper) is model
+
+
+def test_a_copy_of_the_weights_names_nothing() -> None:
+    model = Named()
+    average = copy.deepcopy(model)
+    state, owners = named_state(model.parameters())
+    assert owners == ["Named"]
+    assert all(x is not y for x in state.values() for y in average.parameters())
+
+
+def test_models_without_a_common_owner_are_told_apart() -> None:
+    first, second, other = nn.Linear(2, 2), nn.Linear(2, 3), Named()
+    weights = [*first.parameters(), *second.parameters(), *other.parameters()]
+    state, owners = named_state(weights)
+    assert sorted(owners) == ["Linear", "Linear", "Named"]
+    assert {name.partition(".")[0] for name in state} == {"Linear_0", "Linear_1", "Named"}
+    assert len({id(x) for x in state.values()}) == 2 + 2 + len(NAMES)
+
+
+def test_tied_weights_count_once() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    assert set(named_state(model.parameters())[0]) == {"0.weight"}
+
+
+def test_a_weight_of_no_module_is_named_by_its_place() -> None:
+    free = nn.Parameter(torch.zeros(2))
+    model = nn.Linear(2, 2)
+    state, owners = named_state([*model.parameters(), free])
+    assert set(state) == {"weight", "bias", "unowned_2"}
+    assert owners == ["Linear"]
+
+
+def test_a_nudge_finds_an_average_that_begins_with_the_same_bits() -> None:
+    model = Named()
+    average = copy.deepcopy(model)
+    other = Named()
+    with torch.no_grad():
+        other.head.weight.add_(1)
+    assert copies_of("head.weight", model.head.weight) == [average.head.weight]
+
+
+class Lazy:
+    """Proxies as of transformers wake up when they are asked for their class."""
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise AssertionError("a proxy was asked for its class")
+
+
+def test_objects_that_are_no_modules_are_left_alone() -> None:
+    lazy = Lazy()
+    assert any(x is lazy for x in gc.get_objects()) or gc.is_tracked(lazy)
+    model = nn.Linear(2, 2)
+    assert set(named_state(model.parameters())[0]) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("fails", ["before", "after"])
+def test_a_module_half_made_is_passed_over(fails: str) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            if fails == "after":
+                super().__init__()
+            kept.append(self)
+            raise RuntimeError
+
+    kept: list[nn.Module] = []
+    with pytest.raises(RuntimeError):
+        Broken()
+    model = nn.Linear(2, 2)
+    assert named_state(model.parameters())[1] == ["Linear"]

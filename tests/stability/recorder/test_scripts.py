@@ -1,0 +1,69 @@
+"""Scripts of each kind, recorded by the command line alone: no bit changes, and pairs are pairs."""
+
+from pathlib import Path
+
+import pytest
+
+from stability.cli.main import main
+
+from tests.stability.recorder.recording import Recording, bits_of, run_alone, words
+
+KINDS = {
+    "plain": words("plain.py"),
+    "accumulated and scaled": words("scaled.py"),
+    "Muon and AdamW": words("two_optimizers.py"),
+    "compiled": words("compiled.py"),
+    "compiled in place": words("compiled.py", "--in-place"),
+    "checkpointed": words("checkpointed.py"),
+    "checkpointed, reentrant": words("checkpointed.py", "--reentrant"),
+    "averaged and evaluated": words("averaged.py"),
+    "given its own state": words("recurrent.py"),
+    "adversaries": words("recurrent.py", "--adversaries"),
+    "two ranks, DDP": words("ranks.py", "--layout", "ddp", ranks=2),
+    "two ranks, FSDP2": words("ranks.py", "--layout", "fsdp", ranks=2),
+    "Hugging Face": words("hugging_face.py"),
+    "Lightning": words("lightning_fit.py"),
+    "Accelerate": words("accelerated.py"),
+}
+UPDATES = {"plain": 12}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind == "plain" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+)
+def test_a_script_is_recorded_and_paired(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = run_alone([*KINDS[kind], "--seed", "0", "--bf16"])
+    study = Recording(tmp_path, KINDS[kind])
+    capsys.readouterr()
+    assert study.record("baseline", "--bf16") == 0
+    assert bits_of(capsys.readouterr().out) == alone, "recording changed a bit"
+    assert study.record("rerun", "--bf16") == 0
+    assert study.record("nudge", "--bf16", options=("--nudge", "1")) == 0
+    assert study.record("fp32", options=("--role", "reference")) == 0
+    capsys.readouterr()
+
+    baseline = study.manifest("baseline")
+    updates = UPDATES.get(kind, 6)
+    assert (baseline.state, baseline.step, len(study.batches("baseline"))) == (
+        "finished",
+        updates,
+        updates,
+    )
+    assert set(study.drift("rerun").values()) == {0.0}
+    assert study.manifest("rerun").hashes["final_weights"] == baseline.hashes["final_weights"]
+    for arm in ("nudge", "fp32"):
+        assert study.batches(arm) == study.batches("baseline")
+        assert study.manifest(arm).hashes["init_weights"] == baseline.hashes["init_weights"]
+        assert 0 < study.drift(arm)[updates] < 0.2
+    assert study.drift("nudge")[0] < 1e-6, "one unit in the last place"
+
+    assert main(["show", str(study.folder)]) == 0
+    ladder = capsys.readouterr().out
+    assert "0 (exact)" in ladder
+    assert "--bf16: given" in ladder
+    assert main(["verify", str(study.folder)]) == 0
+    assert main(["report", str(study.folder)]) == 0
+    assert "--bf16: given" in (study.folder / "report.html").read_text(encoding="utf-8")
