@@ -339,8 +339,10 @@ def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> 
     if other is not None:
         is_free = may_differ("batches", differences)
         return compared(f"batch {other}", a[other], b[other], is_free=is_free)
-    last = shared[-1] if shared else None
-    return compared(f"batches up to step {last}", a.get(last or 0), b.get(last or 0))
+    if not shared:
+        return compared("batches", None, None)
+    last = shared[-1]
+    return compared(f"batches up to step {last}", a[last], b[last])
 
 
 def _first_other_batch(

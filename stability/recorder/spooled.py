@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SpoolError", "Spooled", "Update", "read_spool", "read_state"]
 
+_MOST_NAMES = 4
+"""How many weights a note names."""
+
 
 class SpoolError(ValueError):
     """What was recorded is no training: in words, why."""
@@ -64,8 +67,14 @@ def read_spool(folder: Path) -> Spooled:
 
     SpoolError, one sentence, if there was no training, or several at once that are no group.
     """
-    ranks = [_read_lines(path) for path in sorted(folder.glob("rank-*.jsonl"))]
-    ranks = [lines for lines in ranks if any(line["kind"] == "begin" for line in lines)]
+    processes = [_read_lines(path) for path in sorted(folder.glob("rank-*.jsonl"))]
+    ranks = [lines for lines in processes if any(line["kind"] == "begin" for line in lines)]
+    backwards = [x["backwards"] for lines in processes for x in lines if x["kind"] == "none"]
+    if not ranks and backwards:
+        raise SpoolError(
+            f"{sum(backwards)} backward calls, but no optimizer step: weights must be updated by "
+            "an optimizer of torch.optim"
+        )
     if not ranks:
         raise SpoolError(
             "no training was seen: no optimizer of torch.optim made a step in a Python process "
@@ -168,6 +177,10 @@ def _notes(
         notes.append(f"not part of the batches' hash: {', '.join(left_out)}")
     if any(name.startswith("unowned_") for name in begin["names"]):
         notes.append("some weights belong to no module, and are named by their place")
+    if begin["unowned"]:
+        notes.append(
+            f"{len(begin['unowned'])} weights belong to no optimizer: {_listed(begin['unowned'])}"
+        )
     if len(begin["owners"]) > 1:
         notes.append(f"{len(begin['owners'])} models train: {', '.join(begin['owners'])}")
     if end.get("later_weights"):
@@ -176,3 +189,8 @@ def _notes(
             "they are not recorded"
         )
     return notes
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(sorted(names)[:_MOST_NAMES])
+    return f"{shown}, ..." if len(names) > _MOST_NAMES else shown

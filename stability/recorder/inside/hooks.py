@@ -3,7 +3,8 @@
 Python's and PyTorch's own places are wrapped, process-wide: `nn.Module.__call__`, which is put back
 while a model computes, so that it costs one call a pass and a graph sees nothing of it;
 `torch.autograd.backward`; the hooks that PyTorch has for all optimizers; a loss scaler's `scale`
-and `step`; `destroy_process_group`. What is compiled is not looked into. Leaves out what is made of it (`training`).
+and `step`; `destroy_process_group`. What is compiled is not looked into.
+Leaves out what is made of it (`training`).
 """
 
 from __future__ import annotations

@@ -177,6 +177,8 @@ class Training:
         if self._row.stepped:
             self._close(is_last=True)
         if not self.step:
+            if self.backwards:
+                self._spool.write({"kind": "none", "backwards": self.backwards})
             return
         if self._last_state != self.step:
             self._save(self.step)
@@ -213,6 +215,12 @@ class Training:
             return
         self._state, self._owners = named_state(weights)
         self._begun = self._begin(self._state)
+        owned = {id(weight) for weight in weights}
+        self._begun["unowned"] = [
+            name
+            for name, x in self._state.items()
+            if isinstance(x, torch.nn.Parameter) and id(x) not in owned
+        ]
         self._start = self._copied()
 
     def _close(self, *, is_last: bool = False) -> None:

@@ -31,7 +31,7 @@ class Recording:
     def record(self, arm: str, *flags: str, seed: int = 0, options: tuple[str, ...] = ()) -> int:
         """Record an arm, its own flags after the command's; return the exit code."""
         given = ["--study", "study", "--arm", arm, "--seed", str(seed), "--out", str(self.out)]
-        return main(["record", *given, *options, "--", *self.command, "--seed", "{seed}", *flags])
+        return code_of("record", *given, *options, "--", *self.command, "--seed", "{seed}", *flags)
 
     @property
     def folder(self) -> Path:
@@ -58,6 +58,14 @@ class Recording:
         """The relative drift from the baseline, over all weights, by step."""
         found = read_metrics(self.paths(arm, seed).metrics)[drift_name("all", "rel_l2")]
         return dict(zip(found.steps, found.values, strict=True))
+
+
+def code_of(*arguments: str) -> int:
+    """Return the exit code of `stability` with these arguments."""
+    try:
+        return main(list(arguments))
+    except SystemExit as error:  # how wrong input ends
+        return int(error.code or 0)
 
 
 def bits_of(text: str) -> str:
