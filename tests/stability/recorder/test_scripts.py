@@ -29,7 +29,7 @@ KINDS = {
     "Lightning": words("lightning_fit.py"),
     "Accelerate": words("accelerated.py"),
 }
-UPDATES = {"plain": 12}
+UPDATES = {"plain": 12, "Muon and AdamW": 7}
 
 
 @pytest.mark.parametrize(

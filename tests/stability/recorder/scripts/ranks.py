@@ -1,6 +1,7 @@
 """Two or more ranks on gloo: DDP, or FSDP2; one rank alone without torchrun."""
 
 import argparse
+import gc
 import hashlib
 import os
 
@@ -44,5 +45,9 @@ weights = torch.cat([x.detach().flatten() for x in whole])
 if rank == 0:
     print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())
 if asked.layout != "one":
-    torch.distributed.barrier()  # gloo aborts a rank whose neighbour has gone
+    # Gloo aborts a rank whose neighbour has gone, and now and then one whose model
+    # outlives the group: the interpreter's exit then ends gloo's threads under it.
+    torch.distributed.barrier()
+    del model, optimizer, loss, whole
+    gc.collect()
     torch.distributed.destroy_process_group()
