@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stability.cli.output import FAILS, HOLDS, print_line
+from stability.config.commands import command_training
 
 if TYPE_CHECKING:
     from stability.records.manifest import Manifest
-    from stability.study.foreign import ForeignRun
+    from stability.study.foreign_plan import ForeignRun
 
 __all__ = ["option_help", "record", "split_options"]
 
@@ -61,7 +62,8 @@ def record(
             "`stability record --study lr --arm baseline -- python train.py`"
         )
     from stability.recorder.launch import Asked  # heavy from here on: numpy behind the contract
-    from stability.study.foreign import RunFailedError, plan_run, record_command
+    from stability.study.foreign import RunFailedError, record_command
+    from stability.study.foreign_plan import plan_run
 
     asked = Asked(
         seed=_at_least(0, "seed", seed),
@@ -75,8 +77,8 @@ def record(
         study,
         arm,
         seed,
-        words or [],
-        env=env or {},
+        command_training(words or [], env or {}),
+        words=words or [],
         asked=asked,
         role=role,
         change=change,

@@ -10,7 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["CHANGES", "PLACEHOLDERS", "command_config", "filled_in", "is_command", "parse_flags"]
+__all__ = [
+    "CHANGES",
+    "PLACEHOLDERS",
+    "command_training",
+    "filled_in",
+    "is_command",
+    "parse_flags",
+    "training_config",
+]
 
 PLACEHOLDERS = ("seed", "arm", "out")
 """What a command may hold in braces."""
@@ -23,34 +31,42 @@ _SETTING = re.compile(r"([A-Za-z_+~][\w.\-/@+~]*)=(.*)", re.DOTALL)
 """What follows a program in the manner of Hydra and OmegaConf: `optimizer.lr=0.1`."""
 
 
-def command_config(
-    words: Sequence[str],
-    env: Mapping[str, str],
+def command_training(words: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the training that the command `words` does is told, in JSON values.
+
+    `env` are the variables that are set for it. ValueError if there is no word.
+    """
+    if not words:
+        raise ValueError("record: a command must follow --, as in `-- python train.py`, got none")
+    end = _end_of_program(words)
+    return {
+        "program": " ".join(words[:end]),
+        "flags": parse_flags(words[end:]),
+        "env": dict(env),
+    }
+
+
+def training_config(
+    training: Mapping[str, Any],
     *,
     steps: int,
     snapshot_steps: Sequence[int],
     nudge: tuple[int, int] = (0, 0),
     may_change: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the config of a run that the command `words` trains, in JSON values.
+    """Return the config of a run of a `training` that is not ours, in JSON values.
 
-    `env` are the variables that are set for it, `nudge` the units in the last place by which its
-    start weights are moved and the number of the draw. `may_change` names what else is meant to be
-    another one than the baseline's, of `CHANGES`: of a flag nobody can tell. ValueError if there is
-    no word, and for another name.
+    `nudge` are the units in the last place by which its start weights are moved and the number of
+    the draw. `may_change` names what else is meant to be another one than the baseline's, of
+    `CHANGES`: of a flag nobody can tell. ValueError for another name.
     """
-    if not words:
-        raise ValueError("record: a command must follow --, as in `-- python train.py`, got none")
     unknown = [name for name in may_change if name not in CHANGES]
     if unknown:
         raise ValueError(
             f"record: may-change must be of {', '.join(CHANGES)}, got {', '.join(unknown)}"
         )
-    end = _end_of_program(words)
     return {
-        "program": " ".join(words[:end]),
-        "flags": parse_flags(words[end:]),
-        "env": dict(env),
+        **training,
         "nudge": {"ulps": nudge[0], "draw": nudge[1]},
         "changes": {name: name in may_change for name in CHANGES},
         "train": {"steps": steps, "snapshot_steps": list(snapshot_steps)},

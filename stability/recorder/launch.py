@@ -47,10 +47,9 @@ class Launched:
     last_lines: str
 
 
-def environment_of(asked: Asked, spool: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Return all variables of the command's process."""
+def environment_of(asked: Asked, env: Mapping[str, str]) -> dict[str, str]:
+    """Return all variables of the command's process, but for `STABILITY_SPOOL`."""
     ours = {
-        "STABILITY_SPOOL": str(spool.resolve()),
         "STABILITY_SEED": str(asked.seed),
         "STABILITY_STEPS": str(asked.steps),
         "STABILITY_SNAPSHOTS": ",".join(map(str, asked.snapshot_steps)),

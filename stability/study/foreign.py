@@ -1,47 +1,42 @@
-"""Studies of trainings that are not ours: each run is recorded by itself, its baseline first.
+"""Records trainings that are not ours: each run by itself, its baseline first.
 
-What the baseline did is the plan that every other arm is held to: the steps it made and the states
-it kept. An arm may differ from it in one declared change, as any arm of ours, and is checked before
-it starts and once it has ended. Leaves out how a training is watched (`recorder`).
+A run is held against its plan (`foreign_plan`) once it has ended, and against its baseline step by
+step. Leaves out how a training is watched (`recorder`).
 """
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from stability.analysis.pair_contract import (
     ContractError,
     check_batches,
     check_start,
     may_differ,
-    recorded_axis,
 )
-from stability.config.commands import command_config, filled_in, is_command
-from stability.config.convert import Place, nearest, to_dict
-from stability.config.diff import diff, hash_without
-from stability.config.load import check_name
-from stability.config.roles import role_of
-from stability.config.schema import BASELINE, Role
-from stability.config.study import PolicyConfig
-from stability.recorder.launch import Asked, Launched, environment_of, launch
-from stability.recorder.spooled import Spooled, SpoolError, read_spool, read_state
+from stability.config.commands import filled_in
+from stability.config.diff import hash_without
+from stability.recorder.launch import Launched, environment_of, launch
+from stability.recorder.spooled import Spooled, read_spool, read_state
 from stability.recorder.writer import diverged_at, running_hashes, write_log, write_states
 from stability.records.identity import environment_outside, hash_environment
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
-from stability.records.paths import RunPaths, StudyPaths, list_runs
+from stability.records.paths import StudyPaths, list_runs
 from stability.records.protocol import protocol_hash
 from stability.records.run_files import RunFiles, read_run_snapshot
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.study.distances import update_distances
+from stability.study.foreign_plan import ForeignRun, check_free
 from stability.study.run import locked
 from stability.study.window import freeze_window
 
-__all__ = ["ForeignRun", "RunFailedError", "measure_study", "plan_run", "record_command"]
+__all__ = ["OpenRun", "RunFailedError", "measure_study", "opened", "record_command"]
 
 
 class RunFailedError(RuntimeError):
@@ -49,96 +44,53 @@ class RunFailedError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ForeignRun:
-    """One training of somebody's command, before it starts."""
+class OpenRun:
+    """A run whose folder is this process's, from before its training starts."""
 
-    study: str
-    folder: Path
-    """The study's."""
-    arm: str
-    seed: int
-    words: Sequence[str]
-    """The command, with its placeholders."""
-    config: Mapping[str, Any]
-    diff: Mapping[str, Sequence[Any]]
-    axis: str
-    role: Role
-    asked: Asked
-    question: str = ""
-    policy: Mapping[str, Any] = field(default_factory=lambda: to_dict(PolicyConfig()))
+    run: ForeignRun
+    files: RunFiles
+    spool: Path
+    """Where the processes of the training leave what they see."""
 
-    @property
-    def paths(self) -> RunPaths:
-        """The run's files."""
-        return RunPaths.for_run(self.folder, self.arm, self.seed)
+    def write(self) -> Manifest:
+        """Write the record of a training that has ended by itself; return the final manifest.
 
-    @property
-    def baseline(self) -> RunPaths | None:
-        """The run it is paired with."""
-        is_baseline = self.arm == BASELINE
-        return None if is_baseline else RunPaths.for_run(self.folder, BASELINE, self.seed)
+        RunFailedError, one sentence, if it does not count: the manifest says why.
+        """
+        try:
+            spooled = read_spool(self.spool)
+            _check_end(self.run, spooled)
+            return _write(self.run, self.files, spooled)
+        except ValueError as error:
+            is_breach = isinstance(error, ContractError)
+            raise self.failed(f"pair contract: {error}" if is_breach else str(error)) from error
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether the run is on record already, whole, with this config."""
-        if not self.paths.manifest.exists():
-            return False
-        manifest = read_manifest(self.paths.manifest)
-        return manifest.state in ENDED and manifest.config == self.config
+    def failed(self, said: str) -> RunFailedError:
+        """Write why the run does not count, and return the error that says it."""
+        self.files.update(state="failed", message=said)
+        return RunFailedError(f"{self.run.arm}, seed {self.run.seed}: {said}")
 
 
-def plan_run(
-    out: Path,
-    study: str,
-    arm: str,
-    seed: int,
-    words: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    asked: Asked,
-    role: str = "",
-    change: str = "",
-    may_change: Sequence[str] = (),
-    question: str = "",
-) -> ForeignRun:
-    """Check what can be known before the command starts, and return the run; writes nothing.
+@contextmanager
+def opened(run: ForeignRun, variables: Mapping[str, str]) -> Iterator[OpenRun]:
+    """Hold a run's folder while it trains under these variables; the spool is gone afterwards.
 
-    ValueError for a name, seed or role that can't be; for an arm without its baseline on record;
-    for a folder that holds another run. ContractError, also a ValueError, for an arm that differs
-    in more than one change from the baseline.
+    RunConflictError if another process records the run, ValueError if another one is on record.
     """
-    check_name(study, Place(source="record: study"), ())
-    check_name(arm, Place(source="record: arm"))
-    folder = out / study
-    base = _plan_on_record(folder)
-    given = _given_role(role)
-    if arm != BASELINE:
-        _check_baseline(folder, study, arm, seed)
-    steps, kept = _length(base, asked)
-    config = command_config(
-        words, env, steps=steps, snapshot_steps=kept, nudge=asked.nudge, may_change=may_change
-    )
-    differences = diff(base, config) if base else {}
-    if arm == BASELINE and differences:
-        path, (was, now) = next(iter(differences.items()))
-        raise ValueError(
-            f"record: {folder}: its {BASELINE} has {path} = {was!r}, got {now!r}; name another "
-            "study, or another arm"
-        )
-    asked = replace(asked, steps=steps, snapshot_steps=tuple(kept))
-    return ForeignRun(
-        study=study,
-        folder=folder,
-        arm=arm,
-        seed=seed,
-        words=words,
-        config=config,
-        diff={path: list(values) for path, values in differences.items()},
-        axis=recorded_axis(arm, differences, given, change),
-        role=role_of(given, arm, differences, "", Place(source="record")),
-        asked=asked,
-        question=question,
-    )
+    check_free(run)
+    with locked(run.paths):
+        for left in run.paths.root.glob(".spool-*"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        spool = Path(tempfile.mkdtemp(prefix=".spool-", dir=run.paths.root))
+        try:
+            files = RunFiles(run.paths, _first_manifest(run, variables))
+            files.update()
+            yield OpenRun(run=run, files=files, spool=spool)
+        except KeyboardInterrupt:
+            files.update(state="interrupted")
+            raise
+        finally:
+            shutil.rmtree(spool, ignore_errors=True)
 
 
 def record_command(run: ForeignRun) -> Manifest:
@@ -147,40 +99,19 @@ def record_command(run: ForeignRun) -> Manifest:
     RunFailedError, one sentence, if what came of it does not count: the manifest says why.
     KeyboardInterrupt if the user interrupts. RunConflictError if another process records the run.
     """
-    _check_free(run)
-    with locked(run.paths):
-        for left in run.paths.root.glob(".spool-*"):  # of a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        spool = Path(tempfile.mkdtemp(prefix=".spool-", dir=run.paths.root))
-        try:
-            return _record(run, spool)
-        finally:
-            shutil.rmtree(spool, ignore_errors=True)
-
-
-def _record(run: ForeignRun, spool: Path) -> Manifest:
-    variables = environment_of(run.asked, spool, run.config["env"])
-    files = RunFiles(run.paths, _first_manifest(run, variables))
-    files.update()
     values = {"seed": run.seed, "arm": run.arm, "out": run.paths.root.resolve()}
-    try:
-        launched = launch([filled_in(word, values) for word in run.words], variables)
-    except KeyboardInterrupt:
-        files.update(state="interrupted")
-        raise
-    except ValueError as error:
-        files.update(state="failed", message=str(error))
-        raise
-    try:
-        spooled = read_spool(spool)
-        _check_end(run, spooled, launched)
-        return _write(run, files, spooled)
-    except (ContractError, SpoolError, ValueError) as error:
-        said = f"pair contract: {error}" if isinstance(error, ContractError) else str(error)
-        if isinstance(error, SpoolError) and launched.code:
-            said = _died(launched)
-        files.update(state="failed", message=said)
-        raise RunFailedError(f"{run.arm}, seed {run.seed}: {said}") from error
+    variables = environment_of(run.asked, run.config["env"])
+    with opened(run, variables) as record:
+        words = [filled_in(word, values) for word in run.words]
+        spool = {"STABILITY_SPOOL": str(record.spool.resolve())}
+        try:
+            launched = launch(words, {**variables, **spool})
+        except ValueError as error:
+            record.failed(str(error))
+            raise
+        if launched.code:
+            raise record.failed(_died(launched))
+        return record.write()
 
 
 def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
@@ -257,9 +188,7 @@ def _with_steps(run: ForeignRun, spooled: Spooled) -> dict[str, Any]:
     return {**run.config, "train": {"steps": spooled.step, "snapshot_steps": kept}}
 
 
-def _check_end(run: ForeignRun, spooled: Spooled, launched: Launched) -> None:
-    if launched.code:
-        raise ValueError(_died(launched))
+def _check_end(run: ForeignRun, spooled: Spooled) -> None:
     planned = run.config["train"]["steps"]
     if not spooled.has_end or (planned and spooled.step != planned):
         how = "ended" if spooled.has_end else "was killed"
@@ -309,74 +238,6 @@ def _check_seeds(run: ForeignRun, spooled: Spooled) -> None:
                 f"seed {run.seed} must be another run than seed {other.seed}, has the same start "
                 "and the same batches: the command does not take its seed; put {seed} into it"
             )
-
-
-def _check_baseline(folder: Path, study: str, arm: str, seed: int) -> None:
-    """ValueError unless the run that `arm` is to be paired with is on record, whole."""
-    manifest = RunPaths.for_run(folder, BASELINE, seed).manifest
-    if not manifest.exists():
-        raise ValueError(
-            f"record: {BASELINE}, seed {seed}, of study {study} must be on record before {arm}; "
-            f"record it first: `--study {study} --arm {BASELINE} --seed {seed}`"
-        )
-    state = read_manifest(manifest).state
-    if state not in ENDED:
-        raise ValueError(
-            f"record: {BASELINE}, seed {seed}, of study {study} must have finished, is {state}"
-        )
-
-
-def _length(base: Mapping[str, Any], asked: Asked) -> tuple[int, list[int]]:
-    """Return how many updates a run makes, 0 if that is not known, and the states it keeps.
-
-    Those of the study's first run are the plan. ValueError where others are asked for.
-    """
-    if not base:
-        return asked.steps, list(asked.snapshot_steps)
-    planned = base["train"]
-    for name, now in (("steps", asked.steps), ("snapshot_steps", list(asked.snapshot_steps))):
-        if now and now != planned[name]:
-            raise ValueError(
-                f"record: {name} must be those of the study's first run, {planned[name]}, got {now}"
-            )
-    return planned["steps"], list(planned["snapshot_steps"])
-
-
-def _given_role(role: str) -> Role | None:
-    if not role:
-        return None
-    if role not in get_args(Role):
-        raise ValueError(
-            f"record: role must be a role, got {role!r}; nearest: {nearest(role, get_args(Role))}"
-        )
-    return role  # pyright: ignore[reportReturnType] it is one of them
-
-
-def _plan_on_record(folder: Path) -> dict[str, Any]:
-    """Return the baseline's config of the study in `folder`; empty before it is recorded."""
-    path = StudyPaths(folder).study
-    if not path.exists():
-        return {}
-    base = read_sealed(path, "`stability record`")["config"]["base"]
-    if not is_command(base):
-        raise ValueError(
-            f"record: {folder}: holds a study of `stability run`; name another study, or use --out "
-            "for another folder"
-        )
-    return base
-
-
-def _check_free(run: ForeignRun) -> None:
-    """ValueError if the run's folder holds another run."""
-    if not run.paths.manifest.exists():
-        return
-    manifest = read_manifest(run.paths.manifest)
-    was = manifest.config
-    if not is_command(was) or (manifest.state in ENDED and was != run.config):
-        raise ValueError(
-            f"record: {run.paths.root}: holds another run of that arm; name another arm, or use "
-            "--out for another folder"
-        )
 
 
 def _write_study(run: ForeignRun, config: Mapping[str, Any]) -> None:

@@ -1,0 +1,188 @@
+"""A training that is not ours before it starts: its place in a study, its baseline, its change.
+
+What the baseline did is the plan that every other arm is held to: the steps it made and the states
+it kept. An arm may differ from it in one declared change, as any arm of ours. Everything here only
+reads; `foreign` records.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from stability.analysis.pair_contract import recorded_axis
+from stability.config.commands import is_command, training_config
+from stability.config.convert import Place, nearest, to_dict
+from stability.config.diff import diff
+from stability.config.load import check_name
+from stability.config.roles import role_of
+from stability.config.schema import BASELINE, Role
+from stability.config.study import PolicyConfig
+from stability.recorder.launch import Asked
+from stability.records.manifest import ENDED, read_manifest
+from stability.records.paths import RunPaths, StudyPaths
+from stability.records.sealed_json import read_sealed
+
+__all__ = ["ForeignRun", "check_free", "plan_run"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignRun:
+    """One training of somebody's command, before it starts."""
+
+    study: str
+    folder: Path
+    """The study's."""
+    arm: str
+    seed: int
+    config: Mapping[str, Any]
+    diff: Mapping[str, Sequence[Any]]
+    axis: str
+    role: Role
+    asked: Asked
+    words: Sequence[str] = ()
+    """The command, with its placeholders; none if the training is the caller's own."""
+    question: str = ""
+    policy: Mapping[str, Any] = field(default_factory=lambda: to_dict(PolicyConfig()))
+
+    @property
+    def paths(self) -> RunPaths:
+        """The run's files."""
+        return RunPaths.for_run(self.folder, self.arm, self.seed)
+
+    @property
+    def baseline(self) -> RunPaths | None:
+        """The run it is paired with."""
+        is_baseline = self.arm == BASELINE
+        return None if is_baseline else RunPaths.for_run(self.folder, BASELINE, self.seed)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the run is on record already, whole, with this config."""
+        if not self.paths.manifest.exists():
+            return False
+        manifest = read_manifest(self.paths.manifest)
+        return manifest.state in ENDED and manifest.config == self.config
+
+
+def plan_run(
+    out: Path,
+    study: str,
+    arm: str,
+    seed: int,
+    training: Mapping[str, Any],
+    *,
+    asked: Asked,
+    words: Sequence[str] = (),
+    role: str = "",
+    change: str = "",
+    may_change: Sequence[str] = (),
+    question: str = "",
+) -> ForeignRun:
+    """Check what can be known before the training starts, and return the run; writes nothing.
+
+    `training` is what it is told (`config.commands`), `words` the command, if it is one.
+    ValueError for a name, seed or role that can't be; for an arm without its baseline on record;
+    for a folder that holds another run. ContractError, also a ValueError, for an arm that differs
+    in more than one change from the baseline.
+    """
+    check_name(study, Place(source="record: study"), ())
+    check_name(arm, Place(source="record: arm"))
+    folder = out / study
+    base = _plan_on_record(folder)
+    given = _given_role(role)
+    if arm != BASELINE:
+        _check_baseline(folder, study, arm, seed)
+    steps, kept = _length(base, asked)
+    config = training_config(
+        training, steps=steps, snapshot_steps=kept, nudge=asked.nudge, may_change=may_change
+    )
+    differences = diff(base, config) if base else {}
+    if arm == BASELINE and differences:
+        path, (was, now) = next(iter(differences.items()))
+        raise ValueError(
+            f"record: {folder}: its {BASELINE} has {path} = {was!r}, got {now!r}; name another "
+            "study, or another arm"
+        )
+    asked = replace(asked, steps=steps, snapshot_steps=tuple(kept))
+    return ForeignRun(
+        study=study,
+        folder=folder,
+        arm=arm,
+        seed=seed,
+        words=words,
+        config=config,
+        diff={path: list(values) for path, values in differences.items()},
+        axis=recorded_axis(arm, differences, given, change),
+        role=role_of(given, arm, differences, "", Place(source="record")),
+        asked=asked,
+        question=question,
+    )
+
+
+def check_free(run: ForeignRun) -> None:
+    """ValueError if the run's folder holds another run."""
+    if not run.paths.manifest.exists():
+        return
+    manifest = read_manifest(run.paths.manifest)
+    was = manifest.config
+    if not is_command(was) or (manifest.state in ENDED and was != run.config):
+        raise ValueError(
+            f"record: {run.paths.root}: holds another run of that arm; name another arm, or use "
+            "--out for another folder"
+        )
+
+
+def _check_baseline(folder: Path, study: str, arm: str, seed: int) -> None:
+    """ValueError unless the run that `arm` is to be paired with is on record, whole."""
+    manifest = RunPaths.for_run(folder, BASELINE, seed).manifest
+    if not manifest.exists():
+        raise ValueError(
+            f"record: {BASELINE}, seed {seed}, of study {study} must be on record before {arm}; "
+            f"record it first: `--study {study} --arm {BASELINE} --seed {seed}`"
+        )
+    state = read_manifest(manifest).state
+    if state not in ENDED:
+        raise ValueError(
+            f"record: {BASELINE}, seed {seed}, of study {study} must have finished, is {state}"
+        )
+
+
+def _length(base: Mapping[str, Any], asked: Asked) -> tuple[int, list[int]]:
+    """Return how many updates a run makes, 0 if that is not known, and the states it keeps.
+
+    Those of the study's first run are the plan. ValueError where others are asked for.
+    """
+    if not base:
+        return asked.steps, list(asked.snapshot_steps)
+    planned = base["train"]
+    for name, now in (("steps", asked.steps), ("snapshot_steps", list(asked.snapshot_steps))):
+        if now and now != planned[name]:
+            raise ValueError(
+                f"record: {name} must be those of the study's first run, {planned[name]}, got {now}"
+            )
+    return planned["steps"], list(planned["snapshot_steps"])
+
+
+def _given_role(role: str) -> Role | None:
+    if not role:
+        return None
+    if role not in get_args(Role):
+        raise ValueError(
+            f"record: role must be a role, got {role!r}; nearest: {nearest(role, get_args(Role))}"
+        )
+    return role  # pyright: ignore[reportReturnType] it is one of them
+
+
+def _plan_on_record(folder: Path) -> dict[str, Any]:
+    """Return the baseline's config of the study in `folder`; empty before it is recorded."""
+    path = StudyPaths(folder).study
+    if not path.exists():
+        return {}
+    base = read_sealed(path, "`stability record`")["config"]["base"]
+    if not is_command(base):
+        raise ValueError(
+            f"record: {folder}: holds a study of `stability run`; name another study, or use --out "
+            "for another folder"
+        )
+    return base
