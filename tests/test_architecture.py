@@ -33,10 +33,12 @@ PUBLIC = {
         "round_to",
     ],
     "stability": [
+        "RecorderCallback",
         "ShadowCallback",
         "__version__",
         "attention_call",
         "module_call",
+        "record",
         "register_transformers",
         "shadow",
     ],

@@ -88,7 +88,7 @@ def _follows_from_command(key: str, differences: Mapping[str, Any], *, is_in_one
     Such as a switch that a flag has turned, or a module that only one of two programs imports. What
     is installed and the machine never follow from a command.
     """
-    if not touches(differences, ("program", "flags", "env")):
+    if not touches(differences, ("program", "flags", "config", "env")):
         return False
     kind, _, name = key.partition(".")
     if kind == "variable":

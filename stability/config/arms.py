@@ -192,6 +192,7 @@ def _describe_attention(before: Mapping[str, Any], differences: Mapping[str, lis
 
 _OF_COMMANDS = {
     "flags": "--{0}: {1} -> {2}",
+    "config": "{0}: {1} -> {2}",
     "env": "{0}: {1} -> {2}",
     "changes": "and so other {0}",
 }

@@ -69,6 +69,7 @@ _GROUPS: dict[str, Group] = {
     "train.compile_options": "compile",
     "program": "code",
     "flags": "flags",
+    "config": "flags",
     "env": "environment",
 }
 """The group of each path that an arm may change. The longest one that holds a path decides."""

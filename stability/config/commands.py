@@ -7,12 +7,15 @@ Leaves out how the command is run (`recorder.launch`).
 """
 
 import re
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 __all__ = [
     "CHANGES",
     "PLACEHOLDERS",
+    "call_training",
     "command_training",
     "filled_in",
     "is_command",
@@ -25,6 +28,9 @@ PLACEHOLDERS = ("seed", "arm", "out")
 
 CHANGES = ("init", "batches")
 """What a change may be meant to change besides the numerics: the start weights, the batches."""
+
+_OF_THE_RUN = ("study", "arm", "seed", "out")
+"""What a script is told of which run it is."""
 
 _FLAG = re.compile(r"-{1,2}[A-Za-z][\w.\-/]*")
 _SETTING = re.compile(r"([A-Za-z_+~][\w.\-/@+~]*)=(.*)", re.DOTALL)
@@ -44,6 +50,36 @@ def command_training(words: Sequence[str], env: Mapping[str, str]) -> dict[str, 
         "flags": parse_flags(words[end:]),
         "env": dict(env),
     }
+
+
+def call_training(
+    config: Mapping[str, Any] | Namespace | None, argv: Sequence[str]
+) -> dict[str, Any]:
+    """Return what a training that calls `stability.record` is told, in JSON values.
+
+    `config` as the script gives it, or the flags in `argv` for None. What names a run of it, as its
+    seed, is left out: it is no change of numerics. ValueError for a value that is not JSON's.
+    """
+    given = vars(config) if isinstance(config, Namespace) else config
+    told = parse_flags(argv[1:]) if given is None else _json_values(given, "config")
+    kept = {name: value for name, value in told.items() if name not in _OF_THE_RUN}
+    program = argv[0].replace("\\", "/").rsplit("/", 1)[-1] if argv else ""
+    return {"program": program, "flags" if given is None else "config": kept, "env": {}}
+
+
+def _json_values(value: Any, place: str) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _json_values(v, f"{place}.{k}") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_values(item, place) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, PurePath):
+        return str(value)
+    raise ValueError(
+        f"stability.record: {place} must be a number, a text, true, false, null, or a list or "
+        f"mapping of these, got {type(value).__name__} {value!r}"
+    )
 
 
 def training_config(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SpoolError", "Spooled", "Update", "read_spool", "read_state"]
+__all__ = ["SpoolError", "Spooled", "Update", "has_ended", "read_spool", "read_state"]
 
 _MOST_NAMES = 4
 """How many weights a note names."""
@@ -103,9 +103,17 @@ def read_spool(folder: Path) -> Spooled:
         world=begin["world"],
         script=begin["script"],
         left_out=left_out,
-        has_end=all(ends),
+        has_end=all(end and end["reason"] != "error" for end in ends),
         notes=_notes(updates, begin, ends[first] or {}, left_out),
     )
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether every rank of the group that trains has written its last line."""
+    processes = [_read_lines(path) for path in folder.glob("rank-*.jsonl")]
+    begins = [line for lines in processes for line in lines if line["kind"] == "begin"]
+    ends = sum(_end_of(lines) is not None for lines in processes)
+    return not begins or ends >= begins[0]["world"]
 
 
 def read_state(path: Path) -> "dict[str, Tensor]":

@@ -11,21 +11,24 @@ import hashlib
 import os
 import platform
 import sys
-from typing import Any, Dict
+from typing import Any, Dict, Mapping
 
 import torch
 from torch import Tensor
 
-from . import numeric_switches  # pyright: ignore[reportAttributeAccessIssue] `startup` puts it here
-
 __all__ = ["environment", "hash_state", "own_modules"]
 
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))) + os.sep
+"""Where the recorder's own modules lie, whatever they are called here."""
 _LARGEST = 2**26
 """Bytes of the largest source that is hashed."""
 
 
-def environment() -> Dict[str, Any]:
-    """Return what decides the bits in this process, besides its command, as flat JSON values."""
+def environment(switches: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return what decides the bits in this process, besides its command, as flat JSON values.
+
+    `switches` are torch's, by name (`records.numeric_switches`).
+    """
     found: Dict[str, Any] = {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "python_optimize": sys.flags.optimize,
@@ -40,7 +43,6 @@ def environment() -> Dict[str, Any]:
         found["cudnn"] = torch.backends.cudnn.version()
     for name, version in _versions().items():
         found[f"package.{name}"] = version
-    switches = {**numeric_switches.numeric_switches(), **numeric_switches.training_switches()}
     for name, value in switches.items():
         found[f"switch.{name}"] = value
     return found
@@ -67,8 +69,7 @@ def own_modules() -> Dict[str, str]:
         file = getattr(module, "__dict__", {}).get("__file__")
         if not isinstance(file, str) or not os.path.isfile(file) or _is_installed(module):
             continue
-        is_ours = os.path.realpath(file).startswith(os.path.dirname(os.path.realpath(__file__)))
-        if is_ours or name == numeric_switches.__name__ or os.path.getsize(file) > _LARGEST:
+        if os.path.realpath(file).startswith(_OURS) or os.path.getsize(file) > _LARGEST:
             continue
         with open(file, "rb") as content:
             found["__main__" if name == "__mp_main__" else name] = _sha256(content.read())

@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Callable, Dict, Iterator, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,34 @@ _UNSCALED = "_stability_unscaled_loss"
 _original_call: Callable[..., Any] = nn.Module.__call__
 
 
-def install(training: Training) -> None:
-    """Hand all that this process trains to `training`. It stays for the life of the process."""
-    _Calls(training).install()
-    _wrap_backward(training)
-    _wrap_optimizers(training)
-    _wrap_scaler(training)
-    _wrap_group(training)
+def install(training: Training) -> Callable[[], None]:
+    """Hand all that this process trains to `training`; return what takes the hooks out again."""
+    undone = [
+        _Calls(training).install(),
+        _wrap_backward(training),
+        *_wrap_optimizers(training),
+        *_wrap_scaler(training),
+        _wrap_group(training),
+    ]
+
+    def uninstall() -> None:
+        for undo in reversed(undone):
+            undo()
+
+    return uninstall
+
+
+def _put(owner: Any, name: str, wrapper: Any) -> Callable[[], None]:
+    """Put a wrapper into its place; return what puts back what was there."""
+    original = getattr(owner, name)
+    setattr(owner, name, wrapper)
+
+    def undo() -> None:
+        # what somebody else has wrapped since stays, around ours
+        if getattr(owner, name) is wrapper:
+            setattr(owner, name, original)
+
+    return undo
 
 
 def _is_compiling() -> bool:
@@ -60,7 +81,7 @@ class _Calls:
         self._made: Dict[int, StorageWeakRef] = {}
         """The memory of what models returned: what comes back in is no data."""
 
-    def install(self) -> None:
+    def install(self) -> Callable[[], None]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # first, and in no function of ours: a graph holds nothing of this
             if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
@@ -69,7 +90,7 @@ class _Calls:
 
         functools.update_wrapper(call, _original_call)
         self._wrapped = call
-        nn.Module.__call__ = call
+        return _put(nn.Module, "__call__", call)
 
     def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         has_weights, trains = self._weights_of(module)
@@ -144,7 +165,7 @@ def _tensors(value: Any, name: str) -> Iterator[Tuple[str, Tensor]]:
             yield from _tensors(getattr(value, each.name, None), each.name)
 
 
-def _wrap_backward(training: Training) -> None:
+def _wrap_backward(training: Training) -> Callable[[], None]:
     original = torch.autograd.backward
 
     @functools.wraps(original)
@@ -157,10 +178,10 @@ def _wrap_backward(training: Training) -> None:
                 training.back_propagated(getattr(loss, _UNSCALED, loss))
         return original(tensors, *args, **kwargs)
 
-    torch.autograd.backward = backward
+    return _put(torch.autograd, "backward", backward)
 
 
-def _wrap_optimizers(training: Training) -> None:
+def _wrap_optimizers(training: Training) -> List[Callable[[], None]]:
     init = Optimizer.__init__
 
     @functools.wraps(init)
@@ -168,14 +189,18 @@ def _wrap_optimizers(training: Training) -> None:
         init(self, *args, **kwargs)
         training.add_optimizer(self)
 
-    Optimizer.__init__ = made
     # not in the graph of a step that is compiled
     eager: Any = torch.compiler.disable
-    register_optimizer_step_pre_hook(eager(lambda opt, args, kwargs: training.step_begins(opt)))
-    register_optimizer_step_post_hook(eager(lambda opt, args, kwargs: training.step_ends(opt)))
+    before: Any = eager(lambda opt, args, kwargs: training.step_begins(opt))
+    after: Any = eager(lambda opt, args, kwargs: training.step_ends(opt))
+    return [
+        _put(Optimizer, "__init__", made),
+        register_optimizer_step_pre_hook(before).remove,
+        register_optimizer_step_post_hook(after).remove,
+    ]
 
 
-def _wrap_scaler(training: Training) -> None:
+def _wrap_scaler(training: Training) -> List[Callable[[], None]]:
     # torch.cuda.amp's own is a subclass of the newer one, and before that the only one
     kind: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
     scale, step = kind.scale, kind.step
@@ -195,13 +220,13 @@ def _wrap_scaler(training: Training) -> None:
             training.skipped(opt)
         return result
 
-    kind.scale, kind.step = scaled, stepped
+    return [_put(kind, "scale", scaled), _put(kind, "step", stepped)]
 
 
-def _wrap_group(training: Training) -> None:
+def _wrap_group(training: Training) -> Callable[[], None]:
     distributed: Any = torch.distributed
     if not distributed.is_available():
-        return
+        return lambda: None
     original = distributed.destroy_process_group
 
     @functools.wraps(original)
@@ -210,4 +235,4 @@ def _wrap_group(training: Training) -> None:
             training.group_ends()
         return original(group)
 
-    distributed.destroy_process_group = destroyed
+    return _put(distributed, "destroy_process_group", destroyed)

@@ -11,7 +11,7 @@ from typing import Dict, Iterable, List, Set, Tuple
 
 from torch import Tensor, nn
 
-__all__ = ["copies_of", "named_state", "unwrapped"]
+__all__ = ["copies_of", "named_state", "state_of", "unwrapped"]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of a name that no user has given: of torch.compile, of checkpointing and of FSDP."""
@@ -47,6 +47,11 @@ def named_state(weights: Iterable[Tensor]) -> Tuple[Dict[str, Tensor], List[str]
                 state[prefix + name] = value
     state.update({f"unowned_{places[key]}": value for key, value in missing.items()})
     return state, [_class_of(module) for module in chosen]
+
+
+def state_of(module: nn.Module) -> Tuple[Dict[str, Tensor], List[str]]:
+    """Return the state of one module by name, as `named_state`, and the name of its class."""
+    return dict(_state_of(module)), [_class_of(module)]
 
 
 def copies_of(name: str, weight: Tensor) -> List[Tensor]:

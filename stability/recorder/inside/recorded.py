@@ -20,13 +20,18 @@ __all__ = ["due_at", "record_process", "start_of"]
 
 def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     """Hand all that this process trains to a spool; return what is to be called at its end."""
+    from . import numeric_switches  # pyright: ignore[reportAttributeAccessIssue] `startup` put it here
+
+    def switches() -> Dict[str, Any]:
+        return {**numeric_switches.numeric_switches(), **numeric_switches.training_switches()}
+
     rank = int(asked.get("RANK", "0"))
     training = Training(
         Spool(asked["STABILITY_SPOOL"], rank),
         due=due_at(asked.get("STABILITY_SNAPSHOTS", "")),
         steps=int(asked.get("STABILITY_STEPS", "0")),
         keeps_state=rank == 0,
-        begin=lambda state: start_of(state, asked, rank),
+        begin=lambda state: start_of(state, asked, rank, switches()),
         end=own_modules,
     )
     install(training)
@@ -39,8 +44,13 @@ def due_at(listed: str) -> Callable[[int], bool]:
     return (lambda step: step in steps) if steps else is_due
 
 
-def start_of(state: Dict[str, Tensor], asked: Mapping[str, str], rank: int) -> Dict[str, Any]:
-    """Nudge the start state if that is asked for, and return what is known before any update."""
+def start_of(
+    state: Dict[str, Tensor], asked: Mapping[str, str], rank: int, switches: Mapping[str, Any]
+) -> Dict[str, Any]:
+    """Nudge the start state if that is asked for, and return what is known before any update.
+
+    `switches` are torch's, by name (`records.numeric_switches`).
+    """
     before = hash_state(state)
     ulps, draw = (int(x) for x in asked.get("STABILITY_NUDGE", "0 0").split())
     if ulps:
@@ -52,7 +62,7 @@ def start_of(state: Dict[str, Tensor], asked: Mapping[str, str], rank: int) -> D
         "world": group,
         "pid": os.getpid(),
         "script": sys.argv[0] if sys.argv else "",
-        "environment": environment(),
+        "environment": environment(switches),
         # here and at the end: Python takes away the script's name before it ends
         "modules": own_modules(),
     }

@@ -105,10 +105,34 @@ class Training:
         self._last_state = -1
         self._has_begun = False
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether as many updates as were asked for are made, the last one's row open or not."""
+        is_whole = bool(self._row.stepped) and (self._expected or set()) <= self._row.stepped
+        return bool(self._steps) and self.step + is_whole >= self._steps
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Tell of an optimizer that was made."""
         if not any(known is optimizer for known in self.optimizers):
             self.optimizers.append(optimizer)
+
+    def begin_with(self, state: Dict[str, Tensor], owners: List[str]) -> None:
+        """Take the start state, of these names, from modules of these classes."""
+        self._state, self._owners = state, owners
+        self._begun = self._begin(state)
+        owned = {id(x) for optimizer in self.optimizers for x in _weights_of(optimizer)}
+        self._begun["unowned"] = [
+            name
+            for name, x in state.items()
+            if isinstance(x, torch.nn.Parameter) and owned and id(x) not in owned
+        ]
+        self._start = self._copied()
+
+    def update_ends(self) -> None:
+        """Tell of a whole update that was made, of whatever optimizers: its row is complete."""
+        self.steps += 1
+        self._note_step(-1)
+        self._close()
 
     def forward_begins(self) -> None:
         """Tell of a forward pass that trains: closes the row that is complete."""
@@ -151,7 +175,7 @@ class Training:
         del self._inside[self._inside.index(id(optimizer)) :]
         if not self._inside:
             self.steps += 1
-            self._note_step(optimizer)
+            self._note_step(id(optimizer))
 
     def skipped(self, optimizer: Optimizer) -> None:
         """Tell of a step that a loss scaler has left out: it is an update that moved nothing."""
@@ -159,7 +183,7 @@ class Training:
         if id(optimizer) in self._row.stepped:
             self._close()
         self._take_start()
-        self._note_step(optimizer)
+        self._note_step(id(optimizer))
         self._row.skipped += 1
 
     def group_ends(self) -> None:
@@ -197,9 +221,9 @@ class Training:
             }
         )
 
-    def _note_step(self, optimizer: Optimizer) -> None:
+    def _note_step(self, optimizer: int) -> None:
         row = self._row
-        row.stepped.add(id(optimizer))
+        row.stepped.add(optimizer)
         row.losses += self._losses
         # a model that is frozen in part may train in evaluation mode; else that is evaluation
         in_training = [one for one in self._given if one[2]] or self._given
@@ -211,17 +235,8 @@ class Training:
         if self._start is not None:
             return
         weights = [x for optimizer in self.optimizers for x in _weights_of(optimizer)]
-        if not weights:
-            return
-        self._state, self._owners = named_state(weights)
-        self._begun = self._begin(self._state)
-        owned = {id(weight) for weight in weights}
-        self._begun["unowned"] = [
-            name
-            for name, x in self._state.items()
-            if isinstance(x, torch.nn.Parameter) and id(x) not in owned
-        ]
-        self._start = self._copied()
+        if weights:
+            self.begin_with(*named_state(weights))
 
     def _close(self, *, is_last: bool = False) -> None:
         self.step += 1

@@ -1,5 +1,6 @@
 """Records the scripts beside this file, as anybody would: by the command line alone."""
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -58,6 +59,31 @@ class Recording:
         """The relative drift from the baseline, over all weights, by step."""
         found = read_metrics(self.paths(arm, seed).metrics)[drift_name("all", "rel_l2")]
         return dict(zip(found.steps, found.values, strict=True))
+
+
+class Calling(Recording):
+    """A study of a script that opens a door itself, where the variables say so."""
+
+    def record(self, arm: str, *flags: str, seed: int = 0, options: tuple[str, ...] = ()) -> int:
+        """Run an arm; `options` become variables. Return 1 where no run was finished."""
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        variables = {
+            "STABILITY_STUDY": "study",
+            "STABILITY_ARM": arm,
+            "STABILITY_SEED": str(seed),
+            "STABILITY_OUT": str(self.out),
+            **{f"STABILITY_{name[2:].upper()}": value for name, value in given.items()},
+        }
+        ran = subprocess.run(
+            [*self.command, "--seed", str(seed), *flags],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        sys.stdout.write(ran.stdout)
+        sys.stderr.write(ran.stderr)
+        return int(ran.returncode != 0 or self.manifest(arm, seed).state != "finished")
 
 
 def code_of(*arguments: str) -> int:

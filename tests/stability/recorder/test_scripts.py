@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.stability.recorder.recording import (
+    Calling,
     Recording,
     bits_of,
     code_of,
@@ -39,8 +40,31 @@ UPDATES = {"plain": 12, "Muon and AdamW": 7}
 def test_a_script_is_recorded_and_paired(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone = run_alone([*KINDS[kind], "--seed", "0", "--bf16"])
-    study = Recording(tmp_path, KINDS[kind])
+    hold_to_a_study(Recording(tmp_path, KINDS[kind]), UPDATES.get(kind, 6), capsys)
+
+
+DOORS = {
+    "call": words("calls.py"),
+    "call, DDP": words("calls.py", "--layout", "ddp", ranks=2),
+    "call, FSDP2": words("calls.py", "--layout", "fsdp", ranks=2),
+    "Lightning": words("lightning_fit.py"),
+    "Hugging Face": words("hugging_face.py"),
+}
+
+
+@pytest.mark.parametrize(
+    "door",
+    [door if door == "call" else pytest.param(door, marks=pytest.mark.slow) for door in DOORS],
+)
+def test_a_script_that_opens_a_door_is_recorded_and_paired(
+    door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hold_to_a_study(Calling(tmp_path, DOORS[door]), 6, capsys)
+
+
+def hold_to_a_study(study: Recording, updates: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Record four arms: no bit changes, pairs are pairs, and the ladder and report are made."""
+    alone = run_alone([*study.command, "--seed", "0", "--bf16"])
     capsys.readouterr()
     assert study.record("baseline", "--bf16") == 0
     assert bits_of(capsys.readouterr().out) == alone, "recording changed a bit"
@@ -50,7 +74,6 @@ def test_a_script_is_recorded_and_paired(
     capsys.readouterr()
 
     baseline = study.manifest("baseline")
-    updates = UPDATES.get(kind, 6)
     assert (baseline.state, baseline.step, len(study.batches("baseline"))) == (
         "finished",
         updates,

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import os
 import tempfile
 
 import torch
@@ -48,6 +49,11 @@ with tempfile.TemporaryDirectory() as folder:
         use_cpu=True,
         disable_tqdm=True,
     )
-    Trainer(model, arguments, train_dataset=Rows(24), eval_dataset=Rows(4)).train()
+    trainer = Trainer(model, arguments, train_dataset=Rows(24), eval_dataset=Rows(4))
+    if "STABILITY_STUDY" in os.environ:
+        from stability.integrations.transformers import Recorder
+
+        trainer.add_callback(Recorder())
+    trainer.train()
 weights = torch.cat([x.detach().float().flatten() for x in model.parameters()])
 print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import logging
+import os
 import warnings
 
 import torch
@@ -39,7 +40,13 @@ seed_everything(asked.seed, verbose=False)
 module = Module()
 x, y = torch.randn(48, 6), torch.randint(0, 4, (48,))
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+callbacks = []
+if "STABILITY_STUDY" in os.environ:
+    import stability
+
+    callbacks.append(stability.RecorderCallback())
 trainer = Trainer(
+    callbacks=callbacks,
     max_epochs=2,
     accelerator="cpu",
     accumulate_grad_batches=2,

@@ -1,0 +1,1 @@
+"""Doors through which other libraries' trainers are recorded, a file a library."""

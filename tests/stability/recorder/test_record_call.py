@@ -1,0 +1,203 @@
+"""`stability.record`: what a loop tells of itself, and what is refused before any work is lost."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stability
+from stability.config.commands import call_training
+from stability.records.manifest import Manifest, read_manifest
+from stability.records.metric_log import read_metrics, read_text
+from stability.records.metric_names import BATCH_HASH, TRAIN_LOSS, drift_name
+from stability.records.paths import RunPaths
+from stability.study.record_call import IdleRecorder
+from tests.stability.recorder.recording import Recording, bits_of, words
+
+Train = Callable[..., Any]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    def run(arm: str = "baseline", *, lr: float = 0.1, updates: int = 4, **given: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        data = torch.Generator().manual_seed(given.pop("data_seed", 0))
+        told = {"study": "mine", "arm": arm, "out": tmp_path, "config": {"lr": lr}, **given}
+        with stability.record(model, optimizer, **told) as recorder:
+            for _ in range(updates):
+                x = torch.randn(4, 3, generator=data)
+                recorder.batch(x)
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step(loss)
+        return recorder
+
+    return run
+
+
+def manifest_of(out: Path, arm: str) -> Manifest:
+    return read_manifest(RunPaths.for_run(out / "mine", arm, 0).manifest)
+
+
+def test_a_loop_is_recorded_as_it_tells_of_itself(train: Train, tmp_path: Path) -> None:
+    train()
+    train("again")
+    train("lr_x2", lr=0.2)
+    paths = RunPaths.for_run(tmp_path / "mine", "lr_x2", 0)
+    assert manifest_of(tmp_path, "lr_x2").diff == {"config.lr": [0.1, 0.2]}
+    assert manifest_of(tmp_path, "lr_x2").axis == "config.lr"
+    metrics = read_metrics(paths.metrics)
+    assert len(metrics[TRAIN_LOSS].values) == 4
+    assert metrics[drift_name("all", "rel_l2")].values[-1] > 1e-4
+    again = RunPaths.for_run(tmp_path / "mine", "again", 0)
+    assert set(read_metrics(again.metrics)[drift_name("all", "rel_l2")].values) == {0.0}
+    assert len(read_text(paths.metrics, BATCH_HASH)) == 4
+    assert not list((tmp_path / "mine").rglob(".spool-*"))
+
+
+def test_an_arm_ends_where_its_baseline_did(train: Train, tmp_path: Path) -> None:
+    train()
+    train("longer", updates=9, lr=0.2)
+    assert manifest_of(tmp_path, "longer").step == 4
+    train("steps", updates=9, lr=0.3, steps=4)
+    assert manifest_of(tmp_path, "steps").state == "finished"
+
+
+def test_other_batches_than_the_baselines_do_not_count(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train()
+    recorder = train("other", lr=0.2, data_seed=1)
+    assert "batch 1 differs" in recorder.failure
+    assert "stability: FAILED: other, seed 0: pair contract" in capsys.readouterr().err
+    assert manifest_of(tmp_path, "other").state == "failed"
+    train("meant", data_seed=1, lr=0.2, may_change=["batches"], change="config.lr")
+
+
+def test_an_error_in_the_loop_is_passed_on_and_does_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loop() -> None:
+        told: Any = {"study": "mine", "arm": "baseline", "out": tmp_path, "config": {}}
+        with stability.record(nn.Linear(3, 2), **told) as recorder:
+            recorder.step(torch.zeros(()))
+            raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        loop()
+    manifest = manifest_of(tmp_path, "baseline")
+    assert (manifest.state, manifest.message) == ("failed", "RuntimeError: the disk is full")
+    assert "the disk is full" in capsys.readouterr().err
+
+
+def test_a_loop_that_never_steps_does_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(3, 2)
+    told: Any = {"study": "mine", "arm": "baseline", "out": tmp_path, "config": {}}
+    with stability.record(model, **told) as recorder:
+        recorder.batch(torch.zeros(2, 3))
+    assert "no training was seen" in recorder.failure
+    with pytest.raises(RuntimeError, match="after the record's end"):
+        recorder.step()
+    capsys.readouterr()
+
+
+def test_weights_that_no_optimizer_owns_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    told: Any = {"study": "mine", "arm": "baseline", "out": tmp_path, "config": {}}
+    with stability.record(model, optimizer, **told) as recorder:
+        recorder.step(1.0)
+    assert "1 weights belong to no optimizer: bias" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"study": ""}, "study must be given, by study= or by STABILITY_STUDY"),
+        ({"arm": ""}, "arm must be given"),
+        ({"seed": -1}, "seed must be >= 0, got -1"),
+        ({"steps": -1}, "steps must be >= 0, got -1"),
+        ({"snapshots": [0]}, "snapshots must be >= 1, got 0"),
+        ({"nudge": (-1, 0)}, "nudge must be >= 0, got -1"),
+        ({"arm": "bf16"}, "baseline, seed 0, of study mine must be on record before bf16"),
+        ({"config": {"dtype": torch.bfloat16}}, "config.dtype must be a number"),
+        ({"role": "canddate"}, "nearest: candidate"),
+        ({"may_change": ["loss"]}, "may-change must be of init, batches, got loss"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_first_update(
+    given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    told = {"study": "mine", "arm": "baseline", "out": tmp_path, "config": {}, **given}
+    with pytest.raises(ValueError, match="(?s)" + said.replace("(", r"\(")):
+        stability.record(nn.Linear(3, 2), **told)
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_a_run_on_record_is_not_overwritten(train: Train) -> None:
+    train()
+    with pytest.raises(ValueError, match="is on record; name another arm or seed"):
+        train()
+
+
+def test_two_changes_are_refused_before_the_first_update(train: Train, tmp_path: Path) -> None:
+    train()
+    with pytest.raises(ValueError, match=r"config\.lr"):
+        train("both", lr=0.2, nudge=(1, 0))
+    assert not RunPaths.for_run(tmp_path / "mine", "both", 0).manifest.exists()
+
+
+def test_variables_go_before_arguments(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train()
+    monkeypatch.setenv("STABILITY_ARM", "nudged")
+    monkeypatch.setenv("STABILITY_NUDGE", "1 2")
+    train("named by the script")
+    assert manifest_of(tmp_path, "nudged").config["nudge"] == {"ulps": 1, "draw": 2}  # pyright: ignore
+    monkeypatch.setenv("STABILITY_STEPS", "many")
+    with pytest.raises(ValueError, match="STABILITY_STEPS must be whole numbers, got 'many'"):
+        train("x")
+
+
+def test_nothing_is_recorded_outside_of_a_study_if_asked_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorder = stability.record(nn.Linear(3, 2), optional=True)
+    assert type(recorder) is IdleRecorder
+    with recorder:
+        recorder.batch(torch.zeros(2, 3))
+        recorder.step(torch.zeros(()))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_launcher_records_a_script_that_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("calls.py"))
+    assert study.record("baseline") == 0
+    assert study.manifest("baseline").step == 6
+    assert len(bits_of(capsys.readouterr().out)) == 64
+
+
+def test_the_config_of_a_call_is_its_flags_less_what_names_the_run() -> None:
+    told = call_training(None, ["/home/me/train.py", "--seed", "3", "--lr", "0.1", "--arm", "x"])
+    assert told == {"program": "train.py", "flags": {"lr": "0.1"}, "env": {}}
+    space = argparse.Namespace(lr=0.1, out=Path("runs"), data=Path("a") / "b", seed=3)
+    told = call_training(space, ["train.py"])
+    assert told == {"program": "train.py", "config": {"lr": 0.1, "data": "a/b"}, "env": {}}
+    assert json.loads(json.dumps(told)) == told
