@@ -172,7 +172,9 @@ ELSEWHERE = {
     "recorder/inside/spool.py": "what a record is made of, in a process without this package",
     "records/file_operations.py": "the place itself",
     "report/live/summary_store.py": "a cache of the dashboard, kept out of the records",
+    "recorder/launch.py": "what a command prints, which is no record",
     "study/foreign.py": "the folder that a recorded training writes into, which is no record yet",
+    "study/worktree.py": "checkouts of commits, kept out of the records",
     "tracking/wandb_run.py": "W&B's own folders",
 }
 """Where files are changed otherwise, and which; a test that replays our operations misses them."""

@@ -82,20 +82,29 @@ def is_free_entry(
     return is_in_one and _looked_at(first.config) != _looked_at(second.config)
 
 
+_TELLS_OF_CODE = ("program", "flags", "config", "env", "ref", "setup", "python", "deterministic")
+"""What of a command's config may turn switches and import other modules."""
+_OF_INTERPRETERS = ("python", "python_optimize", "package", "cuda", "cudnn")
+"""What is another one in another environment."""
+
+
 def _follows_from_command(key: str, differences: Mapping[str, Any], *, is_in_one: bool) -> bool:
     """Whether an entry may be another one because a command has other flags, variables or code.
 
     Such as a switch that a flag has turned, or a module that only one of two programs imports. What
     is installed and the machine never follow from a command.
     """
-    if not touches(differences, ("program", "flags", "config", "env")):
-        return False
     kind, _, name = key.partition(".")
+    if touches(differences, ("python",)) and kind in _OF_INTERPRETERS:
+        return True
+    if not touches(differences, _TELLS_OF_CODE):
+        return False
     if kind == "variable":
-        return f"env.{name}" in differences
+        is_switch = name == "CUBLAS_WORKSPACE_CONFIG" and "deterministic" in differences
+        return is_switch or f"env.{name}" in differences
     if kind == "module":
         is_hook = name.partition(".")[0] in (*_INSTALLED, *_HOOKS)
-        return not is_hook and (is_in_one or touches(differences, ("program",)))
+        return not is_hook and (is_in_one or touches(differences, ("program", "ref", "setup")))
     return kind in ("switch", "threads", "interop_threads", "simd")
 
 

@@ -2,19 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.config.commands import command_training
 
-if TYPE_CHECKING:
-    from stability.records.manifest import Manifest
-    from stability.study.foreign_plan import ForeignRun
-
 __all__ = ["option_help", "record", "split_options"]
 
 
-def record(
+def record_arm(
     study: str = "",
     arm: str = "",
     seed: int = 0,
@@ -62,7 +58,7 @@ def record(
             "`stability record --study lr --arm baseline -- python train.py`"
         )
     from stability.recorder.launch import Asked  # heavy from here on: numpy behind the contract
-    from stability.study.foreign import RunFailedError, record_command
+    from stability.study.foreign import RunFailedError, measure_study, record_command
     from stability.study.foreign_plan import plan_run
 
     asked = Asked(
@@ -93,24 +89,22 @@ def record(
     except RunFailedError as error:
         print_line(f"FAILED: {error}")
         return FAILS
-    _tell(run, manifest)
-    return HOLDS
-
-
-def _tell(run: "ForeignRun", manifest: "Manifest") -> None:
-    from stability.study.foreign import measure_study
-
     found = manifest.resolved
     ranks = f" on {found['ranks']} ranks" if found["ranks"] > 1 else ""
     print_line(
-        f"{run.arm}, seed {run.seed}: {manifest.state} after {manifest.step} updates{ranks}, "
+        f"{arm}, seed {seed}: {manifest.state} after {manifest.step} updates{ranks}, "
         f"{len(found['names'])} weights of {', '.join(found['models'])}"
     )
-    for note in [*found["notes"], *([manifest.message] if manifest.message else [])]:
-        print_line(f"  {note}")
-    for note in measure_study(run):
-        print_line(f"  {note}")
+    for note in [*found["notes"], manifest.message, *measure_study(run)]:
+        if note:
+            print_line(f"  {note}")
     print_line(f"ladder: stability show {run.folder}")
+    return HOLDS
+
+
+# its own name, since jsonargparse looks for it by that in all packages above, and one of them has a
+# `record` that is loaded when it is looked for
+record = record_arm
 
 
 def _at_least(least: int, name: str, value: int) -> int:

@@ -4,11 +4,16 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stability.cli.output import FAILS, HOLDS, print_line
+from stability.config.command_study import (
+    CommandStudy,
+    is_command_study,
+    load_command_study,
+)
 from stability.config.load import load_study
-from stability.config.schema import ArmConfig
+from stability.config.schema import BASELINE, ArmConfig
 from stability.config.study import StudyConfig
 from stability.tracking.environment import WandbMode, check_wandb, resolve_mode
 
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["option_help", "run", "split_options"]
+
+Study = TypeVar("Study", StudyConfig, CommandStudy)
 
 _TOP_LEVEL = {field.name for field in dataclasses.fields(ArmConfig)}
 
@@ -31,6 +38,8 @@ def run(
 ) -> int:
     """Train every arm and seed of a study, print the ladder and write the report.
 
+    Its arms are configs of our own trainer, or commands: the base then has a `command`.
+
     Args:
         study: the study's YAML file
         out: folder that gets a folder named after the study
@@ -43,6 +52,11 @@ def run(
         seeds: how many seeds, counting on from the study's own; 0 is the study's
         overrides: values in the study's base, by dotted key
     """
+    if is_command_study(study):
+        if jobs > 1 or check_observer:
+            given = "--jobs" if jobs > 1 else "--check-observer"
+            raise ValueError(f"{study}: {given} must not be given for a study of commands")
+        return _run_commands(_with_seeds(load_command_study(study, overrides), seeds), out, wandb)
     config = _with_seeds(load_study(study, overrides), seeds)
     # Heavy from here on, torch and Lightning first: mistakes in the YAML were told before.
     import torch
@@ -70,6 +84,25 @@ def run(
             raise ValueError(f"{study}: {error}") from error
     _show_study(out / config.name, mode, console)
     return HOLDS if all(has_ended(run.paths) for run in runs) else FAILS
+
+
+def _run_commands(study: CommandStudy, out: Path, wandb: WandbMode | None) -> int:
+    from rich.console import Console  # heavy from here on
+
+    from stability.report.terminal.progress import StudyDisplay
+    from stability.study.run_commands import changed_command_protocol, plan_commands, run_commands
+
+    runs = plan_commands(study, out)
+    mode = resolve_mode(wandb)
+    check_wandb(mode)
+    for change in changed_command_protocol(study, out):
+        print_line(f"EXPLORATORY: {change}")
+    console = Console()
+    with StudyDisplay(console, len(runs)) as display:
+        run_commands(study, out, observer=display)
+    if any(run.arm == BASELINE and run.is_kept for run in runs):
+        _show_study(out / study.name, mode, console)
+    return HOLDS if all(run.is_kept for run in runs) else FAILS
 
 
 def _show_study(folder: Path, wandb: WandbMode, console: "Console") -> None:
@@ -127,7 +160,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, {"overrides": overrides}
 
 
-def _with_seeds(study: StudyConfig, count: int) -> StudyConfig:
+def _with_seeds(study: Study, count: int) -> Study:
     """Return `study` with `count` seeds: its own first, then the next whole numbers."""
     if count == 0:
         return study

@@ -160,7 +160,10 @@ def describe_change(
         return "nothing (A/A)"
     attention = {k: values for k, values in differences.items() if k.startswith("attention.")}
     parts = [_describe_attention(before, attention)] if attention else []
-    parts += [_describe(k, *values) for k, values in differences.items() if k not in attention]
+    others = sorted(differences.keys() - attention.keys(), key=list(differences).index)
+    # what a change is meant to bring with it comes after it
+    others.sort(key=lambda path: path.startswith("changes."))
+    parts += [_describe(path, *differences[path]) for path in others]
     is_confounded = axis == MANY and role != "reference"
     return f"confounded: {'; '.join(parts)}" if is_confounded else "; ".join(parts)
 
@@ -194,6 +197,8 @@ _OF_COMMANDS = {
     "flags": "--{0}: {1} -> {2}",
     "config": "{0}: {1} -> {2}",
     "env": "{0}: {1} -> {2}",
+    "ref": "commit: {1:.12} -> {2:.12}",
+    "python": "python: {1} -> {2}",
     "changes": "and so other {0}",
 }
 """How a difference between two commands is told, by what its path begins with."""
@@ -201,7 +206,7 @@ _OF_COMMANDS = {
 
 def _given(value: Any) -> str:
     """Return a flag's or a variable's value as it was typed."""
-    return "not given" if value is None else "given" if value is True else str(value)
+    return "not given" if value in (None, "") else "given" if value is True else str(value)
 
 
 def _describe(path: str, before: Any, after: Any) -> str:

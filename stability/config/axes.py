@@ -71,6 +71,11 @@ _GROUPS: dict[str, Group] = {
     "flags": "flags",
     "config": "flags",
     "env": "environment",
+    "python": "environment",
+    "deterministic": "environment",
+    "ref": "code",
+    "setup": "code",
+    "start": "init",
 }
 """The group of each path that an arm may change. The longest one that holds a path decides."""
 

@@ -18,8 +18,10 @@ __all__ = [
     "call_training",
     "command_training",
     "filled_in",
+    "flag_words",
     "is_command",
     "parse_flags",
+    "setting_words",
     "training_config",
 ]
 
@@ -155,6 +157,38 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
             name, found = f"argument_{places}", word
         flags[name] = f"{flags[name]} {found}" if name in flags else found
     return flags
+
+
+def flag_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return flags as a command takes them: `--lr 0.1`, a letter with one dash.
+
+    True is given without a value, and a list with all its values; False and None are not given.
+    `parse_flags` undoes it, as texts, if no value looks like a flag.
+    """
+    words = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        words.append(f"-{name}" if len(name) == 1 else f"--{name}")
+        words += [] if value is True else [_text(item) for item in _items(value)]
+    return words
+
+
+def setting_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return flags in the manner of Hydra and OmegaConf, `optimizer.lr=0.1`; None is not given."""
+    return [
+        f"{name}={','.join(_text(item) for item in _items(value))}"
+        for name, value in flags.items()
+        if value is not None
+    ]
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _values(rest: list[str]) -> list[str]:

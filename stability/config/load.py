@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -30,7 +30,19 @@ from stability.config.schema import (
 )
 from stability.config.study import StudyConfig
 
-__all__ = ["RESERVED", "check_name", "load_study", "parse_value", "read_mapping"]
+if TYPE_CHECKING:
+    from stability.config.command_study import CommandStudy
+
+__all__ = [
+    "RESERVED",
+    "arms_baseline_first",
+    "check_name",
+    "check_names",
+    "load_study",
+    "parse_value",
+    "read_mapping",
+    "with_overrides",
+]
 
 _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}")
 RESERVED = (
@@ -65,10 +77,10 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     base = content.get("base")
     if isinstance(base, dict):
         base = _with_preset(base, root.at("base"), path)
-        content["base"] = _with_preset(_with_overrides(base, changes, root), root.at("base"), path)
-    content["arms"] = _arms_baseline_first(content.get("arms"), root.at("arms"))
+        content["base"] = _with_preset(with_overrides(base, changes, root), root.at("base"), path)
+    content["arms"] = arms_baseline_first(content.get("arms"), root.at("arms"))
     study = _with_held_out_size(from_mapping(StudyConfig, content, root))
-    _check_names(study, root)
+    check_names(study, root)
     _check_attention(study.base.attention, root.at("base.attention"))
     if study.base.attention.is_partial:
         raise root.at("base.attention").error(
@@ -87,7 +99,8 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     return study
 
 
-def _with_overrides(base: dict[str, Any], changes: Mapping[str, str], root: Place) -> Any:
+def with_overrides(base: dict[str, Any], changes: Mapping[str, str], root: Place) -> Any:
+    """Return a YAML file's base with the values of the command line laid over it."""
     for key, text in changes.items():
         place = root.at("base").at(key)
         try:
@@ -124,7 +137,8 @@ def _presets(study: Path) -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
-def _arms_baseline_first(arms: Any, place: Place) -> dict[str, dict[str, Any]]:
+def arms_baseline_first(arms: Any, place: Place) -> dict[str, dict[str, Any]]:
+    """Return the arms of a YAML file, the baseline first; ConfigError for a name that can't be."""
     if arms is not None and not isinstance(arms, dict):
         raise place.error(f"must be a mapping from arm names to overrides, got {arms!r}")
     ordered = {BASELINE: {}, **(arms or {})}
@@ -167,7 +181,8 @@ def check_name(name: str, place: Place, reserved: Collection[str] = RESERVED) ->
         )
 
 
-def _check_names(study: StudyConfig, root: Place) -> None:
+def check_names(study: "StudyConfig | CommandStudy", root: Place) -> None:
+    """ConfigError for a name, seed, yardstick or candidate of `study` that can't be."""
     check_name(study.name, root.at("name"), ())
     if study.name == "forks":
         # a run below a folder of that name is taken for a fork (`study.fork`)
@@ -188,7 +203,7 @@ def _check_names(study: StudyConfig, root: Place) -> None:
         )
 
 
-def _check_policy(study: StudyConfig, root: Place) -> None:
+def _check_policy(study: "StudyConfig | CommandStudy", root: Place) -> None:
     arms = [arm for arm in study.arms if arm != BASELINE]
     policy = root.at("policy")
     listed = policy.at("candidates")

@@ -13,9 +13,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 __all__ = ["Asked", "Launched", "environment_of", "launch"]
 
@@ -65,21 +66,35 @@ def environment_of(asked: Asked, env: Mapping[str, str]) -> dict[str, str]:
     return {**merged, "PYTHONPATH": f"{_STARTUP}{os.pathsep}{path}" if path else str(_STARTUP)}
 
 
-def launch(words: Sequence[str], variables: Mapping[str, str]) -> Launched:
-    """Run a command to its end, its output beside this one's.
+def launch(
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    folder: Path | None = None,
+    output: Path | None = None,
+) -> Launched:
+    """Run a command to its end, in `folder`, its output beside this one's or in the file `output`.
 
     KeyboardInterrupt, once the command has ended, if the user interrupts. ValueError if there is no
     such command.
     """
     try:
         process = subprocess.Popen(
-            list(words), env=dict(variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            list(words),
+            env=dict(variables),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
     except (FileNotFoundError, PermissionError) as error:
         raise ValueError(f"record: {words[0]}: {error.strerror}; is it installed?") from error
     lines: deque[str] = deque(maxlen=_KEPT_LINES)
-    reader = threading.Thread(target=_pass_on, args=(process, lines), daemon=True)
-    with _passing_signals(process):
+    with ExitStack() as stack:
+        to: TextIO = sys.stdout
+        if output is not None:
+            to = stack.enter_context(output.open("w", encoding="utf-8"))
+        reader = threading.Thread(target=_pass_on, args=(process, to, lines), daemon=True)
+        stack.enter_context(_passing_signals(process))
         reader.start()
         try:
             code = process.wait()
@@ -93,7 +108,7 @@ def launch(words: Sequence[str], variables: Mapping[str, str]) -> Launched:
     return Launched(code=code, last_lines="\n".join(line.split("\r")[-1] for line in lines))
 
 
-def _pass_on(process: "subprocess.Popen[bytes]", lines: deque[str]) -> None:
+def _pass_on(process: "subprocess.Popen[bytes]", to: TextIO, lines: deque[str]) -> None:
     assert process.stdout is not None
     lines.append("")
     # as it comes: a progress bar writes over its line, which ends only with the last step
@@ -101,8 +116,8 @@ def _pass_on(process: "subprocess.Popen[bytes]", lines: deque[str]) -> None:
     with process.stdout as pipe:
         while chunk := os.read(pipe.fileno(), 1 << 16):
             text = decoder.decode(chunk)
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            to.write(text)
+            to.flush()
             first, *rest = text.replace("\r\n", "\n").split("\n")
             lines[-1] = (lines[-1] + first)[-_KEPT_CHARACTERS:]
             lines.extend(rest)

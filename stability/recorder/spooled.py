@@ -44,6 +44,8 @@ class Spooled:
     """By step, the file of the first rank's state."""
     environment: Mapping[str, Any]
     modules: Mapping[str, str]
+    files: Sequence[str]
+    """The paths of the user's own sources that were executed."""
     init: str
     """The hash of the start state, before a nudge."""
     owners: Sequence[str]
@@ -97,6 +99,7 @@ def read_spool(folder: Path) -> Spooled:
         states={step: path for step, path in states.items() if step <= len(updates)},
         environment=begin["environment"],
         modules=modules,
+        files=(ends[first] or {}).get("files", []),
         init=begin["init"],
         owners=begin["owners"],
         names=begin["names"],

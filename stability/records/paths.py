@@ -125,6 +125,11 @@ class RunPaths:
         return self.root / "witness.json"
 
     @property
+    def output(self) -> Path:
+        """What a command that is the run's training has printed."""
+        return self.root / "output.txt"
+
+    @property
     def lock(self) -> Path:
         """What the process that trains the run holds locked."""
         return self.root / ".lock"
@@ -192,6 +197,7 @@ def strange_files(run: RunPaths) -> list[str]:
             run.predictions_dir,
             run.checkpoints_dir,
             run.wandb_dir,
+            run.output,
             *run.leases(),
         )
     }

@@ -4,6 +4,7 @@ A run is held against its plan (`foreign_plan`) once it has ended, and against i
 step. Leaves out how a training is watched (`recorder`).
 """
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ from stability.study.distances import update_distances
 from stability.study.foreign_plan import ForeignRun, check_free
 from stability.study.run import locked
 from stability.study.window import freeze_window
+from stability.study.worktree import repository, sources_outside
 
 __all__ = ["OpenRun", "RunFailedError", "measure_study", "opened", "record_command"]
 
@@ -51,6 +53,8 @@ class OpenRun:
     files: RunFiles
     spool: Path
     """Where the processes of the training leave what they see."""
+    folder: Path | None = None
+    """Where the command runs."""
 
     def write(self) -> Manifest:
         """Write the record of a training that has ended by itself; return the final manifest.
@@ -60,6 +64,7 @@ class OpenRun:
         try:
             spooled = read_spool(self.spool)
             _check_end(self.run, spooled)
+            _check_sources(self.run, spooled, self.folder)
             return _write(self.run, self.files, spooled)
         except ValueError as error:
             is_breach = isinstance(error, ContractError)
@@ -72,7 +77,9 @@ class OpenRun:
 
 
 @contextmanager
-def opened(run: ForeignRun, variables: Mapping[str, str]) -> Iterator[OpenRun]:
+def opened(
+    run: ForeignRun, variables: Mapping[str, str], folder: Path | None = None
+) -> Iterator[OpenRun]:
     """Hold a run's folder while it trains under these variables; the spool is gone afterwards.
 
     RunConflictError if another process records the run, ValueError if another one is on record.
@@ -85,7 +92,7 @@ def opened(run: ForeignRun, variables: Mapping[str, str]) -> Iterator[OpenRun]:
         try:
             files = RunFiles(run.paths, _first_manifest(run, variables))
             files.update()
-            yield OpenRun(run=run, files=files, spool=spool)
+            yield OpenRun(run=run, files=files, spool=spool, folder=folder)
         except KeyboardInterrupt:
             files.update(state="interrupted")
             raise
@@ -93,19 +100,22 @@ def opened(run: ForeignRun, variables: Mapping[str, str]) -> Iterator[OpenRun]:
             shutil.rmtree(spool, ignore_errors=True)
 
 
-def record_command(run: ForeignRun) -> Manifest:
+def record_command(
+    run: ForeignRun, *, folder: Path | None = None, output: Path | None = None
+) -> Manifest:
     """Run the command, record what it trains, and return the final manifest.
 
+    It runs in `folder`, here by default, and its output goes to the file `output`, or to ours.
     RunFailedError, one sentence, if what came of it does not count: the manifest says why.
     KeyboardInterrupt if the user interrupts. RunConflictError if another process records the run.
     """
     values = {"seed": run.seed, "arm": run.arm, "out": run.paths.root.resolve()}
-    variables = environment_of(run.asked, run.config["env"])
-    with opened(run, variables) as record:
+    variables = environment_of(run.asked, _variables(run))
+    with opened(run, variables, folder) as record:
         words = [filled_in(word, values) for word in run.words]
         spool = {"STABILITY_SPOOL": str(record.spool.resolve())}
         try:
-            launched = launch(words, {**variables, **spool})
+            launched = launch(words, {**variables, **spool}, folder=folder, output=output)
         except ValueError as error:
             record.failed(str(error))
             raise
@@ -194,6 +204,27 @@ def _check_end(run: ForeignRun, spooled: Spooled) -> None:
         how = "ended" if spooled.has_end else "was killed"
         of = f" of {planned}" if planned else ""
         raise ValueError(f"training {how} after {spooled.step} updates{of}")
+
+
+def _variables(run: ForeignRun) -> dict[str, str]:
+    """Return what is set for a run: its variables, and its interpreter's folder first on PATH."""
+    python = run.config.get("python", "")
+    path = os.environ.get("PATH", "")
+    first = {"PATH": f"{Path(python).parent}{os.pathsep}{path}"} if python else {}
+    return {**first, **run.config["env"]}
+
+
+def _check_sources(run: ForeignRun, spooled: Spooled, folder: Path | None) -> None:
+    """ValueError if a run of a commit has executed a source of the working tree."""
+    if run.checkout is None or folder is None:
+        return
+    outside = sources_outside(spooled.files, run.checkout, repository(folder))
+    if outside:
+        raise ValueError(
+            f"ref: all sources must be those of {run.config['ref'][:12]}, and {outside[0]} of the "
+            "working tree was executed, as from an editable install; install it from the commit "
+            "in `setup`, into an environment of its own in `python`"
+        )
 
 
 def _died(launched: Launched) -> str:

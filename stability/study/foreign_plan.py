@@ -42,6 +42,8 @@ class ForeignRun:
     asked: Asked
     words: Sequence[str] = ()
     """The command, with its placeholders; none if the training is the caller's own."""
+    checkout: Path | None = None
+    """The checkout of the user's that its commit is taken from, if it names one."""
     question: str = ""
     policy: Mapping[str, Any] = field(default_factory=lambda: to_dict(PolicyConfig()))
 

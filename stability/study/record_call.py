@@ -318,7 +318,7 @@ def _training(spool: Spool, asked: Asked) -> Training:
         steps=asked.steps,
         keeps_state=rank == 0,
         begin=lambda state: start_of(state, words, rank, switches),
-        end=own_modules,
+        end=lambda: {"modules": own_modules()},
     )
 
 

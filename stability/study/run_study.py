@@ -51,6 +51,7 @@ __all__ = [
     "changed_protocol",
     "check_study",
     "in_training_order",
+    "order_of_role",
     "plan_study",
     "run_study",
 ]
@@ -93,9 +94,12 @@ def plan_study(study: StudyConfig, out: Path) -> list[Run]:
 
 def in_training_order(arms: list[Arm]) -> list[Arm]:
     """Return `arms` in the order in which the runs of one seed are trained."""
-    return sorted(
-        arms, key=lambda arm: _ORDER.index(arm.role) if arm.role in _ORDER else len(_ORDER)
-    )
+    return sorted(arms, key=lambda arm: order_of_role(arm.role))
+
+
+def order_of_role(role: Role) -> int:
+    """Return the place of a role's runs among those of one seed."""
+    return _ORDER.index(role) if role in _ORDER else len(_ORDER)
 
 
 def _as_probed(arm: Arm, *, is_first: bool) -> Arm:

@@ -16,7 +16,7 @@ from typing import Any, Dict, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["environment", "hash_state", "own_modules"]
+__all__ = ["environment", "hash_state", "own_files", "own_modules"]
 
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))) + os.sep
 """Where the recorder's own modules lie, whatever they are called here."""
@@ -65,14 +65,22 @@ def _versions() -> Dict[str, str]:
 def own_modules() -> Dict[str, str]:
     """Return the SHA-256 of each imported file that is no installed package's, by module name."""
     found = {}
+    for name, file in own_files().items():
+        with open(file, "rb") as content:
+            found[name] = _sha256(content.read())
+    return found
+
+
+def own_files() -> Dict[str, str]:
+    """Return each imported file that is no installed package's, by module name."""
+    found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")
         if not isinstance(file, str) or not os.path.isfile(file) or _is_installed(module):
             continue
         if os.path.realpath(file).startswith(_OURS) or os.path.getsize(file) > _LARGEST:
             continue
-        with open(file, "rb") as content:
-            found["__main__" if name == "__mp_main__" else name] = _sha256(content.read())
+        found["__main__" if name == "__mp_main__" else name] = os.path.realpath(file)
     return dict(sorted(found.items()))
 
 

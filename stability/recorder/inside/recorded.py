@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Mapping
 import torch
 from torch import Tensor
 
-from .environment import environment, hash_state, own_modules
+from .environment import environment, hash_state, own_files, own_modules
 from .hooks import install
 from .nudge import nudge_weights
 from .spool import Spool
@@ -32,7 +32,7 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         steps=int(asked.get("STABILITY_STEPS", "0")),
         keeps_state=rank == 0,
         begin=lambda state: start_of(state, asked, rank, switches()),
-        end=own_modules,
+        end=lambda: {"modules": own_modules(), "files": sorted(set(own_files().values()))},
     )
     install(training)
     return lambda: training.end("exit")

@@ -65,7 +65,7 @@ class Training:
     `due` says after which updates the state is kept, besides the first and last; `steps` ends the
     training after as many (0: never). `begin` is called once, before the first update, with the
     start state by name; what it returns is written with the first line. What `end` returns is
-    written with the last one, as `modules`.
+    written with the last one.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class Training:
                 "reason": reason,
                 "backwards": self.backwards,
                 "left_out": sorted(self.left_out),
-                "modules": self._end(),
                 "later_weights": later,
+                **self._end(),
             }
         )
 

@@ -1,0 +1,196 @@
+"""A whole study of commands: everything is checked before the first one runs, then run after run.
+
+Seeds are the outer loop, and in each the baseline comes first and the controls next, as in
+`run_study`. How one command is recorded is left to `foreign`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from stability.analysis.pair_contract import recorded_axis
+from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
+from stability.callbacks.progress import StudyObserver
+from stability.config.command_study import CommandArm, CommandStudy, expand_commands
+from stability.config.convert import to_dict
+from stability.config.diff import diff
+from stability.config.schema import BASELINE
+from stability.recorder.launch import Asked
+from stability.records.manifest import ENDED, read_manifest
+from stability.records.metric_log import read_metrics
+from stability.records.metric_names import TRAIN_LOSS
+from stability.records.paths import StudyPaths
+from stability.records.protocol import Protocol, has_begun, read_protocol, seal_protocol
+from stability.records.sealed_json import write_sealed
+from stability.study.foreign import RunFailedError, measure_study, record_command
+from stability.study.foreign_plan import ForeignRun, check_free
+from stability.study.run import RunConflictError
+from stability.study.run_study import order_of_role
+from stability.study.worktree import checkout, commit_of, repository
+
+__all__ = ["changed_command_protocol", "plan_commands", "run_commands"]
+
+
+def plan_commands(study: CommandStudy, out: Path) -> list[ForeignRun]:
+    """Return the runs of `study` in the order in which they are made; writes nothing.
+
+    ValueError for a commit or an interpreter that is not there, and for a command that can't be
+    found; ContractError if an arm changes more than one thing, or what no arm may change.
+    """
+    arms = [_with_commit(arm) for arm in expand_commands(study)]
+    base = arms[0].config.recorded()
+    runs = [
+        _run(study, out, arm, base, seed)
+        for seed in study.seeds
+        for arm in sorted(arms, key=lambda arm: order_of_role(arm.role))
+    ]
+    for run in runs[: len(arms)]:
+        _check_words(run)
+    return runs
+
+
+def run_commands(study: CommandStudy, out: Path, *, observer: StudyObserver) -> list[ForeignRun]:
+    """Run every arm and seed of `study` into `out/<name>`, and return the runs.
+
+    Runs that have ended are kept. A run that fails is told and its manifest says why; the others go
+    on, but none whose baseline failed. The protocol is sealed before the first of them. What a
+    command prints goes to `output.txt` in its run's folder. ValueError as `plan_commands`, for a
+    folder that holds another run, and for what `setup` fails in.
+    """
+    runs = plan_commands(study, out)
+    for run in runs:
+        check_free(run)
+    folders = {run.arm: _folder(run) for run in runs[: len(study.arms)]}
+    content = _content(study, runs)
+    folder = StudyPaths(out / study.name)
+    seal_protocol(folder.root, _protocol(content))
+    write_sealed(folder.study, content)
+    failed: set[int] = set()
+    for index, run in enumerate(runs, start=1):
+        if run.is_kept:
+            continue
+        observer.run_started(index, len(runs), run.arm, run.seed, study.base.train.steps)
+        if run.seed in failed:
+            observer.run_ended(run.arm, run.seed, "failed", f"its {BASELINE} has failed")
+            continue
+        state, message = _recorded(run, folders[run.arm], observer)
+        observer.run_ended(run.arm, run.seed, state, message)
+        if run.arm == BASELINE and state not in ENDED:
+            failed.add(run.seed)
+        if run.seed not in failed:
+            for note in measure_study(run):
+                observer.run_noted(run.arm, run.seed, note)
+    return runs
+
+
+def changed_command_protocol(study: CommandStudy, out: Path) -> list[str]:
+    """Return what `study` asks otherwise than was sealed in `out/<name>`; empty before a first run.
+
+    Writes nothing. ValueError if the sealed protocol is damaged.
+    """
+    folder = StudyPaths(out / study.name)
+    if not folder.protocol.exists():
+        return [UNSEALED] if has_begun(folder.root) else []
+    now = _protocol(_content(study, plan_commands(study, out)))
+    return changes_between(read_protocol(folder.protocol), now)
+
+
+def _run(
+    study: CommandStudy, out: Path, arm: CommandArm, base: Mapping[str, Any], seed: int
+) -> ForeignRun:
+    config = arm.config.recorded()
+    differences = diff(base, config)
+    return ForeignRun(
+        study=study.name,
+        folder=out / study.name,
+        arm=arm.name,
+        seed=seed,
+        config=config,
+        diff={path: list(values) for path, values in differences.items()},
+        axis=recorded_axis(
+            f"arms.{arm.name}",
+            differences,
+            arm.role,
+            arm.change,
+            allow_many=study.allow_many,
+        ),
+        role=arm.role,
+        asked=Asked(
+            seed=seed,
+            steps=arm.config.train.steps,
+            snapshot_steps=arm.config.train.planned_snapshots()[1:],
+            deterministic=arm.config.deterministic,
+            nudge=(arm.config.nudge.ulps, arm.config.nudge.draw),
+        ),
+        words=arm.config.words(),
+        checkout=repository(Path.cwd()) if arm.config.ref else None,
+        question=study.question,
+        policy=to_dict(study.policy),
+    )
+
+
+def _with_commit(arm: CommandArm) -> CommandArm:
+    """Return the arm with the whole hash of its commit: a branch's name moves."""
+    config = arm.config
+    if not config.ref:
+        return arm
+    commit = commit_of(config.ref, Path.cwd())
+    return replace(arm, config=replace(config, ref=commit))
+
+
+def _check_words(run: ForeignRun) -> None:
+    """ValueError if the interpreter or the program of a run is not there."""
+    python = run.config["python"]
+    if python and not Path(python).is_file():
+        raise ValueError(f"arms.{run.arm}.python: must be an interpreter, {python!r} is no file")
+    path = str(Path(python).parent) if python else None
+    if not which(run.words[0], path=path) and not which(run.words[0]):
+        raise ValueError(f"base.command: {run.words[0]!r} must be a program, is not found on PATH")
+
+
+def _folder(run: ForeignRun) -> Path | None:
+    if not run.config["ref"]:
+        return None
+    return checkout(run.config["ref"], Path.cwd(), run.config["setup"])
+
+
+def _recorded(run: ForeignRun, folder: Path | None, observer: StudyObserver) -> tuple[str, str]:
+    """Run and record one; return its state and what there is to say of it."""
+    try:
+        manifest = record_command(run, folder=folder, output=run.paths.output)
+    except RunFailedError as error:
+        return "failed", f"{error}; what it printed is in {run.paths.output}"
+    except RunConflictError as error:
+        return read_manifest(run.paths.manifest).state, str(error)
+    losses = read_metrics(run.paths.metrics).get(TRAIN_LOSS)
+    if losses:
+        observer.run_advanced(run.arm, run.seed, manifest.step, losses.values[-1])
+    for note in manifest.resolved["notes"]:
+        observer.run_noted(run.arm, run.seed, note)
+    return manifest.state, manifest.message
+
+
+def _protocol(content: Mapping[str, Any]) -> Protocol:
+    return make_protocol(content["config"], content["arms"], {})
+
+
+def _content(study: CommandStudy, runs: Sequence[ForeignRun]) -> dict[str, Any]:
+    """Return what `study.json` holds: the config, and each arm in the order of the study."""
+    of_arms = {run.arm: run for run in runs}
+    config = to_dict(study)
+    config["base"] = dict(of_arms[BASELINE].config)
+    return {
+        "config": config,
+        "arms": [
+            {
+                "name": name,
+                "axis": of_arms[name].axis,
+                "diff": to_dict(of_arms[name].diff),
+                "role": of_arms[name].role,
+                "until": study.base.train.steps,
+            }
+            for name in study.arms
+        ],
+    }

@@ -1,0 +1,187 @@
+"""Studies of commands: what their YAML may say, and which words it makes of a command."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stability.config.command_study import (
+    CommandConfig,
+    CommandTrain,
+    expand_commands,
+    is_command_study,
+    load_command_study,
+)
+from stability.config.commands import (
+    command_training,
+    filled_in,
+    flag_words,
+    parse_flags,
+    setting_words,
+)
+from stability.config.convert import ConfigError
+
+TRAIN = CommandTrain(steps=30)
+
+
+def written(tmp_path: Path, **changes: Any) -> Path:
+    content = {
+        "name": "mine",
+        "question": "does it matter?",
+        "base": {
+            "command": "python train.py --seed {seed} {flags}",
+            "flags": {"lr": 0.001, "bf16": True},
+            "train": {"steps": 30},
+        },
+        "arms": {"lr_x2": {"flags": {"lr": 0.002}}},
+        "seeds": [0, 1],
+        **changes,
+    }
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def test_an_arm_is_what_it_lays_over_the_base(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        arms={
+            "fp32": {"role": "reference", "flags": {"bf16": False}},
+            "again": {},
+            "nudge": {"nudge": {"ulps": 1}},
+        },
+    )
+    assert is_command_study(path)
+    baseline, fp32, again, nudge = expand_commands(load_command_study(path))
+    assert (baseline.role, fp32.role, again.role, nudge.role) == (
+        "baseline",
+        "reference",
+        "rerun",
+        "nudge",
+    )
+    assert baseline.config.words() == [
+        *("python", "train.py", "--seed", "{seed}", "--lr", "0.001", "--bf16")
+    ]
+    assert fp32.config.words() == ["python", "train.py", "--seed", "{seed}", "--lr", "0.001"]
+    # not given is one thing, however it is said
+    assert fp32.diff == {"flags.bf16": (True, None)}
+    assert nudge.diff == {"nudge.ulps": (0, 1)}
+    assert baseline.config.recorded()["train"]["snapshot_steps"] == [1, 2, 5, 10, 20, 30]
+
+
+def test_overrides_lie_over_the_base(tmp_path: Path) -> None:
+    study = load_command_study(written(tmp_path), {"train.steps": "7", "flags.lr": "1e-3"})
+    assert (study.base.train.steps, study.base.flags["lr"]) == (7, 1e-3)
+
+
+def test_flags_are_put_where_the_command_says() -> None:
+    given = {"a.b": 2, "on": True, "off": False, "none": None, "v": [1, 2]}
+    as_flags = ["--a.b", "2", "--on", "-v", "1", "2"]
+    for command in ("run {flags} x", "run x"):
+        words = CommandConfig(command=command, flags=given, train=TRAIN).words()
+        expected = ["run", *as_flags, "x"] if "{" in command else ["run", "x", *as_flags]
+        assert words == expected
+    settings = CommandConfig(command="run {settings}", flags=given, train=TRAIN).words()
+    assert settings == ["run", "a.b=2", "on=true", "off=false", "v=1,2"]
+    resumed = CommandConfig(command="run --from={resume}", start="a b.pt", train=TRAIN)
+    assert resumed.words() == ["run", "--from=a b.pt"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"arms": {"x": {"flag": {}}}}, "arms.x.flag"),
+        ({"arms": {"x": {"until": 3}}}, "arms.x.until: must not be given"),
+        ({"arms": {"x": {"role": "refrence"}}}, "must be a role, got 'refrence'"),
+        ({"yardstick": "y"}, "yardstick: must be an arm, got 'y'"),
+        ({"seeds": [1, 1]}, "seed 1 is listed twice"),
+        ({"early_step": 3}, "early_step: must be a step with a snapshot, got 3"),
+        ({"base": {"command": "run {sed}", "train": {"steps": 1}}}, "{sed} must be a known"),
+        ({"base": {"command": "run 'x", "train": {"steps": 1}}}, "must be words as of a shell"),
+        ({"base": {"command": " ", "train": {"steps": 1}}}, "command must not be empty"),
+        ({"base": {"command": "run", "train": {"steps": 0}}}, "steps must be >= 1, got 0"),
+        ({"base": {"command": "run"}}, "base.train: missing"),
+        (
+            {"base": {"command": "x{flags}", "train": {"steps": 1}}},
+            "{flags} must be a word of its own",
+        ),
+        (
+            {"base": {"command": "run {resume}", "train": {"steps": 1}}},
+            "start must be given where the command has {resume}",
+        ),
+        (
+            {"base": {"command": "x", "python": "p", "env": {"PATH": "a"}, "train": {"steps": 1}}},
+            "PATH must not be given with a python",
+        ),
+        (
+            {"base": {"command": "run", "flags": {"a": {"b": 1}}, "train": {"steps": 1}}},
+            "a must be a number, a text",
+        ),
+        (
+            {"base": {"command": "run", "train": {"steps": 9, "snapshot_steps": [10]}}},
+            "snapshot_steps must be from 1 to steps, 9",
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_command_study(written(tmp_path, **changes))
+    assert said in str(error.value)
+    assert "study.yaml" in str(error.value)
+
+
+NAMES = st.from_regex(r"[a-z][a-z_.\-]{0,8}", fullmatch=True)
+VALUES = st.one_of(
+    st.just(True),
+    st.integers(0, 10**6).map(str),
+    st.from_regex(r"[A-Za-z0-9/.,:]{1,12}", fullmatch=True),
+)
+
+
+@given(st.dictionaries(NAMES, VALUES, max_size=6))
+def test_flags_are_read_as_they_are_written(flags: dict[str, Any]) -> None:
+    assert parse_flags(flag_words(flags)) == flags
+
+
+@given(st.dictionaries(NAMES, VALUES.filter(lambda x: x is not True), max_size=6))
+def test_settings_are_read_as_they_are_written(flags: dict[str, Any]) -> None:
+    assert parse_flags(setting_words(flags)) == flags
+
+
+@given(st.lists(st.text(max_size=8), max_size=8))
+def test_any_words_make_flags(words: list[str]) -> None:
+    flags = parse_flags(words)
+    assert all(isinstance(value, str) or value is True for value in flags.values())
+    # nothing is lost: each word can be found in what was read
+    said = " ".join([*flags, *(str(value) for value in flags.values())])
+    assert all(word.lstrip("-").partition("=")[0] in said for word in words if word.strip("-"))
+
+
+@pytest.mark.parametrize(
+    ("words", "program", "flags"),
+    [
+        (["python", "train.py", "--lr=1", "-v"], "python train.py", {"lr": "1", "v": True}),
+        (
+            ["torchrun", "--nproc-per-node", "2", "train.py", "config.yaml", "--x", "1", "2"],
+            "torchrun --nproc-per-node 2 train.py",
+            {"argument_1": "config.yaml", "x": "1 2"},
+        ),
+        (["python", "-m", "pkg.train", "a.b=1"], "python -m pkg.train", {"a.b": "1"}),
+        (["./train", "--x", "-1"], "./train", {"x": "-1"}),
+        (["train", "--x", "1", "--x", "2"], "train", {"x": "1 2"}),
+    ],
+)
+def test_a_command_is_its_program_and_its_flags(
+    words: list[str], program: str, flags: dict[str, Any]
+) -> None:
+    training = command_training(words, {})
+    assert (training["program"], training["flags"]) == (program, flags)
+
+
+def test_braces_that_are_nobodys_are_left() -> None:
+    assert filled_in('{"a": {seed}}', {"seed": 3}) == '{"a": 3}'

@@ -1,0 +1,197 @@
+"""`stability run` of a study of commands: arms are flags, variables, commits and environments."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stability.records.manifest import Manifest, read_manifest
+from stability.records.metric_log import read_metrics
+from stability.records.metric_names import drift_name
+from stability.records.paths import RunPaths
+from tests.stability.recorder.recording import SCRIPTS, code_of
+
+GIT = ["git", "-c", "user.email=a@example.org", "-c", "user.name=a"]
+
+
+class Commands:
+    """A study of a script in a repository of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = folder / "train.py"
+        self.script.write_text((SCRIPTS / "plain.py").read_text())
+
+    def commit(self, source: str = "") -> None:
+        if source:
+            self.script.write_text(source)
+        for words in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "x"]):
+            subprocess.run([*GIT, *words], cwd=self.folder, check=True, capture_output=True)
+
+    def run(self, arms: dict[str, Any], *, base: dict[str, Any] | None = None, **more: Any) -> int:
+        content = {
+            "name": "mine",
+            "question": "does it matter?",
+            "base": {
+                "command": f"{shlex.quote(sys.executable)} train.py --seed {{seed}} {{flags}}",
+                "flags": {"lr": 0.01, "bf16": True},
+                "train": {"steps": 12},
+                **(base or {}),
+            },
+            "arms": arms,
+            **more,
+        }
+        path = self.folder / "study.yaml"
+        path.write_text(yaml.safe_dump(content, sort_keys=False))
+        return code_of("run", str(path), "--wandb", "disabled")
+
+    def manifest(self, arm: str, seed: int = 0) -> Manifest:
+        return read_manifest(self.paths(arm, seed).manifest)
+
+    def paths(self, arm: str, seed: int = 0) -> RunPaths:
+        return RunPaths.for_run(self.folder / "runs" / "mine", arm, seed)
+
+    def drift(self, arm: str) -> list[float]:
+        return read_metrics(self.paths(arm).metrics)[drift_name("all", "rel_l2")].values
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Commands(tmp_path)
+
+
+def test_a_study_of_flags_is_sealed_run_shown_and_kept(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = {
+        "fp32": {"role": "reference", "flags": {"bf16": False}},
+        "lr_x2": {"role": "yardstick", "flags": {"lr": 0.02}},
+        "rerun": {},
+    }
+    assert commands.run(arms, seeds=[0, 1], yardstick="lr_x2") == 0
+    shown = capsys.readouterr().out
+    assert "--bf16: given -> not" in shown
+    assert "A/A is zero" in shown
+    assert set(commands.drift("rerun")) == {0.0}
+    assert commands.drift("lr_x2")[-1] > commands.drift("fp32")[-1] > 0
+    assert "step 11 loss" in commands.paths("fp32").output.read_text()
+    study = commands.folder / "runs" / "mine"
+    protocol = json.loads((study / "protocol.json").read_text())
+    assert protocol["window"]["steps"] == [1, 2, 5, 10, 12]
+    before = commands.paths("lr_x2", 1).manifest.stat().st_mtime_ns
+    assert commands.run({**arms, "later": {"flags": {"lr": 0.03}}}, yardstick="lr_x2") == 0
+    assert commands.paths("lr_x2", 1).manifest.stat().st_mtime_ns == before, "it was kept"
+    assert "EXPLORATORY: arm later was added" in capsys.readouterr().out
+    assert code_of("verify", str(study)) == 1
+    assert "unproven" in capsys.readouterr().out
+
+
+def test_two_changes_in_one_arm_are_refused_before_anything_runs(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = {"both": {"flags": {"lr": 0.02}, "env": {"A": "1"}}}
+    assert commands.run(arms) == 2
+    assert "arms.both: must differ in one axis, differs in" in capsys.readouterr().err
+    assert not (commands.folder / "runs").exists()
+
+
+def test_a_variable_is_an_arm(commands: Commands) -> None:
+    commands.script.write_text(
+        commands.script.read_text().replace("asked.lr)", 'float(__import__("os").environ["LR"]))')
+    )
+    base = {"env": {"LR": "0.01"}, "flags": {}}
+    assert commands.run({"lr": {"env": {"LR": "0.02"}}}, base=base) == 0
+    assert commands.manifest("lr").axis == "env.LR"
+    assert commands.drift("lr")[-1] > 0.01
+
+
+def test_a_commit_is_an_arm_and_the_checkout_stays_as_it_is(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = commands.script.read_text()
+    commands.commit()
+    commands.commit(source.replace("nn.Tanh()", "nn.GELU()"))
+    commands.script.write_text(source.replace("nn.Tanh()", "nn.ReLU()"))
+    (commands.folder / "built").write_text("")
+    base = {"ref": "HEAD", "setup": "touch built_here"}
+    assert commands.run({"before": {"ref": "HEAD~1"}, "same": {}}, base=base) == 0
+    assert set(commands.drift("same")) == {0.0}
+    assert commands.drift("before")[-1] > 1e-3
+    assert len(commands.manifest("before").config["ref"]) == 40  # pyright: ignore
+    assert "ReLU" in commands.script.read_text()
+    assert "commit: " in capsys.readouterr().out
+    made = list((commands.folder / "cache").rglob("built_here"))
+    assert len(made) == 2
+
+
+def test_a_commit_whose_sources_are_the_working_trees_does_not_count(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (commands.folder / "layers.py").write_text("WIDTH = 16\n")
+    # as an editable install does: the folder of the working tree comes first
+    source = f"import sys\nsys.path.insert(0, {str(commands.folder)!r})\nimport layers\n"
+    commands.commit(source + commands.script.read_text())
+    assert commands.run({"before": {"ref": "HEAD"}}) == 1
+    said = commands.manifest("before").message
+    assert "all sources must be those of" in said
+    assert "layers.py of the working tree was executed" in said
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arm", "said"),
+    [
+        ({"ref": "no-such-branch"}, "got 'no-such-branch'"),
+        ({"python": "/no/python"}, "arms.x.python: must be an interpreter"),
+    ],
+)
+def test_what_is_not_there_is_refused_before_anything_runs(
+    arm: dict[str, Any], said: str, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.commit()
+    assert commands.run({"x": arm}) == 2
+    assert said in capsys.readouterr().err
+    assert not (commands.folder / "runs").exists()
+
+
+def test_a_setup_that_fails_is_told_before_anything_runs(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.commit()
+    assert commands.run({"x": {"ref": "HEAD"}}, base={"setup": "ls no-such-file"}) == 2
+    assert "setup: 'ls no-such-file' ended with exit code" in capsys.readouterr().err
+
+
+def test_another_environment_is_an_arm(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    other = commands.folder / "other" / "bin" / "python"
+    other.parent.mkdir(parents=True)
+    other.write_text(f'#!/bin/sh\nOTHER=1 exec {shlex.quote(sys.executable)} "$@"\n')
+    other.chmod(0o755)
+    base = {"command": "python train.py --seed {seed} {flags}"}
+    commands.script.write_text(
+        commands.script.read_text() + 'print("other", "OTHER" in __import__("os").environ)\n'
+    )
+    assert commands.run({"other": {"python": str(other)}}, base=base) == 0
+    assert "other False" in commands.paths("baseline").output.read_text()
+    assert "other True" in commands.paths("other").output.read_text()
+    assert commands.manifest("other").axis == "python"
+
+
+def test_an_arm_that_fails_is_told_and_the_others_go_on(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = {"broken": {"flags": {"no-such-flag": True}}, "lr": {"flags": {"lr": 0.02}}}
+    assert commands.run(arms) == 1
+    assert commands.manifest("broken").state == "failed"
+    assert "unrecognized arguments" in commands.manifest("broken").message
+    assert commands.manifest("lr").state == "finished"
+    assert "output.txt" in capsys.readouterr().out.replace("\n", "").replace(" ", "")
+    assert commands.run({}, base={"flags": {"no-such-flag": True}}) == 2, "another baseline"
