@@ -6,6 +6,7 @@ Leaves out which drifts those are (`drift_parents`).
 from collections.abc import Sequence
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.config.commands import is_command
 
 __all__ = ["drift_notes"]
 
@@ -27,7 +28,23 @@ def drift_notes(study: RecordedStudy, arms: Sequence[RecordedArm] = ()) -> tuple
     if gaps:
         names = ", ".join(name for name, _ in gaps)
         said.append(f"Unproven: not all is on record of what {names} executed: {gaps[0][1]}.")
-    return tuple(note for note in said if note)
+    return tuple(note for note in [*said, *_foreign_notes(study, asked)] if note)
+
+
+def _foreign_notes(study: RecordedStudy, arms: Sequence[RecordedArm]) -> list[str]:
+    """Return what is not proven of trainings that are not ours, and what was not seen of them."""
+    if not is_command(study.base):
+        return []
+    unseen: dict[str, list[str]] = {}
+    for arm in arms:
+        for run in arm.runs.values():
+            for note in run.manifest.resolved.get("notes", ()) if run.manifest else ():
+                names = unseen.setdefault(note, [])
+                names += [] if arm.name in names else [arm.name]
+    return [
+        "Unproven: what was executed has no witness, as in every training that is not ours.",
+        *(f"Of {', '.join(names)}: {note}." for note, names in unseen.items()),
+    ]
 
 
 def _gap(arm: RecordedArm) -> str:

@@ -196,6 +196,7 @@ def _describe_attention(before: Mapping[str, Any], differences: Mapping[str, lis
 _OF_COMMANDS = {
     "flags": "--{0}: {1} -> {2}",
     "config": "{0}: {1} -> {2}",
+    "config.declared": "declared: {2}",
     "env": "{0}: {1} -> {2}",
     "ref": "commit: {1:.12} -> {2:.12}",
     "python": "python: {1} -> {2}",
@@ -212,7 +213,9 @@ def _given(value: Any) -> str:
 def _describe(path: str, before: Any, after: Any) -> str:
     kind, _, name = path.partition(".")
     if kind in _OF_COMMANDS:
-        return _OF_COMMANDS[kind].format(name, _given(before), _given(after))
+        return _OF_COMMANDS.get(path, _OF_COMMANDS[kind]).format(
+            name, _given(before), _given(after)
+        )
     if path == "nudge.ulps":
         return f"initial weights moved by {after} ULP"
     if path == "nudge.draw":

@@ -8,10 +8,10 @@ over all updates up to its step. Leaves out which runs make a study and whether 
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stability.recorder.spooled import Spooled, Update, read_state
+from stability.recorder.spooled import Spooled, Update
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import (
     BATCH_HASH,
@@ -72,24 +72,25 @@ def diverged_at(updates: Sequence[Update]) -> int | None:
 
 def write_states(
     files: RunFiles,
-    spooled: Spooled,
+    states: "Mapping[int, Callable[[], dict[str, Tensor]]]",
     baseline: RunPaths | None,
     check: Callable[[int], None],
 ) -> str:
     """Write the snapshots, and the drifts from `baseline`'s; return the hash of the last state.
 
-    `check` is called with each step before its drift is computed, and raises if the runs are no
-    pair up to there. ValueError if the two have weights of other names or shapes.
+    `states` has by step the call that reads the state. `check` is called with each step before its
+    drift is computed, and raises if the runs are no pair up to there. ValueError if the two have
+    weights of other names or shapes.
     """
     for step in snapshot_steps(files.paths):
-        if step not in spooled.states:  # of an earlier try
+        if step not in states:  # of an earlier try
             files.remove(files.paths.snapshot(step))
     final = ""
     shared = set(snapshot_steps(baseline)) if baseline else set()
     log = MetricLog(files.paths.metrics)
     try:
-        for step in sorted(spooled.states):
-            state = read_state(spooled.states[step])
+        for step in sorted(states):
+            state = states[step]()
             path = files.paths.snapshot(step)
             write_snapshot(path, state)
             files.add(path)

@@ -22,9 +22,12 @@ from stability.records.plain_files import check_plain, read_plain
 from stability.records.run_files import read_run_file
 from stability.records.sealed_json import parse_json
 
-__all__ = ["TorchFile", "Weights", "load_torch_file", "open_weights"]
+__all__ = ["TORCH_SUFFIXES", "TorchFile", "Weights", "load_torch_file", "open_weights"]
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
+STATE_KEYS = ("state_dict", "model_state_dict", "model", "module")
+"""Where a checkpoint that holds more keeps its weights: Lightning's, PyTorch's tutorials',
+nanoGPT's, DeepSpeed's."""
 HF_FILE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
 
@@ -112,9 +115,9 @@ _MAPPED_BYTES = 2**27
 class TorchFile:
     """The tensors of a state dict by name, read one by one.
 
-    A mapping under the key "state_dict", as in Lightning's checkpoints, is taken for the state
-    dict, otherwise the whole content. ValueError, naming the file, if it holds no state dict, holds
-    other objects, or is missing or damaged.
+    A mapping under one of `STATE_KEYS` is taken for the state dict, otherwise the whole content.
+    ValueError, naming the file, if it holds no state dict, holds other objects, or is missing or
+    damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -137,8 +140,9 @@ class TorchFile:
 
     def _map(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         content = load_torch_file(self._path)
-        inner = content.get("state_dict") if isinstance(content, Mapping) else None
-        state = inner if isinstance(inner, Mapping) else content
+        named = content if isinstance(content, Mapping) else {}
+        inner = (named.get(key) for key in STATE_KEYS)
+        state = next((each for each in inner if isinstance(each, Mapping)), content)
         entries = state if isinstance(state, Mapping) else {}
         tensors = {str(name): x.detach() for name, x in entries.items() if _has_values(x)}
         if not tensors:

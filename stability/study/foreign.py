@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from stability.study.run import locked
 from stability.study.window import freeze_window
 from stability.study.worktree import repository, sources_outside
 
-__all__ = ["OpenRun", "RunFailedError", "measure_study", "opened", "record_command"]
+__all__ = ["OpenRun", "RunFailedError", "measure_study", "opened", "record_command", "write_study"]
 
 
 class RunFailedError(RuntimeError):
@@ -152,7 +153,8 @@ def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
         check_start(read_manifest(baseline.manifest), files.manifest)
     write_log(files, spooled)
     _check_nudge(run, spooled)
-    final = write_states(files, spooled, baseline, lambda step: _check_batches(run, step))
+    states = {step: partial(read_state, path) for step, path in spooled.states.items()}
+    final = write_states(files, states, baseline, lambda step: _check_batches(run, step))
     batches = read_text(files.paths.metrics, BATCH_HASH)
     if spooled.step in batches:
         hashes["batches"] = batches[spooled.step]
@@ -164,7 +166,7 @@ def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
         step=spooled.step,
         hashes={**hashes, "final_weights": final},
     )
-    _write_study(run, config)
+    write_study(run, config)
     return files.manifest
 
 
@@ -271,7 +273,7 @@ def _check_seeds(run: ForeignRun, spooled: Spooled) -> None:
             )
 
 
-def _write_study(run: ForeignRun, config: Mapping[str, Any]) -> None:
+def write_study(run: ForeignRun, config: Mapping[str, Any]) -> None:
     """Add the run's arm and seed to the study's plan."""
     path = StudyPaths(run.folder).study
     if path.exists():

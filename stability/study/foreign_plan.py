@@ -23,7 +23,7 @@ from stability.records.manifest import ENDED, read_manifest
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import read_sealed
 
-__all__ = ["ForeignRun", "check_free", "plan_run"]
+__all__ = ["ForeignRun", "check_free", "given_role", "plan_run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ def plan_run(
     check_name(arm, Place(source="record: arm"))
     folder = out / study
     base = _plan_on_record(folder)
-    given = _given_role(role)
+    given = given_role(role)
     if arm != BASELINE:
         _check_baseline(folder, study, arm, seed)
     steps, kept = _length(base, asked)
@@ -166,7 +166,8 @@ def _length(base: Mapping[str, Any], asked: Asked) -> tuple[int, list[int]]:
     return planned["steps"], list(planned["snapshot_steps"])
 
 
-def _given_role(role: str) -> Role | None:
+def given_role(role: str) -> Role | None:
+    """Return the role of that name, None for an empty one; ValueError for another word."""
     if not role:
         return None
     if role not in get_args(Role):

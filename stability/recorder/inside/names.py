@@ -11,7 +11,7 @@ from typing import Dict, Iterable, List, Set, Tuple
 
 from torch import Tensor, nn
 
-__all__ = ["copies_of", "named_state", "state_of", "unwrapped"]
+__all__ = ["copies_of", "named_state", "state_of", "unwrapped", "without_wrappers"]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of a name that no user has given: of torch.compile, of checkpointing and of FSDP."""
@@ -64,7 +64,7 @@ def copies_of(name: str, weight: Tensor) -> List[Tensor]:
         inner = unwrapped(module)
         for own, other in inner.named_parameters():
             is_alike = other.shape == weight.shape and other.dtype == weight.dtype
-            if _clean(own) == name and other is not weight and is_alike:
+            if without_wrappers(own) == name and other is not weight and is_alike:
                 found[id(other)] = other
     return [
         other for other in found.values() if type(other) is type(weight) and other.equal(weight)
@@ -125,14 +125,17 @@ def _prefixes(modules: List[nn.Module]) -> List[str]:
 def _state_of(module: nn.Module) -> List[Tuple[str, Tensor]]:
     inner = unwrapped(module)
     found: List[Tuple[str, Tensor]] = []
-    found += [(_clean(name), x) for name, x in inner.named_parameters() if x.requires_grad]
+    found += [
+        (without_wrappers(name), x) for name, x in inner.named_parameters() if x.requires_grad
+    ]
     for place, owner in inner.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             is_kept = name not in owner._non_persistent_buffers_set
             if is_kept and buffer.is_floating_point():
-                found.append((_clean(f"{place}.{name}" if place else name), buffer))
+                found.append((without_wrappers(f"{place}.{name}" if place else name), buffer))
     return found
 
 
-def _clean(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """Return a weight's name less what wraps its module."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -126,7 +126,7 @@ def test_a_missing_damaged_or_old_file_is_named(tmp_path, write):
     ("content", "found"),
     [
         (torch.ones(2), "Tensor"),
-        ({"model": {"w": torch.ones(2)}, "epoch": 2}, "model, epoch"),
+        ({"network": {"w": torch.ones(2)}, "epoch": 2}, "network, epoch"),
         ({"state_dict": {}}, "dict"),
         ({}, "dict"),
     ],

@@ -1,0 +1,166 @@
+"""`stability adopt`: checkpoints that exist already become a study, and what is unknown is said."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from stability.metrics.drift import drift
+from stability.records.manifest import read_manifest
+from stability.records.metric_log import read_metrics
+from stability.records.metric_names import drift_name
+from stability.records.paths import RunPaths
+from tests.stability.recorder.recording import code_of
+
+States = dict[int, dict[str, Tensor]]
+
+
+def states(scale: float = 1.0, steps: tuple[int, ...] = (0, 10, 20), **changes: Tensor) -> States:
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).state_dict()
+    moved = {step: {k: v + scale * step * 1e-3 for k, v in start.items()} for step in steps}
+    return {step: {**state, **changes} for step, state in moved.items()}
+
+
+def as_folders(folder: Path, series: States) -> Path:
+    for step, state in series.items():
+        place = folder / f"checkpoint-{step}"
+        place.mkdir(parents=True)
+        save_file(state, place / "model.safetensors")
+        (place / "optimizer.pt").write_bytes(b"not read")
+    return folder
+
+
+def as_files(folder: Path, series: States, prefix: str = "", key: str = "model") -> Path:
+    folder.mkdir()
+    for step, state in series.items():
+        named = {f"{prefix}{name}": value for name, value in state.items()}
+        torch.save({key: named, "iter": step}, folder / f"epoch=1-step={step}.pt")
+    return folder
+
+
+def adopted(tmp_path: Path, *words: str, seed: int = 0) -> int:
+    out = ("--study", "mine", "--out", str(tmp_path / "runs"), "--seed", str(seed))
+    return code_of("adopt", *words, *out)
+
+
+def run_of(tmp_path: Path, arm: str) -> RunPaths:
+    return RunPaths.for_run(tmp_path / "runs" / "mine", arm, 0)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "key"),
+    [("", "state_dict"), ("module._orig_mod.", "model"), ("module.", "model_state_dict")],
+)
+def test_series_of_other_kinds_and_names_are_compared_weight_by_weight(
+    prefix: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = states(), states(1.5)
+    words = [
+        f"baseline={as_folders(tmp_path / 'a', a)}",
+        f"x={as_files(tmp_path / 'b', b, prefix, key)}",
+    ]
+    assert adopted(tmp_path, *words, "--change", "x=another kernel") == 0
+    said = capsys.readouterr().out
+    assert "same start             proven" in said
+    assert "one change             declared" in said
+    assert "same batches           unknown" in said
+    found = read_metrics(run_of(tmp_path, "x").metrics)[drift_name("all", "rel_l2")]
+    assert found.steps == [0, 10, 20]
+    assert found.values == [drift(b[step], a[step])["all"]["rel_l2"] for step in (0, 10, 20)]
+    assert code_of("show", str(tmp_path / "runs" / "mine")) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "declared: another kernel" in shown
+    assert "Of x: its change is declared, not checked; batches, code and machine" in shown
+    assert code_of("verify", str(tmp_path / "runs" / "mine")) == 1
+    assert "unproven" in capsys.readouterr().out
+    assert code_of("report", str(tmp_path / "runs" / "mine")) == 0
+
+
+def test_what_not_all_have_is_left_out_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = states(2.0, (0, 5, 10, 20), head=torch.ones(3), count=torch.ones(3, dtype=torch.int64))
+    words = [
+        f"baseline={as_folders(tmp_path / 'a', states())}",
+        f"x={as_folders(tmp_path / 'b', more)}",
+    ]
+    assert adopted(tmp_path, *words) == 0
+    said = capsys.readouterr().out
+    assert "1 checkpoints of x were left out, whose steps another arm has not: 5" in said
+    assert "1 weights of x were left out, which another arm has not: head" in said
+    assert "not declared of x" in said
+
+
+def test_another_start_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = {step: {k: v + 1 for k, v in state.items()} for step, state in states().items()}
+    words = [
+        f"baseline={as_folders(tmp_path / 'a', states())}",
+        f"x={as_folders(tmp_path / 'b', other)}",
+        f"same={as_folders(tmp_path / 'c', states())}",
+    ]
+    assert adopted(tmp_path, *words, "--role", "same=rerun") == 0
+    assert "same start             not so   x starts from other bits" in capsys.readouterr().out
+    assert read_manifest(run_of(tmp_path, "same").manifest).axis == "none"
+    assert set(read_metrics(run_of(tmp_path, "same").metrics)["drift/all/rel_l2"].values) == {0}
+
+
+def test_weights_that_are_stored_low_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    low = {s: {k: v.bfloat16() for k, v in state.items()} for s, state in states().items()}
+    words = [f"baseline={as_folders(tmp_path / 'a', low)}", f"x={as_folders(tmp_path / 'b', low)}"]
+    assert adopted(tmp_path, *words) == 0
+    assert "x is stored in bfloat16, which hides" in capsys.readouterr().out
+
+
+def test_names_are_matched_by_rename(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        f"baseline={as_folders(tmp_path / 'a', states())}",
+        f"x={as_files(tmp_path / 'b', states(), 'net.')}",
+    ]
+    assert adopted(tmp_path, *words) == 2
+    said = capsys.readouterr().err
+    assert "the checkpoints share no name: baseline has 0.bias, 0.weight" in said
+    assert "x has net.0.bias" in said
+    assert not (tmp_path / "runs").exists()
+    assert adopted(tmp_path, *words, "--rename", "net.=") == 2, "an empty name is no value"
+    assert adopted(tmp_path, *words, "--rename", "net.0=0", "--rename=net.1=1") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["baseline={a}"], "two series or more must be named"),
+        (["x={a}", "y={b}"], "one of them baseline, got x, y"),
+        (["baseline={a}", "x=nowhere"], "nowhere: must be a folder of checkpoints"),
+        (["baseline={a}", "x={empty}"], "must hold checkpoints with their step in the name"),
+        (["baseline={a}", "x={late}"], "must share a step above 0"),
+        (["baseline={a}", "x={wide}"], "0.weight must have one shape, has baseline (4, 3)"),
+        (["baseline={a}", "x={twice}"], "must hold one checkpoint a step, has 10.pt and step-10"),
+        (["baseline={a}", "x={b}", "--change", "z=1"], "z must be one of the arms x"),
+        (["baseline={a}", "x={b}", "--role", "x=best"], "role must be a role, got 'best'"),
+        (["baseline={a}", "x={b}", "x={a}"], "a series must name x once"),
+        (["baseline={a}", "x"], "a series must be NAME=VALUE, got 'x'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide: Any = {"0.weight": torch.zeros(5, 3)}
+    places = {
+        "a": as_folders(tmp_path / "a", states()),
+        "b": as_folders(tmp_path / "b", states(2.0)),
+        "empty": tmp_path,
+        "late": as_folders(tmp_path / "late", states(steps=(30,))),
+        "wide": as_folders(tmp_path / "wide", states(**wide)),
+        "twice": as_files(tmp_path / "twice", states()),
+    }
+    torch.save(states()[10], places["twice"] / "10.pt")
+    (places["twice"] / "epoch=1-step=10.pt").rename(places["twice"] / "step-10.pt")
+    assert adopted(tmp_path, *(word.format(**places) for word in words)) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
