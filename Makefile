@@ -41,6 +41,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/probe.py
 	$(BIN)/python benchmarks/witness.py
+	$(BIN)/python benchmarks/recorder.py
 	$(BIN)/python benchmarks/records.py
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/report.py --dashboard

@@ -73,6 +73,11 @@ def quick(tmp_path_factory):
         arm.update({"until": 1} if "until" in arm else {})
     (folder / "configs").mkdir()
     (folder / "configs" / "quickstart.yaml").write_text(yaml.safe_dump(content))
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    script = yaml.safe_load((folder / "examples" / "study.yaml").read_text())
+    script["base"]["flags"]["steps"] = script["base"]["train"]["steps"] = script["early_step"] = 2
+    script["seeds"], script["arms"] = [0], {"bf16": script["arms"]["bf16"]}
+    (folder / "examples" / "study.yaml").write_text(yaml.safe_dump(script))
     shutil.copytree(ROOT / "configs" / "transformers", folder / "configs" / "transformers")
     shutil.copy(ROOT / "README.md", folder)
     return folder
@@ -108,7 +113,9 @@ def test_stability_command_runs(command, quick, monkeypatch, capsys, alone):
         if mentioned and (seeds or not (quick / out / "quickstart").exists()):
             whole = ["run", "configs/quickstart.yaml", "--wandb", "disabled", "--out", out]
             assert main([*whole, *seeds]) == 0
-    if "runs/mine" in words and not (quick / "runs" / "mine").exists():
+    if "examples/train.py" in words or words == ["show", "runs/script"]:
+        _record_first(words)
+    elif "runs/mine" in words and not (quick / "runs" / "mine").exists():
         for block in (block for block in PYTHON if "runs/mine" in block):
             exec(compile(block, "README.md", "exec"), {})
     shrunk = [
@@ -126,6 +133,13 @@ def test_stability_command_runs(command, quick, monkeypatch, capsys, alone):
     # any verdict will do
     assert _exit_code(shrunk) in ((0, 1, 3, 4) if words[0] == "verdict" else (0,))
     assert capsys.readouterr().out
+
+
+def _record_first(words):
+    """Record the baseline of the example's script, which the README's other arms need."""
+    first = next(c for c in STABILITY if "--arm baseline" in c)
+    if "baseline" not in words:
+        assert main(shlex.split(first)[1:]) == 0
 
 
 # torch's, of a Trainer on a machine without a GPU

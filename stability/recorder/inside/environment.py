@@ -80,8 +80,17 @@ def own_files() -> Dict[str, str]:
             continue
         if os.path.realpath(file).startswith(_OURS) or os.path.getsize(file) > _LARGEST:
             continue
+        if "." in name and _is_made_by_package(name):
+            continue
         found["__main__" if name == "__mp_main__" else name] = os.path.realpath(file)
     return dict(sorted(found.items()))
+
+
+def _is_made_by_package(name: str) -> bool:
+    """Whether an installed package has written a module elsewhere, as a compiler does."""
+    top = sys.modules.get(name.partition(".")[0])
+    file = getattr(top, "__dict__", {}).get("__file__")
+    return isinstance(file, str) and _is_installed(top)
 
 
 def _is_installed(module: Any) -> bool:
