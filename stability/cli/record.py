@@ -23,6 +23,7 @@ def record_arm(
     may_change: str = "",
     question: str = "",
     deterministic: bool = True,
+    check_observer: bool = False,
     out: Path = Path("runs"),
     words: list[str] | None = None,
     env: dict[str, str] | None = None,
@@ -47,6 +48,7 @@ def record_arm(
         may_change: what else the change is meant to change: init, batches or init,batches
         question: what the study asks
         deterministic: turn on torch's deterministic algorithms
+        check_observer: run the command a second time, unobserved; it must end in the same bits
         out: folder that gets a folder named after the study
         words: the command
         env: variables that are set for it
@@ -85,7 +87,7 @@ def record_arm(
         print_line(f"{arm}, seed {seed}: on record already, {run.paths.root}")
         return HOLDS
     try:
-        manifest = record_command(run)
+        manifest = record_command(run, check_observer=check_observer)
     except RunFailedError as error:
         print_line(f"FAILED: {error}")
         return FAILS

@@ -46,17 +46,17 @@ def run(
         wandb: where W&B's records go: offline, which needs no account, online or disabled; by
             default where WANDB_MODE says, else offline
         check_observer: first train a few steps with every instrument and with none; the bits must
-            be equal
+            be equal. A command is run a second time, unobserved, for each arm's first seed
         jobs: how many runs train at once, each in a process of its own; 0 is one for each GPU, or
             one on a CPU
         seeds: how many seeds, counting on from the study's own; 0 is the study's
         overrides: values in the study's base, by dotted key
     """
     if is_command_study(study):
-        if jobs > 1 or check_observer:
-            given = "--jobs" if jobs > 1 else "--check-observer"
-            raise ValueError(f"{study}: {given} must not be given for a study of commands")
-        return _run_commands(_with_seeds(load_command_study(study, overrides), seeds), out, wandb)
+        if jobs > 1:
+            raise ValueError(f"{study}: jobs must be 1 for a study of commands, got {jobs}")
+        commands = _with_seeds(load_command_study(study, overrides), seeds)
+        return _run_commands(commands, out, wandb, check_observer=check_observer)
     config = _with_seeds(load_study(study, overrides), seeds)
     # Heavy from here on, torch and Lightning first: mistakes in the YAML were told before.
     import torch
@@ -86,7 +86,9 @@ def run(
     return HOLDS if all(has_ended(run.paths) for run in runs) else FAILS
 
 
-def _run_commands(study: CommandStudy, out: Path, wandb: WandbMode | None) -> int:
+def _run_commands(
+    study: CommandStudy, out: Path, wandb: WandbMode | None, *, check_observer: bool
+) -> int:
     from rich.console import Console  # heavy from here on
 
     from stability.report.terminal.progress import StudyDisplay
@@ -99,7 +101,7 @@ def _run_commands(study: CommandStudy, out: Path, wandb: WandbMode | None) -> in
         print_line(f"EXPLORATORY: {change}")
     console = Console()
     with StudyDisplay(console, len(runs)) as display:
-        run_commands(study, out, observer=display)
+        run_commands(study, out, observer=display, check_observer=check_observer)
     if any(run.arm == BASELINE and run.is_kept for run in runs):
         _show_study(out / study.name, mode, console)
     return HOLDS if all(run.is_kept for run in runs) else FAILS

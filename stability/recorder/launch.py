@@ -48,13 +48,20 @@ class Launched:
     last_lines: str
 
 
-def environment_of(asked: Asked, env: Mapping[str, str]) -> dict[str, str]:
-    """Return all variables of the command's process, but for `STABILITY_SPOOL`."""
+def environment_of(
+    asked: Asked, env: Mapping[str, str], *, observes: bool = True
+) -> dict[str, str]:
+    """Return all variables of the command's process, but for `STABILITY_SPOOL`.
+
+    Unless it `observes`, the training is given all that it is asked to be given, and of what it
+    does only the updates are counted and the last state is kept.
+    """
     ours = {
         "STABILITY_SEED": str(asked.seed),
         "STABILITY_STEPS": str(asked.steps),
         "STABILITY_SNAPSHOTS": ",".join(map(str, asked.snapshot_steps)),
         "STABILITY_NUDGE": f"{asked.nudge[0]} {asked.nudge[1]}",
+        "STABILITY_OBSERVES": str(int(observes)),
         "STABILITY_DETERMINISTIC": str(int(asked.deterministic)),
         # the order of a set may be the order of a sum
         "PYTHONHASHSEED": "0",

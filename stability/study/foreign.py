@@ -23,7 +23,7 @@ from stability.analysis.pair_contract import (
 from stability.config.commands import filled_in
 from stability.config.diff import hash_without
 from stability.recorder.launch import Launched, environment_of, launch
-from stability.recorder.spooled import Spooled, read_spool, read_state
+from stability.recorder.spooled import Spooled, SpoolError, read_spool, read_state
 from stability.recorder.writer import diverged_at, running_hashes, write_log, write_states
 from stability.records.identity import environment_outside, hash_environment
 from stability.records.manifest import ENDED, Manifest, read_manifest
@@ -33,6 +33,7 @@ from stability.records.paths import StudyPaths, list_runs
 from stability.records.protocol import protocol_hash
 from stability.records.run_files import RunFiles, read_run_snapshot
 from stability.records.sealed_json import read_sealed, write_sealed
+from stability.records.snapshots import hash_state
 from stability.study.distances import update_distances
 from stability.study.foreign_plan import ForeignRun, check_free
 from stability.study.run import locked
@@ -102,11 +103,16 @@ def opened(
 
 
 def record_command(
-    run: ForeignRun, *, folder: Path | None = None, output: Path | None = None
+    run: ForeignRun,
+    *,
+    folder: Path | None = None,
+    output: Path | None = None,
+    check_observer: bool = False,
 ) -> Manifest:
     """Run the command, record what it trains, and return the final manifest.
 
-    It runs in `folder`, here by default, and its output goes to the file `output`, or to ours.
+    It runs in `folder`, here by default, and its output goes to the file `output`, or to ours. With
+    `check_observer` it runs a second time, unobserved, and must end in the same bits.
     RunFailedError, one sentence, if what came of it does not count: the manifest says why.
     KeyboardInterrupt if the user interrupts. RunConflictError if another process records the run.
     """
@@ -122,7 +128,38 @@ def record_command(
             raise
         if launched.code:
             raise record.failed(_died(launched))
-        return record.write()
+        manifest = record.write()
+        return _checked(record, words, variables, output) if check_observer else manifest
+
+
+def _checked(
+    record: OpenRun, words: list[str], variables: Mapping[str, str], output: Path | None
+) -> Manifest:
+    """Run the command unobserved, and put both hashes of the last state on record."""
+    spool = Path(tempfile.mkdtemp(prefix=".spool-", dir=record.spool.parent))
+    alone = {"STABILITY_SPOOL": str(spool.resolve()), "STABILITY_OBSERVES": "0"}
+    said = spool / "output.txt" if output else None
+    try:
+        launched = launch(words, {**variables, **alone}, folder=record.folder, output=said)
+        if launched.code:
+            raise record.failed(f"unobserved, {_died(launched)}")
+        spooled = read_spool(spool)
+        unwatched = hash_state(read_state(spooled.states[spooled.step]))
+    except (SpoolError, KeyError) as error:
+        raise record.failed(f"unobserved, its last state was not found: {error}") from error
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+    manifest = record.files.manifest
+    watched = manifest.hashes["final_weights"]
+    observer = {"steps": spooled.step, "watched": watched, "unwatched": unwatched}
+    record.files.update(observer={**observer, "equal": watched == unwatched})
+    if watched != unwatched or spooled.step != manifest.step:
+        raise record.failed(
+            f"recorded and unobserved it must end in the same bits, differs after {spooled.step} "
+            "updates: either the script is not deterministic, which a rerun shows too, or the "
+            "recorder has changed it"
+        )
+    return record.files.manifest
 
 
 def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:

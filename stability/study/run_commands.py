@@ -51,13 +51,16 @@ def plan_commands(study: CommandStudy, out: Path) -> list[ForeignRun]:
     return runs
 
 
-def run_commands(study: CommandStudy, out: Path, *, observer: StudyObserver) -> list[ForeignRun]:
+def run_commands(
+    study: CommandStudy, out: Path, *, observer: StudyObserver, check_observer: bool = False
+) -> list[ForeignRun]:
     """Run every arm and seed of `study` into `out/<name>`, and return the runs.
 
     Runs that have ended are kept. A run that fails is told and its manifest says why; the others go
-    on, but none whose baseline failed. The protocol is sealed before the first of them. What a
-    command prints goes to `output.txt` in its run's folder. ValueError as `plan_commands`, for a
-    folder that holds another run, and for what `setup` fails in.
+    on, but none whose baseline failed. With `check_observer` each arm's first run is made once
+    more, unobserved, and must end in the same bits. The protocol is sealed before the first run.
+    What a command prints goes to `output.txt` in its run's folder. ValueError as `plan_commands`,
+    for a folder that holds another run, and for what `setup` fails in.
     """
     runs = plan_commands(study, out)
     for run in runs:
@@ -75,7 +78,12 @@ def run_commands(study: CommandStudy, out: Path, *, observer: StudyObserver) -> 
         if run.seed in failed:
             observer.run_ended(run.arm, run.seed, "failed", f"its {BASELINE} has failed")
             continue
-        state, message = _recorded(run, folders[run.arm], observer)
+        state, message = _recorded(
+            run,
+            folders[run.arm],
+            observer,
+            check_observer=check_observer and run.seed == study.seeds[0],
+        )
         observer.run_ended(run.arm, run.seed, state, message)
         if run.arm == BASELINE and state not in ENDED:
             failed.add(run.seed)
@@ -156,10 +164,14 @@ def _folder(run: ForeignRun) -> Path | None:
     return checkout(run.config["ref"], Path.cwd(), run.config["setup"])
 
 
-def _recorded(run: ForeignRun, folder: Path | None, observer: StudyObserver) -> tuple[str, str]:
+def _recorded(
+    run: ForeignRun, folder: Path | None, observer: StudyObserver, *, check_observer: bool
+) -> tuple[str, str]:
     """Run and record one; return its state and what there is to say of it."""
     try:
-        manifest = record_command(run, folder=folder, output=run.paths.output)
+        manifest = record_command(
+            run, folder=folder, output=run.paths.output, check_observer=check_observer
+        )
     except RunFailedError as error:
         return "failed", f"{error}; what it printed is in {run.paths.output}"
     except RunConflictError as error:

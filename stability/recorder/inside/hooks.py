@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 
 from .training import Training
 
-__all__ = ["install"]
+__all__ = ["install", "install_count"]
 
 _UNSCALED = "_stability_unscaled_loss"
 _original_call: Callable[..., Any] = nn.Module.__call__
@@ -41,6 +41,20 @@ def install(training: Training) -> Callable[[], None]:
         *_wrap_scaler(training),
         _wrap_group(training),
     ]
+
+    def uninstall() -> None:
+        for undo in reversed(undone):
+            undo()
+
+    return uninstall
+
+
+def install_count(training: Training) -> Callable[[], None]:
+    """Tell `training` of the updates alone: no input, loss or scaler is looked at."""
+    undone = _wrap_optimizers(training)
+    if training.is_planned:  # it ends where the next forward pass begins, as under `install`
+        calls = _Calls(training, looks=False)
+        undone.append(calls.install())
 
     def uninstall() -> None:
         for undo in reversed(undone):
@@ -74,8 +88,8 @@ def _is_backward() -> bool:
 class _Calls:
     """The calls of whole models."""
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
+    def __init__(self, training: Training, *, looks: bool = True) -> None:
+        self._training, self._looks = training, looks
         self._has_weights: weakref.WeakKeyDictionary[nn.Module, Tuple[bool, bool]]
         self._has_weights = weakref.WeakKeyDictionary()
         self._made: Dict[int, StorageWeakRef] = {}
@@ -96,6 +110,7 @@ class _Calls:
         has_weights, trains = self._weights_of(module)
         if has_weights and trains and torch.is_grad_enabled():
             self._training.forward_begins()
+        if has_weights and trains and self._looks and torch.is_grad_enabled():
             found = list(_tensors((args, kwargs), ""))
             taken = [x for name, x in found if self._is_data(module, name, x)]
             self._training.given(taken, is_training=module.training)
@@ -105,7 +120,7 @@ class _Calls:
         finally:
             if nn.Module.__call__ is _original_call:
                 nn.Module.__call__ = self._wrapped
-        if has_weights:
+        if has_weights and self._looks:
             self._remember(result)
         return result
 

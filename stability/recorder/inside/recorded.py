@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .environment import environment, hash_state, own_files, own_modules
-from .hooks import install
+from .hooks import install, install_count
 from .nudge import nudge_weights
 from .spool import Spool
 from .training import Training, is_due
@@ -26,15 +26,19 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         return {**numeric_switches.numeric_switches(), **numeric_switches.training_switches()}
 
     rank = int(asked.get("RANK", "0"))
+    observes = asked.get("STABILITY_OBSERVES", "1") == "1"
     training = Training(
         Spool(asked["STABILITY_SPOOL"], rank),
-        due=due_at(asked.get("STABILITY_SNAPSHOTS", "")),
+        due=due_at(asked.get("STABILITY_SNAPSHOTS", "")) if observes else lambda step: False,
         steps=int(asked.get("STABILITY_STEPS", "0")),
         keeps_state=rank == 0,
         begin=lambda state: start_of(state, asked, rank, switches()),
         end=lambda: {"modules": own_modules(), "files": sorted(set(own_files().values()))},
     )
-    install(training)
+    if observes:
+        install(training)
+    else:
+        install_count(training)
     return lambda: training.end("exit")
 
 

@@ -106,6 +106,11 @@ class Training:
         self._has_begun = False
 
     @property
+    def is_planned(self) -> bool:
+        """Whether the training is to end after a number of updates."""
+        return self._steps > 0
+
+    @property
     def is_complete(self) -> bool:
         """Whether as many updates as were asked for are made, the last one's row open or not."""
         is_whole = bool(self._row.stepped) and (self._expected or set()) <= self._row.stepped

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stability.records.sealed_json import write_sealed
-from tests.stability.recorder.recording import Recording, code_of, words
+from tests.stability.recorder.recording import SCRIPTS, Recording, code_of, words
 
 TRAINS = """
 import torch
@@ -324,3 +324,29 @@ def test_a_run_on_record_is_kept(tmp_path: Path, said) -> None:
     assert {x: x.stat().st_mtime_ns for x in study.folder.rglob("*") if x.is_file()} == before
     assert study.record("baseline", "--bf16") == 2
     assert "its baseline has flags.bf16" in said()
+
+
+def test_a_training_is_run_once_more_unobserved_and_ends_in_the_same_bits(tmp_path: Path) -> None:
+    study = Recording(tmp_path, words("plain.py"))
+    assert study.record("baseline", options=("--check-observer", "true")) == 0
+    observer = study.manifest("baseline").observer
+    assert observer["equal"] is True
+    assert observer["watched"] == study.manifest("baseline").hashes["final_weights"]
+    planned = Recording(tmp_path / "planned", words("averaged.py"))
+    options = ("--check-observer", "true", "--steps", "3")
+    assert planned.record("baseline", options=options) == 0
+    assert planned.manifest("baseline").observer["steps"] == 3
+
+
+def test_a_training_that_observing_changes_does_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    source = (SCRIPTS / "plain.py").read_text()
+    watched = '1 + int(__import__("os").environ["STABILITY_OBSERVES"])'
+    script.write_text(source.replace("lr=asked.lr", f"lr=asked.lr * ({watched})"))
+    study = Recording(tmp_path, [sys.executable, str(script)])
+    assert study.record("baseline", options=("--check-observer", "true")) == 1
+    assert "recorded and unobserved it must end in the same bits" in capsys.readouterr().out
+    assert study.manifest("baseline").state == "failed"
+    assert study.manifest("baseline").observer["equal"] is False
