@@ -82,7 +82,17 @@ def is_free_entry(
     return is_in_one and _looked_at(first.config) != _looked_at(second.config)
 
 
-_TELLS_OF_CODE = ("program", "flags", "config", "env", "ref", "setup", "python", "deterministic")
+_TELLS_OF_CODE = (
+    "program",
+    "attention",
+    "flags",
+    "config",
+    "env",
+    "ref",
+    "setup",
+    "python",
+    "deterministic",
+)
 """What of a command's config may turn switches and import other modules."""
 _OF_INTERPRETERS = ("python", "python_optimize", "package", "cuda", "cudnn")
 """What is another one in another environment."""
@@ -103,7 +113,9 @@ def _follows_from_command(key: str, differences: Mapping[str, Any], *, is_in_one
         is_switch = name == "CUBLAS_WORKSPACE_CONFIG" and "deterministic" in differences
         return is_switch or f"env.{name}" in differences
     if kind == "module":
-        is_hook = name.partition(".")[0] in (*_INSTALLED, *_HOOKS)
+        # our own attentions are imported where they take a script's place
+        known = _HOOKS if touches(differences, ("attention",)) else (*_INSTALLED, *_HOOKS)
+        is_hook = name.partition(".")[0] in known
         return not is_hook and (is_in_one or touches(differences, ("program", "ref", "setup")))
     return kind in ("switch", "threads", "interop_threads", "simd")
 

@@ -23,6 +23,7 @@ def record_arm(
     may_change: str = "",
     question: str = "",
     deterministic: bool = True,
+    attention: str = "",
     check_observer: bool = False,
     out: Path = Path("runs"),
     words: list[str] | None = None,
@@ -48,6 +49,8 @@ def record_arm(
         may_change: what else the change is meant to change: init, batches or init,batches
         question: what the study asks
         deterministic: turn on torch's deterministic algorithms
+        attention: what takes the place of scaled_dot_product_attention in the script: sdpa:math and
+            its like, flash:fa2 and others of ours, or MODULE:FUNCTION of yours
         check_observer: run the command a second time, unobserved; it must end in the same bits
         out: folder that gets a folder named after the study
         words: the command
@@ -68,6 +71,7 @@ def record_arm(
         steps=_at_least(0, "steps", steps),
         snapshot_steps=_listed_steps(snapshots),
         deterministic=deterministic,
+        attention=attention,
         nudge=(_at_least(0, "nudge", nudge), _at_least(0, "draw", draw)),
     )
     run = plan_run(

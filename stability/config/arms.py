@@ -153,12 +153,14 @@ def describe_change(
     are called confounded but in a `reference`, of which nobody asks which one moved it.
     """
     before = base.get("attention", {})
+    if arm == BASELINE and is_command(base):
+        return str(base["program"])
     if arm == BASELINE:
-        attention = f"{_attention_label(before)}, {base.get('precision', '?')}"
-        return str(base["program"]) if is_command(base) else attention
+        return f"{_attention_label(before)}, {base.get('precision', '?')}"
     if not differences:
         return "nothing (A/A)"
-    attention = {k: values for k, values in differences.items() if k.startswith("attention.")}
+    is_ours = not is_command(base)
+    attention = {k: v for k, v in differences.items() if is_ours and k.startswith("attention.")}
     parts = [_describe_attention(before, attention)] if attention else []
     others = sorted(differences.keys() - attention.keys(), key=list(differences).index)
     # what a change is meant to bring with it comes after it
@@ -194,6 +196,7 @@ def _describe_attention(before: Mapping[str, Any], differences: Mapping[str, lis
 
 
 _OF_COMMANDS = {
+    "attention": "attention: {1} -> {2}",
     "flags": "--{0}: {1} -> {2}",
     "config": "{0}: {1} -> {2}",
     "config.declared": "declared: {2}",

@@ -84,6 +84,8 @@ class CommandConfig:
     """A command that is run once in the checkout of each commit, as to build extensions."""
     start: str = ""
     """The checkpoint that `{resume}` stands for."""
+    attention: str = ""
+    """What takes the place of `scaled_dot_product_attention` in the script; none: nothing."""
     deterministic: bool = True
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
     changes: MeantChanges = field(default_factory=MeantChanges)
@@ -124,6 +126,7 @@ class CommandConfig:
         values = to_dict(self)
         program = values.pop("command")
         values["train"]["snapshot_steps"] = self.train.planned_snapshots()[1:]
+        values["attention"] = {"implementation": self.attention}
         values["flags"] = {k: v for k, v in values["flags"].items() if v not in (None, False)}
         return {"program": program, **values}
 

@@ -90,13 +90,15 @@ def training_config(
     steps: int,
     snapshot_steps: Sequence[int],
     nudge: tuple[int, int] = (0, 0),
+    attention: str = "",
     may_change: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the config of a run of a `training` that is not ours, in JSON values.
 
     `nudge` are the units in the last place by which its start weights are moved and the number of
-    the draw. `may_change` names what else is meant to be another one than the baseline's, of
-    `CHANGES`: of a flag nobody can tell. ValueError for another name.
+    the draw, `attention` what takes the place of the script's own. `may_change` names what else is
+    meant to be another one than the baseline's, of `CHANGES`: of a flag nobody can tell. ValueError
+    for another name.
     """
     unknown = [name for name in may_change if name not in CHANGES]
     if unknown:
@@ -105,6 +107,7 @@ def training_config(
         )
     return {
         **training,
+        "attention": {"implementation": attention},
         "nudge": {"ulps": nudge[0], "draw": nudge[1]},
         "changes": {name: name in may_change for name in CHANGES},
         "train": {"steps": steps, "snapshot_steps": list(snapshot_steps)},

@@ -38,6 +38,8 @@ class Asked:
     deterministic: bool = True
     nudge: tuple[int, int] = (0, 0)
     """Units in the last place, and the number of the draw."""
+    attention: str = ""
+    """What takes the place of `scaled_dot_product_attention`; empty for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,7 @@ def environment_of(
         "STABILITY_STEPS": str(asked.steps),
         "STABILITY_SNAPSHOTS": ",".join(map(str, asked.snapshot_steps)),
         "STABILITY_NUDGE": f"{asked.nudge[0]} {asked.nudge[1]}",
+        "STABILITY_ATTENTION": asked.attention,
         "STABILITY_OBSERVES": str(int(observes)),
         "STABILITY_DETERMINISTIC": str(int(asked.deterministic)),
         # the order of a set may be the order of a sum

@@ -44,6 +44,8 @@ class Spooled:
     """By step, the file of the first rank's state."""
     environment: Mapping[str, Any]
     modules: Mapping[str, str]
+    attention: Mapping[str, Any]
+    """How often the attention was `replaced`, and whether that was `compiled`."""
     files: Sequence[str]
     """The paths of the user's own sources that were executed."""
     init: str
@@ -99,6 +101,7 @@ def read_spool(folder: Path) -> Spooled:
         states={step: path for step, path in states.items() if step <= len(updates)},
         environment=begin["environment"],
         modules=modules,
+        attention=(ends[first] or {}).get("attention", {}),
         files=(ends[first] or {}).get("files", []),
         init=begin["init"],
         owners=begin["owners"],

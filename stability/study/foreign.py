@@ -66,6 +66,7 @@ class OpenRun:
         try:
             spooled = read_spool(self.spool)
             _check_end(self.run, spooled)
+            _check_attention(self.run, spooled)
             _check_sources(self.run, spooled, self.folder)
             return _write(self.run, self.files, spooled)
         except ValueError as error:
@@ -178,7 +179,7 @@ def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
         "names": list(spooled.names),
         "models": list(spooled.owners),
         "ranks": spooled.world,
-        "notes": list(spooled.notes),
+        "notes": [*spooled.notes, *_attention_notes(run, spooled)],
     }
     hashes["config_less_axis"] = hash_without(config, run.diff)
     files.update(
@@ -205,6 +206,14 @@ def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
     )
     write_study(run, config)
     return files.manifest
+
+
+def _attention_notes(run: ForeignRun, spooled: Spooled) -> list[str]:
+    if not run.asked.attention:
+        return []
+    count = spooled.attention["replaced"]
+    inside = ", and others in a compiled graph" if spooled.attention["compiled"] else ""
+    return [f"{count} attention calls were replaced by {run.asked.attention}{inside}"]
 
 
 def _first_manifest(run: ForeignRun, variables: Mapping[str, str]) -> Manifest:
@@ -251,6 +260,16 @@ def _variables(run: ForeignRun) -> dict[str, str]:
     path = os.environ.get("PATH", "")
     first = {"PATH": f"{Path(python).parent}{os.pathsep}{path}"} if python else {}
     return {**first, **run.config["env"]}
+
+
+def _check_attention(run: ForeignRun, spooled: Spooled) -> None:
+    """ValueError if an attention was to be replaced, and none was called."""
+    calls = spooled.attention
+    if run.asked.attention and not calls.get("replaced") and not calls.get("compiled"):
+        raise ValueError(
+            "0 attention calls were replaced: this script does not call "
+            "scaled_dot_product_attention"
+        )
 
 
 def _check_sources(run: ForeignRun, spooled: Spooled, folder: Path | None) -> None:

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from stability.analysis.pair_contract import recorded_axis
+from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.commands import is_command, training_config
 from stability.config.convert import Place, nearest, to_dict
 from stability.config.diff import diff
@@ -18,12 +21,13 @@ from stability.config.load import check_name
 from stability.config.roles import role_of
 from stability.config.schema import BASELINE, Role
 from stability.config.study import PolicyConfig
+from stability.recorder.inside.attention import BACKENDS
 from stability.recorder.launch import Asked
 from stability.records.manifest import ENDED, read_manifest
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import read_sealed
 
-__all__ = ["ForeignRun", "check_free", "given_role", "plan_run"]
+__all__ = ["ForeignRun", "check_attention_name", "check_free", "given_role", "plan_run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +94,7 @@ def plan_run(
     """
     check_name(study, Place(source="record: study"), ())
     check_name(arm, Place(source="record: arm"))
+    check_attention_name(asked.attention)
     folder = out / study
     base = _plan_on_record(folder)
     given = given_role(role)
@@ -97,7 +102,12 @@ def plan_run(
         _check_baseline(folder, study, arm, seed)
     steps, kept = _length(base, asked)
     config = training_config(
-        training, steps=steps, snapshot_steps=kept, nudge=asked.nudge, may_change=may_change
+        training,
+        steps=steps,
+        snapshot_steps=kept,
+        nudge=asked.nudge,
+        attention=asked.attention,
+        may_change=may_change,
     )
     differences = diff(base, config) if base else {}
     if arm == BASELINE and differences:
@@ -164,6 +174,25 @@ def _length(base: Mapping[str, Any], asked: Asked) -> tuple[int, list[int]]:
                 f"record: {name} must be those of the study's first run, {planned[name]}, got {now}"
             )
     return planned["steps"], list(planned["snapshot_steps"])
+
+
+def check_attention_name(name: str) -> None:
+    """ValueError unless `name` is empty, or may take the place of a script's own attention."""
+    kind, _, profile = name.partition(":")
+    if kind == "sdpa" and profile not in BACKENDS:
+        raise ValueError(
+            f"attention must be one of {', '.join(f'sdpa:{each}' for each in BACKENDS)}, another "
+            f"of stability's or MODULE:FUNCTION, got {name!r}"
+        )
+    if name and kind in IMPLEMENTATIONS and kind != "sdpa":
+        from stability.probe.attention_registry import resolve_attention  # heavy
+
+        resolve_attention(name, torch.device("cpu"))
+    elif name and kind not in IMPLEMENTATIONS and not profile:
+        raise ValueError(
+            f"attention must be registered or MODULE:FUNCTION, got {name!r}; nearest: "
+            f"{nearest(name, IMPLEMENTATIONS)}"
+        )
 
 
 def given_role(role: str) -> Role | None:

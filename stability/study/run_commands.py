@@ -25,7 +25,7 @@ from stability.records.paths import StudyPaths
 from stability.records.protocol import Protocol, has_begun, read_protocol, seal_protocol
 from stability.records.sealed_json import write_sealed
 from stability.study.foreign import RunFailedError, measure_study, record_command
-from stability.study.foreign_plan import ForeignRun, check_free
+from stability.study.foreign_plan import ForeignRun, check_attention_name, check_free
 from stability.study.run import RunConflictError
 from stability.study.run_study import order_of_role
 from stability.study.worktree import checkout, commit_of, repository
@@ -130,6 +130,7 @@ def _run(
             steps=arm.config.train.steps,
             snapshot_steps=arm.config.train.planned_snapshots()[1:],
             deterministic=arm.config.deterministic,
+            attention=arm.config.attention,
             nudge=(arm.config.nudge.ulps, arm.config.nudge.draw),
         ),
         words=arm.config.words(),
@@ -150,6 +151,7 @@ def _with_commit(arm: CommandArm) -> CommandArm:
 
 def _check_words(run: ForeignRun) -> None:
     """ValueError if the interpreter or the program of a run is not there."""
+    check_attention_name(run.asked.attention)
     python = run.config["python"]
     if python and not Path(python).is_file():
         raise ValueError(f"arms.{run.arm}.python: must be an interpreter, {python!r} is no file")

@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, Mapping
 import torch
 from torch import Tensor
 
+from .attention import replace_attention
 from .environment import environment, hash_state, own_files, own_modules
 from .hooks import install, install_count
 from .nudge import nudge_weights
@@ -26,14 +27,27 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         return {**numeric_switches.numeric_switches(), **numeric_switches.training_switches()}
 
     rank = int(asked.get("RANK", "0"))
+    attention = asked.get("STABILITY_ATTENTION", "")
+    replaced = replace_attention(attention) if attention else None
+
+    def begin(state: Dict[str, Tensor]) -> Dict[str, Any]:
+        if replaced:
+            replaced.prepare(next(iter(state.values())).device)
+        return start_of(state, asked, rank, switches())
+
+    def told() -> Dict[str, Any]:
+        files = sorted(set(own_files().values()))
+        calls = replaced.told() if replaced else {}
+        return {"modules": own_modules(), "files": files, "attention": calls}
+
     observes = asked.get("STABILITY_OBSERVES", "1") == "1"
     training = Training(
         Spool(asked["STABILITY_SPOOL"], rank),
         due=due_at(asked.get("STABILITY_SNAPSHOTS", "")) if observes else lambda step: False,
         steps=int(asked.get("STABILITY_STEPS", "0")),
         keeps_state=rank == 0,
-        begin=lambda state: start_of(state, asked, rank, switches()),
-        end=lambda: {"modules": own_modules(), "files": sorted(set(own_files().values()))},
+        begin=begin,
+        end=told,
     )
     if observes:
         install(training)

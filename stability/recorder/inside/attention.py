@@ -1,0 +1,139 @@
+"""Puts another attention in the place of `scaled_dot_product_attention`, by its name.
+
+`sdpa:math` and its like choose PyTorch's backend; `module:function` is the user's own, called as
+`function(q, k, v, *, causal, scale)`; any other name is one of stability's, which then must be
+installed beside the script. A call that the new attention can't take is an error, never passed on
+to the old one: a run would be in part what it says it is not. Hugging Face's models and
+`nn.MultiheadAttention` call the same function.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from contextlib import AbstractContextManager
+from typing import Any, Callable, Dict, Optional
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["BACKENDS", "ReplacedCalls", "replace_attention"]
+
+BACKENDS = {
+    "math": "MATH",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+}
+"""PyTorch's name of each backend."""
+
+
+class ReplacedCalls:
+    """How often an attention was replaced in this process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self.function: Optional[Callable[..., Any]] = None
+        """What takes the place, once it is imported; PyTorch's own backends need none."""
+        self.is_compiled = False
+        """Whether a graph holds the replacement: its calls are not counted."""
+
+    def prepare(self, device: torch.device) -> None:
+        """Import what takes the place, before the first update.
+
+        A graph can't import, and an import at the start may find a module that is half executed.
+        """
+        if self.function is None and not self.name.startswith("sdpa:"):
+            self.function = _imported(self.name, device)
+
+    def told(self) -> Dict[str, Any]:
+        """Return what the record's end says of it."""
+        return {"replaced": self.count, "compiled": self.is_compiled}
+
+
+def replace_attention(name: str) -> ReplacedCalls:
+    """Replace the attention for the life of this process; ValueError if `name` can't be had."""
+    original = functional.scaled_dot_product_attention
+    calls = ReplacedCalls(name)
+    attend = _attention(calls, original)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            calls.is_compiled = True
+        else:
+            calls.count += 1
+        return attend(*args, **kwargs)
+
+    functional.scaled_dot_product_attention = replaced
+    return calls
+
+
+def _attention(calls: ReplacedCalls, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    kind, _, profile = calls.name.partition(":")
+    if kind == "sdpa":
+        return _of_backend(profile, original)
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: Any = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        for what, is_given in (("a mask", attn_mask is not None), ("dropout", dropout_p > 0)):
+            if is_given:
+                raise ValueError(
+                    f"attention {calls.name}: a call has {what}, which it does not take"
+                )
+        if calls.function is None:
+            calls.prepare(query.device)
+        q, k, v = _as_autocast(query), _as_autocast(key), _as_autocast(value)
+        out = calls.function(q, k, v, causal=is_causal, scale=scale)  # pyright: ignore
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
+
+
+def _of_backend(profile: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # torch 2.3 and newer have it
+
+    backend = getattr(SDPBackend, BACKENDS[profile])
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        only: AbstractContextManager[Any] = sdpa_kernel(backend)
+        with only:
+            return original(*args, **kwargs)
+
+    return attend
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """Return what autocast hands to SDPA: the same values in its dtype, where it is on."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def _imported(name: str, device: torch.device) -> Callable[..., Any]:
+    """Return one of stability's attentions, or the user's own function."""
+    module, _, function = name.partition(":")
+    try:
+        from stability.probe.attention_registry import resolve_attention
+    except ImportError:
+        resolve_attention = None
+    if resolve_attention is not None:
+        return resolve_attention(name, device).function
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"attention {name}: must be a function that can be imported here, or one of "
+            f"stability's, which is not installed in this environment: {error}"
+        ) from error

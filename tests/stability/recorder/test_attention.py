@@ -1,0 +1,106 @@
+"""`stability record --attention`: another attention in a script that knows nothing of it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.stability.recorder.recording import Recording, words
+
+OWN = """
+import torch
+
+def attend(q, k, v, *, causal, scale=None):
+    assert q.dtype == torch.{dtype}, q.dtype
+    scores = q.float() @ k.float().transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+def wrong(q, k, v, *, causal, scale=None):
+    return attend(q, k, v, causal=False, scale=scale)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(OWN.format(dtype="float32"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return tmp_path / "mine.py"
+
+
+def test_an_attention_takes_the_place_of_the_scripts_own(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("attends.py"))
+    assert study.record("baseline") == 0
+    for arm, name in {"math": "sdpa:math", "mine": "mine:attend", "wrong": "mine:wrong"}.items():
+        assert study.record(arm, options=("--attention", name)) == 0
+        assert f"4 attention calls were replaced by {name}" in capsys.readouterr().out
+        assert study.manifest(arm).axis == "attention"
+    # causality as it was asked for, and rounding alone
+    assert 0 < study.drift("math")[4] < 1e-6
+    assert 0 < study.drift("mine")[4] < 1e-6
+    assert study.drift("wrong")[4] > 1e-3
+    assert "module.mine" in study.manifest("mine").environment
+
+
+def test_under_autocast_it_gets_what_sdpa_would_compute_in(own: Path, tmp_path: Path) -> None:
+    own.write_text(OWN.format(dtype="bfloat16"))
+    study = Recording(tmp_path, words("attends.py"))
+    assert study.record("baseline", "--bf16") == 0
+    assert study.record("mine", "--bf16", options=("--attention", "mine:attend")) == 0
+    assert study.drift("mine")[4] < 0.01
+
+
+def test_it_is_replaced_inside_a_compiled_graph_too(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("attends.py", "--compiled"))
+    assert study.record("baseline") == 0
+    assert study.record("wrong", options=("--attention", "mine:wrong")) == 0
+    assert "and others in a compiled graph" in capsys.readouterr().out
+    assert study.drift("wrong")[4] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("script", "attention", "said"),
+    [
+        (["plain.py"], "sdpa:math", "0 attention calls were replaced: this script does not call"),
+        (["attends.py", "--masked"], "mine:attend", "a call has a mask: it takes none"),
+        (["attends.py"], "mine:missing", "missing"),
+    ],
+)
+def test_what_was_not_replaced_does_not_count(
+    script: list[str],
+    attention: str,
+    said: str,
+    own: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    study = Recording(tmp_path, words(*script))
+    assert study.record("baseline") == 0
+    assert study.record("swapped", options=("--attention", attention)) == 1
+    assert said in capsys.readouterr().out
+    assert study.manifest("swapped").state == "failed"
+
+
+@pytest.mark.parametrize(
+    ("attention", "said"),
+    [
+        ("sdpa", "attention must be one of sdpa:math"),
+        ("sdpa:maths", "got 'sdpa:maths'"),
+        ("flash:fa9", "profile of flash must be one of its profiles, got 'fa9'"),
+        ("flahs", "nearest: flash"),
+    ],
+)
+def test_a_name_that_is_none_is_refused_before_anything_runs(
+    attention: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("attends.py"))
+    assert study.record("baseline", options=("--attention", attention)) == 2
+    assert said in capsys.readouterr().err
+    assert not study.folder.exists()
