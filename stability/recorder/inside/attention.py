@@ -88,9 +88,7 @@ def _attention(calls: ReplacedCalls, original: Callable[..., Tensor]) -> Callabl
     ) -> Tensor:
         for what, is_given in (("a mask", attn_mask is not None), ("dropout", dropout_p > 0)):
             if is_given:
-                raise ValueError(
-                    f"attention {calls.name}: a call has {what}, which it does not take"
-                )
+                raise ValueError(f"attention {calls.name}: a call has {what}: it takes none")
         if calls.function is None:
             calls.prepare(query.device)
         q, k, v = _as_autocast(query), _as_autocast(key), _as_autocast(value)
