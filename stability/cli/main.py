@@ -39,6 +39,7 @@ VERBS = {
     "workspace": ("stability.cli.workspace", "build a study's panels in the W&B app"),
     "fork": ("stability.cli.fork", "train on from a run's state with one thing changed"),
     "bisect": ("stability.cli.fork", "find the layers or rounding points that carry a change"),
+    "init": ("stability.cli.init", "write a study of any command, after a short trial of it"),
     "adopt": ("stability.cli.adopt", "make a study of checkpoints that exist already"),
     "record": ("stability.cli.record", "record the training of any command as an arm of a study"),
     "compare": ("stability.cli.compare", "measure the drift between any two sets of weights"),

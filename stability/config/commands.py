@@ -17,7 +17,9 @@ __all__ = [
     "PLACEHOLDERS",
     "call_training",
     "command_training",
+    "end_of_program",
     "filled_in",
+    "flag_values",
     "flag_words",
     "is_command",
     "parse_flags",
@@ -46,7 +48,7 @@ def command_training(words: Sequence[str], env: Mapping[str, str]) -> dict[str, 
     """
     if not words:
         raise ValueError("record: a command must follow --, as in `-- python train.py`, got none")
-    end = _end_of_program(words)
+    end = end_of_program(words)
     return {
         "program": " ".join(words[:end]),
         "flags": parse_flags(words[end:]),
@@ -126,7 +128,7 @@ def filled_in(word: str, values: Mapping[str, object]) -> str:
     return word
 
 
-def _end_of_program(words: Sequence[str]) -> int:
+def end_of_program(words: Sequence[str]) -> int:
     """Return where the program ends: with its script, its module, or its first word."""
     for index, word in enumerate(words):
         if word.endswith(".py"):
@@ -144,22 +146,28 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
     is given more than once has all its values.
     """
     flags: dict[str, Any] = {}
+    for name, values in flag_values(words):
+        found: Any = " ".join(values) if values else True
+        flags[name] = f"{flags[name]} {found}" if name in flags else found
+    return flags
+
+
+def flag_values(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each flag with its values, in their order, as `parse_flags` names them."""
+    found: list[tuple[str, list[str]]] = []
     rest, places = list(words), 0
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         setting = _SETTING.fullmatch(word)
         if _FLAG.fullmatch(name):
-            values: list[Any] = [value] if equals else _values(rest)
-            found: Any = " ".join(values) if values else True
-            name = name.lstrip("-")
+            found.append((name.lstrip("-"), [value] if equals else _values(rest)))
         elif setting:
-            name, found = setting.groups()
+            found.append((setting.group(1), [setting.group(2)]))
         else:
             places += 1
-            name, found = f"argument_{places}", word
-        flags[name] = f"{flags[name]} {found}" if name in flags else found
-    return flags
+            found.append((f"argument_{places}", [word]))
+    return found
 
 
 def flag_words(flags: Mapping[str, Any]) -> list[str]:

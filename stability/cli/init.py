@@ -1,0 +1,173 @@
+"""`stability init -- COMMAND`: write a study of a command, after a trial of two updates."""
+
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stability.cli.output import FAILS, HOLDS, print_line
+from stability.cli.record import split_options as split_command
+from stability.config.commands import command_training, end_of_program, flag_values
+from stability.config.convert import Place
+from stability.config.load import check_name, parse_value
+from stability.records.atomic_files import make_folders, write_text
+
+__all__ = ["init", "option_help", "split_options"]
+
+TRIAL = 2
+"""Updates of the trial."""
+
+
+def init(
+    name: str = "my_study",
+    to: Path = Path("study.yaml"),
+    steps: int = 100,
+    words: list[str] | None = None,
+    env: dict[str, str] | None = None,
+) -> int:
+    """Try a command for two updates, and write a study of it with its controls.
+
+    What was seen of its training is said. The study has a baseline, a rerun and a nudge, and places
+    for a candidate and a reference. Exit code 1 if the trial is no training that can be recorded.
+
+    Args:
+        name: the study's name
+        to: the YAML file to write; one that is there is never written over
+        steps: updates of every arm
+        words: the command
+        env: variables that are set for it
+    """
+    check_name(name, Place(source="init: name"), ())
+    if to.exists():
+        raise ValueError(f"init: {to}: must not be there yet; choose another file by --to")
+    if steps < 1:
+        raise ValueError(f"init: steps must be >= 1, got {steps}")
+    given, notes = _with_seed(words or [])
+    training = command_training(given, env or {})
+    from stability.recorder.launch import Asked  # heavy from here on
+    from stability.study.foreign import RunFailedError, record_command
+    from stability.study.foreign_plan import plan_run
+
+    with tempfile.TemporaryDirectory(prefix="stability-init-") as folder:
+        asked = Asked(seed=0, steps=TRIAL)
+        run = plan_run(Path(folder), "trial", "baseline", 0, training, asked=asked, words=given)
+        try:
+            found = record_command(run).resolved
+        except RunFailedError as error:
+            print_line(f"FAILED: {error}")
+            return FAILS
+    notes += found["notes"]
+    print_line(
+        f"after {TRIAL} updates: {len(found['names'])} weights of {', '.join(found['models'])}"
+    )
+    for note in notes:
+        print_line(f"  {note}")
+    make_folders(to.parent)
+    write_text(to, study_text(name, given, env or {}, steps))
+    print_line(f"{to}: fill in a candidate, then: stability run {to}")
+    return HOLDS
+
+
+def study_text(name: str, words: Sequence[str], env: dict[str, str], steps: int) -> str:
+    """Return the YAML of a study of the command `words`."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Quotes what would be read as something else."""
+
+    def text_of(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+        style = None if parse_value(text) == text else '"'
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, text_of)
+    end = end_of_program(words)
+    flags = flag_values(words[end:])
+    names = [flag for flag, _ in flags]
+    fixed, rest = list(words[:end]), {}
+    for flag, values in flags:
+        is_place = flag.startswith("argument_")
+        # as they are: what has no name, what is filled in, what is given more than once
+        if is_place or "{seed}" in values or names.count(flag) > 1:
+            fixed += [*([] if is_place else [_dashed(flag)]), *values]
+        else:
+            rest[flag] = True if not values else [_value(text) for text in values]
+            rest[flag] = rest[flag][0] if len(values) == 1 else rest[flag]
+    command = shlex.join(fixed).replace("'{seed}'", "{seed}")
+    base = {
+        "command": f"{command} {{flags}}",
+        "flags": rest,
+        **({"env": env} if env else {}),
+        "train": {"steps": steps},
+    }
+    said = yaml.dump(
+        {"base": base}, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=1000
+    )
+    return f"""name: {name}
+question: Does the candidate matter?
+
+{said}
+arms:
+  # what is in question: another value of one flag, variable (env), commit (ref) or python
+  # candidate:
+  #   flags: {{a-flag: its-other-value}}
+  # the baseline one precision higher, from which both sides' distances are measured
+  # reference:
+  #   role: reference
+  #   flags: {{a-precision: a-higher-one}}
+  rerun: {{}}
+  nudge:
+    nudge: {{ulps: 1}}
+
+seeds: [0, 1, 2]
+"""
+
+
+def option_help() -> str:
+    """Return what the words after the options are."""
+    return (
+        "--env NAME=VALUE (once for each): a variable that is set for the command\n"
+        "-- COMMAND ...: what to run, e.g. -- python train.py --seed 0 --lr 0.1"
+    )
+
+
+def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split the command, and each `--env`, from the verb's other arguments, as `record` does."""
+    return split_command(words)
+
+
+def _with_seed(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the command with its seed in braces, and what there is to say of it."""
+    given = list(words)
+    if any("{seed}" in word for word in given):
+        return given, []
+    for index, word in enumerate(given):
+        name, equals, value = word.lstrip("-").partition("=")
+        if name != "seed":
+            continue
+        if equals and value.isdigit():
+            given[index] = f"{word.partition('=')[0]}={{seed}}"
+            return given, []
+        if index + 1 < len(given) and given[index + 1].isdigit():
+            given[index + 1] = "{seed}"
+            return given, []
+    return given, [
+        "the command takes no seed that was found: Python, NumPy and torch are seeded before it; "
+        "put {seed} where it is to be"
+    ]
+
+
+def _dashed(flag: str) -> str:
+    return f"-{flag}" if len(flag) == 1 else f"--{flag}"
+
+
+def _value(text: str) -> Any:
+    """Return a flag's value as YAML would have it: a number where it is one."""
+    for kind in (int, float):
+        try:
+            found = kind(text)
+        except ValueError:
+            continue
+        # only where it is written again as it was: 1e-3 and 007 stay what they are
+        return found if str(found) == text else text
+    return text

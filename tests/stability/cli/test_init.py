@@ -1,0 +1,73 @@
+"""`stability init`: a study of any command, which runs as it was written."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from stability.cli.init import study_text
+from stability.config.command_study import expand_commands, load_command_study
+from tests.stability.recorder.recording import SCRIPTS, code_of
+
+PLAIN = [sys.executable, str(SCRIPTS / "plain.py")]
+
+
+def test_a_study_is_written_after_a_trial_and_runs_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*PLAIN, "--seed", "3", "--lr", "0.02", "--bf16"]
+    assert code_of("init", "--name", "mine", "--steps", "5", "--", *words) == 0
+    said = capsys.readouterr().out
+    assert "after 2 updates: 6 weights of Sequential" in said or "after 2 updates:" in said
+    assert "takes no seed" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["study.yaml"]
+    study = load_command_study(tmp_path / "study.yaml")
+    assert study.base.flags == {"lr": 0.02, "bf16": True}
+    assert [arm.role for arm in expand_commands(study)] == ["baseline", "rerun", "nudge"]
+    first = study.base.words()
+    assert first == [*PLAIN, "--seed", "{seed}", "--lr", "0.02", "--bf16"]
+    assert code_of("run", "study.yaml", "--wandb", "disabled") == 0
+    assert "A/A is zero" in capsys.readouterr().out
+    assert code_of("init", "--", *words) == 2
+    assert "study.yaml: must not be there yet" in capsys.readouterr().err
+
+
+def test_a_command_without_a_seed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert code_of("init", "--", *PLAIN) == 0
+    assert "the command takes no seed that was found" in capsys.readouterr().out
+
+
+def test_what_is_no_training_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert code_of("init", "--", sys.executable, "-c", "print(1)") == 1
+    assert "no training was seen" in capsys.readouterr().out
+    assert code_of("init") == 2
+    assert "a command must follow --" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["python", "train.py", "--seed", "{seed}", "--lr", "1e-3", "--sizes", "1", "2"],
+        ["torchrun", "--nproc-per-node", "2", "train.py", "config file.yaml", "--seed={seed}"],
+        ["python", "-m", "pkg.train", "--name", "it's: {odd}", "--tag", "007"],
+    ],
+)
+def test_the_words_of_a_command_are_kept(words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text(study_text("mine", words, {"A": "1"}, 7))
+    study = load_command_study(path)
+    made = study.base.words()
+    assert sorted(" ".join(made).replace("=", " ").split()) == sorted(
+        " ".join(words).replace("=", " ").split()
+    ), shlex.join(made)
+    assert study.base.env == {"A": "1"}
+    assert study.base.train.steps == 7
