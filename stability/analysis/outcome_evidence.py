@@ -35,6 +35,7 @@ from stability.analysis.seed_values import SeedValues
 from stability.analysis.sequential import LOOKS, look_alpha, look_at
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.arms import INIT_SEED
+from stability.config.commands import is_command
 from stability.config.schema import BASELINE
 from stability.config.study import PolicyConfig
 from stability.records.metric_names import EVAL_LOSS
@@ -114,6 +115,9 @@ def outcome_evidence(
     if not found.differences and not found.lost_baseline:
         if any(run.series(EVAL_LOSS) for run in arm.runs.values()):
             return _silent("not measured", _why_unfinished(found), "let the study run to its end")
+        if is_command(study.base):
+            said = "the loss on held-out text is not recorded of a training that is not ours"
+            return _silent("not measured", said)
         return _silent(
             "not measured",
             "no run has a loss on text that is held out",

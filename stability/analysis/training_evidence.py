@@ -27,6 +27,7 @@ from stability.analysis.study_distances import (
 )
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.window import Window
+from stability.config.commands import is_command
 from stability.config.schema import BASELINE
 from stability.config.study import PolicyConfig
 from stability.records.distances import DistanceMatrix
@@ -116,6 +117,11 @@ def _inapplicable(study: RecordedStudy, arm: RecordedArm) -> str:
 def _missing_controls(study: RecordedStudy) -> tuple[str, str] | tuple[()]:
     """Return what the study lacks to measure an excess and what to add; empty if nothing."""
     if reference_of(study) is None:
+        if is_command(study.base):
+            return (
+                "there is no reference, the baseline one precision higher, to measure errors from",
+                "record such an arm with the role `reference`",
+            )
         return (
             "there is no reference, plain attention one precision higher, to measure errors from",
             "add an arm `reference: {role: reference}`",

@@ -195,3 +195,15 @@ def test_an_arm_that_fails_is_told_and_the_others_go_on(
     assert commands.manifest("lr").state == "finished"
     assert "output.txt" in capsys.readouterr().out.replace("\n", "").replace(" ", "")
     assert commands.run({}, base={"flags": {"no-such-flag": True}}) == 2, "another baseline"
+
+
+def test_what_a_verdict_lacks_is_said_in_words_that_fit_a_command(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.run({"lr": {"flags": {"lr": 0.02}}}, seeds=[0, 1, 2]) == 0
+    capsys.readouterr()
+    assert code_of("verdict", str(commands.folder / "runs" / "mine")) == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "record such an arm with the role `reference`" in said
+    assert "held-out text is not recorded of a training that is not ours" in said
+    assert "held_out.share" not in said
