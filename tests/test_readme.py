@@ -1,5 +1,6 @@
 """Every command and every picture in the README exists, and the two first commands are make's."""
 
+import os
 import re
 import shlex
 import shutil
@@ -92,7 +93,8 @@ def test_wandb_has_the_verb(verb, tmp_path):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """No browser opens, a server ends as by Ctrl-C, and there is no W&B account."""
+    """No browser, no server that stays, no W&B account; `python` is the one with torch."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setattr(webbrowser, "open", lambda _address: True)
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_args, **_kwargs: None)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

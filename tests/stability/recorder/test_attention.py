@@ -94,7 +94,7 @@ def test_what_was_not_replaced_does_not_count(
         ("sdpa", "attention must be one of sdpa:math"),
         ("sdpa:maths", "got 'sdpa:maths'"),
         ("flash:fa9", "profile of flash must be one of its profiles, got 'fa9'"),
-        ("flahs", "nearest: flash"),
+        ("flush", "nearest: flash"),
     ],
 )
 def test_a_name_that_is_none_is_refused_before_anything_runs(

@@ -269,8 +269,8 @@ def test_no_command_and_no_such_command_are_refused(tmp_path: Path, said) -> Non
     given = ["record", "--study", "s", "--arm", "baseline", "--out", str(tmp_path)]
     assert code_of(*given) == 2
     assert "a command must follow --" in said()
-    assert code_of(*given, "--", "pyhton", "train.py") == 2
-    assert "pyhton: No such file or directory" in said()
+    assert code_of(*given, "--", "pythons", "train.py") == 2
+    assert "pythons: No such file or directory" in said()
 
 
 @pytest.mark.slow
