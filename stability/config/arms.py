@@ -12,6 +12,7 @@ from stability.config.axes import MANY
 from stability.config.commands import is_command
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
+from stability.config.precision import with_precision_text
 from stability.config.roles import (
     as_reference,
     check_end,
@@ -71,6 +72,7 @@ def override(arm: ArmConfig, mapping: Mapping[str, Any], where: str | Place) -> 
         if implementation != arm.attention.implementation:
             below["attention"] = {}
     place = where if isinstance(where, Place) else Place(source=where)
+    mapping = with_precision_text(mapping, arm.precision, place)
     return from_mapping(ArmConfig, merge(below, mapping), place)
 
 

@@ -21,12 +21,12 @@ from stability.config.arms import Arm, expand
 from stability.config.attentions import HEAD_DIMS, IMPLEMENTATIONS, takes_head_dim
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, repeated
 from stability.config.plugins import ATTENTIONS, plugins
+from stability.config.precision import parse_precision, with_precision_text
 from stability.config.schema import (
     BASELINE,
     OPTIMIZERS,
     ArmConfig,
     AttentionConfig,
-    emulated_format,
 )
 from stability.config.study import StudyConfig
 
@@ -77,7 +77,11 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     base = content.get("base")
     if isinstance(base, dict):
         base = _with_preset(base, root.at("base"), path)
-        content["base"] = _with_preset(with_overrides(base, changes, root), root.at("base"), path)
+        changed = with_overrides(base, changes, root)
+        below = base.get("precision")
+        below = below if isinstance(below, str) and "precision" in changes else ""
+        changed = with_precision_text(changed, below, root.at("base"))
+        content["base"] = _with_preset(changed, root.at("base"), path)
     content["arms"] = arms_baseline_first(content.get("arms"), root.at("arms"))
     study = _with_held_out_size(from_mapping(StudyConfig, content, root))
     check_names(study, root)
@@ -314,7 +318,7 @@ def _check_train(arm: Arm, study: StudyConfig, root: Place) -> None:
                 .at(setting)
                 .error(f"is no setting of {name}, and would change nothing; leave it out")
             )
-    if train.compile and emulated_format(config.precision):
+    if train.compile and parse_precision(config.precision).emulates:
         place = own if config.precision != base.precision else root.at("base")
         raise place.at("precision").error(
             f"must not be emulated where train.compile is {train.compile!r}, got "

@@ -11,14 +11,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from attention_kernels.formats import FORMATS, Format, format_named
-from stability.config.convert import nearest
+from attention_kernels.formats import FORMATS, format_named
+from stability.config.precision import parse_precision
 from stability.config.trainer_keys import check_trainer
 
 __all__ = [
     "BASELINE",
     "INIT_SCHEMES",
-    "NATIVE",
     "OPTIMIZERS",
     "ArmConfig",
     "AttentionConfig",
@@ -32,7 +31,6 @@ __all__ = [
     "SeedConfig",
     "TrainConfig",
     "WatchConfig",
-    "emulated_format",
     "require",
 ]
 
@@ -44,42 +42,6 @@ BASELINE = "baseline"
 
 INIT_SCHEMES = ("gpt2", "xavier", "kaiming", "orthogonal")
 """The init schemes that have a name (`model.initial_weights`)."""
-
-NATIVE = ("64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed")
-"""PyTorch's own precisions, as Lightning names them."""
-_EMULATED = "emulated:"
-"""Opens the name of an emulated precision; a format's name follows. The operands and outputs of
-matmuls are rounded to any format that FP32 holds, and multiplied in FP32, so that an FP16 or FP8
-run is affordable where no hardware has it (`model.precision`)."""
-
-
-def _check_precision(name: str) -> None:
-    """ValueError unless `name` is a native precision or `emulated:` and a format within FP32."""
-    if name not in NATIVE and not name.startswith(_EMULATED):
-        raise ValueError(
-            f"precision: must be a known name or {_EMULATED}<format>, got {name!r}; "
-            f"nearest: {nearest(name, NATIVE)}"
-        )
-    emulated_format(name)
-
-
-def emulated_format(name: str) -> Format | None:
-    """Return the format that the precision `name` emulates, None if it is native.
-
-    ValueError if there is no such format, or if FP32 does not hold it.
-    """
-    if not name.startswith(_EMULATED):
-        return None
-    try:
-        format = format_named(name.removeprefix(_EMULATED))
-    except ValueError as error:
-        raise ValueError(f"precision: {error}, in {name!r}") from error
-    if not format.fits(FORMATS["fp32"]):
-        raise ValueError(
-            f"precision: must emulate a format that FP32 holds, got {name!r}; use 64-true"
-        )
-    return format
-
 
 def require(ok: bool, owner: str, rule: str, value: Any) -> None:
     """ValueError "<owner>: <rule>, got <value>" unless `ok`."""
@@ -442,7 +404,8 @@ class ArmConfig:
     model: ModelConfig
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     precision: str = "bf16-mixed"
-    """`64-true`, `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed` or `emulated:<format>`."""
+    """`64-true`, `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed` or `emulated:<format>`; single
+    modules' own as `config.precision` says, e.g. `bf16-mixed, *.mlp_*=fp32`."""
     seed: SeedConfig = field(default_factory=SeedConfig)
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -453,4 +416,5 @@ class ArmConfig:
     watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
-        _check_precision(self.precision)
+        # one text for one precision, however it was spaced
+        object.__setattr__(self, "precision", parse_precision(self.precision).text)

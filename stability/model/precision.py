@@ -12,7 +12,8 @@ against native FP16 or BF16 only the order of additions differs. Formats with a 
 get the loss scaler too.
 
 Leaves out attention, which rounds to the format at its own rounding points
-(`probe.attention_registry.with_input_format`), and the names of precisions (`config.schema`).
+(`probe.attention_registry.with_input_format`), modules with a precision of their own
+(`module_precision`), and the names of precisions (`config.precision`).
 
 Shapes: x `(..., in)`, W `(out, in)`, b `(out,)`.
 """
@@ -20,6 +21,7 @@ Shapes: x `(..., in)`, W `(out, in)`, b `(out,)`.
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import local
 from typing import Any
 
 import torch
@@ -30,17 +32,61 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attention_kernels import Format, round_to
-from stability.config.schema import emulated_format
+from stability.config.precision import emulated_format, parse_precision
 
-__all__ = ["EmulatedLinear", "EmulatedPrecision", "precision_plugins"]
+__all__ = ["EmulatedLinear", "EmulatedPrecision", "autocast_dtype", "precision_plugins"]
+
+_AUTOCAST = {
+    "bf16-mixed": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "fp16": torch.float16,
+}
+"""What autocast lowers products to, by precision; nothing in any other one."""
+
+_OTHER_PRODUCTS = frozenset(
+    ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv")
+    + ("addbmm", "einsum", "tensordot", "inner", "bilinear", "conv1d", "conv2d", "conv3d")
+)
+"""Products that `EmulatedLinear` does not round, by the names of torch's functions."""
+
+
+def autocast_dtype(precision: str) -> torch.dtype:
+    """Return what autocast lowers products to in a mixed precision; FP32 where it is off."""
+    return _AUTOCAST.get(precision, torch.float32)
+
+
+class _Entered(local):
+    """The contexts that a thread has entered, innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[EmulatedLinear] = []
+
+
+_entered = _Entered()
 
 
 class EmulatedLinear(TorchFunctionMode):
-    """A context in which `F.linear` of FP32 tensors rounds to `format`; all else is unchanged."""
+    """A context in which `F.linear` of FP32 tensors rounds to `format`; all else is unchanged.
 
-    def __init__(self, format: Format) -> None:
+    Inside another one it alone decides; with None nothing is rounded. That of a `module`, named by
+    a user, refuses products that it would not round: ValueError.
+    """
+
+    def __init__(self, format: Format | None, module: str = "") -> None:
         super().__init__()
         self.format = format
+        self._module = module
+
+    def __enter__(self) -> "EmulatedLinear":
+        """Begin to round."""
+        _entered.modes.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        """Round no more."""
+        _entered.modes.pop()
+        super().__exit__(*exception)
 
     def __torch_function__(
         self,
@@ -50,11 +96,20 @@ class EmulatedLinear(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Round where `func` is `F.linear`."""
+        if self is not _entered.modes[-1]:
+            return func(*args, **(kwargs or {}))
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
+        if self.format and self._module and getattr(func, "__name__", "") in _OTHER_PRODUCTS:
+            raise ValueError(
+                f"precision: {self._module} must multiply by F.linear alone where its precision is "
+                f"emulated, got {func.__name__}; its product would not be rounded"
+            )
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.format is None:
+            return F.linear(input, weight, bias)
         return _RoundedLinear.apply(input, weight, bias, self.format)
 
 
@@ -78,13 +133,11 @@ class _RoundedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dout = round_to(grads[0], ctx.format)
         rows = dout.flatten(0, -2)
-        dx = round_to(dout @ weight, ctx.format) if ctx.needs_input_grad[0] else None
-        dweight = round_to(rows.mT @ x.flatten(0, -2), ctx.format)
+        with torch.autocast(dout.device.type, enabled=False):  # that of other modules may be on
+            dx = round_to(dout @ weight, ctx.format) if ctx.needs_input_grad[0] else None
+            dweight = round_to(rows.mT @ x.flatten(0, -2), ctx.format)
         dbias = round_to(rows.sum(dim=0), ctx.format) if ctx.needs_input_grad[2] else None
         return dx, dweight, dbias, None
-
-
-_BF16_EXPONENT_BITS = 8
 
 
 class EmulatedPrecision(MixedPrecision):
@@ -93,8 +146,7 @@ class EmulatedPrecision(MixedPrecision):
     Lightning's own class steps the loss scaler and stores its state; "autocast" is replaced.
     """
 
-    def __init__(self, format: Format, device: str) -> None:
-        needs_scaler = format.exponent_bits < _BF16_EXPONENT_BITS
+    def __init__(self, format: Format, device: str, *, needs_scaler: bool) -> None:
         super().__init__("16-mixed" if needs_scaler else "bf16-mixed", device)
         self.format = format
 
@@ -105,12 +157,31 @@ class EmulatedPrecision(MixedPrecision):
             yield
 
 
+class _ScaledPrecision(MixedPrecision):
+    """Autocast to `dtype` with a loss scaler, whether or not that dtype needs one."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        super().__init__("16-mixed", device)
+        self._dtype = dtype
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Lower products as the default says."""
+        with torch.autocast(self.device, dtype=self._dtype):
+            yield
+
+
 def precision_plugins(name: str, device: torch.device) -> list[MixedPrecision]:
     """Return the plugin that makes the precision `name` true on `device`, none if Lightning's does.
 
-    ValueError as `emulated_format`.
+    The loss is scaled where one format in it, of single modules too, has a range below BF16's.
+    ValueError as `parse_precision`.
     """
-    format = emulated_format(name)
+    precision = parse_precision(name)
+    format = emulated_format(precision.default)
     if format is not None:
-        return [EmulatedPrecision(format, device.type)]
-    return [MixedPrecision("16-mixed", device.type)] if name == "16-mixed" else []
+        needs_scaler = precision.needs_scaler
+        return [EmulatedPrecision(format, device.type, needs_scaler=needs_scaler)]
+    if precision.default == "bf16-mixed" and precision.needs_scaler:
+        return [_ScaledPrecision(torch.bfloat16, device.type)]
+    return [MixedPrecision("16-mixed", device.type)] if precision.default == "16-mixed" else []

@@ -19,7 +19,7 @@ from torch import nn
 
 from attention_kernels import Format
 from stability.config.convert import nearest
-from stability.config.schema import emulated_format
+from stability.config.precision import emulated_format
 from stability.config.user_functions import import_function, source_hash
 from stability.probe.module_call import ModuleCall, forward_of
 from stability.probe.rounded_products import RoundedProducts

@@ -27,12 +27,14 @@ from stability.callbacks.instability_watch import InstabilityWatch
 from stability.callbacks.probe_callbacks import DeviationProbe
 from stability.callbacks.random_numbers import RandomNumbers
 from stability.config.convert import nearest
-from stability.config.schema import ArmConfig, TrainConfig, emulated_format
+from stability.config.precision import emulated_format, parse_precision
+from stability.config.schema import ArmConfig, TrainConfig
 from stability.data.datamodule import TextDataModule
 from stability.intercept.replacement import Replacement
 from stability.model.gpt import GPT
 from stability.model.initial_weights import initialise, nudge_weights
 from stability.model.lightning_module import LanguageModel
+from stability.model.module_precision import attention_in_default, with_module_precision
 from stability.model.precision import precision_plugins
 from stability.probe.attention_probe import AttentionProbe, DualAttention, as_shadows
 from stability.probe.attention_registry import (
@@ -163,7 +165,9 @@ def assemble(config: ArmConfig) -> Parts:
     primary = resolve_attention(config.attention, device)
     modules: dict[str, nn.Module] = {}
     probe = _probe(config, device, modules) if config.probe.is_on else None
+    precision = parse_precision(config.precision)
     attention = _attention_by_layer(config, device, primary, probe)
+    attention = [attention_in_default(each, precision, device) for each in attention]
     if config.train.compile:
         # the attention stays outside of the graph, so its bits are the same compiled or not
         eager: Any = torch.compiler.disable
@@ -174,6 +178,7 @@ def assemble(config: ArmConfig) -> Parts:
     if config.precision == "64-true":
         model.double()
     nudge_weights(model, config.nudge.ulps, config.seed.base, config.nudge.draw)
+    with_module_precision(model, precision, device)
     callbacks: list[Callback] = []
     if probe is not None:
         modules.update(model.blocks.named_children())
@@ -252,13 +257,13 @@ def describe_attention(config: ArmConfig) -> dict[str, Any]:
 def _with_emulated_attention(config: ArmConfig) -> ArmConfig:
     """Return `config` with the emulated format as the "input" of its attention and shadows."""
     format = emulated_format(config.precision)
-    if format is None:
-        return config
-    if config.train.compile:
+    if config.train.compile and parse_precision(config.precision).emulates:
         raise ValueError(
             f"train.compile must be empty with an emulated precision, got "
             f"{config.train.compile!r}; the compiled graph would not be rounded"
         )
+    if format is None:
+        return config
     shadows = tuple(with_input_format(shadow, format) for shadow in config.probe.shadows)
     return replace(
         config,
@@ -347,7 +352,7 @@ def make_trainer(
     )
     device = resolve_device(config)
     plugins = precision_plugins(config.precision, device)
-    native: Any = None if plugins else config.precision
+    native: Any = None if plugins else parse_precision(config.precision).default
     # a run has one device; left to itself, Lightning takes the tasks of a Slurm job for its ranks
     environment = LightningEnvironment()
     trainer = Trainer(

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from attention_kernels import Format
-from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig, emulated_format
+from stability.config.precision import emulated_format, parse_precision
+from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
 from stability.intercept.replacement import Replacement
 from stability.model.gpt import GPT
 from stability.model.lightning_module import next_token_loss
+from stability.model.module_precision import attention_in_default, with_module_precision
 from stability.model.precision import EmulatedLinear
 from stability.probe.attention_registry import resolve_attention
 from stability.probe.gradient_evidence import (
@@ -43,8 +45,11 @@ _ROUNDINGS = {
 
 
 def attention_rounding(precision: str) -> torch.dtype | Format:
-    """Return what q, k and v are rounded to where they reach the attention of a run."""
-    return emulated_format(precision) or _ROUNDINGS[precision]
+    """Return what q, k and v are rounded to where they reach the attention of a run.
+
+    By the default's precision, whatever single modules compute in.
+    """
+    return emulated_format(precision) or _ROUNDINGS[parse_precision(precision).default]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +82,18 @@ class GptGradients:
         """
         rounding = attention_rounding(self.precision)
         attentions = self._attentions(role, rounding if is_isolated else None, batch.device)
+        trained_in = parse_precision(self.precision)
+        if not is_isolated:
+            attentions = [
+                attention_in_default(each, trained_in, batch.device) for each in attentions
+            ]
         with torch.device("meta"):
             model = GPT(self.config, attentions)
         if is_isolated:
             dtype, rest = surrounding_dtype(rounding), nullcontext()
         else:
             dtype, rest = _weights_dtype(self.precision), _rest(self.precision, batch.device)
+            with_module_precision(model, trained_in, batch.device)
         leaves = {
             name: value.detach().to(dtype).requires_grad_() for name, value in weights.items()
         }
@@ -147,7 +158,7 @@ def attentions_of_arm(config: ArmConfig, device: torch.device) -> GptGradients |
 
 
 def _weights_dtype(precision: str) -> torch.dtype:
-    if precision.endswith("-true"):
+    if precision.endswith("-true"):  # which no module's own follows
         return _ROUNDINGS[precision]
     return torch.float32
 
@@ -157,6 +168,7 @@ def _rest(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     format = emulated_format(precision)
     if format is not None:
         return EmulatedLinear(format)
-    if precision.endswith("-mixed"):
-        return torch.autocast(device.type, dtype=_ROUNDINGS[precision])
+    default = parse_precision(precision).default
+    if default.endswith("-mixed"):
+        return torch.autocast(device.type, dtype=_ROUNDINGS[default])
     return nullcontext()

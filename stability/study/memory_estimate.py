@@ -33,12 +33,13 @@ text, libraries (some 300 MB a process) and what allocators lose; and what the m
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from attention_kernels.formats import FORMATS, Format, format_named
 from attention_kernels.profiles import BASELINE_PROFILES, DEFAULT_BASELINE_PROFILE
-from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig, emulated_format
+from stability.config.precision import emulated_format, parse_precision
+from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
 
 __all__ = [
     "Estimate",
@@ -149,8 +150,14 @@ def _matrices(model: ModelConfig) -> int:
 
 
 def _widths(precision: str) -> _Widths:
-    format = emulated_format(precision)
-    return _Widths(4, 4, 0, format) if format else _WIDTHS[precision]
+    # modules of their own hold as much as the default's or more: an estimate is a lower one. What
+    # one of them does not cast is no copy, though
+    wanted = parse_precision(precision)
+    format = emulated_format(wanted.default)
+    if format:
+        return _Widths(4, 2 if wanted.modules else 4, 0, format)
+    widths = _WIDTHS[wanted.default]
+    return replace(widths, cast=0) if wanted.modules else widths
 
 
 def _estimate(parts: Iterable[Part]) -> Estimate:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from stability.config.arms import override
 from stability.config.convert import ConfigError, from_dict, to_dict
+from stability.config.precision import NATIVE
 from stability.config.schema import (
-    NATIVE,
     ArmConfig,
     AttentionConfig,
     DataConfig,
@@ -23,6 +23,7 @@ from stability.config.schema import (
     TrainConfig,
 )
 
+MIXED = "bf16-mixed, *.mlp_*=fp32, blocks.layer_0=emulated:e4m3"
 NAMES = st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), max_size=8)
 POSITIVE = st.integers(1, 10**9)
 RATES = st.floats(1e-12, 1e3)
@@ -43,7 +44,7 @@ ARMS = st.builds(
         init=st.sampled_from(["gpt2", "xavier", "kaiming", "orthogonal"]),
     ),
     attention=ATTENTION,
-    precision=st.sampled_from([*NATIVE, "emulated:fp16", "emulated:e5m6"]),
+    precision=st.sampled_from([*NATIVE, "emulated:fp16", "emulated:e5m6", MIXED]),
     seed=st.builds(
         SeedConfig, base=st.integers(0, 2**32 - 1), init_offset=st.integers(-(10**9), 10**9)
     ),

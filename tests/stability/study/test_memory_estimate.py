@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from stability.config.convert import from_dict
-from stability.config.schema import ArmConfig, emulated_format
+from stability.config.precision import emulated_format
+from stability.config.schema import ArmConfig
 from stability.model.lightning_module import next_token_loss
 from stability.model.precision import EmulatedLinear
 from stability.study.assemble import assemble

@@ -1,0 +1,189 @@
+"""The precision of an arm: of all modules, or a default and what single modules compute in.
+
+In YAML a precision is a name, or a mapping whose globs name modules as `named_modules` does:
+
+    precision: {default: bf16-mixed, "*.mlp_*": emulated:e4m3, "blocks.layer_0": fp32}
+
+A glob that names a module holds for all inside it, and of several the last one decides. A config
+holds the mapping as one text, `bf16-mixed, *.mlp_*=emulated:e4m3, blocks.layer_0=fp32`: in a
+mapping the order would be lost in JSON, and each glob would be a change of its own. Leaves out what
+computes so (`model.precision`, `model.module_precision`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from attention_kernels.formats import FORMATS, Format, format_named
+from stability.config.convert import Place, nearest
+
+__all__ = [
+    "EMULATED",
+    "NATIVE",
+    "OF_MODULES",
+    "Precision",
+    "emulated_format",
+    "parse_precision",
+    "precision_text",
+    "with_precision_text",
+]
+
+NATIVE = ("64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed")
+"""PyTorch's own precisions, as Lightning names them."""
+EMULATED = "emulated:"
+"""Opens the name of an emulated precision; a format's name follows. The operands and outputs of
+matmuls are rounded to any format that FP32 holds, and multiplied in FP32, so that an FP16 or FP8
+run is affordable where no hardware has it (`model.precision`)."""
+OF_MODULES = ("fp32", "bf16", "fp16")
+"""What single modules may compute in besides emulated formats: FP32 takes them out of autocast."""
+
+_DEFAULT = "default"
+_SEPARATOR, _EQUALS = ", ", "="
+_BF16_EXPONENT_BITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A precision taken apart: that of all modules but those that a glob names."""
+
+    default: str
+    modules: tuple[tuple[str, str], ...] = ()
+    """Glob and precision, in order."""
+
+    @property
+    def text(self) -> str:
+        """The text that a config holds; `parse_precision` undoes it."""
+        own = (f"{glob}{_EQUALS}{value}" for glob, value in self.modules)
+        return _SEPARATOR.join((self.default, *own))
+
+    def of_module(self, name: str) -> str:
+        """Return what the module `name` computes in, a name of `OF_MODULES` or an emulated one.
+
+        Empty where it computes in the default.
+        """
+        parts = name.split(".")
+        around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        found = ""
+        for glob, value in self.modules:
+            if any(fnmatchcase(each, glob) for each in around):
+                found = value
+        return found
+
+    @property
+    def emulates(self) -> bool:
+        """Whether anything in it is emulated."""
+        return any(each.startswith(EMULATED) for each in (self.default, *dict(self.modules).values()))
+
+    @property
+    def needs_scaler(self) -> bool:
+        """Whether a loss scaler has to keep gradients from the end of some format's range."""
+        values = (self.default, *(value for _, value in self.modules))
+        formats = (emulated_format(value) for value in values if value not in OF_MODULES)
+        is_narrow = any(f.exponent_bits < _BF16_EXPONENT_BITS for f in formats if f is not None)
+        return is_narrow or "16-mixed" in values or "fp16" in values
+
+
+def emulated_format(name: str) -> Format | None:
+    """Return the format that the precision `name` emulates by default, None if it is native.
+
+    ValueError if there is no such format, or if FP32 does not hold it.
+    """
+    name = name.partition(_SEPARATOR)[0]
+    if not name.startswith(EMULATED):
+        return None
+    try:
+        format = format_named(name.removeprefix(EMULATED))
+    except ValueError as error:
+        raise ValueError(f"precision: {error}, in {name!r}") from error
+    if not format.fits(FORMATS["fp32"]):
+        raise ValueError(
+            f"precision: must emulate a format that FP32 holds, got {name!r}; use 64-true"
+        )
+    return format
+
+
+def parse_precision(text: str) -> Precision:
+    """Return the precision that a config's text means; ValueError if it means none."""
+    default, *own = (part.strip() for part in text.split(","))
+    modules: list[tuple[str, str]] = []
+    for part in own:
+        glob, equals, value = (each.strip() for each in part.partition(_EQUALS))
+        if not (glob and equals):
+            raise ValueError(
+                f"precision: must be a name, and after it GLOB=PRECISION for single modules, got "
+                f"{part!r} in {text!r}"
+            )
+        modules.append((glob, value))
+    _check_default(default, has_modules=bool(modules))
+    for glob, value in modules:
+        _check_of_module(glob, value)
+    twice = {glob for glob, _ in modules if [each for each, _ in modules].count(glob) > 1}
+    if twice:
+        raise ValueError(f"precision: must name a glob once, got {min(twice)!r} twice in {text!r}")
+    return Precision(default, tuple(modules))
+
+
+def _check_default(name: str, *, has_modules: bool) -> None:
+    """ValueError unless `name` is a precision, with modules of their own one that can have such."""
+    if name not in NATIVE and not name.startswith(EMULATED):
+        raise ValueError(
+            f"precision: must be a known name or {EMULATED}<format>, got {name!r}; "
+            f"nearest: {nearest(name, NATIVE)}"
+        )
+    emulated_format(name)
+    if has_modules and name.endswith("-true"):
+        raise ValueError(
+            f"precision: default must be bf16-mixed, 16-mixed or {EMULATED}<format> where modules "
+            f"have precisions of their own, got {name!r}: it is that of the weights themselves"
+        )
+
+
+def _check_of_module(glob: str, value: str) -> None:
+    if value.startswith(EMULATED):
+        emulated_format(value)
+    elif value not in OF_MODULES:
+        names = (*OF_MODULES, f"{EMULATED}<format>")
+        is_of_all = value in NATIVE
+        why = "that is one of all modules" if is_of_all else f"nearest: {nearest(value, names)}"
+        raise ValueError(
+            f"precision: {glob} must be {', '.join(OF_MODULES)} or {EMULATED}<format>, got "
+            f"{value!r}; {why}"
+        )
+
+
+def precision_text(value: Any, below: str = "") -> Any:
+    """Return the text of a precision that YAML gives as a mapping; anything else as it is.
+
+    `below` is the text that the mapping is laid over, key by key: its globs come first. ValueError
+    for what is no glob or no precision; of a text the config itself says what is wrong with it.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    for glob, name in value.items():
+        is_text = isinstance(glob, str) and isinstance(name, str)
+        if not is_text or not glob or set(glob) & {",", "="}:
+            raise ValueError(
+                f"precision: must map globs of modules to names of precisions, got {glob!r}: "
+                f"{name!r}"
+            )
+    under = parse_precision(below) if below else Precision("")
+    default = value.get(_DEFAULT, under.default)
+    if not default:
+        raise ValueError(f"precision: must have a {_DEFAULT}, for modules that no glob names")
+    kept = [(glob, name) for glob, name in under.modules if glob not in value]
+    own = [(glob, name) for glob, name in value.items() if glob != _DEFAULT]
+    return parse_precision(Precision(default, (*kept, *own)).text).text
+
+
+def with_precision_text(
+    values: Mapping[str, Any], below: str, place: Place
+) -> dict[str, Any]:
+    """Return the `values` of an arm with their precision as a text; ConfigError if it is none."""
+    if not isinstance(values.get("precision"), Mapping):
+        return dict(values)
+    try:
+        return {**values, "precision": precision_text(values["precision"], below)}
+    except ValueError as error:
+        said = str(error).removeprefix("precision: ")
+        raise place.at("precision").error(said) from error

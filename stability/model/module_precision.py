@@ -1,0 +1,129 @@
+"""Single modules of a model that compute in a precision of their own.
+
+A module named by a glob gets a forward of its own, around which the default's autocast or emulation
+is replaced by the module's:
+
+- `fp32`: no autocast and no rounding. What arrives as BF16 or FP16 is widened first, which is exact;
+- `bf16`, `fp16`: autocast to that format, as PyTorch's mixed precision does;
+- `emulated:<format>`: what arrives is widened, and each `F.linear` inside rounds to the format
+  (`precision.EmulatedLinear`), forward and backward. Another product in there would go unrounded,
+  so it is refused.
+
+All that a module calls inside computes so too, but for modules that have another precision, and
+attention: that keeps the rounding points of its own and is given q, k and v in the default's
+dtype, whatever the modules around it compute in. Autocast's cache of cast weights is left alone: it
+tells weights apart but not formats, and would give a shared weight in that of another module.
+
+Leaves out how the text of a config names modules (`config.precision`) and what is executed in the
+end (`probe.executed`).
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention_kernels import AttentionFn
+from stability.config.convert import nearest
+from stability.config.precision import EMULATED, Precision, emulated_format
+from stability.model.precision import EmulatedLinear, autocast_dtype
+
+__all__ = ["attention_in_default", "check_globs", "with_module_precision"]
+
+
+def with_module_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Let each module of `model` that a glob names compute as `precision` says, from now on.
+
+    `device` is the one that trains. Without globs nothing is touched. ValueError as `check_globs`.
+    """
+    check_globs(model, precision)
+    own = {name: precision.of_module(name) for name, _ in model.named_modules()}
+    for name, module in model.named_modules():
+        around = own[name.rpartition(".")[0]] if name else ""
+        if own[name] != around:
+            module.forward = _within(module.forward, name, precision, device)
+
+
+def check_globs(model: nn.Module, precision: Precision) -> None:
+    """ValueError for a glob that names no module, or one that emulates where nothing multiplies."""
+    modules = dict(model.named_modules())
+    for glob, value in precision.modules:
+        alone = Precision(precision.default, ((glob, value),))
+        named = [name for name in modules if alone.of_module(name)]
+        if not named:
+            raise ValueError(
+                f"precision: {glob} must name a module of the model, got none; nearest: "
+                f"{nearest(glob, [name for name in modules if name])}"
+            )
+        if value.startswith(EMULATED) and not any(_multiplies(modules[name]) for name in named):
+            raise ValueError(
+                f"precision: {glob} must name a module that multiplies where it is {value}, got "
+                f"{', '.join(named[:3])}; nothing there would be rounded"
+            )
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module has a matrix of its own that is no table to look things up in."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return False
+    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+
+
+def attention_in_default(
+    function: AttentionFn, precision: Precision, device: torch.device
+) -> AttentionFn:
+    """Return `function` called in the default's context, on q, k and v in the default's dtype."""
+    if not precision.modules:
+        return function
+    dtype = autocast_dtype(precision.default)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        with _context(precision.default, precision, device):
+            return function(q.to(dtype), k.to(dtype), v.to(dtype), **options)
+
+    return attend
+
+
+def _within(
+    forward: Callable[..., Any], name: str, precision: Precision, device: torch.device
+) -> Callable[..., Any]:
+    """Return the `forward` of the module `name`, computed in its own precision."""
+    value = precision.of_module(name)
+    widens = value == "fp32" or value.startswith(EMULATED)
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        if widens:
+            args, kwargs = tuple(_wide(each) for each in args), _wide(kwargs)
+        with _context(value, precision, device, name):
+            return forward(*args, **kwargs)
+
+    return own
+
+
+def _wide(value: Any) -> Any:
+    """Return BF16 and FP16 tensors, also in lists and mappings, as FP32, and all else as it is."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if type(value) in (list, tuple):
+        return type(value)(_wide(each) for each in value)
+    if type(value) is dict:
+        return {key: _wide(each) for key, each in value.items()}
+    return value
+
+
+@contextmanager
+def _context(
+    value: str, precision: Precision, device: torch.device, module: str = ""
+) -> Generator[None, None, None]:
+    """Replace whatever autocast and emulation are on by those of the precision `value`."""
+    dtype = autocast_dtype(value)
+    with ExitStack() as stack:
+        if dtype == torch.float32:
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        else:
+            stack.enter_context(torch.autocast(device.type, dtype=dtype, cache_enabled=False))
+        if precision.emulates:
+            stack.enter_context(EmulatedLinear(emulated_format(value), module))
+        yield
