@@ -20,10 +20,22 @@ from stability.records.identity import (
 )
 from stability.records.manifest import Manifest
 
-__all__ = ["NAMES_OF_MODULES", "is_free_entry", "is_known_of_both", "other_entries"]
+__all__ = ["NAMES_OF_MODULES", "is_free_entry", "is_known_of_both", "moved_by", "other_entries"]
 
 NAMES_OF_MODULES = ("attention", "model.init", "optimizer.name", "optimizer.options")
 """The axes that may name a module of the user's own."""
+
+_MOVED_BY: Mapping[str, frozenset[str]] = {
+    "train.matmul_precision": frozenset(
+        ("float32_matmul_precision", "fp32_precision", "cuda_matmul_tf32", "cuda_matmul_fp32")
+        + ("mkldnn_matmul_fp32", "gemm_fp32", "attention_fp32", "fp32_product_bits")
+    ),
+    "train.deterministic": frozenset(
+        ("deterministic_algorithms", "deterministic_warn_only", "cudnn_deterministic")
+        + ("cudnn_benchmark", "gemm_fp32", "gemm_bf16", "sum_fp32")
+    ),
+}
+"""The switches that a value of the config sets, and the known answers that they move."""
 
 _INSTALLED = (
     "attention_kernels",
@@ -64,6 +76,12 @@ def is_known_of_both(key: str, first: Manifest, second: Manifest) -> bool:
     return is_on_record(key, was, now) and is_on_record(key, now, was)
 
 
+def moved_by(differences: Mapping[str, Any]) -> frozenset[str]:
+    """Return the switches and known answers that runs with these `differences` may differ in."""
+    found = (names for path, names in _MOVED_BY.items() if touches(differences, (path,)))
+    return frozenset().union(*found)
+
+
 def is_free_entry(
     key: str, first: Manifest, second: Manifest, differences: Mapping[str, Any]
 ) -> bool:
@@ -71,6 +89,8 @@ def is_free_entry(
     was, now = first.environment, second.environment
     is_in_one = key not in was or key not in now
     if is_command(first.config) and _follows_from_command(key, differences, is_in_one=is_in_one):
+        return True
+    if key.startswith("switch.") and key.removeprefix("switch.") in moved_by(differences):
         return True
     if not is_module(key):
         return may_be_missing(key) and is_in_one

@@ -64,7 +64,8 @@ HASHES = ("init_weights", "text", "held_out", "batches", "final_weights")
 """The hashes of a manifest, in the order of a run."""
 
 CHANGED_BY: dict[str, tuple[str, ...]] = {
-    "init_weights": (*INDEPENDENT_AXES, "model.init_std", "changes.init"),
+    "start": ("start",),
+    "init_weights": (*INDEPENDENT_AXES, "model.init_std", "start", "changes.init"),
     "text": (),
     "held_out": (),
     "batches": (
@@ -323,9 +324,14 @@ def _start_parts(
         yield f"environment.{key}", one, other, is_free
     # the text of a command is what its batches are made of, and nobody evaluates it
     of_text = () if is_command(first.config) else ("text", "held_out")
-    for key in (*of_text, "init_weights"):
+    for key in (*of_text, "start", "init_weights"):
         is_free = may_differ(key, differences)
-        yield f"hashes.{key}", first.hashes.get(key), second.hashes.get(key), is_free
+        one, other = first.hashes.get(key), second.hashes.get(key)
+        if key == "start":
+            if not (one or other):
+                continue  # weights were drawn
+            one, other = one or "", other or ""
+        yield f"hashes.{key}", one, other, is_free
 
 
 def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> ProofLine:

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from stability.analysis.environment_contract import NAMES_OF_MODULES
+from stability.analysis.environment_contract import NAMES_OF_MODULES, moved_by
 from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.axes import touches
+from stability.config.commands import is_command
+from stability.config.precision import parse_precision
+from stability.config.schema import DEFAULT_MATMUL
 from stability.records.manifest import ENDED, Manifest
 from stability.records.paths import RunPaths
 from stability.records.run_files import file_damage
@@ -30,6 +33,7 @@ from stability.records.witness import (
 
 __all__ = [
     "Testimony",
+    "claims_of",
     "other_answer",
     "testimony_of",
     "witness_breach",
@@ -118,9 +122,13 @@ def witness_gap(first: Testimony, second: Testimony) -> str:
     return next(unknown, "")
 
 
-def other_answer(first: Witness, second: Witness) -> str:
-    """Return the first known answer that has other bits in two runs; empty if there is none."""
-    lines = _named("known answer", *(_flat(each, "answers") for each in (first, second)))
+def other_answer(first: Witness, second: Witness, differences: Mapping[str, Any] = {}) -> str:
+    """Return the first known answer that has other bits in two runs; empty if there is none.
+
+    `differences` are those of their configs, some of which move an answer by design.
+    """
+    flat = (_flat(each, "answers") for each in (first, second))
+    lines = _named("known answer", *flat, moved_by(differences))
     return next((line.sentence for line in lines if line.sameness == "different"), "")
 
 
@@ -156,7 +164,27 @@ def _label(manifest: Manifest) -> Label:
         precision=str(manifest.config.get("precision", "")),
         implementation=str(manifest.resolved.get("implementation", "")),
         is_partial=not is_whole or attention.get("direction", "both") != "both",
+        **claims_of(manifest.config),
     )
+
+
+def claims_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run's config claims besides its precision and attention: fields of `Label`.
+
+    A config of a command, or of before it could say so, claims nothing.
+    """
+    train, text = config.get("train", {}), str(config.get("precision", ""))
+    if is_command(config):
+        return {}
+    products = train.get("matmul_precision", DEFAULT_MATMUL)
+    switches = {"deterministic_algorithms": train.get("deterministic", True)}
+    if products != DEFAULT_MATMUL:
+        switches["float32_matmul_precision"] = products
+    return {
+        "of_module": parse_precision(text).of_module if "," in text else lambda module: "",
+        "switches": switches,
+        "rounds_fp32": products != DEFAULT_MATMUL,
+    }
 
 
 def _dtype_lines(
@@ -185,9 +213,10 @@ def _dtype_lines(
 
 
 def _beside(first: Witness, second: Witness, differences: Mapping[str, Any]) -> Iterator[ProofLine]:
-    yield from _named("known answer", *(_flat(each, "answers") for each in (first, second)))
+    free = moved_by(differences)
+    yield from _named("known answer", *(_flat(each, "answers") for each in (first, second)), free)
     yield from _modules(first, second, is_free=touches(differences, NAMES_OF_MODULES))
-    yield from _named("switch", *(_flat(each, "switches") for each in (first, second)))
+    yield from _named("switch", *(_flat(each, "switches") for each in (first, second)), free)
 
 
 def _modules(first: Witness, second: Witness, *, is_free: bool) -> Iterator[ProofLine]:
@@ -217,11 +246,14 @@ def _flat(witness: Witness, series: str) -> dict[str, list[Any]]:
 
 
 def _named(
-    what: str, first: Mapping[str, list[Any]], second: Mapping[str, list[Any]]
+    what: str,
+    first: Mapping[str, list[Any]],
+    second: Mapping[str, list[Any]],
+    free: Set[str] = frozenset(),
 ) -> Iterator[ProofLine]:
     """Give a line for each name whose values differ, or one that says that all are equal.
 
-    A run from before a name was listed says nothing of it: that is unknown.
+    Those of `free` may differ: that is what was changed. A run from before a name was listed says nothing of it: that is unknown.
     """
     names = {*first, *second}
     unlisted = names - (first.keys() & second.keys()) if first and second else set()
@@ -230,7 +262,7 @@ def _named(
     others = [name for name in sorted(names - unlisted) if first.get(name) != second.get(name)]
     for name in others:
         values = [", ".join(map(str, each.get(name, ["nothing"]))) for each in (first, second)]
-        yield compared(f"{what} {name}", values[0], values[1])
+        yield compared(f"{what} {name}", values[0], values[1], is_free=name in free)
     if not others:
         plural, alike = f"{what}es" if what.endswith("ch") else f"{what}s", names - unlisted
         yield compared(plural, f"{len(alike)} alike", f"{len(alike)} alike")

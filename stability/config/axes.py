@@ -65,6 +65,8 @@ _GROUPS: dict[str, Group] = {
     "model.init_std": "init",
     "model.dropout": "model",
     "model.heads": "model",
+    "train.matmul_precision": "precision",
+    "train.deterministic": "environment",
     "train.compile": "compile",
     "train.compile_options": "compile",
     "program": "code",

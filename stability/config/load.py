@@ -289,6 +289,10 @@ def _check_head_dim(config: ArmConfig, place: Place) -> None:
             )
 
 
+_OF_DRAWN_WEIGHTS = ("model.init", "model.init_std", "seed.init_offset")
+"""What decides weights that are drawn, and nothing of weights that are read."""
+
+
 def _check_train(arm: Arm, study: StudyConfig, root: Place) -> None:
     """ConfigError for values of an arm that contradict one another.
 
@@ -302,6 +306,12 @@ def _check_train(arm: Arm, study: StudyConfig, root: Place) -> None:
         raise place.at("snapshot_steps").error(
             f"must not hold a step twice, got {list(train.snapshot_steps)}; it is step {again}"
         )
+    for path in _OF_DRAWN_WEIGHTS if config.start else ():
+        if path in arm.diff:
+            raise own.at(path).error(
+                f"would change nothing, since weights begin as start says, {config.start!r}; leave "
+                "it out"
+            )
     algorithm = train.trainer.get("gradient_clip_algorithm")
     if algorithm and not train.grad_clip:
         raise place.at("trainer.gradient_clip_algorithm").error(

@@ -17,6 +17,7 @@ from stability.config.trainer_keys import check_trainer
 
 __all__ = [
     "BASELINE",
+    "DEFAULT_MATMUL",
     "INIT_SCHEMES",
     "OPTIMIZERS",
     "ArmConfig",
@@ -234,6 +235,10 @@ class OptimizerConfig:
         require(self.warmup_steps >= 0, "optimizer", "warmup_steps must be >= 0", self.warmup_steps)
 
 
+DEFAULT_MATMUL = "highest"
+"""The `matmul_precision` of torch, and of arms that say nothing."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """How long an arm trains and what it writes down when."""
@@ -253,6 +258,10 @@ class TrainConfig:
     compile_options: dict[str, Any] = field(default_factory=dict)
     """`mode` of torch.compile, or options of the backend, e.g. `{fallback_random: true}`."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    matmul_precision: Literal["highest", "high", "medium"] = DEFAULT_MATMUL
+    """What FP32 products keep of their operands: `torch.set_float32_matmul_precision`."""
+    deterministic: bool = True
+    """Whether torch's deterministic algorithms are on; without them A/A need not be 0."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of `lightning.Trainer`: `accumulate_grad_batches`, `gradient_clip_algorithm`."""
 
@@ -407,6 +416,8 @@ class ArmConfig:
     """`64-true`, `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed` or `emulated:<format>`; single
     modules' own as `config.precision` says, e.g. `bf16-mixed, *.mlp_*=fp32`."""
     seed: SeedConfig = field(default_factory=SeedConfig)
+    start: str = ""
+    """Weights to begin from instead of drawn ones: a file or folder as `stability compare` reads."""
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)

@@ -34,7 +34,7 @@ ELSEWHERE: Mapping[str, str] = {
     "check_val_every_n_epoch": _NO_LOOP,
     "default_root_dir": _OWN_OUTPUT,
     "detect_anomaly": "it would raise where a run diverges, which is a result and not a failure",
-    "deterministic": "it is always true",
+    "deterministic": "it is train.deterministic",
     "devices": _ONE_PROCESS,
     "enable_autolog_hparams": _OWN_OUTPUT,
     "enable_checkpointing": "checkpoints are always written; see train.checkpoint_every",

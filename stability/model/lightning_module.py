@@ -4,6 +4,7 @@ Leaves out which optimizer a name stands for (`optimizers`), and everything that
 meanwhile: callbacks do that.
 """
 
+import copy
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from stability.config.schema import OptimizerConfig
@@ -51,6 +53,11 @@ class LanguageModel(LightningModule):
         self.model = model
         self._optimizer = optimizer
         self._steps = steps
+        self._taken_over: dict[str, Any] | None = None
+
+    def take_over(self, optimizer_state: dict[str, Any] | None) -> None:
+        """Begin with this state of an optimizer, if it is one of this module's own kind."""
+        self._taken_over = optimizer_state
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the mean cross-entropy of each next token, in nats, FP32 or FP64."""
@@ -63,11 +70,23 @@ class LanguageModel(LightningModule):
         """Return the optimizer, and its schedule a step at a time."""
         chosen = self._optimizer
         optimizer = build_optimizer(self.model, chosen)
+        self._fill(optimizer)
         schedule = LambdaLR(optimizer, self._factor)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
+
+    def _fill(self, optimizer: Optimizer) -> None:
+        """Give `optimizer` the state that was taken over; none, if that is of another kind."""
+        if self._taken_over is None:
+            return
+        saved = copy.deepcopy(self._taken_over)  # the optimizer steps in the tensors that it is given
+        try:
+            state = with_settings_of(saved, optimizer, self._factor(0))
+        except ValueError:
+            return
+        optimizer.load_state_dict(state)
 
     def settle(self, checkpoint: dict[str, Any]) -> None:
         """Put this module's own optimizer settings and schedule into another run's checkpoint.

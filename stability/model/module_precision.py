@@ -39,10 +39,9 @@ def with_module_precision(model: nn.Module, precision: Precision, device: torch.
     `device` is the one that trains. Without globs nothing is touched. ValueError as `check_globs`.
     """
     check_globs(model, precision)
-    own = {name: precision.of_module(name) for name, _ in model.named_modules()}
     for name, module in model.named_modules():
-        around = own[name.rpartition(".")[0]] if name else ""
-        if own[name] != around:
+        # also where what is around it computes so: a neighbour or an attention may give it BF16
+        if precision.of_module(name):
             module.forward = _within(module.forward, name, precision, device)
 
 

@@ -110,6 +110,8 @@ class EmulatedLinear(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.format is None:
             return F.linear(input, weight, bias)
+        if input.dtype in (torch.bfloat16, torch.float16):  # of a module in that precision
+            input = input.float()
         return _RoundedLinear.apply(input, weight, bias, self.format)
 
 

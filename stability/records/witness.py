@@ -8,7 +8,8 @@ computations (`probe.known_answers`).
 
 A manifest says what a run was asked to be; a witness says what it was. The label is a claim about
 the products of the linear layers, forward and backward: `bf16-mixed` multiplies BF16, whatever the
-weights are kept in, but for the few that autocast lowers nowhere. Attentions have rounding points
+weights are kept in, but for the few that autocast lowers nowhere; a module with a precision of its
+own is held against that. Attentions have rounding points
 of their own and optimizers their own casts: both are recorded, and compared between the runs of a
 pair (`analysis.pair_contract`), but no precision names them. An emulated precision multiplies FP32
 tensors whose values lie on another grid, which dtypes don't show.
@@ -17,7 +18,7 @@ Leaves out how all this is found. The seal is one of integrity: a witness that w
 is not told from a true one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args
@@ -57,13 +58,19 @@ DTYPE_NAMES = {
 """torch's names of dtypes in a reader's words."""
 
 _OPERANDS = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
     "64-true": "float64",
     "32-true": "float32",
     "bf16-mixed": "bfloat16",
     "bf16-true": "bfloat16",
     "16-mixed": "float16",
 }
-"""What the linear layers of each native precision multiply; an emulated one multiplies FP32."""
+"""What the linear layers of each native precision multiply, of all modules or of single ones; an
+emulated one multiplies FP32."""
+_LOWERED = ("bf16", "fp16", "bf16-mixed", "16-mixed")
+"""The precisions that are autocast's."""
 
 _EXACT = frozenset(("int64", "int32", "int16", "bool"))
 """What is multiplied without rounding, if nothing else is in the product."""
@@ -222,6 +229,12 @@ class Label:
     """What the attention was resolved to, e.g. `sdpa:math`."""
     is_partial: bool = False
     """Whether some layers or passes attend as the baseline does."""
+    of_module: Callable[[str], str] = lambda module: ""
+    """The precision of a module by its dotted path, where it has one of its own; else empty."""
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    """Numeric switches that the config sets, by name, and how they are to stand."""
+    rounds_fp32: bool = False
+    """Whether the config asks for FP32 products of rounded operands."""
 
 
 def write_witness(path: Path, witness: Witness) -> None:
@@ -270,24 +283,41 @@ def gap(witness: Witness, first: int, last: int) -> str:
 def contradictions(witness: Witness, label: Label) -> list[str]:
     """Return a sentence for each way in which a witness contradicts the label of its run."""
     found = [*_wrong_products(witness, label), *_wrong_backend(witness, label)]
-    return [*found, *_wrong_arithmetic(witness, label), *_unsteady(witness, label)]
+    found += [*_wrong_switches(witness, label), *_wrong_arithmetic(witness, label)]
+    return [*found, *_unsteady(witness, label)]
 
 
 def _wrong_products(witness: Witness, label: Label) -> Iterable[str]:
     """Give what the linear layers multiplied, if that is not what the precision says."""
-    expected = _OPERANDS.get(label.precision, "float32")
-    rows = [row for row in witness.rows if row.part == "linear"]
-    wrong = [row for row in rows if not _is_as_labelled(row, label.precision)]
-    if not wrong:
-        return
-    dtypes = {dtype for row in wrong for dtype in row.operands} - {expected}
+    rows: dict[str, list[ExecutedRow]] = {}
+    for row in witness.rows:
+        if row.part == "linear":
+            rows.setdefault(label.of_module(row.module), []).append(row)
+    for own, of_these in rows.items():
+        precision = own or label.precision.partition(",")[0]
+        wrong = [row for row in of_these if not _is_as_labelled(row, precision)]
+        if wrong:
+            yield _wrong_sentence(label.arm, precision, wrong, len(of_these), of_modules=bool(own))
+
+
+def _wrong_sentence(
+    arm: str, precision: str, wrong: list[ExecutedRow], count: int, *, of_modules: bool
+) -> str:
+    """Return what products of one precision multiplied instead."""
+    dtypes = {dtype for row in wrong for dtype in row.operands}
+    dtypes -= {_OPERANDS.get(precision, "float32")}
     names = " and ".join(sorted(DTYPE_NAMES.get(dtype, dtype) for dtype in dtypes))
+    first = wrong[0]
+    if of_modules:
+        return (
+            f"arm {arm} is labelled {precision} in module {first.module or 'the model itself'}, "
+            f"which multiplied {names} in its {first.during}"
+        )
     which = "its linear layers"
-    if len(wrong) < len(rows):
-        first = wrong[0]
-        which = f"{len(wrong)} of {len(rows)} kinds of product in its linear layers"
+    if len(wrong) < count:
+        which = f"{len(wrong)} of {count} kinds of product in its linear layers"
         names += f" (first: {first.module or 'the model itself'}, {first.during})"
-    yield f"arm {label.arm} is labelled {label.precision}, {which} multiplied {names}"
+    return f"arm {arm} is labelled {precision}, {which} multiplied {names}"
 
 
 def _is_as_labelled(row: ExecutedRow, precision: str) -> bool:
@@ -297,7 +327,7 @@ def _is_as_labelled(row: ExecutedRow, precision: str) -> bool:
     if operands == {expected} or operands <= _EXACT:
         return True
     is_left = row.operator in _NOT_LOWERED or not _REAL.keys().isdisjoint(row.operands)
-    return precision.endswith("-mixed") and is_left and operands <= {expected, "float32"}
+    return precision in _LOWERED and is_left and operands <= {expected, "float32"}
 
 
 def _wrong_backend(witness: Witness, label: Label) -> Iterable[str]:
@@ -312,8 +342,23 @@ def _wrong_backend(witness: Witness, label: Label) -> Iterable[str]:
         )
 
 
+def _wrong_switches(witness: Witness, label: Label) -> Iterable[str]:
+    for stretch in witness.all:
+        for name, expected in label.switches.items():
+            found = stretch.switches.get("at_start", {}).get(name, expected)
+            if found != expected:
+                yield (
+                    f"arm {label.arm} asks for {name} {expected!r}, it was {found!r} when training "
+                    "began"
+                )
+                return
+
+
 def _wrong_arithmetic(witness: Witness, label: Label) -> Iterable[str]:
-    if _OPERANDS.get(label.precision, "float32") != "float32":
+    default = label.precision.partition(",")[0]
+    precisions = {label.of_module(row.module) for row in witness.rows if row.part == "linear"}
+    multiplied = {_OPERANDS.get(each or default, "float32") for each in {*precisions, ""}}
+    if "float32" not in multiplied or label.rounds_fp32:
         return
     bits = [answers["fp32_product_bits"] for answers in witness.answers if answers]
     if bits and min(bits) < _BITS_OF_FP32:

@@ -48,6 +48,7 @@ from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.study.checkpoints import CheckpointFiles
 from stability.study.gpt_gradients import gradients_of_arm
+from stability.study.start_state import Start, begin, read_start_state
 
 __all__ = [
     "Parts",
@@ -92,6 +93,8 @@ class Parts:
     attention: ResolvedAttention
     init_hash: str
     """Hash of the initial weights, before a nudge."""
+    start_hash: str
+    """Checksum of the state that the config's `start` names; empty where weights were drawn."""
     callbacks: list[Callback]
 
 
@@ -173,7 +176,11 @@ def assemble(config: ArmConfig) -> Parts:
         eager: Any = torch.compiler.disable
         attention = [eager(function) for function in attention]
     model = GPT(config.model, attention)
-    initialise(model, config.seed.base + config.seed.init_offset)
+    start = read_start_state(model, config.start) if config.start else None
+    if start is None:
+        initialise(model, config.seed.base + config.seed.init_offset)
+    else:
+        begin(model, start)
     init_hash = hash_state(model.state_dict())
     if config.precision == "64-true":
         model.double()
@@ -200,19 +207,21 @@ def assemble(config: ArmConfig) -> Parts:
         model.forward = _compiled(model.forward, config.train)
     return Parts(
         model=model,
-        module=_trained(model, config),
+        module=_trained(model, config, start),
         attention=primary,
         init_hash=init_hash,
+        start_hash=start.checksum if start else "",
         callbacks=callbacks,
     )
 
 
-def _trained(model: GPT, config: ArmConfig) -> LanguageModel:
-    """Return the module that trains `model`.
+def _trained(model: GPT, config: ArmConfig, start: Start | None) -> LanguageModel:
+    """Return the module that trains `model`, with the optimizer's state of `start`.
 
     Its optimizer is built once, so that what is wrong with one of the user's own is told early.
     """
     module = LanguageModel(model, config.optimizer, config.train.steps)
+    module.take_over(start.optimizer if start else None)
     module.configure_optimizers()
     return module
 
@@ -338,7 +347,7 @@ def make_trainer(
     callbacks: list[Callback],
     last_step: int = 0,
 ) -> Trainer:
-    """Return a deterministic Trainer that keeps its last checkpoints in the run's folder.
+    """Return a Trainer that keeps its last checkpoints in the run's folder.
 
     It stops at `last_step`, or at the config's last step if that is 0. The learning rate follows
     the config's schedule in both cases. ValueError if it would train in several processes.
@@ -363,7 +372,7 @@ def make_trainer(
         max_steps=last_step or config.train.steps,
         max_epochs=1,  # else batches that run out would begin again, and no one would see it
         gradient_clip_val=config.train.grad_clip,
-        deterministic=True,
+        deterministic=config.train.deterministic,
         logger=loggers,
         callbacks=[RandomNumbers(config.seed.base), *callbacks, checkpoints],
         log_every_n_steps=config.train.log_every,

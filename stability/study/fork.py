@@ -42,6 +42,7 @@ SETTLED = {
     "model.init_std": _BEGIN,
     "seed.init_offset": _BEGIN,
     "nudge": _BEGIN,
+    "start": _BEGIN,
     "optimizer.name": _STATE,
     "optimizer.options": _STATE,
 }

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from stability.analysis.pair_contract import ContractError, check_batches, check_start, may_differ
-from stability.analysis.witness_contract import other_answer, testimony_of
+from stability.analysis.witness_contract import claims_of, other_answer, testimony_of
 from stability.callbacks.batch_hash import BatchHash
 from stability.callbacks.log_position import LogPosition
 from stability.callbacks.progress import ProgressCallback, StudyObserver
@@ -41,7 +41,8 @@ from stability.records.witness import Label, Witness, write_witness
 from stability.study.assemble import Parts, assemble, fit, held_out, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
 from stability.study.observer_gate import ObserverError, check_observer
-from stability.study.run import Run, has_ended, locked, refuse_other_process
+from stability.study.process_switches import switched
+from stability.study.run import Run, RunConflictError, has_ended, locked, refuse_other_process
 from stability.tracking.environment import WandbMode
 from stability.tracking.history import MirroredLog, WandbRun, open_wandb_run
 from stability.tracking.loggers import RecordsLogger
@@ -88,7 +89,8 @@ def train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
     with locked(run.paths):
         if has_ended(run.paths):  # another process has trained it while this one waited
             return read_manifest(run.paths.manifest)
-        return _train(run, options, observer)
+        with switched(run.config.train):  # before the user's modules, which may turn one again
+            return _train(run, options, observer)
 
 
 def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
@@ -99,7 +101,9 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
     start, listed = _find_start(run, observer)
     first = _first_manifest(run, parts, data, listed)
     if start > (run.fork.at if run.fork else 0):
-        refuse_other_process(run, read_manifest(run.paths.manifest), first.environment)
+        known = read_manifest(run.paths.manifest)
+        refuse_other_process(run, known, first.environment)
+        _refuse_other_start(run, known, first)
     files = RunFiles(run.paths, first)
     files.update()
     if start == 0 and run.fork is not None and run.baseline is not None:
@@ -156,6 +160,7 @@ def _first_manifest(
             "config_less_axis": hash_without(run.config, run.arm.diff),
             "environment": hash_environment(found),
             "init_weights": parts.init_hash,
+            "start": parts.start_hash,
             "text": data.text_hash,
             "held_out": data.held_out_hash,
             "protocol": run.protocol,
@@ -167,6 +172,16 @@ def _first_manifest(
         fork=run.fork_record,
         until=run.last_step,
     )
+
+
+def _refuse_other_start(run: Run, known: Manifest, now: Manifest) -> None:
+    """RunConflictError if a run that is resumed began from another file than lies there now."""
+    was, found = (each.hashes.get("start", "") for each in (known, now))
+    if was != found:
+        raise RunConflictError(
+            f"{run.paths.root}: began from {run.config.start} with checksum {was[:16]}, which has "
+            f"{found[:16]} now; put the file back, or train the run anew in another folder"
+        )
 
 
 def _find_start(run: Run, observer: StudyObserver) -> tuple[int, dict[str, str]]:
@@ -339,6 +354,7 @@ def _witness(
             precision=config.precision,
             implementation=parts.attention.description["implementation"],
             is_partial=config.attention.is_partial,
+            **claims_of(to_dict(config)),
         ),
         unproven="torch.compile fuses operators" if config.train.compile else "",
         save=save,
@@ -361,7 +377,7 @@ def _answers_check(run: Run) -> Callable[[Witness], str]:
     known = baseline.witness
 
     def check(witness: Witness) -> str:
-        said = other_answer(known, witness) if known else ""
+        said = other_answer(known, witness, run.arm.diff) if known else ""
         return f"arm {run.arm.name} computes other bits than its {BASELINE}: {said}" if said else ""
 
     return check

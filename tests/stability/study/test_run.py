@@ -173,10 +173,10 @@ def test_a_run_is_not_resumed_with_a_module_more_or_less(
 
 def test_a_run_is_not_resumed_with_another_switch(stopped, run_tiny, monkeypatch):
     study, out, _ = stopped
-    torch.set_float32_matmul_precision("medium")
+    torch.backends.opt_einsum.enabled = False
     try:
         ended = run_tiny(study, out).ended
     finally:
-        torch.set_float32_matmul_precision("highest")
+        torch.backends.opt_einsum.enabled = True
     assert ended[-1][2] == "failed"
-    assert "environment.switch.cuda_matmul_fp32 = 'ieee', asked for 'tf32'" in (ended[-1][3])
+    assert "environment.switch.einsum = True, asked for False" in ended[-1][3]
