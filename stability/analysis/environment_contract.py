@@ -25,14 +25,25 @@ __all__ = ["NAMES_OF_MODULES", "is_free_entry", "is_known_of_both", "moved_by", 
 NAMES_OF_MODULES = ("attention", "model.init", "optimizer.name", "optimizer.options")
 """The axes that may name a module of the user's own."""
 
-_MOVED_BY: Mapping[str, frozenset[str]] = {
-    "train.matmul_precision": frozenset(
-        ("float32_matmul_precision", "fp32_precision", "cuda_matmul_tf32", "cuda_matmul_fp32")
-        + ("mkldnn_matmul_fp32", "gemm_fp32", "attention_fp32", "fp32_product_bits")
+_MOVED_BY: Mapping[str, tuple[str, ...]] = {
+    "train.matmul_precision": (
+        "float32_matmul_precision",
+        "fp32_precision",
+        "cuda_matmul_tf32",
+        "cuda_matmul_fp32",
+        "mkldnn_matmul_fp32",
+        "gemm_fp32",
+        "attention_fp32",
+        "fp32_product_bits",
     ),
-    "train.deterministic": frozenset(
-        ("deterministic_algorithms", "deterministic_warn_only", "cudnn_deterministic")
-        + ("cudnn_benchmark", "gemm_fp32", "gemm_bf16", "sum_fp32")
+    "train.deterministic": (
+        "deterministic_algorithms",
+        "deterministic_warn_only",
+        "cudnn_deterministic",
+        "cudnn_benchmark",
+        "gemm_fp32",
+        "gemm_bf16",
+        "sum_fp32",
     ),
 }
 """The switches that a value of the config sets, and the known answers that they move."""
@@ -78,8 +89,8 @@ def is_known_of_both(key: str, first: Manifest, second: Manifest) -> bool:
 
 def moved_by(differences: Mapping[str, Any]) -> frozenset[str]:
     """Return the switches and known answers that runs with these `differences` may differ in."""
-    found = (names for path, names in _MOVED_BY.items() if touches(differences, (path,)))
-    return frozenset().union(*found)
+    changed = (names for path, names in _MOVED_BY.items() if touches(differences, (path,)))
+    return frozenset(name for names in changed for name in names)
 
 
 def is_free_entry(

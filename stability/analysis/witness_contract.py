@@ -127,8 +127,8 @@ def other_answer(first: Witness, second: Witness, differences: Mapping[str, Any]
 
     `differences` are those of their configs, some of which move an answer by design.
     """
-    flat = (_flat(each, "answers") for each in (first, second))
-    lines = _named("known answer", *flat, moved_by(differences))
+    was, now = (_flat(each, "answers") for each in (first, second))
+    lines = _named("known answer", was, now, moved_by(differences))
     return next((line.sentence for line in lines if line.sameness == "different"), "")
 
 
@@ -214,9 +214,11 @@ def _dtype_lines(
 
 def _beside(first: Witness, second: Witness, differences: Mapping[str, Any]) -> Iterator[ProofLine]:
     free = moved_by(differences)
-    yield from _named("known answer", *(_flat(each, "answers") for each in (first, second)), free)
+    was, now = (_flat(each, "answers") for each in (first, second))
+    yield from _named("known answer", was, now, free)
     yield from _modules(first, second, is_free=touches(differences, NAMES_OF_MODULES))
-    yield from _named("switch", *(_flat(each, "switches") for each in (first, second)), free)
+    was, now = (_flat(each, "switches") for each in (first, second))
+    yield from _named("switch", was, now, free)
 
 
 def _modules(first: Witness, second: Witness, *, is_free: bool) -> Iterator[ProofLine]:
@@ -253,7 +255,8 @@ def _named(
 ) -> Iterator[ProofLine]:
     """Give a line for each name whose values differ, or one that says that all are equal.
 
-    Those of `free` may differ: that is what was changed. A run from before a name was listed says nothing of it: that is unknown.
+    Those of `free` may differ: that is what was changed. A run from before a name was listed says
+    nothing of it: that is unknown.
     """
     names = {*first, *second}
     unlisted = names - (first.keys() & second.keys()) if first and second else set()

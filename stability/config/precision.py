@@ -73,7 +73,9 @@ class Precision:
     @property
     def emulates(self) -> bool:
         """Whether anything in it is emulated."""
-        return any(each.startswith(EMULATED) for each in (self.default, *dict(self.modules).values()))
+        return any(
+            each.startswith(EMULATED) for each in (self.default, *dict(self.modules).values())
+        )
 
     @property
     def needs_scaler(self) -> bool:
@@ -176,9 +178,7 @@ def precision_text(value: Any, below: str = "") -> Any:
     return parse_precision(Precision(default, (*kept, *own)).text).text
 
 
-def with_precision_text(
-    values: Mapping[str, Any], below: str, place: Place
-) -> dict[str, Any]:
+def with_precision_text(values: Mapping[str, Any], below: str, place: Place) -> dict[str, Any]:
     """Return the `values` of an arm with their precision as a text; ConfigError if it is none."""
     if not isinstance(values.get("precision"), Mapping):
         return dict(values)

@@ -44,6 +44,7 @@ BASELINE = "baseline"
 INIT_SCHEMES = ("gpt2", "xavier", "kaiming", "orthogonal")
 """The init schemes that have a name (`model.initial_weights`)."""
 
+
 def require(ok: bool, owner: str, rule: str, value: Any) -> None:
     """ValueError "<owner>: <rule>, got <value>" unless `ok`."""
     if not ok:
@@ -417,7 +418,7 @@ class ArmConfig:
     modules' own as `config.precision` says, e.g. `bf16-mixed, *.mlp_*=fp32`."""
     seed: SeedConfig = field(default_factory=SeedConfig)
     start: str = ""
-    """Weights to begin from instead of drawn ones: a file or folder as `stability compare` reads."""
+    """A trained state to begin from, as `stability compare` reads it; empty draws the weights."""
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)

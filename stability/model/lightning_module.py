@@ -81,7 +81,9 @@ class LanguageModel(LightningModule):
         """Give `optimizer` the state that was taken over; none, if that is of another kind."""
         if self._taken_over is None:
             return
-        saved = copy.deepcopy(self._taken_over)  # the optimizer steps in the tensors that it is given
+        saved = copy.deepcopy(
+            self._taken_over
+        )  # the optimizer steps in the tensors that it is given
         try:
             state = with_settings_of(saved, optimizer, self._factor(0))
         except ValueError:

@@ -3,7 +3,7 @@
 A module named by a glob gets a forward of its own, around which the default's autocast or emulation
 is replaced by the module's:
 
-- `fp32`: no autocast and no rounding. What arrives as BF16 or FP16 is widened first, which is exact;
+- `fp32`: no autocast and no rounding. What arrives as BF16 or FP16 is widened first, exactly;
 - `bf16`, `fp16`: autocast to that format, as PyTorch's mixed precision does;
 - `emulated:<format>`: what arrives is widened, and each `F.linear` inside rounds to the format
   (`precision.EmulatedLinear`), forward and backward. Another product in there would go unrounded,

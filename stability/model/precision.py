@@ -45,8 +45,10 @@ _AUTOCAST = {
 """What autocast lowers products to, by precision; nothing in any other one."""
 
 _OTHER_PRODUCTS = frozenset(
-    ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv")
-    + ("addbmm", "einsum", "tensordot", "inner", "bilinear", "conv1d", "conv2d", "conv3d")
+    (
+        *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv"),
+        *("addbmm", "einsum", "tensordot", "inner", "bilinear", "conv1d", "conv2d", "conv3d"),
+    )
 )
 """Products that `EmulatedLinear` does not round, by the names of torch's functions."""
 

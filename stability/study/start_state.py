@@ -101,5 +101,6 @@ def _optimizer_state(path: Path) -> dict[str, Any] | None:
     states = named.get("optimizer_states")
     # a key that our own runs alone have: another's groups of parameters may be in another order
     is_ours = isinstance(named.get("callbacks"), Mapping) and "LogPosition" in named["callbacks"]
-    is_one = isinstance(states, list) and len(states) == 1
-    return copy.deepcopy(states[0]) if is_ours and is_one else None
+    if not is_ours or not isinstance(states, list) or len(states) != 1:
+        return None
+    return copy.deepcopy(states[0])

@@ -3,10 +3,10 @@
 import pytest
 
 from stability.config.arms import expand
+from stability.config.axes import groups_of
 from stability.config.convert import ConfigError
 from stability.config.load import load_study
 from stability.config.precision import parse_precision, precision_text
-from stability.config.axes import groups_of
 
 MIXED = {"default": "bf16-mixed", "*.mlp_*": "emulated:e4m3", "blocks.layer_0": "fp32"}
 TEXT = "bf16-mixed, *.mlp_*=emulated:e4m3, blocks.layer_0=fp32"
@@ -98,11 +98,11 @@ def test_a_reference_of_a_mapping_is_fp32_throughout(read):
             '{default: bf16-mixed, "*.mlp_*": bf16-true}',
             r"\*.mlp_\* must be fp32, bf16, fp16 or .* got 'bf16-true'; that is one of all modules",
         ),
-        ('{default: bf16-mixed, x: f32}', "x must be .* got 'f32'; nearest: fp32"),
-        ('{default: bf16-mixed, x: emulated:e9m9}', "must emulate a format that FP32 holds"),
-        ('{default: bf16, x: fp32}', "must be a known name .* got 'bf16'; nearest: bf16-"),
-        ('{x: fp32}', "must have a default, for modules that no glob names"),
-        ('{default: bf16-mixed, x: 32}', "must map globs of modules to names .* got 'x': 32"),
+        ("{default: bf16-mixed, x: f32}", "x must be .* got 'f32'; nearest: fp32"),
+        ("{default: bf16-mixed, x: emulated:e9m9}", "must emulate a format that FP32 holds"),
+        ("{default: bf16, x: fp32}", "must be a known name .* got 'bf16'; nearest: bf16-"),
+        ("{x: fp32}", "must have a default, for modules that no glob names"),
+        ("{default: bf16-mixed, x: 32}", "must map globs of modules to names .* got 'x': 32"),
         ('{default: bf16-mixed, "x=y": fp32}', "must map globs of modules .* got 'x=y': 'fp32'"),
         ("'bf16-mixed, x'", "must be a name, and after it GLOB=PRECISION .* got 'x'"),
         ("'bf16-mixed, x=fp32, x=bf16'", "must name a glob once, got 'x' twice"),
@@ -114,7 +114,7 @@ def test_what_is_no_precision_is_said_in_a_line(read, precision, message):
 
 
 def test_an_arm_is_named_where_its_mapping_is_wrong(read):
-    with pytest.raises(ConfigError, match="arms.x.precision: x must be fp32, .* got 'f32'"):
+    with pytest.raises(ConfigError, match=r"arms.x.precision: x must be fp32, .* got 'f32'"):
         read(arms="{x: {precision: {x: f32}}}")
 
 

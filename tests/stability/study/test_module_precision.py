@@ -12,7 +12,7 @@ from stability.records.witness import read_witness
 from stability.study import assemble as assemble_module
 from stability.study.assemble import assemble
 from stability.study.observer_gate import check_observer
-from stability.study.run_study import StudyError, plan_study, check_study
+from stability.study.run_study import StudyError, check_study, plan_study
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 OWN = {"*.mlp_*": "emulated:e4m3", "blocks.layer_0.mlp_up": "fp32"}
@@ -77,7 +77,8 @@ def test_a_manifest_that_claims_another_precision_of_a_module_is_no_pair(
     write_manifest(run.manifest, replace(manifest, config=config, diff=diff))
     breach = prove_pair(_run(tmp_path, "baseline"), run).breach
     said = "labelled fp32 in module blocks.layer_0.key, which multiplied BF16"
-    assert breach is not None and said in breach.sentence
+    assert breach is not None
+    assert said in breach.sentence
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ def test_an_emulated_module_is_refused_where_the_model_is_compiled(write_study):
     base = load_study(write_study()).base
     train = replace(base.train, compile="aot_eager")
     config = replace(base, precision=TEXT, train=train)
-    with pytest.raises(ValueError, match="train.compile must be empty with an emulated precision"):
+    with pytest.raises(ValueError, match=r"train.compile must be empty with an emulated"):
         assemble(config)
 
 

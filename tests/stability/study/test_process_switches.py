@@ -1,4 +1,4 @@
-"""`train.matmul_precision` and `train.deterministic` are axes: set, recorded, and free as declared."""
+"""`train.matmul_precision` and `train.deterministic` are axes: set, recorded, free as declared."""
 
 from dataclasses import replace
 
@@ -115,14 +115,21 @@ def test_a_run_that_trains_with_other_switches_than_it_asks_for_fails(
 
 
 def test_the_process_gets_its_precision_back_also_where_a_run_fails():
-    with pytest.raises(RuntimeError), switched(TrainConfig(matmul_precision="medium")):
-        assert torch.get_float32_matmul_precision() == "medium"
-        raise RuntimeError
+    seen = []
+
+    def fail():
+        with switched(TrainConfig(matmul_precision="medium")):
+            seen.append(torch.get_float32_matmul_precision())
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert seen == ["medium"]
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_another_word_than_torchs_is_refused(write_study):
-    with pytest.raises(ConfigError, match="train.matmul_precision: must be a known .* got 'tf32'"):
+    with pytest.raises(ConfigError, match=r"train.matmul_precision: must be a known .* got 'tf32'"):
         load_study(write_study(), {"train.matmul_precision": "tf32"})
-    with pytest.raises(ConfigError, match="train.deterministic: must be true or false, got 'off'"):
+    with pytest.raises(ConfigError, match=r"train.deterministic: must be true or false, got 'off'"):
         load_study(write_study(), {"train.deterministic": "'off'"})

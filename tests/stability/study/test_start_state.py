@@ -143,7 +143,9 @@ def test_arms_that_began_elsewhere_are_no_pair_unless_that_is_the_change(
     write_study, run_tiny, parent, weights, tmp_path
 ):
     write_snapshot(tmp_path / "start.safetensors", weights)
-    study = load_study(write_study(_late(tmp_path / "start.safetensors", lr={"optimizer": {"lr": 2e-3}})))
+    study = load_study(
+        write_study(_late(tmp_path / "start.safetensors", lr={"optimizer": {"lr": 2e-3}}))
+    )
     run_tiny(study, tmp_path)
     was = read_manifest(RunPaths.for_run(tmp_path / "late", "baseline", 0).manifest)
     now = read_manifest(RunPaths.for_run(tmp_path / "late", "lr", 0).manifest)
@@ -164,9 +166,10 @@ def test_a_run_is_not_resumed_from_a_file_that_has_changed(
         if step == 3:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(RandomNumbers, "before_update", interrupt)
-        run_tiny(study, tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            run_tiny(study, tmp_path)
     name = next(iter(weights))
     write_snapshot(path, {**weights, name: weights[name] + 1})
     (ended,) = run_tiny(study, tmp_path).ended
@@ -180,7 +183,7 @@ def test_a_run_is_not_resumed_from_a_file_that_has_changed(
     [
         (
             lambda w: {k: v for k, v in w.items() if "layer_1.key" not in k},
-            "must hold each weight of the model, lacks blocks.layer_1.key.weight and 0 of .*nearest",
+            "must hold each weight of the model, lacks blocks.layer_1.key.weight and 0 of .*near",
         ),
         (
             lambda w: {**w, "blocks.layer_2.key.weight": torch.ones(2)},
@@ -203,11 +206,13 @@ def test_a_state_that_is_not_the_models_is_refused(write_study, weights, tmp_pat
 
 
 def test_a_path_where_nothing_is_is_refused(write_study, tmp_path):
-    with pytest.raises(ValueError, match="start: .*nowhere.pt"):
+    with pytest.raises(ValueError, match=r"start: .*nowhere.pt"):
         _begun(write_study, tmp_path / "nowhere.pt")
 
 
 def test_an_init_scheme_would_change_nothing_and_is_refused(write_study, parent):
     edit = _late(parent.snapshot(4), x={"model": {"init": "xavier"}})
-    with pytest.raises(ConfigError, match="arms.x.model.init: would change nothing, since weights"):
+    with pytest.raises(
+        ConfigError, match=r"arms.x.model.init: would change nothing, since weights"
+    ):
         load_study(write_study(edit))
