@@ -69,7 +69,7 @@ def _kept_by_autograd(config: ArmConfig) -> int:
         return tensor
 
     batch = torch.randint(0, 256, (config.train.batch_size, config.model.context + 1))
-    context = torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16-mixed")
+    context = torch.autocast("cpu", torch.bfloat16, enabled=config.precision.startswith("bf16-mixed"))
     if config.precision.startswith("emulated:"):
         context = EmulatedLinear(emulated_format(config.precision))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), context:
@@ -86,6 +86,7 @@ NATIVE_ON_CPU = ["64-true", "32-true", "bf16-mixed", "bf16-true"]
     [
         *product(NATIVE_ON_CPU, ["baseline", "flash", "golden", "sdpa", "sdpa:math"]),
         *product(["emulated:e8m10"], ["baseline", "flash"]),
+        *product(["bf16-mixed, *.mlp_*=fp32", "emulated:e4m3, *.mlp_*=bf16"], ["baseline"]),
     ],
 )
 def test_no_more_is_estimated_than_autograd_keeps_and_not_much_less(precision, attention):
