@@ -30,7 +30,12 @@ from stability.config.convert import nearest
 from stability.config.precision import EMULATED, Precision, emulated_format
 from stability.model.precision import EmulatedLinear, autocast_dtype
 
-__all__ = ["attention_in_default", "check_globs", "with_module_precision"]
+__all__ = [
+    "attention_in_default",
+    "check_globs",
+    "in_module_precision",
+    "with_module_precision",
+]
 
 
 def with_module_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
@@ -43,6 +48,23 @@ def with_module_precision(model: nn.Module, precision: Precision, device: torch.
         # also where what is around it computes so: a neighbour or an attention may give it BF16
         if precision.of_module(name):
             module.forward = _within(module.forward, name, precision, device)
+
+
+@contextmanager
+def in_module_precision(
+    model: nn.Module, precision: Precision, device: torch.device
+) -> Generator[None, None, None]:
+    """Inside, the modules of `model` compute as after `with_module_precision`."""
+    own = {module: vars(module).get("forward") for module in model.modules()}
+    with_module_precision(model, precision, device)
+    try:
+        yield
+    finally:
+        for module, forward in own.items():
+            if forward is not None:
+                module.forward = forward
+            else:
+                vars(module).pop("forward", None)
 
 
 def check_globs(model: nn.Module, precision: Precision) -> None:

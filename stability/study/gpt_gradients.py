@@ -21,7 +21,7 @@ from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
 from stability.intercept.replacement import Replacement
 from stability.model.gpt import GPT
 from stability.model.lightning_module import next_token_loss
-from stability.model.module_precision import attention_in_default, with_module_precision
+from stability.model.module_precision import attention_in_default, in_module_precision
 from stability.model.precision import EmulatedLinear
 from stability.probe.attention_registry import resolve_attention
 from stability.probe.gradient_evidence import (
@@ -90,15 +90,15 @@ class GptGradients:
         with torch.device("meta"):
             model = GPT(self.config, attentions)
         if is_isolated:
-            dtype, rest = surrounding_dtype(rounding), nullcontext()
+            dtype, rest, modules = surrounding_dtype(rounding), nullcontext(), nullcontext()
         else:
             dtype, rest = _weights_dtype(self.precision), _rest(self.precision, batch.device)
-            with_module_precision(model, trained_in, batch.device)
+            modules = in_module_precision(model, trained_in, batch.device)
         leaves = {
             name: value.detach().to(dtype).requires_grad_() for name, value in weights.items()
         }
         with isolated(batch.device), torch.enable_grad():
-            with rest:
+            with rest, modules:
                 logits = functional_call(model, leaves, (batch[:, :-1],))
                 loss = next_token_loss(logits, batch) * scale
             found = torch.autograd.grad(loss, list(leaves.values()))

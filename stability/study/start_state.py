@@ -29,6 +29,9 @@ __all__ = ["Start", "begin", "read_start_state"]
 _PREFIXES = ("", "model.", "module.", "_orig_mod.", "model._orig_mod.", "module._orig_mod.")
 """What may open each name in a file, as wrappers of a model put it there."""
 
+_OURS = ("TrainerDoor", "LogPosition")
+"""What the callbacks of our own runs are called in a checkpoint, the latter in older ones."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
@@ -99,8 +102,9 @@ def _optimizer_state(path: Path) -> dict[str, Any] | None:
     content = load_torch_file(path)
     named = content if isinstance(content, Mapping) else {}
     states = named.get("optimizer_states")
-    # a key that our own runs alone have: another's groups of parameters may be in another order
-    is_ours = isinstance(named.get("callbacks"), Mapping) and "LogPosition" in named["callbacks"]
+    # of another's the groups of parameters may be in another order
+    callbacks = named.get("callbacks")
+    is_ours = isinstance(callbacks, Mapping) and any(name in callbacks for name in _OURS)
     if not is_ours or not isinstance(states, list) or len(states) != 1:
         return None
     return copy.deepcopy(states[0])

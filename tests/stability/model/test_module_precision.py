@@ -16,7 +16,11 @@ from stability.config.precision import parse_precision
 from stability.config.schema import ModelConfig
 from stability.model.gpt import GPT
 from stability.model.initial_weights import initialise
-from stability.model.module_precision import attention_in_default, with_module_precision
+from stability.model.module_precision import (
+    attention_in_default,
+    in_module_precision,
+    with_module_precision,
+)
 from stability.model.precision import EmulatedLinear, precision_plugins
 
 CPU = torch.device("cpu")
@@ -224,6 +228,18 @@ def test_a_product_that_emulation_would_not_round_is_refused(multiply, name):
 def test_a_glob_that_names_nothing_to_compute_so_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         _gpt(text)
+
+
+def test_a_model_computes_as_before_once_its_precision_is_left():
+    model, around = _gpt("bf16-mixed")
+    precision = parse_precision("bf16-mixed, *.mlp_*=fp32")
+    with around:
+        before = model(TOKENS)
+        with in_module_precision(model, precision, CPU):
+            inside = model(TOKENS)
+        assert torch.equal(model(TOKENS), before)
+    assert not torch.equal(inside, before)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_text_without_globs_touches_no_module():
