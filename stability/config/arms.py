@@ -12,7 +12,7 @@ from stability.config.axes import MANY
 from stability.config.commands import is_command
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
-from stability.config.precision import with_precision_text
+from stability.config.precision import precision_change, with_precision_text
 from stability.config.roles import (
     as_reference,
     check_end,
@@ -226,7 +226,7 @@ def _describe(path: str, before: Any, after: Any) -> str:
     if path == "nudge.draw":
         return f"another coin (draw {after})"
     if path == "precision":
-        return f"{before} -> {after}"
+        return precision_change(before, after)
     if path == "seed.init_offset":
         return f"other initial weights (seed {after - before:+d})"
     if path == "seed.order_offset":

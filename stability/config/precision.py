@@ -25,6 +25,7 @@ __all__ = [
     "Precision",
     "emulated_format",
     "parse_precision",
+    "precision_change",
     "precision_text",
     "with_precision_text",
 ]
@@ -176,6 +177,16 @@ def precision_text(value: Any, below: str = "") -> Any:
     kept = [(glob, name) for glob, name in under.modules if glob not in value]
     own = [(glob, name) for glob, name in value.items() if glob != _DEFAULT]
     return parse_precision(Precision(default, (*kept, *own)).text).text
+
+
+def precision_change(before: str, after: str) -> str:
+    """Return in words what differs between two texts, only of modules where only that does."""
+    was, now = (parse_precision(text) for text in (before, after))
+    if was.default != now.default or was == now:
+        return f"{before} -> {after}"
+    added = [f"{glob} in {value}" for glob, value in now.modules if (glob, value) not in was.modules]
+    gone = [f"{glob} as others" for glob, _ in was.modules if glob not in dict(now.modules)]
+    return "; ".join([*added, *gone]) or f"{before} -> {after}"
 
 
 def with_precision_text(values: Mapping[str, Any], below: str, place: Place) -> dict[str, Any]:

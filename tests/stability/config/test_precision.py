@@ -2,7 +2,7 @@
 
 import pytest
 
-from stability.config.arms import expand
+from stability.config.arms import describe_change, expand
 from stability.config.axes import groups_of
 from stability.config.convert import ConfigError
 from stability.config.load import load_study
@@ -137,3 +137,22 @@ def test_emulation_of_a_module_is_refused_in_a_compiled_arm(read):
 )
 def test_a_loss_scaler_is_needed_where_one_format_is_narrow(text, needs):
     assert parse_precision(text).needs_scaler is needs
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("bf16-mixed", "32-true", "bf16-mixed -> 32-true"),
+        ("bf16-mixed", "bf16-mixed, x=fp32, y=bf16", "x in fp32; y in bf16"),
+        ("bf16-mixed, x=fp32, y=bf16", "bf16-mixed, x=bf16", "x in bf16; y as others"),
+        (
+            "bf16-mixed, x=fp32, y=bf16",
+            "bf16-mixed, y=bf16, x=fp32",
+            "bf16-mixed, x=fp32, y=bf16 -> bf16-mixed, y=bf16, x=fp32",
+        ),
+    ],
+)
+def test_a_ladder_names_the_modules_that_changed(before, after, said):
+    base = {"attention": {}, "precision": before}
+    difference = {"precision": [before, after]}
+    assert describe_change("arm", "precision", difference, base) == said
