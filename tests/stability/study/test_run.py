@@ -173,10 +173,10 @@ def test_a_run_is_not_resumed_with_a_module_more_or_less(
 
 def test_a_run_is_not_resumed_with_another_switch(stopped, run_tiny, monkeypatch):
     study, out, _ = stopped
-    torch.backends.opt_einsum.enabled = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     try:
         ended = run_tiny(study, out).ended
     finally:
-        torch.backends.opt_einsum.enabled = True
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
     assert ended[-1][2] == "failed"
-    assert "environment.switch.einsum = True, asked for False" in ended[-1][3]
+    assert "environment.switch.cuda_fp16_reduction = True, asked for False" in ended[-1][3]
