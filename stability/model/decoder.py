@@ -11,7 +11,7 @@ initial weights of our own models (`initial_weights`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,8 @@ class LayerAttention:
 
     def __init__(self, function: AttentionFn) -> None:
         self.function: Callable[..., Tensor] = function
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """What a call is made in: it takes the attention out of what else the model runs in."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attend by the present function, under autocast in its dtype, as PyTorch's own would.
@@ -62,10 +64,11 @@ class LayerAttention:
         A model that turns q and k by angles in FP32 hands them over wider than v.
         """
         kind = q.device.type
-        if torch.is_autocast_enabled(kind):
+        if kind != "meta" and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        return self.function(q, k, v, **options)
+        with self.around():
+            return self.function(q, k, v, **options)
 
 
 def build_decoder(

@@ -7,7 +7,7 @@ This is the one place that binds names in a config to objects. It leaves out the
 import logging
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.exc import InvalidBackend
 
 from attention_kernels.fp_environment import settle_vector_math
@@ -31,7 +31,7 @@ from stability.config.model import BUILDERS, HUGGINGFACE, ModelConfig
 from stability.config.schema import ArmConfig, TrainConfig, emulated_format
 from stability.data.datamodule import TextDataModule
 from stability.intercept.replacement import Replacement
-from stability.model.decoder import blocks_of, build_decoder
+from stability.model.decoder import attentions_of, blocks_of, build_decoder
 from stability.model.initial_weights import initialise, nudge_weights
 from stability.model.lightning_module import LanguageModel
 from stability.model.precision import precision_plugins
@@ -42,6 +42,7 @@ from stability.probe.attention_registry import (
     resolve_attention,
     with_input_format,
 )
+from stability.probe.double_precision import computing_in_double
 from stability.probe.measurements import query_weight
 from stability.probe.schedule import Schedule
 from stability.records.run_files import RunFiles
@@ -174,6 +175,8 @@ def assemble(config: ArmConfig) -> Parts:
     init_hash = hash_state(model.state_dict())
     if config.precision == "64-true":
         model.double()
+        if not config.model.is_ours:
+            model.forward = _in_double(model)
     nudge_weights(model, config.nudge.ulps, config.seed.base, config.nudge.draw)
     callbacks: list[Callback] = []
     if probe is not None:
@@ -215,8 +218,31 @@ def _model(config: ArmConfig, attention: list[Any]) -> nn.Module:
     # an arm of its own attention, or a probe that looks at the attention, needs the model's calls
     is_asked = config.probe.is_on or config.probe.shadows_are == "baseline"
     model = build_decoder(config.model, attention, seed=seed, may_ignore_attention=not is_asked)
+    _refuse_emulation(model, config.precision)
     initialise(model, seed, config.model)
     return model
+
+
+def _refuse_emulation(model: nn.Module, precision: str) -> None:
+    """ValueError for a model that multiplies by other means than emulation rounds."""
+    # by its name: transformers, which has it, need not be installed
+    kinds = {type(module).__name__ for module in model.modules()}
+    if emulated_format(precision) is not None and "Conv1D" in kinds:
+        raise ValueError(
+            f"precision must not be emulated for {type(model).__name__}, got {precision!r}: its "
+            "Conv1D is no F.linear, and would not be rounded"
+        )
+
+
+def _in_double(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a model that is not ours, whose code may cast to FP32, in FP64."""
+    forward = model.forward
+
+    def computed(tokens: Tensor) -> Tensor:
+        with computing_in_double(attentions_of(model)):
+            return forward(tokens)
+
+    return computed
 
 
 def _trained(model: nn.Module, config: ArmConfig) -> LanguageModel:

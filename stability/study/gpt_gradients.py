@@ -22,6 +22,7 @@ from stability.model.decoder import attentions_of, build_decoder
 from stability.model.lightning_module import next_token_loss
 from stability.model.precision import EmulatedLinear
 from stability.probe.attention_registry import resolve_attention
+from stability.probe.double_precision import computing_in_double
 from stability.probe.gradient_evidence import (
     Attention,
     AttentionRole,
@@ -87,7 +88,10 @@ class GptGradients:
         leaves = {
             name: value.detach().to(dtype).requires_grad_() for name, value in weights.items()
         }
-        with isolated(batch.device), torch.enable_grad():
+        is_others = dtype == torch.float64 and not self.config.is_ours
+        # others' code may cast to FP32 where it computes in FP64
+        in_double = computing_in_double(attentions_of(model)) if is_others else nullcontext()
+        with isolated(batch.device), torch.enable_grad(), in_double:
             with rest:
                 logits = functional_call(model, leaves, (batch[:, :-1],))
                 loss = next_token_loss(logits, batch) * scale
