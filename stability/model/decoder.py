@@ -98,13 +98,11 @@ def build_decoder(
             if name == HUGGINGFACE and isinstance(error, ValueError):
                 raise
             said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ValueError(f"model: {name} must build a model of (config, attention): {said}") from (
-                error
-            )
+            raise ValueError(
+                f"model: {name} must build a model of (config, attention): {said}"
+            ) from (error)
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model: {name} must return a torch.nn.Module, got {type(model).__name__}"
-        )
+        raise ValueError(f"model: {name} must return a torch.nn.Module, got {type(model).__name__}")
     _share_state(model)
     vars(model)["attention_slots"] = slots
     if not any(parameter.is_meta for parameter in model.parameters()):

@@ -157,7 +157,9 @@ def _attend(
     attention, context = known
     said = _unsupported(module, attention_mask, options, context)
     if said:
-        raise ValueError(f"model: {type(module).__name__} must be plain causal attention, got {said}")
+        raise ValueError(
+            f"model: {type(module).__name__} must be plain causal attention, got {said}"
+        )
     scale = options.get("scaling")
     if scale == query.shape[-1] ** -0.5:
         scale = None  # the default, which an attention that takes no scale has as well

@@ -52,7 +52,7 @@ class InDouble(TorchFunctionMode):
 
 @contextmanager
 def computing_in_double(attentions: Sequence[Any]) -> Iterator[None]:
-    """Inside, the code of a model computes in FP64, but for its `attentions`, which cast as they do.
+    """Inside, a model's code computes in FP64, but for its `attentions`, which cast as they do.
 
     Each of these enters `around` when it is called.
     """

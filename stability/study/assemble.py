@@ -281,7 +281,11 @@ def imports_user_modules(config: ArmConfig) -> bool:
     """Whether `assemble` would import code that is not this package's."""
     builder, known = config.model.builder, (*BUILDERS, HUGGINGFACE)
     is_own = any(":" in name for name in (config.optimizer.name, config.model.init))
-    return builder not in known or is_own or any(map(is_users, (config.attention, *config.probe.shadows)))
+    return (
+        builder not in known
+        or is_own
+        or any(map(is_users, (config.attention, *config.probe.shadows)))
+    )
 
 
 def describe_attention(config: ArmConfig) -> dict[str, Any]:

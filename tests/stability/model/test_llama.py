@@ -143,7 +143,8 @@ def test_in_fp32_it_errs_no_more_than_transformers_does():
 
 
 def test_scores_depend_on_the_distance_of_two_tokens_alone():
-    q, k = torch.randn(2, 1, 1, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 32, dtype=torch.float64, generator=generator)
     rates = 10000.0 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
 
     def score(i, j):
