@@ -71,8 +71,9 @@ class ModelConfig:
     dropout: float = 0.0
     """Of the embeddings and of what each attention and MLP adds, not of attention weights."""
     init: str = ""
-    """`gpt2`, `xavier`, `kaiming`, `orthogonal`, or `module:function` of (matrix, generator). Empty:
-    `gpt2` for our models, `own` for others, which is what their code draws from the seed."""
+    """`gpt2`, `xavier`, `kaiming`, `orthogonal`, or `module:function` of (matrix, generator).
+
+    Empty: `gpt2` for our models, `own` for others, which is what their code draws from the seed."""
     init_std: float = 0.02
     """The standard deviation of embeddings and, in `gpt2`, of matrices."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -122,7 +123,7 @@ class ModelConfig:
         return (self.kv_heads or self.heads) * self.head_dim
 
     def drawn(self) -> "ModelConfig":
-        """Return the model with weights that its code draws, for uses that need none of a folder's."""
+        """Return the model with weights that its code draws, where it has those of a folder."""
         given = self.builder == HUGGINGFACE and self.options.get("weights") == "given"
         return replace(self, options={**self.options, "weights": "random"}) if given else self
 

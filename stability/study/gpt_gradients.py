@@ -1,9 +1,9 @@
 """The gradient of a study's model on given weights and batch, under any attention.
 
-It is isolated or as trained. A second model without weights of its own is called on detached weights of the run's model. So
-neither the run's model nor its gradients, hooks, compiled forward or attention is touched: there is
-nothing to put back. Leaves out what is measured of the gradients (`probe.gradient_evidence`) and when
-(`callbacks.gradient_callback`).
+It is isolated or as trained. A second model without weights of its own is called on detached
+weights of the run's model. So neither the run's model nor its gradients, hooks, compiled forward or
+attention is touched: there is nothing to put back. Leaves out what is measured of the gradients
+(`probe.gradient_evidence`) and when (`callbacks.gradient_callback`).
 """
 
 from collections.abc import Mapping, Sequence
