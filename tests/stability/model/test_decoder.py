@@ -3,6 +3,7 @@
 import importlib.metadata
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +50,14 @@ def huggingface(**config):
 def test_a_builder_of_ours_goes_by_its_name():
     assert type(build_decoder(ModelConfig(**SHAPE), [sdpa] * 2)) is GPT
     assert type(build_decoder(ModelConfig(builder="llama", **SHAPE), [sdpa] * 2)) is Llama
+
+
+def test_the_example_of_a_model_of_ones_own_is_a_decoder(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    config = ModelConfig(builder="own_model:build", **SHAPE, options={"bias": True})
+    model = build_decoder(config, [sdpa] * 2)
+    assert model(torch.arange(16)[None]).shape == (1, 16, 256)
+    assert model.head.bias is not None
 
 
 def test_a_builder_may_be_an_entry_point(monkeypatch):
