@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
+    """Attention and a small MLP, each added to the residual stream."""
+
     def __init__(self, width: int, heads: int, attention) -> None:
         super().__init__()
         self.heads, self.attention = heads, attention
@@ -16,6 +18,7 @@ class Block(nn.Module):
         self.out, self.mlp = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the stream after this block."""
         parts = self.qkv(self.norm(x)).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         attended = self.attention(q, k, v, causal=True)  # (batch, heads, tokens, head_dim)
@@ -24,6 +27,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """Embedding, blocks, and an output of its own."""
+
     def __init__(self, config, attention) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.width)
@@ -33,10 +38,11 @@ class Model(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits `(batch, tokens, vocab_size)`."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)  # logits (batch, tokens, vocab_size)
+        return self.head(x)
 
 
 def build(config, attention) -> nn.Module:

@@ -81,7 +81,7 @@ def test_a_folder_may_be_trained_on_less_context_and_from_its_weights(write_stud
             "init must be own, xavier, kaiming, orthogonal or MOD",
         ),
         ({**SHAPE, "builder": "huggingface"}, "options must hold the `config` of a model: write"),
-        ({**SHAPE, "builder": "lama"}, "base.model.builder: must be a known .* nearest: llama"),
+        ({**SHAPE, "builder": "llama2"}, "base.model.builder: must be a known .* nearest: llama"),
         (
             {**SHAPE, "builder": "llama", "options": {"theta": 1}},
             "options must be of mlp_width, ro",

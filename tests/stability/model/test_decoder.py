@@ -119,7 +119,7 @@ def test_a_builder_that_can_not_be_imported_is_named():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "lama"}, "'lama' must be a causal language model of transformers"),
+        ({"model_type": "llama9"}, "'llama9' must be a causal language model of transformers"),
         ({"model_type": "vit"}, "'vit' must be a causal language model of transformers"),
         ({"num_attention_heads": 2, "model_type": "mistral", "sliding_window": 8}, "a window of 8"),
         ({"model_type": "bert"}, "plain causal attention, got one that looks at later tokens"),
