@@ -20,7 +20,9 @@ from attention_kernels.testing.fault_names import FAULT_NAMES
 from stability.config.arms import Arm, expand
 from stability.config.attentions import HEAD_DIMS, IMPLEMENTATIONS, takes_head_dim
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, repeated
-from stability.config.plugins import ATTENTIONS, plugins
+from stability.config.huggingface_folder import is_huggingface, model_of_folder
+from stability.config.model import BUILDERS, HUGGINGFACE, ModelConfig
+from stability.config.plugins import ATTENTIONS, MODELS, plugins
 from stability.config.precision import parse_precision, with_precision_text
 from stability.config.schema import (
     BASELINE,
@@ -67,7 +69,8 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     `overrides` maps dotted paths below `base`, e.g. `train.steps`, to values written as YAML. When
     they end training before the study's early or judged step, or before an arm's `until`, the last
     step takes its place. A model preset is a file `<name>.yaml` in `model/` or `../model/` beside
-    the study, or shipped with the repository. ConfigError, one line with file and key, for every
+    the study, or shipped with the repository; a model may be named by a folder of Hugging Face's
+    as well. ConfigError, one line with file and key, for every
     mistake.
     """
     path = Path(path)
@@ -85,6 +88,7 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     content["arms"] = arms_baseline_first(content.get("arms"), root.at("arms"))
     study = _with_held_out_size(from_mapping(StudyConfig, content, root))
     check_names(study, root)
+    _check_builder(study.base.model, root.at("base.model.builder"))
     _check_attention(study.base.attention, root.at("base.attention"))
     if study.base.attention.is_partial:
         raise root.at("base.attention").error(
@@ -120,8 +124,13 @@ def with_overrides(base: dict[str, Any], changes: Mapping[str, str], root: Place
 def _with_preset(base: dict[str, Any], place: Place, study: Path) -> dict[str, Any]:
     model = base.get("model")
     values: dict[str, Any] = {}
+    if isinstance(model, dict) and "hf" in model:
+        found = model_of_folder(model["hf"], model, place.at("model.hf"))
+        return {**base, "model": found}
     if isinstance(model, str):
         name, where = model, place.at("model")
+        if name not in _presets(study) and is_huggingface(name):
+            return {**base, "model": model_of_folder(name, {}, where)}
     elif isinstance(model, dict) and "preset" in model:
         values = {key: value for key, value in model.items() if key != "preset"}
         name, where = model["preset"], place.at("model.preset")
@@ -130,7 +139,8 @@ def _with_preset(base: dict[str, Any], place: Place, study: Path) -> dict[str, A
     presets = _presets(study)
     if name not in presets:
         raise where.error(
-            f"must be a model preset, got {name!r}; nearest: {nearest(name, presets)}"
+            f"must be a model preset, got {name!r}; nearest: {nearest(name, presets)}, or a folder "
+            "with a config.json"
         )
     return {**base, "model": merge(read_mapping(presets[name]), values)}
 
@@ -239,6 +249,16 @@ def _check_ends(study: StudyConfig, arms: list[Arm], root: Place) -> None:
         )
 
 
+def _check_builder(model: ModelConfig, place: Place) -> None:
+    known = (*BUILDERS, HUGGINGFACE)
+    name = model.builder
+    if name not in known and ":" not in name and name not in plugins(MODELS):
+        raise place.error(
+            f"must be a known builder or MODULE:FUNCTION, got {name!r}; nearest: "
+            f"{nearest(name, [*known, *plugins(MODELS)])}"
+        )
+
+
 def _check_attention(config: AttentionConfig, place: Place) -> None:
     name = config.implementation
     if config.fault and config.fault not in FAULT_NAMES:
@@ -279,7 +299,7 @@ def _check_head_dim(config: ArmConfig, place: Place) -> None:
         called += probe.shadows
     if (probe.is_on and probe.golden) or probe.gradient_every:
         called.append(AttentionConfig(implementation="golden"))
-    head_dim = model.width // model.heads
+    head_dim = model.head_dim
     for attention in called:
         name = attention.implementation
         if not takes_head_dim(name, attention.profile, head_dim):

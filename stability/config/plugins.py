@@ -1,4 +1,4 @@
-"""Attentions and metrics that other packages add by entry points.
+"""Attentions, metrics and models that other packages add by entry points.
 
 A package names a function in its own metadata, e.g.
 `[project.entry-points."stability.attentions"] mine = "mypkg:my_attention"`, and studies, probes and
@@ -7,13 +7,16 @@ A package names a function in its own metadata, e.g.
 
 from importlib.metadata import EntryPoint, entry_points
 
-__all__ = ["ATTENTIONS", "METRICS", "plugins"]
+__all__ = ["ATTENTIONS", "METRICS", "MODELS", "plugins"]
 
 ATTENTIONS = "stability.attentions"
 """Functions of (q, k, v, *, causal, scale=None, ...) -> out, as `AttentionFn` says."""
 
 METRICS = "stability.metrics"
 """Functions of (x, reference, valid) -> a 0-d tensor on their device."""
+
+MODELS = "stability.models"
+"""Functions of (config, attention) -> a causal decoder, as `model.decoder` says."""
 
 
 def plugins(group: str) -> dict[str, EntryPoint]:

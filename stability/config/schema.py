@@ -2,9 +2,9 @@
 
 From the inside out: the groups of an arm that decide its bits (model, attention, precision, data,
 held-out text, optimizer, training, seeds), the groups that only look and change no bit (probe,
-watch), and the arm they make. Each class checks its own values. Leaves out what a study is
-(`study`), reading YAML and naming where a mistake stands (`load`), the comparison of two arms
-(`diff`), and every object that a name stands for (`study.assemble`).
+watch), and the arm they make. Each class checks its own values. Leaves out the model (`model`),
+what a study is (`study`), reading YAML and naming where a mistake stands (`load`), the comparison
+of two arms (`diff`), and every object that a name stands for (`study.assemble`).
 """
 
 import math
@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from attention_kernels.formats import FORMATS, format_named
+from stability.config.model import INIT_SCHEMES, ModelConfig
 from stability.config.precision import parse_precision
+from stability.config.requirement import require
 from stability.config.trainer_keys import check_trainer
 
 __all__ = [
@@ -40,61 +42,6 @@ Role = Literal["baseline", "candidate", "reference", "rerun", "nudge", "broken",
 
 BASELINE = "baseline"
 """The arm that every other arm of its study is paired with."""
-
-INIT_SCHEMES = ("gpt2", "xavier", "kaiming", "orthogonal")
-"""The init schemes that have a name (`model.initial_weights`)."""
-
-
-def require(ok: bool, owner: str, rule: str, value: Any) -> None:
-    """ValueError "<owner>: <rule>, got <value>" unless `ok`."""
-    if not ok:
-        raise ValueError(f"{owner}: {rule}, got {value!r}")
-
-
-MOST_LAYERS = 4096
-"""Layers are named one by one; the deepest published transformers have some thousand."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """A pre-norm decoder. `kv_heads=0` means as many as heads."""
-
-    depth: int
-    width: int
-    heads: int
-    kv_heads: int = 0
-    context: int
-    vocab_size: int = 256
-    qk_norm: bool = False
-    dropout: float = 0.0
-    """Of the embeddings and of what each attention and MLP adds, not of attention weights."""
-    init: str = "gpt2"
-    """`gpt2`, `xavier`, `kaiming`, `orthogonal`, or `module:function` of (matrix, generator)."""
-    init_std: float = 0.02
-    """The standard deviation of embeddings and, in `gpt2`, of matrices."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.dropout < 1, "model", "dropout must be in [0, 1)", self.dropout)
-        rule = f"init must be {', '.join(INIT_SCHEMES)} or MODULE:FUNCTION"
-        require(self.init in INIT_SCHEMES or ":" in self.init, "model", rule, self.init)
-        std = self.init_std
-        require(0 < std < math.inf, "model", "init_std must be > 0 and finite", std)
-        rule = f"depth must be at most {MOST_LAYERS}"
-        require(self.depth <= MOST_LAYERS, "model", rule, self.depth)
-        for name in ("depth", "width", "heads", "context", "vocab_size"):
-            require(getattr(self, name) >= 1, "model", f"{name} must be >= 1", getattr(self, name))
-        require(
-            self.width % self.heads == 0,
-            "model",
-            f"width must be a multiple of heads ({self.heads})",
-            self.width,
-        )
-        require(
-            self.kv_heads >= 0 and self.heads % (self.kv_heads or self.heads) == 0,
-            "model",
-            f"kv_heads must divide heads ({self.heads})",
-            self.kv_heads,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

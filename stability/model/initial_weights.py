@@ -1,9 +1,10 @@
 """The weights that a run starts from: an init scheme drawn from a seed, and an optional nudge.
 
 Every scheme draws embeddings from a normal distribution of standard deviation 0.02, or what the
-config says, sets biases to 0 and norm scales to 1; the schemes differ in the matrices. The nudge
-moves each weight by single units in its last place, the smallest change that the dtype can hold: on
-the ladder it is the lowest rung above zero.
+config says, sets biases to 0 and norm scales to 1; the schemes differ in the matrices. Of a model
+that is not ours a scheme draws the matrices of linear layers and the embeddings, and leaves the
+rest as its own code draws it. The nudge moves each weight by single units in its last place, the
+smallest change that the dtype can hold: on the ladder it is the lowest rung above zero.
 
 Sources: GPT-2 scales the projections into the residual stream by 1/sqrt(2 * depth); Glorot and
 Bengio 2010 (`xavier`, uniform); He et al., arXiv 1502.01852 (`kaiming`, normal, fan-in);
@@ -18,9 +19,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from stability.config.schema import ModelConfig
+from stability.config.model import OWN_INIT, ModelConfig
 from stability.config.user_functions import import_function
-from stability.model.gpt import GPT
 
 __all__ = ["initialise", "nudge_weights"]
 
@@ -45,15 +45,23 @@ _FILL: dict[str, Callable[[Tensor, Generator], Any]] = {
 """How each scheme but `gpt2` fills a matrix `(out_features, in_features)` in place."""
 
 
-def initialise(model: GPT, seed: int) -> None:
-    """Set every weight of `model`, in place, by the init scheme of its config.
+def initialise(model: nn.Module, seed: int, config: ModelConfig | None = None) -> None:
+    """Set every weight of `model`, in place, by the init scheme of `config`, by default its own.
 
     Values are drawn in FP32 on the CPU from a generator of their own, then cast: the same seed
     gives the same weights on every device, and no global generator moves. ValueError for a function
     of the user's own that can't be imported, or leaves a matrix with values that are not finite.
     """
-    config, generator = model.config, Generator().manual_seed(seed)
+    if config is None:
+        assert isinstance(model.config, ModelConfig)  # of a model of ours
+        config = model.config
+    if config.init == OWN_INIT:
+        return
+    generator = Generator().manual_seed(seed)
     fill = _fill_of(config)
+    if not config.is_ours:
+        _redraw(model, config, fill, generator)
+        return
     residual_scale = 1 / math.sqrt(2 * config.depth) if config.init == "gpt2" else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -68,6 +76,27 @@ def initialise(model: GPT, seed: int) -> None:
                 fill(value, generator)
             if name.endswith("_residual.weight"):
                 value *= residual_scale
+            parameter.copy_(value)
+
+
+def _redraw(
+    model: nn.Module,
+    config: ModelConfig,
+    fill: Callable[[Tensor, Generator], Any],
+    generator: Generator,
+) -> None:
+    """Draw the matrices of linear layers and the embeddings of a model that is not ours."""
+    kinds = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    with torch.no_grad():
+        for parameter in model.parameters():  # each once, whatever shares it
+            kind = kinds.get(id(parameter))
+            if kind is None:
+                continue
+            value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            if isinstance(kind, nn.Embedding):
+                value.normal_(std=config.init_std, generator=generator)
+            else:
+                fill(value, generator)
             parameter.copy_(value)
 
 

@@ -1,4 +1,4 @@
-"""Trains the GPT in Lightning: next-token loss, the optimizer, and the learning-rate schedule.
+"""Trains a decoder in Lightning: next-token loss, the optimizer, and the learning-rate schedule.
 
 Leaves out which optimizer a name stands for (`optimizers`), and everything that is recorded
 meanwhile: callbacks do that.
@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from stability.config.schema import OptimizerConfig
-from stability.model.gpt import GPT
 from stability.model.optimizers import build_optimizer, with_settings_of
 
 __all__ = ["LanguageModel", "learning_rate_factor", "next_token_loss"]
@@ -48,7 +47,7 @@ def next_token_loss(logits: Tensor, batch: Tensor) -> Tensor:
 class LanguageModel(LightningModule):
     """Trains `model` on blocks of tokens `(batch, context + 1)`, int64, for `steps` updates."""
 
-    def __init__(self, model: GPT, optimizer: OptimizerConfig, steps: int) -> None:
+    def __init__(self, model: nn.Module, optimizer: OptimizerConfig, steps: int) -> None:
         super().__init__()
         self.model = model
         self._optimizer = optimizer

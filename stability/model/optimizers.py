@@ -125,8 +125,7 @@ def _adamw(parameters: list[nn.Parameter], chosen: OptimizerConfig) -> AdamW:
 
 
 def _muon_and_adamw(model: nn.Module, chosen: OptimizerConfig) -> SideBySide:
-    blocks = model.get_submodule("blocks")
-    hidden = {p for m in blocks.modules() if isinstance(m, nn.Linear) for p in (m.weight,)}
+    hidden = {m.weight for block in _layers(model) for m in block.modules() if _is_linear(m)}
     muon = Muon(
         [p for p in model.parameters() if p in hidden],
         lr=chosen.lr,
@@ -135,6 +134,23 @@ def _muon_and_adamw(model: nn.Module, chosen: OptimizerConfig) -> SideBySide:
         adjust_lr_fn="match_rms_adamw",
     )
     return SideBySide(muon, _adamw([p for p in model.parameters() if p not in hidden], chosen))
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the longest list in `model`, the outermost of these: its layers."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    longest = max(lists, key=len, default=None)  # of equals the outermost
+    if not longest or not any(map(_is_linear, longest.modules())):
+        raise ValueError(
+            "optimizer.name must not be 'muon' for a model without a ModuleList or ModuleDict of "
+            "layers, whose matrices it updates"
+        )
+    return list(longest.children())
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # by its name: transformers, which has GPT-2's transposed layers, need not be installed
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _own(model: nn.Module, chosen: OptimizerConfig) -> Optimizer:

@@ -6,14 +6,15 @@ Leaves out what custom kernels and autograd functions do inside, and tensors tha
 a dtype: these are FP32, and are widened where they meet FP64.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["InDouble"]
+__all__ = ["InDouble", "computing_in_double"]
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = (Tensor.float, Tensor.bfloat16, Tensor.half)
@@ -21,6 +22,17 @@ _CASTS = (Tensor.float, Tensor.bfloat16, Tensor.half)
 
 class InDouble(TorchFunctionMode):
     """A context in which floating dtypes narrower than FP64 are read as FP64."""
+
+    _is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, every dtype is what it says."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def __torch_function__(
         self,
@@ -30,10 +42,29 @@ class InDouble(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call the function with FP64 for each narrow dtype that it is given."""
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
         if func in _CASTS:
             return args[0].double()
         given = {name: _widened(value) for name, value in (kwargs or {}).items()}
         return func(*map(_widened, args), **given)
+
+
+@contextmanager
+def computing_in_double(attentions: Sequence[Any]) -> Iterator[None]:
+    """Inside, a model's code computes in FP64, but for its `attentions`, which cast as they do.
+
+    Each of these enters `around` when it is called.
+    """
+    mode = InDouble()
+    for attention in attentions:
+        attention.around = mode.paused
+    try:
+        with mode:
+            yield
+    finally:
+        for attention in attentions:
+            attention.around = nullcontext
 
 
 def _widened(value: Any) -> Any:

@@ -212,18 +212,23 @@ def _name(dtype: torch.dtype | None) -> str:
 def naming_modules(model: nn.Module, executed: Executed) -> Iterator[None]:
     """Inside, `executed` knows which module of `model` runs; calls of `model` itself have no name.
 
-    Where `model` has a tuple of functions `attention`, as our GPT, each call of one is recorded
-    with the dtypes of q, k, v and out, and what it computes belongs to it.
+    Where `model` has a tuple of functions `attention`, as ours have, or of `attention_slots`, whose
+    functions a model that is not ours calls, each call of one is recorded with the dtypes of q, k,
+    v and out, and what it computes belongs to it.
     """
     handles = []
     for name, module in model.named_modules():
         enter, leave = _hooks(executed, name)
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave, always_call=True))
-    functions = getattr(model, "attention", None)
+    slots = vars(model).get("attention_slots", ())
+    functions = None if slots else getattr(model, "attention", None)
     if isinstance(functions, tuple):
         named = [_named(executed, f"layer_{i}.attention", each) for i, each in enumerate(functions)]
         vars(model)["attention"] = tuple(named)
+    present = [slot.function for slot in slots]
+    for i, slot in enumerate(slots):
+        slot.function = _named(executed, f"layer_{i}.attention", slot.function)
     try:
         yield
     finally:
@@ -231,6 +236,8 @@ def naming_modules(model: nn.Module, executed: Executed) -> Iterator[None]:
             handle.remove()
         if isinstance(functions, tuple):
             vars(model)["attention"] = functions
+        for slot, function in zip(slots, present, strict=True):
+            slot.function = function
 
 
 def _hooks(executed: Executed, name: str) -> tuple[Callable[..., None], Callable[..., None]]:

@@ -7,7 +7,7 @@ This is the one place that binds names in a config to objects. It leaves out the
 import logging
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.exc import InvalidBackend
 
 from attention_kernels.fp_environment import settle_vector_math
@@ -27,11 +27,12 @@ from stability.callbacks.instability_watch import InstabilityWatch
 from stability.callbacks.probe_callbacks import DeviationProbe
 from stability.callbacks.random_numbers import RandomNumbers
 from stability.config.convert import nearest
+from stability.config.model import BUILDERS, HUGGINGFACE, ModelConfig
 from stability.config.precision import emulated_format, parse_precision
 from stability.config.schema import ArmConfig, TrainConfig
 from stability.data.datamodule import TextDataModule
 from stability.intercept.replacement import Replacement
-from stability.model.gpt import GPT
+from stability.model.decoder import attentions_of, blocks_of, build_decoder
 from stability.model.initial_weights import initialise, nudge_weights
 from stability.model.lightning_module import LanguageModel
 from stability.model.module_precision import attention_in_default, with_module_precision
@@ -43,6 +44,8 @@ from stability.probe.attention_registry import (
     resolve_attention,
     with_input_format,
 )
+from stability.probe.double_precision import computing_in_double
+from stability.probe.measurements import query_weight
 from stability.probe.schedule import Schedule
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
@@ -88,7 +91,7 @@ def quieten_lightning() -> None:
 class Parts:
     """The objects of one run."""
 
-    model: GPT
+    model: nn.Module
     module: LanguageModel
     attention: ResolvedAttention
     init_hash: str
@@ -159,7 +162,7 @@ def load_data(config: ArmConfig) -> TextDataModule:
 def assemble(config: ArmConfig) -> Parts:
     """Build the model of a run with its attention, probe, initial weights and nudge.
 
-    ValueError as `check_alone`, `resolve_device` and `resolve_attention`.
+    ValueError as `check_alone`, `resolve_device`, `resolve_attention` and `build_decoder`.
     """
     check_alone()
     settle_vector_math()  # before the initial weights, which must be those of the pair
@@ -175,20 +178,17 @@ def assemble(config: ArmConfig) -> Parts:
         # the attention stays outside of the graph, so its bits are the same compiled or not
         eager: Any = torch.compiler.disable
         attention = [eager(function) for function in attention]
-    model = GPT(config.model, attention)
-    start = read_start_state(model, config.start) if config.start else None
-    if start is None:
-        initialise(model, config.seed.base + config.seed.init_offset)
-    else:
-        begin(model, start)
+    model, start = _model(config, attention)
     init_hash = hash_state(model.state_dict())
     if config.precision == "64-true":
         model.double()
+        if not config.model.is_ours:
+            model.forward = _in_double(model)
     nudge_weights(model, config.nudge.ulps, config.seed.base, config.nudge.draw)
     with_module_precision(model, precision, device)
     callbacks: list[Callback] = []
     if probe is not None:
-        modules.update(model.blocks.named_children())
+        modules.update(_query_modules(model, config.model))
         callbacks.append(_probing(config, probe, model))
     if config.watch.every:
         callbacks.append(InstabilityWatch(config.watch.every))
@@ -215,7 +215,50 @@ def assemble(config: ArmConfig) -> Parts:
     )
 
 
-def _trained(model: GPT, config: ArmConfig, start: Start | None) -> LanguageModel:
+def _model(config: ArmConfig, attention: list[Any]) -> tuple[nn.Module, Start | None]:
+    """Return the model of `config` with its initial weights, and the state that they are of."""
+    seed = config.seed.base + config.seed.init_offset
+    is_given = config.model.options.get("weights") == "given" and not config.model.is_ours
+    if is_given and config.seed.init_offset:
+        raise ValueError(
+            "seed.init_offset must be 0 where model.weights are given, got "
+            f"{config.seed.init_offset}: no weight is drawn"
+        )
+    # an arm of its own attention, or a probe that looks at the attention, needs the model's calls
+    is_asked = config.probe.is_on or config.probe.shadows_are == "baseline"
+    model = build_decoder(config.model, attention, seed=seed, may_ignore_attention=not is_asked)
+    _refuse_emulation(model, config.precision)
+    start = read_start_state(model, config.start) if config.start else None
+    if start is None:
+        initialise(model, seed, config.model)
+    else:
+        begin(model, start)
+    return model, start
+
+
+def _refuse_emulation(model: nn.Module, precision: str) -> None:
+    """ValueError for a model that multiplies by other means than emulation rounds."""
+    # by its name: transformers, which has it, need not be installed
+    kinds = {type(module).__name__ for module in model.modules()}
+    if parse_precision(precision).emulates and "Conv1D" in kinds:
+        raise ValueError(
+            f"precision must not be emulated for {type(model).__name__}, got {precision!r}: its "
+            "Conv1D is no F.linear, and would not be rounded"
+        )
+
+
+def _in_double(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a model that is not ours, whose code may cast to FP32, in FP64."""
+    forward = model.forward
+
+    def computed(tokens: Tensor) -> Tensor:
+        with computing_in_double(attentions_of(model)):
+            return forward(tokens)
+
+    return computed
+
+
+def _trained(model: nn.Module, config: ArmConfig, start: Start | None) -> LanguageModel:
     """Return the module that trains `model`, with the optimizer's state of `start`.
 
     Its optimizer is built once, so that what is wrong with one of the user's own is told early.
@@ -250,8 +293,13 @@ def _compiled(function: Any, train: TrainConfig) -> Any:
 
 def imports_user_modules(config: ArmConfig) -> bool:
     """Whether `assemble` would import code that is not this package's."""
+    builder, known = config.model.builder, (*BUILDERS, HUGGINGFACE)
     is_own = any(":" in name for name in (config.optimizer.name, config.model.init))
-    return is_own or any(map(is_users, (config.attention, *config.probe.shadows)))
+    return (
+        builder not in known
+        or is_own
+        or any(map(is_users, (config.attention, *config.probe.shadows)))
+    )
 
 
 def describe_attention(config: ArmConfig) -> dict[str, Any]:
@@ -291,7 +339,7 @@ def _attention_by_layer(
 
     ValueError if no layer's name matches the arm's globs.
     """
-    names = [f"layer_{index}" for index in range(config.model.depth)]
+    names = config.model.layer_names
     changed = config.attention
     own = resolve_attention(config.probe.shadows[0], device) if changed.is_partial else primary
     replacement = Replacement(candidate=primary, layers=changed.layers, direction=changed.direction)
@@ -322,7 +370,16 @@ def _probe(
     )
 
 
-def _probing(config: ArmConfig, probe: AttentionProbe, model: GPT) -> DeviationProbe:
+def _query_modules(model: nn.Module, shape: ModelConfig) -> dict[str, nn.Module]:
+    """Return the modules that hold W_Q, by layer; a layer's own where none is known to."""
+    rows = shape.heads * shape.head_dim
+    return {
+        name: next((m for m in block.modules() if query_weight(m, rows) is not None), block)
+        for name, block in blocks_of(model, shape.depth).items()
+    }
+
+
+def _probing(config: ArmConfig, probe: AttentionProbe, model: nn.Module) -> DeviationProbe:
     wanted = config.probe
     schedule = Schedule(every=wanted.every, steps=wanted.steps, per_decade=wanted.per_decade)
     return DeviationProbe(probe, schedule, model, inherited=wanted.inherited)

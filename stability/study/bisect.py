@@ -64,7 +64,7 @@ def plan_layers(
     """
     config = _config(parent)
     attention = _attention_of(config, changes)
-    layers = [f"layer_{index}" for index in range(config.model.depth)]
+    layers = config.model.layer_names
     return layers, lambda some: {"attention": {**attention, "layers": list(some)}}
 
 

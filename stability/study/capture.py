@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stability.config.convert import from_dict
 from stability.config.schema import ArmConfig, ModelConfig
-from stability.model.gpt import GPT
+from stability.model.decoder import build_decoder
 from stability.probe.attention_inputs import AttentionInputs
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths, run_at, snapshot_steps
@@ -56,7 +56,7 @@ def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
     weights = read_run_snapshot(paths, step)
     _check_size(paths, step, config.model, weights)
     recorders = [_Recorder() for _ in range(config.model.depth)]
-    model = GPT(config.model, recorders)
+    model = build_decoder(config.model.drawn(), recorders)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

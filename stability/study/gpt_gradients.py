@@ -1,29 +1,30 @@
-"""The gradient of our GPT on given weights and batch, under any attention, isolated or as trained.
+"""The gradient of a study's model on given weights and batch, under any attention.
 
-A second GPT without weights of its own is called on detached weights of the run's model. So neither
-the run's model nor its gradients, hooks, compiled forward or attention is touched: there is nothing
-to put back. Leaves out what is measured of the gradients (`probe.gradient_evidence`) and when
-(`callbacks.gradient_callback`).
+It is isolated or as trained. A second model without weights of its own is called on detached
+weights of the run's model. So neither the run's model nor its gradients, hooks, compiled forward or
+attention is touched: there is nothing to put back. Leaves out what is measured of the gradients
+(`probe.gradient_evidence`) and when (`callbacks.gradient_callback`).
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from attention_kernels import Format
 from stability.config.precision import emulated_format, parse_precision
 from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
 from stability.intercept.replacement import Replacement
-from stability.model.gpt import GPT
+from stability.model.decoder import attentions_of, build_decoder
 from stability.model.lightning_module import next_token_loss
 from stability.model.module_precision import attention_in_default, in_module_precision
 from stability.model.precision import EmulatedLinear
 from stability.probe.attention_registry import resolve_attention
+from stability.probe.double_precision import computing_in_double
 from stability.probe.gradient_evidence import (
     Attention,
     AttentionRole,
@@ -54,7 +55,7 @@ def attention_rounding(precision: str) -> torch.dtype | Format:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptGradients:
-    """Gradients of a GPT of `config` that trains in `precision`.
+    """Gradients of a decoder of `config` that trains in `precision`.
 
     `candidate` and `baseline` hold an attention for each layer. In the layers that are `changed`
     the golden takes their place; the others attend as the baseline's in all three roles.
@@ -65,6 +66,8 @@ class GptGradients:
     candidate: Sequence[Attention]
     baseline: Sequence[Attention]
     changed: Sequence[bool]
+    _shells: list[nn.Module] = field(default_factory=list)
+    """The model of others without weights, once it is built: that draws them all."""
 
     def of(
         self,
@@ -87,8 +90,7 @@ class GptGradients:
             attentions = [
                 attention_in_default(each, trained_in, batch.device) for each in attentions
             ]
-        with torch.device("meta"):
-            model = GPT(self.config, attentions)
+        model = self._shell(attentions, batch.device)
         if is_isolated:
             dtype, rest, modules = surrounding_dtype(rounding), nullcontext(), nullcontext()
         else:
@@ -97,12 +99,30 @@ class GptGradients:
         leaves = {
             name: value.detach().to(dtype).requires_grad_() for name, value in weights.items()
         }
-        with isolated(batch.device), torch.enable_grad():
+        is_others = dtype == torch.float64 and not self.config.is_ours
+        # others' code may cast to FP32 where it computes in FP64
+        in_double = computing_in_double(attentions_of(model)) if is_others else nullcontext()
+        with isolated(batch.device), torch.enable_grad(), in_double:
             with rest, modules:
                 logits = functional_call(model, leaves, (batch[:, :-1],))
                 loss = next_token_loss(logits, batch) * scale
             found = torch.autograd.grad(loss, list(leaves.values()))
         return {name: x / scale for name, x in zip(leaves, found, strict=True)}
+
+    def _shell(self, attentions: Sequence[Attention], device: torch.device) -> nn.Module:
+        """Return a model that attends so and has no weights of its own."""
+        if self.config.is_ours:
+            with torch.device("meta"):
+                return build_decoder(self.config, attentions)
+        if not self._shells:
+            # its buffers are wanted, and no code of others' need know the device "meta"
+            model = build_decoder(self.config.drawn(), attentions, may_ignore_attention=True)
+            _drop_weights(model.to(device))
+            self._shells.append(model)
+        (model,) = self._shells
+        for slot, attention in zip(attentions_of(model), attentions, strict=True):
+            slot.function = attention
+        return model
 
     def _attentions(
         self, role: AttentionRole, rounding: torch.dtype | Format | None, device: torch.device
@@ -146,7 +166,7 @@ def attentions_of_arm(config: ArmConfig, device: torch.device) -> GptGradients |
         layers=changed.layers,
         direction=changed.direction,
     )
-    covered = [replacement.covers(f"layer_{index}") for index in range(config.model.depth)]
+    covered = [replacement.covers(name) for name in config.model.layer_names]
     candidate = replacement.mixed(own).function
     return GptGradients(
         config=config.model,
@@ -155,6 +175,17 @@ def attentions_of_arm(config: ArmConfig, device: torch.device) -> GptGradients |
         baseline=[own.function] * len(covered),
         changed=covered,
     )
+
+
+def _drop_weights(model: nn.Module) -> None:
+    """Put each parameter of `model` on the device "meta"; those that are shared stay so."""
+    dropped = {id(p): nn.Parameter(p.detach().to("meta")) for p in model.parameters()}
+    known = list(model.parameters())  # alive, so that no id is given twice
+    for module in list(model.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = dropped[id(parameter)]
+    del known
 
 
 def _weights_dtype(precision: str) -> torch.dtype:

@@ -27,6 +27,10 @@ block by block, the second by chunks of queries. An attention of the user's own 
 none, and so are PyTorch's. Under torch.compile only the residual stream and score matrices count as
 kept, since a compiler may compute the rest again.
 
+These are our GPT's. The weights of any other model, and what its backward needs, are counted on the
+device "meta" (`model_size`): w and n times as many numbers as it saves there, less what autograd
+adds in mixed precision, but for the matrices of linear layers that autocast casts.
+
 On a GPU all of that is the device's, and the host has to hold a copy of the weights. Leaves out
 text, libraries (some 300 MB a process) and what allocators lose; and what the machine has
 (`machine_memory`).
@@ -40,6 +44,7 @@ from attention_kernels.formats import FORMATS, Format, format_named
 from attention_kernels.profiles import BASELINE_PROFILES, DEFAULT_BASELINE_PROFILE
 from stability.config.precision import emulated_format, parse_precision
 from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
+from stability.study.model_size import size_of
 
 __all__ = [
     "Estimate",
@@ -51,6 +56,8 @@ __all__ = [
 ]
 
 FP64_BYTES = 8
+_FORMULA = "gpt2"
+"""The builder whose models the formula above is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +136,10 @@ def kept_for_backward(config: ArmConfig) -> list[Part]:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Return how many parameters our GPT of this shape has."""
-    width, head_dim = model.width, model.width // model.heads
-    kv_width = (model.kv_heads or model.heads) * head_dim
+    """Return how many parameters a model of this shape has; 0 where that can't be told."""
+    if model.builder != _FORMULA:
+        return size_of(model, 1).parameters
+    width, head_dim, kv_width = model.width, model.head_dim, model.kv_width
     norms = 2 * head_dim if model.qk_norm else 0
     biases = width + kv_width + width + 4 * width + width  # the keys have none
     block = _matrices(model) + biases + 2 * 2 * width + norms
@@ -144,9 +152,8 @@ def weight_bytes(config: ArmConfig) -> int:
 
 
 def _matrices(model: ModelConfig) -> int:
-    """Return the weights in the matrices of one block."""
-    kv_width = (model.kv_heads or model.heads) * (model.width // model.heads)
-    return model.width * (2 * model.width + 2 * kv_width + 8 * model.width)
+    """Return the weights in the matrices of one block of our GPT."""
+    return model.width * (2 * model.width + 2 * model.kv_width + 8 * model.width)
 
 
 def _widths(precision: str) -> _Widths:
@@ -179,18 +186,23 @@ def _activations(config: ArmConfig, widths: _Widths) -> list[Part]:
     """Return what the backward needs of all layers, less the scores."""
     model = config.model
     tokens = config.train.batch_size * model.context
-    residual, cast = 2 * widths.weight * model.width, widths.cast * _matrices(model)
-    kv_width = (model.kv_heads or model.heads) * (model.width // model.heads)
-    products = widths.activation * (11 * model.width + 2 * kv_width)
+    residual, cast = 2 * widths.weight * model.width, 0
+    products = widths.activation * (11 * model.width + 2 * model.kv_width)
+    kept = model.depth * tokens * (residual + products)
     if config.train.compile:
-        residual, products, cast = residual // 2, 0, 0
+        kept = model.depth * tokens * residual // 2
+    elif model.builder == _FORMULA:
+        cast = model.depth * widths.cast * _matrices(model)
+    else:
+        size = size_of(model, config.train.batch_size)
+        kept, cast = size.kept * widths.activation // 4, size.block_matrices * widths.cast
     name = (
         f"activations of {_times(model.depth, 'layer')}, {config.train.batch_size} x "
         f"{model.context} tokens of width {model.width}"
     )
     return [
-        Part(name, model.depth * tokens * (residual + products)),
-        Part(f"weights cast for the products of {model.depth} layers", model.depth * cast),
+        Part(name, kept),
+        Part(f"weights cast for the products of {model.depth} layers", cast),
     ]
 
 
@@ -234,7 +246,7 @@ def _transient(config: ArmConfig, widths: _Widths) -> list[Part]:
 
 def _attention_by_layer(config: ArmConfig) -> list[tuple[AttentionConfig, list[str]]]:
     """Return the attentions that train the layers, each with the layers that are all its own."""
-    names = [f"layer_{index}" for index in range(config.model.depth)]
+    names = config.model.layer_names
     changed = config.attention
     if not changed.is_partial:
         return [(changed, names)]
@@ -296,7 +308,7 @@ def _kept_matrices(attention: AttentionConfig, widths: _Widths) -> int:
 def _is_probed(config: ArmConfig) -> bool:
     """Whether the probe looks at some layer at step 0, which every run takes."""
     probe = config.probe
-    names = [f"layer_{index}" for index in range(config.model.depth)]
+    names = config.model.layer_names
     is_listed = 0 in probe.steps if probe.steps else probe.every > 0
     is_due = is_listed or probe.per_decade > 0
     return is_due and any(fnmatchcase(name, glob) for name in names for glob in probe.layers)
@@ -305,8 +317,7 @@ def _is_probed(config: ArmConfig) -> bool:
 def _in_fp64(config: ArmConfig, whose: str, tensors: tuple[int, int], layers: int = 1) -> Part:
     """Return what so many tensors of q's shape, and of k's, take in FP64."""
     model, batch = config.model, config.train.batch_size
-    kv_width = (model.kv_heads or model.heads) * (model.width // model.heads)
-    width = tensors[0] * model.width + tensors[1] * kv_width
+    width = tensors[0] * model.attention_width + tensors[1] * model.kv_width
     name = (
         f"{whose} of q, k and v in FP64, {batch} x {model.context} tokens of width {model.width}, "
         f"{_times(layers, 'layer')}"

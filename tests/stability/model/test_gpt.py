@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from stability.config.convert import from_dict
 from stability.config.schema import ModelConfig
+from stability.model.decoder import build_decoder
 from stability.model.gpt import GPT
 from stability.model.initial_weights import initialise
 
@@ -64,13 +65,13 @@ def test_a_model_without_dropout_draws_nothing():
 
 @pytest.mark.parametrize(
     ("preset", "millions"),
-    [("demo", 1.0), ("small", 10.8), ("medium", 33.5), ("gpt2_small", 124.4)],
+    [("demo", 1.0), ("llama_demo", 1.0), ("small", 10.8), ("medium", 33.5), ("gpt2_small", 124.4)],
 )
 def test_preset_has_the_promised_number_of_weights(preset, millions):
     text = (PRESETS / f"{preset}.yaml").read_text()
     config = from_dict(ModelConfig, yaml.safe_load(text), preset)
     with torch.device("meta"):
-        model = GPT(config, [_sdpa] * config.depth)
+        model = build_decoder(config, [_sdpa] * config.depth)
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert round(weights / 1e6, 1) == millions
     assert float(text.split("# Weights:")[1].split("M")[0]) == pytest.approx(millions, abs=0.05)
@@ -80,6 +81,7 @@ def test_preset_has_the_promised_number_of_weights(preset, millions):
 def test_every_preset_is_counted_above():
     assert {path.stem for path in PRESETS.glob("*.yaml")} == {
         "demo",
+        "llama_demo",
         "small",
         "medium",
         "gpt2_small",

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from stability.config.load import load_study
 from tests.stability.study.recorded_bits import recorded_bits
+from tests.stability.study.test_any_model import HF_LLAMA
 
 ROOT = Path(__file__).parents[3]
 ARMS = {
@@ -24,7 +26,8 @@ ARMS = {
 }
 
 
-def _edit(content):
+def _edit(content, model):
+    content["base"]["model"] |= model
     content["arms"] = ARMS
     content["seeds"] = [0]
     content["yardstick"] = "fp16"
@@ -34,9 +37,18 @@ def _edit(content):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_kills_at_random_points_change_no_bit(write_study, run_tiny, tmp_path, seed):
-    study, out = write_study(_edit), tmp_path / "killed"
+@pytest.mark.parametrize(
+    ("seed", "model"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {"builder": "llama", "kv_heads": 1}),
+        (4, {"builder": "huggingface", "options": {"config": HF_LLAMA}, "kv_heads": 1}),
+    ],
+    ids=["1", "2", "llama", "hugging face"],
+)
+def test_kills_at_random_points_change_no_bit(write_study, run_tiny, tmp_path, seed, model):
+    study, out = write_study(partial(_edit, model=model)), tmp_path / "killed"
     done = subprocess.run(
         [sys.executable, "-m", "tests.stability.study.killing", study, out, str(seed), "12"],
         cwd=ROOT,

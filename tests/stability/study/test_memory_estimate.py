@@ -43,8 +43,35 @@ def _bytes(config, name, until=4):
     return sum(part.bytes for part in parts if name in part.name)
 
 
+LLAMA = {"builder": "llama", "kv_heads": 2}
+OTHERS = {
+    "builder": "huggingface",
+    "options": {
+        "config": {
+            "model_type": "gpt2",
+            "n_layer": 2,
+            "n_embd": 64,
+            "n_head": 4,
+            "n_positions": 128,
+            "vocab_size": 300,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+            **dict.fromkeys(("bos_token_id", "eos_token_id")),
+        }
+    },
+}
+
+
 @pytest.mark.parametrize(
-    "shape", [{}, {"kv_heads": 2}, {"qk_norm": True}, {"depth": 3, "kv_heads": 1, "qk_norm": True}]
+    "shape",
+    [
+        {},
+        {"kv_heads": 2},
+        {"qk_norm": True},
+        {"depth": 3, "kv_heads": 1, "qk_norm": True},
+        {**LLAMA, "qk_norm": True},
+        {**LLAMA, "options": {"tied": True, "mlp_width": 100}},
+        OTHERS,
+    ],
 )
 @pytest.mark.parametrize(("precision", "width"), [("32-true", 4), ("64-true", 8)])
 def test_the_parameters_are_those_of_the_model(shape, precision, width):
@@ -69,7 +96,9 @@ def _kept_by_autograd(config: ArmConfig) -> int:
         return tensor
 
     batch = torch.randint(0, 256, (config.train.batch_size, config.model.context + 1))
-    context = torch.autocast("cpu", torch.bfloat16, enabled=config.precision.startswith("bf16-mixed"))
+    context = torch.autocast(
+        "cpu", torch.bfloat16, enabled=config.precision.startswith("bf16-mixed")
+    )
     if config.precision.startswith("emulated:"):
         context = EmulatedLinear(emulated_format(config.precision))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), context:
@@ -95,6 +124,23 @@ def test_no_more_is_estimated_than_autograd_keeps_and_not_much_less(precision, a
     kept = _kept_by_autograd(config)
     estimated = sum(part.bytes for part in kept_for_backward(config))
     assert 0.3 * kept < estimated <= kept
+
+
+@pytest.mark.parametrize("precision", NATIVE_ON_CPU)
+@pytest.mark.parametrize("shape", [LLAMA, OTHERS], ids=["llama", "huggingface"])
+@pytest.mark.parametrize("attention", ["baseline", "flash"])
+def test_what_others_keep_is_counted_without_being_computed(precision, shape, attention):
+    config = _config(model=shape, precision=precision, attention={"implementation": attention})
+    kept = _kept_by_autograd(config)
+    estimated = sum(part.bytes for part in kept_for_backward(config))
+    assert 0.3 * kept < estimated <= kept
+
+
+def test_a_model_of_ones_own_that_needs_real_tensors_has_no_size_before_it_is_built():
+    config = _config(model={"builder": "tests.stability.study.own_models:measured"})
+    assert parameter_count(config.model) == 0
+    own = _config(model={"builder": "tests.stability.study.own_models:build"})
+    assert parameter_count(own.model) == sum(p.numel() for p in assemble(own).model.parameters())
 
 
 @pytest.mark.parametrize(
