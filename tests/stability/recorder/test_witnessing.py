@@ -6,8 +6,12 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stability.callbacks.witness import WitnessCallback, WitnessError
+from stability.recorder.trainer_door import TrainerDoor
+from stability.recorder.witnessing import WitnessError, Witnessing
+from stability.recorder.writer import RunWriter
+from stability.records.metric_log import MetricLog
 from stability.records.numeric_switches import numeric_switches
+from stability.records.run_files import RunFiles
 from stability.records.witness import Label
 
 LABEL = Label(arm="mine", precision="32-true", implementation="baseline")
@@ -37,13 +41,20 @@ def _adamw(parameters):
     return torch.optim.AdamW(parameters)
 
 
+def _door(folder, module):
+    witnessing = Witnessing(module, 4, before=numeric_switches(), label=LABEL)
+    files = RunFiles.unnamed(folder)
+    log = MetricLog(folder / "updates.jsonl")
+    return TrainerDoor(RunWriter(files, log), module, [], witnessing), witnessing
+
+
 def _trained(fit, folder, optimizer, *, witnessed=True, **options):
     module = _Module(optimizer)
-    witness = WitnessCallback(module, 4, before=numeric_switches(), label=LABEL)
-    trainer = fit(folder, module, [witness] if witnessed else [], 4, **options)
+    door, witnessing = _door(folder, module)
+    trainer = fit(folder, module, [door] if witnessed else [], 4, **options)
     if witnessed:
-        witness.end(trainer)
-    return module, witness.witness
+        door.end(trainer)
+    return module, witnessing.witness
 
 
 @pytest.mark.parametrize("optimizer", [_muon, _adamw])
@@ -71,9 +82,8 @@ def test_the_first_micro_batch_alone_is_looked_at_where_gradients_are_accumulate
 def test_a_training_that_fails_leaves_no_mode_and_no_hook_behind(fit, tmp_path):
     module = _Module(_adamw)
     module.training_step = lambda batch, batch_idx: 1 / 0
-    witness = WitnessCallback(module, 4, before={}, label=LABEL)
     with pytest.raises(ZeroDivisionError):
-        fit(tmp_path, module, [witness], 4)
+        fit(tmp_path, module, [_door(tmp_path, module)[0]], 4)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert not module.layer._forward_hooks
 
@@ -87,9 +97,8 @@ def test_a_layer_that_casts_by_itself_contradicts_the_label(fit, tmp_path):
             return layer(x).float()
 
     module.layer.forward = cast
-    witness = WitnessCallback(module, 4, before={}, label=LABEL)
     with pytest.raises(WitnessError, match="labelled 32-true, its linear layers multiplied BF16"):
-        fit(tmp_path, module, [witness], 4)
+        fit(tmp_path, module, [_door(tmp_path, module)[0]], 4)
 
 
 def test_a_layer_that_casts_where_a_backward_computes_it_again_contradicts_the_label(fit, tmp_path):
@@ -101,7 +110,6 @@ def test_a_layer_that_casts_where_a_backward_computes_it_again_contradicts_the_l
             return layer(x).float()
 
     module.layer.forward = lambda x: checkpoint(cast_again, x.requires_grad_(), use_reentrant=True)
-    witness = WitnessCallback(module, 4, before={}, label=LABEL)
     said = r"1 of 2 kinds of product in .* multiplied BF16 \(first: layer, backward\)"
     with pytest.raises(WitnessError, match=said):
-        fit(tmp_path, module, [witness], 4)
+        fit(tmp_path, module, [_door(tmp_path, module)[0]], 4)
