@@ -87,7 +87,7 @@ class RunWriter:
         self.batches: str | None = ""
         """The running hash of all batches so far; None from the first on that was not seen."""
         self._files = files
-        self._log = log
+        self.log = log
         self._log_every = log_every
         self._baseline = baseline
         self._bad = self._since = 0
@@ -105,7 +105,7 @@ class RunWriter:
 
     def begin(self) -> None:
         """Cut off what an earlier try has left of the log, of snapshots and of predictions."""
-        self._log.truncate_to(0)
+        self.log.truncate_to(0)
         paths = self._files.paths
         found = [paths.snapshot(step) for step in snapshot_steps(paths)]
         found += [paths.predictions(step) for step in prediction_steps(paths)]
@@ -119,10 +119,10 @@ class RunWriter:
         The hash does not depend on the order of a batch's samples; it is empty if none was seen.
         """
         if loss is not None and (step - 1) % self._log_every == 0:
-            self._log.append(step - 1, {TRAIN_LOSS: loss})
+            self.log.append(step - 1, {TRAIN_LOSS: loss})
         self.batches = _chained(self.batches, batch)
         if self.batches is not None:
-            self._log.append(step, {}, None, **{BATCH_HASH: self.batches})
+            self.log.append(step, {}, None, **{BATCH_HASH: self.batches})
         self.step = step
         if loss is None or math.isfinite(loss):
             self._bad = 0
@@ -149,7 +149,7 @@ class RunWriter:
 
     def held_out(self, step: int, loss: float) -> None:
         """Tell of the loss on held-out data of the weights after `step` updates, nats a token."""
-        self._log.append(step, {EVAL_LOSS: loss})
+        self.log.append(step, {EVAL_LOSS: loss})
 
     def predictions(self, step: int, log_probabilities: "Tensor") -> None:
         """Write the log-probabilities of held-out tokens, `(blocks, tokens)`."""
@@ -167,8 +167,8 @@ class RunWriter:
 
     def ended(self, final_weights: str) -> None:
         """Say in the manifest that the run has come to its end, with this hash of its weights."""
-        self._log.sync()
-        self._log.close()
+        self.log.sync()
+        self.log.close()
         at, log = self.diverged, self._files.paths.metrics
         manifest = self._files.manifest
         batches = {"batches": self.batches} if self.batches else {}
@@ -185,11 +185,11 @@ class RunWriter:
 
         The log's hash is in it too, so that it can't be gone on with beside another one.
         """
-        self._log.sync()
-        position = self._log.position()
+        self.log.sync()
+        position = self.log.position()
         return {
             "position": position,
-            "sha256": self._log.hash_until(position),
+            "sha256": self.log.hash_until(position),
             "step": self.step,
             "batches": self.batches,
             "bad": self._bad,
@@ -198,7 +198,7 @@ class RunWriter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: what was logged later is cut off."""
-        self._log.truncate_to(state["position"])
+        self.log.truncate_to(state["position"])
         self.step, self.batches = state["step"], state["batches"]
         self._bad, self._since = state["bad"], state["since"]
 
@@ -215,7 +215,7 @@ class RunWriter:
         # the histogram has no bin for NaN, and one for infinity and all large numbers
         nonfinite = float(count_nonfinite(weights)) if weights else 0.0
         counts = {WEIGHT_HISTOGRAM: weight_counts(weights)}
-        self._log.append(step, {NONFINITE_WEIGHTS: nonfinite}, counts)
+        self.log.append(step, {NONFINITE_WEIGHTS: nonfinite}, counts)
 
     def _log_drift(self, step: int, state: "Mapping[str, Tensor]", baseline: RunPaths) -> None:
         from stability.metrics.drift import drift  # heavy: torch
@@ -229,7 +229,7 @@ class RunWriter:
             for metric, value in values.items()
         }
         own_sum = self._files.checksum(self._files.paths.snapshot(step))
-        self._log.append(step, metrics, None, **{DRIFT_OF: own_sum, DRIFT_FROM: other_sum})
+        self.log.append(step, metrics, None, **{DRIFT_OF: own_sum, DRIFT_FROM: other_sum})
 
 
 def running_hashes(batches: Iterable[str]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from stability.records.protocol import protocol_hash
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.records.weight_files import TORCH_SUFFIXES, Weights, open_weights
-from stability.study.foreign import measure_study, write_study, writer_of
+from stability.study.foreign import measure_study, write_study, writing
 from stability.study.foreign_plan import ForeignRun, check_free, given_role
 from stability.study.run import locked
 
@@ -192,12 +192,12 @@ def _write(adoption: Adoption, run: ForeignRun, start: str) -> str:
     with locked(run.paths):
         files = RunFiles(run.paths, _manifest(adoption, run, start, said if low else ""))
         files.update()
-        writer = writer_of(run, files, lambda step: None)
         state = {}
-        for step in adoption.steps:
-            state = _state(places[step], names)
-            writer.state(step, state)
-        writer.ended(hash_state(state))
+        with writing(run, files, lambda step: None) as writer:
+            for step in adoption.steps:
+                state = _state(places[step], names)
+                writer.state(step, state)
+            writer.ended(hash_state(state))
     write_study(run, run.config)
     return said if low else ""
 

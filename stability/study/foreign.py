@@ -39,7 +39,15 @@ from stability.study.run import locked
 from stability.study.window import freeze_window
 from stability.study.worktree import repository, sources_outside
 
-__all__ = ["OpenRun", "RunFailedError", "measure_study", "opened", "record_command", "write_study"]
+__all__ = [
+    "OpenRun",
+    "RunFailedError",
+    "measure_study",
+    "opened",
+    "record_command",
+    "write_study",
+    "writing",
+]
 
 
 class RunFailedError(RuntimeError):
@@ -95,8 +103,8 @@ def opened(
         try:
             files = RunFiles(run.paths, _first_manifest(run, variables))
             files.update()
-            writer = writer_of(run, files, lambda step: _check_batches(run, step))
-            yield OpenRun(run=run, files=files, writer=writer, spool=spool, folder=folder)
+            with writing(run, files, lambda step: _check_batches(run, step)) as writer:
+                yield OpenRun(run=run, files=files, writer=writer, spool=spool, folder=folder)
         except KeyboardInterrupt:
             stopped(files, "interrupted")
             raise
@@ -164,15 +172,23 @@ def _checked(
     return record.files.manifest
 
 
-def writer_of(run: ForeignRun, files: RunFiles, check: Callable[[int], None]) -> RunWriter:
-    """Return the writer of a run that begins; what an earlier try has left is cut off."""
+@contextmanager
+def writing(run: ForeignRun, files: RunFiles, check: Callable[[int], None]) -> Iterator[RunWriter]:
+    """Give the writer of a run that begins; what an earlier try has left is cut off.
+
+    `check` is called before a drift from the baseline is computed, as that of `Baseline`.
+    """
     baseline = None
     if run.baseline is not None:
         steps = snapshot_steps(run.baseline)
         baseline = Baseline(paths=run.baseline, steps=steps, check=check)
-    writer = RunWriter(files, MetricLog(files.paths.metrics), baseline=baseline)
-    writer.begin()
-    return writer
+    log = MetricLog(files.paths.metrics)
+    writer = RunWriter(files, log, baseline=baseline)
+    try:
+        writer.begin()
+        yield writer
+    finally:
+        log.close()
 
 
 def _write(run: ForeignRun, files: RunFiles, writer: RunWriter, spooled: Spooled) -> Manifest:
