@@ -1,8 +1,8 @@
-"""What records cost a run: snapshots, drifts and checkpoints, as shares of the demo's own time.
+"""What records cost a run, as shares of the demo's own time: updates, weights and checkpoints.
 
 `python benchmarks/records.py` trains the quickstart's baseline and its FP32 reference as the demo
-does, in a temporary folder, and times the three callbacks' own work. The limit is 5 % for
-snapshots.
+does, in a temporary folder. The limit is 5 % for snapshots; `updates` holds all that is recorded
+after an update, weights included.
 """
 
 import sys
@@ -12,8 +12,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from stability.callbacks.weight_callbacks import DriftProbe, SnapshotWriter
 from stability.config.load import load_study
+from stability.recorder.trainer_door import TrainerDoor
+from stability.recorder.writer import RunWriter
 from stability.study.assemble import quieten_lightning
 from stability.study.checkpoints import CheckpointFiles
 from stability.study.run_study import plan_study
@@ -21,8 +22,9 @@ from stability.study.train_run import TrainOptions, train
 
 ROOT = Path(__file__).parent.parent
 WORK = {
-    "snapshots": (SnapshotWriter, "at_step"),
-    "drifts": (DriftProbe, "at_step"),
+    "snapshots": (RunWriter, "snapshot"),
+    "drifts": (RunWriter, "_log_drift"),
+    "updates": (TrainerDoor, "after_update"),
     "checkpoints": (CheckpointFiles, "save_checkpoint"),
 }
 

@@ -23,9 +23,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stability.callbacks.progress import StudyObserver
-from stability.callbacks.witness import WitnessCallback
 from stability.config.load import load_study
 from stability.probe.executed import Executed
+from stability.recorder.witnessing import Witnessing
 from stability.study.fresh_process import call_alone
 from stability.study.run import Run
 from stability.study.run_study import plan_study
@@ -132,9 +132,9 @@ def _seconds_of_an_operator(repetitions: int = 20_000) -> tuple[float, float]:
 def cost_of(run: Run) -> tuple[float, int, float]:
     """Train `run`; return the witness's seconds, its operators, and the CPU seconds of it all."""
     stopwatch = Stopwatch()
-    for name, value in list(vars(WitnessCallback).items()):
+    for name, value in list(vars(Witnessing).items()):
         if callable(value) and not name.startswith("_"):
-            stopwatch.time(WitnessCallback, name)
+            stopwatch.time(Witnessing, name)
     count = _count(Executed, stopwatch)
     for name in ("enter", "leave", "note"):
         stopwatch.time(Executed, name)

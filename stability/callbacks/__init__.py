@@ -1,1 +1,4 @@
-"""Lightning callbacks, one subject each; they take measurements and never change the run."""
+"""Lightning callbacks that take measurements, one subject each; none changes the run.
+
+What every run records, they do not write: that is the recorder's.
+"""

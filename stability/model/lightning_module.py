@@ -61,7 +61,7 @@ class LanguageModel(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the mean cross-entropy of each next token, in nats, FP32 or FP64."""
         loss = next_token_loss(self.model(batch[:, :-1]), batch)
-        # the loggers get it from callbacks.training_loss, in time for the step's checkpoint
+        # the loggers get it from recorder.trainer_door, in time for the step's checkpoint
         self.log("train/loss", loss, prog_bar=True, logger=False)
         return loss
 

@@ -1,138 +1,271 @@
-"""Writes the record of a run from what its processes have left in a spool.
+"""Writes the record of a run: every line of its updates and weights, its files, how it ended.
 
-The manifest says `running` until every file is whole. A loss is that of the weights after so many
-updates, as in the log of any run, so the first update's stands at step 0; the hash of batches runs
-over all updates up to its step. Leaves out which runs make a study and whether they are pairs
-(`study.foreign`).
+It is told of a training as that goes on (`trainer_door`), or of one that has ended, from the spool
+of its processes or from checkpoints of anybody's (`study.foreign`, `study.adopt`). The record is of
+one form: a loss is that of the weights after so many updates, so the first update's stands at step
+0; the hash of batches runs over all updates up to its step; the manifest says `running` until every
+file is whole.
+
+Leaves out what instruments log (`callbacks`), checkpoints (`study.checkpoints`), and which runs
+make a study and whether they are pairs.
 """
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stability.recorder.spooled import Spooled, Update
-from stability.records.metric_log import MetricLog
+from stability.records.metric_log import MetricLog, read_text
 from stability.records.metric_names import (
     BATCH_HASH,
     DRIFT_FROM,
     DRIFT_OF,
+    EVAL_LOSS,
     NONFINITE_WEIGHTS,
     TRAIN_LOSS,
     WEIGHT_HISTOGRAM,
     drift_name,
 )
-from stability.records.paths import RunPaths, snapshot_steps
+from stability.records.paths import RunPaths, prediction_steps, snapshot_steps
 from stability.records.run_files import RunFiles, read_summed_snapshot
-from stability.records.snapshots import hash_state, write_snapshot
+from stability.records.run_lease import LeaseLostError
+from stability.records.sealed_json import file_checksum
+from stability.records.snapshots import write_snapshot
+from stability.records.witness import Witness, write_witness
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PATIENCE", "diverged_at", "running_hashes", "write_log", "write_states"]
+__all__ = [
+    "LOG_PROBABILITIES",
+    "PATIENCE",
+    "Baseline",
+    "RunWriter",
+    "running_hashes",
+    "stopped",
+]
 
 PATIENCE = 5
-"""Updates in a row with a loss that is not finite, which make a run a diverged one."""
+"""Updates in a row with a loss that is not finite, which make a run a diverged one.
+
+A single such loss may be that of a step which a loss scaler skips."""
+
+LOG_PROBABILITIES = "log_probabilities"
+"""The tensor in a file of predictions: of each true next token, natural log, (blocks, tokens)."""
 
 
-def write_log(files: RunFiles, spooled: Spooled) -> None:
-    """Write loss and batch hash of each update; what an earlier try has left is cut off."""
-    log = MetricLog(files.paths.metrics)
-    log.truncate_to(0)
-    hashes = running_hashes(spooled.updates)
-    try:
-        for update in spooled.updates:
-            if update.loss is not None:
-                log.append(update.step - 1, {TRAIN_LOSS: update.loss})
-            if digest := next(hashes):
-                log.append(update.step, {}, None, **{BATCH_HASH: digest})
-        log.sync()
-    finally:
-        log.close()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Baseline:
+    """The run that drifts are measured from, which has been recorded before."""
+
+    paths: RunPaths
+    steps: Collection[int]
+    """Those of its states that are compared."""
+    check: Callable[[int], None] = lambda step: None
+    """Called with a step before its drift is computed; raises if they are no pair up to there."""
 
 
-def running_hashes(updates: Sequence[Update]) -> Iterator[str]:
-    """Give the hash of all batches up to each update; empty from the first that was not seen."""
-    digest = ""
-    for index, update in enumerate(updates):
-        is_known = bool(update.batch) and bool(digest or not index)
-        digest = hashlib.sha256(f"{digest}{update.batch}".encode()).hexdigest() if is_known else ""
-        yield digest
+class RunWriter:
+    """Writes the record of one run into `log`, and into the files that `files` lists.
 
-
-def diverged_at(updates: Sequence[Update]) -> int | None:
-    """Return the first step of the last losses if these are not finite, `PATIENCE` or more."""
-    bad = 0
-    for update in reversed(updates):
-        if update.loss is None or math.isfinite(update.loss):
-            break
-        bad += 1
-    return len(updates) - bad if bad >= PATIENCE else None
-
-
-def write_states(
-    files: RunFiles,
-    states: "Mapping[int, Callable[[], dict[str, Tensor]]]",
-    baseline: RunPaths | None,
-    check: Callable[[int], None],
-) -> str:
-    """Write the snapshots, and the drifts from `baseline`'s; return the hash of the last state.
-
-    `states` has by step the call that reads the state. `check` is called with each step before its
-    drift is computed, and raises if the runs are no pair up to there. ValueError if the two have
-    weights of other names or shapes.
+    A file that is listed already stays: a run that is gone on with has the same bits at that step.
     """
-    for step in snapshot_steps(files.paths):
-        if step not in states:  # of an earlier try
-            files.remove(files.paths.snapshot(step))
-    final = ""
-    shared = set(snapshot_steps(baseline)) if baseline else set()
-    log = MetricLog(files.paths.metrics)
-    try:
-        for step in sorted(states):
-            state = states[step]()
-            path = files.paths.snapshot(step)
-            write_snapshot(path, state)
-            files.add(path)
-            _log_weights(log, step, state)
-            if baseline and step in shared:
-                check(step)
-                _log_drift(log, step, state, files, baseline)
-            final = hash_state(state)
-        log.sync()
-    finally:
-        log.close()
-    files.add(files.paths.metrics)
-    return final
+
+    def __init__(
+        self,
+        files: RunFiles,
+        log: MetricLog,
+        *,
+        log_every: int = 1,
+        baseline: Baseline | None = None,
+    ) -> None:
+        self.step = 0
+        """How many updates, of those that the record tells of, were made."""
+        self.batches: str | None = ""
+        """The running hash of all batches so far; None from the first on that was not seen."""
+        self._files = files
+        self.log = log
+        self._log_every = log_every
+        self._baseline = baseline
+        self._bad = self._since = 0
+        """How many losses in a row are not finite, and the first one's step."""
+
+    @property
+    def diverged(self) -> int | None:
+        """The step of the first of the last losses, if they are too many that are not finite."""
+        return self._since if self._bad >= PATIENCE else None
+
+    @property
+    def may_diverge(self) -> bool:
+        """Whether the run has diverged with the next update, if its loss is not finite too."""
+        return self._bad == PATIENCE - 1
+
+    def begin(self) -> None:
+        """Cut off what an earlier try has left of the log, of snapshots and of predictions."""
+        self.log.truncate_to(0)
+        paths = self._files.paths
+        found = [paths.snapshot(step) for step in snapshot_steps(paths)]
+        found += [paths.predictions(step) for step in prediction_steps(paths)]
+        for path in found:
+            if path not in self._files:
+                self._files.remove(path)
+
+    def updated(self, step: int, loss: float | None, batch: str) -> None:
+        """Tell of update number `step`: its loss, None if it was not seen, and its batch's hash.
+
+        The hash does not depend on the order of a batch's samples; it is empty if none was seen.
+        """
+        if loss is not None and (step - 1) % self._log_every == 0:
+            self.log.append(step - 1, {TRAIN_LOSS: loss})
+        self.batches = _chained(self.batches, batch)
+        if self.batches is not None:
+            self.log.append(step, {}, None, **{BATCH_HASH: self.batches})
+        self.step = step
+        if loss is None or math.isfinite(loss):
+            self._bad = 0
+            return
+        if self._bad == 0:
+            self._since = step - 1
+        self._bad += 1
+
+    def state(self, step: int, state: "Mapping[str, Tensor]") -> None:
+        """Tell of the weights after `step` updates: snapshot, histogram, drift.
+
+        ValueError if the baseline has weights of other names or shapes, or not those it lists.
+        """
+        self.snapshot(step, state)
+        self.step = max(self.step, step)
+        self._log_weights(step, state)
+        if self._baseline is not None and step in self._baseline.steps:
+            self._baseline.check(step)
+            self._log_drift(step, state, self._baseline.paths)
+
+    def snapshot(self, step: int, state: "Mapping[str, Tensor]") -> None:
+        """Write the weights after `step` updates, of which the log may tell already."""
+        self._write(self._files.paths.snapshot(step), state)
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Tell of the loss on held-out data of the weights after `step` updates, nats a token."""
+        self.log.append(step, {EVAL_LOSS: loss})
+
+    def predictions(self, step: int, log_probabilities: "Tensor") -> None:
+        """Write the log-probabilities of held-out tokens, `(blocks, tokens)`."""
+        path = self._files.paths.predictions(step)
+        self._write(path, {LOG_PROBABILITIES: log_probabilities})
+
+    def lacks_predictions(self, step: int) -> bool:
+        """Whether the predictions of a step are yet to be written."""
+        return self._files.paths.predictions(step) not in self._files
+
+    def witnessed(self, witness: Witness) -> None:
+        """Write what the run has executed."""
+        write_witness(self._files.paths.witness, witness)
+        self._files.add(self._files.paths.witness)
+
+    def ended(self, final_weights: str) -> None:
+        """Say in the manifest that the run has come to its end, with this hash of its weights."""
+        self.log.sync()
+        self.log.close()
+        at, log = self.diverged, self._files.paths.metrics
+        manifest = self._files.manifest
+        batches = {"batches": self.batches} if self.batches else {}
+        self._files.update(
+            state="finished" if at is None else "diverged",
+            message="" if at is None else f"the loss is not finite from step {at} on",
+            step=self.step,
+            hashes={**manifest.hashes, **batches, "final_weights": final_weights},
+            files={**manifest.files, self._files.paths.name_of(log): file_checksum(log)},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run needs that goes on from here, once the log up to here is on disk.
+
+        The log's hash is in it too, so that it can't be gone on with beside another one.
+        """
+        self.log.sync()
+        position = self.log.position()
+        return {
+            "position": position,
+            "sha256": self.log.hash_until(position),
+            "step": self.step,
+            "batches": self.batches,
+            "bad": self._bad,
+            "since": self._since,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: what was logged later is cut off."""
+        self.log.truncate_to(state["position"])
+        self.step, self.batches = state["step"], state["batches"]
+        self._bad, self._since = state["bad"], state["since"]
+
+    def _write(self, path: Path, tensors: "Mapping[str, Tensor]") -> None:
+        if path not in self._files:
+            write_snapshot(path, tensors)
+            self._files.add(path)
+
+    def _log_weights(self, step: int, state: "Mapping[str, Tensor]") -> None:
+        from stability.metrics.instability import count_nonfinite  # heavy: torch
+        from stability.metrics.weight_counts import weight_counts
+
+        weights = [weight for weight in state.values() if weight.is_floating_point()]
+        # the histogram has no bin for NaN, and one for infinity and all large numbers
+        nonfinite = float(count_nonfinite(weights)) if weights else 0.0
+        counts = {WEIGHT_HISTOGRAM: weight_counts(weights)}
+        self.log.append(step, {NONFINITE_WEIGHTS: nonfinite}, counts)
+
+    def _log_drift(self, step: int, state: "Mapping[str, Tensor]", baseline: RunPaths) -> None:
+        from stability.metrics.drift import drift  # heavy: torch
+
+        own = {name: value.detach().cpu() for name, value in state.items()}
+        other, other_sum = read_summed_snapshot(baseline, step)
+        _check_same_weights(own, other)
+        metrics = {
+            drift_name(parameter, metric): value
+            for parameter, values in drift(own, other).items()
+            for metric, value in values.items()
+        }
+        own_sum = self._files.checksum(self._files.paths.snapshot(step))
+        self.log.append(step, metrics, None, **{DRIFT_OF: own_sum, DRIFT_FROM: other_sum})
 
 
-def _log_weights(log: MetricLog, step: int, state: "dict[str, Tensor]") -> None:
-    from stability.metrics.instability import count_nonfinite  # heavy: torch
-    from stability.metrics.weight_counts import weight_counts
-
-    weights = list(state.values())
-    counts = {WEIGHT_HISTOGRAM: weight_counts(weights)}
-    log.append(step, {NONFINITE_WEIGHTS: float(count_nonfinite(weights))}, counts)
-
-
-def _log_drift(
-    log: MetricLog, step: int, state: "dict[str, Tensor]", files: RunFiles, baseline: RunPaths
-) -> None:
-    from stability.metrics.drift import drift  # heavy: torch
-
-    other, other_sum = read_summed_snapshot(baseline, step)
-    _check_same_weights(state, other)
-    distances = drift(state, other)
-    metrics: dict[str, Any] = {
-        drift_name(parameter, metric): value
-        for parameter, values in distances.items()
-        for metric, value in values.items()
-    }
-    own_sum = files.checksum(files.paths.snapshot(step))
-    log.append(step, metrics, None, **{DRIFT_OF: own_sum, DRIFT_FROM: other_sum})
+def running_hashes(batches: Iterable[str]) -> Iterator[str]:
+    """Give the hash of all batches up to each update; empty from the first that was not seen."""
+    digest: str | None = ""
+    for batch in batches:
+        digest = _chained(digest, batch)
+        yield digest or ""
 
 
-def _check_same_weights(state: "dict[str, Tensor]", other: "dict[str, Tensor]") -> None:
+def stopped(files: RunFiles, state: str, message: str = "") -> None:
+    """Say in the manifest how a run stopped; where that can't be done, the last one stays.
+
+    What stopped it is told anyway, and must not be hidden behind what that has led to.
+    """
+    step = files.manifest.step
+    with contextlib.suppress(OSError, ValueError):
+        step = max(step, _steps_logged(files.paths))
+    with contextlib.suppress(OSError, LeaseLostError):
+        files.update(state=state, message=message, step=step)
+
+
+def _steps_logged(paths: RunPaths) -> int:
+    """Return how many updates a run's log tells of."""
+    if not paths.metrics.exists():
+        return 0
+    return max(read_text(paths.metrics, BATCH_HASH), default=0)
+
+
+def _chained(digest: str | None, batch: str) -> str | None:
+    if digest is None or not batch:
+        return None
+    return hashlib.sha256(f"{digest}{batch}".encode()).hexdigest()
+
+
+def _check_same_weights(state: "Mapping[str, Tensor]", other: "Mapping[str, Tensor]") -> None:
     for name in sorted({*state, *other}):
         if name not in state or name not in other:
             where = "the baseline" if name in state else "this run"

@@ -1,6 +1,6 @@
 """Snapshots: a run's weights on disk as safetensors, and the hash that says two are the same bits.
 
-Leaves out when a snapshot is written (`callbacks.weight_callbacks`) and weights from elsewhere
+Leaves out when a snapshot is written (`recorder.writer`) and weights from elsewhere
 (`weight_files`).
 """
 

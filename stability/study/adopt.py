@@ -8,7 +8,6 @@ or unknown, and both are said. Leaves out how a file of weights is read (`record
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -21,14 +20,13 @@ from stability.config.roles import role_of
 from stability.config.schema import BASELINE
 from stability.recorder.inside.names import without_wrappers
 from stability.recorder.launch import Asked
-from stability.recorder.writer import write_states
 from stability.records.identity import hash_environment
 from stability.records.manifest import Manifest
 from stability.records.protocol import protocol_hash
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.records.weight_files import TORCH_SUFFIXES, Weights, open_weights
-from stability.study.foreign import measure_study, write_study
+from stability.study.foreign import measure_study, write_study, writing
 from stability.study.foreign_plan import ForeignRun, check_free, given_role
 from stability.study.run import locked
 
@@ -194,10 +192,12 @@ def _write(adoption: Adoption, run: ForeignRun, start: str) -> str:
     with locked(run.paths):
         files = RunFiles(run.paths, _manifest(adoption, run, start, said if low else ""))
         files.update()
-        states = {step: partial(_state, places[step], names) for step in adoption.steps}
-        final = write_states(files, states, run.baseline, lambda step: None)
-        hashes = {**files.manifest.hashes, "final_weights": final}
-        files.update(state="finished", step=adoption.steps[-1], hashes=hashes)
+        state = {}
+        with writing(run, files, lambda step: None) as writer:
+            for step in adoption.steps:
+                state = _state(places[step], names)
+                writer.state(step, state)
+            writer.ended(hash_state(state))
     write_study(run, run.config)
     return said if low else ""
 

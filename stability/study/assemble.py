@@ -7,7 +7,7 @@ This is the one place that binds names in a config to objects. It leaves out the
 import logging
 import os
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from torch._dynamo.exc import InvalidBackend
 
 from attention_kernels.fp_environment import settle_vector_math
 from stability.callbacks.gradient_callback import GradientProbe
-from stability.callbacks.held_out import HeldOut
 from stability.callbacks.instability_watch import InstabilityWatch
 from stability.callbacks.probe_callbacks import DeviationProbe
 from stability.callbacks.random_numbers import RandomNumbers
@@ -59,7 +58,6 @@ __all__ = [
     "check_alone",
     "describe_attention",
     "fit",
-    "held_out",
     "imports_user_modules",
     "load_data",
     "make_trainer",
@@ -383,18 +381,6 @@ def _probing(config: ArmConfig, probe: AttentionProbe, model: nn.Module) -> Devi
     wanted = config.probe
     schedule = Schedule(every=wanted.every, steps=wanted.steps, per_decade=wanted.per_decade)
     return DeviationProbe(probe, schedule, model, inherited=wanted.inherited)
-
-
-def held_out(
-    config: ArmConfig,
-    files: RunFiles,
-    parts: Parts,
-    data: TextDataModule,
-    steps: Collection[int],
-) -> list[Callback]:
-    """Return the callback that evaluates held-out text after each of `steps`, none without any."""
-    batches, kept = data.held_out_batches, config.held_out.prediction_batches
-    return [HeldOut(parts.model, files, steps, batches, kept=kept)] if batches else []
 
 
 def make_trainer(

@@ -125,10 +125,8 @@ def _step_of(name: str) -> int:
     return int(Path(name).stem.removeprefix("step-"))
 
 
-_LOG_POSITION = "LogPosition"
-"""Lightning's key for the state of `callbacks.log_position.LogPosition`."""
-_WITNESS = "WitnessCallback"
-"""The same of `callbacks.witness.WitnessCallback`."""
+_DOOR = "TrainerDoor"
+"""Lightning's key for the state of `recorder.trainer_door.TrainerDoor`."""
 
 
 def lay_fork(
@@ -146,21 +144,18 @@ def lay_fork(
     lacking = _log_lacks(parent, checkpoint)
     if lacking:
         raise ValueError(f"{parent.root}: {lacking}; fork from an earlier step, or run it again")
-    position = checkpoint["callbacks"][_LOG_POSITION]["position"]
+    recorded = checkpoint["callbacks"][_DOOR]
     kept = [
         line
-        for line in read_start(parent.metrics, position).splitlines(keepends=True)
+        for line in read_start(parent.metrics, recorded["position"]).splitlines(keepends=True)
         if not _holds_drifts(line)
     ]
     log = b"".join(kept)
     write_whole(fork.metrics, lambda temporary: temporary.write_bytes(log))
-    # on the resume `LogPosition` cuts the log at this byte, and the fork's log is the shorter one
-    checkpoint["callbacks"][_LOG_POSITION] = {
-        "position": len(log),
-        "sha256": hashlib.sha256(log).hexdigest(),
-    }
+    # on the resume the writer cuts the log at this byte, and the fork's log is the shorter one
+    recorded |= {"position": len(log), "sha256": hashlib.sha256(log).hexdigest()}
     # the parent's updates were made under the parent's label, and its own witness tells of them
-    checkpoint["callbacks"].pop(_WITNESS, None)
+    recorded["stretches"] = []
     resettle(checkpoint)
     path = fork.checkpoint(at)
     _write_checkpoint(path, checkpoint)
@@ -176,13 +171,20 @@ def _write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
     write_whole(path, save)
 
 
-class _LogState(TypedDict):
+class _Recorded(TypedDict):
+    """The state of the recorder's door."""
+
     position: Count
-    sha256: NotRequired[str]
+    sha256: str
+    step: Count
+    batches: str
+    bad: Count
+    since: Count
+    stretches: list[Any]
 
 
 class _Callbacks(TypedDict):
-    LogPosition: _LogState
+    TrainerDoor: _Recorded
 
 
 class _Optimizer(TypedDict):
@@ -226,9 +228,8 @@ def _fault(paths: RunPaths, step: int) -> str:
 
 def _log_lacks(paths: RunPaths, checkpoint: Mapping[str, Any]) -> str:
     """Return what is wrong with the part of the log that a checkpoint goes with; mostly nothing."""
-    said = checkpoint["callbacks"][_LOG_POSITION]
-    # a checkpoint of an earlier version names no hash
-    wrong = difference_from(paths.metrics, said["position"], said.get("sha256", ""))
+    said = checkpoint["callbacks"][_DOOR]
+    wrong = difference_from(paths.metrics, said["position"], said["sha256"])
     return wrong and f"{paths.metrics.name} {wrong}"
 
 

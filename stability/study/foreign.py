@@ -7,10 +7,9 @@ step. Leaves out how a training is watched (`recorder`).
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ from stability.config.commands import filled_in
 from stability.config.diff import hash_without
 from stability.recorder.launch import Launched, environment_of, launch
 from stability.recorder.spooled import Spooled, SpoolError, read_spool, read_state
-from stability.recorder.writer import diverged_at, running_hashes, write_log, write_states
+from stability.recorder.writer import Baseline, RunWriter, running_hashes, stopped
 from stability.records.identity import environment_outside, hash_environment
 from stability.records.manifest import ENDED, Manifest, read_manifest
-from stability.records.metric_log import read_text
+from stability.records.metric_log import MetricLog, read_text
 from stability.records.metric_names import BATCH_HASH
-from stability.records.paths import StudyPaths, list_runs
+from stability.records.paths import StudyPaths, list_runs, snapshot_steps
 from stability.records.protocol import protocol_hash
 from stability.records.run_files import RunFiles, read_run_snapshot
 from stability.records.sealed_json import read_sealed, write_sealed
@@ -40,7 +39,15 @@ from stability.study.run import locked
 from stability.study.window import freeze_window
 from stability.study.worktree import repository, sources_outside
 
-__all__ = ["OpenRun", "RunFailedError", "measure_study", "opened", "record_command", "write_study"]
+__all__ = [
+    "OpenRun",
+    "RunFailedError",
+    "measure_study",
+    "opened",
+    "record_command",
+    "write_study",
+    "writing",
+]
 
 
 class RunFailedError(RuntimeError):
@@ -53,6 +60,7 @@ class OpenRun:
 
     run: ForeignRun
     files: RunFiles
+    writer: RunWriter
     spool: Path
     """Where the processes of the training leave what they see."""
     folder: Path | None = None
@@ -68,14 +76,14 @@ class OpenRun:
             _check_end(self.run, spooled)
             _check_attention(self.run, spooled)
             _check_sources(self.run, spooled, self.folder)
-            return _write(self.run, self.files, spooled)
+            return _write(self.run, self.files, self.writer, spooled)
         except ValueError as error:
             is_breach = isinstance(error, ContractError)
             raise self.failed(f"pair contract: {error}" if is_breach else str(error)) from error
 
     def failed(self, said: str) -> RunFailedError:
         """Write why the run does not count, and return the error that says it."""
-        self.files.update(state="failed", message=said)
+        stopped(self.files, "failed", said)
         return RunFailedError(f"{self.run.arm}, seed {self.run.seed}: {said}")
 
 
@@ -95,9 +103,10 @@ def opened(
         try:
             files = RunFiles(run.paths, _first_manifest(run, variables))
             files.update()
-            yield OpenRun(run=run, files=files, spool=spool, folder=folder)
+            with writing(run, files, lambda step: _check_batches(run, step)) as writer:
+                yield OpenRun(run=run, files=files, writer=writer, spool=spool, folder=folder)
         except KeyboardInterrupt:
-            files.update(state="interrupted")
+            stopped(files, "interrupted")
             raise
         finally:
             shutil.rmtree(spool, ignore_errors=True)
@@ -163,7 +172,26 @@ def _checked(
     return record.files.manifest
 
 
-def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
+@contextmanager
+def writing(run: ForeignRun, files: RunFiles, check: Callable[[int], None]) -> Iterator[RunWriter]:
+    """Give the writer of a run that begins; what an earlier try has left is cut off.
+
+    `check` is called before a drift from the baseline is computed, as that of `Baseline`.
+    """
+    baseline = None
+    if run.baseline is not None:
+        steps = snapshot_steps(run.baseline)
+        baseline = Baseline(paths=run.baseline, steps=steps, check=check)
+    log = MetricLog(files.paths.metrics)
+    writer = RunWriter(files, log, baseline=baseline)
+    try:
+        writer.begin()
+        yield writer
+    finally:
+        log.close()
+
+
+def _write(run: ForeignRun, files: RunFiles, writer: RunWriter, spooled: Spooled) -> Manifest:
     environment = {
         **files.manifest.environment,
         **spooled.environment,
@@ -189,21 +217,16 @@ def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
     baseline = run.baseline
     if baseline:
         check_start(read_manifest(baseline.manifest), files.manifest)
-    write_log(files, spooled)
+    for update in spooled.updates:
+        writer.updated(update.step, update.loss, update.batch)
     _check_nudge(run, spooled)
-    states = {step: partial(read_state, path) for step, path in spooled.states.items()}
-    final = write_states(files, states, baseline, lambda step: _check_batches(run, step))
-    batches = read_text(files.paths.metrics, BATCH_HASH)
-    if spooled.step in batches:
-        hashes["batches"] = batches[spooled.step]
+    state: Mapping[str, Any] = {}
+    for step in sorted(spooled.states):
+        state = read_state(spooled.states[step])
+        writer.state(step, state)
+    if writer.batches:
         _check_batches(run, spooled.step)
-    diverged = diverged_at(spooled.updates)
-    files.update(
-        state="finished" if diverged is None else "diverged",
-        message="" if diverged is None else f"the loss is not finite from step {diverged} on",
-        step=spooled.step,
-        hashes={**hashes, "final_weights": final},
-    )
+    writer.ended(hash_state(state))
     write_study(run, config)
     return files.manifest
 
@@ -314,7 +337,7 @@ def _check_nudge(run: ForeignRun, spooled: Spooled) -> None:
 
 def _check_seeds(run: ForeignRun, spooled: Spooled) -> None:
     """ValueError if another seed of the arm was the same run: it would count as a repetition."""
-    own = list(running_hashes(spooled.updates))
+    own = list(running_hashes(update.batch for update in spooled.updates))
     for other in list_runs(run.folder):
         if other.arm != run.arm or other.seed == run.seed or not other.manifest.exists():
             continue

@@ -11,15 +11,14 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from stability.callbacks.batch_hash import BatchHash
-from stability.callbacks.training_loss import TrainingLog
-from stability.callbacks.weight_callbacks import SnapshotWriter
-from stability.callbacks.witness import WitnessCallback
 from stability.config.schema import ArmConfig, ProbeConfig, WatchConfig
+from stability.recorder.trainer_door import TrainerDoor
+from stability.recorder.witnessing import Witnessing
+from stability.recorder.writer import RunWriter
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
-from stability.study.assemble import assemble, fit, held_out, load_data, make_trainer
+from stability.study.assemble import assemble, fit, load_data, make_trainer
 from stability.tracking.loggers import RecordsLogger
 
 __all__ = ["OBSERVER_STEPS", "ObserverCheck", "ObserverError", "check_observer"]
@@ -89,10 +88,16 @@ def _trained(config: ArmConfig, steps: int) -> str:
         log = MetricLog(files.paths.metrics)
         callbacks: list[Callback] = list(parts.callbacks)
         if config.watch.every:
-            callbacks += [TrainingLog(1), BatchHash(log), SnapshotWriter(parts.model, files, [1])]
-            callbacks += held_out(config, files, parts, data, range(steps + 1))
             unproven = "torch.compile" if config.train.compile else ""
-            callbacks.append(WitnessCallback(parts.model, steps, before={}, unproven=unproven))
+            door = TrainerDoor(
+                RunWriter(files, log),
+                parts.model,
+                range(steps + 1),
+                Witnessing(parts.model, steps, before={}, unproven=unproven),
+                held_out=data.held_out_batches,
+                kept=config.held_out.prediction_batches,
+            )
+            callbacks.append(door)
         try:
             trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks)
             fit(trainer, parts, data)

@@ -26,6 +26,7 @@ from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import PlannedStop, Training
 from stability.recorder.launch import Asked
 from stability.recorder.spooled import has_ended
+from stability.recorder.writer import stopped
 from stability.records.numeric_switches import numeric_switches, training_switches
 from stability.study.foreign import OpenRun, RunFailedError, measure_study, opened
 from stability.study.foreign_plan import ForeignRun, plan_run
@@ -125,7 +126,7 @@ class Recorder(IdleRecorder):
         if self._is_open:
             with self._closing("error"):
                 if kind is KeyboardInterrupt and self._record is not None:
-                    self._record.files.update(state="interrupted")
+                    stopped(self._record.files, "interrupted")
                 elif self._record is not None:
                     self._tell_failure(str(self._record.failed(f"{kind.__name__}: {error}")))
         return False

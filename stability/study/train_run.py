@@ -9,36 +9,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 
 from stability.analysis.pair_contract import ContractError, check_batches, check_start, may_differ
 from stability.analysis.witness_contract import claims_of, other_answer, testimony_of
-from stability.callbacks.batch_hash import BatchHash
-from stability.callbacks.log_position import LogPosition
 from stability.callbacks.progress import ProgressCallback, StudyObserver
-from stability.callbacks.training_loss import Divergence, TrainingLog
-from stability.callbacks.weight_callbacks import DriftProbe, SnapshotWriter, WeightHistogram
-from stability.callbacks.witness import WitnessCallback, WitnessError
 from stability.config.convert import to_dict
 from stability.config.diff import hash_without
 from stability.config.schema import BASELINE, ArmConfig
 from stability.data.datamodule import TextDataModule
+from stability.recorder.trainer_door import TrainerDoor
+from stability.recorder.witnessing import WitnessError, Witnessing
+from stability.recorder.writer import Baseline, RunWriter, stopped
 from stability.records.atomic_files import DiskFullError, is_disk_full
 from stability.records.git_state import git_state
 from stability.records.identity import environment, hash_environment
 from stability.records.manifest import Manifest, read_manifest
-from stability.records.metric_log import MetricLog, read_text
-from stability.records.metric_names import BATCH_HASH
+from stability.records.metric_log import MetricLog
 from stability.records.module_sources import own_modules, watch_sources
 from stability.records.numeric_switches import numeric_switches
 from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import RunFiles
 from stability.records.run_lease import LeaseLostError
-from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
 from stability.records.stale_bytecode import refuse_stale_bytecode
-from stability.records.witness import Label, Witness, write_witness
-from stability.study.assemble import Parts, assemble, fit, held_out, load_data, make_trainer
+from stability.records.witness import Label, Witness
+from stability.study.assemble import Parts, assemble, fit, load_data, make_trainer
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
 from stability.study.observer_gate import ObserverError, check_observer
 from stability.study.process_switches import switched
@@ -117,27 +113,26 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
             check_start(read_manifest(run.baseline.manifest), files.manifest)
         if options.check_observer:
             files.update(observer=_pass_observer_gate(config))
-        divergence = Divergence()
-        witness = _witness(run, files, parts, before_imports, divergence)
-        ends = divergence, witness
-        diverged = _fit(run, files, parts, data, start, options.wandb_mode, observer, ends)
-        files.update(**_end(run, files.manifest, parts, diverged))
+        with _logged(run, options.wandb_mode, observer) as log:
+            door = _door(run, _writer(run, files, log), parts, data, start, before_imports)
+            _fit(run, files, parts, data, start, door, log, observer)
+        door.writer.ended(hash_state(parts.model.state_dict()))
     except (KeyboardInterrupt, SystemExit):
         # Lightning turns Ctrl-C into SystemExit
-        _note_interrupt(run, files)
+        stopped(files, "interrupted")
         raise KeyboardInterrupt from None
     except tuple(_FAILURES) as error:
-        _note_failure(run, files, f"{_FAILURES[type(error)]}: {error}")
+        stopped(files, "failed", f"{_FAILURES[type(error)]}: {error}")
     except Exception as error:
         if _was_interrupted(error):
-            _note_interrupt(run, files)
+            stopped(files, "interrupted")
             raise KeyboardInterrupt from None
         if is_disk_full(error):
-            _note_interrupt(run, files)
+            stopped(files, "interrupted")
             known = isinstance(error, DiskFullError)
             said = str(error) if known else f"{run.paths.root}: the disk is full: {error}"
             raise DiskFullError(said) from error
-        _note_failure(run, files, f"{type(error).__name__}: {error}")
+        stopped(files, "failed", f"{type(error).__name__}: {error}")
         raise
     return files.manifest
 
@@ -206,43 +201,46 @@ def _pass_observer_gate(config: ArmConfig) -> dict[str, Any]:
     return check.to_dict()
 
 
+@contextlib.contextmanager
+def _logged(run: Run, mode: WandbMode, observer: StudyObserver) -> Iterator[MetricLog]:
+    """Give the run's log, of which W&B is shown each line where it can be reached."""
+    wandb = _open_wandb_run(run, mode, observer)
+    log = MirroredLog(run.paths.metrics, wandb) if wandb else MetricLog(run.paths.metrics)
+    failed = True
+    try:
+        yield log
+        log.sync()
+        failed = False
+    finally:
+        log.close()
+        if wandb:
+            wandb.close(failed=failed)
+
+
 def _fit(
     run: Run,
     files: RunFiles,
     parts: Parts,
     data: TextDataModule,
     start: int,
-    wandb_mode: WandbMode,
+    door: TrainerDoor,
+    log: MetricLog,
     observer: StudyObserver,
-    ends: tuple[Divergence, WitnessCallback],
-) -> int | None:
-    """Train from step `start`; return the step at which the run diverged, or None.
-
-    `ends` are the last callbacks.
-    """
-    config = run.config
-    wandb = _open_wandb_run(run, wandb_mode, observer)
-    log = MirroredLog(run.paths.metrics, wandb) if wandb else MetricLog(run.paths.metrics)
+) -> None:
+    """Train from step `start` to where the run is to end, or diverges; else UnfinishedError."""
     if start == 0:
-        log.truncate_to(0)
-    divergence, witness = ends
-    callbacks = [*_callbacks(run, files, parts, data, log, observer), divergence, witness]
-    callbacks.insert(0, LogPosition(log, start))
-    failed = True
-    trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, run.last_step)
-    try:
-        with _naming_checkpoint(files, trainer, start):
-            fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
-            witness.end(trainer)
-        if divergence.step is None:
-            _check_reached(run, trainer.global_step)
-        log.sync()  # before the manifest says that the run has ended
-        failed = False
-    finally:
-        log.close()
-        if wandb:
-            wandb.close(failed=failed)
-    return divergence.step
+        door.writer.begin()
+    callbacks = [*parts.callbacks, door, ProgressCallback(observer, run.arm.name, run.seed)]
+    trainer = make_trainer(run.config, files, [RecordsLogger(log)], callbacks, run.last_step)
+    with _naming_checkpoint(files, trainer, start):
+        fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
+        door.end(trainer)
+    step, logged = trainer.global_step, door.writer.step
+    if door.writer.diverged is None and (step, logged) != (run.last_step, run.last_step):
+        raise UnfinishedError(
+            f"training must end at step {run.last_step}, ended at step {step} with the batches of "
+            f"{logged} on record; a callback stopped it, or the batches ran out"
+        )
 
 
 @contextlib.contextmanager
@@ -270,16 +268,6 @@ def _naming_checkpoint(files: RunFiles, trainer: Trainer, start: int) -> Iterato
         ) from error
 
 
-def _check_reached(run: Run, step: int) -> None:
-    """UnfinishedError unless the Trainer and the log have come to the step that was planned."""
-    logged = _steps_logged(run)
-    if (step, logged) != (run.last_step, run.last_step):
-        raise UnfinishedError(
-            f"training must end at step {run.last_step}, ended at step {step} with the batches of "
-            f"{logged} on record; a callback stopped it, or the batches ran out"
-        )
-
-
 def _open_wandb_run(run: Run, mode: WandbMode, observer: StudyObserver) -> WandbRun | None:
     """Return the W&B run that shows `run`; None without W&B, and where W&B can't be reached."""
     try:
@@ -299,52 +287,28 @@ def _open_wandb_run(run: Run, mode: WandbMode, observer: StudyObserver) -> Wandb
         return None
 
 
-def _callbacks(
+def _writer(run: Run, files: RunFiles, log: MetricLog) -> RunWriter:
+    train, baseline = run.config.train, None
+    if run.baseline is not None:
+        baseline = Baseline(
+            paths=run.baseline,
+            steps=_shared_steps(run, run.baseline),
+            check=_batch_check(run, run.baseline),
+        )
+    return RunWriter(files, log, log_every=train.log_every, baseline=baseline)
+
+
+def _door(
     run: Run,
-    files: RunFiles,
+    writer: RunWriter,
     parts: Parts,
     data: TextDataModule,
-    log: MetricLog,
-    observer: StudyObserver,
-) -> list[Callback]:
-    steps = sorted({*run.config.train.planned_snapshots(), run.last_step})
-    callbacks: list[Callback] = [
-        *parts.callbacks,
-        TrainingLog(run.config.train.log_every),
-        BatchHash(log),
-        SnapshotWriter(parts.model, files, steps),
-        WeightHistogram(parts.model, steps),
-        *held_out(run.config, files, parts, data, steps),
-    ]
-    if run.baseline is not None:
-        baseline = run.baseline
-        callbacks.append(
-            DriftProbe(
-                parts.model,
-                files,
-                baseline,
-                _shared_steps(run, baseline, steps),
-                check=_batch_check(run, baseline),
-            )
-        )
-    return [*callbacks, ProgressCallback(observer, run.arm.name, run.seed)]
-
-
-def _witness(
-    run: Run,
-    files: RunFiles,
-    parts: Parts,
+    start: int,
     before_imports: dict[str, Any],
-    divergence: Divergence,
-) -> WitnessCallback:
-    """Return the callback that writes the run's witness, and holds it against what it should be."""
+) -> TrainerDoor:
+    """Return the callback that tells `writer` of the training, and of what it executes."""
     config = run.config
-
-    def save(witness: Witness) -> None:
-        write_witness(run.paths.witness, witness)
-        files.add(run.paths.witness)
-
-    return WitnessCallback(
+    witnessing = Witnessing(
         parts.model,
         run.last_step,
         before=before_imports,
@@ -357,10 +321,23 @@ def _witness(
             **claims_of(to_dict(config)),
         ),
         unproven="torch.compile fuses operators" if config.train.compile else "",
-        save=save,
-        may_end=lambda: divergence.may_end,
+        save=writer.witnessed,
+        may_end=lambda: writer.may_diverge,
         beside=_answers_check(run),
     )
+    return TrainerDoor(
+        writer,
+        parts.model,
+        _snapshot_steps(run),
+        witnessing,
+        start=start,
+        held_out=data.held_out_batches,
+        kept=config.held_out.prediction_batches,
+    )
+
+
+def _snapshot_steps(run: Run) -> set[int]:
+    return {*run.config.train.planned_snapshots(), run.last_step}
 
 
 def _answers_check(run: Run) -> Callable[[Witness], str]:
@@ -390,32 +367,15 @@ def _batch_check(run: Run, baseline: RunPaths) -> Callable[[int], None]:
     return lambda step: check_batches(baseline, run.paths, step)
 
 
-def _shared_steps(run: Run, baseline: RunPaths, steps: list[int]) -> list[int]:
+def _shared_steps(run: Run, baseline: RunPaths) -> set[int]:
     """Return the steps at which both runs have weights.
 
     A baseline that diverged has fewer snapshots; so may one that is the parent of a fork.
     """
+    steps = _snapshot_steps(run)
     if run.fork is None and read_manifest(baseline.manifest).state != "diverged":
         return steps
-    return sorted({*steps} & {*snapshot_steps(baseline)})
-
-
-def _end(run: Run, manifest: Manifest, parts: Parts, diverged: int | None) -> dict[str, Any]:
-    """Return what the manifest says of a run that has reached its end."""
-    step, log = _steps_logged(run), run.paths.metrics
-    batches = read_text(log, BATCH_HASH)
-    said = f"the loss is not finite from step {diverged} on" if diverged is not None else ""
-    return {
-        "state": "finished" if diverged is None else "diverged",
-        "message": said,
-        "step": step,
-        "hashes": {
-            **manifest.hashes,
-            "batches": batches[step],
-            "final_weights": hash_state(parts.model.state_dict()),
-        },
-        "files": {**manifest.files, run.paths.name_of(log): file_checksum(log)},
-    }
+    return steps & {*snapshot_steps(baseline)}
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
@@ -423,29 +383,3 @@ def _was_interrupted(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-def _note_interrupt(run: Run, files: RunFiles) -> None:
-    _update(run, files, state="interrupted")
-
-
-def _note_failure(run: Run, files: RunFiles, message: str) -> None:
-    _update(run, files, state="failed", message=message)
-
-
-def _update(run: Run, files: RunFiles, **changes: Any) -> None:
-    """Say in the manifest how the run stopped; where that can't be done, the last one stays.
-
-    What stopped it is told anyway, and must not be hidden behind what that has led to.
-    """
-    step = files.manifest.step
-    with contextlib.suppress(OSError, ValueError):
-        step = _steps_logged(run)
-    with contextlib.suppress(OSError, LeaseLostError):
-        files.update(**changes, step=step)
-
-
-def _steps_logged(run: Run) -> int:
-    if not run.paths.metrics.exists():
-        return 0
-    return max(read_text(run.paths.metrics, BATCH_HASH), default=0)

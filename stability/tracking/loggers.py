@@ -16,7 +16,7 @@ from stability.records.metric_log import MetricLog
 from stability.records.metric_names import STEP_AXIS
 from stability.tracking.history import check_counts, row_of, send_alert
 
-__all__ = ["RecordsLogger", "alert_event", "emit", "log_counts", "log_drifts"]
+__all__ = ["RecordsLogger", "alert_event", "emit", "log_counts"]
 
 
 class RecordsLogger(Logger):
@@ -43,12 +43,6 @@ class RecordsLogger(Logger):
         numbers = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         if numbers:
             self._log.append(step, numbers)
-
-    def log_drifts(
-        self, drifts: Mapping[str, float], step: int, parents: Mapping[str, str]
-    ) -> None:
-        """Append `drifts` at `step`, and the snapshots that they were computed from."""
-        self._log.append(step, drifts, None, **parents)
 
     def log_event(self, event: Event) -> None:
         """Append `event` at its own step."""
@@ -88,14 +82,3 @@ def log_counts(loggers: Iterable[Logger], counts: Mapping[str, Sequence[int]], s
         elif isinstance(logger, WandbLogger):
             line = {name: list(values) for name, values in counts.items()}
             logger.experiment.log({**row_of(line), STEP_AXIS: step})
-
-
-def log_drifts(
-    loggers: Iterable[Logger], drifts: Mapping[str, float], step: int, parents: Mapping[str, str]
-) -> None:
-    """Write drifts, and to the records the snapshots that they were computed from."""
-    for logger in loggers:
-        if isinstance(logger, RecordsLogger):
-            logger.log_drifts(drifts, step, parents)
-        else:
-            logger.log_metrics(dict(drifts), step=step)

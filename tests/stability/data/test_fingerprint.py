@@ -2,16 +2,9 @@
 
 import torch
 
-from stability.data.fingerprint import BatchFingerprint, hash_tokens
+from stability.data.fingerprint import hash_tokens
 
 TOKENS = torch.arange(12).view(3, 4)
-
-
-def _chain(*batches, digest=""):
-    fingerprint = BatchFingerprint(digest)
-    for batch in batches:
-        fingerprint.update(batch)
-    return fingerprint.hexdigest()
 
 
 def test_dtype_and_memory_layout_do_not_matter():
@@ -19,21 +12,8 @@ def test_dtype_and_memory_layout_do_not_matter():
     assert hash_tokens(TOKENS.T.contiguous().T) == hash_tokens(TOKENS)
 
 
-def test_values_order_shape_and_cut_matter():
+def test_values_order_shape_and_length_matter():
     changed = TOKENS.clone()
     changed[2, 3] += 1
-    streams = [
-        (TOKENS, TOKENS),
-        (TOKENS, changed),
-        (changed, TOKENS),
-        (TOKENS,),
-        (TOKENS.view(4, 3), TOKENS),
-        (torch.cat([TOKENS, TOKENS]),),
-        (),
-    ]
-    assert len({_chain(*stream) for stream in streams}) == len(streams)
-
-
-def test_a_hash_can_be_gone_on_with():
-    whole = _chain(TOKENS, TOKENS + 1, TOKENS + 2)
-    assert _chain(TOKENS + 1, TOKENS + 2, digest=_chain(TOKENS)) == whole
+    texts = [TOKENS, changed, TOKENS.flip(0), TOKENS.view(4, 3), TOKENS[:2]]
+    assert len({hash_tokens(text) for text in texts}) == len(texts)

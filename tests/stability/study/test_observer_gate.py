@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stability.callbacks.held_out import HeldOut
 from stability.config.arms import expand
 from stability.config.load import load_study
 from stability.probe.attention_probe import AttentionProbe
+from stability.recorder import trainer_door
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
 from stability.study.gpt_gradients import GptGradients
@@ -74,14 +74,14 @@ def test_a_probe_that_disturbs_is_caught(write_study, monkeypatch, how):
 
 
 def test_an_evaluation_that_disturbs_is_caught(write_study, monkeypatch):
-    predict = HeldOut._predict
+    predict = trainer_door.log_probabilities
 
-    def disturbing(self, trainer, batch):
+    def disturbing(model, *args):
         with torch.no_grad():
-            next(self._model.parameters()).mul_(1 + 2**-20)
-        return predict(self, trainer, batch)
+            next(model.parameters()).mul_(1 + 2**-20)
+        return predict(model, *args)
 
-    monkeypatch.setattr(HeldOut, "_predict", disturbing)
+    monkeypatch.setattr(trainer_door, "log_probabilities", disturbing)
     assert not check_observer(_config(write_study), steps=2).equal
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stability.config.load import load_study
+from stability.recorder.writer import RunWriter
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import MetricLog
 from stability.records.paths import RunPaths
@@ -25,9 +26,9 @@ HUGE = [value for value in VALUES if not (isinstance(value, int) and abs(value) 
 """Values that torch.save takes: a pickle of torch holds whole numbers of any size but not these."""
 
 
-def _content(step: int, position: int, sha256: str) -> dict:
+def _content(step: int, recorded: dict) -> dict:
     return {
-        "callbacks": {"LogPosition": {"position": position, "sha256": sha256}},
+        "callbacks": {"TrainerDoor": {**recorded, "stretches": []}},
         "global_step": step,
         "state_dict": {"weight": torch.zeros(2)},
         "optimizer_states": [{"state": {}, "param_groups": [{"eps": 1e-8}]}],
@@ -39,10 +40,11 @@ def files(tmp_path) -> RunFiles:
     """A run with a log and two checkpoints."""
     found = RunFiles.unnamed(tmp_path / "parent")
     log = MetricLog(found.paths.metrics)
-    for step in range(LATER):
-        log.append(step, {"train/loss": 1.0})
-        if step + 1 in (EARLIER, LATER):
-            _save(found, step + 1, _content(step + 1, at := log.position(), log.hash_until(at)))
+    writer = RunWriter(found, log)
+    for step in range(1, LATER + 1):
+        writer.updated(step, 1.0, "ab")
+        if step in (EARLIER, LATER):
+            _save(found, step, _content(step, writer.state_dict()))
     log.close()
     return found
 
@@ -85,17 +87,20 @@ def _with(value, *keys):
     return edit
 
 
-POSITION = ("callbacks", "LogPosition", "position")
+POSITION = ("callbacks", "TrainerDoor", "position")
 EDITS = [
     (_without("callbacks"), "its content must have the key callbacks"),
-    (_without("callbacks", "LogPosition"), "callbacks must have the key LogPosition"),
-    (_without(*POSITION), "LogPosition must have the key position"),
+    (_without("callbacks", "TrainerDoor"), "callbacks must have the key TrainerDoor"),
+    (_without(*POSITION), "TrainerDoor must have the key position"),
     (_with(-1, *POSITION), "position must be >= 0, is -1"),
     (_with("4", *POSITION), "position must be of type int, is '4'"),
     (_with(None, *POSITION), "position must be of type int, is None"),
     (_with(True, *POSITION), "position must be of type int, is True"),
     (_with(2**62, *POSITION), "metrics.jsonl has lost its end"),
-    (_with(5, "callbacks", "LogPosition", "sha256"), "sha256 must be of type str, is 5"),
+    (_with(5, "callbacks", "TrainerDoor", "sha256"), "sha256 must be of type str, is 5"),
+    (_without("callbacks", "TrainerDoor", "sha256"), "TrainerDoor must have the key sha256"),
+    (_with(None, "callbacks", "TrainerDoor", "batches"), "batches must be of type str, is None"),
+    (_with({}, "callbacks", "TrainerDoor", "stretches"), "stretches must be of type list"),
     (_with([], "callbacks"), "callbacks must be of type dict"),
     (_with(7, "global_step"), "must be the checkpoint of step 4, is that of step 7"),
     (_with({}, "optimizer_states"), "optimizer_states must be of type list"),
@@ -175,7 +180,7 @@ def stopped(tmp_path_factory, text_file):
         _without("state_dict"),
         _without("loops"),
         _with([{"state": 3, "param_groups": []}], "optimizer_states"),
-        _with({"odd": 1}, "callbacks", "BatchHash"),
+        _with({"odd": 1}, "callbacks", "DeviationProbe"),
         _with("3", "loops", "fit_loop"),
     ],
     ids=["no-weights", "no-loops", "odd-optimizer", "odd-callback", "odd-loop"],

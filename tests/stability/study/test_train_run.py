@@ -97,8 +97,10 @@ class _StopsAtTwo(Callback):
 
 
 def _stop_by_a_callback(monkeypatch):
-    own = train_run._callbacks
-    monkeypatch.setattr(train_run, "_callbacks", lambda *args: [*own(*args), _StopsAtTwo()])
+    def make(config, files, loggers, callbacks, *args):
+        return make_trainer(config, files, loggers, [*callbacks, _StopsAtTwo()], *args)
+
+    monkeypatch.setattr(train_run, "make_trainer", make)
 
 
 def _run_out_of_batches(monkeypatch):

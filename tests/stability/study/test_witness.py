@@ -12,12 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from attention_kernels import baseline_attention
 from attention_kernels.testing.faults import FAULTS
-from stability.callbacks import witness as witness_callback
-from stability.callbacks.witness import WitnessCallback
 from stability.config.arms import expand
 from stability.config.load import load_study
 from stability.model.gpt import Block
+from stability.recorder import witnessing as witnessing_file
+from stability.recorder.trainer_door import TrainerDoor
+from stability.recorder.witnessing import Witnessing
+from stability.recorder.writer import RunWriter
 from stability.records.manifest import read_manifest, write_manifest
+from stability.records.metric_log import MetricLog
 from stability.records.numeric_switches import numeric_switches
 from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles, damage
@@ -101,17 +104,22 @@ def test_a_finished_run_has_witnessed_its_first_updates_and_its_last(
         assert "witness.json: is damaged" in damage(run)[0]
 
 
-def _weights(config, tmp_path, *, witnessed):
+def _trained(config, folder, *, witnessed=True):
+    """Train `config`, held against its own label; return its weights' hash, and what was seen."""
     parts, data = assemble(config), load_data(config)
-    callbacks: list[Callback] = list(parts.callbacks)
-    if witnessed:
-        witness = WitnessCallback(parts.model, config.train.steps, before=numeric_switches())
-        callbacks.append(witness)
-    trainer = make_trainer(config, RunFiles.unnamed(tmp_path), [], callbacks)
+    implementation = parts.attention.description["implementation"]
+    label = Label(arm="broken", precision=config.precision, implementation=implementation)
+    witnessing = Witnessing(parts.model, config.train.steps, before=numeric_switches(), label=label)
+    files = RunFiles.unnamed(folder)
+    log = MetricLog(files.paths.metrics)
+    door = TrainerDoor(RunWriter(files, log), parts.model, [], witnessing)
+    callbacks: list[Callback] = [*parts.callbacks, *([door] if witnessed else [])]
+    trainer = make_trainer(config, files, [], callbacks)
     fit(trainer, parts, data)
     if witnessed:
-        assert witness.witness.rows
-    return hash_state(parts.model.state_dict())
+        door.end(trainer)
+    log.close()
+    return hash_state(parts.model.state_dict()), witnessing.witness
 
 
 @pytest.mark.parametrize(("precision", "attention"), GRID)
@@ -125,8 +133,10 @@ def test_the_witness_changes_no_bit(write_study, tmp_path, precision, attention)
     config = expand(load_study(write_study(edit)))[0].config
     # every update is one of the first or the last
     config = replace(config, train=replace(config.train, steps=3, snapshot_steps=()))
-    plain = _weights(config, tmp_path / "plain", witnessed=False)
-    assert _weights(config, tmp_path / "witnessed", witnessed=True) == plain
+    plain, _ = _trained(config, tmp_path / "plain", witnessed=False)
+    watched, witness = _trained(config, tmp_path / "witnessed")
+    assert watched == plain
+    assert witness.rows
 
 
 def computes_again(q, k, v, *, causal, scale=None):
@@ -152,9 +162,9 @@ def test_the_witness_changes_no_bit_of_a_backward_in_a_backward(write_study, tmp
 
     config = expand(load_study(write_study(edit)))[0].config
     config = replace(config, train=replace(config.train, steps=3, snapshot_steps=()))
-    plain = _weights(config, tmp_path / "plain", witnessed=False)
-    assert _weights(config, tmp_path / "witnessed", witnessed=True) == plain
-    witness = _witnessed(config, tmp_path / "seen")
+    plain, _ = _trained(config, tmp_path / "plain", witnessed=False)
+    watched, witness = _trained(config, tmp_path / "witnessed")
+    assert watched == plain
     again = [row for row in witness.rows if row.part == "attention" and row.during == "backward"]
     assert {row.module for row in again} == {"layer_0.attention", "layer_1.attention"}
 
@@ -168,7 +178,7 @@ def test_the_witness_changes_no_measurement(write_study, run_tiny, tmp_path, mon
 
     logs = []
     for looks in (0, 100):
-        monkeypatch.setattr(witness_callback, "LOOKS", looks)
+        monkeypatch.setattr(witnessing_file, "LOOKS", looks)
         study = load_study(write_study(edit))
         run_tiny(study, tmp_path / str(looks))
         runs = [_run(tmp_path / str(looks), arm) for arm in ("baseline", "flash")]
@@ -180,30 +190,17 @@ def test_the_witness_changes_no_measurement(write_study, run_tiny, tmp_path, mon
 
 
 def test_the_observer_gate_would_see_a_witness_that_changes_a_bit(write_study, monkeypatch):
-    own = WitnessCallback.after_update
+    own = Witnessing.update_ended
 
-    def disturbing(self, trainer, step):
-        own(self, trainer, step)
+    def disturbing(self, step):
+        own(self, step)
         with torch.no_grad():
-            next(iter(trainer.lightning_module.parameters())).mul_(1.001)
+            next(iter(self._model.parameters())).mul_(1.001)
 
     config = expand(load_study(write_study(_two_arms)))[0].config
     assert check_observer(config, steps=2).equal
-    monkeypatch.setattr(WitnessCallback, "after_update", disturbing)
+    monkeypatch.setattr(Witnessing, "update_ended", disturbing)
     assert not check_observer(config, steps=2).equal
-
-
-def _witnessed(config, tmp_path):
-    """Train `config`, held against its own label, and return what the witness saw."""
-    parts, data = assemble(config), load_data(config)
-    implementation = parts.attention.description["implementation"]
-    label = Label(arm="broken", precision=config.precision, implementation=implementation)
-    witness = WitnessCallback(parts.model, config.train.steps, before={}, label=label)
-    callbacks: list[Callback] = [*parts.callbacks, witness]
-    trainer = make_trainer(config, RunFiles.unnamed(tmp_path), [], callbacks)
-    fit(trainer, parts, data)
-    witness.end(trainer)
-    return witness.witness
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -224,7 +221,7 @@ def test_every_planted_fault_trains_under_its_label(
         content["base"]["train"].update(steps=2, snapshot_steps=[])
         content.update(arms={"baseline": {}}, yardstick="")
 
-    witness = _witnessed(expand(load_study(write_study(edit)))[0].config, tmp_path)
+    _, witness = _trained(expand(load_study(write_study(edit)))[0].config, tmp_path)
     dtype = {"32-true": "float32", "bf16-mixed": "bfloat16"}[precision]
     linear = [row for row in witness.rows if row.part == "linear"]
     assert {row.operands for row in linear} == {(dtype, dtype)}

@@ -7,7 +7,8 @@ dispatch mode is installed, since torch would run the model eagerly for it; then
 unproven, and said to be.
 
 What earlier stretches saw comes with the checkpoint. Leaves out how dtypes are found
-(`probe.executed`) and what contradicts a label (`records.witness`).
+(`probe.executed`), what contradicts a label (`records.witness`), and who tells of the training
+(`trainer_door`).
 """
 
 from collections.abc import Callable
@@ -16,18 +17,16 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from stability.callbacks.each_update import UpdateCallback
 from stability.probe.executed import Executed, naming_modules
 from stability.probe.known_answers import known_answers
 from stability.records.module_sources import own_modules
 from stability.records.numeric_switches import numeric_switches, training_switches
 from stability.records.witness import Label, Stretch, Witness, contradictions
 
-__all__ = ["LOOKS", "WitnessCallback", "WitnessError"]
+__all__ = ["LOOKS", "WitnessError", "Witnessing"]
 
 LOOKS = 2
 """Updates that are looked at where a stretch begins: the first may be one that a loss scaler skips,
@@ -38,11 +37,11 @@ class WitnessError(ValueError):
     """What a run executed is not what its label says."""
 
 
-class WitnessCallback(UpdateCallback):
-    """Look at `model` while it trains up to `last_step`; WitnessError if that contradicts `label`.
+class Witnessing:
+    """Looks at `model` while it trains up to `last_step`; WitnessError if that contradicts `label`.
 
-    To be the last callback but for the checkpoints', so that what others compute at a step's begin
-    is not looked at. `may_end` says whether the next update may be the last one before `last_step`.
+    Its methods are called in the order in which they stand, `update_begins` to `update_ended` for
+    each update. `may_end` says whether the next update may be the last one before `last_step`.
     `before` are the switches before user modules were imported; `git` is put on record as it is.
     `save` gets the witness at the `end`, and before an error is raised. `beside` says what another
     run witnessed that this one may not contradict. Without a label nothing else is compared.
@@ -103,18 +102,18 @@ class WitnessCallback(UpdateCallback):
         # not asdict, which copies all that lies in it, a millisecond each time
         return {each.name: getattr(stretch, each.name) for each in fields(stretch)}
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def process_begins(self, device: torch.device) -> None:
         """Note the switches, and compute the known answers, before the model is called at all."""
         self._moments = {"before_imports": self._before, "at_start": _switches()}
-        self._answers = {"at_start": known_answers(trainer.strategy.root_device)}
+        self._answers = {"at_start": known_answers(device)}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a stretch, and hold it against those before."""
-        self._first = self._last = trainer.global_step
+    def begin(self, step: int) -> None:
+        """Begin a stretch after `step` updates, and hold it against those before."""
+        self._first = self._last = step
         self._check()
 
-    def before_update(self, trainer: Trainer, step: int) -> None:
-        """Look at this update if it is one of the first, or the last."""
+    def update_begins(self, step: int, optimizers: list[Optimizer]) -> None:
+        """Look at the update that follows `step` others if it is one of the first, or the last."""
         is_last = step == self._last_step - 1 or self._may_end()
         is_due = step - self._first < LOOKS or is_last
         if not is_due or self._unproven:
@@ -122,59 +121,52 @@ class WitnessCallback(UpdateCallback):
         self._steps.append(step)
         self._open.enter_context(naming_modules(self._model, self._executed))
         if not self._update.was_seen:
-            self._update.watch(trainer.optimizers)
+            self._update.watch(optimizers)
         self._open.enter_context(self._executed)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def backward_ended(self) -> None:
         """End the look at the model; what follows is clipping, and the optimizer's."""
         self._open.close()
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def optimizer_begins(self) -> None:
         """Let the optimizer's own work begin."""
         self._update.begin()
 
-    def after_update(self, trainer: Trainer, step: int) -> None:
-        """Hold a look against the label, before the step's checkpoint is written.
+    def update_ended(self, step: int) -> None:
+        """Hold a look against the label; with this one, `step` updates are made.
 
         The last one is held against it at the `end`.
         """
-        self._last = trainer.global_step
-        self._close()
-        if self._steps and step == self._steps[-1] and step != self._last_step - 1:
+        self._last = step
+        self.close()
+        if self._steps and step - 1 == self._steps[-1] and step != self._last_step:
             self._check()
-        if step == self._first + LOOKS - 1:
+        if step == self._first + LOOKS:
             # for a stretch that a kill ends: by now all is imported that each step needs
             self._note_modules()
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, step: int, device: torch.device) -> None:
         """End the stretch: switches and known answers again, and the witness is saved.
 
-        To be called after the fit: a run that is resumed at its last step trains nothing, and
-        Lightning then calls none of the hooks about training. WitnessError as the class.
+        Also of a run that is gone on with at its last step, and trains nothing. WitnessError as the
+        class.
         """
-        if self._last != trainer.global_step:
-            self._first = self._last = trainer.global_step
+        if self._last != step:
+            self._first = self._last = step
         self._note_modules()
         self._moments["at_end"] = _switches()
-        self._answers["at_end"] = known_answers(trainer.strategy.root_device)
+        self._answers["at_end"] = known_answers(device)
         self._check()
         self._save(self.witness)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def close(self) -> None:
         """Leave no mode and no hook behind."""
-        self._close()
+        self._update.close()
+        self._open.close()
 
     def _note_modules(self) -> None:
         """Note the sources of modules; that of one that was known stands as it was imported."""
         self._modules = own_modules() | self._modules
-
-    def _close(self) -> None:
-        self._update.close()
-        self._open.close()
 
     def _check(self) -> None:
         witness = self.witness

@@ -6,8 +6,12 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stability.callbacks.witness import WitnessCallback, WitnessError
+from stability.recorder.trainer_door import TrainerDoor
+from stability.recorder.witnessing import WitnessError, Witnessing
+from stability.recorder.writer import RunWriter
+from stability.records.metric_log import MetricLog
 from stability.records.numeric_switches import numeric_switches
+from stability.records.run_files import RunFiles
 from stability.records.witness import Label
 
 LABEL = Label(arm="mine", precision="32-true", implementation="baseline")
@@ -37,18 +41,38 @@ def _adamw(parameters):
     return torch.optim.AdamW(parameters)
 
 
-def _trained(fit, folder, optimizer, *, witnessed=True, **options):
-    module = _Module(optimizer)
-    witness = WitnessCallback(module, 4, before=numeric_switches(), label=LABEL)
-    trainer = fit(folder, module, [witness] if witnessed else [], 4, **options)
-    if witnessed:
-        witness.end(trainer)
-    return module, witness.witness
+@pytest.fixture
+def door(tmp_path):
+    """Return a function that makes the door of a module's training, and what bears witness."""
+    log = MetricLog(tmp_path / "updates.jsonl")
+
+    def make(module):
+        witnessing = Witnessing(module, 4, before=numeric_switches(), label=LABEL)
+        writer = RunWriter(RunFiles.unnamed(tmp_path), log)
+        return TrainerDoor(writer, module, [], witnessing), witnessing
+
+    yield make
+    log.close()
+
+
+@pytest.fixture
+def trained(fit, door, tmp_path):
+    """Return a function that trains with an optimizer: the module, and what was witnessed."""
+
+    def train(optimizer, *, witnessed=True, **options):
+        module = _Module(optimizer)
+        told, witnessing = door(module)
+        trainer = fit(tmp_path, module, [told] if witnessed else [], 4, **options)
+        if witnessed:
+            told.end(trainer)
+        return module, witnessing.witness
+
+    return train
 
 
 @pytest.mark.parametrize("optimizer", [_muon, _adamw])
-def test_what_an_optimizer_casts_by_itself_is_recorded_apart(fit, tmp_path, optimizer):
-    module, witness = _trained(fit, tmp_path, optimizer)
+def test_what_an_optimizer_casts_by_itself_is_recorded_apart(trained, optimizer):
+    module, witness = trained(optimizer)
     by_part = {
         part: {dtype for row in witness.rows if row.part == part for dtype in row.operands}
         for part in ("linear", "optimizer")
@@ -56,29 +80,28 @@ def test_what_an_optimizer_casts_by_itself_is_recorded_apart(fit, tmp_path, opti
     assert by_part["linear"] == {"float32"}
     # Muon's Newton-Schulz iteration runs in BF16, AdamW multiplies no matrices
     assert by_part["optimizer"] == ({"float32", "bfloat16"} if optimizer is _muon else set())
-    plain, _ = _trained(fit, tmp_path, optimizer, witnessed=False)
+    plain, _ = trained(optimizer, witnessed=False)
     assert torch.equal(module.layer.weight, plain.layer.weight)
 
 
-def test_the_first_micro_batch_alone_is_looked_at_where_gradients_are_accumulated(fit, tmp_path):
-    module, witness = _trained(fit, tmp_path, _muon, accumulate_grad_batches=2)
+def test_the_first_micro_batch_alone_is_looked_at_where_gradients_are_accumulated(trained):
+    module, witness = trained(_muon, accumulate_grad_batches=2)
     assert witness.all[0].steps == [0, 1, 3]
     assert "optimizer" in {row.part for row in witness.rows}
     assert not module.layer._forward_hooks
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
-def test_a_training_that_fails_leaves_no_mode_and_no_hook_behind(fit, tmp_path):
+def test_a_training_that_fails_leaves_no_mode_and_no_hook_behind(fit, door, tmp_path):
     module = _Module(_adamw)
     module.training_step = lambda batch, batch_idx: 1 / 0
-    witness = WitnessCallback(module, 4, before={}, label=LABEL)
     with pytest.raises(ZeroDivisionError):
-        fit(tmp_path, module, [witness], 4)
+        fit(tmp_path, module, [door(module)[0]], 4)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert not module.layer._forward_hooks
 
 
-def test_a_layer_that_casts_by_itself_contradicts_the_label(fit, tmp_path):
+def test_a_layer_that_casts_by_itself_contradicts_the_label(fit, door, tmp_path):
     module = _Module(_adamw)
     layer = module.layer.forward
 
@@ -87,12 +110,13 @@ def test_a_layer_that_casts_by_itself_contradicts_the_label(fit, tmp_path):
             return layer(x).float()
 
     module.layer.forward = cast
-    witness = WitnessCallback(module, 4, before={}, label=LABEL)
     with pytest.raises(WitnessError, match="labelled 32-true, its linear layers multiplied BF16"):
-        fit(tmp_path, module, [witness], 4)
+        fit(tmp_path, module, [door(module)[0]], 4)
 
 
-def test_a_layer_that_casts_where_a_backward_computes_it_again_contradicts_the_label(fit, tmp_path):
+def test_a_layer_that_casts_where_a_backward_computes_it_again_contradicts_the_label(
+    fit, door, tmp_path
+):
     module = _Module(_adamw)
     layer = module.layer.forward
 
@@ -101,7 +125,6 @@ def test_a_layer_that_casts_where_a_backward_computes_it_again_contradicts_the_l
             return layer(x).float()
 
     module.layer.forward = lambda x: checkpoint(cast_again, x.requires_grad_(), use_reentrant=True)
-    witness = WitnessCallback(module, 4, before={}, label=LABEL)
     said = r"1 of 2 kinds of product in .* multiplied BF16 \(first: layer, backward\)"
     with pytest.raises(WitnessError, match=said):
-        fit(tmp_path, module, [witness], 4)
+        fit(tmp_path, module, [door(module)[0]], 4)

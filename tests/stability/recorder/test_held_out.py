@@ -1,6 +1,5 @@
 """The loss on held-out text is that of the recorded weights, and looking at it changes nothing."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -8,20 +7,21 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from stability.callbacks import held_out
-from stability.callbacks.held_out import LOG_PROBABILITIES, HeldOut
-from stability.callbacks.weight_callbacks import WeightHistogram
 from stability.config.convert import from_dict
 from stability.config.load import load_study
 from stability.config.schema import ArmConfig
+from stability.model import held_out
+from stability.recorder import writer as writer_file
+from stability.recorder.trainer_door import TrainerDoor
+from stability.recorder.witnessing import Witnessing
+from stability.recorder.writer import LOG_PROBABILITIES, RunWriter
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import MetricLog, read_metrics
-from stability.records.metric_names import EVAL_LOSS, NONFINITE_WEIGHTS
+from stability.records.metric_names import EVAL_LOSS
 from stability.records.paths import RunPaths, prediction_steps, snapshot_steps
 from stability.records.run_files import RunFiles, damage, read_run_snapshot
 from stability.records.snapshots import read_snapshot
 from stability.study.assemble import assemble, load_data
-from stability.tracking.loggers import RecordsLogger
 from tests.sampling import one_in
 from tests.stability.study.recorded_bits import recorded_bits
 
@@ -96,10 +96,19 @@ def _trained_weights(fit, folder, blocks, *, watched):
     module = _WithDropout()
     batch = next(iter(blocks))
     files = RunFiles.unnamed(folder)
-    callbacks = [HeldOut(module.model, files, range(5), [batch], kept=1)] if watched else []
+    log = MetricLog(folder / "updates.jsonl")
+    door = TrainerDoor(
+        RunWriter(files, log),
+        module.model,
+        range(5),
+        Witnessing(module, 4, before={}),
+        held_out=[batch],
+        kept=1,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        fit(folder, module, callbacks, steps=4)
+        fit(folder, module, [door] if watched else [], steps=4)
+    log.close()
     return module.model[2].weight.detach().clone(), module.model[1].training
 
 
@@ -138,7 +147,7 @@ def test_a_run_stopped_at_its_predictions_ends_in_the_same_records(
 ):
     study = load_study(write_study(_one_arm))
     run_tiny(study, tmp_path / "whole")
-    add, write = RunFiles.add, held_out.write_snapshot
+    add, write = RunFiles.add, writer_file.write_snapshot
 
     def is_due(path):
         return path.parent.name == "predictions" and path.stem == "step-00000004"
@@ -157,7 +166,7 @@ def test_a_run_stopped_at_its_predictions_ends_in_the_same_records(
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFiles, "add", stopping_add)
-        patch.setattr(held_out, "write_snapshot", stopping_write)
+        patch.setattr(writer_file, "write_snapshot", stopping_write)
         with pytest.raises(KeyboardInterrupt):
             run_tiny(study, tmp_path / "stopped")
     run = RunPaths.for_run(tmp_path / "stopped" / "tiny", "baseline", 0)
@@ -190,20 +199,3 @@ def test_an_arm_that_holds_out_other_text_is_no_pair(write_study, run_tiny, tmp_
         ValueError, match=r"arms.other: held_out.share must be 0.05 .*, is 0.1: the text"
     ):
         run_tiny(load_study(write_study(edit)), tmp_path)
-
-
-def test_weights_that_are_no_number_are_counted(trained, tmp_path):
-    run = RunPaths.for_run(trained, "baseline", 0)
-    assert set(read_metrics(run.metrics)[NONFINITE_WEIGHTS].values) == {0.0}
-    log = MetricLog(tmp_path / "metrics.jsonl")
-
-    class _Trainer:
-        loggers = (RecordsLogger(log),)
-
-    model = nn.Linear(3, 3)
-    with torch.no_grad():
-        model.weight[0] = torch.tensor([float("nan"), float("inf"), -float("inf")])
-    WeightHistogram(model, [7]).at_step(_Trainer(), 7)
-    log.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line[NONFINITE_WEIGHTS] for line in lines if NONFINITE_WEIGHTS in line] == [3.0]
