@@ -124,6 +124,12 @@ class Stretch:
             for part, module, during, operator, operands, result in self.executed
         ]
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The fields by name, as JSON has them."""
+        # not asdict, which copies all that lies in it, a millisecond each time
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
 
 _FIELDS = {each.name for each in fields(Stretch)}
 

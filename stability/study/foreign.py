@@ -6,10 +6,11 @@ step. Leaves out how a training is watched (`recorder`).
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ from stability.config.commands import filled_in
 from stability.config.diff import hash_without
 from stability.recorder.launch import Launched, environment_of, launch
 from stability.recorder.spooled import Spooled, SpoolError, read_spool, read_state
+from stability.recorder.witnessed import (
+    state_of_code,
+    witness_notes,
+    write_recorded_witness,
+)
 from stability.recorder.writer import diverged_at, running_hashes, write_log, write_states
 from stability.records.identity import environment_outside, hash_environment
 from stability.records.manifest import ENDED, Manifest, read_manifest
@@ -57,6 +63,8 @@ class OpenRun:
     """Where the processes of the training leave what they see."""
     folder: Path | None = None
     """Where the command runs."""
+    git: Mapping[str, str] = field(default_factory=dict)
+    """Commit and changes of the script's folder before it started."""
 
     def write(self) -> Manifest:
         """Write the record of a training that has ended by itself; return the final manifest.
@@ -68,7 +76,7 @@ class OpenRun:
             _check_end(self.run, spooled)
             _check_attention(self.run, spooled)
             _check_sources(self.run, spooled, self.folder)
-            return _write(self.run, self.files, spooled)
+            return _write(self.run, self.files, spooled, self.git)
         except ValueError as error:
             is_breach = isinstance(error, ContractError)
             raise self.failed(f"pair contract: {error}" if is_breach else str(error)) from error
@@ -95,7 +103,8 @@ def opened(
         try:
             files = RunFiles(run.paths, _first_manifest(run, variables))
             files.update()
-            yield OpenRun(run=run, files=files, spool=spool, folder=folder)
+            git = state_of_code(run.words or sys.argv[:1], folder)
+            yield OpenRun(run=run, files=files, spool=spool, folder=folder, git=git)
         except KeyboardInterrupt:
             files.update(state="interrupted")
             raise
@@ -163,7 +172,9 @@ def _checked(
     return record.files.manifest
 
 
-def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
+def _write(
+    run: ForeignRun, files: RunFiles, spooled: Spooled, git: Mapping[str, str]
+) -> Manifest:
     environment = {
         **files.manifest.environment,
         **spooled.environment,
@@ -179,7 +190,7 @@ def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
         "names": list(spooled.names),
         "models": list(spooled.owners),
         "ranks": spooled.world,
-        "notes": [*spooled.notes, *_attention_notes(run, spooled)],
+        "notes": [*spooled.notes, *_attention_notes(run, spooled), *witness_notes(spooled)],
     }
     hashes["config_less_axis"] = hash_without(config, run.diff)
     files.update(
@@ -190,6 +201,7 @@ def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
     if baseline:
         check_start(read_manifest(baseline.manifest), files.manifest)
     write_log(files, spooled)
+    write_recorded_witness(files, spooled, git)
     _check_nudge(run, spooled)
     states = {step: partial(read_state, path) for step, path in spooled.states.items()}
     final = write_states(files, states, baseline, lambda step: _check_batches(run, step))
