@@ -113,7 +113,7 @@ COMPOSED: Dict[str, Tuple[int, ...]] = {
 }
 """Products that are composed of those above before dispatch, but for those in inference mode."""
 
-NOT_OF_INTEREST = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional")
+NOT_OF_INTEREST = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp")
 """Namespaces whose other operators are neither products nor attentions; any other namespace is a
 library's own, whose operators are recorded as they were called."""
 

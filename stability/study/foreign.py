@@ -172,9 +172,7 @@ def _checked(
     return record.files.manifest
 
 
-def _write(
-    run: ForeignRun, files: RunFiles, spooled: Spooled, git: Mapping[str, str]
-) -> Manifest:
+def _write(run: ForeignRun, files: RunFiles, spooled: Spooled, git: Mapping[str, str]) -> Manifest:
     environment = {
         **files.manifest.environment,
         **spooled.environment,

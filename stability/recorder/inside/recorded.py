@@ -36,17 +36,16 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     replaced = replace_attention(attention) if attention else None
 
     def begin(state: Dict[str, Tensor]) -> Dict[str, Any]:
-        device = next((x.device for x in state.values()), torch.device("cpu"))
         if replaced:
-            replaced.prepare(device)
+            replaced.prepare(next(iter(state.values())).device)
         if witness:
-            witness.begin(device)
+            witness.begin(state)
         return start_of(state, asked, rank, switches())
 
     def told() -> Dict[str, Any]:
         files = sorted(set(own_files().values()))
         calls = replaced.told() if replaced else {}
-        seen = {"witness": witness.told()} if witness else {}
+        seen = witness.told() if witness else {}
         return {"modules": own_modules(), "files": files, "attention": calls, **seen}
 
     observes = asked.get("STABILITY_OBSERVES", "1") == "1"

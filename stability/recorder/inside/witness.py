@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict
 
 import torch
+from torch import Tensor
 
 from .looks import Looks
 
@@ -37,22 +38,23 @@ class InsideWitness:
         self._moments: Dict[str, Any] = {"before_imports": before} if before else {}
         self._answers: Dict[str, Any] = {}
 
-    def begin(self, device: torch.device) -> None:
-        """Note switches and known answers on the device of the weights, before the first update."""
-        self._device = device
+    def begin(self, state: Dict[str, Tensor]) -> None:
+        """Note switches and known answers, these on the weights' device, before any update."""
+        self._device = next((x.device for x in state.values()), self._device)
         self._note("at_start")
 
     def told(self) -> Dict[str, Any]:
         """End the looks, and return what is to be written with the record's end."""
         self._looks.end()
         self._note("at_end")
-        return {
+        stretch = {
             "unproven": self._looks.unproven,
             "steps": self._looks.steps,
             "executed": self._looks.rows,
             "switches": self._moments,
             "answers": self._answers,
         }
+        return {"witness": stretch}
 
     def _note(self, moment: str) -> None:
         told = {**self._switches(), "threads": torch.get_num_threads()}
