@@ -184,9 +184,7 @@ class Looks:
         if not is_model and not is_backward and torch.is_grad_enabled() and self._trains(module):
             self._switch_on(is_optimizer=False)
         if self._is_on and not self._executed.is_optimizer:
-            name = self._name_of(module)
-            self._entered.append((id(module), name))
-            self._executed.enter(name, "linear")
+            self._enter(id(module), self._name_of(module), "linear")
 
     def _trains(self, module: nn.Module) -> bool:
         # without a start state there is no optimizer yet: it may be no call of the training
@@ -202,8 +200,15 @@ class Looks:
         return self._entered[-1][1] if self._entered else ""
 
     def _leaves(self, module: nn.Module, *_: Any) -> None:
-        # what began before the mode was on has no place in its list
-        if self._entered and self._entered[-1][0] == id(module):
+        self._leave(id(module))
+
+    def _enter(self, key: int, name: str, part: str) -> None:
+        self._executed.enter(name, part)
+        self._entered.append((key, name))
+
+    def _leave(self, key: int) -> None:
+        # what began before the mode was on has no place in the list
+        if self._entered and self._entered[-1][0] == key:
             self._entered.pop()
             self._executed.leave()
 
@@ -245,12 +250,12 @@ class Looks:
             is_seen = self._is_on and not self._executed.is_optimizer
             if not is_seen or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            self._executed.enter(self._innermost, "attention")
+            key = id(original)
+            self._guarded(lambda: self._enter(key, self._innermost, "attention"))()
             try:
                 return original(*args, **kwargs)
             finally:
-                if self._is_on:
-                    self._executed.leave()
+                self._guarded(lambda: self._leave(key))()
 
         return attend
 

@@ -110,7 +110,8 @@ def hold_to_a_study(study: Recording, updates: int, capsys: pytest.CaptureFixtur
 def hold_to_witnesses(study: Recording, *, is_compiled: bool) -> None:
     """Every arm bears witness: one and the same for a rerun, of other products for other flags."""
     found = {
-        arm: read_witness(study.paths(arm).witness) for arm in ("baseline", "rerun", "nudge", "fp32")
+        arm: read_witness(study.paths(arm).witness)
+        for arm in ("baseline", "rerun", "nudge", "fp32")
     }
     assert found["rerun"] == found["baseline"]
     assert found["nudge"].rows == found["baseline"].rows
@@ -128,6 +129,6 @@ def hold_to_witnesses(study: Recording, *, is_compiled: bool) -> None:
         linear = [row for row in witness.rows if row.part == "linear"]
         assert {row.during for row in linear} == {"forward", "backward"}
         assert {each for row in linear for each in row.operands} == {dtype}
-        names = {name for name in study.manifest(arm).resolved["names"]}
+        names = study.manifest(arm).resolved["names"]
         assert all(any(name.startswith(row.module) for name in names) for row in linear)
         assert not [row for row in witness.rows if row.part == "unowned"]
