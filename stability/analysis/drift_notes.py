@@ -41,10 +41,19 @@ def _foreign_notes(study: RecordedStudy, arms: Sequence[RecordedArm]) -> list[st
             for note in run.manifest.resolved.get("notes", ()) if run.manifest else ():
                 names = unseen.setdefault(note, [])
                 names += [] if arm.name in names else [arm.name]
+    unproven = (
+        "Unproven: what was executed has no witness, as in records of an older version and in "
+        "checkpoints that were adopted."
+    )
     return [
-        "Unproven: what was executed has no witness, as in every training that is not ours.",
+        *([unproven] if not _has_witness(arms) else []),
         *(f"Of {', '.join(names)}: {note}." for note, names in unseen.items()),
     ]
+
+
+def _has_witness(arms: Sequence[RecordedArm]) -> bool:
+    runs = [run for arm in arms for run in arm.runs.values() if run.manifest]
+    return any(run.paths.name_of(run.paths.witness) in run.manifest.files for run in runs)
 
 
 def _gap(arm: RecordedArm) -> str:

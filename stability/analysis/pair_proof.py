@@ -24,6 +24,8 @@ class ProofLine:
     sameness: Sameness
     says: str = ""
     """What follows in words, where the two values alone don't tell."""
+    changes: str = ""
+    """What a declared change did, in words, where its name does not tell."""
 
     @property
     def sentence(self) -> str:
@@ -71,6 +73,8 @@ class PairProof:
         said = f"a pair: they differ in {self.axes[0]} alone" if self.axes else "an A/A pair"
         if len(self.axes) > 1:
             said = f"a confounded pair: they differ in {', '.join(self.axes)}"
+        for line in self.lines:
+            said += f"; {line.changes}" if line.changes else ""
         if self.had_no_effect:
             said += "; the change had no effect: both end in the same bits"
         return f"{said}; not on record: {', '.join(self.unproven)}" if self.unproven else said

@@ -18,6 +18,7 @@ from stability.analysis.drift_parents import check_drifts, listed_snapshot, pare
 from stability.analysis.pair_contract import prove_pair
 from stability.analysis.pair_proof import PairProof
 from stability.analysis.study_records import RecordedRun, RecordedStudy
+from stability.config.commands import is_command
 from stability.config.schema import BASELINE
 from stability.records.events import read_log_and_events
 from stability.records.manifest import ENDED, Manifest, read_manifest
@@ -27,7 +28,15 @@ from stability.records.protocol import read_protocol
 from stability.records.remade_drifts import read_remade
 from stability.records.run_files import damage, misplacement, read_run_snapshot
 
-__all__ = ["DriftCheck", "PairCheck", "PairState", "check_drifts_of", "check_pairs", "plan_trouble"]
+__all__ = [
+    "DriftCheck",
+    "PairCheck",
+    "PairState",
+    "check_drifts_of",
+    "check_pairs",
+    "plan_note",
+    "plan_trouble",
+]
 
 PairState = Literal["holds", "missing", "foreign", "damaged", "no pair", "stale", "unproven"]
 
@@ -111,16 +120,28 @@ def check_pairs(study: RecordedStudy, *, every_drift: bool = False) -> list[Pair
 def plan_trouble(study: RecordedStudy) -> str:
     """Return why it can't be told what a study planned; empty if its sealed protocol tells.
 
-    Every study is sealed before its first run: without the seal a pair that is gone is not missed.
+    Every study is sealed before its first run, without the seal a pair that is gone is not missed;
+    but for one that is recorded run by run, which nobody has planned (`plan_note`).
     """
     path = StudyPaths(study.folder).protocol
     if not path.exists():
+        if plan_note(study):
+            return ""
         return f"{path} is not there: planned pairs that study.json leaves out are not counted"
     try:
         read_protocol(path)
     except (ValueError, OSError) as error:
         return f"{error}: planned pairs that study.json leaves out are not counted"
     return ""
+
+
+def plan_note(study: RecordedStudy) -> str:
+    """Return what is to be said of a study that was recorded run by run, unsealed; else nothing."""
+    manifests = [run.manifest for arm in study.arms for run in arm.runs.values() if run.manifest]
+    is_sealed = any(manifest.hashes.get("protocol") for manifest in manifests)
+    if is_sealed or not is_command(study.base) or StudyPaths(study.folder).protocol.exists():
+        return ""
+    return "recorded run by run, without a sealed plan: a run that was taken away is not missed"
 
 
 def _planned(study: RecordedStudy) -> list[tuple[str, int]]:

@@ -4,10 +4,14 @@ A label is what a manifest says: it may have been written by hand. Where the wit
 the runs are no pair, whatever their configs say. Between two runs the dtypes may differ in what the
 declared change touches; switches and known answers must be equal. What has no witness is not on
 record, and neither is what a compiled run multiplied. Everything here only reads.
+
+A command has no label, so nothing contradicts one: two witnesses of commands are held against one
+another alone. A changed flag, variable or commit may change all that is executed; what it changed
+is said in words.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +53,9 @@ CHANGED_BY: dict[Part, tuple[str, ...]] = {
     "unowned": ("precision", "attention"),
 }
 """Axes that are meant to change the dtypes of a part."""
+
+_OF_CODE = ("program", "flags", "config", "env", "ref", "setup", "python", "deterministic")
+"""What of a command may change all that is executed: of a flag nobody can tell."""
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: a baseline's rows are made once for all its pairs
@@ -104,8 +111,9 @@ def witness_lines(
     for each in (first, second):
         yield each.line
     if first.witness and second.witness:
-        yield from _dtype_lines(first, second, differences)
-        yield from _beside(first.witness, second.witness, differences)
+        is_free = is_command(first.manifest.config) and touches(differences, _OF_CODE)
+        yield from _dtype_lines(first, second, differences, is_free=is_free)
+        yield from _beside(first.witness, second.witness, differences, is_free=is_free)
 
 
 def witness_breach(first: Testimony, second: Testimony, differences: Mapping[str, Any]) -> str:
@@ -136,7 +144,9 @@ def _own_line(found: Testimony) -> ProofLine:
     """Hold a run's witness against its label, and against the updates that the run has made."""
     manifest, witness = found.manifest, found.witness
     label, why = _label(manifest), found.lacking
-    wrong = contradictions(witness, label) if witness else [why] * found.is_damaged
+    wrong = [why] * found.is_damaged
+    if witness and not is_command(manifest.config):
+        wrong = contradictions(witness, label)
     if witness and not why:
         run = f"{manifest.arm}, seed {manifest.seed}"
         lacking = gap(witness, manifest.fork.get("at", 0), manifest.step)
@@ -149,7 +159,7 @@ def _own_line(found: Testimony) -> ProofLine:
     executed = _dtypes(found.rows.get("linear", ()))
     return ProofLine(
         field=f"witness of {manifest.arm}",
-        first=label.precision,
+        first=label.precision or "no label",
         second=executed,
         sameness="different" if wrong else ("unknown" if why else "same"),
         says="; ".join(wrong) or why,
@@ -188,37 +198,64 @@ def claims_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dtype_lines(
-    first: Testimony, second: Testimony, differences: Mapping[str, Any]
+    first: Testimony, second: Testimony, differences: Mapping[str, Any], *, is_free: bool
 ) -> Iterator[ProofLine]:
     for part, axes in CHANGED_BY.items() if not (first.unproven or second.unproven) else ():
         rows = [each.rows.get(part, set()) for each in (first, second)]
+        if part == "linear" and is_command(first.manifest.config):
+            rows = [_less_operators(each, differences) for each in rows]
         if part == "unowned" and not any(rows):
             continue
-        is_free = touches(differences, axes)
         shown = [_dtypes(each) for each in rows]
         others = sorted(rows[0] ^ rows[1])
         if not others:
             yield compared(f"executed in {part}", shown[0], shown[1])
             continue
+        is_meant = is_free or touches(differences, axes)
         nameless = "no module" if part == "unowned" else "the model itself"
         at = f"{others[0].module or nameless}, {others[0].during}"
         yield ProofLine(
             field=f"executed in {part}",
             first=shown[0],
             second=shown[1],
-            sameness="different by design" if is_free else "different",
-            says=f"what is executed in {part} differs, first in {at}: {others[0].operator} of "
-            f"{' x '.join(others[0].operands)} in one alone",
+            sameness="different by design" if is_meant else "different",
+            says=f"what is executed in {part} differs, first in {at}: "
+            f"{others[0].operator or 'a product'} of {' x '.join(others[0].operands)} in one alone",
+            changes=_PRODUCTS[part].format(*shown) if is_free and shown[0] != shown[1] else "",
         )
 
 
-def _beside(first: Witness, second: Witness, differences: Mapping[str, Any]) -> Iterator[ProofLine]:
-    free = moved_by(differences)
-    was, now = (_flat(each, "answers") for each in (first, second))
-    yield from _named("known answer", was, now, free)
-    yield from _modules(first, second, is_free=touches(differences, NAMES_OF_MODULES))
-    was, now = (_flat(each, "switches") for each in (first, second))
-    yield from _named("switch", was, now, free)
+_PRODUCTS = {
+    "linear": "linear products: {} -> {}",
+    "attention": "attention: {} -> {}",
+    "optimizer": "products of optimizers: {} -> {}",
+    "unowned": "products of no module: {} -> {}",
+}
+"""What a change of a command did, in words."""
+
+
+def _less_operators(rows: Set[ExecutedRow], differences: Mapping[str, Any]) -> Set[ExecutedRow]:
+    """Return linear rows without the operators' names, where another attention was put in.
+
+    What that returns may lie otherwise in memory, and the next layer multiply it by another
+    operator, in the same dtypes.
+    """
+    if not touches(differences, ("attention",)):
+        return rows
+    return {replace(row, operator="") for row in rows}
+
+
+def _beside(
+    first: Witness, second: Witness, differences: Mapping[str, Any], *, is_free: bool
+) -> Iterator[ProofLine]:
+    answers, switches = (
+        [_flat(each, series) for each in (first, second)] for series in ("answers", "switches")
+    )
+    moved = moved_by(differences)
+    yield from _named("known answer", *answers, moved, is_free=is_free)
+    of_modules = is_free or touches(differences, NAMES_OF_MODULES)
+    yield from _modules(first, second, is_free=of_modules)
+    yield from _named("switch", *switches, moved, is_free=is_free)
 
 
 def _modules(first: Witness, second: Witness, *, is_free: bool) -> Iterator[ProofLine]:
@@ -252,6 +289,8 @@ def _named(
     first: Mapping[str, list[Any]],
     second: Mapping[str, list[Any]],
     free: Set[str] = frozenset(),
+    *,
+    is_free: bool = False,
 ) -> Iterator[ProofLine]:
     """Give a line for each name whose values differ, or one that says that all are equal.
 
@@ -265,7 +304,8 @@ def _named(
     others = [name for name in sorted(names - unlisted) if first.get(name) != second.get(name)]
     for name in others:
         values = [", ".join(map(str, each.get(name, ["nothing"]))) for each in (first, second)]
-        yield compared(f"{what} {name}", values[0], values[1], is_free=name in free)
+        is_meant = is_free or name in free
+        yield compared(f"{what} {name}", values[0], values[1], is_free=is_meant)
     if not others:
         plural, alike = f"{what}es" if what.endswith("ch") else f"{what}s", names - unlisted
         yield compared(plural, f"{len(alike)} alike", f"{len(alike)} alike")

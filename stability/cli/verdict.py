@@ -154,7 +154,7 @@ def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
     from rich.console import Console  # heavy, and so is numpy behind the rest
 
     from stability.analysis.protocol_check import seeds_apart
-    from stability.analysis.study_check import check_pairs, plan_trouble
+    from stability.analysis.study_check import check_pairs, plan_note, plan_trouble
     from stability.analysis.study_records import read_study
     from stability.report.terminal.pairs import print_checks
 
@@ -165,7 +165,10 @@ def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
     if json:
         pairs = [check.to_dict() for check in checks]
         plan = {"planned": len(checks), "hold": holding, "plan_trouble": trouble}
+        plan["plan_note"] = plan_note(study)
         print_json({**plan, "seeds_apart": apart, "pairs": pairs})
     else:
         print_checks(checks, Console(), [*([trouble] if trouble else []), *apart])
+        if note := plan_note(study):
+            print_line(note)
     return HOLDS if holding == len(checks) and not trouble and not apart else FAILS

@@ -10,32 +10,40 @@ compiled runs compiled (`ignore_compile_internals`) and is not seen.
 
 Leaves out which operators are products (`products`), what a kernel does inside one operator (a
 switch may round the operands there: `known_answers`), and what follows from it all
-(`records.witness`).
+(`records.witness`). Loaded in the processes of recorded trainings as well (`recorder.inside`),
+under another package's name, so on Python 3.9 and by relative imports.
 """
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from types import ModuleType
+from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from stability.probe.node_owners import NodeOwners, Owner
-from stability.probe.products import Kind, kind_of, name_of
-from stability.records.witness import ExecutedRow, Part, Pass
+from ..records.executed_row import ExecutedRow, Part, Pass
+from .node_owners import NodeOwners, Owner
+from .products import Kind, kind_of, name_of
 
 __all__ = ["Executed", "naming_modules", "unwitnessed"]
 
 _THE_MODEL: Owner = "", "linear"
 """Who runs where no module of the model's does: the model itself, or what calls it."""
 
-_Seen = tuple[Part, str, Pass, str, tuple[torch.dtype, ...], torch.dtype | None]
+_Seen = Tuple[Part, str, Pass, str, Tuple[torch.dtype, ...], Optional[torch.dtype]]
 """The fields of an `ExecutedRow`, as quickly made as an operator is run."""
 
-_paused = _entered = 0
+_now: Any = sys.modules.setdefault("_stability_looks", ModuleType("_stability_looks"))
+"""How often looks are `paused`, and modes `entered`, now. Of the process, and not of this module:
+a recorded training may import it under two names, and use `stability.shadow` itself."""
+for _count in ("paused", "entered"):
+    vars(_now).setdefault(_count, 0)
 
 
 @contextmanager
@@ -45,13 +53,12 @@ def unwitnessed() -> Iterator[None]:
     The mode is taken off, and not only deaf: where one is on, torch composes some operators
     otherwise (ATen/TensorSubclassLikeUtils.h), and an FP64 norm came out 1 ULP away.
     """
-    global _paused
-    _paused += 1
+    _now.paused += 1
     try:
-        with _disable_current_modes() if _entered else nullcontext():
+        with _disable_current_modes() if _now.entered else nullcontext():
             yield
     finally:
-        _paused -= 1
+        _now.paused -= 1
 
 
 class Executed(TorchDispatchMode):
@@ -64,30 +71,28 @@ class Executed(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: set[_Seen] = set()
+        self._seen: Set[_Seen] = set()
         self.is_optimizer = False
-        self._scope: list[tuple[Owner, int]] = []
+        self._scope: List[Tuple[Owner, int]] = []
         """The modules and attentions that run, innermost last, and in which graph task each does:
         -1 in a forward pass, another where a backward computes it again."""
         self._owners = NodeOwners()
 
     @property
-    def rows(self) -> list[ExecutedRow]:
+    def rows(self) -> List[ExecutedRow]:
         """The distinct operators that were recorded, sorted."""
         named = [(*row[:4], tuple(map(_name, row[4])), _name(row[5])) for row in self._seen]
         return [ExecutedRow(*each) for each in sorted(named)]
 
-    def __enter__(self) -> "Executed":
+    def __enter__(self) -> Executed:
         """Begin to record."""
-        global _entered
-        _entered += 1
+        _now.entered += 1
         self._owners.begin()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         """Record no more."""
-        global _entered
-        _entered -= 1
+        _now.entered -= 1
         super().__exit__(*exception)
 
     @classmethod
@@ -104,7 +109,7 @@ class Executed(TorchDispatchMode):
     ) -> Any:
         """Run the operator, and record it if it is a product or an attention."""
         out = func(*args, **(kwargs or {}))
-        if _paused:
+        if _now.paused:
             return out
         kind = kind_of(func)
         if self.is_optimizer:
@@ -159,7 +164,7 @@ class Executed(TorchDispatchMode):
         operands: Iterable[Tensor],
         out: Any,
     ) -> None:
-        result = out[0] if isinstance(out, tuple | list) and out else out
+        result = out[0] if isinstance(out, (tuple, list)) and out else out
         dtype = result.dtype if isinstance(result, Tensor) else None
         self._seen.add((part, module, during, operator, tuple(x.dtype for x in operands), dtype))
 
@@ -198,13 +203,13 @@ def _flat(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         yield from (
             x
-            for x in (value if isinstance(value, tuple | list) else (value,))
+            for x in (value if isinstance(value, (tuple, list)) else (value,))
             if isinstance(x, Tensor)
         )
 
 
 @functools.cache
-def _name(dtype: torch.dtype | None) -> str:
+def _name(dtype: Optional[torch.dtype]) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -240,7 +245,7 @@ def naming_modules(model: nn.Module, executed: Executed) -> Iterator[None]:
             slot.function = function
 
 
-def _hooks(executed: Executed, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(executed: Executed, name: str) -> Tuple[Callable[..., None], Callable[..., None]]:
     def enter(*_: Any) -> None:
         executed.enter(name, "linear")
 
@@ -257,7 +262,7 @@ def _named(executed: Executed, name: str, function: Callable[..., Any]) -> Calla
             out = function(*args, **kwargs)
         finally:
             executed.leave()
-        if not _paused:
+        if not _now.paused:
             during: Pass = "forward" if _current_graph_task_id() < 0 else "backward"
             executed.note("attention", name, during, "call", args, out)
         return out

@@ -8,18 +8,24 @@ the node of the outer task that began it.
 
 A GPU's nodes run in a thread of its own, whose numbers repeat those of the forward's thread, hence
 two tables. Leaves out what is computed (`executed`).
+
+Loaded in the processes of recorded trainings as well (`recorder.inside`), under another package's
+name, so on Python 3.9 and by relative imports.
 """
 
+from __future__ import annotations
+
 from threading import get_ident
+from typing import Dict, List, Tuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
 
-from stability.records.witness import Part
+from ..records.executed_row import Part
 
 __all__ = ["NOBODY", "NodeOwners", "Owner"]
 
-Owner = tuple[str, Part]
+Owner = Tuple[str, Part]
 """A module or an attention by name, and what part its products are."""
 
 NOBODY: Owner = "", "unowned"
@@ -29,14 +35,14 @@ class NodeOwners:
     """The owners of autograd nodes, by the numbers of the nodes."""
 
     def __init__(self) -> None:
-        self._of_forward: dict[int, Owner] = {}
-        self._of_backward: dict[tuple[int, int], Owner] = {}
+        self._of_forward: Dict[int, Owner] = {}
+        self._of_backward: Dict[Tuple[int, int], Owner] = {}
         """By thread and number."""
-        self._counted: dict[int, int] = {}
+        self._counted: Dict[int, int] = {}
         """The number that each thread's next node had when it was last asked."""
-        self._left: dict[int, tuple[Owner, int]] = {}
+        self._left: Dict[int, Tuple[Owner, int]] = {}
         """Who is to get what a thread has made in a forward, and up to which number."""
-        self._tasks: dict[int, list[tuple[int, Owner]]] = {}
+        self._tasks: Dict[int, List[Tuple[int, Owner]]] = {}
         """The graph tasks that run in each thread, outermost first, and who ran last in each."""
 
     def begin(self) -> None:

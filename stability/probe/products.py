@@ -8,19 +8,23 @@ Leaves out products that are written as an elementwise one and a sum (`torch.out
 `linalg.vecdot` are such), since no operator says that they belong together, and what a matrix
 function (`linalg.solve`, `matrix_exp`, `householder_product`) multiplies inside. Signatures:
 aten/src/ATen/native/native_functions.yaml.
+
+Loaded in the processes of recorded trainings as well (`recorder.inside`), so on Python 3.9.
 """
 
+from __future__ import annotations
+
 import re
-from typing import Any
+from typing import Any, Dict, Optional, Tuple
 
 __all__ = ["COMPOSED", "FUSED", "MATMULS", "NOT_OF_INTEREST", "Kind", "kind_of", "name_of"]
 
-Kind = tuple[str, tuple[int, ...] | None]
+Kind = Tuple[str, Optional[Tuple[int, ...]]]
 """An operator's name and the places of what it multiplies; None for an attention or a library's."""
 
 _TWO, _THREE = (0, 1), (0, 1, 2)
 
-MATMULS: dict[str, tuple[int, ...]] = {
+MATMULS: Dict[str, Tuple[int, ...]] = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "linear", "mkldnn_linear"), _TWO),
     # the first argument is added to the product
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addr", "_addmm_activation"), (1, 2)),
@@ -87,7 +91,7 @@ FUSED = (
 )
 """How the names of ATen's fused attentions begin."""
 
-COMPOSED: dict[str, tuple[int, ...]] = {
+COMPOSED: Dict[str, Tuple[int, ...]] = {
     **dict.fromkeys(("matmul", "linalg_matmul", "inner", "tensordot", "_sparse_mm", "smm"), _TWO),
     **dict.fromkeys(("cdist", "ger", "outer", "linalg_vecdot"), _TWO),
     **dict.fromkeys(("linalg_multi_dot", "chain_matmul"), (0,)),
@@ -109,7 +113,7 @@ COMPOSED: dict[str, tuple[int, ...]] = {
 }
 """Products that are composed of those above before dispatch, but for those in inference mode."""
 
-NOT_OF_INTEREST = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional")
+NOT_OF_INTEREST = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp")
 """Namespaces whose other operators are neither products nor attentions; any other namespace is a
 library's own, whose operators are recorded as they were called."""
 
@@ -123,10 +127,10 @@ _IS_PRODUCT = re.compile(r"linear|conv|matmul|gemm|(?<!sy)mm")
 _WHOLE_ATTENTION = "scaled_dot_product_attention"  # so it arrives in inference mode alone
 _PACKS = re.compile(r"pack(_|$)|reorder|weight$")
 
-_kinds: dict[Any, Kind | None] = {}
+_kinds: Dict[Any, Optional[Kind]] = {}
 
 
-def kind_of(func: Any) -> Kind | None:
+def kind_of(func: Any) -> Optional[Kind]:
     """Return what an operator is to a witness, or None if it is nothing to it."""
     try:
         return _kinds[func]
@@ -140,7 +144,7 @@ def name_of(func: Any) -> str:
     return func._schema.name if hasattr(func, "_schema") else str(func.name())
 
 
-def _find_kind(full_name: str) -> Kind | None:
+def _find_kind(full_name: str) -> Optional[Kind]:
     namespace, _, name = full_name.rpartition("::")
     if namespace == "aten":
         return _find_aten(full_name, name)
@@ -149,7 +153,7 @@ def _find_kind(full_name: str) -> Kind | None:
     return None if namespace in NOT_OF_INTEREST else (full_name, None)
 
 
-def _find_aten(full_name: str, name: str) -> Kind | None:
+def _find_aten(full_name: str, name: str) -> Optional[Kind]:
     plain = name if name in MATMULS or name in COMPOSED else name.removesuffix("_")
     places = MATMULS.get(plain, COMPOSED.get(plain))
     if places is not None:

@@ -40,6 +40,8 @@ class Asked:
     """Units in the last place, and the number of the draw."""
     attention: str = ""
     """What takes the place of `scaled_dot_product_attention`; empty for nothing."""
+    looks: Sequence[int] = ()
+    """Updates, from 0, whose dtypes are looked at; none: the first two, then 1, 2, 5, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +66,7 @@ def environment_of(
         "STABILITY_SNAPSHOTS": ",".join(map(str, asked.snapshot_steps)),
         "STABILITY_NUDGE": f"{asked.nudge[0]} {asked.nudge[1]}",
         "STABILITY_ATTENTION": asked.attention,
+        "STABILITY_LOOKS": ",".join(map(str, asked.looks)),
         "STABILITY_OBSERVES": str(int(observes)),
         "STABILITY_DETERMINISTIC": str(int(asked.deterministic)),
         # the order of a set may be the order of a sum

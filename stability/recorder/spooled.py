@@ -46,6 +46,8 @@ class Spooled:
     modules: Mapping[str, str]
     attention: Mapping[str, Any]
     """How often the attention was `replaced`, and whether that was `compiled`."""
+    witness: Mapping[str, Any]
+    """What the first rank tells of what it executed (`inside.witness`); empty if it was killed."""
     files: Sequence[str]
     """The paths of the user's own sources that were executed."""
     init: str
@@ -102,6 +104,7 @@ def read_spool(folder: Path) -> Spooled:
         environment=begin["environment"],
         modules=modules,
         attention=(ends[first] or {}).get("attention", {}),
+        witness=(ends[first] or {}).get("witness", {}),
         files=(ends[first] or {}).get("files", []),
         init=begin["init"],
         owners=begin["owners"],

@@ -21,8 +21,9 @@ is not told from a true one.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_args
+from typing import Annotated, Any, TypedDict, get_args
 
+from stability.records.executed_row import ExecutedRow, Part, Pass
 from stability.records.module_sources import UNHASHED
 from stability.records.record_types import Count, Rule
 from stability.records.sealed_json import read_record, write_sealed
@@ -40,12 +41,6 @@ __all__ = [
     "read_witness",
     "write_witness",
 ]
-
-Part = Literal["linear", "attention", "optimizer", "unowned"]
-"""Which claim an operator belongs to: `linear` is every product outside attention and optimizer.
-`unowned` are those of a backward that belong to no module, as a tensor's hook or a node made before
-the look: nobody's claim, but compared between the runs of a pair."""
-Pass = Literal["forward", "backward", "update"]
 
 DTYPE_NAMES = {
     "float64": "FP64",
@@ -104,27 +99,6 @@ SDPA_BACKENDS = {
 """The backend of `scaled_dot_product_attention` by what the names of its operators contain."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ExecutedRow:
-    """One operator with the dtypes that it was called with and what it returned."""
-
-    part: Part
-    module: str
-    """The dotted path of the module, or `layer_<i>.attention`; empty for the model itself."""
-    during: Pass
-    operator: str
-    """torch's name, e.g. `aten::mm`; `call` is an attention function as a whole."""
-    operands: tuple[str, ...]
-    """Dtypes of what is multiplied; of q, k and v, and what else a fused operator was given."""
-    result: str
-
-    @property
-    def values(self) -> list[Any]:
-        """The fields in order, as JSON has them."""
-        whose = [self.part, self.module, self.during]
-        return [*whose, self.operator, list(self.operands), self.result]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
     """What one process trained, as JSON values."""
@@ -156,6 +130,12 @@ class Stretch:
             ExecutedRow(part, module, during, operator, tuple(operands), result)
             for part, module, during, operator, operands, result in self.executed
         ]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The fields by name, as JSON has them."""
+        # not asdict, which copies all that lies in it, a millisecond each time
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 _FIELDS = {each.name for each in fields(Stretch)}

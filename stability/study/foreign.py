@@ -6,10 +6,11 @@ step. Leaves out how a training is watched (`recorder`).
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from stability.config.commands import filled_in
 from stability.config.diff import hash_without
 from stability.recorder.launch import Launched, environment_of, launch
 from stability.recorder.spooled import Spooled, SpoolError, read_spool, read_state
+from stability.recorder.witnessed import recorded_witness, state_of_code, witness_notes
 from stability.recorder.writer import Baseline, RunWriter, running_hashes, stopped
 from stability.records.identity import environment_outside, hash_environment
 from stability.records.manifest import ENDED, Manifest, read_manifest
@@ -65,6 +67,8 @@ class OpenRun:
     """Where the processes of the training leave what they see."""
     folder: Path | None = None
     """Where the command runs."""
+    git: Mapping[str, str] = field(default_factory=dict)
+    """Commit and changes of the script's folder before it started."""
 
     def write(self) -> Manifest:
         """Write the record of a training that has ended by itself; return the final manifest.
@@ -76,7 +80,7 @@ class OpenRun:
             _check_end(self.run, spooled)
             _check_attention(self.run, spooled)
             _check_sources(self.run, spooled, self.folder)
-            return _write(self.run, self.files, self.writer, spooled)
+            return _write(self.run, self.files, self.writer, spooled, self.git)
         except ValueError as error:
             is_breach = isinstance(error, ContractError)
             raise self.failed(f"pair contract: {error}" if is_breach else str(error)) from error
@@ -103,8 +107,11 @@ def opened(
         try:
             files = RunFiles(run.paths, _first_manifest(run, variables))
             files.update()
+            git = state_of_code(run.words or sys.argv[:1], folder)
             with writing(run, files, lambda step: _check_batches(run, step)) as writer:
-                yield OpenRun(run=run, files=files, writer=writer, spool=spool, folder=folder)
+                yield OpenRun(
+                    run=run, files=files, writer=writer, spool=spool, folder=folder, git=git
+                )
         except KeyboardInterrupt:
             stopped(files, "interrupted")
             raise
@@ -191,7 +198,13 @@ def writing(run: ForeignRun, files: RunFiles, check: Callable[[int], None]) -> I
         log.close()
 
 
-def _write(run: ForeignRun, files: RunFiles, writer: RunWriter, spooled: Spooled) -> Manifest:
+def _write(
+    run: ForeignRun,
+    files: RunFiles,
+    writer: RunWriter,
+    spooled: Spooled,
+    git: Mapping[str, str],
+) -> Manifest:
     environment = {
         **files.manifest.environment,
         **spooled.environment,
@@ -207,7 +220,7 @@ def _write(run: ForeignRun, files: RunFiles, writer: RunWriter, spooled: Spooled
         "names": list(spooled.names),
         "models": list(spooled.owners),
         "ranks": spooled.world,
-        "notes": [*spooled.notes, *_attention_notes(run, spooled)],
+        "notes": [*spooled.notes, *_attention_notes(run, spooled), *witness_notes(spooled)],
     }
     hashes["config_less_axis"] = hash_without(config, run.diff)
     files.update(
@@ -219,6 +232,9 @@ def _write(run: ForeignRun, files: RunFiles, writer: RunWriter, spooled: Spooled
         check_start(read_manifest(baseline.manifest), files.manifest)
     for update in spooled.updates:
         writer.updated(update.step, update.loss, update.batch)
+    witness = recorded_witness(spooled, git)
+    if witness is not None:
+        writer.witnessed(witness)
     _check_nudge(run, spooled)
     state: Mapping[str, Any] = {}
     for step in sorted(spooled.states):

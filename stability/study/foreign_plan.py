@@ -23,6 +23,7 @@ from stability.config.schema import BASELINE, Role
 from stability.config.study import PolicyConfig
 from stability.recorder.inside.attention import BACKENDS
 from stability.recorder.launch import Asked
+from stability.recorder.witnessed import looked_at
 from stability.records.manifest import ENDED, read_manifest
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import read_sealed
@@ -116,7 +117,8 @@ def plan_run(
             f"record: {folder}: its {BASELINE} has {path} = {was!r}, got {now!r}; name another "
             "study, or another arm"
         )
-    asked = replace(asked, steps=steps, snapshot_steps=tuple(kept))
+    looks = () if arm == BASELINE else looked_at(RunPaths.for_run(folder, BASELINE, seed))
+    asked = replace(asked, steps=steps, snapshot_steps=tuple(kept), looks=tuple(looks))
     return ForeignRun(
         study=study,
         folder=folder,

@@ -18,12 +18,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from stability.config.commands import call_training
+from stability.probe.executed import Executed
+from stability.probe.known_answers import known_answers
 from stability.recorder.inside.environment import own_modules
 from stability.recorder.inside.hooks import install
+from stability.recorder.inside.looks import Looks
 from stability.recorder.inside.names import state_of
-from stability.recorder.inside.recorded import due_at, start_of
+from stability.recorder.inside.recorded import due_at, looks_at, start_of
 from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import PlannedStop, Training
+from stability.recorder.inside.witness import InsideWitness
 from stability.recorder.launch import Asked
 from stability.recorder.spooled import has_ended
 from stability.recorder.writer import stopped
@@ -219,13 +223,15 @@ def record(
     if failure:
         raise ValueError(failure)
     spool, asked = json.loads(told_by_first)
-    training = _training(Spool(spool, _rank()), Asked(**asked))
+    training, looks = _training(Spool(spool, _rank()), Asked(**asked))
     is_one = hasattr(optimizer, "param_groups")
     for each in cast("Iterable[Optimizer]", [optimizer] if is_one else optimizer):
         training.add_optimizer(each)
     training.begin_with(*state_of(model))
     if watch:
         stack.callback(install(training))
+    if looks:
+        looks.begin()
     return Recorder(training, record, stack)
 
 
@@ -306,21 +312,38 @@ def _planned(
     return run
 
 
-def _training(spool: Spool, asked: Asked) -> Training:
+def _training(spool: Spool, asked: Asked) -> tuple[Training, Looks | None]:
     rank = _rank()
     words = {
         "STABILITY_NUDGE": f"{asked.nudge[0]} {asked.nudge[1]}",
         "STABILITY_SEED": str(asked.seed),
+        "STABILITY_STEPS": str(asked.steps),
+        "STABILITY_LOOKS": ",".join(map(str, asked.looks)),
     }
-    switches = {**numeric_switches(), **training_switches()}
-    return Training(
+    witness: InsideWitness | None = None
+
+    def begin(state: "dict[str, Tensor]") -> dict[str, Any]:
+        if witness:
+            witness.begin(state)
+        return start_of(state, words, rank, _switches())
+
+    training = Training(
         spool,
         due=due_at(",".join(map(str, asked.snapshot_steps))),
         steps=asked.steps,
         keeps_state=rank == 0,
-        begin=lambda state: start_of(state, words, rank, switches),
-        end=lambda: {"modules": own_modules()},
+        begin=begin,
+        end=lambda: {"modules": own_modules(), **(witness.told() if witness else {})},
     )
+    if rank:
+        return training, None
+    looks = Looks(training, Executed, looks_at(words))
+    witness = InsideWitness(looks, _switches, known_answers, {})
+    return training, looks
+
+
+def _switches() -> dict[str, Any]:
+    return {**numeric_switches(), **training_switches()}
 
 
 def _rank() -> int:

@@ -12,16 +12,21 @@ from torch import Tensor
 from .attention import replace_attention
 from .environment import environment, hash_state, own_files, own_modules
 from .hooks import install, install_count
+from .looks import Looks, is_looked_at
 from .nudge import nudge_weights
 from .spool import Spool
 from .training import Training, is_due
+from .witness import InsideWitness
 
-__all__ = ["due_at", "record_process", "start_of"]
+__all__ = ["due_at", "looks_at", "record_process", "start_of"]
 
 
 def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     """Hand all that this process trains to a spool; return what is to be called at its end."""
-    from . import numeric_switches  # pyright: ignore[reportAttributeAccessIssue] `startup` put it here
+    # `startup` put these rooms here
+    from .probe.executed import Executed  # pyright: ignore[reportMissingImports]
+    from .probe.known_answers import known_answers  # pyright: ignore[reportMissingImports]
+    from .records import numeric_switches  # pyright: ignore[reportMissingImports]
 
     def switches() -> Dict[str, Any]:
         return {**numeric_switches.numeric_switches(), **numeric_switches.training_switches()}
@@ -33,12 +38,15 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     def begin(state: Dict[str, Tensor]) -> Dict[str, Any]:
         if replaced:
             replaced.prepare(next(iter(state.values())).device)
+        if witness:
+            witness.begin(state)
         return start_of(state, asked, rank, switches())
 
     def told() -> Dict[str, Any]:
         files = sorted(set(own_files().values()))
         calls = replaced.told() if replaced else {}
-        return {"modules": own_modules(), "files": files, "attention": calls}
+        seen = witness.told() if witness else {}
+        return {"modules": own_modules(), "files": files, "attention": calls, **seen}
 
     observes = asked.get("STABILITY_OBSERVES", "1") == "1"
     training = Training(
@@ -49,10 +57,15 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         begin=begin,
         end=told,
     )
+    witness = None
     if observes:
         install(training)
     else:
         install_count(training)
+    if observes and rank == 0:
+        looks = Looks(training, Executed, looks_at(asked))
+        looks.begin()
+        witness = InsideWitness(looks, switches, known_answers, switches())
     return lambda: training.end("exit")
 
 
@@ -60,6 +73,13 @@ def due_at(listed: str) -> Callable[[int], bool]:
     """Return after which updates the state is kept: those listed, or the 1-2-5 series for none."""
     steps = {int(step) for step in listed.split(",") if step}
     return (lambda step: step in steps) if steps else is_due
+
+
+def looks_at(asked: Mapping[str, str]) -> Callable[[int], bool]:
+    """Return which updates are looked at: those that the baseline's were, if that is on record."""
+    steps = {int(step) for step in asked.get("STABILITY_LOOKS", "").split(",") if step}
+    last = int(asked.get("STABILITY_STEPS", "0"))
+    return (lambda update: update in steps) if steps else (lambda u: is_looked_at(u, last))
 
 
 def start_of(

@@ -88,6 +88,8 @@ class Training:
         self.step = 0
         """Updates whose rows are closed."""
         self.has_ended = False
+        self.when_update_ends: Callable[[int], None] = lambda made: None
+        """Called with the number of updates made, once one's row is closed."""
         self._spool, self._due, self._steps = spool, due, steps
         self._keeps_state, self._begin, self._end = keeps_state, begin, end
         self._state: Dict[str, Tensor] = {}
@@ -115,6 +117,11 @@ class Training:
         """Whether as many updates as were asked for are made, the last one's row open or not."""
         is_whole = bool(self._row.stepped) and (self._expected or set()) <= self._row.stepped
         return bool(self._steps) and self.step + is_whole >= self._steps
+
+    @property
+    def state(self) -> Dict[str, Tensor]:
+        """Weights and buffers by name, as they are; empty before the start state is taken."""
+        return self._state
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Tell of an optimizer that was made."""
@@ -245,6 +252,7 @@ class Training:
 
     def _close(self, *, is_last: bool = False) -> None:
         self.step += 1
+        self.when_update_ends(self.step)
         row, self._row = self._row, _Row()
         self._expected = row.stepped
         if not self._has_begun:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from stability.records.witness import read_witness
 from tests.stability.recorder.recording import (
     Calling,
     Recording,
@@ -91,9 +92,43 @@ def hold_to_a_study(study: Recording, updates: int, capsys: pytest.CaptureFixtur
     ladder = capsys.readouterr().out
     assert "0 (exact)" in ladder
     assert "--bf16: given" in ladder
-    # nobody watched what the kernels executed, so pairs are whole but unproven
-    assert code_of("verify", str(study.folder)) == 1
-    assert "3 unproven" in (proof := capsys.readouterr().out)
+    is_compiled = any("compiled.py" in word for word in study.command)
+    hold_to_witnesses(study, is_compiled=is_compiled)
+    assert code_of("verify", str(study.folder)) == int(is_compiled)
+    proof = " ".join(capsys.readouterr().out.split())
+    if is_compiled:
+        assert "3 unproven" in proof
+        assert "torch.compile was called, and what a compiled graph multiplies is not" in proof
+    else:
+        assert "3 of 3 planned pairs keep the contract" in proof
+        assert "linear products: BF16 -> FP32" in proof
     assert "3 drifts computed anew from snapshots, as on record" in proof
     assert code_of("report", str(study.folder)) == 0
     assert "--bf16: given" in (study.folder / "report.html").read_text(encoding="utf-8")
+
+
+def hold_to_witnesses(study: Recording, *, is_compiled: bool) -> None:
+    """Every arm bears witness: one and the same for a rerun, of other products for other flags."""
+    found = {
+        arm: read_witness(study.paths(arm).witness)
+        for arm in ("baseline", "rerun", "nudge", "fp32")
+    }
+    assert found["rerun"] == found["baseline"]
+    assert found["nudge"].rows == found["baseline"].rows
+    for arm, dtype in (("baseline", "bfloat16"), ("fp32", "float32")):
+        witness = found[arm]
+        (stretch,) = witness.all
+        assert stretch.answers["at_start"] == stretch.answers["at_end"]
+        assert stretch.answers["at_start"]["fp32_product_bits"] > 17
+        assert "commit" in stretch.git
+        if is_compiled:
+            assert (witness.rows, stretch.steps) == ([], [])
+            continue
+        assert stretch.steps[:2] == [0, 1]
+        assert len(stretch.steps) >= 3
+        linear = [row for row in witness.rows if row.part == "linear"]
+        assert {row.during for row in linear} == {"forward", "backward"}
+        assert {each for row in linear for each in row.operands} == {dtype}
+        names = study.manifest(arm).resolved["names"]
+        assert all(any(name.startswith(row.module) for name in names) for row in linear)
+        assert not [row for row in witness.rows if row.part == "unowned"]
