@@ -24,6 +24,7 @@ def record_arm(
     question: str = "",
     deterministic: bool = True,
     attention: str = "",
+    held_out: str = "",
     check_observer: bool = False,
     out: Path = Path("runs"),
     words: list[str] | None = None,
@@ -51,6 +52,9 @@ def record_arm(
         deterministic: turn on torch's deterministic algorithms
         attention: what takes the place of scaled_dot_product_attention in the script: sdpa:math and
             its like, flash:fa2 and others of ours, or MODULE:FUNCTION of yours
+        held_out: what the held-out loss is of: MODULE:FUNCTION that returns the loss of the model it
+            is given, `all` that the script evaluates, or `none`; by default what the script
+            evaluates every time and does not train on
         check_observer: run the command a second time, unobserved; it must end in the same bits
         out: folder that gets a folder named after the study
         words: the command
@@ -72,6 +76,7 @@ def record_arm(
         snapshot_steps=_listed_steps(snapshots),
         deterministic=deterministic,
         attention=attention,
+        held_out=held_out,
         nudge=(_at_least(0, "nudge", nudge), _at_least(0, "draw", draw)),
     )
     run = plan_run(

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stability.config.commands import PLACEHOLDERS, flag_words, setting_words
+from stability.config.commands import (
+    PLACEHOLDERS,
+    check_held_out,
+    flag_words,
+    setting_words,
+)
 from stability.config.convert import Place, from_mapping, merge, nearest, to_dict
 from stability.config.diff import diff
 from stability.config.load import (
@@ -86,6 +91,9 @@ class CommandConfig:
     """The checkpoint that `{resume}` stands for."""
     attention: str = ""
     """What takes the place of `scaled_dot_product_attention` in the script; none: nothing."""
+    held_out: str = ""
+    """What is held out: MODULE:FUNCTION that returns the loss of a model, "all" that the script
+    evaluates, or "none"; empty: what it evaluates every time and does not train on."""
     deterministic: bool = True
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
     changes: MeantChanges = field(default_factory=MeantChanges)
@@ -94,6 +102,7 @@ class CommandConfig:
     def __post_init__(self) -> None:
         _words(self.command, "command")
         _words(self.setup, "setup")
+        check_held_out(self.held_out)
         require(bool(self.command.strip()), "base", "command must not be empty", self.command)
         says = "{resume}" in self.command
         rule = "start must be given where the command has {resume}, and only there"
@@ -128,6 +137,8 @@ class CommandConfig:
         values["train"]["snapshot_steps"] = self.train.planned_snapshots()[1:]
         values["attention"] = {"implementation": self.attention}
         values["flags"] = {k: v for k, v in values["flags"].items() if v not in (None, False)}
+        if not self.held_out:
+            del values["held_out"]  # older records have none
         return {"program": program, **values}
 
 

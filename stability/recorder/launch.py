@@ -40,6 +40,9 @@ class Asked:
     """Units in the last place, and the number of the draw."""
     attention: str = ""
     """What takes the place of `scaled_dot_product_attention`; empty for nothing."""
+    held_out: str = ""
+    """What is held out: MODULE:FUNCTION, "all" that the script evaluates, or "none"; empty: what it
+    evaluates every time and does not train on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,7 @@ def environment_of(
         "STABILITY_SNAPSHOTS": ",".join(map(str, asked.snapshot_steps)),
         "STABILITY_NUDGE": f"{asked.nudge[0]} {asked.nudge[1]}",
         "STABILITY_ATTENTION": asked.attention,
+        "STABILITY_HELD_OUT": asked.held_out,
         "STABILITY_OBSERVES": str(int(observes)),
         "STABILITY_DETERMINISTIC": str(int(asked.deterministic)),
         # the order of a set may be the order of a sum

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stability.recorder.held_out import HeldOut, read_held_out
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -55,6 +57,7 @@ class Spooled:
     world: int
     script: str
     left_out: Sequence[str]
+    held_out: HeldOut
     has_end: bool
     """Whether every process came to its own end."""
     notes: Sequence[str] = field(default=())
@@ -95,6 +98,7 @@ def read_spool(folder: Path) -> Spooled:
         if line["kind"] == "state" and line["file"]
     }
     modules = {**begin["modules"], **(ends[first] or {}).get("modules", {})}
+    held_out = read_held_out(ranks, folder, len(updates))
     left_out = sorted({each for end in ends if end for each in end["left_out"]})
     return Spooled(
         updates=updates,
@@ -109,8 +113,9 @@ def read_spool(folder: Path) -> Spooled:
         world=begin["world"],
         script=begin["script"],
         left_out=left_out,
+        held_out=held_out,
         has_end=all(end and end["reason"] != "error" for end in ends),
-        notes=_notes(updates, begin, ends[first] or {}, left_out),
+        notes=[*_notes(updates, begin, ends[first] or {}, left_out), *held_out.notes],
     )
 
 

@@ -17,6 +17,7 @@ from stability.records.metric_names import (
     BATCH_HASH,
     DRIFT_FROM,
     DRIFT_OF,
+    EVAL_LOSS,
     NONFINITE_WEIGHTS,
     TRAIN_LOSS,
     WEIGHT_HISTOGRAM,
@@ -36,7 +37,7 @@ PATIENCE = 5
 
 
 def write_log(files: RunFiles, spooled: Spooled) -> None:
-    """Write loss and batch hash of each update; what an earlier try has left is cut off."""
+    """Write loss and batch hash of each update, and held-out losses; what an earlier try has left is cut off."""
     log = MetricLog(files.paths.metrics)
     log.truncate_to(0)
     hashes = running_hashes(spooled.updates)
@@ -46,6 +47,8 @@ def write_log(files: RunFiles, spooled: Spooled) -> None:
                 log.append(update.step - 1, {TRAIN_LOSS: update.loss})
             if digest := next(hashes):
                 log.append(update.step, {}, None, **{BATCH_HASH: digest})
+        for step, loss in sorted(spooled.held_out.losses.items()):
+            log.append(step, {EVAL_LOSS: loss})
         log.sync()
     finally:
         log.close()

@@ -174,6 +174,8 @@ def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
         "environment": hash_environment(environment),
         "init_weights": spooled.init,
     }
+    if spooled.held_out.digest:
+        hashes["held_out"] = spooled.held_out.digest
     config = _with_steps(run, spooled)
     resolved = {
         "names": list(spooled.names),

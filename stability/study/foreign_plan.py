@@ -14,7 +14,7 @@ import torch
 
 from stability.analysis.pair_contract import recorded_axis
 from stability.config.attentions import IMPLEMENTATIONS
-from stability.config.commands import is_command, training_config
+from stability.config.commands import check_held_out, is_command, training_config
 from stability.config.convert import Place, nearest, to_dict
 from stability.config.diff import diff
 from stability.config.load import check_name
@@ -101,12 +101,14 @@ def plan_run(
     if arm != BASELINE:
         _check_baseline(folder, study, arm, seed)
     steps, kept = _length(base, asked)
+    held_out = _held_out(base, asked)
     config = training_config(
         training,
         steps=steps,
         snapshot_steps=kept,
         nudge=asked.nudge,
         attention=asked.attention,
+        held_out=held_out,
         may_change=may_change,
     )
     differences = diff(base, config) if base else {}
@@ -116,7 +118,7 @@ def plan_run(
             f"record: {folder}: its {BASELINE} has {path} = {was!r}, got {now!r}; name another "
             "study, or another arm"
         )
-    asked = replace(asked, steps=steps, snapshot_steps=tuple(kept))
+    asked = replace(asked, steps=steps, snapshot_steps=tuple(kept), held_out=held_out)
     return ForeignRun(
         study=study,
         folder=folder,
@@ -174,6 +176,18 @@ def _length(base: Mapping[str, Any], asked: Asked) -> tuple[int, list[int]]:
                 f"record: {name} must be those of the study's first run, {planned[name]}, got {now}"
             )
     return planned["steps"], list(planned["snapshot_steps"])
+
+
+def _held_out(base: Mapping[str, Any], asked: Asked) -> str:
+    """Return what is held out, as in the study's first run; ValueError where another is asked."""
+    given = check_held_out(asked.held_out)
+    planned = base.get("held_out", "") if base else given
+    if given and given != planned:
+        was = repr(planned) if planned else "not given"
+        raise ValueError(
+            f"record: held_out must be that of the study's first run, {was}, got {given!r}"
+        )
+    return planned
 
 
 def check_attention_name(name: str) -> None:

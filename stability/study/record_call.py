@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from stability.config.commands import call_training
 from stability.recorder.inside.environment import own_modules
+from stability.recorder.inside.evaluations import Evaluations
 from stability.recorder.inside.hooks import install
 from stability.recorder.inside.names import state_of
 from stability.recorder.inside.recorded import due_at, start_of
@@ -53,6 +54,9 @@ class IdleRecorder(AbstractContextManager["IdleRecorder"]):
     def step(self, loss: "Tensor | float | None" = None) -> None:
         """Tell that the weights were updated, and of the loss that was back-propagated."""
 
+    def held_out(self, loss: "Tensor | float", *tensors: "Tensor") -> None:
+        """Tell of the loss on held-out data after the last update, and of the data."""
+
     def end(self) -> None:
         """Write the record; the end of a `with` block and of the process do so too."""
 
@@ -66,6 +70,7 @@ class Recorder(IdleRecorder):
     def __init__(self, training: Training, record: OpenRun | None, stack: ExitStack) -> None:
         self._training, self._stack, self._record = training, stack, record
         self._is_open = True
+        self._evaluates = self._is_stopped = False
         atexit.register(self.end)
 
     @property
@@ -75,6 +80,7 @@ class Recorder(IdleRecorder):
 
     def batch(self, *tensors: "Tensor") -> None:
         """Tell what the model is given for the next update; once for each micro-batch."""
+        self._stop_if_planned()
         self._training.given(list(tensors), is_training=True)
 
     def step(self, loss: "Tensor | float | None" = None) -> None:
@@ -85,11 +91,32 @@ class Recorder(IdleRecorder):
         """
         if not self._is_open:
             raise RuntimeError("stability.record: step was called after the record's end")
+        self._stop_if_planned()
         if loss is not None:
             import torch  # heavy
 
             self._training.back_propagated(torch.as_tensor(loss))
-        self._training.update_ends()
+        try:
+            self._training.update_ends()
+        except PlannedStop:
+            if not self._evaluates:
+                raise
+            self._is_stopped = True  # what is evaluated after the last update goes first
+
+    def held_out(self, loss: "Tensor | float", *tensors: "Tensor") -> None:
+        """Tell of the loss on held-out data after the last update, and of the data.
+
+        Of several ranks each tells its own, weighed by the rows of `tensors`. What is evaluated is
+        the same in all arms, and without `tensors` nobody can check that it is.
+        """
+        if not self._is_open:
+            raise RuntimeError("stability.record: held_out was called after the record's end")
+        self._evaluates = True
+        self._training.told_held_out(float(loss), list(tensors))
+
+    def _stop_if_planned(self) -> None:
+        if self._is_stopped:
+            raise PlannedStop
 
     def end(self) -> None:
         """Write the record; the end of a `with` block and of the process do so too."""
@@ -218,7 +245,7 @@ def record(
     if failure:
         raise ValueError(failure)
     spool, asked = json.loads(told_by_first)
-    training = _training(Spool(spool, _rank()), Asked(**asked))
+    training = _training(Spool(spool, _rank()), Asked(**asked), watch=watch)
     is_one = hasattr(optimizer, "param_groups")
     for each in cast("Iterable[Optimizer]", [optimizer] if is_one else optimizer):
         training.add_optimizer(each)
@@ -305,7 +332,7 @@ def _planned(
     return run
 
 
-def _training(spool: Spool, asked: Asked) -> Training:
+def _training(spool: Spool, asked: Asked, *, watch: bool) -> Training:
     rank = _rank()
     words = {
         "STABILITY_NUDGE": f"{asked.nudge[0]} {asked.nudge[1]}",
@@ -319,6 +346,7 @@ def _training(spool: Spool, asked: Asked) -> Training:
         keeps_state=rank == 0,
         begin=lambda state: start_of(state, words, rank, switches),
         end=lambda: {"modules": own_modules()},
+        evaluations=Evaluations(watches=watch),
     )
 
 

@@ -131,6 +131,7 @@ def _run(
             snapshot_steps=arm.config.train.planned_snapshots()[1:],
             deterministic=arm.config.deterministic,
             attention=arm.config.attention,
+            held_out=arm.config.held_out,
             nudge=(arm.config.nudge.ulps, arm.config.nudge.draw),
         ),
         words=arm.config.words(),

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from .attention import replace_attention
 from .environment import environment, hash_state, own_files, own_modules
+from .evaluations import Evaluations
+from .held_out import HeldOutLoss
 from .hooks import install, install_count
 from .nudge import nudge_weights
 from .spool import Spool
@@ -38,9 +40,12 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     def told() -> Dict[str, Any]:
         files = sorted(set(own_files().values()))
         calls = replaced.told() if replaced else {}
-        return {"modules": own_modules(), "files": files, "attention": calls}
+        found = {"modules": own_modules(), "files": files, "attention": calls}
+        return {**found, "held_out": held_out}
 
     observes = asked.get("STABILITY_OBSERVES", "1") == "1"
+    held_out = asked.get("STABILITY_HELD_OUT", "")
+    has_function = observes and ":" in held_out
     training = Training(
         Spool(asked["STABILITY_SPOOL"], rank),
         due=due_at(asked.get("STABILITY_SNAPSHOTS", "")) if observes else lambda step: False,
@@ -48,6 +53,8 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         keeps_state=rank == 0,
         begin=begin,
         end=told,
+        evaluations=Evaluations(watches=observes and held_out in ("", "all")),
+        held_out=HeldOutLoss(held_out) if has_function else None,
     )
     if observes:
         install(training)
