@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stability.cli.output import FAILS, HOLDS, print_line
-from stability.config.commands import command_training
+from stability.config.commands import command_training, probe_settings
 
 __all__ = ["option_help", "record", "split_options"]
 
@@ -25,6 +25,9 @@ def record_arm(
     deterministic: bool = True,
     attention: str = "",
     held_out: str = "",
+    probe: str = "",
+    every: int = 10,
+    gradient_every: int = 0,
     check_observer: bool = False,
     out: Path = Path("runs"),
     words: list[str] | None = None,
@@ -52,9 +55,15 @@ def record_arm(
         deterministic: turn on torch's deterministic algorithms
         attention: what takes the place of scaled_dot_product_attention in the script: sdpa:math and
             its like, flash:fa2 and others of ours, or MODULE:FUNCTION of yours
-        held_out: what the held-out loss is of: MODULE:FUNCTION that returns the loss of the model it
-            is given, `all` that the script evaluates, or `none`; by default what the script
+        held_out: what the held-out loss is of: MODULE:FUNCTION that returns the loss of the model
+            it is given, `all` that the script evaluates, or `none`; by default what the script
             evaluates every time and does not train on
+        probe: an attention that runs beside the script's own, e.g. flash:fa2, compared call by call;
+            with --attention that one is compared with the script's own. The script's environment
+            must have stability
+        every: the probe looks at every so many updates
+        gradient_every: every so many updates also look at the whole model's gradient; the model
+            must return its loss
         check_observer: run the command a second time, unobserved; it must end in the same bits
         out: folder that gets a folder named after the study
         words: the command
@@ -77,6 +86,7 @@ def record_arm(
         deterministic=deterministic,
         attention=attention,
         held_out=held_out,
+        probe=probe_settings(probe, every, gradient_every),
         nudge=(_at_least(0, "nudge", nudge), _at_least(0, "draw", draw)),
     )
     run = plan_run(

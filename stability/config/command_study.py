@@ -15,6 +15,7 @@ from stability.config.commands import (
     PLACEHOLDERS,
     check_held_out,
     flag_words,
+    probe_settings,
     setting_words,
 )
 from stability.config.convert import Place, from_mapping, merge, nearest, to_dict
@@ -72,6 +73,25 @@ class MeantChanges:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CommandProbe:
+    """The instrument in the script's process, of which `stability` must be a package there."""
+
+    candidate: str = ""
+    """Runs beside the script's own attention, as `flash:fa2`; empty: nothing is looked at. Where
+    an arm has another `attention`, that one is compared with the script's own."""
+    every: int = 10
+    gradient_every: int = 0
+    """Every so many updates also the whole model's gradient: the model must return its loss."""
+
+    def __post_init__(self) -> None:
+        self.settings()
+
+    def settings(self) -> dict[str, Any]:
+        """Return it in JSON values; empty if nothing is looked at."""
+        return probe_settings(self.candidate, self.every, self.gradient_every)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CommandConfig:
     """One arm: a training that a command does."""
 
@@ -94,6 +114,7 @@ class CommandConfig:
     held_out: str = ""
     """What is held out: MODULE:FUNCTION that returns the loss of a model, "all" that the script
     evaluates, or "none"; empty: what it evaluates every time and does not train on."""
+    probe: CommandProbe = field(default_factory=CommandProbe)
     deterministic: bool = True
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
     changes: MeantChanges = field(default_factory=MeantChanges)
@@ -139,6 +160,8 @@ class CommandConfig:
         values["flags"] = {k: v for k, v in values["flags"].items() if v not in (None, False)}
         if not self.held_out:
             del values["held_out"]  # older records have none
+        if not self.probe.candidate:
+            del values["probe"]
         return {"program": program, **values}
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "flag_words",
     "is_command",
     "parse_flags",
+    "probe_settings",
     "setting_words",
     "training_config",
 ]
@@ -95,6 +96,7 @@ def training_config(
     nudge: tuple[int, int] = (0, 0),
     attention: str = "",
     held_out: str = "",
+    probe: Mapping[str, Any] | None = None,
     may_change: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the config of a run of a `training` that is not ours, in JSON values.
@@ -117,7 +119,24 @@ def training_config(
         "train": {"steps": steps, "snapshot_steps": list(snapshot_steps)},
         # only where it is given: older records have none
         **({"held_out": held_out} if held_out else {}),
+        **({"probe": dict(probe)} if probe else {}),
     }
+
+
+def probe_settings(candidate: str, every: int, gradient_every: int) -> dict[str, Any]:
+    """Return what an instrument looks at, in JSON values; empty if nothing.
+
+    ValueError for a number below 0, or where no look at attention is asked for.
+    """
+    for name, value in (("every", every), ("gradient_every", gradient_every)):
+        if value < 0:
+            raise ValueError(f"probe: {name} must be >= 0, got {value}")
+    if not candidate and gradient_every:
+        raise ValueError(
+            "probe: a candidate must be given where gradient_every is, as `flash:fa2`, got none"
+        )
+    settings = {"candidate": candidate, "every": every, "gradient_every": gradient_every}
+    return settings if candidate else {}
 
 
 def check_held_out(name: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stability.recorder.held_out import HeldOut, read_held_out
+from stability.recorder.probed import read_probed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +59,8 @@ class Spooled:
     script: str
     left_out: Sequence[str]
     held_out: HeldOut
+    looks: Sequence[Mapping[str, Any]]
+    """What a probe has measured, if one looked."""
     has_end: bool
     """Whether every process came to its own end."""
     notes: Sequence[str] = field(default=())
@@ -114,6 +117,7 @@ def read_spool(folder: Path) -> Spooled:
         script=begin["script"],
         left_out=left_out,
         held_out=held_out,
+        looks=read_probed(ranks[first]),
         has_end=all(end and end["reason"] != "error" for end in ends),
         notes=[*_notes(updates, begin, ends[first] or {}, left_out), *held_out.notes],
     )

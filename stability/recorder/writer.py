@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stability.recorder.probed import write_probed
 from stability.recorder.spooled import Spooled, Update
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import (
@@ -37,7 +38,10 @@ PATIENCE = 5
 
 
 def write_log(files: RunFiles, spooled: Spooled) -> None:
-    """Write loss and batch hash of each update, and held-out losses; what an earlier try has left is cut off."""
+    """Write loss and batch hash of each update, held-out losses and looks of a probe.
+
+    What an earlier try has left is cut off.
+    """
     log = MetricLog(files.paths.metrics)
     log.truncate_to(0)
     hashes = running_hashes(spooled.updates)
@@ -49,6 +53,7 @@ def write_log(files: RunFiles, spooled: Spooled) -> None:
                 log.append(update.step, {}, None, **{BATCH_HASH: digest})
         for step, loss in sorted(spooled.held_out.losses.items()):
             log.append(step, {EVAL_LOSS: loss})
+        write_probed(log, spooled.looks, spooled.step)
         log.sync()
     finally:
         log.close()

@@ -95,6 +95,7 @@ def plan_run(
     check_name(study, Place(source="record: study"), ())
     check_name(arm, Place(source="record: arm"))
     check_attention_name(asked.attention)
+    check_attention_name(asked.probe.get("candidate", ""))
     folder = out / study
     base = _plan_on_record(folder)
     given = given_role(role)
@@ -109,6 +110,7 @@ def plan_run(
         nudge=asked.nudge,
         attention=asked.attention,
         held_out=held_out,
+        probe=asked.probe,
         may_change=may_change,
     )
     differences = diff(base, config) if base else {}

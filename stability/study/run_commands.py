@@ -132,6 +132,7 @@ def _run(
             deterministic=arm.config.deterministic,
             attention=arm.config.attention,
             held_out=arm.config.held_out,
+            probe=arm.config.probe.settings(),
             nudge=(arm.config.nudge.ulps, arm.config.nudge.draw),
         ),
         words=arm.config.words(),
@@ -153,6 +154,7 @@ def _with_commit(arm: CommandArm) -> CommandArm:
 def _check_words(run: ForeignRun) -> None:
     """ValueError if the interpreter or the program of a run is not there."""
     check_attention_name(run.asked.attention)
+    check_attention_name(run.asked.probe.get("candidate", ""))
     python = run.config["python"]
     if python and not Path(python).is_file():
         raise ValueError(f"arms.{run.arm}.python: must be an interpreter, {python!r} is no file")

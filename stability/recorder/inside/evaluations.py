@@ -4,9 +4,9 @@ An evaluation is a row of outermost calls of a model that trains, in evaluation 
 gradients, between two passes that train. A call's loss is what the model returns as one (`.loss`,
 `(logits, loss)`, a scalar), else the first one that a loss of `torch.nn.functional` is computed to
 after it; these functions are wrapped from where a model is put into evaluation mode to the next
-pass that trains, so that no such pass meets them. What was given to the model and to the loss is hashed, so that two runs can be shown to be
-evaluated on the same, and each sample is known by a key, so that it can be told whether it was
-trained on. Leaves out which of all that is held out (`recorder.held_out`).
+pass that trains, so that no such pass meets them. What was given to the model and to the loss is
+hashed, so that two runs can be shown to be evaluated on the same, and each sample is known by a
+key, so that it can be told whether it was trained on. Leaves out which of all that is held out (`recorder.held_out`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from .batch_hash import hash_batch
 
-__all__ = ["Evaluations"]
+__all__ = ["Evaluations", "returned_loss"]
 
 LOSSES = (
     "cross_entropy",
@@ -114,7 +114,7 @@ class Evaluations:
     def model_returned(self, result: Any) -> None:
         """Tell what that call returned; None if it raised."""
         self._is_inside = False
-        loss = _returned_loss(result)
+        loss = returned_loss(result)
         if self._open is not None and loss is not None and self._open.calls[-1].loss is None:
             self._open.calls[-1].loss = _copied(loss)
 
@@ -188,7 +188,7 @@ class Evaluations:
         call.hashes.append(hash_batch([target])[0])
 
 
-def _returned_loss(result: Any) -> Optional[Tensor]:
+def returned_loss(result: Any) -> Optional[Tensor]:
     """Return the loss in what a model returned; None if it has none."""
     found = getattr(result, "loss", None)
     if found is None and isinstance(result, Mapping):

@@ -108,10 +108,13 @@ class _Calls:
         return _put(nn.Module, "__call__", call)
 
     def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._training.looks_away:
+            return _original_call(module, *args, **kwargs)
         has_weights, trains = self._weights_of(module)
-        if has_weights and trains and torch.is_grad_enabled():
+        trains = has_weights and trains and torch.is_grad_enabled()
+        if trains:
             self._training.forward_begins()
-        if has_weights and trains and self._looks and torch.is_grad_enabled():
+        if trains and self._looks:
             taken = self._data(module, args, kwargs, self._training.left_out)
             self._training.given(taken, is_training=module.training)
         evaluates = has_weights and self._looks and not torch.is_grad_enabled()
@@ -129,6 +132,8 @@ class _Calls:
                 self._training.evaluations.model_returned(result)
         if has_weights and self._looks:
             self._remember(result)
+        if trains and self._training.instrument is not None:
+            self._training.instrument.called(module, args, kwargs, result)
         return result
 
     def _weights_of(self, module: nn.Module) -> Tuple[bool, bool]:

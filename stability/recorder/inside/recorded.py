@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Callable, Dict, Mapping
+from importlib.util import find_spec
+from typing import Any, Callable, Dict, Mapping, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .attention import replace_attention
+from .attention import ReplacedCalls, replace_attention
 from .environment import environment, hash_state, own_files, own_modules
-from .evaluations import Evaluations
+from .evaluations import Evaluations, returned_loss
 from .held_out import HeldOutLoss
 from .hooks import install, install_count
 from .nudge import nudge_weights
@@ -56,11 +57,42 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         evaluations=Evaluations(watches=observes and held_out in ("", "all")),
         held_out=HeldOutLoss(held_out) if has_function else None,
     )
+    if observes and not rank and asked.get("STABILITY_PROBE"):
+        training.look = _looking(asked["STABILITY_PROBE"], training, replaced)
     if observes:
         install(training)
     else:
         install_count(training)
     return lambda: training.end("exit")
+
+
+def _looking(
+    asked: str, training: Training, replaced: Optional[ReplacedCalls]
+) -> Callable[[nn.Module], Any]:
+    """Return what looks at a model, once it trains; the process ends here where it can't."""
+    if find_spec("stability") is None:
+        raise SystemExit(
+            "stability: probe: the script's environment must have stability, which is not found "
+            f"by {sys.executable}; install it there, or record without a probe"
+        )
+
+    def look(model: nn.Module) -> Any:
+        from stability.recorder.instrument import Instrument  # the one part that needs the package
+
+        instrument = Instrument(
+            asked,
+            training.measured,
+            training.apart,
+            returned_loss,
+            attention=replaced.name if replaced else "",
+            sdpa=replaced.original if replaced else None,
+        )
+        instrument.begin(model)
+        return instrument
+
+    if replaced:
+        replaced.is_watched = True
+    return look
 
 
 def due_at(listed: str) -> Callable[[int], bool]:

@@ -14,8 +14,9 @@ Leaves out how calls are seen (`hooks`) and how a script tells of them itself
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -84,6 +85,11 @@ class Training:
         held_out: Optional[HeldOutLoss] = None,
         model: Optional[torch.nn.Module] = None,
     ) -> None:
+        self.look: Optional[Callable[[torch.nn.Module], Any]] = None
+        """Makes the instrument that looks at the model which trains (`recorder.instrument`)."""
+        self.instrument: Any = None
+        self.looks_away = False
+        """Whether what is called now is an instrument's."""
         self.optimizers: List[Optimizer] = []
         """Every one that was made; they keep the weights, so that the last state can be taken."""
         self.left_out: Set[str] = set()
@@ -104,7 +110,7 @@ class Training:
         self._held_out, self._model = held_out, model
         self._held_out_inputs: Optional[List[Tensor]] = None
         """Hashes of what the model is given while `held_out` is called."""
-        self._held_out_lines: List[Dict[str, Any]] = []
+        self._measured: List[Dict[str, Any]] = []
         self._given: List[Tuple[Tensor, int, Tensor, bool]] = []
         self._losses: List[Tensor] = []
         self._row = _Row()
@@ -149,6 +155,9 @@ class Training:
         ]
         self._start = self._copied()
         self._measure(0)
+        root = self._root() if self.look is not None else None
+        if self.look is not None and root is not None:
+            self.instrument = self.look(root)
 
     def update_ends(self) -> None:
         """Tell of a whole update that was made, of whatever optimizers: its row is complete."""
@@ -195,7 +204,7 @@ class Training:
     def told_held_out(self, loss: float, tensors: List[Tensor]) -> None:
         """Take a held-out loss of the weights as they are now, and what it was computed on."""
         value, samples, _ = hash_batch(tensors) if tensors else (None, 1, None)
-        self._held_out_lines.append(_held_out_line(self.step_now, loss, value, samples))
+        self._measured.append(_held_out_line(self.step_now, loss, value, samples))
         if self.has_ended:
             self._flush()
 
@@ -254,6 +263,8 @@ class Training:
             return
         if self._last_state != self.step:
             self._save(self.step)
+        if self.instrument is not None:
+            self.instrument.end()
         self._flush()
         if keys := self.evaluations.keys():
             self._spool.write({"kind": "keys", "file": self._spool.keep("evaluated", keys)})
@@ -297,6 +308,8 @@ class Training:
         if not self._has_begun:
             self._write_begin()
         self._lines.append((self.step, row))
+        if self.instrument is not None:
+            self.instrument.step()
         is_planned = self.step == self._steps
         if self._due(self.step) or is_planned:
             self._save(self.step)
@@ -330,9 +343,7 @@ class Training:
 
     def _measure(self, step: int) -> None:
         """Compute the user's held-out loss after `step` updates, if there is one."""
-        model = self._model
-        if self._held_out is not None and model is None:
-            model = root_of(x for optimizer in self.optimizers for x in _weights_of(optimizer))
+        model = self._root() if self._held_out is not None else None
         if self._held_out is None or model is None:
             return
         self._held_out_inputs = []
@@ -341,7 +352,25 @@ class Training:
             value = sum(self._held_out_inputs) if self._held_out_inputs else None
         finally:
             self._held_out_inputs = None
-        self._held_out_lines.append(_held_out_line(step, loss, value, 1))
+        self._measured.append(_held_out_line(step, loss, value, 1))
+
+    def _root(self) -> Optional[torch.nn.Module]:
+        if self._model is not None:
+            return self._model
+        return root_of(x for optimizer in self.optimizers for x in _weights_of(optimizer))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, what is called is no training of the script's."""
+        before, self.looks_away = self.looks_away, True
+        try:
+            yield
+        finally:
+            self.looks_away = before
+
+    def measured(self, line: Dict[str, Any]) -> None:
+        """Take what an instrument has measured."""
+        self._measured.append(line)
 
     def _copied(self) -> Dict[str, Tensor]:
         with torch.no_grad():
@@ -350,7 +379,7 @@ class Training:
     def _flush(self) -> None:
         lines, self._lines = self._lines, []
         self._written_at = time.monotonic()
-        told, self._held_out_lines = self._held_out_lines, []
+        told, self._measured = self._measured, []
         written = [_line(step, row) for step, row in lines]
         written += [*told, *self.evaluations.take_lines()]
         if written:
