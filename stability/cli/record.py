@@ -6,6 +6,7 @@ from typing import Any
 
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.config.commands import command_training, probe_settings
+from stability.tracking.environment import WandbMode, check_wandb, resolve_mode
 
 __all__ = ["option_help", "record", "split_options"]
 
@@ -29,6 +30,7 @@ def record_arm(
     every: int = 10,
     gradient_every: int = 0,
     check_observer: bool = False,
+    wandb: WandbMode | None = None,
     out: Path = Path("runs"),
     words: list[str] | None = None,
     env: dict[str, str] | None = None,
@@ -65,6 +67,9 @@ def record_arm(
         gradient_every: every so many updates also look at the whole model's gradient; the model
             must return its loss
         check_observer: run the command a second time, unobserved; it must end in the same bits
+        wandb: where W&B's records of the study go once the command has ended, never from its own
+            process: offline, which needs no account, online or disabled; by default where
+            WANDB_MODE says, else offline
         out: folder that gets a folder named after the study
         words: the command
         env: variables that are set for it
@@ -102,6 +107,8 @@ def record_arm(
         may_change=[name for name in may_change.split(",") if name],
         question=question,
     )
+    mode = resolve_mode(wandb)
+    check_wandb(mode)
     if run.is_kept:
         print_line(f"{arm}, seed {seed}: on record already, {run.paths.root}")
         return HOLDS
@@ -119,6 +126,8 @@ def record_arm(
     for note in [*found["notes"], manifest.message, *measure_study(run)]:
         if note:
             print_line(f"  {note}")
+    if trouble := _publish(run.folder, mode):
+        print_line(trouble)
     print_line(f"ladder: stability show {run.folder}")
     return HOLDS
 
@@ -126,6 +135,19 @@ def record_arm(
 # its own name, since jsonargparse looks for it by that in all packages above, and one of them has a
 # `record` that is loaded when it is looked for
 record = record_arm
+
+
+def _publish(folder: Path, mode: WandbMode) -> str:
+    """Publish what has ended of a study to W&B, with its report; return what went wrong."""
+    if mode == "disabled":
+        return ""
+    from stability.analysis.study_records import read_study  # heavy: plotly for the page
+    from stability.cli.workspace import publish_study
+    from stability.report.page.html import write_page
+
+    recorded = read_study(folder)
+    write_page(recorded, folder)
+    return publish_study(recorded, folder, mode)
 
 
 def _at_least(least: int, name: str, value: int) -> int:
