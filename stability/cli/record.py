@@ -60,9 +60,9 @@ def record_arm(
         held_out: what the held-out loss is of: MODULE:FUNCTION that returns the loss of the model
             it is given, `all` that the script evaluates, or `none`; by default what the script
             evaluates every time and does not train on
-        probe: an attention that runs beside the script's own, e.g. flash:fa2, compared call by call;
-            with --attention that one is compared with the script's own. The script's environment
-            must have stability
+        probe: an attention that runs beside the script's own, e.g. flash:fa2, compared call by
+            call; with --attention that one is compared with the script's own. The script's
+            environment must have stability
         every: the probe looks at every so many updates
         gradient_every: every so many updates also look at the whole model's gradient; the model
             must return its loss

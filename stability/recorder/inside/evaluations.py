@@ -6,7 +6,8 @@ gradients, between two passes that train. A call's loss is what the model return
 after it; these functions are wrapped from where a model is put into evaluation mode to the next
 pass that trains, so that no such pass meets them. What was given to the model and to the loss is
 hashed, so that two runs can be shown to be evaluated on the same, and each sample is known by a
-key, so that it can be told whether it was trained on. Leaves out which of all that is held out (`recorder.held_out`).
+key, so that it can be told whether it was trained on. Leaves out which of all that is held out
+(`recorder.held_out`).
 """
 
 from __future__ import annotations
