@@ -13,8 +13,10 @@ key, so that it can be told whether it was trained on. Leaves out which of all t
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Callable, Dict, List, Optional
 
 import torch
@@ -92,7 +94,14 @@ class Evaluations:
     def may_begin(self) -> None:
         """Tell that a model was put into evaluation mode, before what is then computed with it."""
         if self.watches and not self._undo:
-            self._undo = [self._wrap(name) for name in LOSSES if hasattr(functional, name)]
+            known = [name for name in LOSSES if hasattr(functional, name)]
+            self._undo = [self._wrap(name) for name in known]
+
+    def may_end(self) -> None:
+        """Tell that a model was put into training mode: what a graph then holds is the original."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
 
     def model_called(self, step: int, tensors: List[Tensor]) -> None:
         """Tell what a model is given after `step` updates, in evaluation, without gradients."""
@@ -121,11 +130,10 @@ class Evaluations:
 
     def end(self) -> None:
         """End the evaluation that lasts, if one does: a pass that trains begins."""
-        for undo in reversed(self._undo):
-            undo()
+        self.may_end()
         if self._open is not None:
             self._closed.append(self._open)
-        self._open, self._undo = None, []
+        self._open = None
 
     def take_lines(self) -> List[Dict[str, Any]]:
         """Return a line of the spool for each evaluation that has ended since; waits for them."""
@@ -170,11 +178,16 @@ class Evaluations:
             self._note_loss(name, args, kwargs, result)
             return result
 
-        setattr(functional, name, wrapped)
+        # also where a script has imported it by its name
+        places = [vars(x) for x in list(sys.modules.values()) if isinstance(x, ModuleType)]
+        places = [place for place in places if place.get(name) is original]
+        for place in places:
+            place[name] = wrapped
 
         def undo() -> None:
-            if getattr(functional, name) is wrapped:
-                setattr(functional, name, original)
+            for place in places:
+                if place.get(name) is wrapped:
+                    place[name] = original
 
         return undo
 

@@ -218,8 +218,8 @@ def _wrap_modes(training: Training) -> Callable[[], None]:
 
     @functools.wraps(original)
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
-        if not mode and not _is_compiling():
-            training.evaluations.may_begin()
+        if not _is_compiling():
+            (training.evaluations.may_end if mode else training.evaluations.may_begin)()
         return original(self, mode)
 
     return _put(nn.Module, "train", train)

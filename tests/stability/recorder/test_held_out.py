@@ -38,7 +38,7 @@ def printed(text: str) -> dict[int, tuple[float, float]]:
     "kind",
     [
         "functional",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("module", "tuple", "mapping")),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("by name", "module", "tuple", "mapping")),
     ],
 )
 def test_what_is_never_trained_on_is_held_out_and_no_bit_changes(

@@ -7,6 +7,7 @@ import os
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 
 flags = argparse.ArgumentParser()
 flags.add_argument("--lr", type=float, default=1e-2)
@@ -61,6 +62,8 @@ def loss_of(tokens: Tensor) -> Tensor:
     if asked.kind in ("tuple", "mapping"):
         found = model(x, y)
         return found["loss"] if asked.kind == "mapping" else found[1]
+    if asked.kind == "by name":
+        return cross_entropy(model(x).flatten(0, 1), y.flatten())
     if asked.kind == "module":
         return criterion(model(x).flatten(0, 1), y.flatten())
     if asked.kind == "by hand":
