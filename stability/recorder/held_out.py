@@ -53,8 +53,9 @@ def read_held_out(ranks: Sequence[Lines], folder: Path, steps: int) -> HeldOut:
     told = [[x for x in lines if x["kind"] == "held_out" and x["step"] <= steps] for lines in ranks]
     if any(told):
         return _told(told)
-    if asked == "none":
-        return HeldOut()
+    if asked in ("none", "call"):
+        said = "no held-out loss: none was told by recorder.held_out(loss)"
+        return HeldOut(notes=[said] if asked == "call" else [])
     evaluations = [_evaluations(lines, steps) for lines in ranks]
     by_step = {
         step: [call for rank in evaluations for call in rank.get(step, [])]

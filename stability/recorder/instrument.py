@@ -78,6 +78,7 @@ class Instrument:
                 sinks=sinks,
             )
         else:
+            assert self._sdpa is not None
             device = next(model.parameters()).device
             config = ProbeConfig(every=every, gradient_every=gradient_every)
             looking = Shadow(

@@ -345,7 +345,7 @@ def _training(spool: Spool, asked: Asked, *, watch: bool) -> Training:
         steps=asked.steps,
         keeps_state=rank == 0,
         begin=lambda state: start_of(state, words, rank, switches),
-        end=lambda: {"modules": own_modules()},
+        end=lambda: {"modules": own_modules(), "held_out": "" if watch else "call"},
         evaluations=Evaluations(watches=watch),
     )
 

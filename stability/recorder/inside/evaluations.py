@@ -211,7 +211,7 @@ def returned_loss(result: Any) -> Optional[Tensor]:
         parts = result if isinstance(result, (list, tuple)) else [result]
         scalars = [x for x in parts if _is_scalar(x)]
         found = scalars[0] if len(scalars) == 1 else None
-    return found if _is_scalar(found) else None
+    return found if isinstance(found, Tensor) and _is_scalar(found) else None
 
 
 def _is_scalar(x: Any) -> bool:

@@ -38,7 +38,10 @@ def printed(text: str) -> dict[int, tuple[float, float]]:
     "kind",
     [
         "functional",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("by name", "module", "tuple", "mapping")),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("by name", "module", "tuple", "mapping")
+        ),
     ],
 )
 def test_what_is_never_trained_on_is_held_out_and_no_bit_changes(
@@ -207,6 +210,16 @@ with stability.record(model, optimizer) as recorder:
             recorder.held_out(told, x[10:], y[10:])
 print("told", told.item())
 """
+
+
+@pytest.mark.slow
+def test_a_call_that_tells_no_held_out_loss_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Calling(tmp_path, words("calls.py"))
+    assert study.record("baseline") == 0
+    said = "no held-out loss: none was told by recorder.held_out(loss)"
+    assert said in capsys.readouterr().out
 
 
 def test_the_call_takes_a_held_out_loss_of_every_step(
