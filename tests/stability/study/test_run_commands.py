@@ -218,7 +218,7 @@ def test_a_study_of_commands_comes_to_a_verdict_and_to_wandb(
         "reference": {"role": "reference", "flags": {"bf16": False}},
         "nudge": {"nudge": {"ulps": 1}},
         "broken": {"role": "broken", "flags": {"lr": 0.05}},
-        "tiny": {"flags": {"lr": 0.01000001}},
+        "tiny": {"flags": {"lr": 0.0100000001}},
     }
     train = {"steps": 8, "snapshot_steps": [1, 4, 8]}
     assert commands.run(arms, base={"train": train}, seeds=[0, 1, 2]) == 0
