@@ -1,14 +1,28 @@
 """The held-out loss of an arm by seed, and its difference from the baseline's.
 
+A difference counts where both runs were evaluated on the same. That is part of the contract of our
+own runs; of a recorded one it is what its evaluations were given, if that was seen.
 Leaves out what a difference says (`outcome_evidence`).
 """
 
+from collections.abc import Iterator
+
 from stability.analysis.seed_values import SeedValues
-from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
+from stability.config.commands import is_command
 from stability.config.schema import BASELINE
 from stability.records.metric_names import EVAL_LOSS
 
-__all__ = ["held_out_differences", "held_out_losses"]
+__all__ = [
+    "held_out_differences",
+    "held_out_losses",
+    "judged_step",
+    "of_other_data",
+    "of_unseen_data",
+]
+
+_HASH = "held_out"
+"""The entry in a manifest's hashes."""
 
 
 def held_out_losses(arm: RecordedArm, step: int) -> SeedValues:
@@ -23,8 +37,52 @@ def held_out_differences(study: RecordedStudy, arm: RecordedArm) -> dict[int, Se
     by_step: dict[int, dict[int, float]] = {}
     for seed, run in arm.runs.items():
         other = baseline.runs.get(seed) if baseline else None
-        losses = other.series(EVAL_LOSS) if other else {}
+        losses = other.series(EVAL_LOSS) if other and not _differ(run, other) else {}
         for step, loss in run.series(EVAL_LOSS).items():
             if step in losses:
                 by_step.setdefault(step, {})[seed] = loss - losses[step]
     return {step: SeedValues(by_step[step]) for step in sorted(by_step)}
+
+
+def judged_step(study: RecordedStudy, arm: RecordedArm) -> int:
+    """Return the step at which the loss of `arm` is judged: its last one.
+
+    A script evaluates when it likes: of a recorded training it is where the baseline last does.
+    """
+    end = min(arm.until or study.steps, study.steps)
+    baseline = study.arm(BASELINE)
+    if not is_command(study.base) or baseline is None:
+        return end
+    evaluated = {step for run in baseline.runs.values() for step in run.series(EVAL_LOSS)}
+    return max((step for step in evaluated if step <= end), default=end)
+
+
+def of_other_data(study: RecordedStudy, arm: RecordedArm) -> list[int]:
+    """Return the seeds whose held-out losses are of other data than the baseline's."""
+    return [seed for seed, run, other in _pairs(study, arm) if _differ(run, other)]
+
+
+def of_unseen_data(study: RecordedStudy, arm: RecordedArm) -> list[int]:
+    """Return the seeds of which nobody can check that both losses are of the same data."""
+    return [
+        seed
+        for seed, run, other in _pairs(study, arm)
+        if run.series(EVAL_LOSS) and not (_hash(run) and _hash(other))
+    ]
+
+
+def _pairs(
+    study: RecordedStudy, arm: RecordedArm
+) -> Iterator[tuple[int, RecordedRun, RecordedRun]]:
+    baseline = study.arm(BASELINE)
+    for seed, run in arm.runs.items():
+        if baseline and seed in baseline.runs:
+            yield seed, run, baseline.runs[seed]
+
+
+def _differ(run: RecordedRun, other: RecordedRun) -> bool:
+    return bool(_hash(run) and _hash(other)) and _hash(run) != _hash(other)
+
+
+def _hash(run: RecordedRun) -> str:
+    return run.manifest.hashes.get(_HASH, "") if run.manifest else ""

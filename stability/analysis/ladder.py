@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stability.analysis.drift_notes import drift_notes
-from stability.analysis.held_out_losses import held_out_losses
+from stability.analysis.held_out_losses import held_out_losses, judged_step
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import (
     RecordedArm,
@@ -191,7 +191,7 @@ def _row(study: RecordedStudy, arm: RecordedArm, early: int, last: int, scale: E
         state=state,
         message=message,
         final_loss=_final_loss(arm, study.steps),
-        held_out_loss=held_out_losses(arm, study.steps),
+        held_out_loss=held_out_losses(arm, judged_step(study, arm)),
         rel_l2=rel_l2,
         w1=_drift(arm, "w1", early, last),
         ratio=rel_l2.over(scale),

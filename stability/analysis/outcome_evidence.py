@@ -21,12 +21,18 @@ than that rate. In short runs the loss sees little: it is the other levels that 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
-from stability.analysis.held_out_losses import held_out_differences, held_out_losses
+from stability.analysis.held_out_losses import (
+    held_out_differences,
+    held_out_losses,
+    judged_step,
+    of_other_data,
+    of_unseen_data,
+)
 from stability.analysis.intervals import Interval, mean_interval, p_values
 from stability.analysis.loss_spikes import WINDOW, SpikeTest, spike_test
 from stability.analysis.lost_runs import lost_seeds, what_is_lost
@@ -112,24 +118,39 @@ def outcome_evidence(
     found = _findings(study, arm, policy, alpha or look_alpha(policy.alpha))
     if found.lost:
         return _lost(found)
+    if others := of_other_data(study, arm):
+        return _silent(
+            "not measured",
+            f"the held-out losses of {arm.name} are of other data than the {BASELINE}'s, first in "
+            f"seed {others[0]}",
+            "evaluate the same samples in every arm",
+        )
     if not found.differences and not found.lost_baseline:
         if any(run.series(EVAL_LOSS) for run in arm.runs.values()):
             return _silent("not measured", _why_unfinished(found), "let the study run to its end")
         if is_command(study.base):
-            said = "the loss on held-out text is not recorded of a training that is not ours"
-            return _silent("not measured", said)
+            return _silent(
+                "not measured",
+                "no run has a held-out loss: the script evaluates nothing that was seen to be held "
+                "out",
+                "name a function of the held-out loss: `held_out: module:function`",
+            )
         return _silent(
             "not measured",
             "no run has a loss on text that is held out",
             "run the study with held_out.share above 0",
         )
-    return _judged(found, _loss_test(found))
+    judged = _judged(found, _loss_test(found))
+    if is_command(study.base) and of_unseen_data(study, arm):
+        said = "That both runs were evaluated on the same data is unproven."
+        return replace(judged, sentence=f"{judged.sentence} {said}")
+    return judged
 
 
 def _findings(
     study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig, alpha: float
 ) -> _Findings:
-    end = min(arm.until or study.steps, study.steps)
+    end = judged_step(study, arm)
     seeds = study.seeds[: look_at(len(study.seeds)) or None]
     baseline = study.arm(BASELINE)
     pairs = {

@@ -14,6 +14,7 @@ Everything here only reads.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from stability.analysis.environment_contract import is_free_entry, is_known_of_both
@@ -254,6 +255,7 @@ def prove_pair(
             compared(field, a, b, is_free=is_free)
             for field, a, b, is_free in _start_parts(*manifests, differences)
         ),
+        *_held_out(*manifests),
         # a log that is not the one its manifest lists proves nothing about batches
         _batches(first, second, differences) if are_whole else compared("batches", None, None),
         compared(
@@ -322,7 +324,8 @@ def _start_parts(
         if is_unhashed or not is_known_of_both(key, first, second):
             one = other = None  # what one alone has on record proves nothing of both
         yield f"environment.{key}", one, other, is_free
-    # the text of a command is what its batches are made of, and nobody evaluates it
+    # the text of a command is what its batches are made of; what is held out decides no weight, so
+    # that other data takes away the losses alone (`held_out_losses`)
     of_text = () if is_command(first.config) else ("text", "held_out")
     for key in (*of_text, "start", "init_weights"):
         is_free = may_differ(key, differences)
@@ -332,6 +335,18 @@ def _start_parts(
                 continue  # weights were drawn
             one, other = one or "", other or ""
         yield f"hashes.{key}", one, other, is_free
+
+
+def _held_out(first: Manifest, second: Manifest) -> Iterator[ProofLine]:
+    """Compare what two recorded runs were evaluated on, where that was seen of one."""
+    expected, found = (each.hashes.get("held_out") for each in (first, second))
+    if not is_command(first.config) or not (expected or found):
+        return
+    line = compared("hashes.held_out", expected, found)
+    if line.sameness == "different":  # no weight depends on it
+        says = "held-out losses of the same data (both are there, of other data)"
+        line = replace(line, sameness="unknown", says=says)
+    yield line
 
 
 def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> ProofLine:

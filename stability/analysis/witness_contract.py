@@ -252,10 +252,10 @@ def _beside(
         [_flat(each, series) for each in (first, second)] for series in ("answers", "switches")
     )
     moved = moved_by(differences)
-    yield from _named("known answer", *answers, moved, is_free=is_free)
+    yield from _named("known answer", answers[0], answers[1], moved, is_free=is_free)
     of_modules = is_free or touches(differences, NAMES_OF_MODULES)
     yield from _modules(first, second, is_free=of_modules)
-    yield from _named("switch", *switches, moved, is_free=is_free)
+    yield from _named("switch", switches[0], switches[1], moved, is_free=is_free)
 
 
 def _modules(first: Witness, second: Witness, *, is_free: bool) -> Iterator[ProofLine]:

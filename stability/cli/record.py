@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from stability.cli.output import FAILS, HOLDS, print_line
-from stability.config.commands import command_training
+from stability.config.commands import command_training, probe_settings
+from stability.tracking.environment import WandbMode, check_wandb, resolve_mode
 
 __all__ = ["option_help", "record", "split_options"]
 
@@ -24,7 +25,12 @@ def record_arm(
     question: str = "",
     deterministic: bool = True,
     attention: str = "",
+    held_out: str = "",
+    probe: str = "",
+    every: int = 10,
+    gradient_every: int = 0,
     check_observer: bool = False,
+    wandb: WandbMode | None = None,
     out: Path = Path("runs"),
     words: list[str] | None = None,
     env: dict[str, str] | None = None,
@@ -51,7 +57,19 @@ def record_arm(
         deterministic: turn on torch's deterministic algorithms
         attention: what takes the place of scaled_dot_product_attention in the script: sdpa:math and
             its like, flash:fa2 and others of ours, or MODULE:FUNCTION of yours
+        held_out: what the held-out loss is of: MODULE:FUNCTION that returns the loss of the model
+            it is given, `all` that the script evaluates, or `none`; by default what the script
+            evaluates every time and does not train on
+        probe: an attention that runs beside the script's own, e.g. flash:fa2, compared call by
+            call; with --attention that one is compared with the script's own. The script's
+            environment must have stability
+        every: the probe looks at every so many updates
+        gradient_every: every so many updates also look at the whole model's gradient; the model
+            must return its loss
         check_observer: run the command a second time, unobserved; it must end in the same bits
+        wandb: where W&B's records of the study go once the command has ended, never from its own
+            process: offline, which needs no account, online or disabled; by default where
+            WANDB_MODE says, else offline
         out: folder that gets a folder named after the study
         words: the command
         env: variables that are set for it
@@ -72,6 +90,8 @@ def record_arm(
         snapshot_steps=_listed_steps(snapshots),
         deterministic=deterministic,
         attention=attention,
+        held_out=held_out,
+        probe=probe_settings(probe, every, gradient_every),
         nudge=(_at_least(0, "nudge", nudge), _at_least(0, "draw", draw)),
     )
     run = plan_run(
@@ -87,6 +107,8 @@ def record_arm(
         may_change=[name for name in may_change.split(",") if name],
         question=question,
     )
+    mode = resolve_mode(wandb)
+    check_wandb(mode)
     if run.is_kept:
         print_line(f"{arm}, seed {seed}: on record already, {run.paths.root}")
         return HOLDS
@@ -104,6 +126,8 @@ def record_arm(
     for note in [*found["notes"], manifest.message, *measure_study(run)]:
         if note:
             print_line(f"  {note}")
+    if trouble := _publish(run.folder, mode):
+        print_line(trouble)
     print_line(f"ladder: stability show {run.folder}")
     return HOLDS
 
@@ -111,6 +135,19 @@ def record_arm(
 # its own name, since jsonargparse looks for it by that in all packages above, and one of them has a
 # `record` that is loaded when it is looked for
 record = record_arm
+
+
+def _publish(folder: Path, mode: WandbMode) -> str:
+    """Publish what has ended of a study to W&B, with its report; return what went wrong."""
+    if mode == "disabled":
+        return ""
+    from stability.analysis.study_records import read_study  # heavy: plotly for the page
+    from stability.cli.workspace import publish_study
+    from stability.report.page.html import write_page
+
+    recorded = read_study(folder)
+    write_page(recorded, folder)
+    return publish_study(recorded, folder, mode)
 
 
 def _at_least(least: int, name: str, value: int) -> int:

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stability.config.commands import PLACEHOLDERS, flag_words, setting_words
+from stability.config.commands import (
+    PLACEHOLDERS,
+    check_held_out,
+    flag_words,
+    probe_settings,
+    setting_words,
+)
 from stability.config.convert import Place, from_mapping, merge, nearest, to_dict
 from stability.config.diff import diff
 from stability.config.load import (
@@ -67,6 +73,25 @@ class MeantChanges:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CommandProbe:
+    """The instrument in the script's process, of which `stability` must be a package there."""
+
+    candidate: str = ""
+    """Runs beside the script's own attention, as `flash:fa2`; empty: nothing is looked at. Where
+    an arm has another `attention`, that one is compared with the script's own."""
+    every: int = 10
+    gradient_every: int = 0
+    """Every so many updates also the whole model's gradient: the model must return its loss."""
+
+    def __post_init__(self) -> None:
+        self.settings()
+
+    def settings(self) -> dict[str, Any]:
+        """Return it in JSON values; empty if nothing is looked at."""
+        return probe_settings(self.candidate, self.every, self.gradient_every)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CommandConfig:
     """One arm: a training that a command does."""
 
@@ -86,6 +111,10 @@ class CommandConfig:
     """The checkpoint that `{resume}` stands for."""
     attention: str = ""
     """What takes the place of `scaled_dot_product_attention` in the script; none: nothing."""
+    held_out: str = ""
+    """What is held out: MODULE:FUNCTION that returns the loss of a model, "all" that the script
+    evaluates, or "none"; empty: what it evaluates every time and does not train on."""
+    probe: CommandProbe = field(default_factory=CommandProbe)
     deterministic: bool = True
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
     changes: MeantChanges = field(default_factory=MeantChanges)
@@ -94,6 +123,7 @@ class CommandConfig:
     def __post_init__(self) -> None:
         _words(self.command, "command")
         _words(self.setup, "setup")
+        check_held_out(self.held_out)
         require(bool(self.command.strip()), "base", "command must not be empty", self.command)
         says = "{resume}" in self.command
         rule = "start must be given where the command has {resume}, and only there"
@@ -128,6 +158,10 @@ class CommandConfig:
         values["train"]["snapshot_steps"] = self.train.planned_snapshots()[1:]
         values["attention"] = {"implementation": self.attention}
         values["flags"] = {k: v for k, v in values["flags"].items() if v not in (None, False)}
+        if not self.held_out:
+            del values["held_out"]  # older records have none
+        if not self.probe.candidate:
+            del values["probe"]
         return {"program": program, **values}
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "CHANGES",
     "PLACEHOLDERS",
     "call_training",
+    "check_held_out",
     "command_training",
     "end_of_program",
     "filled_in",
@@ -23,6 +24,7 @@ __all__ = [
     "flag_words",
     "is_command",
     "parse_flags",
+    "probe_settings",
     "setting_words",
     "training_config",
 ]
@@ -93,14 +95,16 @@ def training_config(
     snapshot_steps: Sequence[int],
     nudge: tuple[int, int] = (0, 0),
     attention: str = "",
+    held_out: str = "",
+    probe: Mapping[str, Any] | None = None,
     may_change: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the config of a run of a `training` that is not ours, in JSON values.
 
     `nudge` are the units in the last place by which its start weights are moved and the number of
     the draw, `attention` what takes the place of the script's own. `may_change` names what else is
-    meant to be another one than the baseline's, of `CHANGES`: of a flag nobody can tell. ValueError
-    for another name.
+    meant to be another one than the baseline's, of `CHANGES`: of a flag nobody can tell. `held_out`
+    is as `check_held_out` has it. ValueError for another name.
     """
     unknown = [name for name in may_change if name not in CHANGES]
     if unknown:
@@ -113,7 +117,39 @@ def training_config(
         "nudge": {"ulps": nudge[0], "draw": nudge[1]},
         "changes": {name: name in may_change for name in CHANGES},
         "train": {"steps": steps, "snapshot_steps": list(snapshot_steps)},
+        # only where it is given: older records have none
+        **({"held_out": held_out} if held_out else {}),
+        **({"probe": dict(probe)} if probe else {}),
     }
+
+
+def probe_settings(candidate: str, every: int, gradient_every: int) -> dict[str, Any]:
+    """Return what an instrument looks at, in JSON values; empty if nothing.
+
+    ValueError for a number below 0, or where no look at attention is asked for.
+    """
+    for name, value in (("every", every), ("gradient_every", gradient_every)):
+        if value < 0:
+            raise ValueError(f"probe: {name} must be >= 0, got {value}")
+    if not candidate and gradient_every:
+        raise ValueError(
+            "probe: a candidate must be given where gradient_every is, as `flash:fa2`, got none"
+        )
+    settings = {"candidate": candidate, "every": every, "gradient_every": gradient_every}
+    return settings if candidate else {}
+
+
+def check_held_out(name: str) -> str:
+    """Return `name` if it says what is held out; ValueError otherwise.
+
+    It is MODULE:FUNCTION, "all" that a script evaluates, "none" of it, or empty: what it evaluates
+    every time and does not train on.
+    """
+    module, _, function = name.partition(":")
+    is_function = function.isidentifier() and all(x.isidentifier() for x in module.split("."))
+    if name not in ("", "all", "none") and not is_function:
+        raise ValueError(f"held_out must be MODULE:FUNCTION, all or none, got {name!r}")
+    return name
 
 
 def is_command(config: Mapping[str, Any]) -> bool:

@@ -30,6 +30,7 @@ from stability.intercept.layer_globs import check_globs, check_globs_of_calls
 from stability.intercept.layer_names import ROOT
 from stability.intercept.library_functions import watching_library_functions
 from stability.intercept.model_check import check_model, nothing_caught
+from stability.intercept.own_baseline import catching_as
 from stability.intercept.replacement import (
     AskedDtypes,
     Direction,
@@ -199,6 +200,7 @@ class Shadow:
         *,
         evaluation: bool = False,
         micro_batches: Which = "first",
+        baseline: BindShadow | None = None,
     ) -> None:
         self.candidates = tuple(candidates)
         self.gradient_meter = GradientMeter()
@@ -207,18 +209,17 @@ class Shadow:
         self._model = model
         self._config = config
         self._loss = loss
-        self._replacement = replacement
+        self._replacement, self._catch = replacement, catching_as(baseline)
         self._results = SessionResults(sinks)
         self._schedule = Schedule(
             every=config.every, steps=config.steps, per_decade=config.per_decade
         )
-        shadows: dict[str, BindShadow] = {OWN: bind_own}
-        if replacement is None:
-            shadows = as_shadows(candidates)
+        own = baseline if replacement is None else bind_own
+        shadows = {OWN: own} if own else as_shadows(candidates)
         self.probe = AttentionProbe(
             config,
             shadows,
-            shadow_is_candidate=replacement is None,
+            shadow_is_candidate=own is None,
             modules=dict(model.named_modules()),
             others=list(described_modules(others)),
             micro_batches=micro_batches,
@@ -395,7 +396,7 @@ class Shadow:
         )
         try:
             taken = CaughtGradients(
-                self._model, self._loss, compared, catch_attention, self._as_computed
+                self._model, self._loss, compared, self._catch, self._as_computed
             )
             measured = self.gradient_meter.look(taken.of)
         finally:

@@ -6,6 +6,7 @@ last lines are kept for a message. Leaves out what is made of the spool (`spoole
 """
 
 import codecs
+import json
 import os
 import signal
 import subprocess
@@ -14,9 +15,9 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 __all__ = ["Asked", "Launched", "environment_of", "launch"]
 
@@ -42,6 +43,11 @@ class Asked:
     """What takes the place of `scaled_dot_product_attention`; empty for nothing."""
     looks: Sequence[int] = ()
     """Updates, from 0, whose dtypes are looked at; none: the first two, then 1, 2, 5, ..."""
+    held_out: str = ""
+    """What is held out: MODULE:FUNCTION, "all" that the script evaluates, or "none"; empty: what it
+    evaluates every time and does not train on."""
+    probe: Mapping[str, Any] = field(default_factory=dict)
+    """What the instrument looks at, as `config.commands.probe_settings`; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +73,8 @@ def environment_of(
         "STABILITY_NUDGE": f"{asked.nudge[0]} {asked.nudge[1]}",
         "STABILITY_ATTENTION": asked.attention,
         "STABILITY_LOOKS": ",".join(map(str, asked.looks)),
+        "STABILITY_HELD_OUT": asked.held_out,
+        "STABILITY_PROBE": json.dumps(dict(asked.probe)) if asked.probe else "",
         "STABILITY_OBSERVES": str(int(observes)),
         "STABILITY_DETERMINISTIC": str(int(asked.deterministic)),
         # the order of a set may be the order of a sum

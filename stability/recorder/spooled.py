@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stability.recorder.held_out import HeldOut, read_held_out
+from stability.recorder.probed import read_probed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -57,6 +60,9 @@ class Spooled:
     world: int
     script: str
     left_out: Sequence[str]
+    held_out: HeldOut
+    looks: Sequence[Mapping[str, Any]]
+    """What a probe has measured, if one looked."""
     has_end: bool
     """Whether every process came to its own end."""
     notes: Sequence[str] = field(default=())
@@ -97,6 +103,7 @@ def read_spool(folder: Path) -> Spooled:
         if line["kind"] == "state" and line["file"]
     }
     modules = {**begin["modules"], **(ends[first] or {}).get("modules", {})}
+    held_out = read_held_out(ranks, folder, len(updates))
     left_out = sorted({each for end in ends if end for each in end["left_out"]})
     return Spooled(
         updates=updates,
@@ -112,8 +119,10 @@ def read_spool(folder: Path) -> Spooled:
         world=begin["world"],
         script=begin["script"],
         left_out=left_out,
+        held_out=held_out,
+        looks=read_probed(ranks[first]),
         has_end=all(end and end["reason"] != "error" for end in ends),
-        notes=_notes(updates, begin, ends[first] or {}, left_out),
+        notes=[*_notes(updates, begin, ends[first] or {}, left_out), *held_out.notes],
     )
 
 

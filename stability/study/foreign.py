@@ -23,6 +23,7 @@ from stability.analysis.pair_contract import (
 from stability.config.commands import filled_in
 from stability.config.diff import hash_without
 from stability.recorder.launch import Launched, environment_of, launch
+from stability.recorder.probed import write_probed
 from stability.recorder.spooled import Spooled, SpoolError, read_spool, read_state
 from stability.recorder.witnessed import recorded_witness, state_of_code, witness_notes
 from stability.recorder.writer import Baseline, RunWriter, running_hashes, stopped
@@ -215,6 +216,8 @@ def _write(
         "environment": hash_environment(environment),
         "init_weights": spooled.init,
     }
+    if spooled.held_out.digest:
+        hashes["held_out"] = spooled.held_out.digest
     config = _with_steps(run, spooled)
     resolved = {
         "names": list(spooled.names),
@@ -232,6 +235,9 @@ def _write(
         check_start(read_manifest(baseline.manifest), files.manifest)
     for update in spooled.updates:
         writer.updated(update.step, update.loss, update.batch)
+    for step, loss in sorted(spooled.held_out.losses.items()):
+        writer.held_out(step, loss)
+    write_probed(writer.log, spooled.looks, spooled.step)
     witness = recorded_witness(spooled, git)
     if witness is not None:
         writer.witnessed(witness)

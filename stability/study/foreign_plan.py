@@ -14,7 +14,7 @@ import torch
 
 from stability.analysis.pair_contract import recorded_axis
 from stability.config.attentions import IMPLEMENTATIONS
-from stability.config.commands import is_command, training_config
+from stability.config.commands import check_held_out, is_command, training_config
 from stability.config.convert import Place, nearest, to_dict
 from stability.config.diff import diff
 from stability.config.load import check_name
@@ -96,18 +96,22 @@ def plan_run(
     check_name(study, Place(source="record: study"), ())
     check_name(arm, Place(source="record: arm"))
     check_attention_name(asked.attention)
+    check_attention_name(asked.probe.get("candidate", ""))
     folder = out / study
     base = _plan_on_record(folder)
     given = given_role(role)
     if arm != BASELINE:
         _check_baseline(folder, study, arm, seed)
     steps, kept = _length(base, asked)
+    held_out = _held_out(base, asked)
     config = training_config(
         training,
         steps=steps,
         snapshot_steps=kept,
         nudge=asked.nudge,
         attention=asked.attention,
+        held_out=held_out,
+        probe=asked.probe,
         may_change=may_change,
     )
     differences = diff(base, config) if base else {}
@@ -118,7 +122,13 @@ def plan_run(
             "study, or another arm"
         )
     looks = () if arm == BASELINE else looked_at(RunPaths.for_run(folder, BASELINE, seed))
-    asked = replace(asked, steps=steps, snapshot_steps=tuple(kept), looks=tuple(looks))
+    asked = replace(
+        asked,
+        steps=steps,
+        snapshot_steps=tuple(kept),
+        looks=tuple(looks),
+        held_out=held_out,
+    )
     return ForeignRun(
         study=study,
         folder=folder,
@@ -176,6 +186,18 @@ def _length(base: Mapping[str, Any], asked: Asked) -> tuple[int, list[int]]:
                 f"record: {name} must be those of the study's first run, {planned[name]}, got {now}"
             )
     return planned["steps"], list(planned["snapshot_steps"])
+
+
+def _held_out(base: Mapping[str, Any], asked: Asked) -> str:
+    """Return what is held out, as in the study's first run; ValueError where another is asked."""
+    given = check_held_out(asked.held_out)
+    planned = base.get("held_out", "") if base else given
+    if given and given != planned:
+        was = repr(planned) if planned else "not given"
+        raise ValueError(
+            f"record: held_out must be that of the study's first run, {was}, got {given!r}"
+        )
+    return planned
 
 
 def check_attention_name(name: str) -> None:

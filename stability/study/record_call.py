@@ -21,6 +21,7 @@ from stability.config.commands import call_training
 from stability.probe.executed import Executed
 from stability.probe.known_answers import known_answers
 from stability.recorder.inside.environment import own_modules
+from stability.recorder.inside.evaluations import Evaluations
 from stability.recorder.inside.hooks import install
 from stability.recorder.inside.looks import Looks
 from stability.recorder.inside.names import state_of
@@ -58,6 +59,9 @@ class IdleRecorder(AbstractContextManager["IdleRecorder"]):
     def step(self, loss: "Tensor | float | None" = None) -> None:
         """Tell that the weights were updated, and of the loss that was back-propagated."""
 
+    def held_out(self, loss: "Tensor | float", *tensors: "Tensor") -> None:
+        """Tell of the loss on held-out data after the last update, and of the data."""
+
     def end(self) -> None:
         """Write the record; the end of a `with` block and of the process do so too."""
 
@@ -71,6 +75,7 @@ class Recorder(IdleRecorder):
     def __init__(self, training: Training, record: OpenRun | None, stack: ExitStack) -> None:
         self._training, self._stack, self._record = training, stack, record
         self._is_open = True
+        self._evaluates = self._is_stopped = False
         atexit.register(self.end)
 
     @property
@@ -80,6 +85,7 @@ class Recorder(IdleRecorder):
 
     def batch(self, *tensors: "Tensor") -> None:
         """Tell what the model is given for the next update; once for each micro-batch."""
+        self._stop_if_planned()
         self._training.given(list(tensors), is_training=True)
 
     def step(self, loss: "Tensor | float | None" = None) -> None:
@@ -90,11 +96,32 @@ class Recorder(IdleRecorder):
         """
         if not self._is_open:
             raise RuntimeError("stability.record: step was called after the record's end")
+        self._stop_if_planned()
         if loss is not None:
             import torch  # heavy
 
             self._training.back_propagated(torch.as_tensor(loss))
-        self._training.update_ends()
+        try:
+            self._training.update_ends()
+        except PlannedStop:
+            if not self._evaluates:
+                raise
+            self._is_stopped = True  # what is evaluated after the last update goes first
+
+    def held_out(self, loss: "Tensor | float", *tensors: "Tensor") -> None:
+        """Tell of the loss on held-out data after the last update, and of the data.
+
+        Of several ranks each tells its own, weighed by the rows of `tensors`. What is evaluated is
+        the same in all arms, and without `tensors` nobody can check that it is.
+        """
+        if not self._is_open:
+            raise RuntimeError("stability.record: held_out was called after the record's end")
+        self._evaluates = True
+        self._training.told_held_out(float(loss), list(tensors))
+
+    def _stop_if_planned(self) -> None:
+        if self._is_stopped:
+            raise PlannedStop
 
     def end(self) -> None:
         """Write the record; the end of a `with` block and of the process do so too."""
@@ -223,7 +250,7 @@ def record(
     if failure:
         raise ValueError(failure)
     spool, asked = json.loads(told_by_first)
-    training, looks = _training(Spool(spool, _rank()), Asked(**asked))
+    training, looks = _training(Spool(spool, _rank()), Asked(**asked), watch=watch)
     is_one = hasattr(optimizer, "param_groups")
     for each in cast("Iterable[Optimizer]", [optimizer] if is_one else optimizer):
         training.add_optimizer(each)
@@ -312,7 +339,7 @@ def _planned(
     return run
 
 
-def _training(spool: Spool, asked: Asked) -> tuple[Training, Looks | None]:
+def _training(spool: Spool, asked: Asked, *, watch: bool) -> tuple[Training, Looks | None]:
     rank = _rank()
     words = {
         "STABILITY_NUDGE": f"{asked.nudge[0]} {asked.nudge[1]}",
@@ -333,7 +360,12 @@ def _training(spool: Spool, asked: Asked) -> tuple[Training, Looks | None]:
         steps=asked.steps,
         keeps_state=rank == 0,
         begin=begin,
-        end=lambda: {"modules": own_modules(), **(witness.told() if witness else {})},
+        end=lambda: {
+            "modules": own_modules(),
+            "held_out": "" if watch else "call",
+            **(witness.told() if witness else {}),
+        },
+        evaluations=Evaluations(watches=watch),
     )
     if rank:
         return training, None

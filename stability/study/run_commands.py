@@ -13,7 +13,12 @@ from typing import Any
 from stability.analysis.pair_contract import recorded_axis
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
 from stability.callbacks.progress import StudyObserver
-from stability.config.command_study import CommandArm, CommandStudy, expand_commands
+from stability.config.command_study import (
+    CommandArm,
+    CommandConfig,
+    CommandStudy,
+    expand_commands,
+)
 from stability.config.convert import to_dict
 from stability.config.diff import diff
 from stability.config.schema import BASELINE
@@ -131,6 +136,8 @@ def _run(
             snapshot_steps=arm.config.train.planned_snapshots()[1:],
             deterministic=arm.config.deterministic,
             attention=arm.config.attention,
+            held_out=arm.config.held_out,
+            probe=_probe(arm.config, is_first=seed == study.seeds[0]),
             nudge=(arm.config.nudge.ulps, arm.config.nudge.draw),
         ),
         words=arm.config.words(),
@@ -138,6 +145,12 @@ def _run(
         question=study.question,
         policy=to_dict(study.policy),
     )
+
+
+def _probe(config: CommandConfig, *, is_first: bool) -> dict[str, Any]:
+    """Return what a seed is looked at: the whole model's gradient is the first one's alone."""
+    settings = config.probe.settings()
+    return settings if is_first or not settings else {**settings, "gradient_every": 0}
 
 
 def _with_commit(arm: CommandArm) -> CommandArm:
@@ -152,6 +165,7 @@ def _with_commit(arm: CommandArm) -> CommandArm:
 def _check_words(run: ForeignRun) -> None:
     """ValueError if the interpreter or the program of a run is not there."""
     check_attention_name(run.asked.attention)
+    check_attention_name(run.asked.probe.get("candidate", ""))
     python = run.config["python"]
     if python and not Path(python).is_file():
         raise ValueError(f"arms.{run.arm}.python: must be an interpreter, {python!r} is no file")

@@ -17,6 +17,7 @@ from typing import Any, Callable, Dict, Optional
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 __all__ = ["BACKENDS", "ReplacedCalls", "replace_attention"]
 
@@ -35,6 +36,10 @@ class ReplacedCalls:
     def __init__(self, name: str) -> None:
         self.name = name
         self.count = 0
+        self.original: Optional[Callable[..., Tensor]] = None
+        """PyTorch's own function."""
+        self.is_watched = False
+        """Whether an instrument looks at the calls."""
         self.function: Optional[Callable[..., Any]] = None
         """What takes the place, once it is imported; PyTorch's own backends need none."""
         self.is_compiled = False
@@ -57,12 +62,16 @@ def replace_attention(name: str) -> ReplacedCalls:
     """Replace the attention for the life of this process; ValueError if `name` can't be had."""
     original = functional.scaled_dot_product_attention
     calls = ReplacedCalls(name)
+    calls.original = original
     attend = _attention(calls, original)
 
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             calls.is_compiled = True
+        elif calls.is_watched and has_torch_function(args):
+            # an instrument watches calls of torch's functions: this one stands for one of them
+            return handle_torch_function(replaced, args, *args, **kwargs)
         else:
             calls.count += 1
         return attend(*args, **kwargs)

@@ -13,7 +13,7 @@ from typing import List, Tuple
 import torch
 from torch import Tensor
 
-__all__ = ["hash_samples"]
+__all__ = ["hash_batch", "hash_samples"]
 
 # the constants of splitmix64, as signed 64-bit numbers: torch has no arithmetic on unsigned ones
 _STEP = -7046029254386353131
@@ -32,17 +32,29 @@ def hash_samples(tensors: List[Tensor]) -> Tuple[Tensor, int]:
     them row by row; any other one, as a mask, is part of every sample. Whole numbers count by their
     values, whatever their dtype, and floating-point numbers by their bits. ValueError for none.
     """
+    value, rows, _ = hash_batch(tensors)
+    return value, rows
+
+
+def hash_batch(tensors: List[Tensor]) -> Tuple[Tensor, int, Tensor]:
+    """Return what `hash_samples` does, and a hash of each row of the first tensor that has any.
+
+    The latter, int64 `(rows,)`, tells whether a sample was seen before, whatever came beside it.
+    """
     if not tensors:
         raise ValueError("hash_samples: tensors must hold at least one")
     with torch.no_grad():
         rows = next((x.shape[0] for x in tensors if x.dim() > 0), 1)
         device = tensors[0].device
         samples = torch.zeros(rows, dtype=torch.int64, device=device)
+        keys = None
         for index, tensor in enumerate(tensors):
             is_by_row = tensor.dim() > 0 and tensor.shape[0] == rows
             of_rows = _hash_rows(tensor if is_by_row else tensor.unsqueeze(0))
+            if keys is None and (is_by_row or rows == 1):
+                keys = of_rows
             samples = samples + _mixed(of_rows.to(device) + _signed(_STEP * (index + 1)))
-        return _mixed(samples).sum(), rows
+        return _mixed(samples).sum(), rows, samples if keys is None else keys
 
 
 def _hash_rows(tensor: Tensor) -> Tensor:

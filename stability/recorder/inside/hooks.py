@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ def install(training: Training) -> Callable[[], None]:
     undone = [
         _Calls(training).install(),
         _wrap_backward(training),
+        _wrap_modes(training),
         *_wrap_optimizers(training),
         *_wrap_scaler(training),
         _wrap_group(training),
@@ -107,21 +108,32 @@ class _Calls:
         return _put(nn.Module, "__call__", call)
 
     def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._training.looks_away:
+            return _original_call(module, *args, **kwargs)
         has_weights, trains = self._weights_of(module)
-        if has_weights and trains and torch.is_grad_enabled():
+        trains = has_weights and trains and torch.is_grad_enabled()
+        if trains:
             self._training.forward_begins()
-        if has_weights and trains and self._looks and torch.is_grad_enabled():
-            found = list(_tensors((args, kwargs), ""))
-            taken = [x for name, x in found if self._is_data(module, name, x)]
+        if trains and self._looks:
+            taken = self._data(module, args, kwargs, self._training.left_out)
             self._training.given(taken, is_training=module.training)
+        evaluates = has_weights and self._looks and not torch.is_grad_enabled()
+        evaluates = evaluates and self._training.evaluates(module)
+        if evaluates:
+            self._training.evaluated(self._data(module, args, kwargs, set()))
         nn.Module.__call__ = _original_call
+        result = None
         try:
             result = _original_call(module, *args, **kwargs)
         finally:
             if nn.Module.__call__ is _original_call:
                 nn.Module.__call__ = self._wrapped
+            if evaluates:
+                self._training.evaluations.model_returned(result)
         if has_weights and self._looks:
             self._remember(result)
+        if trains and self._training.instrument is not None:
+            self._training.instrument.called(module, args, kwargs, result)
         return result
 
     def _weights_of(self, module: nn.Module) -> Tuple[bool, bool]:
@@ -133,12 +145,17 @@ class _Calls:
             self._has_weights[module] = known
         return known
 
-    def _is_data(self, module: nn.Module, name: str, x: Tensor) -> bool:
+    def _data(self, module: nn.Module, args: Any, kwargs: Any, left_out: Set[str]) -> List[Tensor]:
+        """Return the tensors that a module is given as data; others are named in `left_out`."""
+        found = _tensors((args, kwargs), "")
+        return [x for name, x in found if self._is_data(module, name, x, left_out)]
+
+    def _is_data(self, module: nn.Module, name: str, x: Tensor, left_out: Set[str]) -> bool:
         if not _is_plain(x):
-            self._training.left_out.add(f"{name} of {type(module).__name__}, a {type(x).__name__}")
+            left_out.add(f"{name} of {type(module).__name__}, a {type(x).__name__}")
             return False
         if x.grad_fn is not None or self._is_made(x):
-            self._training.left_out.add(f"{name} of {type(module).__name__}, which a model made")
+            left_out.add(f"{name} of {type(module).__name__}, which a model made")
             return False
         return not isinstance(x, nn.Parameter)
 
@@ -194,6 +211,18 @@ def _wrap_backward(training: Training) -> Callable[[], None]:
         return original(tensors, *args, **kwargs)
 
     return _put(torch.autograd, "backward", backward)
+
+
+def _wrap_modes(training: Training) -> Callable[[], None]:
+    original = nn.Module.train
+
+    @functools.wraps(original)
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        if not _is_compiling():
+            (training.evaluations.may_end if mode else training.evaluations.may_begin)()
+        return original(self, mode)
+
+    return _put(nn.Module, "train", train)
 
 
 def _wrap_optimizers(training: Training) -> List[Callable[[], None]]:

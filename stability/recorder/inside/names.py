@@ -7,11 +7,11 @@ the weights of two runs can be compared. Leaves out what is done with them (`tra
 from __future__ import annotations
 
 import gc
-from typing import Dict, Iterable, List, Set, Tuple
+from typing import Dict, Iterable, List, Optional, Set, Tuple
 
 from torch import Tensor, nn
 
-__all__ = ["copies_of", "named_state", "state_of", "unwrapped", "without_wrappers"]
+__all__ = ["copies_of", "named_state", "root_of", "state_of", "unwrapped", "without_wrappers"]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of a name that no user has given: of torch.compile, of checkpointing and of FSDP."""
@@ -47,6 +47,13 @@ def named_state(weights: Iterable[Tensor]) -> Tuple[Dict[str, Tensor], List[str]
                 state[prefix + name] = value
     state.update({f"unowned_{places[key]}": value for key, value in missing.items()})
     return state, [_class_of(module) for module in chosen]
+
+
+def root_of(weights: Iterable[Tensor]) -> Optional[nn.Module]:
+    """Return the module that owns most of `weights`, the outermost one; None if none owns any."""
+    wanted = {id(weight): weight for weight in weights}
+    owners = _outermost(set(wanted))
+    return max(owners, key=lambda owner: (_count(owner, wanted), len(_owned(owner))), default=None)
 
 
 def state_of(module: nn.Module) -> Tuple[Dict[str, Tensor], List[str]]:

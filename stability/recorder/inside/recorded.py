@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Callable, Dict, Mapping
+from importlib.util import find_spec
+from typing import Any, Callable, Dict, Mapping, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .attention import replace_attention
+from .attention import ReplacedCalls, replace_attention
 from .environment import environment, hash_state, own_files, own_modules
+from .evaluations import Evaluations, returned_loss
+from .held_out import HeldOutLoss
 from .hooks import install, install_count
 from .looks import Looks, is_looked_at
 from .nudge import nudge_weights
@@ -46,9 +49,12 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         files = sorted(set(own_files().values()))
         calls = replaced.told() if replaced else {}
         seen = witness.told() if witness else {}
-        return {"modules": own_modules(), "files": files, "attention": calls, **seen}
+        found = {"modules": own_modules(), "files": files, "attention": calls, **seen}
+        return {**found, "held_out": held_out}
 
     observes = asked.get("STABILITY_OBSERVES", "1") == "1"
+    held_out = asked.get("STABILITY_HELD_OUT", "")
+    has_function = observes and ":" in held_out
     training = Training(
         Spool(asked["STABILITY_SPOOL"], rank),
         due=due_at(asked.get("STABILITY_SNAPSHOTS", "")) if observes else lambda step: False,
@@ -56,7 +62,11 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         keeps_state=rank == 0,
         begin=begin,
         end=told,
+        evaluations=Evaluations(watches=observes and held_out in ("", "all")),
+        held_out=HeldOutLoss(held_out) if has_function else None,
     )
+    if observes and not rank and asked.get("STABILITY_PROBE"):
+        training.look = _looking(asked["STABILITY_PROBE"], training, replaced)
     witness = None
     if observes:
         install(training)
@@ -67,6 +77,35 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         looks.begin()
         witness = InsideWitness(looks, switches, known_answers, switches())
     return lambda: training.end("exit")
+
+
+def _looking(
+    asked: str, training: Training, replaced: Optional[ReplacedCalls]
+) -> Callable[[nn.Module], Any]:
+    """Return what looks at a model, once it trains; the process ends here where it can't."""
+    if find_spec("stability") is None:
+        raise SystemExit(
+            "stability: probe: the script's environment must have stability, which is not found "
+            f"by {sys.executable}; install it there, or record without a probe"
+        )
+
+    def look(model: nn.Module) -> Any:
+        from stability.recorder.instrument import Instrument  # the one part that needs the package
+
+        instrument = Instrument(
+            asked,
+            training.measured,
+            training.apart,
+            returned_loss,
+            attention=replaced.name if replaced else "",
+            sdpa=replaced.original if replaced else None,
+        )
+        instrument.begin(model)
+        return instrument
+
+    if replaced:
+        replaced.is_watched = True
+    return look
 
 
 def due_at(listed: str) -> Callable[[int], bool]:

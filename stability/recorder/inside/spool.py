@@ -38,7 +38,11 @@ class Spool:
 
     def save(self, step: int, state: Dict[str, Tensor]) -> str:
         """Write a state, whole or not at all, and return the file's name."""
-        name = f"rank-{self._rank}-{self._pid}-step-{step:08d}.pt"
+        return self.keep(f"step-{step:08d}", state)
+
+    def keep(self, what: str, state: Dict[str, Tensor]) -> str:
+        """Write tensors by name, whole or not at all, and return the file's name."""
+        name = f"rank-{self._rank}-{self._pid}-{what}.pt"
         path = os.path.join(self._folder, name)
         torch.save(state, f"{path}.tmp")
         os.replace(f"{path}.tmp", path)

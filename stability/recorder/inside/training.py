@@ -14,15 +14,18 @@ Leaves out how calls are seen (`hooks`) and how a script tells of them itself
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .batch_hash import hash_samples
-from .names import named_state
+from .batch_hash import hash_batch
+from .evaluations import Evaluations
+from .held_out import HeldOutLoss
+from .names import named_state, root_of
 from .spool import Spool
 
 __all__ = ["PlannedStop", "Training", "is_due"]
@@ -65,7 +68,8 @@ class Training:
     `due` says after which updates the state is kept, besides the first and last; `steps` ends the
     training after as many (0: never). `begin` is called once, before the first update, with the
     start state by name; what it returns is written with the first line. What `end` returns is
-    written with the last one.
+    written with the last one. `evaluations` are what the script evaluates itself, and `held_out` is
+    called with `model`, else with the one that owns most weights, where a state is kept.
     """
 
     def __init__(
@@ -77,7 +81,15 @@ class Training:
         keeps_state: bool = True,
         begin: Callable[[Dict[str, Tensor]], Dict[str, Any]] = lambda state: {},
         end: Callable[[], Dict[str, Any]] = dict,
+        evaluations: Optional[Evaluations] = None,
+        held_out: Optional[HeldOutLoss] = None,
+        model: Optional[torch.nn.Module] = None,
     ) -> None:
+        self.look: Optional[Callable[[torch.nn.Module], Any]] = None
+        """Makes the instrument that looks at the model which trains (`recorder.instrument`)."""
+        self.instrument: Any = None
+        self.looks_away = False
+        """Whether what is called now is an instrument's."""
         self.optimizers: List[Optimizer] = []
         """Every one that was made; they keep the weights, so that the last state can be taken."""
         self.left_out: Set[str] = set()
@@ -96,7 +108,12 @@ class Training:
         self._begun: Dict[str, Any] = {}
         self._owners: List[str] = []
         self._start: Optional[Dict[str, Tensor]] = None
-        self._given: List[Tuple[Tensor, int, bool]] = []
+        self.evaluations = evaluations or Evaluations(watches=False)
+        self._held_out, self._model = held_out, model
+        self._held_out_inputs: Optional[List[Tensor]] = None
+        """Hashes of what the model is given while `held_out` is called."""
+        self._measured: List[Dict[str, Any]] = []
+        self._given: List[Tuple[Tensor, int, Tensor, bool]] = []
         self._losses: List[Tensor] = []
         self._row = _Row()
         self._expected: Optional[Set[int]] = None
@@ -123,6 +140,11 @@ class Training:
         """Weights and buffers by name, as they are; empty before the start state is taken."""
         return self._state
 
+    @property
+    def step_now(self) -> int:
+        """Updates that were made, the one whose row is open among them."""
+        return self.step + bool(self._row.stepped)
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Tell of an optimizer that was made."""
         if not any(known is optimizer for known in self.optimizers):
@@ -139,6 +161,10 @@ class Training:
             if isinstance(x, torch.nn.Parameter) and owned and id(x) not in owned
         ]
         self._start = self._copied()
+        self._measure(0)
+        root = self._root() if self.look is not None else None
+        if self.look is not None and root is not None:
+            self.instrument = self.look(root)
 
     def update_ends(self) -> None:
         """Tell of a whole update that was made, of whatever optimizers: its row is complete."""
@@ -148,6 +174,9 @@ class Training:
 
     def forward_begins(self) -> None:
         """Tell of a forward pass that trains: closes the row that is complete."""
+        if self._held_out_inputs is not None:
+            return
+        self.evaluations.end()
         if self._inside:  # a closure's: it belongs to the step that runs
             self._take_start()
             return
@@ -160,9 +189,31 @@ class Training:
 
     def given(self, tensors: List[Tensor], *, is_training: bool) -> None:
         """Tell what the model was given; `is_training` is the model's mode."""
-        if tensors:
-            value, samples = hash_samples(tensors)
-            self._given.append((value, samples, is_training))
+        if tensors and self._held_out_inputs is None:
+            self._given.append((*hash_batch(tensors), is_training))
+
+    def evaluates(self, module: torch.nn.Module) -> bool:
+        """Whether a call of `module` without gradients is an evaluation of what trains."""
+        if self._held_out_inputs is not None:
+            return True
+        if module.training or not self.evaluations.watches:
+            return False
+        weights = {id(x) for optimizer in self.optimizers for x in _weights_of(optimizer)}
+        return any(id(x) in weights for x in module.parameters())
+
+    def evaluated(self, tensors: List[Tensor]) -> None:
+        """Tell what such a call is given."""
+        if self._held_out_inputs is None:
+            self.evaluations.model_called(self.step_now, tensors)
+        elif tensors:
+            self._held_out_inputs.append(hash_batch(tensors)[0])
+
+    def told_held_out(self, loss: float, tensors: List[Tensor]) -> None:
+        """Take a held-out loss of the weights as they are now, and what it was computed on."""
+        value, samples, _ = hash_batch(tensors) if tensors else (None, 1, None)
+        self._measured.append(_held_out_line(self.step_now, loss, value, samples))
+        if self.has_ended:
+            self._flush()
 
     def back_propagated(self, loss: Tensor) -> None:
         """Tell of the loss that gradients are computed of, not scaled."""
@@ -210,6 +261,7 @@ class Training:
         if self.has_ended or not self._spool.is_own:
             return
         self.has_ended = True
+        self.evaluations.end()
         if self._row.stepped:
             self._close(is_last=True)
         if not self.step:
@@ -218,7 +270,11 @@ class Training:
             return
         if self._last_state != self.step:
             self._save(self.step)
+        if self.instrument is not None:
+            self.instrument.end()
         self._flush()
+        if keys := self.evaluations.keys():
+            self._spool.write({"kind": "keys", "file": self._spool.keep("evaluated", keys)})
         tracked = {id(value) for value in self._state.values()}
         later = sum(id(x) not in tracked for o in self.optimizers for x in _weights_of(o))
         self._spool.write(
@@ -238,9 +294,11 @@ class Training:
         row.stepped.add(optimizer)
         row.losses += self._losses
         # a model that is frozen in part may train in evaluation mode; else that is evaluation
-        in_training = [one for one in self._given if one[2]] or self._given
-        row.hashes += [value for value, _, _ in in_training]
-        row.samples += sum(samples for _, samples, _ in in_training)
+        in_training = [one for one in self._given if one[-1]] or self._given
+        row.hashes += [value for value, _, _, _ in in_training]
+        row.samples += sum(samples for _, samples, _, _ in in_training)
+        for _, _, keys, _ in in_training:
+            self.evaluations.trained_on(keys)
         self._losses, self._given = [], []
 
     def _take_start(self) -> None:
@@ -258,6 +316,8 @@ class Training:
         if not self._has_begun:
             self._write_begin()
         self._lines.append((self.step, row))
+        if self.instrument is not None:
+            self.instrument.step()
         is_planned = self.step == self._steps
         if self._due(self.step) or is_planned:
             self._save(self.step)
@@ -280,6 +340,7 @@ class Training:
 
     def _save(self, step: int) -> None:
         self._last_state = step
+        self._measure(step)
         # every rank takes it, since sharded weights are gathered by all; the first one writes
         state = self._copied()
         if self._keeps_state:
@@ -288,6 +349,37 @@ class Training:
                 {"kind": "state", "step": step, "file": self._spool.save(step, state)}
             )
 
+    def _measure(self, step: int) -> None:
+        """Compute the user's held-out loss after `step` updates, if there is one."""
+        model = self._root() if self._held_out is not None else None
+        if self._held_out is None or model is None:
+            return
+        self._held_out_inputs = []
+        try:
+            loss = self._held_out.of(model)
+            value = sum(self._held_out_inputs) if self._held_out_inputs else None
+        finally:
+            self._held_out_inputs = None
+        self._measured.append(_held_out_line(step, loss, value, 1))
+
+    def _root(self) -> Optional[torch.nn.Module]:
+        if self._model is not None:
+            return self._model
+        return root_of(x for optimizer in self.optimizers for x in _weights_of(optimizer))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, what is called is no training of the script's."""
+        before, self.looks_away = self.looks_away, True
+        try:
+            yield
+        finally:
+            self.looks_away = before
+
+    def measured(self, line: Dict[str, Any]) -> None:
+        """Take what an instrument has measured."""
+        self._measured.append(line)
+
     def _copied(self) -> Dict[str, Tensor]:
         with torch.no_grad():
             return {name: _whole(x).to("cpu", copy=True) for name, x in self._state.items()}
@@ -295,8 +387,11 @@ class Training:
     def _flush(self) -> None:
         lines, self._lines = self._lines, []
         self._written_at = time.monotonic()
-        if lines:
-            self._spool.write(*(_line(step, row) for step, row in lines))
+        told, self._measured = self._measured, []
+        written = [_line(step, row) for step, row in lines]
+        written += [*told, *self.evaluations.take_lines()]
+        if written:
+            self._spool.write(*written)
 
 
 def _weights_of(optimizer: Optimizer) -> List[Tensor]:
@@ -307,6 +402,11 @@ def _whole(x: Tensor) -> Tensor:
     """Return all of a tensor, of which this rank may hold a part."""
     gather = getattr(x, "full_tensor", None)
     return (gather() if gather else x).detach()
+
+
+def _held_out_line(step: int, loss: float, inputs: Any, samples: int) -> Dict[str, Any]:
+    digest = "" if inputs is None else f"{int(inputs) % 2**64:016x}"
+    return {"kind": "held_out", "step": step, "loss": loss, "hash": digest, "samples": samples}
 
 
 def _line(step: int, row: _Row) -> Dict[str, Any]:

@@ -32,6 +32,7 @@ class Recording:
     def record(self, arm: str, *flags: str, seed: int = 0, options: tuple[str, ...] = ()) -> int:
         """Record an arm, its own flags after the command's; return the exit code."""
         given = ["--study", "study", "--arm", arm, "--seed", str(seed), "--out", str(self.out)]
+        given += ["--wandb", "disabled"] if "--wandb" not in options else []
         return code_of("record", *given, *options, "--", *self.command, "--seed", "{seed}", *flags)
 
     @property

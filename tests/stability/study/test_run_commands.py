@@ -207,3 +207,54 @@ def test_what_a_verdict_lacks_is_said_in_words_that_fit_a_command(
     assert "record such an arm with the role `reference`" in said
     assert "held-out text is not recorded of a training that is not ours" in said
     assert "held_out.share" not in said
+
+
+@pytest.mark.slow
+def test_a_study_of_commands_comes_to_a_verdict_and_to_wandb(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.script.write_text((SCRIPTS / "evaluates.py").read_text())
+    arms = {
+        "reference": {"role": "reference", "flags": {"bf16": False}},
+        "nudge": {"nudge": {"ulps": 1}},
+        "broken": {"role": "broken", "flags": {"lr": 0.05}},
+        "tiny": {"flags": {"lr": 0.0100000001}},
+    }
+    train = {"steps": 8, "snapshot_steps": [1, 4, 8]}
+    assert commands.run(arms, base={"train": train}, seeds=[0, 1, 2]) == 0
+    capsys.readouterr()
+    study = commands.folder / "runs" / "mine"
+    assert code_of("verdict", str(study), "--json") == 0
+    verdict = json.loads(capsys.readouterr().out)
+    tiny = next(arm for arm in verdict["arms"] if arm["arm"] == "tiny")
+    states = {level: evidence["state"] for level, evidence in tiny["levels"].items()}
+    assert tiny["outcome"] == "PASS", tiny
+    assert states == {
+        "operator": "not applicable",
+        "gradient": "not applicable",
+        "training": "holds",
+        "outcome": "holds",
+    }
+    assert "it would have shown E" in tiny["sentence"]
+    broken = next(arm for arm in verdict["arms"] if arm["arm"] == "broken")
+    assert broken["answer"] == "FAIL, as it must"
+    assert not (study / "wandb").exists()
+    # the same command again keeps the runs, and publishes them
+    assert code_of("run", str(commands.folder / "study.yaml"), "--wandb", "offline") == 0
+    assert (study / "wandb" / "published-offline.sha256").exists()
+    runs = list((study / "tiny" / "seed-0" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(runs) == 1
+    assert b"eval/loss" in runs[0].read_bytes()
+    page = (study / "report.html").read_text(encoding="utf-8")
+    assert "Held-out loss" in page
+
+
+def test_a_held_out_name_or_probe_in_a_study_that_can_not_be_is_told(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.run({}, base={"held_out": "mine.loss"}) == 2
+    assert "held_out must be MODULE:FUNCTION, all or none" in capsys.readouterr().err
+    assert commands.run({"other": {"held_out": "all"}}) == 2
+    assert "held_out must be None as in the baseline, is 'all'" in capsys.readouterr().err
+    assert commands.run({}, base={"probe": {"gradient_every": 2}}) == 2
+    assert "a candidate must be given where gradient_every is" in capsys.readouterr().err

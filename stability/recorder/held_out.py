@@ -1,0 +1,202 @@
+"""The held-out loss of a recorded training: of what its script evaluates, which part is held out.
+
+A loss that was told, by the user's function or by `recorder.held_out`, is taken as it is. Of what a
+script evaluates by itself that part counts which is the same at every evaluation and of which no
+sample was trained on; it is weighed by samples, over all ranks. What was drawn anew at each
+evaluation, as random crops of the training and of another text in one loop, can't be told apart, so
+none of it is used. Leaves out how evaluations are seen (`inside.evaluations`) and whether two runs
+were evaluated on the same (`analysis.held_out_losses`).
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["HeldOut", "read_held_out"]
+
+_ASK = "name a function of its held-out loss by held_out, as MODULE:FUNCTION"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOut:
+    """The held-out losses of a run by step, and what they were computed on."""
+
+    losses: Mapping[int, float] = field(default_factory=dict)
+    digest: str = ""
+    """The same for two runs that were evaluated on the same; empty if that was not seen."""
+    notes: Sequence[str] = ()
+    """What was found and what was not, in sentences."""
+
+
+class _Call(NamedTuple):
+    """One loss that was computed in an evaluation."""
+
+    digest: str
+    samples: int
+    loss: float
+
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+def read_held_out(ranks: Sequence[Lines], folder: Path, steps: int) -> HeldOut:
+    """Return the held-out losses in the lines that `ranks` left in `folder`, up to `steps`."""
+    ends = [line for lines in ranks for line in lines if line["kind"] == "end"]
+    asked = str(ends[0].get("held_out", "")) if ends else ""
+    told = [[x for x in lines if x["kind"] == "held_out" and x["step"] <= steps] for lines in ranks]
+    if any(told):
+        return _told(told)
+    if asked in ("none", "call"):
+        said = "no held-out loss: none was told by recorder.held_out(loss)"
+        return HeldOut(notes=[said] if asked == "call" else [])
+    evaluations = [_evaluations(lines, steps) for lines in ranks]
+    by_step = {
+        step: [call for rank in evaluations for call in rank.get(step, [])]
+        for step in sorted({step for rank in evaluations for step in rank})
+    }
+    if not by_step:
+        return HeldOut(notes=[f"no held-out loss: the script evaluates nothing itself; {_ASK}"])
+    whole = {step: calls for step, calls in by_step.items() if calls}
+    if not whole:
+        said = "the script evaluates its model, but no loss of that was seen"
+        return HeldOut(notes=[f"no held-out loss: {said}; {_ASK}"])
+    return _all(whole) if asked == "all" else _of_the_same(whole, ranks, folder)
+
+
+def _told(ranks: Sequence[Lines]) -> HeldOut:
+    """Return the losses that were told, those of ranks weighed by their samples."""
+    losses, digests = {}, {}
+    for step in sorted({line["step"] for lines in ranks for line in lines}):
+        # the last one that a rank has told of a step
+        lines = [[x for x in lines if x["step"] == step][-1:] for lines in ranks]
+        found = [line for of_rank in lines for line in of_rank]
+        samples = sum(line["samples"] for line in found)
+        losses[step] = sum(line["loss"] * line["samples"] for line in found) / samples
+        hashes = [line["hash"] for line in found]
+        digests[step] = _over_ranks(hashes) if all(hashes) else ""
+    digest = _of_steps(digests) if all(digests.values()) else ""
+    unseen = "what the held-out loss was computed on was not seen: that it is the same in both runs"
+    return HeldOut(
+        losses=losses, digest=digest, notes=[] if digest else [f"{unseen} can't be checked"]
+    )
+
+
+def _all(by_step: Mapping[int, Sequence[_Call]]) -> HeldOut:
+    digests = {step: _digest(calls) for step, calls in by_step.items()}
+    return HeldOut(
+        losses={step: _mean(calls) for step, calls in by_step.items()},
+        digest=_of_steps(digests) if all(digests.values()) else "",
+        notes=[f"held out: all that the script evaluates, at {len(by_step)} steps"],
+    )
+
+
+def _of_the_same(
+    by_step: Mapping[int, Sequence[_Call]], ranks: Sequence[Lines], folder: Path
+) -> HeldOut:
+    """Return the loss of the calls that are the same at every step, less those trained on."""
+    known = _calls_trained_on(ranks, folder)
+    # what is evaluated before the training is often less, as a trial
+    later = [Counter(x.digest for x in calls) for step, calls in by_step.items() if step]
+    shared = later[0] if later else Counter(x.digest for x in next(iter(by_step.values())))
+    for counts in later[1:]:
+        shared &= counts
+    if not shared or "" in shared:
+        what = "other samples at each step" if shared.keys() != {""} else "nothing that was seen"
+        said = f"the script evaluates {what}, so what of it is held out can't be told"
+        return HeldOut(
+            notes=[f"no held-out loss: {said}; {_ASK}, or say `held_out: all` if none trains"]
+        )
+    used = Counter({digest: n for digest, n in shared.items() if known.get(digest) is False})
+    if not used:
+        said = "all that the script evaluates at every evaluation was trained on"
+        return HeldOut(notes=[f"no held-out loss: {said}; {_ASK}"])
+    chosen = {step: _chosen(calls, used) for step, calls in by_step.items()}
+    losses = {step: _mean(calls) for step, calls in chosen.items() if calls}
+    calls = next(x for x in chosen.values() if x)
+    return HeldOut(
+        losses=losses, digest=_digest(calls), notes=[_said(calls, shared, used, len(losses))]
+    )
+
+
+def _said(calls: Sequence[_Call], shared: Counter[str], used: Counter[str], steps: int) -> str:
+    samples = sum(call.samples for call in calls)
+    said = f"held out: {samples} samples that the script evaluates at {steps} steps"
+    trained = shared.total() - used.total()
+    if trained:
+        said += f"; {trained} of {shared.total()} losses are of samples it trains on, and left out"
+    return said
+
+
+def _evaluations(lines: Lines, steps: int) -> dict[int, list[_Call]]:
+    found: dict[int, list[_Call]] = {}
+    for line in lines:
+        if line["kind"] == "evaluated" and line["step"] <= steps:
+            calls = [_Call(x["hash"], x["samples"], x["loss"]) for x in line["calls"]]
+            found.setdefault(line["step"], []).extend(calls)
+    return found
+
+
+def _calls_trained_on(ranks: Sequence[Lines], folder: Path) -> dict[str, bool]:
+    """Return of each call's digest whether one of its samples was trained on, by any rank."""
+    import torch  # heavy
+
+    files = [line["file"] for lines in ranks for line in lines if line["kind"] == "keys"]
+    kept: list[dict[str, Tensor]] = [
+        torch.load(folder / name, map_location="cpu", weights_only=True) for name in files
+    ]
+    if not kept:
+        return {}
+    trained = torch.cat([keys.pop("trained") for keys in kept])
+    return {
+        digest: bool(torch.isin(samples, trained).any())
+        for keys in kept
+        for digest, samples in keys.items()
+    }
+
+
+def _chosen(calls: Sequence[_Call], used: Counter[str]) -> list[_Call]:
+    """Return the calls in `used`, as often as they stand there; none if one is lacking."""
+    left, found = Counter(used), []
+    for call in calls:
+        if left[call.digest] > 0:
+            left[call.digest] -= 1
+            found.append(call)
+    return [] if left.total() else found
+
+
+def _mean(calls: Sequence[_Call]) -> float:
+    total = sum(max(call.samples, 1) for call in calls)
+    return sum(call.loss * max(call.samples, 1) for call in calls) / total
+
+
+def _digest(calls: Sequence[_Call]) -> str:
+    """Return a hash of what calls were computed on, in whatever order; empty if one is unseen."""
+    if not all(call.digest for call in calls):
+        return ""
+    counts = Counter(call.digest for call in calls)
+    # each of several ranks may have evaluated all of it
+    times = math.gcd(*counts.values())
+    return _hashed(sorted(f"{digest} {n // times}" for digest, n in counts.items()))
+
+
+def _over_ranks(digests: Sequence[str]) -> str:
+    """Return one hash of what all ranks were given: once, if each was given the same."""
+    return _hashed(sorted(set(digests)))
+
+
+def _of_steps(digests: Mapping[int, str]) -> str:
+    """Return one hash for all steps: that of each step, where they are the same."""
+    if len(set(digests.values())) == 1:
+        return next(iter(digests.values()))
+    return _hashed([f"{step} {digest}" for step, digest in sorted(digests.items())])
+
+
+def _hashed(words: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()

@@ -1,0 +1,168 @@
+"""The instrument on a training that is recorded, in its own process: `probe` of a recorded run.
+
+It is `shadow` on the model that trains, and what it measures goes to the run's spool under the
+names of any run. Where the recorder has put another attention in the place of
+`scaled_dot_product_attention`, that one is the candidate, and the script's own runs beside it.
+Evidence on the whole model's gradient needs the loss of a batch a second time, so there the model
+must return it, as those of Hugging Face and nanoGPT do. Only this file of the recorder needs
+`stability` in the script's environment. Leaves out what is done with the figures (`probed`).
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stability.config.schema import ProbeConfig
+from stability.intercept.session import Shadow, shadow
+from stability.metrics.instability import crossings
+from stability.probe.attention_registry import resolve_attention
+from stability.probe.captured_call import AttentionCall, BoundAttention
+from stability.probe.measurements import StepMeasurements
+
+__all__ = ["Instrument"]
+
+
+class _Call(NamedTuple):
+    """What the model was given in a pass that trains, and the dtype of autocast, if it was on."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    autocast: torch.dtype | None
+
+
+class Instrument:
+    """Looks at the model that trains; `asked` is JSON, as the launcher gives it.
+
+    `write` takes a line of the spool, `apart` is a context in which the recorder looks away.
+    `attention` is what the recorder has put in the place of the script's own `sdpa`; empty for
+    nothing. `returned_loss` finds the loss in what a model returned.
+    """
+
+    def __init__(
+        self,
+        asked: str,
+        write: Callable[[dict[str, Any]], None],
+        apart: Callable[[], Any],
+        returned_loss: Callable[[Any], Tensor | None],
+        attention: str = "",
+        sdpa: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self._asked: dict[str, Any] = json.loads(asked)
+        self._write, self._apart, self._returned_loss = write, apart, returned_loss
+        self._attention, self._sdpa = attention, sdpa
+        self._ends = ExitStack()
+        self._session: Shadow | None = None
+        self._model: nn.Module | None = None
+        self._call: _Call | None = None
+        self._watched: dict[str, float] = {}
+
+    def begin(self, model: nn.Module) -> None:
+        """Look at `model` from now on; ValueError, as of `shadow`, for one that can't be seen."""
+        self._model = model
+        every = int(self._asked.get("every", 10))
+        gradient_every = int(self._asked.get("gradient_every", 0))
+        loss = self._loss if gradient_every else None
+        sinks = [self._take]
+        if not self._attention:
+            candidate = self._asked["candidate"]
+            looking = shadow(
+                *(model, candidate),
+                every=every,
+                gradient_every=gradient_every,
+                loss=loss,
+                sinks=sinks,
+            )
+        else:
+            assert self._sdpa is not None
+            device = next(model.parameters()).device
+            config = ProbeConfig(every=every, gradient_every=gradient_every)
+            looking = Shadow(
+                *(model, config, [resolve_attention(self._attention, device)], None, sinks),
+                loss=loss,
+                baseline=partial(_script_own, self._sdpa),
+            ).running()
+        self._session = self._ends.enter_context(looking)
+
+    def called(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Tell of a pass that trains; ValueError if its loss is needed, and not in its result."""
+        every = int(self._asked.get("gradient_every", 0))
+        if self._session is None or not every or model is not self._model:
+            return
+        if (self._session.steps + 1) % every:
+            return
+        if self._returned_loss(result) is None:
+            raise ValueError(
+                "gradient-every: the model must return its loss, as (logits, loss) or `.loss`, "
+                f"returns {type(result).__name__}; put stability.shadow(..., loss=...) into the "
+                "script instead"
+            )
+        kind = next(model.parameters()).device.type
+        is_on = torch.is_autocast_enabled(kind)
+        self._call = _Call(args, dict(kwargs), torch.get_autocast_dtype(kind) if is_on else None)
+
+    def step(self) -> None:
+        """Tell that an update was made."""
+        if self._session is not None:
+            with self._apart():
+                self._session.step()
+            self._call = None
+
+    def end(self) -> None:
+        """Write what is left, and leave the model as it was."""
+        self._session = None
+        with self._apart():
+            self._ends.close()
+
+    def _loss(self) -> Tensor:
+        """Compute the loss of the last batch once more."""
+        model, call = self._model, self._call
+        if call is None or model is None:
+            raise ValueError("gradient-every: the model that trains was not called as a whole")
+        kind = next(model.parameters()).device.type
+        with torch.autocast(kind, dtype=call.autocast, enabled=call.autocast is not None):
+            loss = self._returned_loss(model(*call.args, **call.kwargs))
+        assert loss is not None
+        return loss
+
+    def _take(self, step: int, measured: StepMeasurements) -> None:
+        watched = measured.watched()
+        found = crossings(watched, self._watched)
+        self._watched |= watched
+        self._write(
+            {
+                "kind": "probe",
+                "step": step,
+                "metrics": measured.metrics,
+                "counts": measured.counts,
+                "events": [
+                    *(["finding", layer, text] for layer, text in measured.findings),
+                    *(["alert", one.layer, one.text] for one in found),
+                ],
+            }
+        )
+
+
+def _script_own(
+    sdpa: Callable[..., Tensor], call: AttentionCall, primary: BoundAttention
+) -> BoundAttention:
+    """Return the script's own attention, with the mask of a call that another one has taken."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **trained: Tensor) -> tuple[Tensor, None]:
+        mask = call.mask_with(**trained)
+        out = sdpa(
+            q,
+            k,
+            v,
+            attn_mask=mask.get("attn_mask"),
+            is_causal=mask.get("causal", False),
+            scale=mask.get("scale"),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return out, None
+
+    return attend

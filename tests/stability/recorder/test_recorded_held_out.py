@@ -1,0 +1,238 @@
+"""The held-out loss of a recorded training: found in what it evaluates, told, or said to lack."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from stability.analysis.held_out_losses import of_other_data
+from stability.analysis.outcome_evidence import outcome_evidence
+from stability.analysis.study_records import read_study
+from stability.config.study import PolicyConfig
+from stability.records.metric_log import read_metrics
+from stability.records.metric_names import EVAL_LOSS
+from tests.stability.recorder.recording import (
+    Calling,
+    Recording,
+    bits_of,
+    code_of,
+    run_alone,
+    words,
+)
+
+
+def held_out(study: Recording, arm: str = "baseline") -> dict[int, float]:
+    """Return the held-out loss on record by step."""
+    found = read_metrics(study.paths(arm).metrics).get(EVAL_LOSS)
+    return dict(zip(found.steps, found.values, strict=True)) if found else {}
+
+
+def printed(text: str) -> dict[int, tuple[float, float]]:
+    """Return what the script has printed: by step, the loss on its training and held-out text."""
+    lines = [line.split()[1:] for line in text.splitlines() if line.startswith("evaluated")]
+    return {int(step): (float(own), float(other)) for step, own, other in lines}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "functional",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("by name", "module", "tuple", "mapping")
+        ),
+    ],
+)
+def test_what_is_never_trained_on_is_held_out_and_no_bit_changes(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("evaluates.py", "--kind", kind))
+    alone = run_alone([*study.command, "--seed", "0"])
+    assert study.record("baseline") == 0
+    said = capsys.readouterr().out
+    assert bits_of(said) == alone
+    assert held_out(study) == pytest.approx({k: v for k, (_, v) in printed(said).items()}, rel=1e-6)
+    assert list(held_out(study)) == [4, 8, 12]
+    assert "held out: 11 samples that the script evaluates at 3 steps" in said
+    assert "10 of 13 losses are of samples it trains on, and left out" in said
+
+
+def test_other_held_out_data_are_said_and_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("evaluates.py"))
+    assert study.record("baseline") == 0
+    assert study.record("same", "--lr", "0.02") == 0
+    assert study.record("other", "--text", "2") == 0
+    hashes = {arm: study.manifest(arm).hashes["held_out"] for arm in ("baseline", "same", "other")}
+    assert hashes["same"] == hashes["baseline"] != hashes["other"]
+    recorded = read_study(study.folder)
+    arms = {arm.name: of_other_data(recorded, arm) for arm in recorded.candidates}
+    assert arms == {"same": [], "other": [0]}
+    capsys.readouterr()
+    assert code_of("verify", str(study.folder)) == 1
+    proof = capsys.readouterr().out
+    assert "held-out losses of the same data (both are there, of other data)" in proof
+    other = next(arm for arm in recorded.candidates if arm.name == "other")
+    evidence = outcome_evidence(recorded, other, PolicyConfig())
+    assert evidence.state == "not measured"
+    assert "held-out losses of other are of other data than the baseline's" in evidence.sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--crops"], "the script evaluates other samples at each step, so what of it is held out"),
+        (["--kind", "by hand"], "the script evaluates its model, but no loss of that was seen"),
+        (["--evaluate-every", "99"], "the script evaluates nothing itself; name a function"),
+    ],
+)
+def test_what_can_not_be_told_is_said_and_not_used(
+    flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("evaluates.py", *flags))
+    assert study.record("baseline") == 0
+    assert sentence in re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert not held_out(study)
+    assert "held_out" not in study.manifest("baseline").hashes
+
+
+@pytest.mark.slow
+def test_all_that_is_evaluated_is_held_out_where_the_user_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("evaluates.py", "--crops"))
+    assert study.record("baseline", options=("--held-out", "all")) == 0
+    found = printed(capsys.readouterr().out)
+    assert held_out(study) == pytest.approx({k: sum(v) / 2 for k, v in found.items()}, rel=1e-6)
+    assert study.record("rerun") == 0, "the other arms do as the first run"
+    assert held_out(study, "rerun") == held_out(study)
+    assert study.record("none", options=("--held-out", "none")) == 2
+    assert "held_out must be that of the study's first run, 'all', got 'none'" in (
+        re.sub(r"\s+", " ", capsys.readouterr().err)
+    )
+
+
+def test_a_function_is_called_at_the_snapshots_and_changes_no_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("evaluates.py", "--evaluate-every", "99", "--bf16"))
+    alone = run_alone([*study.command, "--seed", "0"])
+    options = ("--held-out", "evaluates:of_held_out", "--check-observer", "true")
+    assert study.record("baseline", options=options) == 0
+    assert set(re.findall(r"weights (\w{64})", capsys.readouterr().out)) == {alone}
+    assert list(held_out(study)) == [0, 1, 2, 5, 10, 12]
+    assert study.record("nudge", options=("--nudge", "1")) == 0
+    assert (
+        study.manifest("nudge").hashes["held_out"] == study.manifest("baseline").hashes["held_out"]
+    )
+    other = Recording(tmp_path / "other", words("evaluates.py", "--evaluate-every", "1", "--bf16"))
+    assert other.record("baseline") == 0
+    # the same weights on the same text, by the script itself: equal but for the order of the sum
+    found = held_out(other)
+    assert held_out(study)[12] == pytest.approx(found[12], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (
+            "return model.head.weight",
+            "must return one number, the mean loss, got Parameter of shape",
+        ),
+        ("model.head.weight.mul_(2); return 1.0", "must change no weight or buffer of the model"),
+    ],
+)
+def test_a_function_that_is_no_held_out_loss_is_refused(
+    body: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def loss(model):\n    {body}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    study = Recording(tmp_path / "runs", words("evaluates.py"))
+    assert study.record("baseline", options=("--held-out", "mine:loss")) == 1
+    captured = capfd.readouterr()
+    assert sentence in re.sub(r"\s+", " ", captured.out + captured.err)
+    assert study.record("baseline", options=("--held-out", "mine:nothing")) == 1
+    captured = capfd.readouterr()
+    said = "held_out: mine:nothing must be a function that the script's process can import"
+    assert said in re.sub(r"\s+", " ", captured.out + captured.err)
+
+
+def test_a_name_that_is_no_function_is_refused_before_the_command_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("evaluates.py"))
+    assert study.record("baseline", options=("--held-out", "mine.loss")) == 2
+    said = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert "held_out must be MODULE:FUNCTION, all or none, got 'mine.loss'" in said
+    assert not study.folder.exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_are_evaluated_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = Recording(tmp_path, words("evaluates.py", ranks=2))
+    alone = run_alone([*study.command, "--seed", "0"])
+    assert study.record("baseline") == 0
+    said = capsys.readouterr().out
+    assert bits_of(said) == alone
+    options = ("--held-out", "evaluates:of_held_out")
+    told = Recording(tmp_path / "told", words("evaluates.py", ranks=2))
+    assert told.record("baseline", options=options) == 0
+    assert bits_of(capsys.readouterr().out) == alone
+    # all 11 samples on each rank, where the script has 6 of them on one and 5 on the other
+    assert held_out(told)[12] == pytest.approx(held_out(study)[12], rel=1e-6)
+
+
+CALLS = """
+import argparse, torch, stability
+from torch.nn import functional as F
+flags = argparse.ArgumentParser()
+flags.add_argument("--seed", type=int)
+flags.add_argument("--lr", type=float, default=0.1)
+asked = flags.parse_args()
+torch.manual_seed(asked.seed)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=asked.lr)
+x, y = torch.randn(20, 3), torch.randn(20, 1)
+with stability.record(model, optimizer) as recorder:
+    for step in range(6):
+        recorder.batch(x[:10], y[:10])
+        loss = F.mse_loss(model(x[:10]), y[:10])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.step(loss)
+        with torch.no_grad():
+            told = F.mse_loss(model(x[10:]), y[10:])
+            recorder.held_out(told, x[10:], y[10:])
+print("told", told.item())
+"""
+
+
+@pytest.mark.slow
+def test_a_call_that_tells_no_held_out_loss_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Calling(tmp_path, words("calls.py"))
+    assert study.record("baseline") == 0
+    said = "no held-out loss: none was told by recorder.held_out(loss)"
+    assert said in capsys.readouterr().out
+
+
+def test_the_call_takes_a_held_out_loss_of_every_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CALLS, encoding="utf-8")
+    study = Calling(tmp_path, [sys.executable, str(script)])
+    for arm in ("baseline", "rerun"):
+        assert study.record(arm) == 0
+        told = float(re.findall(r"told (\S+)", capsys.readouterr().out)[0])
+        # an arm's planned end comes after what is evaluated of its last update
+        assert list(held_out(study, arm)) == [1, 2, 3, 4, 5, 6]
+        assert held_out(study, arm)[6] == pytest.approx(told, rel=1e-7)
+    hashes = [study.manifest(arm).hashes["held_out"] for arm in ("baseline", "rerun")]
+    assert hashes[0] == hashes[1]
