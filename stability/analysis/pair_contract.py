@@ -253,6 +253,7 @@ def prove_pair(
             compared(field, a, b, is_free=is_free)
             for field, a, b, is_free in _start_parts(*manifests, differences)
         ),
+        *_given_start(manifests[1]),
         # a log that is not the one its manifest lists proves nothing about batches
         _batches(first, second, differences) if are_whole else compared("batches", None, None),
         compared(
@@ -326,6 +327,18 @@ def _start_parts(
     for key in (*of_text, "init_weights"):
         is_free = may_differ(key, differences)
         yield f"hashes.{key}", first.hashes.get(key), second.hashes.get(key), is_free
+
+
+def _given_start(candidate: Manifest) -> Iterator[ProofLine]:
+    """Say that a run's start weights were not made by its own code, where they were given to it."""
+    if candidate.resolved.get("start") == "given":
+        yield ProofLine(
+            field="start",
+            first="own",
+            second="given",
+            sameness="different by design",
+            says=f"start: given; {candidate.arm} began with the {BASELINE}'s weights",
+        )
 
 
 def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> ProofLine:

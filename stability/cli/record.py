@@ -24,6 +24,7 @@ def record_arm(
     question: str = "",
     deterministic: bool = True,
     attention: str = "",
+    same_start: bool = False,
     check_observer: bool = False,
     out: Path = Path("runs"),
     words: list[str] | None = None,
@@ -51,6 +52,7 @@ def record_arm(
         deterministic: turn on torch's deterministic algorithms
         attention: what takes the place of scaled_dot_product_attention in the script: sdpa:math and
             its like, flash:fa2 and others of ours, or MODULE:FUNCTION of yours
+        same_start: give it the baseline's start weights, bit by bit, where its code makes others
         check_observer: run the command a second time, unobserved; it must end in the same bits
         out: folder that gets a folder named after the study
         words: the command
@@ -62,6 +64,8 @@ def record_arm(
             f"record: {missing} must be given, as in "
             "`stability record --study lr --arm baseline -- python train.py`"
         )
+    if same_start and "init" in may_change.split(","):
+        raise ValueError("record: same_start must not be given with --may_change init, which it undoes")
     from stability.recorder.launch import Asked  # heavy from here on: numpy behind the contract
     from stability.study.foreign import RunFailedError, measure_study, record_command
     from stability.study.foreign_plan import plan_run
@@ -72,6 +76,7 @@ def record_arm(
         snapshot_steps=_listed_steps(snapshots),
         deterministic=deterministic,
         attention=attention,
+        same_start=same_start,
         nudge=(_at_least(0, "nudge", nudge), _at_least(0, "draw", draw)),
     )
     run = plan_run(

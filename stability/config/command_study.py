@@ -87,6 +87,8 @@ class CommandConfig:
     attention: str = ""
     """What takes the place of `scaled_dot_product_attention` in the script; none: nothing."""
     deterministic: bool = True
+    same_start: bool = False
+    """Whether the baseline's start weights are given to every other arm of its seed."""
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
     changes: MeantChanges = field(default_factory=MeantChanges)
     train: CommandTrain
@@ -125,6 +127,8 @@ class CommandConfig:
         """Return what a record holds of it, in JSON values, as of a single command."""
         values = to_dict(self)
         program = values.pop("command")
+        # no part of what a run is: its start is compared bit by bit, given or not
+        values.pop("same_start")
         values["train"]["snapshot_steps"] = self.train.planned_snapshots()[1:]
         values["attention"] = {"implementation": self.attention}
         values["flags"] = {k: v for k, v in values["flags"].items() if v not in (None, False)}

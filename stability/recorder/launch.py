@@ -40,6 +40,8 @@ class Asked:
     """Units in the last place, and the number of the draw."""
     attention: str = ""
     """What takes the place of `scaled_dot_product_attention`; empty for nothing."""
+    same_start: bool = False
+    """Whether it is given the baseline's start weights before its first update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

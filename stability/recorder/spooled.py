@@ -50,6 +50,9 @@ class Spooled:
     """The paths of the user's own sources that were executed."""
     init: str
     """The hash of the start state, before a nudge."""
+    given: Mapping[str, str]
+    """Where the start state was given: the hash of the script's `own`, and the weight that the
+    script has `set_anew` since, if any."""
     owners: Sequence[str]
     names: Sequence[str]
     world: int
@@ -73,6 +76,9 @@ def read_spool(folder: Path) -> Spooled:
     """
     processes = [_read_lines(path) for path in sorted(folder.glob("rank-*.jsonl"))]
     ranks = [lines for lines in processes if any(line["kind"] == "begin" for line in lines)]
+    refused = [x["why"] for lines in processes for x in lines if x["kind"] == "refused"]
+    if refused:
+        raise SpoolError(refused[0])
     backwards = [x["backwards"] for lines in processes for x in lines if x["kind"] == "none"]
     if not ranks and backwards:
         raise SpoolError(
@@ -104,6 +110,7 @@ def read_spool(folder: Path) -> Spooled:
         attention=(ends[first] or {}).get("attention", {}),
         files=(ends[first] or {}).get("files", []),
         init=begin["init"],
+        given=begin.get("given", {}),
         owners=begin["owners"],
         names=begin["names"],
         world=begin["world"],

@@ -36,6 +36,7 @@ from stability.records.sealed_json import read_sealed, write_sealed
 from stability.records.snapshots import hash_state
 from stability.study.distances import update_distances
 from stability.study.foreign_plan import ForeignRun, check_free
+from stability.study.given_start import GIVEN, check_given, start_notes, start_variables
 from stability.study.run import locked
 from stability.study.window import freeze_window
 from stability.study.worktree import repository, sources_outside
@@ -68,6 +69,7 @@ class OpenRun:
             _check_end(self.run, spooled)
             _check_attention(self.run, spooled)
             _check_sources(self.run, spooled, self.folder)
+            check_given(spooled)
             return _write(self.run, self.files, spooled)
         except ValueError as error:
             is_breach = isinstance(error, ContractError)
@@ -121,6 +123,7 @@ def record_command(
     variables = environment_of(run.asked, _variables(run))
     with opened(run, variables, folder) as record:
         words = [filled_in(word, values) for word in run.words]
+        variables |= start_variables(run, record.spool)
         spool = {"STABILITY_SPOOL": str(record.spool.resolve())}
         try:
             launched = launch(words, {**variables, **spool}, folder=folder, output=output)
@@ -179,7 +182,8 @@ def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
         "names": list(spooled.names),
         "models": list(spooled.owners),
         "ranks": spooled.world,
-        "notes": [*spooled.notes, *_attention_notes(run, spooled)],
+        "start": GIVEN if spooled.given else "own",
+        "notes": [*spooled.notes, *start_notes(run, spooled), *_attention_notes(run, spooled)],
     }
     hashes["config_less_axis"] = hash_without(config, run.diff)
     files.update(

@@ -131,6 +131,7 @@ def _run(
             snapshot_steps=arm.config.train.planned_snapshots()[1:],
             deterministic=arm.config.deterministic,
             attention=arm.config.attention,
+            same_start=arm.config.same_start,
             nudge=(arm.config.nudge.ulps, arm.config.nudge.draw),
         ),
         words=arm.config.words(),

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .older_torch import is_compiling
 from .training import Training
 
 __all__ = ["install", "install_count"]
@@ -76,10 +77,6 @@ def _put(owner: Any, name: str, wrapper: Any) -> Callable[[], None]:
     return undo
 
 
-def _is_compiling() -> bool:
-    return torch.compiler.is_compiling()
-
-
 def _is_backward() -> bool:
     """Whether the autograd engine runs this: what is called there is computed a second time."""
     return torch._C._current_graph_task_id() != -1
@@ -98,7 +95,7 @@ class _Calls:
     def install(self) -> Callable[[], None]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # first, and in no function of ours: a graph holds nothing of this
-            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            if is_compiling() or torch._C._current_graph_task_id() != -1:
                 return _original_call(module, *args, **kwargs)
             return self._outermost(module, args, kwargs)
 
@@ -185,7 +182,7 @@ def _wrap_backward(training: Training) -> Callable[[], None]:
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_compiling() or _is_backward():
+        if is_compiling() or _is_backward():
             return original(tensors, *args, **kwargs)
         is_one = isinstance(tensors, Tensor)
         for loss in [tensors] if is_one else tensors:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .batch_hash import hash_samples
+from .given_start import was_set_anew
 from .names import named_state
 from .spool import Spool
 
@@ -171,6 +172,7 @@ class Training:
             if id(optimizer) in self._row.stepped:
                 self._close()
             self._take_start()
+            self._check_given()
         self._inside.append(id(optimizer))
 
     def step_ends(self, optimizer: Optimizer) -> None:
@@ -188,6 +190,7 @@ class Training:
         if id(optimizer) in self._row.stepped:
             self._close()
         self._take_start()
+        self._check_given()
         self._note_step(id(optimizer))
         self._row.skipped += 1
 
@@ -235,6 +238,12 @@ class Training:
         row.hashes += [value for value, _, _ in in_training]
         row.samples += sum(samples for _, samples, _ in in_training)
         self._losses, self._given = [], []
+
+    def _check_given(self) -> None:
+        """See before the first step whether the script has left the weights as they were given."""
+        given = self._begun.get("given") or {}
+        if given and self._start and "set_anew" not in given:
+            given["set_anew"] = was_set_anew(self._state, self._start) or ""
 
     def _take_start(self) -> None:
         if self._start is not None:
