@@ -16,6 +16,7 @@ Everything here only reads.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from stability.analysis.batch_inputs import first_other_labels, labels_in_one_alone, which_inputs
 from stability.analysis.environment_contract import is_free_entry, is_known_of_both
 from stability.analysis.pair_proof import PairProof, ProofLine, compared
 from stability.analysis.witness_contract import (
@@ -51,6 +52,7 @@ __all__ = [
     "ContractError",
     "axis_of",
     "check_batches",
+    "check_labels",
     "check_start",
     "may_differ",
     "pair_breach",
@@ -213,8 +215,9 @@ def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
     # all are read because the first step that differs is what a reader looks for
     at = _first_other_batch(first, second, range(1, step + 1))
     if at is not None:
+        where = which_inputs(baseline, candidate, at)
         raise ContractError(
-            f"{candidate.arm}: batch {at} differs from the {BASELINE}'s: running hash "
+            f"{candidate.arm}: batch {at} differs from the {BASELINE}'s{where}: running hash "
             f"{_quoted(second.get(at))}, {BASELINE} {_quoted(first.get(at))}"
         )
 
@@ -256,6 +259,7 @@ def prove_pair(
         *_given_start(manifests[1]),
         # a log that is not the one its manifest lists proves nothing about batches
         _batches(first, second, differences) if are_whole else compared("batches", None, None),
+        *(_label_lines(first, second, differences) if are_whole else ()),
         compared(
             "hashes.final_weights",
             *final,
@@ -351,11 +355,37 @@ def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> 
     other = _first_other_batch(a, b, shared)
     if other is not None:
         is_free = may_differ("batches", differences)
-        return compared(f"batch {other}", a[other], b[other], is_free=is_free)
+        where = which_inputs(first, second, other)
+        return compared(f"batch {other}{where}", a[other], b[other], is_free=is_free)
     if not shared:
         return compared("batches", None, None)
     last = shared[-1]
     return compared(f"batches up to step {last}", a[last], b[last])
+
+
+def check_labels(baseline: RunPaths, candidate: RunPaths) -> None:
+    """Check that the losses of both runs were given the same labels, where both were seen.
+
+    Not for arms whose batches `may_differ`. ContractError names the first step that differs.
+    """
+    other = first_other_labels(baseline, candidate)
+    if other:
+        raise ContractError(
+            f"{candidate.arm}: batch {other[0]} differs from the {BASELINE}'s{other[1]}, which "
+            "only the loss was given; where the script makes them with its model, say "
+            "--may_change batches"
+        )
+
+
+def _label_lines(
+    first: RunPaths, second: RunPaths, differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
+    other = first_other_labels(first, second)
+    if other:
+        is_free = may_differ("batches", differences)
+        yield compared(f"batch {other[0]}{other[1]}", "given", "others", is_free=is_free)
+    elif labels_in_one_alone(first, second):
+        yield compared("labels that only the loss was given", None, None)
 
 
 def _first_other_batch(

@@ -7,6 +7,7 @@ over all updates up to its step. Leaves out which runs make a study and whether 
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from stability.recorder.spooled import Spooled, Update
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import (
     BATCH_HASH,
+    BATCH_INPUTS,
+    BATCH_LABELS,
     DRIFT_FROM,
     DRIFT_OF,
     NONFINITE_WEIGHTS,
@@ -45,7 +48,9 @@ def write_log(files: RunFiles, spooled: Spooled) -> None:
             if update.loss is not None:
                 log.append(update.step - 1, {TRAIN_LOSS: update.loss})
             if digest := next(hashes):
-                log.append(update.step, {}, None, **{BATCH_HASH: digest})
+                by_name = {BATCH_INPUTS: update.inputs, BATCH_LABELS: update.labels}
+                parts = {key: json.dumps(hashes) for key, hashes in by_name.items() if hashes}
+                log.append(update.step, {}, None, **{BATCH_HASH: digest, **parts})
         log.sync()
     finally:
         log.close()

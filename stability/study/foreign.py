@@ -17,6 +17,7 @@ from typing import Any
 from stability.analysis.pair_contract import (
     ContractError,
     check_batches,
+    check_labels,
     check_start,
     may_differ,
 )
@@ -301,6 +302,7 @@ def _check_batches(run: ForeignRun, step: int) -> None:
     # what was not seen of both proves nothing; `verify` says so
     if own.keys() == other.keys():
         check_batches(run.baseline, run.paths, min(step, max(own, default=0)))
+        check_labels(run.baseline, run.paths)
 
 
 def _check_nudge(run: ForeignRun, spooled: Spooled) -> None:

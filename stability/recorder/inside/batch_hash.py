@@ -13,7 +13,7 @@ from typing import List, Tuple
 import torch
 from torch import Tensor
 
-__all__ = ["hash_samples"]
+__all__ = ["hash_inputs", "hash_samples", "hash_with"]
 
 # the constants of splitmix64, as signed 64-bit numbers: torch has no arithmetic on unsigned ones
 _STEP = -7046029254386353131
@@ -32,17 +32,43 @@ def hash_samples(tensors: List[Tensor]) -> Tuple[Tensor, int]:
     them row by row; any other one, as a mask, is part of every sample. Whole numbers count by their
     values, whatever their dtype, and floating-point numbers by their bits. ValueError for none.
     """
+    samples, _ = hash_inputs(tensors)
+    return samples.sum(), len(samples)
+
+
+def hash_inputs(tensors: List[Tensor]) -> Tuple[Tensor, List[Tensor]]:
+    """Return each sample's hash, int64 `(samples,)`, and of each tensor the sum over samples.
+
+    As `hash_samples`; a tensor's sum does not tell with which of the others its rows came.
+    """
     if not tensors:
         raise ValueError("hash_samples: tensors must hold at least one")
     with torch.no_grad():
         rows = next((x.shape[0] for x in tensors if x.dim() > 0), 1)
         device = tensors[0].device
         samples = torch.zeros(rows, dtype=torch.int64, device=device)
+        sums = []
         for index, tensor in enumerate(tensors):
             is_by_row = tensor.dim() > 0 and tensor.shape[0] == rows
             of_rows = _hash_rows(tensor if is_by_row else tensor.unsqueeze(0))
-            samples = samples + _mixed(of_rows.to(device) + _signed(_STEP * (index + 1)))
-        return _mixed(samples).sum(), rows
+            mixed = _mixed(of_rows.to(device) + _signed(_STEP * (index + 1)))
+            sums.append(mixed.sum() * (1 if is_by_row else rows))
+            samples = samples + mixed
+        return _mixed(samples), sums
+
+
+def hash_with(samples: Tensor, target: Tensor) -> Tensor:
+    """Return the hash of a target of samples with these hashes, a sum over them, int64 `()`.
+
+    Where its elements can't be shared out among the samples evenly, they are taken one by one,
+    whosever they are.
+    """
+    with torch.no_grad():
+        rows = len(samples)
+        if not rows or target.numel() % rows:
+            return _mixed(_hash_rows(target.reshape(-1, 1))).sum()
+        of_rows = _hash_rows(target.reshape(rows, -1))
+        return _mixed(of_rows + _mixed(samples.to(of_rows.device) + _STEP)).sum()
 
 
 def _hash_rows(tensor: Tensor) -> Tensor:

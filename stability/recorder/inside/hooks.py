@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .loss_targets import find_targets, place_in_graph
 from .older_torch import is_compiling
 from .training import Training
 
@@ -108,13 +109,20 @@ class _Calls:
         if has_weights and trains and torch.is_grad_enabled():
             self._training.forward_begins()
         if has_weights and trains and self._looks and torch.is_grad_enabled():
-            found = list(_tensors((args, kwargs), ""))
-            taken = [x for name, x in found if self._is_data(module, name, x)]
-            self._training.given(taken, is_training=module.training)
+            found = [*_tensors(args, ""), *_tensors(kwargs, "")]
+            taken = [(name, x) for name, x in found if self._is_data(module, name, x)]
+            self._training.given(
+                [x for _, x in taken],
+                names=[name for name, _ in taken],
+                is_training=module.training,
+            )
         nn.Module.__call__ = _original_call
+        begin = place_in_graph()
         try:
             result = _original_call(module, *args, **kwargs)
         finally:
+            if has_weights and self._looks:
+                self._training.made_in_graph(begin, place_in_graph())
             if nn.Module.__call__ is _original_call:
                 nn.Module.__call__ = self._wrapped
         if has_weights and self._looks:
@@ -187,6 +195,7 @@ def _wrap_backward(training: Training) -> Callable[[], None]:
         is_one = isinstance(tensors, Tensor)
         for loss in [tensors] if is_one else tensors:
             if loss.numel() == 1:
+                training.aimed_at(*find_targets(loss, training.is_of_models))
                 training.back_propagated(getattr(loss, _UNSCALED, loss))
         return original(tensors, *args, **kwargs)
 
@@ -203,13 +212,31 @@ def _wrap_optimizers(training: Training) -> List[Callable[[], None]]:
 
     # not in the graph of a step that is compiled
     eager: Any = torch.compiler.disable
-    before: Any = eager(lambda opt, args, kwargs: training.step_begins(opt))
+    before: Any = eager(lambda opt, args, kwargs: _step_begins(training, opt, args, kwargs))
     after: Any = eager(lambda opt, args, kwargs: training.step_ends(opt))
     return [
         _put(Optimizer, "__init__", made),
         register_optimizer_step_pre_hook(before).remove,
         register_optimizer_step_post_hook(after).remove,
     ]
+
+
+def _step_begins(training: Training, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Tell of a step; a closure that it is given is counted, the same function around it."""
+    training.step_begins(optimizer)
+    index = next((i for i, each in enumerate(args) if i and callable(each)), 0)
+    closure = args[index] if index else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def counted(*own: Any, **named: Any) -> Any:
+        training.evaluation_begins()
+        return closure(*own, **named)
+
+    if index:
+        return (*args[:index], counted, *args[index + 1 :]), kwargs
+    return args, {**kwargs, "closure": counted}
 
 
 def _wrap_scaler(training: Training) -> List[Callable[[], None]]:
