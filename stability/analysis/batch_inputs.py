@@ -7,6 +7,7 @@ loss that is fused or compiled hides them. Leaves out whether the inputs differ 
 """
 
 import json
+import math
 from collections.abc import Mapping
 
 from stability.records.metric_log import read_text
@@ -25,10 +26,12 @@ def which_inputs(baseline: RunPaths, candidate: RunPaths, step: int) -> str:
     return _where(_differing(first, second)) if first and second else ""
 
 
-def first_other_labels(baseline: RunPaths, candidate: RunPaths) -> tuple[int, str] | None:
-    """Return the first step at which only the labels differ, and a clause that names them."""
+def first_other_labels(
+    baseline: RunPaths, candidate: RunPaths, until: float = math.inf
+) -> tuple[int, str] | None:
+    """Return the first step, up to `until`, whose labels differ, and a clause that names them."""
     first, second = _labels(baseline), _labels(candidate)
-    for step in sorted(first.keys() & second.keys()):
+    for step in sorted(step for step in first.keys() & second.keys() if step <= until):
         # a target that one loss alone has is another loss, which is no other batch
         names = _differing(first[step], second[step], shared=True)
         if names:

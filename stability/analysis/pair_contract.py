@@ -66,7 +66,7 @@ HASHES = ("init_weights", "text", "held_out", "batches", "final_weights")
 """The hashes of a manifest, in the order of a run."""
 
 CHANGED_BY: dict[str, tuple[str, ...]] = {
-    "init_weights": (*INDEPENDENT_AXES, "model.init_std", "changes.init"),
+    "init_weights": (*INDEPENDENT_AXES, "model.init_std", "changes.init", "start"),
     "text": (),
     "held_out": (),
     "batches": (
@@ -363,12 +363,12 @@ def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> 
     return compared(f"batches up to step {last}", a[last], b[last])
 
 
-def check_labels(baseline: RunPaths, candidate: RunPaths) -> None:
-    """Check that the losses of both runs were given the same labels, where both were seen.
+def check_labels(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
+    """Check that both losses were given the same labels in the first `step` updates, if seen.
 
     Not for arms whose batches `may_differ`. ContractError names the first step that differs.
     """
-    other = first_other_labels(baseline, candidate)
+    other = first_other_labels(baseline, candidate, step)
     if other:
         raise ContractError(
             f"{candidate.arm}: batch {other[0]} differs from the {BASELINE}'s{other[1]}, which "

@@ -65,7 +65,9 @@ def record_arm(
             "`stability record --study lr --arm baseline -- python train.py`"
         )
     if same_start and "init" in may_change.split(","):
-        raise ValueError("record: same_start must not be given with --may_change init, which it undoes")
+        raise ValueError(
+            "record: same_start must not be given with --may_change init, which it undoes"
+        )
     from stability.recorder.launch import Asked  # heavy from here on: numpy behind the contract
     from stability.study.foreign import RunFailedError, measure_study, record_command
     from stability.study.foreign_plan import plan_run

@@ -5,6 +5,7 @@ same. What two arms differ in is one flag, one variable, the commit, the environ
 Leaves out how a command is run (`study.run_commands`).
 """
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -119,7 +120,8 @@ class CommandConfig:
             elif word == "{settings}":
                 given += setting_words(self.flags)
             else:
-                given.append(word.replace("{resume}", self.start))
+                # a command of a commit runs in another folder
+                given.append(word.replace("{resume}", os.path.abspath(self.start)))
         is_placed = any(f"{{{name}}}" in self.command for name in _SETTINGS)
         return given if is_placed else [*given, *flag_words(self.flags)]
 

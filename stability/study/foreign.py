@@ -38,6 +38,7 @@ from stability.records.snapshots import hash_state
 from stability.study.distances import update_distances
 from stability.study.foreign_plan import ForeignRun, check_free
 from stability.study.given_start import GIVEN, check_given, start_notes, start_variables
+from stability.study.late_start import checkpoint_entry
 from stability.study.run import locked
 from stability.study.window import freeze_window
 from stability.study.worktree import repository, sources_outside
@@ -222,7 +223,7 @@ def _attention_notes(run: ForeignRun, spooled: Spooled) -> list[str]:
 
 
 def _first_manifest(run: ForeignRun, variables: Mapping[str, str]) -> Manifest:
-    found = environment_outside(variables)
+    found = {**environment_outside(variables), **checkpoint_entry(run)}
     return Manifest(
         study=run.study,
         arm=run.arm,
@@ -302,7 +303,7 @@ def _check_batches(run: ForeignRun, step: int) -> None:
     # what was not seen of both proves nothing; `verify` says so
     if own.keys() == other.keys():
         check_batches(run.baseline, run.paths, min(step, max(own, default=0)))
-        check_labels(run.baseline, run.paths)
+        check_labels(run.baseline, run.paths, step)
 
 
 def _check_nudge(run: ForeignRun, spooled: Spooled) -> None:

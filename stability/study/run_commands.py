@@ -26,6 +26,7 @@ from stability.records.protocol import Protocol, has_begun, read_protocol, seal_
 from stability.records.sealed_json import write_sealed
 from stability.study.foreign import RunFailedError, measure_study, record_command
 from stability.study.foreign_plan import ForeignRun, check_attention_name, check_free
+from stability.study.late_start import check_checkpoint
 from stability.study.run import RunConflictError
 from stability.study.run_study import order_of_role
 from stability.study.worktree import checkout, commit_of, repository
@@ -153,6 +154,7 @@ def _with_commit(arm: CommandArm) -> CommandArm:
 def _check_words(run: ForeignRun) -> None:
     """ValueError if the interpreter or the program of a run is not there."""
     check_attention_name(run.asked.attention)
+    check_checkpoint(run)
     python = run.config["python"]
     if python and not Path(python).is_file():
         raise ValueError(f"arms.{run.arm}.python: must be an interpreter, {python!r} is no file")

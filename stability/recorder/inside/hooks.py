@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from .loss_targets import find_targets, place_in_graph
-from .older_torch import is_compiling
+from .older_torch import is_compiling, restore_step_hooks
 from .training import Training
 
 __all__ = ["install", "install_count"]
@@ -192,6 +192,7 @@ def _wrap_backward(training: Training) -> Callable[[], None]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or _is_backward():
             return original(tensors, *args, **kwargs)
+        restore_step_hooks(training.optimizers)
         is_one = isinstance(tensors, Tensor)
         for loss in [tensors] if is_one else tensors:
             if loss.numel() == 1:

@@ -7,12 +7,19 @@ version before has at all, as `torch.amp.GradScaler` for a CPU: it is asked for 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Iterable, Optional
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["autocast_dtype", "distributed_like", "is_compiling", "only_backend"]
+__all__ = [
+    "autocast_dtype",
+    "distributed_like",
+    "is_compiling",
+    "only_backend",
+    "restore_step_hooks",
+]
 
 # one of torch's own functions, which a graph holds as a constant: one of ours would be looked into
 is_compiling: Callable[[], bool] = (
@@ -55,3 +62,21 @@ def distributed_like(whole: Tensor, sharded: Tensor) -> Tensor:
     except ImportError:
         from torch.distributed._tensor import distribute_tensor  # pyright: ignore
     return distribute_tensor(whole, sharded.device_mesh, sharded.placements)  # pyright: ignore
+
+
+_HOOKED: Any = Optimizer.profile_hook_step(lambda optimizer: None)
+"""A step with its hooks: all that have them share its code."""
+
+
+def restore_step_hooks(optimizers: Iterable[Optimizer]) -> None:
+    """Let the steps of torch's own optimizers call their hooks again, where dynamo took these away.
+
+    Older versions do so at the first call of anything that is compiled, for whole classes.
+    """
+    for kind in {type(optimizer) for optimizer in optimizers}:
+        step: Any = kind.step
+        is_marked = getattr(step, "hooked", False) and kind.__module__.startswith("torch.optim.")
+        if is_marked and getattr(step, "__code__", None) is not _HOOKED.__code__:
+            hooked: Any = Optimizer.profile_hook_step(step)
+            hooked.hooked = True
+            kind.step = hooked

@@ -175,9 +175,7 @@ class Training:
             self._close()
         self._take_start()
 
-    def given(
-        self, tensors: List[Tensor], *, is_training: bool, names: Sequence[str] = ()
-    ) -> None:
+    def given(self, tensors: List[Tensor], *, is_training: bool, names: Sequence[str] = ()) -> None:
         """Tell what the model was given, and how it is called; `is_training` is its mode."""
         if not tensors or self._is_again:
             return
