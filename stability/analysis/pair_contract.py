@@ -14,6 +14,7 @@ Everything here only reads.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from stability.analysis.batch_inputs import first_other_labels, labels_in_one_alone, which_inputs
@@ -245,7 +246,6 @@ def prove_pair(
         )
     ]
     are_whole = all(line.sameness == "same" for line in records)
-    final = [manifest.hashes.get("final_weights") for manifest in manifests]
     # a manifest says what its arm declared: that is one change only if it holds all that differs
     said = present_name(manifests[1].axis)
     declared = said if said not in (MANY, NO_AXIS) else ""
@@ -260,12 +260,7 @@ def prove_pair(
         # a log that is not the one its manifest lists proves nothing about batches
         _batches(first, second, differences) if are_whole else compared("batches", None, None),
         *(_label_lines(first, second, differences) if are_whole else ()),
-        compared(
-            "hashes.final_weights",
-            *final,
-            is_free=may_differ("final_weights", differences)
-            or manifests[0].step != manifests[1].step,
-        ),
+        _final_weights(*manifests, differences),
         *witness_lines(
             testimony_of(first, manifests[0]), testimony_of(second, manifests[1]), differences
         ),
@@ -331,6 +326,21 @@ def _start_parts(
     for key in (*of_text, "init_weights"):
         is_free = may_differ(key, differences)
         yield f"hashes.{key}", first.hashes.get(key), second.hashes.get(key), is_free
+
+
+def _final_weights(first: Manifest, second: Manifest, differences: Mapping[str, Any]) -> ProofLine:
+    is_free = may_differ("final_weights", differences) or first.step != second.step
+    name = "final_weights"
+    line = compared(
+        f"hashes.{name}", first.hashes.get(name), second.hashes.get(name), is_free=is_free
+    )
+    if line.sameness != "different":
+        return line
+    return replace(
+        line,
+        says=f"{second.arm} changes nothing and ends in other weights than {first.arm}: the "
+        "training is not deterministic",
+    )
 
 
 def _given_start(candidate: Manifest) -> Iterator[ProofLine]:

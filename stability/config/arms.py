@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stability.config.axes import MANY
-from stability.config.commands import is_command
+from stability.config.commands import PLACE, is_command
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
 from stability.config.roles import (
@@ -215,6 +215,9 @@ def _given(value: Any) -> str:
 
 def _describe(path: str, before: Any, after: Any) -> str:
     kind, _, name = path.partition(".")
+    if kind == "flags" and name.startswith(PLACE):
+        place = name[len(PLACE) :]
+        return f"argument {place}: {_given(before)} -> {_given(after)}"
     if kind in _OF_COMMANDS:
         return _OF_COMMANDS.get(path, _OF_COMMANDS[kind]).format(
             name, _given(before), _given(after)

@@ -39,6 +39,7 @@ from stability.study.distances import update_distances
 from stability.study.foreign_plan import ForeignRun, check_free
 from stability.study.given_start import GIVEN, check_given, start_notes, start_variables
 from stability.study.late_start import checkpoint_entry
+from stability.study.rerun_notes import UNSEEDED, rerun_notes
 from stability.study.run import locked
 from stability.study.window import freeze_window
 from stability.study.worktree import repository, sources_outside
@@ -92,12 +93,13 @@ def opened(
     RunConflictError if another process records the run, ValueError if another one is on record.
     """
     check_free(run)
+    first = _first_manifest(run, variables)
     with locked(run.paths):
         for left in run.paths.root.glob(".spool-*"):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         spool = Path(tempfile.mkdtemp(prefix=".spool-", dir=run.paths.root))
         try:
-            files = RunFiles(run.paths, _first_manifest(run, variables))
+            files = RunFiles(run.paths, first)
             files.update()
             yield OpenRun(run=run, files=files, spool=spool, folder=folder)
         except KeyboardInterrupt:
@@ -204,7 +206,9 @@ def _write(run: ForeignRun, files: RunFiles, spooled: Spooled) -> Manifest:
         hashes["batches"] = batches[spooled.step]
         _check_batches(run, spooled.step)
     diverged = diverged_at(spooled.updates)
+    notes = [*files.manifest.resolved["notes"], *rerun_notes(run, final)]
     files.update(
+        resolved={**files.manifest.resolved, "notes": notes},
         state="finished" if diverged is None else "diverged",
         message="" if diverged is None else f"the loss is not finite from step {diverged} on",
         step=spooled.step,
@@ -301,9 +305,15 @@ def _check_batches(run: ForeignRun, step: int) -> None:
         return
     own, other = (read_text(x.metrics, BATCH_HASH) for x in (run.paths, run.baseline))
     # what was not seen of both proves nothing; `verify` says so
-    if own.keys() == other.keys():
+    if own.keys() != other.keys():
+        return
+    try:
         check_batches(run.baseline, run.paths, min(step, max(own, default=0)))
         check_labels(run.baseline, run.paths, step)
+    except ContractError as error:
+        if run.diff:
+            raise
+        raise ContractError(f"{error}; {UNSEEDED}") from None
 
 
 def _check_nudge(run: ForeignRun, spooled: Spooled) -> None:

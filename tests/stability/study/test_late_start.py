@@ -93,11 +93,11 @@ def test_all_arms_begin_from_one_trained_state(
     # another state under the same path is another start: nothing runs on it
     late.checkpoint("--seed", "5")
     more = {**arms, "later": {"flags": {"lr": 0.03}}}
-    assert late.run(more) != 0
-    said = " ".join(capsys.readouterr().out.split())
+    assert late.run(more) == 2
+    said = " ".join(capsys.readouterr().err.split())
     assert "must hold what the baseline began from" in said
     assert "it was written since" in said
-    assert not late.paths("later").output.exists()
+    assert not late.paths("later").root.exists()
 
 
 @pytest.mark.slow
