@@ -215,13 +215,11 @@ def _given(value: Any) -> str:
 
 def _describe(path: str, before: Any, after: Any) -> str:
     kind, _, name = path.partition(".")
-    if kind == "flags" and name.startswith(PLACE):
-        place = name[len(PLACE) :]
-        return f"argument {place}: {_given(before)} -> {_given(after)}"
     if kind in _OF_COMMANDS:
-        return _OF_COMMANDS.get(path, _OF_COMMANDS[kind]).format(
-            name, _given(before), _given(after)
-        )
+        is_place = kind == "flags" and name.startswith(PLACE)
+        words = "argument {0}: {1} -> {2}" if is_place else _OF_COMMANDS[kind]
+        name = name[len(PLACE) :] if is_place else name
+        return _OF_COMMANDS.get(path, words).format(name, _given(before), _given(after))
     if path == "nudge.ulps":
         return f"initial weights moved by {after} ULP"
     if path == "nudge.draw":

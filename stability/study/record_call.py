@@ -211,7 +211,7 @@ def record(
     from stability.study.foreign import opened  # heavy
 
     stack = ExitStack()
-    record: "OpenRun | None" = None
+    record: OpenRun | None = None
     answer = ("", "")
     if _rank() == 0:
         try:

@@ -102,7 +102,8 @@ def test_labels_of_losses_that_are_added_up_go_with_their_own_inputs(tmp_path: P
     inputs, labels = data()
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        losses = [F.cross_entropy(model(x), y) for x, y in zip(inputs.chunk(2), labels.chunk(2))]
+        pairs = zip(inputs.chunk(2), labels.chunk(2), strict=True)
+        losses = [F.cross_entropy(model(x), y) for x, y in pairs]
         (sum(losses, torch.zeros(())) / 2).backward()
         optimizer.step()
 
@@ -150,11 +151,11 @@ class Doubled(torch.autograd.Function):
     """A loss of somebody's own."""
 
     @staticmethod
-    def forward(ctx, x, y):  # noqa: ANN001, ANN205 autograd's own signature
+    def forward(ctx, x, y):
         return x.sum() * 2 + y.sum()
 
     @staticmethod
-    def backward(ctx, grad):  # noqa: ANN001, ANN205
+    def backward(ctx, grad):
         return grad.expand(6, 4) * 2, None
 
 

@@ -1,4 +1,4 @@
-"""What runs in the user's process needs Python 3.9, torch 2.1 and the standard library, nothing more.
+"""What runs in the user's process needs Python 3.9, torch 2.1 and the standard library alone.
 
 The static tests hold that everywhere. A pair across versions is recorded where an interpreter with
 an older torch is named: `STABILITY_OLD_PYTHON=/path/to/python`.

@@ -1,4 +1,4 @@
-"""Scripts that are no function of their seed: the rerun tells, by name, and its drift is the floor."""
+"""Scripts that are no function of their seed: the rerun tells, and its drift is the floor."""
 
 import re
 import sys
