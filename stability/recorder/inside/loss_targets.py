@@ -26,7 +26,7 @@ _INDEXED = "GatherBackward0"
 
 def place_in_graph() -> int:
     """Return the number that the next node of autograd's record in this thread gets."""
-    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def find_targets(

@@ -51,20 +51,20 @@ def model() -> nn.Sequential:
 
 def test_weights_buffers_and_an_averages_copies_are_given() -> None:
     other, own = model(), model()
-    other[1].running_mean.fill_(3.0)
+    other.get_buffer("1.running_mean").fill_(3.0)
     average = AveragedModel(own)
     state, _ = named_state(own.parameters())
     given = {name: x.detach().clone() for name, x in named_state(other.parameters())[0].items()}
     give_start(state, given)
     assert all(state[name].equal(x) for name, x in given.items())
-    assert own[1].running_mean.tolist() == [3.0] * 4
+    assert own.get_buffer("1.running_mean").tolist() == [3.0] * 4
     copies = dict(average.module.named_parameters())
     assert all(copies[name].equal(given[name]) for name in copies)
     assert was_set_anew(state, given) is None
-    own[1].running_mean.zero_()
+    own.get_buffer("1.running_mean").zero_()
     assert was_set_anew(state, given) is None, "a forward pass moves buffers"
     with torch.no_grad():
-        own[2].bias[0] += 1
+        own.get_parameter("2.bias")[0].add_(1)
     assert was_set_anew(state, given) == "2.bias"
 
 

@@ -36,8 +36,12 @@ for step in range(start, start + asked.steps):
     optimizer.zero_grad()
     print(f"step {step}")
 if asked.save:
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state.update(step=start + asked.steps, random=torch.get_rng_state())
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": start + asked.steps,
+        "random": torch.get_rng_state(),
+    }
     torch.save(state, asked.save)
 weights = torch.cat([x.detach().flatten() for x in model.parameters()])
 print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())
