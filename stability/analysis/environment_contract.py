@@ -138,6 +138,8 @@ def _follows_from_command(key: str, differences: Mapping[str, Any], *, is_in_one
     kind, _, name = key.partition(".")
     if touches(differences, ("python",)) and kind in _OF_INTERPRETERS:
         return True
+    if key == "start":  # the checksum of the checkpoint that it begins from
+        return touches(differences, ("start",))
     if not touches(differences, _TELLS_OF_CODE):
         return False
     if kind == "variable":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from stability.analysis.intervals import paired_interval
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.number_text import MISSING, scientific, span, times
+from stability.analysis.rerun_floor import below_floor, floor_note
 from stability.analysis.seed_values import SeedValues
 from stability.config.arms import INDEPENDENT_AXES
 from stability.config.schema import BASELINE
@@ -49,7 +50,7 @@ def sentence(ladder: Ladder, arm: str) -> str:
             f"({_seeds(row.rel_l2.last)})."
         )
     said = f"{arm} moves the weights {_distances(ladder, row)} ({_seeds(_best(row))})"
-    chaos = _chaos(ladder, row)
+    chaos = below_floor(ladder, row) or _chaos(ladder, row)
     return f"{said}; {chaos}." if chaos else f"{said}."
 
 
@@ -60,7 +61,7 @@ def candidate_sentences(ladder: Ladder) -> list[str]:
 
 def notes(ladder: Ladder) -> list[str]:
     """Return what a reader must know before trusting the numbers; empty if nothing is amiss."""
-    found = [*ladder.drift_notes]
+    found = [*ladder.drift_notes, floor_note(ladder)]
     found += [_aa_note(row) for row in ladder.rows_on("none")]
     found += [_no_effect_note(row) for row in ladder.rows if row.axis != "none"]
     found += [_floor_note(row, ladder.last_step) for row in ladder.rows]
@@ -181,10 +182,7 @@ def _aa_note(row: Row) -> str:
         return ""
     if all(values.is_zero for values in drifts):
         return f"A/A is zero: {row.arm} ends in the baseline's bits ({_seeds(drifts[-1])})."
-    return (
-        f"A/A is not zero here: {row.arm} drifts by up to {scientific(drifts[-1].high)}. That is "
-        "the floor: no smaller drift means anything."
-    )
+    return ""
 
 
 def _no_effect_note(row: Row) -> str:

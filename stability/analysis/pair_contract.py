@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from stability.analysis.batch_inputs import first_other_labels, labels_in_one_alone, which_inputs
 from stability.analysis.environment_contract import is_free_entry, is_known_of_both
 from stability.analysis.pair_proof import PairProof, ProofLine, compared
 from stability.analysis.witness_contract import (
@@ -52,6 +53,7 @@ __all__ = [
     "ContractError",
     "axis_of",
     "check_batches",
+    "check_labels",
     "check_start",
     "may_differ",
     "pair_breach",
@@ -215,8 +217,9 @@ def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
     # all are read because the first step that differs is what a reader looks for
     at = _first_other_batch(first, second, range(1, step + 1))
     if at is not None:
+        where = which_inputs(baseline, candidate, at)
         raise ContractError(
-            f"{candidate.arm}: batch {at} differs from the {BASELINE}'s: running hash "
+            f"{candidate.arm}: batch {at} differs from the {BASELINE}'s{where}: running hash "
             f"{_quoted(second.get(at))}, {BASELINE} {_quoted(first.get(at))}"
         )
 
@@ -244,7 +247,6 @@ def prove_pair(
         )
     ]
     are_whole = all(line.sameness == "same" for line in records)
-    final = [manifest.hashes.get("final_weights") for manifest in manifests]
     # a manifest says what its arm declared: that is one change only if it holds all that differs
     said = present_name(manifests[1].axis)
     declared = said if said not in (MANY, NO_AXIS) else ""
@@ -256,14 +258,11 @@ def prove_pair(
             for field, a, b, is_free in _start_parts(*manifests, differences)
         ),
         *_held_out(*manifests),
+        *_given_start(manifests[1]),
         # a log that is not the one its manifest lists proves nothing about batches
         _batches(first, second, differences) if are_whole else compared("batches", None, None),
-        compared(
-            "hashes.final_weights",
-            *final,
-            is_free=may_differ("final_weights", differences)
-            or manifests[0].step != manifests[1].step,
-        ),
+        *(_label_lines(first, second, differences) if are_whole else ()),
+        _final_weights(*manifests, differences),
         *witness_lines(
             testimony_of(first, manifests[0]), testimony_of(second, manifests[1]), differences
         ),
@@ -349,6 +348,33 @@ def _held_out(first: Manifest, second: Manifest) -> Iterator[ProofLine]:
     yield line
 
 
+def _final_weights(first: Manifest, second: Manifest, differences: Mapping[str, Any]) -> ProofLine:
+    is_free = may_differ("final_weights", differences) or first.step != second.step
+    name = "final_weights"
+    line = compared(
+        f"hashes.{name}", first.hashes.get(name), second.hashes.get(name), is_free=is_free
+    )
+    if line.sameness != "different":
+        return line
+    return replace(
+        line,
+        says=f"{second.arm} changes nothing and ends in other weights than {first.arm}: the "
+        "training is not deterministic",
+    )
+
+
+def _given_start(candidate: Manifest) -> Iterator[ProofLine]:
+    """Say that a run's start weights were not made by its own code, where they were given to it."""
+    if candidate.resolved.get("start") == "given":
+        yield ProofLine(
+            field="start",
+            first="own",
+            second="given",
+            sameness="different by design",
+            says=f"start: given; {candidate.arm} began with the {BASELINE}'s weights",
+        )
+
+
 def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> ProofLine:
     """Compare the running hash of the batches step by step."""
     if not (first.metrics.exists() and second.metrics.exists()):
@@ -359,11 +385,37 @@ def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> 
     other = _first_other_batch(a, b, shared)
     if other is not None:
         is_free = may_differ("batches", differences)
-        return compared(f"batch {other}", a[other], b[other], is_free=is_free)
+        where = which_inputs(first, second, other)
+        return compared(f"batch {other}{where}", a[other], b[other], is_free=is_free)
     if not shared:
         return compared("batches", None, None)
     last = shared[-1]
     return compared(f"batches up to step {last}", a[last], b[last])
+
+
+def check_labels(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
+    """Check that both losses were given the same labels in the first `step` updates, if seen.
+
+    Not for arms whose batches `may_differ`. ContractError names the first step that differs.
+    """
+    other = first_other_labels(baseline, candidate, step)
+    if other:
+        raise ContractError(
+            f"{candidate.arm}: batch {other[0]} differs from the {BASELINE}'s{other[1]}, which "
+            "only the loss was given; where the script makes them with its model, say "
+            "--may_change batches"
+        )
+
+
+def _label_lines(
+    first: RunPaths, second: RunPaths, differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
+    other = first_other_labels(first, second)
+    if other:
+        is_free = may_differ("batches", differences)
+        yield compared(f"batch {other[0]}{other[1]}", "given", "others", is_free=is_free)
+    elif labels_in_one_alone(first, second):
+        yield compared("labels that only the loss was given", None, None)
 
 
 def _first_other_batch(

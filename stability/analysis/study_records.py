@@ -98,7 +98,10 @@ class RecordedRun:
     @property
     def message(self) -> str:
         """What the run or the reader had to say; mostly empty."""
-        said = self.error or self.breach or (self.manifest.message if self.manifest else "")
+        own = self.manifest.message if self.manifest else ""
+        # why a run has failed itself, not what its record lacks for that
+        has_failed = self.manifest is not None and self.manifest.state == "failed"
+        said = self.error or (has_failed and own) or self.breach or own
         return said or (STOPPED if self.state == "stopped" else "")
 
     def series(self, name: str) -> dict[int, float]:

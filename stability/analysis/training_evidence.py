@@ -283,6 +283,7 @@ def _sentence(
     spread = window.largest_at(window.step)
     if not math.isnan(spread):
         said += f" Nudges stay within {math.expm1(spread):.1%} of 1 there."
+    said += _of_reruns(question)
     in_predictions = _excess_of_predictions(question)
     if not math.isnan(in_predictions):
         said += f" Its predictions are {three_figures(in_predictions)} times as far."
@@ -290,6 +291,21 @@ def _sentence(
         if what == "weights" or question.predictions:
             said += f" By its {what} it {test.sentence}."
     return said
+
+
+def _of_reruns(question: _Question) -> str:
+    """Return a sentence where a rerun has moved, and whether the arm has moved any further."""
+    names = [arm.name for arm in question.study.arms if arm.role == "rerun"]
+    drifts, furthest = [], []
+    for matrix in question.weights.values():
+        moved = [matrix.between(name, BASELINE) or 0.0 for name in names]
+        drifts += moved
+        own = matrix.between(question.arm.name, BASELINE) or 0.0
+        furthest.append(own > max(moved, default=0.0))
+    if not any(drifts):
+        return ""
+    said = f" The training is not deterministic: {names[0]}, which changes nothing, drifts too"
+    return f"{said}." if any(furthest) else f"{said}, and as far as {question.arm.name} does."
 
 
 def _excess_of_predictions(question: _Question) -> float:

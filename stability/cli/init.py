@@ -8,7 +8,7 @@ from typing import Any
 
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.record import split_options as split_command
-from stability.config.commands import command_training, end_of_program, flag_values
+from stability.config.commands import PLACE, command_training, end_of_program, flag_values
 from stability.config.convert import Place
 from stability.config.load import check_name, parse_value
 from stability.records.atomic_files import make_folders, write_text
@@ -86,7 +86,7 @@ def study_text(name: str, words: Sequence[str], env: dict[str, str], steps: int)
     names = [flag for flag, _ in flags]
     fixed, rest = list(words[:end]), {}
     for flag, values in flags:
-        is_place = flag.startswith("argument_")
+        is_place = flag.startswith(PLACE)
         # as they are: what has no name, what is filled in, what is given more than once
         if is_place or "{seed}" in values or names.count(flag) > 1:
             fixed += [*([] if is_place else [_dashed(flag)]), *values]

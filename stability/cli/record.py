@@ -29,6 +29,7 @@ def record_arm(
     probe: str = "",
     every: int = 10,
     gradient_every: int = 0,
+    same_start: bool = False,
     check_observer: bool = False,
     wandb: WandbMode | None = None,
     out: Path = Path("runs"),
@@ -66,6 +67,7 @@ def record_arm(
         every: the probe looks at every so many updates
         gradient_every: every so many updates also look at the whole model's gradient; the model
             must return its loss
+        same_start: give it the baseline's start weights, bit by bit, where its code makes others
         check_observer: run the command a second time, unobserved; it must end in the same bits
         wandb: where W&B's records of the study go once the command has ended, never from its own
             process: offline, which needs no account, online or disabled; by default where
@@ -80,6 +82,10 @@ def record_arm(
             f"record: {missing} must be given, as in "
             "`stability record --study lr --arm baseline -- python train.py`"
         )
+    if same_start and "init" in may_change.split(","):
+        raise ValueError(
+            "record: same_start must not be given with --may_change init, which it undoes"
+        )
     from stability.recorder.launch import Asked  # heavy from here on: numpy behind the contract
     from stability.study.foreign import RunFailedError, measure_study, record_command
     from stability.study.foreign_plan import plan_run
@@ -92,6 +98,7 @@ def record_arm(
         attention=attention,
         held_out=held_out,
         probe=probe_settings(probe, every, gradient_every),
+        same_start=same_start,
         nudge=(_at_least(0, "nudge", nudge), _at_least(0, "draw", draw)),
     )
     run = plan_run(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stability.config.axes import MANY
-from stability.config.commands import is_command
+from stability.config.commands import PLACE, is_command
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
 from stability.config.precision import precision_change, with_precision_text
@@ -218,9 +218,10 @@ def _given(value: Any) -> str:
 def _describe(path: str, before: Any, after: Any) -> str:
     kind, _, name = path.partition(".")
     if kind in _OF_COMMANDS:
-        return _OF_COMMANDS.get(path, _OF_COMMANDS[kind]).format(
-            name, _given(before), _given(after)
-        )
+        is_place = kind == "flags" and name.startswith(PLACE)
+        words = "argument {0}: {1} -> {2}" if is_place else _OF_COMMANDS[kind]
+        name = name[len(PLACE) :] if is_place else name
+        return _OF_COMMANDS.get(path, words).format(name, _given(before), _given(after))
     if path == "nudge.ulps":
         return f"initial weights moved by {after} ULP"
     if path == "nudge.draw":

@@ -5,6 +5,7 @@ same. What two arms differ in is one flag, one variable, the commit, the environ
 Leaves out how a command is run (`study.run_commands`).
 """
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -116,6 +117,8 @@ class CommandConfig:
     evaluates, or "none"; empty: what it evaluates every time and does not train on."""
     probe: CommandProbe = field(default_factory=CommandProbe)
     deterministic: bool = True
+    same_start: bool = False
+    """Whether the baseline's start weights are given to every other arm of its seed."""
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
     changes: MeantChanges = field(default_factory=MeantChanges)
     train: CommandTrain
@@ -147,7 +150,8 @@ class CommandConfig:
             elif word == "{settings}":
                 given += setting_words(self.flags)
             else:
-                given.append(word.replace("{resume}", self.start))
+                # a command of a commit runs in another folder
+                given.append(word.replace("{resume}", os.path.abspath(self.start)))
         is_placed = any(f"{{{name}}}" in self.command for name in _SETTINGS)
         return given if is_placed else [*given, *flag_words(self.flags)]
 
@@ -155,6 +159,8 @@ class CommandConfig:
         """Return what a record holds of it, in JSON values, as of a single command."""
         values = to_dict(self)
         program = values.pop("command")
+        # no part of what a run is: its start is compared bit by bit, given or not
+        values.pop("same_start")
         values["train"]["snapshot_steps"] = self.train.planned_snapshots()[1:]
         values["attention"] = {"implementation": self.attention}
         values["flags"] = {k: v for k, v in values["flags"].items() if v not in (None, False)}

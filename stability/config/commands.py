@@ -14,6 +14,7 @@ from typing import Any
 
 __all__ = [
     "CHANGES",
+    "PLACE",
     "PLACEHOLDERS",
     "call_training",
     "check_held_out",
@@ -34,6 +35,9 @@ PLACEHOLDERS = ("seed", "arm", "out")
 
 CHANGES = ("init", "batches")
 """What a change may be meant to change besides the numerics: the start weights, the batches."""
+
+PLACE = "argument_"
+"""How the name of a word begins that is no flag: its place among them follows."""
 
 _OF_THE_RUN = ("study", "arm", "seed", "out")
 """What a script is told of which run it is."""
@@ -202,7 +206,7 @@ def flag_values(words: Sequence[str]) -> list[tuple[str, list[str]]]:
             found.append((setting.group(1), [setting.group(2)]))
         else:
             places += 1
-            found.append((f"argument_{places}", [word]))
+            found.append((f"{PLACE}{places}", [word]))
     return found
 
 

@@ -48,6 +48,8 @@ class Asked:
     evaluates every time and does not train on."""
     probe: Mapping[str, Any] = field(default_factory=dict)
     """What the instrument looks at, as `config.commands.probe_settings`; empty for none."""
+    same_start: bool = False
+    """Whether it is given the baseline's start weights before its first update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

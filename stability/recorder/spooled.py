@@ -4,7 +4,7 @@ Leaves out how they came there (`inside`) and the record that is made of it (`wr
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,10 @@ class Update:
     """A hash of what the model was given, whatever the order; empty if nothing was seen."""
     samples: int
     skipped: bool
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """A hash of each of the batch's inputs by name, where there were several."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """A hash of each target that only the loss was given, by name; none if none was seen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +59,9 @@ class Spooled:
     """The paths of the user's own sources that were executed."""
     init: str
     """The hash of the start state, before a nudge."""
+    given: Mapping[str, str]
+    """Where the start state was given: the hash of the script's `own`, and the weight that the
+    script has `set_anew` since, if any."""
     owners: Sequence[str]
     names: Sequence[str]
     world: int
@@ -81,6 +88,9 @@ def read_spool(folder: Path) -> Spooled:
     """
     processes = [_read_lines(path) for path in sorted(folder.glob("rank-*.jsonl"))]
     ranks = [lines for lines in processes if any(line["kind"] == "begin" for line in lines)]
+    refused = [x["why"] for lines in processes for x in lines if x["kind"] == "refused"]
+    if refused:
+        raise SpoolError(refused[0])
     backwards = [x["backwards"] for lines in processes for x in lines if x["kind"] == "none"]
     if not ranks and backwards:
         raise SpoolError(
@@ -114,6 +124,7 @@ def read_spool(folder: Path) -> Spooled:
         witness=(ends[first] or {}).get("witness", {}),
         files=(ends[first] or {}).get("files", []),
         init=begin["init"],
+        given=begin.get("given", {}),
         owners=begin["owners"],
         names=begin["names"],
         world=begin["world"],
@@ -174,17 +185,27 @@ def _merged(ranks: list[list[dict[str, Any]]]) -> list[Update]:
     for lines in zip(*ranks, strict=False):
         losses = [line["loss"] for line in lines if line["loss"] is not None]
         hashes = [line["batch"] for line in lines]
-        total = sum(int(text, 16) for text in hashes if text) % 2**64
         found.append(
             Update(
                 step=lines[0]["step"],
                 loss=sum(losses) / len(losses) if losses else None,
-                batch=f"{total:016x}" if all(hashes) else "",
+                batch=_summed(hashes) if all(hashes) else "",
+                inputs=_by_name([line["inputs"] for line in lines]),
+                labels=_by_name([line["labels"] for line in lines]),
                 samples=sum(line["samples"] for line in lines),
                 skipped=any(line["skipped"] for line in lines),
             )
         )
     return found
+
+
+def _by_name(ranks: list[dict[str, str]]) -> dict[str, str]:
+    names = sorted({name for hashes in ranks for name in hashes})
+    return {name: _summed(hashes.get(name) for hashes in ranks) for name in names}
+
+
+def _summed(hashes: Iterable[str | None]) -> str:
+    return f"{sum(int(text, 16) for text in hashes if text) % 2**64:016x}"
 
 
 def _notes(

@@ -12,6 +12,7 @@ make a study and whether they are pairs.
 
 import contextlib
 import hashlib
+import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -113,16 +114,24 @@ class RunWriter:
             if path not in self._files:
                 self._files.remove(path)
 
-    def updated(self, step: int, loss: float | None, batch: str) -> None:
+    def updated(
+        self,
+        step: int,
+        loss: float | None,
+        batch: str,
+        parts: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
         """Tell of update number `step`: its loss, None if it was not seen, and its batch's hash.
 
         The hash does not depend on the order of a batch's samples; it is empty if none was seen.
+        `parts` are hashes of single inputs by name, under the names they have in the log.
         """
         if loss is not None and (step - 1) % self._log_every == 0:
             self.log.append(step - 1, {TRAIN_LOSS: loss})
         self.batches = _chained(self.batches, batch)
         if self.batches is not None:
-            self.log.append(step, {}, None, **{BATCH_HASH: self.batches})
+            told = {key: json.dumps(each) for key, each in (parts or {}).items() if each}
+            self.log.append(step, {}, None, **{BATCH_HASH: self.batches, **told})
         self.step = step
         if loss is None or math.isfinite(loss):
             self._bad = 0

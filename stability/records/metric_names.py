@@ -16,6 +16,8 @@ __all__ = [
     "ALL_WEIGHTS",
     "AS_TRAINED",
     "BATCH_HASH",
+    "BATCH_INPUTS",
+    "BATCH_LABELS",
     "COMPARED",
     "DRIFTS",
     "DRIFT_FROM",
@@ -55,6 +57,10 @@ AS_TRAINED = "_as_trained"
 """Ends the name of a gradient metric that was measured in the run's own precision throughout."""
 BATCH_HASH = "batch_hash"
 """The text entry that holds the running hash of every batch so far."""
+BATCH_INPUTS = "batch_inputs"
+"""The text entry beside it: JSON, a hash of each input of this batch, where there are several."""
+BATCH_LABELS = "batch_labels"
+"""As JSON, a hash of each target that only the loss was given, with the samples it was for."""
 DRIFTS = "drift/"
 """How the names of drifts begin."""
 DRIFT_OF = "drift_of"

@@ -107,8 +107,13 @@ def training_switches() -> Dict[str, Any]:
 
 
 def _autocast(torch: Any, device: str) -> str:
-    on = torch.is_autocast_enabled(device)
-    return str(torch.get_autocast_dtype(device)) if on else "off"
+    if hasattr(torch, "get_autocast_dtype"):
+        on = torch.is_autocast_enabled(device)
+        return str(torch.get_autocast_dtype(device)) if on else "off"
+    # torch 2.3 and older have a function for each kind of device
+    kinds = {"cpu": ("is_autocast_cpu_enabled", "get_autocast_cpu_dtype")}
+    is_on, dtype = kinds.get(device, ("is_autocast_enabled", "get_autocast_gpu_dtype"))
+    return str(getattr(torch, dtype)()) if getattr(torch, is_on)() else "off"
 
 
 def _effective(torch: Any, backend: Any) -> str:
@@ -127,12 +132,17 @@ def _changed(module: str) -> str:
     if config is None:
         return ""
     # not `codegen_config`, which lists what was set once and is the default again
-    entries, values = config._config, config.get_config_copy()
+    defaults = getattr(config, "_default", None)
+    if defaults is not None:  # torch 2.5 and older hold the values themselves
+        values = config._config
+    else:
+        values = config.get_config_copy()
+        entries = {name: each for name, each in config._config.items() if not each.alias}
+        defaults = {name: each.default for name, each in entries.items()}
     others = [
         f"{name} = {values[name]!r}"
-        for name in sorted(values.keys() & entries.keys())
-        if not entries[name].alias and values[name] != entries[name].default
-        if (module, name) != _FOLLOWS_THE_TRAINER
+        for name in sorted(values.keys() & defaults.keys())
+        if values[name] != defaults[name] and (module, name) != _FOLLOWS_THE_TRAINER
     ]
     return _without_addresses("; ".join(others))
 
@@ -164,7 +174,7 @@ def _rounds_to_nearest() -> bool:
 def _told(tell: Callable[[Any], Any], torch: Any) -> Any:
     try:
         return tell(torch)
-    except AttributeError:  # another version of torch has no such switch
+    except (AttributeError, AssertionError):  # another version of torch has no such switch
         return "unknown to this torch"
     except RuntimeError:  # torch refuses to tell where its old and its new switches were mixed
         return "old and new switches are mixed"

@@ -17,6 +17,7 @@ from typing import Any
 from stability.analysis.pair_contract import (
     ContractError,
     check_batches,
+    check_labels,
     check_start,
     may_differ,
 )
@@ -30,7 +31,7 @@ from stability.recorder.writer import Baseline, RunWriter, running_hashes, stopp
 from stability.records.identity import environment_outside, hash_environment
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_log import MetricLog, read_text
-from stability.records.metric_names import BATCH_HASH
+from stability.records.metric_names import BATCH_HASH, BATCH_INPUTS, BATCH_LABELS
 from stability.records.paths import StudyPaths, list_runs, snapshot_steps
 from stability.records.protocol import protocol_hash
 from stability.records.run_files import RunFiles, read_run_snapshot
@@ -38,6 +39,9 @@ from stability.records.sealed_json import read_sealed, write_sealed
 from stability.records.snapshots import hash_state
 from stability.study.distances import update_distances
 from stability.study.foreign_plan import ForeignRun, check_free
+from stability.study.given_start import GIVEN, check_given, start_notes, start_variables
+from stability.study.late_start import checkpoint_entry
+from stability.study.rerun_notes import UNSEEDED, rerun_notes
 from stability.study.run import locked
 from stability.study.window import freeze_window
 from stability.study.worktree import repository, sources_outside
@@ -81,6 +85,7 @@ class OpenRun:
             _check_end(self.run, spooled)
             _check_attention(self.run, spooled)
             _check_sources(self.run, spooled, self.folder)
+            check_given(spooled)
             return _write(self.run, self.files, self.writer, spooled, self.git)
         except ValueError as error:
             is_breach = isinstance(error, ContractError)
@@ -101,12 +106,13 @@ def opened(
     RunConflictError if another process records the run, ValueError if another one is on record.
     """
     check_free(run)
+    first = _first_manifest(run, variables)
     with locked(run.paths):
         for left in run.paths.root.glob(".spool-*"):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         spool = Path(tempfile.mkdtemp(prefix=".spool-", dir=run.paths.root))
         try:
-            files = RunFiles(run.paths, _first_manifest(run, variables))
+            files = RunFiles(run.paths, first)
             files.update()
             git = state_of_code(run.words or sys.argv[:1], folder)
             with writing(run, files, lambda step: _check_batches(run, step)) as writer:
@@ -138,6 +144,7 @@ def record_command(
     variables = environment_of(run.asked, _variables(run))
     with opened(run, variables, folder) as record:
         words = [filled_in(word, values) for word in run.words]
+        variables |= start_variables(run, record.spool)
         spool = {"STABILITY_SPOOL": str(record.spool.resolve())}
         try:
             launched = launch(words, {**variables, **spool}, folder=folder, output=output)
@@ -223,7 +230,13 @@ def _write(
         "names": list(spooled.names),
         "models": list(spooled.owners),
         "ranks": spooled.world,
-        "notes": [*spooled.notes, *_attention_notes(run, spooled), *witness_notes(spooled)],
+        "start": GIVEN if spooled.given else "own",
+        "notes": [
+            *spooled.notes,
+            *start_notes(run, spooled),
+            *_attention_notes(run, spooled),
+            *witness_notes(spooled),
+        ],
     }
     hashes["config_less_axis"] = hash_without(config, run.diff)
     files.update(
@@ -234,7 +247,8 @@ def _write(
     if baseline:
         check_start(read_manifest(baseline.manifest), files.manifest)
     for update in spooled.updates:
-        writer.updated(update.step, update.loss, update.batch)
+        parts = {BATCH_INPUTS: update.inputs, BATCH_LABELS: update.labels}
+        writer.updated(update.step, update.loss, update.batch, parts)
     for step, loss in sorted(spooled.held_out.losses.items()):
         writer.held_out(step, loss)
     write_probed(writer.log, spooled.looks, spooled.step)
@@ -248,7 +262,10 @@ def _write(
         writer.state(step, state)
     if writer.batches:
         _check_batches(run, spooled.step)
-    writer.ended(hash_state(state))
+    final = hash_state(state)
+    notes = [*files.manifest.resolved["notes"], *rerun_notes(run, final)]
+    files.update(resolved={**files.manifest.resolved, "notes": notes})
+    writer.ended(final)
     write_study(run, config)
     return files.manifest
 
@@ -262,7 +279,7 @@ def _attention_notes(run: ForeignRun, spooled: Spooled) -> list[str]:
 
 
 def _first_manifest(run: ForeignRun, variables: Mapping[str, str]) -> Manifest:
-    found = environment_outside(variables)
+    found = {**environment_outside(variables), **checkpoint_entry(run)}
     return Manifest(
         study=run.study,
         arm=run.arm,
@@ -340,8 +357,15 @@ def _check_batches(run: ForeignRun, step: int) -> None:
         return
     own, other = (read_text(x.metrics, BATCH_HASH) for x in (run.paths, run.baseline))
     # what was not seen of both proves nothing; `verify` says so
-    if own.keys() == other.keys():
+    if own.keys() != other.keys():
+        return
+    try:
         check_batches(run.baseline, run.paths, min(step, max(own, default=0)))
+        check_labels(run.baseline, run.paths, step)
+    except ContractError as error:
+        if run.diff:
+            raise
+        raise ContractError(f"{error}; {UNSEEDED}") from None
 
 
 def _check_nudge(run: ForeignRun, spooled: Spooled) -> None:

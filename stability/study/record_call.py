@@ -33,12 +33,14 @@ from stability.recorder.launch import Asked
 from stability.recorder.spooled import has_ended
 from stability.recorder.writer import stopped
 from stability.records.numeric_switches import numeric_switches, training_switches
-from stability.study.foreign import OpenRun, RunFailedError, measure_study, opened
-from stability.study.foreign_plan import ForeignRun, plan_run
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    # heavy at run time: nothing of it is loaded where nothing is recorded
+    from stability.study.foreign import OpenRun
+    from stability.study.foreign_plan import ForeignRun
 
 __all__ = ["IdleRecorder", "Recorder", "record"]
 
@@ -72,7 +74,7 @@ class IdleRecorder(AbstractContextManager["IdleRecorder"]):
 class Recorder(IdleRecorder):
     """Records the training of one model in this process, which may be one rank of several."""
 
-    def __init__(self, training: Training, record: OpenRun | None, stack: ExitStack) -> None:
+    def __init__(self, training: Training, record: "OpenRun | None", stack: ExitStack) -> None:
         self._training, self._stack, self._record = training, stack, record
         self._is_open = True
         self._evaluates = self._is_stopped = False
@@ -127,6 +129,8 @@ class Recorder(IdleRecorder):
         """Write the record; the end of a `with` block and of the process do so too."""
         if not self._is_open:
             return
+        from stability.study.foreign import RunFailedError, measure_study  # heavy
+
         with self._closing("exit"):
             if self._record is None:
                 return
@@ -236,6 +240,8 @@ def record(
     )
     if (not told.study and optional) or os.environ.get("STABILITY_SPOOL"):
         return IdleRecorder()
+    from stability.study.foreign import opened  # heavy
+
     stack = ExitStack()
     record: OpenRun | None = None
     answer = ("", "")
@@ -301,7 +307,7 @@ def _told_by_variables(told: _Told) -> _Told:
 
 def _planned(
     told: _Told, training: Mapping[str, Any], may_change: Sequence[str], question: str
-) -> ForeignRun:
+) -> "ForeignRun":
     for name in ("study", "arm"):
         if not getattr(told, name):
             raise ValueError(
@@ -313,6 +319,8 @@ def _planned(
             raise ValueError(f"stability.record: {name} must be >= 0, got {min(values)}")
     if any(step < 1 for step in told.snapshots):
         raise ValueError(f"stability.record: snapshots must be >= 1, got {min(told.snapshots)}")
+    from stability.study.foreign_plan import plan_run  # heavy
+
     ulps, draw = (*told.nudge, 0)[:2] if told.nudge else (0, 0)
     run = plan_run(
         Path(told.out),

@@ -31,6 +31,7 @@ from stability.records.protocol import Protocol, has_begun, read_protocol, seal_
 from stability.records.sealed_json import write_sealed
 from stability.study.foreign import RunFailedError, measure_study, record_command
 from stability.study.foreign_plan import ForeignRun, check_attention_name, check_free
+from stability.study.late_start import check_checkpoint
 from stability.study.run import RunConflictError
 from stability.study.run_study import order_of_role
 from stability.study.worktree import checkout, commit_of, repository
@@ -138,6 +139,7 @@ def _run(
             attention=arm.config.attention,
             held_out=arm.config.held_out,
             probe=_probe(arm.config, is_first=seed == study.seeds[0]),
+            same_start=arm.config.same_start,
             nudge=(arm.config.nudge.ulps, arm.config.nudge.draw),
         ),
         words=arm.config.words(),
@@ -166,6 +168,7 @@ def _check_words(run: ForeignRun) -> None:
     """ValueError if the interpreter or the program of a run is not there."""
     check_attention_name(run.asked.attention)
     check_attention_name(run.asked.probe.get("candidate", ""))
+    check_checkpoint(run)
     python = run.config["python"]
     if python and not Path(python).is_file():
         raise ValueError(f"arms.{run.arm}.python: must be an interpreter, {python!r} is no file")

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from contextlib import AbstractContextManager
 from typing import Any, Callable, Dict, Optional
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
+
+from .older_torch import autocast_dtype, is_compiling, only_backend
 
 __all__ = ["BACKENDS", "ReplacedCalls", "replace_attention"]
 
@@ -67,7 +68,7 @@ def replace_attention(name: str) -> ReplacedCalls:
 
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             calls.is_compiled = True
         elif calls.is_watched and has_torch_function(args):
             # an instrument watches calls of torch's functions: this one stands for one of them
@@ -108,13 +109,10 @@ def _attention(calls: ReplacedCalls, original: Callable[..., Tensor]) -> Callabl
 
 
 def _of_backend(profile: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel  # torch 2.3 and newer have it
-
-    backend = getattr(SDPBackend, BACKENDS[profile])
+    backend = BACKENDS[profile]
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        only: AbstractContextManager[Any] = sdpa_kernel(backend)
-        with only:
+        with only_backend(backend):
             return original(*args, **kwargs)
 
     return attend
@@ -122,10 +120,8 @@ def _of_backend(profile: str, original: Callable[..., Tensor]) -> Callable[..., 
 
 def _as_autocast(x: Tensor) -> Tensor:
     """Return what autocast hands to SDPA: the same values in its dtype, where it is on."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
+    dtype = autocast_dtype(x.device.type)
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 def _imported(name: str, device: torch.device) -> Callable[..., Any]:

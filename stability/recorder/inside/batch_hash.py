@@ -13,7 +13,7 @@ from typing import List, Tuple
 import torch
 from torch import Tensor
 
-__all__ = ["hash_batch", "hash_samples"]
+__all__ = ["hash_batch", "hash_inputs", "hash_samples", "hash_with"]
 
 # the constants of splitmix64, as signed 64-bit numbers: torch has no arithmetic on unsigned ones
 _STEP = -7046029254386353131
@@ -37,9 +37,17 @@ def hash_samples(tensors: List[Tensor]) -> Tuple[Tensor, int]:
 
 
 def hash_batch(tensors: List[Tensor]) -> Tuple[Tensor, int, Tensor]:
-    """Return what `hash_samples` does, and a hash of each row of the first tensor that has any.
+    """Return what `hash_samples` does, and each sample's key as `hash_inputs` does."""
+    samples, _, keys = hash_inputs(tensors)
+    return samples.sum(), len(samples), keys
 
-    The latter, int64 `(rows,)`, tells whether a sample was seen before, whatever came beside it.
+
+def hash_inputs(tensors: List[Tensor]) -> Tuple[Tensor, List[Tensor], Tensor]:
+    """Return each sample's hash, of each tensor the sum over samples, and each sample's key.
+
+    As `hash_samples`; hashes and keys are int64 `(samples,)`. A tensor's sum does not tell with
+    which of the others its rows came. A key is the hash of a sample's row in the first tensor that
+    has rows: it tells whether the sample was seen before, whatever came beside it.
     """
     if not tensors:
         raise ValueError("hash_samples: tensors must hold at least one")
@@ -47,14 +55,31 @@ def hash_batch(tensors: List[Tensor]) -> Tuple[Tensor, int, Tensor]:
         rows = next((x.shape[0] for x in tensors if x.dim() > 0), 1)
         device = tensors[0].device
         samples = torch.zeros(rows, dtype=torch.int64, device=device)
+        sums = []
         keys = None
         for index, tensor in enumerate(tensors):
             is_by_row = tensor.dim() > 0 and tensor.shape[0] == rows
             of_rows = _hash_rows(tensor if is_by_row else tensor.unsqueeze(0))
             if keys is None and (is_by_row or rows == 1):
                 keys = of_rows
-            samples = samples + _mixed(of_rows.to(device) + _signed(_STEP * (index + 1)))
-        return _mixed(samples).sum(), rows, samples if keys is None else keys
+            mixed = _mixed(of_rows.to(device) + _signed(_STEP * (index + 1)))
+            sums.append(mixed.sum() * (1 if is_by_row else rows))
+            samples = samples + mixed
+        return _mixed(samples), sums, samples if keys is None else keys
+
+
+def hash_with(samples: Tensor, target: Tensor) -> Tensor:
+    """Return the hash of a target of samples with these hashes, a sum over them, int64 `()`.
+
+    Where its elements can't be shared out among the samples evenly, they are taken one by one,
+    whosever they are.
+    """
+    with torch.no_grad():
+        rows = len(samples)
+        if not rows or target.numel() % rows:
+            return _mixed(_hash_rows(target.reshape(-1, 1))).sum()
+        of_rows = _hash_rows(target.reshape(rows, -1))
+        return _mixed(of_rows + _mixed(samples.to(of_rows.device) + _STEP)).sum()
 
 
 def _hash_rows(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .batch_hash import hash_batch
+from .older_torch import is_compiling
 
 __all__ = ["Evaluations", "returned_loss"]
 
@@ -168,7 +169,7 @@ class Evaluations:
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._is_inside or torch.is_grad_enabled():
+            if is_compiling() or self._is_inside or torch.is_grad_enabled():
                 return original(*args, **kwargs)
             self._is_inside = True
             try:

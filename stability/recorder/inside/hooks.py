@@ -24,6 +24,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .loss_targets import find_targets, place_in_graph
+from .older_torch import is_compiling, restore_step_hooks
 from .training import Training
 
 __all__ = ["install", "install_count"]
@@ -77,10 +79,6 @@ def _put(owner: Any, name: str, wrapper: Any) -> Callable[[], None]:
     return undo
 
 
-def _is_compiling() -> bool:
-    return torch.compiler.is_compiling()
-
-
 def _is_backward() -> bool:
     """Whether the autograd engine runs this: what is called there is computed a second time."""
     return torch._C._current_graph_task_id() != -1
@@ -99,7 +97,7 @@ class _Calls:
     def install(self) -> Callable[[], None]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # first, and in no function of ours: a graph holds nothing of this
-            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            if is_compiling() or torch._C._current_graph_task_id() != -1:
                 return _original_call(module, *args, **kwargs)
             return self._outermost(module, args, kwargs)
 
@@ -116,16 +114,24 @@ class _Calls:
             self._training.forward_begins()
         if trains and self._looks:
             taken = self._data(module, args, kwargs, self._training.left_out)
-            self._training.given(taken, is_training=module.training)
+            self._training.given(
+                [x for _, x in taken],
+                names=[name for name, _ in taken],
+                is_training=module.training,
+            )
         evaluates = has_weights and self._looks and not torch.is_grad_enabled()
         evaluates = evaluates and self._training.evaluates(module)
         if evaluates:
-            self._training.evaluated(self._data(module, args, kwargs, set()))
+            taken = self._data(module, args, kwargs, set())
+            self._training.evaluated([x for _, x in taken])
         nn.Module.__call__ = _original_call
         result = None
+        begin = place_in_graph()
         try:
             result = _original_call(module, *args, **kwargs)
         finally:
+            if has_weights and self._looks:
+                self._training.made_in_graph(begin, place_in_graph())
             if nn.Module.__call__ is _original_call:
                 nn.Module.__call__ = self._wrapped
             if evaluates:
@@ -145,10 +151,12 @@ class _Calls:
             self._has_weights[module] = known
         return known
 
-    def _data(self, module: nn.Module, args: Any, kwargs: Any, left_out: Set[str]) -> List[Tensor]:
-        """Return the tensors that a module is given as data; others are named in `left_out`."""
-        found = _tensors((args, kwargs), "")
-        return [x for name, x in found if self._is_data(module, name, x, left_out)]
+    def _data(
+        self, module: nn.Module, args: Any, kwargs: Any, left_out: Set[str]
+    ) -> List[Tuple[str, Tensor]]:
+        """Return the data that a module is given, by name; `left_out` is told of other tensors."""
+        found = [*_tensors(args, ""), *_tensors(kwargs, "")]
+        return [(name, x) for name, x in found if self._is_data(module, name, x, left_out)]
 
     def _is_data(self, module: nn.Module, name: str, x: Tensor, left_out: Set[str]) -> bool:
         if not _is_plain(x):
@@ -202,11 +210,13 @@ def _wrap_backward(training: Training) -> Callable[[], None]:
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_compiling() or _is_backward():
+        if is_compiling() or _is_backward():
             return original(tensors, *args, **kwargs)
+        restore_step_hooks(training.optimizers)
         is_one = isinstance(tensors, Tensor)
         for loss in [tensors] if is_one else tensors:
             if loss.numel() == 1:
+                training.aimed_at(*find_targets(loss, training.is_of_models))
                 training.back_propagated(getattr(loss, _UNSCALED, loss))
         return original(tensors, *args, **kwargs)
 
@@ -218,7 +228,7 @@ def _wrap_modes(training: Training) -> Callable[[], None]:
 
     @functools.wraps(original)
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
-        if not _is_compiling():
+        if not is_compiling():
             (training.evaluations.may_end if mode else training.evaluations.may_begin)()
         return original(self, mode)
 
@@ -235,13 +245,31 @@ def _wrap_optimizers(training: Training) -> List[Callable[[], None]]:
 
     # not in the graph of a step that is compiled
     eager: Any = torch.compiler.disable
-    before: Any = eager(lambda opt, args, kwargs: training.step_begins(opt))
+    before: Any = eager(lambda opt, args, kwargs: _step_begins(training, opt, args, kwargs))
     after: Any = eager(lambda opt, args, kwargs: training.step_ends(opt))
     return [
         _put(Optimizer, "__init__", made),
         register_optimizer_step_pre_hook(before).remove,
         register_optimizer_step_post_hook(after).remove,
     ]
+
+
+def _step_begins(training: Training, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Tell of a step; a closure that it is given is counted, the same function around it."""
+    training.step_begins(optimizer)
+    index = next((i for i, each in enumerate(args) if i and callable(each)), 0)
+    closure = args[index] if index else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def counted(*own: Any, **named: Any) -> Any:
+        training.evaluation_begins()
+        return closure(*own, **named)
+
+    if index:
+        return (*args[:index], counted, *args[index + 1 :]), kwargs
+    return args, {**kwargs, "closure": counted}
 
 
 def _wrap_scaler(training: Training) -> List[Callable[[], None]]:

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import (
 )
 
 from .module_names import names_of_modules
+from .older_torch import is_compiling
 from .training import Training, is_due
 
 __all__ = ["COMPILED", "FIRST_LOOKS", "Looks", "is_looked_at"]
@@ -139,7 +140,7 @@ class Looks:
         """Return a hook that a compiler does not see, and whose failure harms no training."""
 
         def hook(*args: Any) -> None:
-            if torch.compiler.is_compiling() or not self._undone or self.unproven:
+            if is_compiling() or not self._undone or self.unproven:
                 return
             try:
                 then(*args)
@@ -232,8 +233,7 @@ class Looks:
     def _looking_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            is_compiling = torch.compiler.is_compiling()
-            if is_compiling or not self._undone or _current_graph_task_id() != -1:
+            if is_compiling() or not self._undone or _current_graph_task_id() != -1:
                 return original(*args, **kwargs)
             if self._was_on:  # the second one of two losses finds the mode off
                 self._guarded(lambda: self._switch_on(is_optimizer=False))()
@@ -248,7 +248,7 @@ class Looks:
         @functools.wraps(original)
         def attend(*args: Any, **kwargs: Any) -> Any:
             is_seen = self._is_on and not self._executed.is_optimizer
-            if not is_seen or torch.compiler.is_compiling():
+            if not is_seen or is_compiling():
                 return original(*args, **kwargs)
             key = id(original)
             self._guarded(lambda: self._enter(key, self._innermost, "attention"))()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .names import copies_of
+from .older_torch import distributed_like
 
 __all__ = ["nudge_weights"]
 
@@ -41,8 +42,4 @@ def _moved(weight: Tensor, coin: Tensor, ulps: int) -> Tensor:
     target = (coin * torch.inf).to(whole)
     for _ in range(ulps):
         whole = torch.nextafter(whole, target)
-    if not gather:
-        return whole
-    from torch.distributed.tensor import distribute_tensor  # there are ranks only then
-
-    return distribute_tensor(whole, weight.device_mesh, weight.placements)  # pyright: ignore
+    return distributed_like(whole, weight)

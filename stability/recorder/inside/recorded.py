@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .attention import ReplacedCalls, replace_attention
 from .environment import environment, hash_state, own_files, own_modules
 from .evaluations import Evaluations, returned_loss
+from .given_start import StartRefused, give_start, read_start
 from .held_out import HeldOutLoss
 from .hooks import install, install_count
 from .looks import Looks, is_looked_at
@@ -43,7 +44,11 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
             replaced.prepare(next(iter(state.values())).device)
         if witness:
             witness.begin(state)
-        return start_of(state, asked, rank, switches())
+        try:
+            return start_of(state, asked, rank, switches())
+        except StartRefused as error:
+            spool.write({"kind": "refused", "why": error.why})
+            raise
 
     def told() -> Dict[str, Any]:
         files = sorted(set(own_files().values()))
@@ -55,8 +60,9 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     observes = asked.get("STABILITY_OBSERVES", "1") == "1"
     held_out = asked.get("STABILITY_HELD_OUT", "")
     has_function = observes and ":" in held_out
+    spool = Spool(asked["STABILITY_SPOOL"], rank)
     training = Training(
-        Spool(asked["STABILITY_SPOOL"], rank),
+        spool,
         due=due_at(asked.get("STABILITY_SNAPSHOTS", "")) if observes else lambda step: False,
         steps=int(asked.get("STABILITY_STEPS", "0")),
         keeps_state=rank == 0,
@@ -124,17 +130,22 @@ def looks_at(asked: Mapping[str, str]) -> Callable[[int], bool]:
 def start_of(
     state: Dict[str, Tensor], asked: Mapping[str, str], rank: int, switches: Mapping[str, Any]
 ) -> Dict[str, Any]:
-    """Nudge the start state if that is asked for, and return what is known before any update.
+    """Give and nudge the start state where that is asked for; return what is known before updates.
 
     `switches` are torch's, by name (`records.numeric_switches`).
     """
-    before = hash_state(state)
+    own = before = hash_state(state)
+    given = asked.get("STABILITY_START", "")
+    if given:
+        give_start(state, read_start(given))
+        before = hash_state(state)
     ulps, draw = (int(x) for x in asked.get("STABILITY_NUDGE", "0 0").split())
     if ulps:
         nudge_weights(state, ulps, int(asked.get("STABILITY_SEED", "0")), draw)
     group = _group_size()
     return {
         "init": before,
+        "given": {"own": own} if given else {},
         "rank": rank,
         "world": group,
         "pid": os.getpid(),

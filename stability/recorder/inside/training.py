@@ -16,15 +16,17 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .batch_hash import hash_batch
+from .batch_hash import hash_batch, hash_inputs, hash_with
 from .evaluations import Evaluations
+from .given_start import was_set_anew
 from .held_out import HeldOutLoss
+from .loss_targets import place_in_graph
 from .names import named_state, root_of
 from .spool import Spool
 
@@ -50,11 +52,31 @@ def is_due(step: int) -> bool:
 
 
 @dataclass
+class _Given:
+    """What the model was given in one pass, and the loss of its result."""
+
+    samples: Tensor
+    """The hash of each sample."""
+    keys: Tensor
+    """Of each sample, by which it is known again."""
+    inputs: Dict[str, Tensor]
+    """A hash of each input by name."""
+    is_training: bool
+    place: int
+    """Where it came in autograd's record."""
+    labels: List[Tuple[str, Tensor]] = field(default_factory=list)
+    """A hash, with the samples, of what only the loss was given."""
+
+
+@dataclass
 class _Row:
     """One update."""
 
     losses: List[Tensor] = field(default_factory=list)
     hashes: List[Tensor] = field(default_factory=list)
+    inputs: Dict[str, List[Tensor]] = field(default_factory=dict)
+    labels: Dict[str, List[Tensor]] = field(default_factory=dict)
+    """What only the loss was given, apart: one that is fused or compiled hides it."""
     samples: int = 0
     stepped: Set[int] = field(default_factory=set)
     """The optimizers that have stepped in it."""
@@ -113,7 +135,11 @@ class Training:
         self._held_out_inputs: Optional[List[Tensor]] = None
         """Hashes of what the model is given while `held_out` is called."""
         self._measured: List[Dict[str, Any]] = []
-        self._given: List[Tuple[Tensor, int, Tensor, bool]] = []
+        self._given: List[_Given] = []
+        self._models: List[Tuple[int, int]] = []
+        """The parts of autograd's record that models made since the last step."""
+        self._closure_calls = 0
+        """How often the step that runs has called its closure."""
         self._losses: List[Tensor] = []
         self._row = _Row()
         self._expected: Optional[Set[int]] = None
@@ -187,10 +213,35 @@ class Training:
             self._close()
         self._take_start()
 
-    def given(self, tensors: List[Tensor], *, is_training: bool) -> None:
-        """Tell what the model was given; `is_training` is the model's mode."""
-        if tensors and self._held_out_inputs is None:
-            self._given.append((*hash_batch(tensors), is_training))
+    def given(self, tensors: List[Tensor], *, is_training: bool, names: Sequence[str] = ()) -> None:
+        """Tell what the model was given, and how it is called; `is_training` is its mode."""
+        if not tensors or self._is_again or self._held_out_inputs is not None:
+            return
+        names = names or [f"argument {index}" for index in range(len(tensors))]
+        samples, sums, keys = hash_inputs(tensors)
+        inputs: Dict[str, Tensor] = {}
+        for name, value in zip(names, sums):  # noqa: B905 Python 3.9 has no strict
+            inputs[name] = inputs[name] + value if name in inputs else value
+        self._given.append(_Given(samples, keys, inputs, is_training, place_in_graph()))
+
+    def made_in_graph(self, begin: int, end: int) -> None:
+        """Tell which part of autograd's record a model made."""
+        if end > begin:
+            self._models.append((begin, end))
+
+    def is_of_models(self, place: int) -> bool:
+        """Whether a node of autograd's record is no part of a loss outside of the model."""
+        return not self._models or any(
+            place < self._models[0][1] or begin <= place < end for begin, end in self._models
+        )
+
+    def aimed_at(self, targets: List[Tuple[int, str, Tensor]], untold: Set[str]) -> None:
+        """Tell of the labels that only the loss was given, and in words of what else it was."""
+        self.left_out |= untold
+        for place, name, target in targets:
+            of = [one for one in self._given if one.place <= place]
+            if of and not self._is_again:
+                of[-1].labels.append((name, hash_with(of[-1].samples, target)))
 
     def evaluates(self, module: torch.nn.Module) -> bool:
         """Whether a call of `module` without gradients is an evaluation of what trains."""
@@ -218,7 +269,17 @@ class Training:
     def back_propagated(self, loss: Tensor) -> None:
         """Tell of the loss that gradients are computed of, not scaled."""
         self.backwards += 1
-        self._losses.append(loss.detach())
+        if not self._is_again:
+            self._losses.append(loss.detach())
+
+    def evaluation_begins(self) -> None:
+        """Tell that the step which runs calls its closure; the first call is the update's own."""
+        self._closure_calls += 1
+
+    @property
+    def _is_again(self) -> bool:
+        """Whether an optimizer that steps, as LBFGS, evaluates the same batch once more."""
+        return bool(self._inside) and self._closure_calls > 1
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Tell that an optimizer is about to step."""
@@ -229,6 +290,8 @@ class Training:
             if id(optimizer) in self._row.stepped:
                 self._close()
             self._take_start()
+            self._check_given()
+            self._closure_calls = 0
         self._inside.append(id(optimizer))
 
     def step_ends(self, optimizer: Optimizer) -> None:
@@ -246,6 +309,7 @@ class Training:
         if id(optimizer) in self._row.stepped:
             self._close()
         self._take_start()
+        self._check_given()
         self._note_step(id(optimizer))
         self._row.skipped += 1
 
@@ -294,12 +358,21 @@ class Training:
         row.stepped.add(optimizer)
         row.losses += self._losses
         # a model that is frozen in part may train in evaluation mode; else that is evaluation
-        in_training = [one for one in self._given if one[-1]] or self._given
-        row.hashes += [value for value, _, _, _ in in_training]
-        row.samples += sum(samples for _, samples, _, _ in in_training)
-        for _, _, keys, _ in in_training:
-            self.evaluations.trained_on(keys)
-        self._losses, self._given = [], []
+        for one in [x for x in self._given if x.is_training] or self._given:
+            row.hashes.append(one.samples.sum())
+            row.samples += len(one.samples)
+            self.evaluations.trained_on(one.keys)
+            for name, value in one.inputs.items():
+                row.inputs.setdefault(name, []).append(value)
+            for name, value in one.labels:
+                row.labels.setdefault(name, []).append(value)
+        self._losses, self._given, self._models = [], [], []
+
+    def _check_given(self) -> None:
+        """See before the first step whether the script has left the weights as they were given."""
+        given = self._begun.get("given") or {}
+        if given and self._start and "set_anew" not in given:
+            given["set_anew"] = was_set_anew(self._state, self._start) or ""
 
     def _take_start(self) -> None:
         if self._start is not None:
@@ -411,12 +484,19 @@ def _held_out_line(step: int, loss: float, inputs: Any, samples: int) -> Dict[st
 
 def _line(step: int, row: _Row) -> Dict[str, Any]:
     losses = [float(loss) for loss in row.losses]
-    total = sum(int(value) for value in row.hashes) % 2**64
+    # one input alone needs no name
+    inputs = row.inputs if len(row.inputs) > 1 else {}
     return {
         "kind": "update",
         "step": step,
         "loss": sum(losses) if losses else None,
-        "batch": f"{total:016x}" if row.hashes else None,
+        "batch": _summed(row.hashes) if row.hashes else None,
+        "inputs": {name: _summed(values) for name, values in inputs.items()},
+        "labels": {name: _summed(values) for name, values in row.labels.items()},
         "samples": row.samples,
         "skipped": row.skipped,
     }
+
+
+def _summed(hashes: List[Tensor]) -> str:
+    return f"{sum(int(value) for value in hashes) % 2**64:016x}"

@@ -153,6 +153,16 @@ def test_aa_that_is_not_zero_becomes_the_floor(study):
     rewrite(study, "rerun", leak)
     found = notes(ladder_of(read_study(study)))
     assert any("A/A is not zero here: rerun drifts by up to 3.0e-07" in note for note in found)
+    assert any("(2 reruns): the training is not deterministic" in note for note in found)
+    # what has gone further is told from it, what has not means nothing
+    nudge = ladder_of(read_study(study)).row("nudge")
+    rewrite_seed(study, "rerun", 0, lambda line: scaled(nudge.rel_l2.last.high / 3e-7 * 2)(line))
+    ladder = ladder_of(read_study(study))
+    assert sentence(ladder, "nudge").endswith("so neither figure means anything.")
+    assert "a rerun, which changes nothing" not in sentence(ladder, "init_seed")
+    floor = [note for note in notes(ladder) if "A/A is not zero" in note]
+    assert len(floor) == 1
+    assert "(from 3.0e-07)" in floor[0], "the least of the reruns beside the largest"
 
 
 def test_w1_below_its_sampling_floor_says_nothing(study):

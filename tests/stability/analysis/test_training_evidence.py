@@ -195,6 +195,8 @@ def test_a_rerun_that_differs_is_a_control_like_a_nudge(tmp_path):
     window = judged_window(study, POLICY, study.seeds)
     assert window.step == 10
     assert "at step 15 rerun has |log E|" in window.reason
+    said = _of(study).sentence
+    assert "The training is not deterministic: rerun, which changes nothing, drifts too" in said
     exact = write_study(tmp_path / "exact", parts(rerun=Part("rerun", "none", off("baseline"))))
     assert judged_window(exact, POLICY, exact.seeds).step == 20
 

@@ -87,7 +87,7 @@ def test_flags_are_put_where_the_command_says() -> None:
     settings = CommandConfig(command="run {settings}", flags=given, train=TRAIN).words()
     assert settings == ["run", "a.b=2", "on=true", "off=false", "v=1,2"]
     resumed = CommandConfig(command="run --from={resume}", start="a b.pt", train=TRAIN)
-    assert resumed.words() == ["run", "--from=a b.pt"]
+    assert resumed.words() == ["run", f"--from={Path.cwd() / 'a b.pt'}"], "it runs elsewhere"
 
 
 @pytest.mark.parametrize(

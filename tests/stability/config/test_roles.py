@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from stability.config.arms import describe_change, expand
+from stability.config.commands import command_training
 from stability.config.convert import ConfigError, to_dict
 from stability.config.load import load_study
 from stability.config.study import PolicyConfig
@@ -222,6 +223,13 @@ def test_a_description_tells_faults_and_coins_apart(read):
     assert described["broken"] == "attention: baseline -> flash (fault=out_gain_1pct)"
     assert described["nudge"] == "initial weights moved by 1 ULP"
     assert described["nudge_2"] == "initial weights moved by 1 ULP; another coin (draw 1)"
+
+
+def test_a_word_of_a_command_that_is_no_flag_is_told_by_its_place():
+    base = command_training(["python", "train.py", "a.yaml", "--lr", "1"], {})
+    changes = {"flags.argument_1": ["a.yaml", "b.yaml"], "flags.lr": ["1", "2"]}
+    said = describe_change("b", "flags", changes, base)
+    assert said == "argument 1: a.yaml -> b.yaml; --lr: 1 -> 2"
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,28 @@ for _ in range(20):
     assert not (study.folder / "study.json").exists()
 
 
+@pytest.mark.slow
+def test_an_optimizer_that_never_steps_is_told_its_backward_calls(tmp_path: Path, said) -> None:
+    study = study_of(
+        tmp_path, TRAINS.replace("optimizer.step()", "pass") + "update(torch.ones(1, 3))\n"
+    )
+    assert study.record("baseline") == 1
+    assert "1 backward calls, but no optimizer step" in said()
+
+
+@pytest.mark.slow
+def test_two_models_that_train_are_named(tmp_path: Path, said) -> None:
+    text = TRAINS.replace(
+        "optimizer = torch.optim.SGD(model.parameters()",
+        "other = torch.nn.Sequential(torch.nn.Linear(3, 2))\n"
+        "optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()]",
+    ).replace("model(x)", "(model(x) + other(x))")
+    study = study_of(tmp_path, text + "for _ in range(2): update(torch.ones(1, 3))\n")
+    assert study.record("baseline") == 0
+    assert "2 models train: Linear, Sequential" in said()
+    assert "Linear.weight" in study.manifest("baseline").resolved["names"]
+
+
 def test_a_script_that_trains_nothing_is_refused(tmp_path: Path, said) -> None:
     study = study_of(tmp_path, "import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\n")
     assert study.record("baseline") == 1

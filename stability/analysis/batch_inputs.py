@@ -1,0 +1,62 @@
+"""What of a batch differs between two runs: which of the model's inputs, and which labels.
+
+A run whose model is given several tensors has a hash of each on record beside that of the batch,
+and one of the labels that only its loss was given. Labels are compared where both runs have some: a
+loss that is fused or compiled hides them. Leaves out whether the inputs differ at all
+(`pair_contract`).
+"""
+
+import json
+import math
+from collections.abc import Mapping
+
+from stability.records.metric_log import read_text
+from stability.records.metric_names import BATCH_INPUTS, BATCH_LABELS
+from stability.records.paths import RunPaths
+
+__all__ = ["first_other_labels", "labels_in_one_alone", "which_inputs"]
+
+
+def which_inputs(baseline: RunPaths, candidate: RunPaths, step: int) -> str:
+    """Return a clause that names the inputs in which both runs' batch of `step` differs.
+
+    As " in `labels`"; empty if the record does not tell.
+    """
+    first, second = (read_text(x.metrics, BATCH_INPUTS).get(step) for x in (baseline, candidate))
+    return _where(_differing(first, second)) if first and second else ""
+
+
+def first_other_labels(
+    baseline: RunPaths, candidate: RunPaths, until: float = math.inf
+) -> tuple[int, str] | None:
+    """Return the first step, up to `until`, whose labels differ, and a clause that names them."""
+    first, second = _labels(baseline), _labels(candidate)
+    for step in sorted(step for step in first.keys() & second.keys() if step <= until):
+        # a target that one loss alone has is another loss, which is no other batch
+        names = _differing(first[step], second[step], shared=True)
+        if names:
+            return step, _where(names)
+    return None
+
+
+def labels_in_one_alone(baseline: RunPaths, candidate: RunPaths) -> bool:
+    """Whether the labels of one run alone were seen, so that nothing is known of both."""
+    return bool(_labels(baseline)) != bool(_labels(candidate))
+
+
+def _labels(paths: RunPaths) -> Mapping[int, str]:
+    return read_text(paths.metrics, BATCH_LABELS) if paths.metrics.exists() else {}
+
+
+def _differing(one: str, other: str, *, shared: bool = False) -> list[str]:
+    if one == other:
+        return []
+    first, second = json.loads(one), json.loads(other)
+    names = dict.fromkeys([*first, *second])
+    if shared:
+        names = {name: None for name in names if name in first and name in second}
+    return [name for name in names if first.get(name) != second.get(name)]
+
+
+def _where(names: list[str]) -> str:
+    return f" in {', '.join(f'`{name}`' for name in names)}" if names else ""

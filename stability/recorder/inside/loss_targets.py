@@ -1,0 +1,72 @@
+"""Finds the labels that only the loss sees, outside of the model, once it is back-propagated.
+
+They stand in autograd's own record of the loss, between the loss and what a model returned, so
+nothing is wrapped for it, a graph that is compiled is left as it is, and what is evaluated has no
+part in it. Whole numbers there are labels; a target in floating point may be made of a model's
+results, as a teacher's, and other bits of these would be no other batch: it is told, not hashed.
+Leaves out what is done with them (`training`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List, Set, Tuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["find_targets", "place_in_graph"]
+
+_MOST_NODES = 512
+"""Nodes of a loss that are looked at; one has a dozen or two."""
+_HELD_AS = ("_saved_target", "_saved_targets")
+"""What torch's losses call the target that their backward pass needs."""
+_INDEXED = "GatherBackward0"
+"""How a loss that is written by hand takes the labels' log-probabilities."""
+
+
+def place_in_graph() -> int:
+    """Return the number that the next node of autograd's record in this thread gets."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def find_targets(
+    loss: Tensor, is_models: Callable[[int], bool]
+) -> Tuple[List[Tuple[int, str, Tensor]], Set[str]]:
+    """Return the targets of a loss, each with its place and its loss's name, and what is no label.
+
+    `is_models` tells by a node's place whether a model made it: what lies before was given to that.
+    """
+    found: List[Tuple[int, str, Tensor]] = []
+    untold: Set[str] = set()
+    todo: List[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen: List[Any] = []
+    while todo and len(seen) < _MOST_NODES:
+        node = todo.pop()
+        place = node._sequence_nr()
+        if is_models(place) or any(node is other for other in seen):
+            continue
+        seen.append(node)
+        todo += [other for other, _ in node.next_functions if other is not None]
+        name = _name_of(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            untold.add(f"what {name} was given, after the model")
+        elif node.name() == _INDEXED:
+            untold.add("the index by which a loss gathers, after the model")
+        for held in _HELD_AS:
+            # asked of the class: of the node it would be unpacked
+            if not hasattr(type(node), held):
+                continue
+            target = getattr(node, held)
+            # no shard, and not inside torch.func
+            if type(target) is not Tensor or target.grad_fn is not None:
+                continue
+            if target.is_floating_point():
+                untold.add(f"the target of {name}, in floating point")
+            else:
+                found.append((place, f"target of {name}", target))
+    return sorted(found, key=lambda each: each[0]), untold
+
+
+def _name_of(node: Any) -> str:
+    name = node.name().rsplit("::", 1)[-1].rstrip("0123456789")
+    return name[: -len("Backward")] if name.endswith("Backward") else name

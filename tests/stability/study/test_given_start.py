@@ -1,0 +1,163 @@
+"""An arm whose code makes other start weights is given the baseline's, and that is said."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from stability.analysis.pair_contract import prove_pair
+from stability.recorder.inside.given_start import StartRefused, give_start, was_set_anew
+from stability.recorder.inside.names import named_state
+from tests.stability.recorder.recording import SCRIPTS, Recording, words
+
+SAME = ("--same_start", "true")
+
+MAKES_OTHERS = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+if "--other" in sys.argv:
+    torch.rand(7)  # other random numbers, as another order of modules draws
+width = 5 if "--wide" in sys.argv else 4
+model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.Generator().manual_seed(1)
+if "--anew" in sys.argv:
+    model(torch.ones(2, 3))
+    nn.init.ones_(model[0].weight)
+for _ in range(4):
+    x, y = torch.randn(6, 3, generator=data), torch.randint(0, 2, (6,), generator=data)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def study_of(folder: Path) -> Recording:
+    path = folder / "train.py"
+    path.write_text(MAKES_OTHERS)
+    return Recording(folder / "runs", [sys.executable, str(path)])
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def test_weights_buffers_and_an_averages_copies_are_given() -> None:
+    other, own = model(), model()
+    other.get_buffer("1.running_mean").fill_(3.0)
+    average = AveragedModel(own)
+    state, _ = named_state(own.parameters())
+    given = {name: x.detach().clone() for name, x in named_state(other.parameters())[0].items()}
+    give_start(state, given)
+    assert all(state[name].equal(x) for name, x in given.items())
+    assert own.get_buffer("1.running_mean").tolist() == [3.0] * 4
+    copies = dict(average.module.named_parameters())
+    assert all(copies[name].equal(given[name]) for name in copies)
+    assert was_set_anew(state, given) is None
+    own.get_buffer("1.running_mean").zero_()
+    assert was_set_anew(state, given) is None, "a forward pass moves buffers"
+    with torch.no_grad():
+        own.get_parameter("2.bias")[0].add_(1)
+    assert was_set_anew(state, given) == "2.bias"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"weight": torch.ones(2, 3)}, "the baseline has no bias"),
+        (
+            {"weight": torch.ones(2, 3), "bias": torch.ones(2), "c": torch.ones(1)},
+            "this run has no c",
+        ),
+        (
+            {"weight": torch.ones(2, 4), "bias": torch.ones(2)},
+            "weight must have the baseline's shape (2, 4), has (2, 3)",
+        ),
+        (
+            {"weight": torch.ones(2, 3), "bias": torch.ones(2).double()},
+            "bias must be the baseline's torch.float64, is torch.float32",
+        ),
+    ],
+    ids=["a name too many", "a name too few", "another shape", "another dtype"],
+)
+def test_what_can_not_be_given_is_refused_and_nothing_is_changed(
+    given: dict[str, torch.Tensor], said: str
+) -> None:
+    layer = nn.Linear(3, 2)
+    before = layer.weight.detach().clone()
+    with pytest.raises(StartRefused) as refused:
+        give_start(dict(layer.named_parameters()), given)
+    assert said in refused.value.why
+    assert layer.weight.equal(before)
+
+
+@pytest.mark.slow
+def test_an_arm_that_makes_other_weights_is_a_pair_once_it_is_given_the_baselines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of(tmp_path)
+    assert study.record("baseline") == 0
+    assert study.record("other", "--other") == 1
+    assert "hashes.init_weights must be the baseline's" in capsys.readouterr().out
+    assert study.record("other", "--other", options=SAME) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "start: given, the baseline's weights; the script had made others" in said
+    assert set(study.drift("other").values()) == {0.0}, "only its start was another"
+    assert study.manifest("other").resolved["start"] == "given"
+    proof = prove_pair(study.paths("baseline"), study.paths("other"))
+    assert any(line.sentence.startswith("start: given") for line in proof.lines)
+    assert proof.breach is None
+
+    assert study.record("nudge", options=(*SAME, "--nudge", "1")) == 0
+    assert 0 < study.drift("nudge")[0] < 1e-6, "the nudge goes on top"
+
+
+@pytest.mark.slow
+def test_a_given_start_that_the_script_undoes_or_can_not_take_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of(tmp_path)
+    assert study.record("baseline") == 0
+    capsys.readouterr()
+    assert study.record("anew", "--anew", options=SAME) == 1
+    assert "same_start had no effect: 0.weight was set anew" in capsys.readouterr().out
+    assert study.record("wide", "--wide", options=SAME) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"same_start: 0\.bias must have the baseline's shape \(4,\), has \(5,\)", said)
+    assert study.manifest("wide").state == "failed"
+
+
+def test_a_start_can_not_be_both_the_baselines_and_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of(tmp_path)
+    assert study.record("other", options=(*SAME, "--may-change", "init")) == 2
+    assert "same_start must not be given with --may_change init" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_start_is_given_to_every_rank(layout: str, tmp_path: Path) -> None:
+    source = (SCRIPTS / "ranks.py").read_text()
+    other = source.replace(
+        "model = nn.Seq",
+        "asked.bf16 or torch.rand(3)\nstate = torch.get_rng_state()\nmodel = nn.Seq",
+    ).replace("optimizer = ", "torch.set_rng_state(state)\noptimizer = ")
+    script = tmp_path / "ranks.py"
+    script.write_text(other.replace("asked.bf16 or", "asked.bf16 and"))
+    study = Recording(tmp_path / "runs", words(str(script), "--layout", layout, ranks=2))
+    assert study.record("baseline") == 0
+    # draws before its weights are made, so these and the batches would be others
+    assert study.record("bf16", "--bf16", options=SAME) == 1
+    assert (
+        study.manifest("bf16").hashes["init_weights"]
+        == (study.manifest("baseline").hashes["init_weights"])
+    ), "what differs is the batches"
+    assert "batch 1 differs" in study.manifest("bf16").message
