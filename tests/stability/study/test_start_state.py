@@ -212,7 +212,5 @@ def test_a_path_where_nothing_is_is_refused(write_study, tmp_path):
 
 def test_an_init_scheme_would_change_nothing_and_is_refused(write_study, parent):
     edit = _late(parent.snapshot(4), x={"model": {"init": "xavier"}})
-    with pytest.raises(
-        ConfigError, match=r"arms.x.model.init: would change nothing, since"
-    ):
+    with pytest.raises(ConfigError, match=r"arms.x.model.init: would change nothing, since"):
         load_study(write_study(edit))
