@@ -184,9 +184,8 @@ def precision_change(before: str, after: str) -> str:
     was, now = (parse_precision(text) for text in (before, after))
     if was.default != now.default or was == now:
         return f"{before} -> {after}"
-    added = [
-        f"{glob} in {value}" for glob, value in now.modules if (glob, value) not in was.modules
-    ]
+    others = (each for each in now.modules if each not in was.modules)
+    added = [f"{glob} in {value}" for glob, value in others]
     gone = [f"{glob} as others" for glob, _ in was.modules if glob not in dict(now.modules)]
     return "; ".join([*added, *gone]) or f"{before} -> {after}"
 

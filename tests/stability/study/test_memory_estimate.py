@@ -96,9 +96,8 @@ def _kept_by_autograd(config: ArmConfig) -> int:
         return tensor
 
     batch = torch.randint(0, 256, (config.train.batch_size, config.model.context + 1))
-    context = torch.autocast(
-        "cpu", torch.bfloat16, enabled=config.precision.startswith("bf16-mixed")
-    )
+    is_lowered = config.precision.startswith("bf16-mixed")
+    context = torch.autocast("cpu", torch.bfloat16, enabled=is_lowered)
     if config.precision.startswith("emulated:"):
         context = EmulatedLinear(emulated_format(config.precision))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), context:
