@@ -46,7 +46,7 @@ def unseen(study: RecordedStudy, arm: RecordedArm, tables: Sequence[PlaceTable])
 def changed_layers(study: RecordedStudy, arm: RecordedArm) -> list[str]:
     """Return the layers whose attention is the arm's own, in the model's order.
 
-    A study of our GPT says how many there are. Of any other model, those that were ever seen.
+    A study of ours says how many there are. Of any other model, those that were ever seen.
     """
     depth = _setting(study, arm, "model.depth")
     names = (

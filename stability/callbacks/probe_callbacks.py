@@ -1,6 +1,6 @@
 """Callbacks that run the attention probe while Lightning trains, and log what it measured.
 
-`DeviationProbe` drives the probe that our GPT is built with. `ShadowCallback` does for any
+`DeviationProbe` drives the probe that a study's model is built with. `ShadowCallback` does for any
 LightningModule what `stability.shadow` does in a loop of one's own. A deviation logged at step s,
 like the loss logged at s, comes from the forward and backward pass on the weights after s updates.
 On CUDA the measurements of a step are copied to the host while training goes on. They are logged at

@@ -85,7 +85,7 @@ class Replacement:
         """Return the attention of a replaced layer whose own attention is `own`.
 
         It is the candidate, or the candidate in one direction and `own` in the other. For a model
-        that is built with its attention, as our GPT is; `of` serves calls that are caught.
+        that is built with its attention, as a study's is; `of` serves calls that are caught.
         """
         if self.direction == "both":
             return self.candidate

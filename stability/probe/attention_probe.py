@@ -11,7 +11,7 @@ Repeating a call leaves no trace in the run (`repeated_call`). Values stay on th
 step's one transfer. A deviation is always candidate minus baseline, so its
 sign means the same whichever of the two is the primary. With gradient accumulation the first
 micro-batch of a step is looked at. Leaves out when to look (`schedule`) and how the calls of other
-models than our GPT are caught (`intercept`).
+models than a study's are caught (`intercept`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +91,7 @@ def _made_already(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DualAttention:
-    """The attention of one layer of our GPT: computes with the primary and lets the probe watch."""
+    """The attention of a layer in a study: computes with the primary and lets the probe watch."""
 
     layer: str
     primary: ResolvedAttention
