@@ -60,11 +60,11 @@ UNTOUCHED = torch.autograd.backward, torch.compile, functional.scaled_dot_produc
 def assert_untouched() -> None:
     assert not modules._global_forward_pre_hooks
     assert not modules._global_forward_hooks
-    assert UNTOUCHED == (
+    assert (
         torch.autograd.backward,
         torch.compile,
         functional.scaled_dot_product_attention,
-    )
+    ) == UNTOUCHED
     assert not _get_current_dispatch_mode_stack()
 
 
