@@ -39,7 +39,8 @@ def known_answers(device: torch.device) -> Dict[str, Any]:
     with torch.no_grad():
         a, b = _fixed(_ROWS, _INNER, device), _fixed(_INNER, _COLUMNS, device)
         # not by `functional`, where another attention may have taken the place
-        attend: Any = torch._C._nn.scaled_dot_product_attention
+        built_in: Any = torch._C
+        attend = built_in._nn.scaled_dot_product_attention
         long, q = _fixed(1, _LONG, device)[0], _fixed(2 * 96, 32, device).view(1, 2, 96, 32)
         product, half = a @ b, q.bfloat16()
         # MKL looks its code up in the first call, in which several threads may race
