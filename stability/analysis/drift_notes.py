@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.commands import is_command
+from stability.records.manifest import Manifest
+from stability.records.paths import RunPaths
 
 __all__ = ["drift_notes"]
 
@@ -52,8 +54,12 @@ def _foreign_notes(study: RecordedStudy, arms: Sequence[RecordedArm]) -> list[st
 
 
 def _has_witness(arms: Sequence[RecordedArm]) -> bool:
-    runs = [run for arm in arms for run in arm.runs.values() if run.manifest]
-    return any(run.paths.name_of(run.paths.witness) in run.manifest.files for run in runs)
+    runs = [run for arm in arms for run in arm.runs.values()]
+    return any(run.manifest and _lists_witness(run.paths, run.manifest) for run in runs)
+
+
+def _lists_witness(paths: RunPaths, manifest: Manifest) -> bool:
+    return paths.name_of(paths.witness) in manifest.files
 
 
 def _gap(arm: RecordedArm) -> str:

@@ -6,6 +6,7 @@ from it (`analysis.witness_contract`).
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from stability.recorder.spooled import Spooled
 from stability.records.git_state import git_state
@@ -24,7 +25,7 @@ def recorded_witness(spooled: Spooled, git: Mapping[str, str]) -> Witness | None
     """
     if not spooled.witness:
         return None
-    stretch = Stretch(
+    stretch: Any = Stretch(
         first=0,
         last=spooled.step,
         modules=dict(spooled.modules),

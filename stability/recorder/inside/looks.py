@@ -22,7 +22,10 @@ from torch import nn
 from torch._C import _current_graph_task_id
 from torch.nn import functional
 from torch.nn.modules import module as hooks_of_modules
-from torch.optim import optimizer as hooks_of_optimizers
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _pop_mode,
@@ -84,12 +87,11 @@ class Looks:
 
     def begin(self) -> None:
         """Look at the first update, and hear of `torch.compile`."""
-        of_steps = hooks_of_optimizers
         self._hooks = [
             _put(torch, "compile", self._heard_compile),
             # these stay: a step that closes an update may not change the hooks that it runs
-            of_steps.register_optimizer_step_pre_hook(self._guarded(self._step_begins)).remove,
-            of_steps.register_optimizer_step_post_hook(self._guarded(self._step_ends)).remove,
+            register_optimizer_step_pre_hook(self._guarded(self._step_begins)).remove,
+            register_optimizer_step_post_hook(self._guarded(self._step_ends)).remove,
         ]
         self._training.when_update_ends = self._update_ends
         self._arm()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Callable, Dict, Mapping, Optional
 
@@ -27,10 +28,11 @@ __all__ = ["due_at", "looks_at", "record_process", "start_of"]
 
 def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     """Hand all that this process trains to a spool; return what is to be called at its end."""
-    # `startup` put these rooms here
-    from .probe.executed import Executed  # pyright: ignore[reportMissingImports]
-    from .probe.known_answers import known_answers  # pyright: ignore[reportMissingImports]
-    from .records import numeric_switches  # pyright: ignore[reportMissingImports]
+    # `startup` has put these rooms into the package under which this runs
+    executed, known_answers, numeric_switches = (
+        import_module(f".{name}", __package__)
+        for name in ("probe.executed", "probe.known_answers", "records.numeric_switches")
+    )
 
     def switches() -> Dict[str, Any]:
         return {**numeric_switches.numeric_switches(), **numeric_switches.training_switches()}
@@ -79,9 +81,9 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     else:
         install_count(training)
     if observes and rank == 0:
-        looks = Looks(training, Executed, looks_at(asked))
+        looks = Looks(training, executed.Executed, looks_at(asked))
         looks.begin()
-        witness = InsideWitness(looks, switches, known_answers, switches())
+        witness = InsideWitness(looks, switches, known_answers.known_answers, switches())
     return lambda: training.end("exit")
 
 

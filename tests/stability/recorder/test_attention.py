@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stability.recorder.recording import Recording, words
+from stability.records.witness import read_witness
+from tests.stability.recorder.recording import Recording, code_of, words
 
 OWN = """
 import torch
@@ -45,6 +46,11 @@ def test_an_attention_takes_the_place_of_the_scripts_own(
     assert 0 < study.drift("mine")[4] < 1e-6
     assert study.drift("wrong")[4] > 1e-3
     assert "module.mine" in study.manifest("mine").environment
+    assert code_of("verify", str(study.folder)) == 0
+    assert "3 of 3 planned pairs keep the contract" in capsys.readouterr().out
+    own_rows, other = (read_witness(study.paths(arm).witness).rows for arm in ("baseline", "math"))
+    differs = {row.part for row in {*own_rows} ^ {*other} if row.operands}
+    assert differs == {"attention"}, "of another attention nothing else is another"
 
 
 def test_under_autocast_it_gets_what_sdpa_would_compute_in(own: Path, tmp_path: Path) -> None:
