@@ -79,6 +79,8 @@ class Evaluations:
         self._closed: List[_Evaluation] = []
         self._undo: List[Callable[[], None]] = []
         self._trained: List[Tensor] = []
+        """The keys of the last batches, where they were computed."""
+        self._settled: List[Tensor] = []
         self._keys: Dict[str, Tensor] = {}
         self._kept_keys = 0
         self._is_inside = False
@@ -90,7 +92,8 @@ class Evaluations:
             return
         self._trained.append(keys)
         if len(self._trained) > _SETTLED_AT:
-            self._trained = [torch.cat([x.cpu() for x in self._trained])]
+            self._settled.append(torch.cat(self._trained).cpu())
+            self._trained = []
 
     def may_begin(self) -> None:
         """Tell that a model was put into evaluation mode, before what is then computed with it."""
@@ -152,8 +155,9 @@ class Evaluations:
         """Return the keys of the samples that were evaluated, by a call's hash, and `trained`."""
         if not self._keys:
             return {}
-        trained = [x.cpu() for x in self._trained] or [torch.zeros(0, dtype=torch.int64)]
-        return {**self._keys, "trained": torch.cat(trained).unique()}
+        nothing = torch.zeros(0, dtype=torch.int64)
+        trained = torch.cat([nothing, *self._settled, *(x.cpu() for x in self._trained)])
+        return {**self._keys, "trained": trained.unique()}
 
     def _line(self, call: _Call) -> Dict[str, Any]:
         total = sum(int(value) for value in call.hashes) % 2**64

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -28,6 +27,7 @@ from .given_start import was_set_anew
 from .held_out import HeldOutLoss
 from .loss_targets import place_in_graph
 from .names import named_state, root_of
+from .rows import Given, Row, held_out_line, update_line
 from .spool import Spool
 
 __all__ = ["PlannedStop", "Training", "is_due"]
@@ -49,39 +49,6 @@ def is_due(step: int) -> bool:
     while step and step % 10 == 0:
         step //= 10
     return step in (0, 1, 2, 5)
-
-
-@dataclass
-class _Given:
-    """What the model was given in one pass, and the loss of its result."""
-
-    samples: Tensor
-    """The hash of each sample."""
-    keys: Tensor
-    """Of each sample, by which it is known again."""
-    inputs: Dict[str, Tensor]
-    """A hash of each input by name."""
-    is_training: bool
-    place: int
-    """Where it came in autograd's record."""
-    labels: List[Tuple[str, Tensor]] = field(default_factory=list)
-    """A hash, with the samples, of what only the loss was given."""
-
-
-@dataclass
-class _Row:
-    """One update."""
-
-    losses: List[Tensor] = field(default_factory=list)
-    hashes: List[Tensor] = field(default_factory=list)
-    inputs: Dict[str, List[Tensor]] = field(default_factory=dict)
-    labels: Dict[str, List[Tensor]] = field(default_factory=dict)
-    """What only the loss was given, apart: one that is fused or compiled hides it."""
-    samples: int = 0
-    stepped: Set[int] = field(default_factory=set)
-    """The optimizers that have stepped in it."""
-    skipped: int = 0
-    """Steps that a loss scaler left out."""
 
 
 class Training:
@@ -135,17 +102,17 @@ class Training:
         self._held_out_inputs: Optional[List[Tensor]] = None
         """Hashes of what the model is given while `held_out` is called."""
         self._measured: List[Dict[str, Any]] = []
-        self._given: List[_Given] = []
+        self._given: List[Given] = []
         self._models: List[Tuple[int, int]] = []
         """The parts of autograd's record that models made since the last step."""
         self._closure_calls = 0
         """How often the step that runs has called its closure."""
         self._losses: List[Tensor] = []
-        self._row = _Row()
+        self._row = Row()
         self._expected: Optional[Set[int]] = None
         self._inside: List[int] = []
         """The optimizers whose step runs now, outermost first."""
-        self._lines: List[Tuple[int, _Row]] = []
+        self._lines: List[Tuple[int, Row]] = []
         self._written_at = time.monotonic()
         self._last_state = -1
         self._has_begun = False
@@ -222,7 +189,7 @@ class Training:
         inputs: Dict[str, Tensor] = {}
         for name, value in zip(names, sums):  # noqa: B905 Python 3.9 has no strict
             inputs[name] = inputs[name] + value if name in inputs else value
-        self._given.append(_Given(samples, keys, inputs, is_training, place_in_graph()))
+        self._given.append(Given(samples, keys, inputs, is_training, place_in_graph()))
 
     def made_in_graph(self, begin: int, end: int) -> None:
         """Tell which part of autograd's record a model made."""
@@ -262,7 +229,7 @@ class Training:
     def told_held_out(self, loss: float, tensors: List[Tensor]) -> None:
         """Take a held-out loss of the weights as they are now, and what it was computed on."""
         value, samples, _ = hash_batch(tensors) if tensors else (None, 1, None)
-        self._measured.append(_held_out_line(self.step_now, loss, value, samples))
+        self._measured.append(held_out_line(self.step_now, loss, value, samples))
         if self.has_ended:
             self._flush()
 
@@ -384,7 +351,7 @@ class Training:
     def _close(self, *, is_last: bool = False) -> None:
         self.step += 1
         self.when_update_ends(self.step)
-        row, self._row = self._row, _Row()
+        row, self._row = self._row, Row()
         self._expected = row.stepped
         if not self._has_begun:
             self._write_begin()
@@ -433,7 +400,7 @@ class Training:
             value = sum(self._held_out_inputs) if self._held_out_inputs else None
         finally:
             self._held_out_inputs = None
-        self._measured.append(_held_out_line(step, loss, value, 1))
+        self._measured.append(held_out_line(step, loss, value, 1))
 
     def _root(self) -> Optional[torch.nn.Module]:
         if self._model is not None:
@@ -461,7 +428,7 @@ class Training:
         lines, self._lines = self._lines, []
         self._written_at = time.monotonic()
         told, self._measured = self._measured, []
-        written = [_line(step, row) for step, row in lines]
+        written = [update_line(step, row) for step, row in lines]
         written += [*told, *self.evaluations.take_lines()]
         if written:
             self._spool.write(*written)
@@ -475,28 +442,3 @@ def _whole(x: Tensor) -> Tensor:
     """Return all of a tensor, of which this rank may hold a part."""
     gather = getattr(x, "full_tensor", None)
     return (gather() if gather else x).detach()
-
-
-def _held_out_line(step: int, loss: float, inputs: Any, samples: int) -> Dict[str, Any]:
-    digest = "" if inputs is None else f"{int(inputs) % 2**64:016x}"
-    return {"kind": "held_out", "step": step, "loss": loss, "hash": digest, "samples": samples}
-
-
-def _line(step: int, row: _Row) -> Dict[str, Any]:
-    losses = [float(loss) for loss in row.losses]
-    # one input alone needs no name
-    inputs = row.inputs if len(row.inputs) > 1 else {}
-    return {
-        "kind": "update",
-        "step": step,
-        "loss": sum(losses) if losses else None,
-        "batch": _summed(row.hashes) if row.hashes else None,
-        "inputs": {name: _summed(values) for name, values in inputs.items()},
-        "labels": {name: _summed(values) for name, values in row.labels.items()},
-        "samples": row.samples,
-        "skipped": row.skipped,
-    }
-
-
-def _summed(hashes: List[Tensor]) -> str:
-    return f"{sum(int(value) for value in hashes) % 2**64:016x}"

@@ -1,0 +1,74 @@
+"""The rows of a training's record: what one pass was given, one update, and their lines in a spool.
+
+Hashes and losses stay on the device until a line is made of them. Leaves out when a row begins and
+ends (`training`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Set, Tuple
+
+from torch import Tensor
+
+__all__ = ["Given", "Row", "held_out_line", "update_line"]
+
+
+@dataclass
+class Given:
+    """What the model was given in one pass, and the loss of its result."""
+
+    samples: Tensor
+    """The hash of each sample."""
+    keys: Tensor
+    """Of each sample, by which it is known again."""
+    inputs: Dict[str, Tensor]
+    """A hash of each input by name."""
+    is_training: bool
+    place: int
+    """Where it came in autograd's record."""
+    labels: List[Tuple[str, Tensor]] = field(default_factory=list)
+    """A hash, with the samples, of what only the loss was given."""
+
+
+@dataclass
+class Row:
+    """One update."""
+
+    losses: List[Tensor] = field(default_factory=list)
+    hashes: List[Tensor] = field(default_factory=list)
+    inputs: Dict[str, List[Tensor]] = field(default_factory=dict)
+    labels: Dict[str, List[Tensor]] = field(default_factory=dict)
+    """What only the loss was given, apart: one that is fused or compiled hides it."""
+    samples: int = 0
+    stepped: Set[int] = field(default_factory=set)
+    """The optimizers that have stepped in it."""
+    skipped: int = 0
+    """Steps that a loss scaler left out."""
+
+
+def held_out_line(step: int, loss: float, inputs: Any, samples: int) -> Dict[str, Any]:
+    """Return the line of a held-out loss after `step` updates, and of what it was computed on."""
+    digest = "" if inputs is None else f"{int(inputs) % 2**64:016x}"
+    return {"kind": "held_out", "step": step, "loss": loss, "hash": digest, "samples": samples}
+
+
+def update_line(step: int, row: Row) -> Dict[str, Any]:
+    """Return the line of update number `step`; waits for its losses and hashes."""
+    losses = [float(loss) for loss in row.losses]
+    # one input alone needs no name
+    inputs = row.inputs if len(row.inputs) > 1 else {}
+    return {
+        "kind": "update",
+        "step": step,
+        "loss": sum(losses) if losses else None,
+        "batch": _summed(row.hashes) if row.hashes else None,
+        "inputs": {name: _summed(values) for name, values in inputs.items()},
+        "labels": {name: _summed(values) for name, values in row.labels.items()},
+        "samples": row.samples,
+        "skipped": row.skipped,
+    }
+
+
+def _summed(hashes: List[Tensor]) -> str:
+    return f"{sum(int(value) for value in hashes) % 2**64:016x}"
