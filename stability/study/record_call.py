@@ -265,6 +265,7 @@ def record(
         stack.callback(install(training))
     if looks:
         looks.begin()
+        stack.callback(looks.end)  # also where no update was made
     return Recorder(training, record, stack)
 
 
