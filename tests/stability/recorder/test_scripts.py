@@ -107,6 +107,10 @@ def hold_to_a_study(study: Recording, updates: int, capsys: pytest.CaptureFixtur
     assert "--bf16: given" in (study.folder / "report.html").read_text(encoding="utf-8")
 
 
+def updates_are_told_late(study: Recording) -> bool:
+    return isinstance(study, Calling) and any("hugging_face.py" in word for word in study.command)
+
+
 def hold_to_witnesses(study: Recording, *, is_compiled: bool) -> None:
     """Every arm bears witness: one and the same for a rerun, of other products for other flags."""
     found = {
@@ -124,8 +128,8 @@ def hold_to_witnesses(study: Recording, *, is_compiled: bool) -> None:
         if is_compiled:
             assert (witness.rows, stretch.steps) == ([], [])
             continue
-        assert stretch.steps[:2] == [0, 1]
-        assert len(stretch.steps) >= 3
+        # where an optimizer is wrapped in another the second update's begin is told too late
+        assert set(stretch.steps) >= ({0, 4} if updates_are_told_late(study) else {0, 1, 4})
         linear = [row for row in witness.rows if row.part == "linear"]
         assert {row.during for row in linear} == {"forward", "backward"}
         assert {each for row in linear for each in row.operands} == {dtype}

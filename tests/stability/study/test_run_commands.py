@@ -85,12 +85,13 @@ def test_a_study_of_flags_is_sealed_run_shown_and_kept(
     study = commands.folder / "runs" / "mine"
     protocol = json.loads((study / "protocol.json").read_text())
     assert protocol["window"]["steps"] == [1, 2, 5, 10, 12]
+    assert code_of("verify", str(study)) == 0
+    assert "6 of 6 planned pairs keep the contract" in (said := capsys.readouterr().out)
+    assert "without a sealed plan" not in said
     before = commands.paths("lr_x2", 1).manifest.stat().st_mtime_ns
     assert commands.run({**arms, "later": {"flags": {"lr": 0.03}}}, yardstick="lr_x2") == 0
     assert commands.paths("lr_x2", 1).manifest.stat().st_mtime_ns == before, "it was kept"
     assert "EXPLORATORY: arm later was added" in capsys.readouterr().out
-    assert code_of("verify", str(study)) == 0
-    assert "planned pairs keep the contract" in capsys.readouterr().out
 
 
 def test_two_changes_in_one_arm_are_refused_before_anything_runs(
