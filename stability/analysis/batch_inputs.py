@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from stability.records.metric_log import read_text
-from stability.records.metric_names import BATCH_INPUTS, BATCH_LABELS
+from stability.records.metric_names import BATCH_INPUTS, BATCH_LABELS, IN_FLOATING_POINT
 from stability.records.paths import RunPaths
 
 __all__ = ["first_other_labels", "labels_in_one_alone", "which_inputs"]
@@ -27,13 +27,18 @@ def which_inputs(baseline: RunPaths, candidate: RunPaths, step: int) -> str:
 
 
 def first_other_labels(
-    baseline: RunPaths, candidate: RunPaths, until: float = math.inf
+    baseline: RunPaths, candidate: RunPaths, until: float = math.inf, *, may_be_made: bool = False
 ) -> tuple[int, str] | None:
-    """Return the first step, up to `until`, whose labels differ, and a clause that names them."""
+    """Return the first step, up to `until`, whose labels differ, and a clause that names them.
+
+    Labels are whole numbers; with `may_be_made` it is asked of targets in floating point, which the
+    script may have made with its model.
+    """
     first, second = _labels(baseline), _labels(candidate)
     for step in sorted(step for step in first.keys() & second.keys() if step <= until):
         # a target that one loss alone has is another loss, which is no other batch
         names = _differing(first[step], second[step], shared=True)
+        names = [name for name in names if name.endswith(IN_FLOATING_POINT) == may_be_made]
         if names:
             return step, _where(names)
     return None

@@ -13,7 +13,7 @@ their configs are equal but for one axis. The contract serves twice, from the sa
 Everything here only reads.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -261,7 +261,7 @@ def prove_pair(
         *_given_start(manifests[1]),
         # a log that is not the one its manifest lists proves nothing about batches
         _batches(first, second, differences) if are_whole else compared("batches", None, None),
-        *(_label_lines(first, second, differences) if are_whole else ()),
+        *(_label_lines(first, second, manifests, differences) if are_whole else ()),
         _final_weights(*manifests, differences),
         *witness_lines(
             testimony_of(first, manifests[0]), testimony_of(second, manifests[1]), differences
@@ -408,14 +408,34 @@ def check_labels(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
 
 
 def _label_lines(
-    first: RunPaths, second: RunPaths, differences: Mapping[str, Any]
+    first: RunPaths,
+    second: RunPaths,
+    manifests: Sequence[Manifest],
+    differences: Mapping[str, Any],
 ) -> Iterator[ProofLine]:
+    """Compare what only the losses of two recorded runs were given, as far as that was seen."""
     other = first_other_labels(first, second)
+    made = first_other_labels(first, second, may_be_made=True)
+    if may_differ("batches", differences):
+        if other:
+            yield compared(f"batch {other[0]}{other[1]}", "given", "others", is_free=True)
+        return
+    untold = sorted({each for x in manifests for each in x.resolved.get("untold", ())})
     if other:
-        is_free = may_differ("batches", differences)
-        yield compared(f"batch {other[0]}{other[1]}", "given", "others", is_free=is_free)
+        yield compared(f"batch {other[0]}{other[1]}", "given", "others")
     elif labels_in_one_alone(first, second):
         yield compared("labels that only the loss was given", None, None)
+    elif made:
+        yield replace(
+            compared("labels that only the loss was given", None, None),
+            says=f"the same targets (those of batch {made[0]}{made[1]} differ, which may be the "
+            "data or made with the model)",
+        )
+    if untold:
+        yield replace(
+            compared("what the loss was given", None, None),
+            says=f"the same labels ({', '.join(untold)} was not seen)",
+        )
 
 
 def _first_other_batch(

@@ -241,7 +241,7 @@ def naming_modules(model: nn.Module, executed: Executed) -> Iterator[None]:
             handle.remove()
         if isinstance(functions, tuple):
             vars(model)["attention"] = functions
-        for slot, function in zip(slots, present, strict=True):
+        for slot, function in zip(slots, present):  # noqa: B905 Python 3.9 has no strict
             slot.function = function
 
 

@@ -67,6 +67,8 @@ class Spooled:
     world: int
     script: str
     left_out: Sequence[str]
+    untold: Sequence[str]
+    """What the loss was given beside the model's results and nothing is known of."""
     held_out: HeldOut
     looks: Sequence[Mapping[str, Any]]
     """What a probe has measured, if one looked."""
@@ -115,6 +117,7 @@ def read_spool(folder: Path) -> Spooled:
     modules = {**begin["modules"], **(ends[first] or {}).get("modules", {})}
     held_out = read_held_out(ranks, folder, len(updates))
     left_out = sorted({each for end in ends if end for each in end["left_out"]})
+    untold = sorted({each for end in ends if end for each in end["untold"]})
     return Spooled(
         updates=updates,
         states={step: path for step, path in states.items() if step <= len(updates)},
@@ -130,10 +133,15 @@ def read_spool(folder: Path) -> Spooled:
         world=begin["world"],
         script=begin["script"],
         left_out=left_out,
+        untold=untold,
         held_out=held_out,
         looks=read_probed(ranks[first]),
         has_end=all(end and end["reason"] != "error" for end in ends),
-        notes=[*_notes(updates, begin, ends[first] or {}, left_out), *held_out.notes],
+        notes=[
+            *_notes(updates, begin, ends[first] or {}, left_out),
+            *([f"that labels are alike can't be checked: {', '.join(untold)}"] if untold else []),
+            *held_out.notes,
+        ],
     )
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "DRIFT_FROM",
     "DRIFT_OF",
     "EVAL_LOSS",
+    "IN_FLOATING_POINT",
     "NONFINITE_WEIGHTS",
     "STEP_AXIS",
     "TRAIN_LOSS",
@@ -61,6 +62,8 @@ BATCH_INPUTS = "batch_inputs"
 """The text entry beside it: JSON, a hash of each input of this batch, where there are several."""
 BATCH_LABELS = "batch_labels"
 """As JSON, a hash of each target that only the loss was given, with the samples it was for."""
+IN_FLOATING_POINT = ", in floating point"
+"""Ends the name of a target that is no whole number, as `recorder.inside.loss_targets` names it."""
 DRIFTS = "drift/"
 """How the names of drifts begin."""
 DRIFT_OF = "drift_of"

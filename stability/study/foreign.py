@@ -231,6 +231,7 @@ def _write(
         "models": list(spooled.owners),
         "ranks": spooled.world,
         "start": GIVEN if spooled.given else "own",
+        "untold": list(spooled.untold),
         "notes": [
             *spooled.notes,
             *start_notes(run, spooled),

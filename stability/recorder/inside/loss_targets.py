@@ -2,9 +2,10 @@
 
 They stand in autograd's own record of the loss, between the loss and what a model returned, so
 nothing is wrapped for it, a graph that is compiled is left as it is, and what is evaluated has no
-part in it. Whole numbers there are labels; a target in floating point may be made of a model's
-results, as a teacher's, and other bits of these would be no other batch: it is told, not hashed.
-Leaves out what is done with them (`training`).
+part in it. Whole numbers there are labels. A target in floating point may be made of a model's
+results, as a teacher's, and other bits of these would be no other batch: it has a name that says
+so. What a loss that is written by hand is given is not kept by autograd, or under many names: that
+there is something is told. Leaves out what is done with them (`training`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from typing import Any, Callable, List, Set, Tuple
 import torch
 from torch import Tensor
 
-__all__ = ["find_targets", "place_in_graph"]
+__all__ = ["IN_FLOATING_POINT", "find_targets", "place_in_graph"]
 
 _MOST_NODES = 512
 """Nodes of a loss that are looked at; one has a dozen or two."""
 _HELD_AS = ("_saved_target", "_saved_targets")
 """What torch's losses call the target that their backward pass needs."""
-_INDEXED = "GatherBackward0"
-"""How a loss that is written by hand takes the labels' log-probabilities."""
+_INDICES = ("_saved_index", "_saved_indices", "_saved_mask")
+"""How a loss that is written by hand takes the labels' log-probabilities, or leaves tokens out."""
+IN_FLOATING_POINT = ", in floating point"
+"""Ends the name of such a target."""
 
 
 def place_in_graph() -> int:
@@ -48,23 +51,37 @@ def find_targets(
         seen.append(node)
         todo += [other for other, _ in node.next_functions if other is not None]
         name = _name_of(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            untold.add(f"what {name} was given, after the model")
-        elif node.name() == _INDEXED:
-            untold.add("the index by which a loss gathers, after the model")
-        for held in _HELD_AS:
-            # asked of the class: of the node it would be unpacked
-            if not hasattr(type(node), held):
-                continue
-            target = getattr(node, held)
+        # asked of the class: of the node it would be unpacked
+        held = [each for each in _HELD_AS if hasattr(type(node), each)]
+        for target in (getattr(node, each) for each in held):
             # no shard, and not inside torch.func
-            if type(target) is not Tensor or target.grad_fn is not None:
-                continue
-            if target.is_floating_point():
-                untold.add(f"the target of {name}, in floating point")
-            else:
-                found.append((place, f"target of {name}", target))
+            if type(target) is Tensor and target.grad_fn is None:
+                end = IN_FLOATING_POINT if target.is_floating_point() else ""
+                found.append((place, f"target of {name}{end}", target))
+            elif type(target) is not Tensor:
+                untold.add(f"the target of {name}")
+        if not held and _is_given_data(node):
+            untold.add(f"what {name} was given beside the model's result")
     return sorted(found, key=lambda each: each[0]), untold
+
+
+def _is_given_data(node: Any) -> bool:
+    """Whether an operator after the model was given a tensor that needs no gradient, or an index.
+
+    A number, as what a loss is divided by, is none.
+    """
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return True
+    if any(hasattr(type(node), each) for each in _INDICES):
+        return True
+    if all(other is not None for other, _ in node.next_functions):
+        return False
+    if hasattr(type(node), "_saved_other") and hasattr(type(node), "_saved_self"):
+        saved = (node._saved_other, node._saved_self)
+        if any(isinstance(x, Tensor) and x.dim() == 0 for x in saved):
+            return False
+    metadata = getattr(node, "_input_metadata", None)  # torch 2.1 has none
+    return not metadata or len(metadata[0].shape) > 0
 
 
 def _name_of(node: Any) -> str:

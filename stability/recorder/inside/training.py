@@ -81,6 +81,8 @@ class Training:
         """Whether what is called now is an instrument's."""
         self.optimizers: List[Optimizer] = []
         """Every one that was made; they keep the weights, so that the last state can be taken."""
+        self.untold: Set[str] = set()
+        """What a loss was given beside the model's results and nothing is known of, in words."""
         self.left_out: Set[str] = set()
         """Inputs that were not hashed, in words."""
         self.backwards = 0
@@ -204,7 +206,7 @@ class Training:
 
     def aimed_at(self, targets: List[Tuple[int, str, Tensor]], untold: Set[str]) -> None:
         """Tell of the labels that only the loss was given, and in words of what else it was."""
-        self.left_out |= untold
+        self.untold |= untold
         for place, name, target in targets:
             of = [one for one in self._given if one.place <= place]
             if of and not self._is_again:
@@ -315,6 +317,7 @@ class Training:
                 "reason": reason,
                 "backwards": self.backwards,
                 "left_out": sorted(self.left_out),
+                "untold": sorted(self.untold),
                 "later_weights": later,
                 **self._end(),
             }

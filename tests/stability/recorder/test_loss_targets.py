@@ -1,5 +1,6 @@
 """Labels that only the loss sees belong to the batch, in any layout; what is no label is told."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,10 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from stability.recorder.inside import loss_targets
 from stability.recorder.inside.hooks import install
 from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import Training
 from stability.recorder.spooled import Spooled, Update, read_spool
+from stability.records import metric_names
+from tests.stability.recorder.recording import Recording, code_of
 
 TARGET = "target of NllLoss"
 
@@ -162,17 +166,14 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("loss_of", "said"),
     [
-        (
-            lambda out, y: F.mse_loss(out, F.one_hot(y, 4).float()),
-            "the target of MseLoss, in floating point",
-        ),
-        (
-            lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).mean(),
-            "the index by which a loss gathers",
-        ),
-        (lambda out, y: Doubled.apply(out, y), "what Doubled was given, after the model"),
+        (lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).mean(), "what Gather was given"),
+        (lambda out, y: -out.log_softmax(1)[range(6), y].mean(), "what Index was given"),
+        (lambda out, y: (out - F.one_hot(y, 4)).square().mean(), "what Sub was given"),
+        (lambda out, y: (out * F.one_hot(y, 4)).sum() / 3, "what Mul was given"),
+        (lambda out, y: (out.log_softmax(1) @ y.float()[:4]).mean(), "what Mv was given"),
+        (lambda out, y: Doubled.apply(out, y), "what Doubled was given"),
     ],
-    ids=["floating point", "by hand", "own function"],
+    ids=["gathered", "indexed", "difference", "product", "matrix product", "own function"],
 )
 def test_what_is_not_hashed_of_a_loss_is_told(loss_of, said: str, tmp_path: Path) -> None:
     inputs, labels = data()
@@ -183,7 +184,81 @@ def test_what_is_not_hashed_of_a_loss_is_told(loss_of, said: str, tmp_path: Path
 
     found = seen(tmp_path, train)
     assert not found.updates[0].labels
-    assert any(each.startswith(said) for each in found.left_out), found.left_out
+    assert any(each.startswith(said) for each in found.untold), found.untold
+    assert any("that labels are alike can't be checked: what" in note for note in found.notes)
+
+
+def test_a_target_in_floating_point_has_a_name_that_says_so(tmp_path: Path) -> None:
+    _, labels = data()
+    losses = [lambda out, y: F.mse_loss(out, F.one_hot(y, 4).float())] * 2
+    losses.append(lambda out, y: F.mse_loss(out, F.one_hot(y, 4).float() + 1))
+    found = [one_update(tmp_path / str(i), labels, loss) for i, loss in enumerate(losses)]
+    assert found[0].labels == found[1].labels != found[2].labels
+    assert [*found[0].labels] == [f"target of MseLoss{loss_targets.IN_FLOATING_POINT}"]
+    assert metric_names.IN_FLOATING_POINT == loss_targets.IN_FLOATING_POINT
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda out, y: F.cross_entropy(out / 2.0, y) / 3,
+        lambda out, y: F.cross_entropy(out[:, :4].float().contiguous(), y) * 0.5 + 1.0,
+        lambda out, y: nn.CrossEntropyLoss(weight=torch.ones(4))(out, y),
+        lambda out, y: F.cross_entropy(out, y) + 1e-4 * out.logsumexp(1).square().mean(),
+    ],
+    ids=["divided", "scaled", "weighed", "z-loss"],
+)
+def test_a_number_and_a_view_are_nothing_that_a_loss_is_given(loss_of, tmp_path: Path) -> None:
+    inputs, labels = data()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss_of(model(inputs), labels).backward()
+        optimizer.step()
+
+    found = seen(tmp_path, train)
+    assert found.updates[0].labels
+    assert not found.untold
+
+
+OTHER_TARGETS = """
+import argparse, torch
+from torch.nn import functional as F
+flags = argparse.ArgumentParser()
+flags.add_argument("--seed", type=int)
+flags.add_argument("--by-hand", action="store_true")
+flags.add_argument("--above", type=float, default=0.0)
+asked = flags.parse_args()
+torch.manual_seed(asked.seed)
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, y = torch.randn(20, 3), torch.randn(20, 2)
+for step in range(3):
+    out, target = model(x), y + asked.above
+    ((out - target).square().mean() if asked.by_hand else F.mse_loss(out, target)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_hand", [False, True], ids=["mse_loss", "by hand"])
+def test_no_pair_holds_whose_targets_may_be_others(
+    by_hand: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OTHER_TARGETS, encoding="utf-8")
+    command = [sys.executable, str(script), *(["--by-hand"] if by_hand else [])]
+    study = Recording(tmp_path, command)
+    assert study.record("baseline") == 0
+    assert study.record("rerun") == 0
+    assert code_of("verify", str(study.folder)) == int(by_hand)
+    assert study.record("above", "--above", "1.0") == 0
+    capsys.readouterr()
+    assert code_of("verify", str(study.folder)) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "above/seed-0 unproven" in said
+    seen = "the same labels (what Sub was given" if by_hand else "those of batch 1 in `target of"
+    assert seen in said
 
 
 def test_a_closure_that_is_called_again_counts_once(tmp_path: Path) -> None:

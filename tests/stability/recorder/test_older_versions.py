@@ -20,9 +20,14 @@ from stability.records.paths import RunPaths
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
 _ROOT = Path(stability.__file__).parent
+_ROOMS = {
+    "probe": ("executed", "known_answers", "node_owners", "products"),
+    "records": ("executed_row", "numeric_switches"),
+}
+"""What is loaded there of other rooms, under another package's name."""
 SOURCES = [
     *sorted((_ROOT / "recorder" / "inside").rglob("*.py")),
-    _ROOT / "records" / "numeric_switches.py",
+    *(_ROOT / room / f"{name}.py" for room, names in _ROOMS.items() for name in names),
 ]
 OLD = os.environ.get("STABILITY_OLD_PYTHON", "")
 
@@ -65,8 +70,14 @@ def test_a_file_of_the_users_process_imports_torch_and_the_standard_library_alon
     tree = ast.parse(path.read_text(encoding="utf-8"))
     others = set(imported(tree)) - set(sys.stdlib_module_names) - {"torch"}
     # one of our own attentions, where it is asked for and installed beside the script
-    others -= {"stability"} if path.name == "attention.py" else set()
+    # and the instrument, which says so
+    others -= {"stability"} if path.name in ("attention.py", "recorded.py") else set()
     assert not others
+    known = {file.stem for file in SOURCES}
+    relative = [x for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) and x.level]
+    for node in relative:
+        names = [node.module.rpartition(".")[2]] if node.module else [x.name for x in node.names]
+        assert set(names) <= known, (path, node.lineno)
     assert not set(imported(tree)) & _NEWER_MODULES
 
 
