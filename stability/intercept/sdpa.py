@@ -9,6 +9,7 @@ are observed (`compiled_taps`).
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,8 @@ from stability.probe.captured_call import AttentionCall, in_dtype_of_q, valid_ro
 
 __all__ = ["catch_sdpa"]
 
-_SDPA = F.scaled_dot_product_attention
+_SDPA = torch._C._nn.scaled_dot_product_attention
+"""What `torch.nn.functional` calls so, whatever somebody has put in its place there by now."""
 _NAMES = (
     _SDPA,
     # as a module that torch.export has made calls it
@@ -37,17 +39,17 @@ _NAMES = (
 def catch_sdpa(catcher: Catcher) -> Iterator[None]:
     """Inside, each call that a module of the model makes goes to `catcher`."""
 
-    def caught(*args: Any, **kwargs: Any) -> Tensor:
+    def caught(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         if not catcher.may_catch:
-            return _SDPA(*args, **kwargs)
-        return _hand_over(catcher, *args, **kwargs)
+            return function(*args, **kwargs)
+        return _hand_over(catcher, function, *args, **kwargs)
 
     catcher.modes.append(lambda: _SdpaMode(caught))
     yield
 
 
 class _SdpaMode(TorchFunctionMode):
-    """Calls `caught` in the place of SDPA."""
+    """Calls `caught` in the place of SDPA, with the function that was called."""
 
     def __init__(self, caught: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -59,15 +61,19 @@ class _SdpaMode(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # a graph is to be what it is without this
             return func(*args, **(kwargs or {}))
         if any(func is name for name in _NAMES):
-            return self._caught(*args, **(kwargs or {}))
+            return self._caught(_SDPA, *args, **(kwargs or {}))
+        if getattr(func, "__wrapped__", None) is _SDPA:  # another one, that was put in its place
+            return self._caught(func, *args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
-            with patch.object(F, "scaled_dot_product_attention", self._caught):
+            caught = partial(self._caught, F.scaled_dot_product_attention)
+            with patch.object(F, "scaled_dot_product_attention", caught):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _hand_over(
     catcher: Catcher,
+    function: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -84,7 +90,7 @@ def _hand_over(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = attn_mask
     ) -> tuple[Tensor, None]:
         mask = in_dtype_of_q(bias, query, q)
-        return _SDPA(q, k, v, mask, enable_gqa=enable_gqa, **options), None
+        return function(q, k, v, mask, enable_gqa=enable_gqa, **options), None
 
     if query.dim() not in (3, 4):
         unsupported = f"q of {query.dim()} dimensions"
