@@ -69,15 +69,12 @@ def plan_command_fork(
         raise ValueError(f"fork: until must be >= 0, got {until}")
     manifest = read_manifest(parent.manifest)
     changed = _changed(changes, is_of_study="setup" in manifest.config)
-    base = from_mapping(
-        CommandConfig,
-        {
-            **_continued(parent, manifest, resume, changed),
-            "start": os.path.abspath(start),
-            "train": {"steps": until or 1},
-        },
-        Place(source="fork"),
-    )
+    values = {
+        **_continued(parent, manifest, resume, changed),
+        "start": os.path.abspath(start),
+        "train": {"steps": until or 1},
+    }
+    base = from_mapping(CommandConfig, values, Place(source="fork"))
     identity = [parent.arm, base.start, base.command, change, until, changed]
     name = name or fork_name(f"{parent.arm}.{Path(start).stem}", changed, identity)
     check_name(name, Place(source="fork: name"))
@@ -134,7 +131,7 @@ def _continued(
     parent: RunPaths, manifest: Manifest, resume: str, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the config of the run that goes on unchanged, but for its start and its length."""
-    config: Mapping[str, Any] = manifest.config
+    config: dict[str, Any] = {**manifest.config}
     resuming = parse_flags(_words(resume))
     if "setup" in config:  # of a study's file, whose command is on record as it is written there
         command = config["program"]

@@ -39,7 +39,7 @@ class Forked:
         self.parent.root.mkdir(parents=True)
         self.checkpoint.write_text("")
         empty: dict[str, Any] = {"axis": "none", "diff": {}, "environment": {}, "hashes": {}}
-        resolved = {"command": words, "deterministic": True} if words else {}
+        resolved = {"command": words, "deterministic": False} if words else {}
         held = {"program": "x", "flags": {}, "attention": {"implementation": ""}, **config}
         manifest = Manifest(
             study="mine",
@@ -166,7 +166,9 @@ def test_a_fork_whose_script_refuses_it_is_told_and_not_shown(
     said = capsys.readouterr()
     assert "unrecognized arguments: --nosuch" in " ".join(said.err.split())
     assert not said.out
-    assert read_manifest(recorded.forks("x")[1].manifest).state == "failed"
+    failed = read_manifest(recorded.forks("x")[1].manifest)
+    assert failed.state == "failed"
+    assert failed.resolved["command"][-4:-2] == ["--nosuch", "1"], "a failed run can be forked"
 
 
 COMMAND = [sys.executable, "train.py", "--lr", "0.1", "--betas", "1", "2"]
@@ -256,6 +258,12 @@ def test_several_flags_are_one_change_where_that_is_declared(forked: Forked) -> 
     assert unchanged.words[5:] == ["--arm", "baseline", "--lr", "0.1", "--resume", start]
     assert unchanged.folder == fork.folder
     assert unchanged.folder.parent == forked.study / "forks"
+    assert not fork.asked.deterministic, "as the parent, and not as by default"
+    # what --resume gives takes the place of what the parent was given
+    longer = f"{RESUME[1]} --lr 0.3"
+    assert plan_command_fork(forked.parent, start, {}, resume=longer)[0].words[5:] == [
+        *("--arm", "baseline", "--resume", start, "--lr", "0.3")
+    ]
     # a fork of a fork lies beside it
     again = RunPaths(unchanged.paths.root)
     again.root.mkdir(parents=True)
