@@ -1,15 +1,18 @@
 """`stability fork` and `stability bisect`: what if this run had gone on otherwise?"""
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stability.cli.output import FAILS, HOLDS, print_json
+from stability.cli.output import FAILS, HOLDS, print_json, print_line
+from stability.config.commands import is_command
 from stability.config.convert import merge
 from stability.config.load import parse_value
-from stability.records.paths import run_at
-from stability.tracking.environment import WandbMode
+from stability.records.manifest import read_manifest
+from stability.records.paths import RunPaths, run_at
+from stability.tracking.environment import WandbMode, check_wandb
 
 if TYPE_CHECKING:
     from stability.study.run import Run
@@ -20,6 +23,9 @@ __all__ = ["bisect", "fork", "option_help", "split_options"]
 def fork(
     run: Path,
     at: int = 0,
+    start: str = "",
+    resume: str = "",
+    change: str = "",
     name: str = "",
     until: int = 0,
     wandb: WandbMode = "disabled",
@@ -29,16 +35,41 @@ def fork(
     """Train on from a run's exact state at a step, with one thing changed, and show how far apart
     the two go.
 
+    The run of a command goes on from a checkpoint of its script's, twice: unchanged, and changed.
+
     Args:
         run: the folder of the run, runs/<study>/<arm>/seed-<n>
         at: a step that the run keeps a checkpoint of
+        start: of a command: the checkpoint that its script resumes from, a file or folder
+        resume: of a command without {resume}: words that are added to it, {resume} being the
+            checkpoint, as in --resume="--resume {resume}"
+        change: of a command: the path of the one change where several flags make it, e.g. flags
         name: of the fork; it is stored in runs/<study>/forks/<name>
-        until: the step up to which it trains; 0 is the run's last
+        until: the step up to which it trains; 0 is the run's last. Of a command: how many updates
+            it makes from the checkpoint; 0: until it ends by itself
         wandb: where W&B's records go
         json: print the drifts as JSON
         changes: what is changed, by dotted key
     """
     parent = run_at(run, "fork: run")
+    if _is_of_command(parent):
+        if at or not start:
+            raise ValueError(
+                f"fork: {run}: is the run of a command, whose state is its script's own: give "
+                "--start with a checkpoint that it has saved, and no --at"
+            )
+        return _fork_command(
+            parent,
+            {"start": start, "resume": resume, "change": change, "name": name, "until": until},
+            changes or {},
+            wandb,
+            json=json,
+        )
+    if start or resume or change:
+        raise ValueError(
+            f"fork: {run}: is a run of our own trainer: give --at with a step that it keeps a "
+            "checkpoint of, and no --start, --resume or --change"
+        )
     from rich.console import Console  # heavy, and the rest needs torch and Lightning
 
     from stability.report.terminal.pairs import print_fork
@@ -74,9 +105,13 @@ def bisect(
         changes: what is changed, by dotted key
     """
     parent = run_at(run, "bisect: run")
+    if _is_of_command(parent):
+        raise ValueError(
+            f"bisect: {run}: must be a run of our own trainer, is one of a command, whose layers "
+            "can't be changed one by one"
+        )
     from rich.console import Console  # heavy, and the rest needs torch and Lightning
 
-    from stability.records.manifest import read_manifest
     from stability.report.terminal.pairs import print_halvings
     from stability.study.bisect import halve, plan_layers, plan_points, step_to_compare
     from stability.study.fork import fork_drifts, plan_fork
@@ -104,7 +139,7 @@ def bisect(
 
 def option_help() -> str:
     """Return the line of the verbs' help on the options that `split_options` takes."""
-    return "--set KEY=VALUE  what is changed, e.g. attention.profile=fa2; repeatable"
+    return "--set KEY=VALUE  what is changed, e.g. attention.profile=fa2, flags.lr=0.1; repeatable"
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -130,6 +165,44 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             nested = {part: nested}
         changes = merge(changes, nested)
     return rest, {"changes": changes}
+
+
+def _is_of_command(run: RunPaths) -> bool:
+    return is_command(read_manifest(run.manifest).config)
+
+
+def _fork_command(
+    parent: RunPaths,
+    options: dict[str, Any],
+    changes: dict[str, Any],
+    wandb: WandbMode,
+    *,
+    json: bool,
+) -> int:
+    check_wandb(wandb)
+    from rich.console import Console  # heavy from here on: numpy behind the contract
+
+    from stability.cli.record import publish
+    from stability.report.terminal.pairs import print_fork
+    from stability.report.terminal.progress import StudyDisplay
+    from stability.study.fork import fork_drifts
+    from stability.study.fork_command import plan_command_fork, run_command_fork
+
+    runs = plan_command_fork(parent, changes=changes, **options)
+    with StudyDisplay(Console(stderr=True), len(runs)) as display:
+        if not run_command_fork(runs, read_manifest(parent.manifest).step, display):
+            return FAILS
+    fork = runs[-1]
+    drifts = fork_drifts(fork)
+    trouble = publish(fork.folder, wandb)
+    if json:
+        print_json({"run": str(fork.paths.root), "rel_l2": drifts})
+    else:
+        print_fork(fork.study, 0, drifts, Console(), "the run that goes on unchanged")
+        print_line(f"ladder: stability show {fork.folder}")
+    if trouble:
+        sys.stderr.write(f"{trouble}\n")
+    return HOLDS
 
 
 def _train(planned: "Run", wandb: WandbMode) -> None:

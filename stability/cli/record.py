@@ -8,7 +8,7 @@ from stability.cli.output import FAILS, HOLDS, print_line
 from stability.config.commands import command_training, probe_settings
 from stability.tracking.environment import WandbMode, check_wandb, resolve_mode
 
-__all__ = ["option_help", "record", "split_options"]
+__all__ = ["option_help", "publish", "record", "split_options"]
 
 
 def record_arm(
@@ -133,7 +133,7 @@ def record_arm(
     for note in [*found["notes"], manifest.message, *measure_study(run)]:
         if note:
             print_line(f"  {note}")
-    if trouble := _publish(run.folder, mode):
+    if trouble := publish(run.folder, mode):
         print_line(trouble)
     print_line(f"ladder: stability show {run.folder}")
     return HOLDS
@@ -144,7 +144,7 @@ def record_arm(
 record = record_arm
 
 
-def _publish(folder: Path, mode: WandbMode) -> str:
+def publish(folder: Path, mode: WandbMode) -> str:
     """Publish what has ended of a study to W&B, with its report; return what went wrong."""
     if mode == "disabled":
         return ""

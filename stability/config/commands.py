@@ -8,7 +8,7 @@ Leaves out how the command is run (`recorder.launch`).
 
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -23,11 +23,14 @@ __all__ = [
     "filled_in",
     "flag_values",
     "flag_words",
+    "has_settings",
     "is_command",
     "parse_flags",
     "probe_settings",
     "setting_words",
     "training_config",
+    "value_text",
+    "without_flags",
 ]
 
 PLACEHOLDERS = ("seed", "arm", "out")
@@ -194,20 +197,34 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
 
 def flag_values(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return each flag with its values, in their order, as `parse_flags` names them."""
-    found: list[tuple[str, list[str]]] = []
+    return [(name, values) for name, values, _ in _split(words)]
+
+
+def without_flags(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return the words less those of the flags `names`, their values included."""
+    return [word for name, _, own in _split(words) if name not in names for word in own]
+
+
+def has_settings(words: Sequence[str]) -> bool:
+    """Whether some of the words are in the manner of Hydra and OmegaConf, `optimizer.lr=0.1`."""
+    return any(_SETTING.fullmatch(word) for word in words)
+
+
+def _split(words: Sequence[str]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield each flag's name and values, and the words that say them."""
     rest, places = list(words), 0
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         setting = _SETTING.fullmatch(word)
         if _FLAG.fullmatch(name):
-            found.append((name.lstrip("-"), [value] if equals else _values(rest)))
+            values = [value] if equals else _values(rest)
+            yield name.lstrip("-"), values, [word] if equals else [word, *values]
         elif setting:
-            found.append((setting.group(1), [setting.group(2)]))
+            yield setting.group(1), [setting.group(2)], [word]
         else:
             places += 1
-            found.append((f"{PLACE}{places}", [word]))
-    return found
+            yield f"{PLACE}{places}", [word], [word]
 
 
 def flag_words(flags: Mapping[str, Any]) -> list[str]:
@@ -221,14 +238,14 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
         if value is None or value is False:
             continue
         words.append(f"-{name}" if len(name) == 1 else f"--{name}")
-        words += [] if value is True else [_text(item) for item in _items(value)]
+        words += [] if value is True else [value_text(item) for item in _items(value)]
     return words
 
 
 def setting_words(flags: Mapping[str, Any]) -> list[str]:
     """Return flags in the manner of Hydra and OmegaConf, `optimizer.lr=0.1`; None is not given."""
     return [
-        f"{name}={','.join(_text(item) for item in _items(value))}"
+        f"{name}={','.join(value_text(item) for item in _items(value))}"
         for name, value in flags.items()
         if value is not None
     ]
@@ -238,7 +255,8 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Return a flag's value as a word of a command."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

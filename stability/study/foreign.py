@@ -227,6 +227,7 @@ def _write(
         hashes["held_out"] = spooled.held_out.digest
     config = _with_steps(run, spooled)
     resolved = {
+        **files.manifest.resolved,
         "names": list(spooled.names),
         "models": list(spooled.owners),
         "ranks": spooled.world,
@@ -289,7 +290,7 @@ def _first_manifest(run: ForeignRun, variables: Mapping[str, str]) -> Manifest:
         config=dict(run.config),  # pyright: ignore[reportArgumentType] a command's
         diff={path: list(values) for path, values in run.diff.items()},
         environment=found,
-        resolved={},
+        resolved=_command(run),
         hashes={
             "config_less_axis": hash_without(run.config, run.diff),
             "environment": hash_environment(found),
@@ -299,6 +300,13 @@ def _first_manifest(run: ForeignRun, variables: Mapping[str, str]) -> Manifest:
         step=0,
         message="",
     )
+
+
+def _command(run: ForeignRun) -> dict[str, Any]:
+    """Return what a fork of the run needs: its words as they were given, which a config lacks."""
+    if not run.words:
+        return {}
+    return {"command": list(run.words), "deterministic": run.asked.deterministic}
 
 
 def _with_steps(run: ForeignRun, spooled: Spooled) -> dict[str, Any]:

@@ -9,8 +9,9 @@ parent's, less the drifts, which were measured from another run. The training it
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from stability.analysis.drift_parents import check_drifts, parents_by_line
@@ -28,12 +29,13 @@ from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import file_damage
 from stability.study.assemble import assemble
+from stability.study.foreign_plan import ForeignRun
 from stability.study.fresh_process import call_alone, call_for
 from stability.study.run import Fork, Run, check_existing, has_ended, reopen
 from stability.study.size_check import check_memory
 from stability.study.train_run import TrainOptions, train
 
-__all__ = ["fork_drifts", "plan_fork", "run_fork"]
+__all__ = ["fork_drifts", "fork_name", "fork_place", "plan_fork", "run_fork"]
 
 _BEGIN = "it only decides how a run begins"
 _STATE = "its state would be another's"
@@ -71,7 +73,8 @@ def plan_fork(
         probe = replace(changed.probe, shadows=(config.attention,), shadows_are="baseline")
         changed = replace(changed, probe=probe)
     arm = Arm(
-        name=name or _name(parent, at, until, changes),
+        name=name
+        or fork_name(f"{parent.arm}.at-{at}.to-{until}", changes, [parent.arm, at, until, changes]),
         config=changed,
         diff=diff(config, changed),
         role="candidate",
@@ -81,14 +84,12 @@ def plan_fork(
     for path, reason in SETTLED.items():
         if touches(arm.diff, (path,)):
             raise ValueError(f"fork: {path} must not change, {reason}; make it an arm of the study")
-    folder = parent.root.parent.parent
-    folder = folder if folder.name == "forks" else folder / "forks"
     run = Run(
         study=manifest.study,
         arm=arm,
         axis=axis,
         seed=manifest.seed,
-        paths=RunPaths.for_run(folder, arm.name, manifest.seed),
+        paths=RunPaths.for_run(fork_place(parent), arm.name, manifest.seed),
         baseline=parent,
         fork=Fork(at=at, until=until),
     )
@@ -128,7 +129,7 @@ def run_fork(
     return manifest
 
 
-def fork_drifts(run: Run, metric: str = "rel_l2") -> dict[int, float]:
+def fork_drifts(run: Run | ForeignRun, metric: str = "rel_l2") -> dict[int, float]:
     """Return how far a fork is from its parent, by step.
 
     ValueError where the parent has been trained anew: the fork left another run than that one.
@@ -166,16 +167,22 @@ def _check_step(parent: RunPaths, manifest: Manifest, at: int) -> None:
         raise ValueError(f"fork: {parent.checkpoint(at)} {wrong}")
 
 
-def _name(parent: RunPaths, at: int, until: int, changes: Mapping[str, Any]) -> str:
+def fork_place(parent: RunPaths) -> Path:
+    """Return the folder of the forks of a study's runs; a fork of a fork lies there too."""
+    study = parent.root.parent.parent
+    # one of a command lies a folder deeper, beside the run that goes on unchanged
+    above = (folder for folder in (study, study.parent) if folder.name == "forks")
+    return next(above, study / "forks")
+
+
+def fork_name(begin: str, changes: Mapping[str, Any], identity: Sequence[Any]) -> str:
     """Return a name that tells the change, `baseline.at-100.to-150.attention.profile-fa2.1b2c3d4e`.
 
-    The end is a hash of all of it, since the rest may be cut off.
+    The end is a hash of the fork's whole `identity`, since the rest may be cut off.
     """
-    identity = json.dumps([parent.arm, at, until, changes], sort_keys=True)
-    end = hashlib.sha256(identity.encode()).hexdigest()[:8]
+    end = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     words = re.sub(r"[^A-Za-z0-9.-]+", "-", ".".join(_words(changes))).strip("-.") or "same"
-    start = f"{parent.arm}.at-{at}.to-{until}.{words}"[:55].rstrip("-.")
-    return f"{start}.{end}"
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', begin)}.{words}"[:55].rstrip("-.") + f".{end}"
 
 
 def _words(changes: Mapping[str, Any], above: str = "") -> list[str]:

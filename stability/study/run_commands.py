@@ -36,7 +36,13 @@ from stability.study.run import RunConflictError
 from stability.study.run_study import order_of_role
 from stability.study.worktree import checkout, commit_of, repository
 
-__all__ = ["changed_command_protocol", "plan_commands", "run_commands"]
+__all__ = [
+    "changed_command_protocol",
+    "folder_of",
+    "plan_commands",
+    "record_planned",
+    "run_commands",
+]
 
 
 def plan_commands(study: CommandStudy, out: Path) -> list[ForeignRun]:
@@ -71,7 +77,7 @@ def run_commands(
     runs = plan_commands(study, out)
     for run in runs:
         check_free(run)
-    folders = {run.arm: _folder(run) for run in runs[: len(study.arms)]}
+    folders = {run.arm: folder_of(run) for run in runs[: len(study.arms)]}
     content = _content(study, runs)
     folder = StudyPaths(out / study.name)
     seal_protocol(folder.root, _protocol(content))
@@ -84,7 +90,7 @@ def run_commands(
         if run.seed in failed:
             observer.run_ended(run.arm, run.seed, "failed", f"its {BASELINE} has failed")
             continue
-        state, message = _recorded(
+        state, message = record_planned(
             run,
             folders[run.arm],
             observer,
@@ -177,14 +183,15 @@ def _check_words(run: ForeignRun) -> None:
         raise ValueError(f"base.command: {run.words[0]!r} must be a program, is not found on PATH")
 
 
-def _folder(run: ForeignRun) -> Path | None:
+def folder_of(run: ForeignRun) -> Path | None:
+    """Return the checkout that a run of a commit runs in, made if need be; None for no commit."""
     if not run.config["ref"]:
         return None
     return checkout(run.config["ref"], Path.cwd(), run.config["setup"])
 
 
-def _recorded(
-    run: ForeignRun, folder: Path | None, observer: StudyObserver, *, check_observer: bool
+def record_planned(
+    run: ForeignRun, folder: Path | None, observer: StudyObserver, *, check_observer: bool = False
 ) -> tuple[str, str]:
     """Run and record one; return its state and what there is to say of it."""
     try:

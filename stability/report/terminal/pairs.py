@@ -173,9 +173,11 @@ def _not_compared(found: WeightComparison) -> Iterator[str]:
             yield f"{_count(names, 'name')} {kind}: {', '.join(names[:LISTED])}{more}"
 
 
-def print_fork(name: str, at: int, drifts: Mapping[int, float], console: Console) -> None:
-    """Print the drift of a fork from its parent, by step."""
-    table = plain_table([], ["step", "steps since", "drift from the parent"])
+def print_fork(
+    name: str, at: int, drifts: Mapping[int, float], console: Console, other: str = "the parent"
+) -> None:
+    """Print the drift of a fork from its parent, or from `other`, by step."""
+    table = plain_table([], ["step", "steps since", f"drift from {other}"])
     for step, drift in drifts.items():
         add_row(table, str(step), str(step - at), scientific(drift))
     console.print(table)
