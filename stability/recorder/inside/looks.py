@@ -37,13 +37,13 @@ from .older_torch import is_compiling
 from .patching import put
 from .training import Training, is_due
 
-__all__ = ["COMPILED", "FIRST_LOOKS", "Looks", "is_looked_at"]
+__all__ = ["FIRST_LOOKS", "Looks", "is_looked_at"]
 
 FIRST_LOOKS = 2
-"""Updates looked at where a training begins: the first may be one that a loss scaler skips, or one
-in which libraries choose their code."""
+"""Updates looked at where a training begins, or a stretch of one: the first may be one that a loss
+scaler skips, or one in which libraries choose their code."""
 
-COMPILED = "torch.compile was called, and what a compiled graph multiplies is not seen"
+_COMPILED = "torch.compile was called, and what a compiled graph multiplies is not seen"
 
 
 def is_looked_at(update: int, last: int = 0) -> bool:
@@ -113,7 +113,7 @@ class Looks:
 
     def _arm(self) -> None:
         if not self.unproven and _has_compiled():
-            self.unproven = COMPILED
+            self.unproven = _COMPILED
         if self.unproven or not self._due(self._update):
             return
         of_calls = hooks_of_modules
@@ -270,7 +270,7 @@ class Looks:
         @functools.wraps(original)
         def compiles(*args: Any, **kwargs: Any) -> Any:
             if not kwargs.get("disable") and not self.unproven:
-                self._give_up(COMPILED)
+                self._give_up(_COMPILED)
                 self._disarm()  # at once: a graph must not find a hook
             return original(*args, **kwargs)
 
