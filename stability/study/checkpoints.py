@@ -36,8 +36,8 @@ from stability.records.weight_files import load_torch_file
 __all__ = ["DOOR", "CheckpointFiles", "clear_unlisted", "lay_fork", "resume_from"]
 
 DOOR = "TrainerDoor"
-"""Lightning's key for the state of `recorder.trainer_door.TrainerDoor`, by which a checkpoint of our
-own runs is known."""
+"""Lightning's key for the state of `recorder.trainer_door.TrainerDoor`, by which a checkpoint of
+our own runs is known."""
 
 
 class CheckpointFiles(CheckpointIO):
