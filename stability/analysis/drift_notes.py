@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.commands import is_command
-from stability.records.manifest import Manifest
-from stability.records.paths import RunPaths
+from stability.records.manifest import ENDED
 
 __all__ = ["drift_notes"]
 
@@ -43,23 +42,30 @@ def _foreign_notes(study: RecordedStudy, arms: Sequence[RecordedArm]) -> list[st
             for note in run.manifest.resolved.get("notes", ()) if run.manifest else ():
                 names = unseen.setdefault(note, [])
                 names += [] if arm.name in names else [arm.name]
-    unproven = (
-        "Unproven: what was executed has no witness, as in records of an older version and in "
-        "checkpoints that were adopted."
-    )
     return [
-        *([unproven] if not _has_witness(arms) else []),
+        *_unwitnessed_note(arms),
         *(f"Of {', '.join(names)}: {note}." for note, names in unseen.items()),
     ]
 
 
-def _has_witness(arms: Sequence[RecordedArm]) -> bool:
-    runs = [run for arm in arms for run in arm.runs.values()]
-    return any(run.manifest and _lists_witness(run.paths, run.manifest) for run in runs)
+def _unwitnessed_note(arms: Sequence[RecordedArm]) -> list[str]:
+    """Return a sentence that names the arms without a witness, but for those that have a gap."""
+    # where the baseline has a witness, an arm that has none is a gap
+    names = [arm.name for arm in arms if not _gap(arm) and _lacks_witness(arm)]
+    if not names:
+        return []
+    return [
+        f"Unproven: what {', '.join(names)} executed has no witness, as in records of an older "
+        "version and in checkpoints that were adopted."
+    ]
 
 
-def _lists_witness(paths: RunPaths, manifest: Manifest) -> bool:
-    return paths.name_of(paths.witness) in manifest.files
+def _lacks_witness(arm: RecordedArm) -> bool:
+    return any(
+        manifest.state in ENDED and run.paths.name_of(run.paths.witness) not in manifest.files
+        for run in arm.runs.values()
+        if (manifest := run.manifest)
+    )
 
 
 def _gap(arm: RecordedArm) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.number_text import scientific
 
-__all__ = ["below_floor", "floor_note", "rerun_drifts"]
+__all__ = ["below_floor", "floor_note"]
 
 
-def rerun_drifts(ladder: Ladder, *, early: bool) -> list[float]:
+def _rerun_drifts(ladder: Ladder, *, early: bool) -> list[float]:
     """Return the drifts of all reruns at the early or the last step, the smallest first."""
     rows = [row.rel_l2 for row in ladder.rows_on("none")]
     found = [each.early if early else each.last for each in rows]
@@ -23,7 +23,7 @@ def rerun_drifts(ladder: Ladder, *, early: bool) -> list[float]:
 
 def floor_note(ladder: Ladder) -> str:
     """Return a sentence on a training that is not deterministic; empty if its reruns are exact."""
-    steps = [(step, rerun_drifts(ladder, early=early)) for step, early in _steps(ladder)]
+    steps = [(step, _rerun_drifts(ladder, early=early)) for step, early in _steps(ladder)]
     said = [f"{_ends(drifts)} at step {step}" for step, drifts in steps if drifts and drifts[-1]]
     if not said:
         return ""
@@ -42,7 +42,7 @@ def below_floor(ladder: Ladder, row: Row) -> str:
         return ""
     below = []
     for step, early in _steps(ladder):
-        floor, values = rerun_drifts(ladder, early=early), row.rel_l2.early
+        floor, values = _rerun_drifts(ladder, early=early), row.rel_l2.early
         values = values if early else row.rel_l2.last
         if floor and floor[-1] and values.n and values.mean <= floor[-1]:
             below.append((step, floor[-1]))

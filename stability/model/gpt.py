@@ -19,21 +19,9 @@ from torch.nn import functional as F
 
 from attention_kernels import AttentionFn
 from stability.config.schema import ModelConfig
+from stability.model.decoder_parts import AttendingDecoder, HeadNorm, dropped, split_heads
 
-__all__ = ["GPT", "Block", "HeadNorm"]
-
-
-class HeadNorm(nn.Module):
-    """RMSNorm over head_dim with a learned scale, the same for every head."""
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(head_dim))
-
-    def forward(self, x_BHTD: Tensor) -> Tensor:
-        """Normalise in the dtype of the weights; the result has the dtype of the input."""
-        wide = x_BHTD.to(self.weight.dtype)
-        return F.rms_norm(wide, self.weight.shape, self.weight, eps=1e-6).to(x_BHTD.dtype)
+__all__ = ["GPT", "Block"]
 
 
 class Block(nn.Module):
@@ -70,29 +58,17 @@ class Block(nn.Module):
         return x_BTW + self._dropped(self.mlp_residual(hidden))
 
     def _dropped(self, x_BTW: Tensor) -> Tensor:
-        # not called at all without dropout, so that nothing is drawn
-        return F.dropout(x_BTW, self.dropout, self.training) if self.dropout else x_BTW
+        return dropped(x_BTW, self.dropout, is_training=self.training)
 
     def _heads(self, x_BTW: Tensor) -> Tensor:
-        return x_BTW.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return split_heads(x_BTW, self.head_dim)
 
 
-class GPT(nn.Module):
-    """The whole decoder; layer i, called `layer_<i>`, attends by `attention[i]`.
-
-    The attention functions are called, not owned: they are in no `state_dict`. ValueError if there
-    is not one for each layer.
-    """
+class GPT(AttendingDecoder):
+    """The whole decoder."""
 
     def __init__(self, config: ModelConfig, attention: Sequence[AttentionFn]) -> None:
-        super().__init__()
-        if len(attention) != config.depth:
-            raise ValueError(
-                f"GPT: attention must hold one function a layer ({config.depth}), "
-                f"got {len(attention)}"
-            )
-        self.config = config
-        self.attention = tuple(attention)
+        super().__init__(config, attention)
         # PyTorch's layers draw their first weights from the global generator, which is put back
         with torch.random.fork_rng(devices=[]):
             self.token_embedding = nn.Embedding(config.vocab_size, config.width)
@@ -105,15 +81,10 @@ class GPT(nn.Module):
 
         ValueError if there are more tokens than the context holds.
         """
-        if tokens.shape[1] > self.config.context:
-            raise ValueError(
-                f"GPT.forward: tokens must be at most {self.config.context} long, "
-                f"got {tuple(tokens.shape)}"
-            )
+        self._check_length(tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x_BTW = self.token_embedding(tokens) + self.position_embedding(positions)
-        if self.config.dropout:
-            x_BTW = F.dropout(x_BTW, self.config.dropout, self.training)
+        x_BTW = dropped(x_BTW, self.config.dropout, is_training=self.training)
         for block, attention in zip(self.blocks.values(), self.attention, strict=True):
             x_BTW = cast("Block", block)(x_BTW, attention)
         return F.linear(self.final_norm(x_BTW), self.token_embedding.weight)

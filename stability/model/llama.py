@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from attention_kernels import AttentionFn
 from stability.config.model import ModelConfig
-from stability.model.gpt import HeadNorm
+from stability.model.decoder_parts import AttendingDecoder, HeadNorm, dropped, split_heads
 
 __all__ = ["Llama", "LlamaBlock", "mlp_width_of", "rotated"]
 
@@ -81,29 +81,17 @@ class LlamaBlock(nn.Module):
         return x_BTW + self._dropped(self.mlp_residual(hidden))
 
     def _dropped(self, x_BTW: Tensor) -> Tensor:
-        # not called at all without dropout, so that nothing is drawn
-        return F.dropout(x_BTW, self.dropout, self.training) if self.dropout else x_BTW
+        return dropped(x_BTW, self.dropout, is_training=self.training)
 
     def _heads(self, x_BTW: Tensor) -> Tensor:
-        return x_BTW.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return split_heads(x_BTW, self.head_dim)
 
 
-class Llama(nn.Module):
-    """The whole decoder; layer i, called `layer_<i>`, attends by `attention[i]`.
-
-    The attention functions are called, not owned: they are in no `state_dict`. ValueError if there
-    is not one for each layer.
-    """
+class Llama(AttendingDecoder):
+    """The whole decoder."""
 
     def __init__(self, config: ModelConfig, attention: Sequence[AttentionFn]) -> None:
-        super().__init__()
-        if len(attention) != config.depth:
-            raise ValueError(
-                f"Llama: attention must hold one function a layer ({config.depth}), "
-                f"got {len(attention)}"
-            )
-        self.config = config
-        self.attention = tuple(attention)
+        super().__init__(config, attention)
         # PyTorch's layers draw their first weights from the global generator, which is put back
         with torch.random.fork_rng(devices=[]):
             self.token_embedding = nn.Embedding(config.vocab_size, config.width)
@@ -117,15 +105,10 @@ class Llama(nn.Module):
 
         ValueError if there are more tokens than the context holds.
         """
-        if tokens.shape[1] > self.config.context:
-            raise ValueError(
-                f"Llama.forward: tokens must be at most {self.config.context} long, "
-                f"got {tuple(tokens.shape)}"
-            )
+        self._check_length(tokens)
         angles_TD = self._angles(tokens)
         x_BTW = self.token_embedding(tokens)
-        if self.config.dropout:
-            x_BTW = F.dropout(x_BTW, self.config.dropout, self.training)
+        x_BTW = dropped(x_BTW, self.config.dropout, is_training=self.training)
         for block, attention in zip(self.blocks.values(), self.attention, strict=True):
             x_BTW = cast("LlamaBlock", block)(x_BTW, angles_TD, attention)
         normed = self.final_norm(x_BTW)

@@ -22,15 +22,12 @@ from torch.optim import Optimizer
 
 from stability.probe.executed import Executed, naming_modules
 from stability.probe.known_answers import known_answers
+from stability.recorder.inside.looks import FIRST_LOOKS
 from stability.records.module_sources import own_modules
-from stability.records.numeric_switches import numeric_switches, training_switches
+from stability.records.numeric_switches import all_switches
 from stability.records.witness import Label, Stretch, Witness, contradictions
 
-__all__ = ["LOOKS", "WitnessError", "Witnessing"]
-
-LOOKS = 2
-"""Updates that are looked at where a stretch begins: the first may be one that a loss scaler skips,
-or one in which libraries choose their code."""
+__all__ = ["WitnessError", "Witnessing"]
 
 
 class WitnessError(ValueError):
@@ -115,7 +112,7 @@ class Witnessing:
     def update_begins(self, step: int, optimizers: list[Optimizer]) -> None:
         """Look at the update that follows `step` others if it is one of the first, or the last."""
         is_last = step == self._last_step - 1 or self._may_end()
-        is_due = step - self._first < LOOKS or is_last
+        is_due = step - self._first < FIRST_LOOKS or is_last
         if not is_due or self._unproven:
             return
         self._steps.append(step)
@@ -141,7 +138,7 @@ class Witnessing:
         self.close()
         if self._steps and step - 1 == self._steps[-1] and step != self._last_step:
             self._check()
-        if step == self._first + LOOKS:
+        if step == self._first + FIRST_LOOKS:
             # for a stretch that a kill ends: by now all is imported that each step needs
             self._note_modules()
 
@@ -237,4 +234,4 @@ class _UpdatePhase:
 
 
 def _switches() -> dict[str, Any]:
-    return {**numeric_switches(), **training_switches(), "threads": torch.get_num_threads()}
+    return {**all_switches(), "threads": torch.get_num_threads()}

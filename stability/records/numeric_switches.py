@@ -10,7 +10,7 @@ import re
 import sys
 from typing import Any, Callable, Dict
 
-__all__ = ["numeric_switches", "training_switches"]
+__all__ = ["all_switches", "numeric_switches", "training_switches"]
 
 _SWITCHES: Dict[str, Callable[[Any], Any]] = {
     # what a tensor is made in where no dtype is named
@@ -104,6 +104,11 @@ def training_switches() -> Dict[str, Any]:
     import torch
 
     return {name: _told(tell, torch) for name, tell in _SET_BY_TRAINER.items()}
+
+
+def all_switches() -> Dict[str, Any]:
+    """Return how all of them stand, by name; to be called while a training runs."""
+    return {**numeric_switches(), **training_switches()}
 
 
 def _autocast(torch: Any, device: str) -> str:

@@ -33,7 +33,11 @@ from stability.records.run_files import RunFiles, damaged_files, read_run_file
 from stability.records.sealed_json import file_checksum
 from stability.records.weight_files import load_torch_file
 
-__all__ = ["CheckpointFiles", "clear_unlisted", "lay_fork", "resume_from"]
+__all__ = ["DOOR", "CheckpointFiles", "clear_unlisted", "lay_fork", "resume_from"]
+
+DOOR = "TrainerDoor"
+"""Lightning's key for the state of `recorder.trainer_door.TrainerDoor`, by which a checkpoint of
+our own runs is known."""
 
 
 class CheckpointFiles(CheckpointIO):
@@ -125,10 +129,6 @@ def _step_of(name: str) -> int:
     return int(Path(name).stem.removeprefix("step-"))
 
 
-_DOOR = "TrainerDoor"
-"""Lightning's key for the state of `recorder.trainer_door.TrainerDoor`."""
-
-
 def lay_fork(
     parent: RunPaths, fork: RunPaths, at: int, resettle: Callable[[dict[str, Any]], None]
 ) -> dict[str, str]:
@@ -144,7 +144,7 @@ def lay_fork(
     lacking = _log_lacks(parent, checkpoint)
     if lacking:
         raise ValueError(f"{parent.root}: {lacking}; fork from an earlier step, or run it again")
-    recorded = checkpoint["callbacks"][_DOOR]
+    recorded = checkpoint["callbacks"][DOOR]
     kept = [
         line
         for line in read_start(parent.metrics, recorded["position"]).splitlines(keepends=True)
@@ -228,7 +228,7 @@ def _fault(paths: RunPaths, step: int) -> str:
 
 def _log_lacks(paths: RunPaths, checkpoint: Mapping[str, Any]) -> str:
     """Return what is wrong with the part of the log that a checkpoint goes with; mostly nothing."""
-    said = checkpoint["callbacks"][_DOOR]
+    said = checkpoint["callbacks"][DOOR]
     wrong = difference_from(paths.metrics, said["position"], said["sha256"])
     return wrong and f"{paths.metrics.name} {wrong}"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from stability.records.manifest import read_manifest
 from stability.study.foreign_plan import ForeignRun
 
-__all__ = ["CHECKPOINT", "check_checkpoint", "checkpoint_entry"]
+__all__ = ["check_checkpoint", "checkpoint_entry"]
 
-CHECKPOINT = "start"
+_ENTRY = "start"
 """The entry of a run's environment that holds the checksum."""
 
 
@@ -38,13 +38,13 @@ def checkpoint_entry(run: ForeignRun) -> dict[str, str]:
     found = _checksum(Path(start))
     if run.baseline is not None and run.baseline.manifest.exists():
         other = read_manifest(run.baseline.manifest)
-        was = other.environment.get(CHECKPOINT, found)
+        was = other.environment.get(_ENTRY, found)
         if other.config.get("start") == start and was != found:  # pyright: ignore
             raise ValueError(
                 f"{run.arm}: start {start} must hold what the baseline began from, "
                 f"{str(was)[:12]}, holds {found[:12]}: it was written since"
             )
-    return {CHECKPOINT: found}
+    return {_ENTRY: found}
 
 
 def _checksum(path: Path) -> str:

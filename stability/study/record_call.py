@@ -32,7 +32,7 @@ from stability.recorder.inside.witness import InsideWitness
 from stability.recorder.launch import Asked
 from stability.recorder.spooled import has_ended
 from stability.recorder.writer import stopped
-from stability.records.numeric_switches import numeric_switches, training_switches
+from stability.records.numeric_switches import all_switches
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,8 +52,9 @@ class IdleRecorder(AbstractContextManager["IdleRecorder"]):
     """Records nothing, and costs nothing: outside of a study, or where a launcher records."""
 
     failure = ""
-    is_complete = False
     """Why the run does not count, in one sentence."""
+    is_complete = False
+    """Whether as many updates as were asked for are made."""
 
     def batch(self, *tensors: "Tensor") -> None:
         """Tell what the model is given for the next update; once for each micro-batch."""
@@ -361,7 +362,7 @@ def _training(spool: Spool, asked: Asked, *, watch: bool) -> tuple[Training, Loo
     def begin(state: "dict[str, Tensor]") -> dict[str, Any]:
         if witness:
             witness.begin(state)
-        return start_of(state, words, rank, _switches())
+        return start_of(state, words, rank, all_switches())
 
     training = Training(
         spool,
@@ -379,12 +380,8 @@ def _training(spool: Spool, asked: Asked, *, watch: bool) -> tuple[Training, Loo
     if rank:
         return training, None
     looks = Looks(training, Executed, looks_at(words))
-    witness = InsideWitness(looks, _switches, known_answers, {})
+    witness = InsideWitness(looks, all_switches, known_answers, {})
     return training, looks
-
-
-def _switches() -> dict[str, Any]:
-    return {**numeric_switches(), **training_switches()}
 
 
 def _rank() -> int:

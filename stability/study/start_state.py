@@ -23,14 +23,12 @@ from stability.config.convert import nearest
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
 from stability.records.weight_files import TORCH_SUFFIXES, Weights, load_torch_file, open_weights
+from stability.study.checkpoints import DOOR
 
 __all__ = ["Start", "begin", "read_start_state"]
 
 _PREFIXES = ("", "model.", "module.", "_orig_mod.", "model._orig_mod.", "module._orig_mod.")
 """What may open each name in a file, as wrappers of a model put it there."""
-
-_OURS = ("TrainerDoor", "LogPosition")
-"""What the callbacks of our own runs are called in a checkpoint, the latter in older ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +102,7 @@ def _optimizer_state(path: Path) -> dict[str, Any] | None:
     states = named.get("optimizer_states")
     # of another's the groups of parameters may be in another order
     callbacks = named.get("callbacks")
-    is_ours = isinstance(callbacks, Mapping) and any(name in callbacks for name in _OURS)
+    is_ours = isinstance(callbacks, Mapping) and DOOR in callbacks
     if not is_ours or not isinstance(states, list) or len(states) != 1:
         return None
     return copy.deepcopy(states[0])

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 
 from .loss_targets import find_targets, place_in_graph
 from .older_torch import is_compiling, restore_step_hooks
+from .patching import put
 from .training import Training
 
 __all__ = ["install", "install_count"]
@@ -66,19 +67,6 @@ def install_count(training: Training) -> Callable[[], None]:
     return uninstall
 
 
-def _put(owner: Any, name: str, wrapper: Any) -> Callable[[], None]:
-    """Put a wrapper into its place; return what puts back what was there."""
-    original = getattr(owner, name)
-    setattr(owner, name, wrapper)
-
-    def undo() -> None:
-        # what somebody else has wrapped since stays, around ours
-        if getattr(owner, name) is wrapper:
-            setattr(owner, name, original)
-
-    return undo
-
-
 def _is_backward() -> bool:
     """Whether the autograd engine runs this: what is called there is computed a second time."""
     return torch._C._current_graph_task_id() != -1
@@ -103,7 +91,7 @@ class _Calls:
 
         functools.update_wrapper(call, _original_call)
         self._wrapped = call
-        return _put(nn.Module, "__call__", call)
+        return put(nn.Module, "__call__", call)
 
     def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._training.looks_away:
@@ -220,7 +208,7 @@ def _wrap_backward(training: Training) -> Callable[[], None]:
                 training.back_propagated(getattr(loss, _UNSCALED, loss))
         return original(tensors, *args, **kwargs)
 
-    return _put(torch.autograd, "backward", backward)
+    return put(torch.autograd, "backward", backward)
 
 
 def _wrap_modes(training: Training) -> Callable[[], None]:
@@ -232,7 +220,7 @@ def _wrap_modes(training: Training) -> Callable[[], None]:
             (training.evaluations.may_end if mode else training.evaluations.may_begin)()
         return original(self, mode)
 
-    return _put(nn.Module, "train", train)
+    return put(nn.Module, "train", train)
 
 
 def _wrap_optimizers(training: Training) -> List[Callable[[], None]]:
@@ -248,7 +236,7 @@ def _wrap_optimizers(training: Training) -> List[Callable[[], None]]:
     before: Any = eager(lambda opt, args, kwargs: _step_begins(training, opt, args, kwargs))
     after: Any = eager(lambda opt, args, kwargs: training.step_ends(opt))
     return [
-        _put(Optimizer, "__init__", made),
+        put(Optimizer, "__init__", made),
         register_optimizer_step_pre_hook(before).remove,
         register_optimizer_step_post_hook(after).remove,
     ]
@@ -292,7 +280,7 @@ def _wrap_scaler(training: Training) -> List[Callable[[], None]]:
             training.skipped(opt)
         return result
 
-    return [_put(kind, "scale", scaled), _put(kind, "step", stepped)]
+    return [put(kind, "scale", scaled), put(kind, "step", stepped)]
 
 
 def _wrap_group(training: Training) -> Callable[[], None]:
@@ -307,4 +295,4 @@ def _wrap_group(training: Training) -> Callable[[], None]:
             training.group_ends()
         return original(group)
 
-    return _put(distributed, "destroy_process_group", destroyed)
+    return put(distributed, "destroy_process_group", destroyed)

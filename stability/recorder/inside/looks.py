@@ -34,15 +34,16 @@ from torch.utils._python_dispatch import (
 
 from .module_names import names_of_modules
 from .older_torch import is_compiling
+from .patching import put
 from .training import Training, is_due
 
-__all__ = ["COMPILED", "FIRST_LOOKS", "Looks", "is_looked_at"]
+__all__ = ["FIRST_LOOKS", "Looks", "is_looked_at"]
 
 FIRST_LOOKS = 2
-"""Updates looked at where a training begins: the first may be one that a loss scaler skips, or one
-in which libraries choose their code."""
+"""Updates looked at where a training begins, or a stretch of one: the first may be one that a loss
+scaler skips, or one in which libraries choose their code."""
 
-COMPILED = "torch.compile was called, and what a compiled graph multiplies is not seen"
+_COMPILED = "torch.compile was called, and what a compiled graph multiplies is not seen"
 
 
 def is_looked_at(update: int, last: int = 0) -> bool:
@@ -88,7 +89,7 @@ class Looks:
     def begin(self) -> None:
         """Look at the first update, and hear of `torch.compile`."""
         self._hooks = [
-            _put(torch, "compile", self._heard_compile),
+            put(torch, "compile", self._heard_compile(torch.compile)),
             # these stay: a step that closes an update may not change the hooks that it runs
             register_optimizer_step_pre_hook(self._guarded(self._step_begins)).remove,
             register_optimizer_step_post_hook(self._guarded(self._step_ends)).remove,
@@ -112,7 +113,7 @@ class Looks:
 
     def _arm(self) -> None:
         if not self.unproven and _has_compiled():
-            self.unproven = COMPILED
+            self.unproven = _COMPILED
         if self.unproven or not self._due(self._update):
             return
         of_calls = hooks_of_modules
@@ -120,8 +121,12 @@ class Looks:
         self._undone = [
             of_calls.register_module_forward_pre_hook(self._guarded(self._enters)).remove,
             after.remove,
-            _put(torch.autograd, "backward", self._looking_backward),
-            _put(functional, "scaled_dot_product_attention", self._looking_at_attention),
+            put(torch.autograd, "backward", self._looking_backward(torch.autograd.backward)),
+            put(
+                functional,
+                "scaled_dot_product_attention",
+                self._looking_at_attention(functional.scaled_dot_product_attention),
+            ),
         ]
 
     def _disarm(self) -> None:
@@ -265,7 +270,7 @@ class Looks:
         @functools.wraps(original)
         def compiles(*args: Any, **kwargs: Any) -> Any:
             if not kwargs.get("disable") and not self.unproven:
-                self._give_up(COMPILED)
+                self._give_up(_COMPILED)
                 self._disarm()  # at once: a graph must not find a hook
             return original(*args, **kwargs)
 
@@ -277,17 +282,3 @@ def _has_compiled() -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     known = getattr(dynamo, "cached_backends", {})
     return any(callable(backend) for backend in known.values())  # what disables it has none
-
-
-def _put(owner: Any, name: str, around: Callable[[Any], Any]) -> Callable[[], None]:
-    """Put what is made of the function that stands there into its place; return what undoes it."""
-    original = getattr(owner, name)
-    wrapper = around(original)
-    setattr(owner, name, wrapper)
-
-    def undo() -> None:
-        # what somebody else has wrapped since stays, around ours
-        if getattr(owner, name) is wrapper:
-            setattr(owner, name, original)
-
-    return undo

@@ -34,9 +34,7 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         for name in ("probe.executed", "probe.known_answers", "records.numeric_switches")
     )
 
-    def switches() -> Dict[str, Any]:
-        return {**numeric_switches.numeric_switches(), **numeric_switches.training_switches()}
-
+    switches = numeric_switches.all_switches
     rank = int(asked.get("RANK", "0"))
     attention = asked.get("STABILITY_ATTENTION", "")
     replaced = replace_attention(attention) if attention else None

@@ -1,9 +1,19 @@
 """Begins to record the process it is loaded in, as soon as that imports torch.
 
-What is asked for stands in the environment: `STABILITY_SPOOL` (the folder to write into),
-`STABILITY_SEED`, `STABILITY_STEPS`, `STABILITY_SNAPSHOTS`, `STABILITY_DETERMINISTIC`,
-`STABILITY_NUDGE`. Seeds and switches are set before the script's own first line about torch, which
-may then set others.
+What is asked for stands in the environment (`recorder.launch` puts it there):
+
+- `STABILITY_SPOOL`: the folder to write into
+- `STABILITY_SEED`, `STABILITY_DETERMINISTIC`: set before the script's own first line about torch,
+  which may then set others
+- `STABILITY_STEPS`: after how many updates it ends; 0 for never
+- `STABILITY_SNAPSHOTS`, `STABILITY_LOOKS`: the updates after which weights are kept, and those
+  whose dtypes are looked at; empty for a series of their own
+- `STABILITY_START`: the file of the weights that it is given
+- `STABILITY_NUDGE`: units in the last place and the number of the draw, on top of these
+- `STABILITY_ATTENTION`: what takes the place of `scaled_dot_product_attention`
+- `STABILITY_HELD_OUT`: what the held-out loss is of
+- `STABILITY_PROBE`: what the instrument looks at, as JSON
+- `STABILITY_OBSERVES`: 0 where updates alone are counted
 """
 
 from __future__ import annotations

@@ -14,11 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from stability.probe.executed import Executed, unwitnessed
 from stability.recorder.inside.hooks import install
-from stability.recorder.inside.looks import COMPILED, Looks, is_looked_at
+from stability.recorder.inside.looks import Looks, is_looked_at
 from stability.recorder.inside.module_names import names_of_modules
 from stability.recorder.inside.names import state_of
 from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import Training
+
+COMPILED = "torch.compile was called, and what a compiled graph multiplies is not seen"
 
 
 class Watched:

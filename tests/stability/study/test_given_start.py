@@ -12,9 +12,9 @@ from torch.optim.swa_utils import AveragedModel
 from stability.analysis.pair_contract import prove_pair
 from stability.recorder.inside.given_start import StartRefused, give_start, was_set_anew
 from stability.recorder.inside.names import named_state
-from tests.stability.recorder.recording import SCRIPTS, Recording, words
+from tests.stability.recorder.recording import Recording, words
 
-SAME = ("--same_start", "true")
+SAME = ("--same-start", "true")
 
 MAKES_OTHERS = """
 import sys
@@ -144,20 +144,13 @@ def test_a_start_can_not_be_both_the_baselines_and_another(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_a_start_is_given_to_every_rank(layout: str, tmp_path: Path) -> None:
-    source = (SCRIPTS / "ranks.py").read_text()
-    other = source.replace(
-        "model = nn.Seq",
-        "asked.bf16 or torch.rand(3)\nstate = torch.get_rng_state()\nmodel = nn.Seq",
-    ).replace("optimizer = ", "torch.set_rng_state(state)\noptimizer = ")
-    script = tmp_path / "ranks.py"
-    script.write_text(other.replace("asked.bf16 or", "asked.bf16 and"))
-    study = Recording(tmp_path / "runs", words(str(script), "--layout", layout, ranks=2))
+def test_a_start_is_given_to_every_rank(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path / "runs", words("ranks.py", "--layout", layout, ranks=2))
     assert study.record("baseline") == 0
-    # draws before its weights are made, so these and the batches would be others
-    assert study.record("bf16", "--bf16", options=SAME) == 1
-    assert (
-        study.manifest("bf16").hashes["init_weights"]
-        == (study.manifest("baseline").hashes["init_weights"])
-    ), "what differs is the batches"
-    assert "batch 1 differs" in study.manifest("bf16").message
+    assert study.record("other", "--other-start") == 1
+    assert "hashes.init_weights must be the baseline's" in capsys.readouterr().out
+    assert study.record("other", "--other-start", options=SAME) == 0
+    assert study.manifest("other").resolved["start"] == "given"
+    assert set(study.drift("other").values()) == {0.0}, "only its start was another"

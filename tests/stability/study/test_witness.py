@@ -178,7 +178,7 @@ def test_the_witness_changes_no_measurement(write_study, run_tiny, tmp_path, mon
 
     logs = []
     for looks in (0, 100):
-        monkeypatch.setattr(witnessing_file, "LOOKS", looks)
+        monkeypatch.setattr(witnessing_file, "FIRST_LOOKS", looks)
         study = load_study(write_study(edit))
         run_tiny(study, tmp_path / str(looks))
         runs = [_run(tmp_path / str(looks), arm) for arm in ("baseline", "flash")]

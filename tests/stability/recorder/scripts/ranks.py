@@ -14,12 +14,15 @@ flags = argparse.ArgumentParser()
 flags.add_argument("--seed", type=int, default=0)
 flags.add_argument("--bf16", action="store_true")
 flags.add_argument("--layout", choices=["ddp", "fsdp", "one"], default="ddp")
+flags.add_argument("--other-start", action="store_true")
 asked = flags.parse_args()
 
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 if asked.layout != "one":
     torch.distributed.init_process_group("gloo")
 torch.manual_seed(asked.seed)
+if asked.other_start:
+    torch.rand(7)  # other random numbers, as another order of modules draws
 model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
 if asked.layout == "ddp":
     model = nn.parallel.DistributedDataParallel(model)
@@ -31,6 +34,7 @@ elif asked.layout == "fsdp":
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+torch.manual_seed(asked.seed + 1)  # so that any start has the same batches
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for _ in range(6):
     x, y = torch.randn(8, 6), torch.randint(0, 4, (8,))
