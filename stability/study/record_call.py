@@ -77,7 +77,6 @@ class Recorder(IdleRecorder):
     def __init__(self, training: Training, record: "OpenRun | None", stack: ExitStack) -> None:
         self._training, self._stack, self._record = training, stack, record
         self._is_open = True
-        self._evaluates = self._is_stopped = False
         atexit.register(self.end)
 
     @property
@@ -86,29 +85,28 @@ class Recorder(IdleRecorder):
         return self._training.is_complete
 
     def batch(self, *tensors: "Tensor") -> None:
-        """Tell what the model is given for the next update; once for each micro-batch."""
-        self._stop_if_planned()
+        """Tell what the model is given for the next update; once for each micro-batch.
+
+        `PlannedStop`, a SystemExit that the `with` block takes in, once as many updates as were
+        asked for are made.
+        """
+        self._stop_if_over()
         self._training.given(list(tensors), is_training=True)
 
     def step(self, loss: "Tensor | float | None" = None) -> None:
         """Tell that the weights were updated, and of the loss that was back-propagated.
 
-        To be called after the optimizer's step, once for each update. `PlannedStop`, a SystemExit
-        that the `with` block takes in, after as many updates as were asked for.
+        To be called after the optimizer's step, once for each update. The last one that was asked
+        for returns, so that what is evaluated after it can be told; one more is a `PlannedStop`.
         """
         if not self._is_open:
             raise RuntimeError("stability.record: step was called after the record's end")
-        self._stop_if_planned()
+        self._stop_if_over()
         if loss is not None:
             import torch  # heavy
 
             self._training.back_propagated(torch.as_tensor(loss))
-        try:
-            self._training.update_ends()
-        except PlannedStop:
-            if not self._evaluates:
-                raise
-            self._is_stopped = True  # what is evaluated after the last update goes first
+        self._training.update_ends()
 
     def held_out(self, loss: "Tensor | float", *tensors: "Tensor") -> None:
         """Tell of the loss on held-out data after the last update, and of the data.
@@ -118,11 +116,10 @@ class Recorder(IdleRecorder):
         """
         if not self._is_open:
             raise RuntimeError("stability.record: held_out was called after the record's end")
-        self._evaluates = True
         self._training.told_held_out(float(loss), list(tensors))
 
-    def _stop_if_planned(self) -> None:
-        if self._is_stopped:
+    def _stop_if_over(self) -> None:
+        if self._training.is_over:
             raise PlannedStop
 
     def end(self) -> None:
