@@ -152,7 +152,9 @@ class Recorder(IdleRecorder):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if kind is None or kind is PlannedStop:
+        # a script that has done its work may leave by sys.exit(), also from inside of the block
+        is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        if kind is None or is_exit:
             self.end()
             return kind is PlannedStop
         if self._is_open:

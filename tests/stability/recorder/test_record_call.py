@@ -146,6 +146,16 @@ def test_an_error_in_the_loop_is_passed_on_and_does_not_count(
     assert "the disk is full" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("code", "state"), [(None, "finished"), (0, "finished"), (3, "failed")])
+def test_a_script_may_leave_the_block_by_exit(code: int | None, state: str, tmp_path: Path) -> None:
+    told: Any = {"study": "mine", "arm": "baseline", "out": tmp_path, "config": {}}
+    with pytest.raises(SystemExit) as left, stability.record(nn.Linear(3, 2), **told) as recorder:
+        recorder.step(1.0)
+        raise SystemExit(code)
+    assert left.value.code == code
+    assert manifest_of(tmp_path, "baseline").state == state
+
+
 def test_a_loop_that_never_steps_does_not_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
