@@ -125,7 +125,9 @@ def _of_the_same(
     losses = {step: _mean(calls) for step, calls in chosen.items() if calls}
     calls = next(x for x in chosen.values() if x)
     return HeldOut(
-        losses=losses, digest=_digest(calls), notes=[_said(calls, shared, used, unknown, len(losses))]
+        losses=losses,
+        digest=_digest(calls),
+        notes=[_said(calls, shared, used, unknown, len(losses))],
     )
 
 

@@ -149,9 +149,14 @@ def test_an_error_in_the_loop_is_passed_on_and_does_not_count(
 @pytest.mark.parametrize(("code", "state"), [(None, "finished"), (0, "finished"), (3, "failed")])
 def test_a_script_may_leave_the_block_by_exit(code: int | None, state: str, tmp_path: Path) -> None:
     told: Any = {"study": "mine", "arm": "baseline", "out": tmp_path, "config": {}}
-    with pytest.raises(SystemExit) as left, stability.record(nn.Linear(3, 2), **told) as recorder:
-        recorder.step(1.0)
-        raise SystemExit(code)
+
+    def leave() -> None:
+        with stability.record(nn.Linear(3, 2), **told) as recorder:
+            recorder.step(1.0)
+            raise SystemExit(code)
+
+    with pytest.raises(SystemExit) as left:
+        leave()
     assert left.value.code == code
     assert manifest_of(tmp_path, "baseline").state == state
 
