@@ -24,7 +24,7 @@ from stability.recorder.inside.environment import own_modules
 from stability.recorder.inside.evaluations import Evaluations
 from stability.recorder.inside.hooks import install
 from stability.recorder.inside.looks import Looks
-from stability.recorder.inside.names import state_of
+from stability.recorder.inside.names import named_masters, state_of
 from stability.recorder.inside.recorded import due_at, looks_at, start_of
 from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import PlannedStop, Training
@@ -259,7 +259,11 @@ def record(
     is_one = hasattr(optimizer, "param_groups")
     for each in cast("Iterable[Optimizer]", [optimizer] if is_one else optimizer):
         training.add_optimizer(each)
-    training.begin_with(*state_of(model))
+    groups = [group for each in training.optimizers for group in each.param_groups]
+    state, owners = state_of(model)
+    training.begin_with(
+        {**state, **named_masters(x for group in groups for x in group["params"])}, owners
+    )
     if watch:
         stack.callback(install(training))
     if looks:
