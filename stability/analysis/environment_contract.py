@@ -25,6 +25,15 @@ __all__ = ["NAMES_OF_MODULES", "is_free_entry", "is_known_of_both", "moved_by", 
 NAMES_OF_MODULES = ("attention", "model.init", "optimizer.name", "optimizer.options")
 """The axes that may name a module of the user's own."""
 
+_DETERMINISTIC = (
+    "deterministic_algorithms",
+    "deterministic_warn_only",
+    "cudnn_deterministic",
+    "cudnn_benchmark",
+    "gemm_fp32",
+    "gemm_bf16",
+    "sum_fp32",
+)
 _MOVED_BY: Mapping[str, tuple[str, ...]] = {
     "train.matmul_precision": (
         "float32_matmul_precision",
@@ -36,15 +45,8 @@ _MOVED_BY: Mapping[str, tuple[str, ...]] = {
         "attention_fp32",
         "fp32_product_bits",
     ),
-    "train.deterministic": (
-        "deterministic_algorithms",
-        "deterministic_warn_only",
-        "cudnn_deterministic",
-        "cudnn_benchmark",
-        "gemm_fp32",
-        "gemm_bf16",
-        "sum_fp32",
-    ),
+    "train.deterministic": _DETERMINISTIC,
+    "deterministic": _DETERMINISTIC,
 }
 """The switches that a value of the config sets, and the known answers that they move."""
 
@@ -122,7 +124,6 @@ _TELLS_OF_CODE = (
     "ref",
     "setup",
     "python",
-    "deterministic",
 )
 """What of a command's config may turn switches and import other modules."""
 _OF_INTERPRETERS = ("python", "python_optimize", "package", "cuda", "cudnn")
@@ -140,11 +141,12 @@ def _follows_from_command(key: str, differences: Mapping[str, Any], *, is_in_one
         return True
     if key == "start":  # the checksum of the checkpoint that it begins from
         return touches(differences, ("start",))
+    if key == "variable.CUBLAS_WORKSPACE_CONFIG":  # set with the deterministic algorithms
+        return touches(differences, ("deterministic", f"env.{name}"))
     if not touches(differences, _TELLS_OF_CODE):
         return False
     if kind == "variable":
-        is_switch = name == "CUBLAS_WORKSPACE_CONFIG" and "deterministic" in differences
-        return is_switch or f"env.{name}" in differences
+        return f"env.{name}" in differences
     if kind == "module":
         # our own attentions are imported where they take a script's place
         known = _HOOKS if touches(differences, ("attention",)) else (*_INSTALLED, *_HOOKS)

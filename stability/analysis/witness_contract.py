@@ -54,7 +54,7 @@ CHANGED_BY: dict[Part, tuple[str, ...]] = {
 }
 """Axes that are meant to change the dtypes of a part."""
 
-_OF_CODE = ("program", "flags", "config", "env", "ref", "setup", "python", "deterministic")
+_OF_CODE = ("program", "flags", "config", "env", "ref", "setup", "python")
 """What of a command may change all that is executed: of a flag nobody can tell."""
 
 

@@ -58,9 +58,8 @@ def init(
             print_line(f"FAILED: {error}")
             return FAILS
     notes += found["notes"]
-    print_line(
-        f"after {TRIAL} updates: {len(found['names'])} weights of {', '.join(found['models'])}"
-    )
+    models = ", ".join(found["models"]) or "no module"
+    print_line(f"after {TRIAL} updates: {len(found['names'])} weights of {models}")
     for note in notes:
         print_line(f"  {note}")
     make_folders(to.parent)

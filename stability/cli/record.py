@@ -128,7 +128,7 @@ def record_arm(
     ranks = f" on {found['ranks']} ranks" if found["ranks"] > 1 else ""
     print_line(
         f"{arm}, seed {seed}: {manifest.state} after {manifest.step} updates{ranks}, "
-        f"{len(found['names'])} weights of {', '.join(found['models'])}"
+        f"{len(found['names'])} weights of {', '.join(found['models']) or 'no module'}"
     )
     for note in [*found["notes"], manifest.message, *measure_study(run)]:
         if note:

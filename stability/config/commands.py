@@ -104,6 +104,7 @@ def training_config(
     attention: str = "",
     held_out: str = "",
     probe: Mapping[str, Any] | None = None,
+    deterministic: bool = True,
     may_change: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the config of a run of a `training` that is not ours, in JSON values.
@@ -111,7 +112,8 @@ def training_config(
     `nudge` are the units in the last place by which its start weights are moved and the number of
     the draw, `attention` what takes the place of the script's own. `may_change` names what else is
     meant to be another one than the baseline's, of `CHANGES`: of a flag nobody can tell. `held_out`
-    is as `check_held_out` has it. ValueError for another name.
+    is as `check_held_out` has it; `deterministic` is False where torch's deterministic algorithms
+    are not asked for. ValueError for another name.
     """
     unknown = [name for name in may_change if name not in CHANGES]
     if unknown:
@@ -125,6 +127,7 @@ def training_config(
         "changes": {name: name in may_change for name in CHANGES},
         "train": {"steps": steps, "snapshot_steps": list(snapshot_steps)},
         # only where it is given: older records have none
+        **({} if deterministic else {"deterministic": False}),
         **({"held_out": held_out} if held_out else {}),
         **({"probe": dict(probe)} if probe else {}),
     }

@@ -23,6 +23,8 @@ __all__ = ["HeldOut", "read_held_out"]
 
 _ASK = "name a function of its held-out loss by held_out, as MODULE:FUNCTION"
 
+_UNKNOWN = "whether the samples were trained on can't be told, since their keys were not kept"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
@@ -77,8 +79,7 @@ def _told(ranks: Sequence[Lines]) -> HeldOut:
         # the last one that a rank has told of a step
         lines = [[x for x in lines if x["step"] == step][-1:] for lines in ranks]
         found = [line for of_rank in lines for line in of_rank]
-        samples = sum(line["samples"] for line in found)
-        losses[step] = sum(line["loss"] * line["samples"] for line in found) / samples
+        losses[step] = _mean([_Call(x["hash"], x["samples"], x["loss"]) for x in found])
         hashes = [line["hash"] for line in found]
         digests[step] = _over_ranks(hashes) if all(hashes) else ""
     digest = _of_steps(digests) if all(digests.values()) else ""
@@ -114,23 +115,32 @@ def _of_the_same(
             notes=[f"no held-out loss: {said}; {_ASK}, or say `held_out: all` if none trains"]
         )
     used = Counter({digest: n for digest, n in shared.items() if known.get(digest) is False})
+    unknown = shared.total() - sum(shared[digest] for digest in known)
     if not used:
         said = "all that the script evaluates at every evaluation was trained on"
+        if unknown:
+            said = f"for {unknown} of {shared.total()} losses {_UNKNOWN}"
         return HeldOut(notes=[f"no held-out loss: {said}; {_ASK}"])
     chosen = {step: _chosen(calls, used) for step, calls in by_step.items()}
     losses = {step: _mean(calls) for step, calls in chosen.items() if calls}
     calls = next(x for x in chosen.values() if x)
     return HeldOut(
-        losses=losses, digest=_digest(calls), notes=[_said(calls, shared, used, len(losses))]
+        losses=losses,
+        digest=_digest(calls),
+        notes=[_said(calls, shared, used, unknown, len(losses))],
     )
 
 
-def _said(calls: Sequence[_Call], shared: Counter[str], used: Counter[str], steps: int) -> str:
+def _said(
+    calls: Sequence[_Call], shared: Counter[str], used: Counter[str], unknown: int, steps: int
+) -> str:
     samples = sum(call.samples for call in calls)
     said = f"held out: {samples} samples that the script evaluates at {steps} steps"
-    trained = shared.total() - used.total()
+    trained = shared.total() - used.total() - unknown
     if trained:
         said += f"; {trained} of {shared.total()} losses are of samples it trains on, and left out"
+    if unknown:
+        said += f"; {unknown} of {shared.total()} losses are left out: {_UNKNOWN}"
     return said
 
 

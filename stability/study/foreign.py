@@ -103,16 +103,22 @@ def opened(
 ) -> Iterator[OpenRun]:
     """Hold a run's folder while it trains under these variables; the spool is gone afterwards.
 
-    RunConflictError if another process records the run, ValueError if another one is on record.
+    RunConflictError if another process records the run, ValueError if another one is on record, and
+    for another checkpoint than the baseline's, which the manifest then says too.
     """
     check_free(run)
-    first = _first_manifest(run, variables)
+    found = environment_outside(variables)
     with locked(run.paths):
+        try:
+            found = {**found, **checkpoint_entry(run)}
+        except ValueError as error:
+            stopped(RunFiles(run.paths, _first_manifest(run, found)), "failed", str(error))
+            raise
         for left in run.paths.root.glob(".spool-*"):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         spool = Path(tempfile.mkdtemp(prefix=".spool-", dir=run.paths.root))
         try:
-            files = RunFiles(run.paths, first)
+            files = RunFiles(run.paths, _first_manifest(run, found))
             files.update()
             git = state_of_code(run.words or sys.argv[:1], folder)
             with writing(run, files, lambda step: _check_batches(run, step)) as writer:
@@ -280,8 +286,7 @@ def _attention_notes(run: ForeignRun, spooled: Spooled) -> list[str]:
     return [f"{count} attention calls were replaced by {run.asked.attention}{inside}"]
 
 
-def _first_manifest(run: ForeignRun, variables: Mapping[str, str]) -> Manifest:
-    found = {**environment_outside(variables), **checkpoint_entry(run)}
+def _first_manifest(run: ForeignRun, environment: dict[str, Any]) -> Manifest:
     return Manifest(
         study=run.study,
         arm=run.arm,
@@ -289,11 +294,11 @@ def _first_manifest(run: ForeignRun, variables: Mapping[str, str]) -> Manifest:
         axis=run.axis,
         config=dict(run.config),  # pyright: ignore[reportArgumentType] a command's
         diff={path: list(values) for path, values in run.diff.items()},
-        environment=found,
+        environment=environment,
         resolved=_command(run),
         hashes={
             "config_less_axis": hash_without(run.config, run.diff),
-            "environment": hash_environment(found),
+            "environment": hash_environment(environment),
             "protocol": protocol_hash(run.folder),
         },
         state="running",

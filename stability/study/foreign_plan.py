@@ -112,6 +112,7 @@ def plan_run(
         attention=asked.attention,
         held_out=held_out,
         probe=asked.probe,
+        deterministic=asked.deterministic,
         may_change=may_change,
     )
     differences = diff(base, config) if base else {}

@@ -24,7 +24,7 @@ from stability.recorder.inside.environment import own_modules
 from stability.recorder.inside.evaluations import Evaluations
 from stability.recorder.inside.hooks import install
 from stability.recorder.inside.looks import Looks
-from stability.recorder.inside.names import state_of
+from stability.recorder.inside.names import named_masters, state_of
 from stability.recorder.inside.recorded import due_at, looks_at, start_of
 from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import PlannedStop, Training
@@ -78,7 +78,6 @@ class Recorder(IdleRecorder):
     def __init__(self, training: Training, record: "OpenRun | None", stack: ExitStack) -> None:
         self._training, self._stack, self._record = training, stack, record
         self._is_open = True
-        self._evaluates = self._is_stopped = False
         atexit.register(self.end)
 
     @property
@@ -87,29 +86,28 @@ class Recorder(IdleRecorder):
         return self._training.is_complete
 
     def batch(self, *tensors: "Tensor") -> None:
-        """Tell what the model is given for the next update; once for each micro-batch."""
-        self._stop_if_planned()
+        """Tell what the model is given for the next update; once for each micro-batch.
+
+        `PlannedStop`, a SystemExit that the `with` block takes in, once as many updates as were
+        asked for are made.
+        """
+        self._stop_if_over()
         self._training.given(list(tensors), is_training=True)
 
     def step(self, loss: "Tensor | float | None" = None) -> None:
         """Tell that the weights were updated, and of the loss that was back-propagated.
 
-        To be called after the optimizer's step, once for each update. `PlannedStop`, a SystemExit
-        that the `with` block takes in, after as many updates as were asked for.
+        To be called after the optimizer's step, once for each update. The last one that was asked
+        for returns, so that what is evaluated after it can be told; one more is a `PlannedStop`.
         """
         if not self._is_open:
             raise RuntimeError("stability.record: step was called after the record's end")
-        self._stop_if_planned()
+        self._stop_if_over()
         if loss is not None:
             import torch  # heavy
 
             self._training.back_propagated(torch.as_tensor(loss))
-        try:
-            self._training.update_ends()
-        except PlannedStop:
-            if not self._evaluates:
-                raise
-            self._is_stopped = True  # what is evaluated after the last update goes first
+        self._training.update_ends()
 
     def held_out(self, loss: "Tensor | float", *tensors: "Tensor") -> None:
         """Tell of the loss on held-out data after the last update, and of the data.
@@ -119,11 +117,10 @@ class Recorder(IdleRecorder):
         """
         if not self._is_open:
             raise RuntimeError("stability.record: held_out was called after the record's end")
-        self._evaluates = True
         self._training.told_held_out(float(loss), list(tensors))
 
-    def _stop_if_planned(self) -> None:
-        if self._is_stopped:
+    def _stop_if_over(self) -> None:
+        if self._training.is_over:
             raise PlannedStop
 
     def end(self) -> None:
@@ -156,7 +153,9 @@ class Recorder(IdleRecorder):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if kind is None or kind is PlannedStop:
+        # a script that has done its work may leave by sys.exit(), also from inside of the block
+        is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        if kind is None or is_exit:
             self.end()
             return kind is PlannedStop
         if self._is_open:
@@ -261,7 +260,11 @@ def record(
     is_one = hasattr(optimizer, "param_groups")
     for each in cast("Iterable[Optimizer]", [optimizer] if is_one else optimizer):
         training.add_optimizer(each)
-    training.begin_with(*state_of(model))
+    groups = [group for each in training.optimizers for group in each.param_groups]
+    state, owners = state_of(model)
+    training.begin_with(
+        {**state, **named_masters(x for group in groups for x in group["params"])}, owners
+    )
     if watch:
         stack.callback(install(training))
     if looks:

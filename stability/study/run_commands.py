@@ -31,7 +31,7 @@ from stability.records.protocol import Protocol, has_begun, read_protocol, seal_
 from stability.records.sealed_json import write_sealed
 from stability.study.foreign import RunFailedError, measure_study, record_command
 from stability.study.foreign_plan import ForeignRun, check_attention_name, check_free
-from stability.study.late_start import check_checkpoint
+from stability.study.late_start import check_checkpoint, checkpoint_entry
 from stability.study.run import RunConflictError
 from stability.study.run_study import order_of_role
 from stability.study.worktree import checkout, commit_of, repository
@@ -72,11 +72,14 @@ def run_commands(
     on, but none whose baseline failed. With `check_observer` each arm's first run is made once
     more, unobserved, and must end in the same bits. The protocol is sealed before the first run.
     What a command prints goes to `output.txt` in its run's folder. ValueError as `plan_commands`,
-    for a folder that holds another run, and for what `setup` fails in.
+    for a folder that holds another run, for a checkpoint that is another one than a baseline on
+    record began from, and for what `setup` fails in.
     """
     runs = plan_commands(study, out)
     for run in runs:
         check_free(run)
+        if not run.is_kept and run.baseline is not None and run.baseline.manifest.exists():
+            checkpoint_entry(run)
     folders = {run.arm: folder_of(run) for run in runs[: len(study.arms)]}
     content = _content(study, runs)
     folder = StudyPaths(out / study.name)
@@ -202,6 +205,8 @@ def record_planned(
         return "failed", f"{error}; what it printed is in {run.paths.output}"
     except RunConflictError as error:
         return read_manifest(run.paths.manifest).state, str(error)
+    except ValueError as error:  # what only now can't be, as of a checkpoint that an arm overwrote
+        return "failed", str(error)
     losses = read_metrics(run.paths.metrics).get(TRAIN_LOSS)
     if losses:
         observer.run_advanced(run.arm, run.seed, manifest.step, losses.values[-1])

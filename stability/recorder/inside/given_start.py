@@ -2,18 +2,18 @@
 
 Arms whose code draws other random numbers as it makes its weights, as under another version of
 torch, so begin from one state. Copies of the weights, as those that a moving average starts from,
-are set with them. Leaves out where the weights come from: the command that started the training has
-put them into a file.
+are set with them, and so is the model whose masters an optimizer has. Leaves out where the weights
+come from: the command that started the training has put them into a file.
 """
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, Mapping, Optional, Set
 
 import torch
 from torch import Tensor, nn
 
-from .names import copies_of
+from .names import cast_of, copies_of, masters_of
 from .older_torch import distributed_like
 
 __all__ = ["StartRefused", "give_start", "read_start", "was_set_anew"]
@@ -40,10 +40,15 @@ def give_start(state: Dict[str, Tensor], given: Mapping[str, Tensor]) -> None:
     problem = _problem(state, given)
     if problem:
         raise StartRefused(problem)
+    masters = masters_of(state)
+    taken: Set[int] = set()
     with torch.no_grad():
-        for name, weight in state.items():
+        for name, weight in [*masters.items(), *state.items()]:
             # before it changes: copies are known by the bits that they share with it
             copies = copies_of(name, weight) if isinstance(weight, nn.Parameter) else []
+            if name in masters and id(weight) not in taken:
+                copies = cast_of(weight, taken)
+                taken.update(map(id, [weight, *copies]))
             placed = distributed_like(given[name].to(weight.device), weight)
             for each in [weight, *copies]:
                 each.copy_(placed)
@@ -55,8 +60,11 @@ def was_set_anew(state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Op
     To be asked before the first update. Every rank must ask, since shards are gathered.
     """
     found = None
+    masters = masters_of(state)
     for name, weight in state.items():
-        if not isinstance(weight, nn.Parameter):  # a forward pass moves buffers
+        if (
+            not isinstance(weight, nn.Parameter) and name not in masters
+        ):  # a forward pass moves buffers
             continue
         gather: Any = getattr(weight, "full_tensor", None)
         whole = (gather() if gather else weight).detach().to("cpu")

@@ -7,11 +7,22 @@ the weights of two runs can be compared. Leaves out what is done with them (`tra
 from __future__ import annotations
 
 import gc
-from typing import Dict, Iterable, List, Optional, Set, Tuple
+from typing import Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-__all__ = ["copies_of", "named_state", "root_of", "state_of", "unwrapped", "without_wrappers"]
+__all__ = [
+    "cast_of",
+    "copies_of",
+    "masters_of",
+    "named_masters",
+    "named_state",
+    "root_of",
+    "state_of",
+    "unwrapped",
+    "without_wrappers",
+]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of a name that no user has given: of torch.compile, of checkpointing and of FSDP."""
@@ -78,6 +89,46 @@ def copies_of(name: str, weight: Tensor) -> List[Tensor]:
     ]
 
 
+def named_masters(weights: Iterable[Tensor]) -> Dict[str, Tensor]:
+    """Return those of an optimizer's `weights` that no module can own, named as `named_state` does.
+
+    As the FP32 masters of a model in BF16.
+    """
+    places = enumerate(weights)
+    return {f"unowned_{place}": x for place, x in places if not isinstance(x, nn.Parameter)}
+
+
+def masters_of(state: Mapping[str, Tensor]) -> Dict[str, Tensor]:
+    """Return what of `state` optimizers update although it is no parameter of a module."""
+    found = (x for x in gc.get_objects() if issubclass(type(x), Optimizer))
+    groups = (group for x in found for group in vars(x).get("param_groups", ()))
+    owned = {id(weight) for group in groups for weight in group["params"]}
+    masters = {name: x for name, x in state.items() if not isinstance(x, nn.Parameter)}
+    return {name: x for name, x in masters.items() if id(x) in owned}
+
+
+def cast_of(master: Tensor, taken: Set[int]) -> List[Tensor]:
+    """Return the parameter that holds `master` in a dtype of its own, and that one's copies.
+
+    Nothing if no parameter does, before the first update. Of several that are equal it is the first
+    that is not in `taken`, the places in memory of those that other masters have.
+    """
+    for module in _without_owner(_modules()):
+        for name, weight in module.named_parameters():
+            if id(weight) not in taken and _holds(weight, master):
+                return [weight, *copies_of(without_wrappers(name), weight)]
+    return []
+
+
+def _holds(weight: Tensor, master: Tensor) -> bool:
+    """Whether `weight` is `master` in another dtype, spread over ranks alike."""
+    is_sharded = [hasattr(x, "full_tensor") for x in (weight, master)]
+    is_like = weight.shape == master.shape and weight.device == master.device
+    if not is_like or weight.dtype == master.dtype or is_sharded[0] != is_sharded[1]:
+        return False
+    return weight.detach().equal(master.detach().to(weight.dtype))
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return what a wrapper holds: a compiled, checkpointed or distributed module's own one."""
     while True:
@@ -98,11 +149,13 @@ def _class_of(module: nn.Module) -> str:
 
 def _outermost(weights: Set[int]) -> List[nn.Module]:
     """Return the modules that own one of `weights` and that no other module holds."""
-    modules = _modules()
-    held = {id(child) for module in modules for child in module._modules.values()}
-    found = [module for module in modules if id(module) not in held]
-    found = [module for module in found if weights.intersection(_owned(module))]
+    found = [x for x in _without_owner(_modules()) if weights.intersection(_owned(x))]
     return sorted(found, key=lambda module: (type(module).__name__, -len(_owned(module))))
+
+
+def _without_owner(modules: List[nn.Module]) -> List[nn.Module]:
+    held = {id(child) for module in modules for child in module._modules.values()}
+    return [module for module in modules if id(module) not in held]
 
 
 def _modules() -> List[nn.Module]:

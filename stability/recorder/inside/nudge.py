@@ -2,37 +2,51 @@
 
 The coin of a weight is a function of the seed, the draw, its name and its place in the whole
 tensor, so it falls alike however the weights are spread over ranks. Copies of the weights that a
-moving average starts from are moved with them.
+moving average starts from are moved with them. An optimizer's masters of a model in fewer bits are
+weights too.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Dict
+from typing import Dict, Set
 
 import torch
 from torch import Tensor, nn
 
-from .names import copies_of
+from .names import cast_of, copies_of, masters_of
 from .older_torch import distributed_like
 
 __all__ = ["nudge_weights"]
 
 
 def nudge_weights(state: Dict[str, Tensor], ulps: int, seed: int, draw: int) -> None:
-    """Move each parameter in `state` by `ulps` units in the last place, up or down by a coin."""
+    """Move each trained weight in `state` by `ulps` units in the last place, up or down by a coin.
+
+    A weight of a model whose master an optimizer updates gets the master's value, rounded: the
+    model then begins where its masters do.
+    """
+    masters = masters_of(state)
+    taken: Set[int] = set()
     with torch.no_grad():
-        for name, weight in state.items():
-            if not isinstance(weight, nn.Parameter):
+        for name, weight in [*masters.items(), *state.items()]:
+            is_master = name in masters
+            if id(weight) in taken or not (is_master or isinstance(weight, nn.Parameter)):
                 continue
-            copies = copies_of(name, weight)
-            words = f"nudge {seed} {draw} {name}".encode()
-            number = int.from_bytes(hashlib.sha256(words).digest()[:4], "big")
-            generator = torch.Generator().manual_seed(number)
-            coin = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
-            moved = _moved(weight, coin, ulps)
+            # before it moves: both are known by the bits that they share with it
+            copies = cast_of(weight, taken) if is_master else copies_of(name, weight)
+            moved = _moved(weight, _coin(f"nudge {seed} {draw} {name}", weight), ulps)
             for each in [weight, *copies]:
                 each.copy_(moved)
+            if is_master:
+                taken.update(map(id, [weight, *copies]))
+
+
+def _coin(words: str, weight: Tensor) -> Tensor:
+    """Return 1 or -1 for each element of the whole tensor."""
+    number = int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
 
 
 def _moved(weight: Tensor, coin: Tensor, ulps: int) -> Tensor:

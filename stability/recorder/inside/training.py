@@ -131,6 +131,11 @@ class Training:
         return bool(self._steps) and self.step + is_whole >= self._steps
 
     @property
+    def is_over(self) -> bool:
+        """Whether the row of the last planned update is closed."""
+        return self.is_planned and self.step >= self._steps
+
+    @property
     def state(self) -> Dict[str, Tensor]:
         """Weights and buffers by name, as they are; empty before the start state is taken."""
         return self._state
@@ -162,15 +167,20 @@ class Training:
             self.instrument = self.look(root)
 
     def update_ends(self) -> None:
-        """Tell of a whole update that was made, of whatever optimizers: its row is complete."""
+        """Tell of a whole update that was made, of whatever optimizers: its row is complete.
+
+        It raises no `PlannedStop`: who tells of the updates ends the training where it is over.
+        """
         self.steps += 1
         self._note_step(-1)
-        self._close()
+        self._close(stops=False)
 
     def forward_begins(self) -> None:
         """Tell of a forward pass that trains: closes the row that is complete."""
         if self._held_out_inputs is not None:
             return
+        if self.is_over and not self.has_ended:
+            raise PlannedStop
         self.evaluations.end()
         if self._inside:  # a closure's: it belongs to the step that runs
             self._take_start()
@@ -296,7 +306,7 @@ class Training:
         self.has_ended = True
         self.evaluations.end()
         if self._row.stepped:
-            self._close(is_last=True)
+            self._close(stops=False)
         if not self.step:
             if self.backwards:
                 self._spool.write({"kind": "none", "backwards": self.backwards})
@@ -351,7 +361,7 @@ class Training:
         if weights:
             self.begin_with(*named_state(weights))
 
-    def _close(self, *, is_last: bool = False) -> None:
+    def _close(self, *, stops: bool = True) -> None:
         self.step += 1
         self.when_update_ends(self.step)
         row, self._row = self._row, Row()
@@ -367,7 +377,7 @@ class Training:
         is_late = time.monotonic() - self._written_at > _LONGEST_S
         if len(self._lines) >= _MOST_ROWS or is_late or is_planned:
             self._flush()
-        if is_planned and not is_last:
+        if is_planned and stops:
             self.end("planned")
             raise PlannedStop
 

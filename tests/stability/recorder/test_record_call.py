@@ -12,11 +12,12 @@ from torch import nn
 
 import stability
 from stability.config.commands import call_training
+from stability.recorder.spooled import has_ended
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_metrics, read_text
-from stability.records.metric_names import BATCH_HASH, TRAIN_LOSS, drift_name
+from stability.records.metric_names import BATCH_HASH, EVAL_LOSS, TRAIN_LOSS, drift_name
 from stability.records.paths import RunPaths
-from stability.study.record_call import IdleRecorder
+from stability.study.record_call import IdleRecorder, Recorder
 from tests.stability.recorder.recording import Recording, bits_of, words
 
 Train = Callable[..., Any]
@@ -72,6 +73,52 @@ def test_an_arm_ends_where_its_baseline_did(train: Train, tmp_path: Path) -> Non
     assert manifest_of(tmp_path, "steps").state == "finished"
 
 
+@pytest.mark.parametrize("watch", [False, True])
+def test_the_held_out_loss_after_the_loop_is_taken_of_every_arm(
+    watch: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arm in ("baseline", "rerun"):  # the second one's updates are planned by the first one
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        told: Any = {"study": "mine", "arm": arm, "out": tmp_path, "config": {}, "watch": watch}
+        with stability.record(model, optimizer, **told) as recorder:
+            for x in torch.ones(4, 2, 3):
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step(loss)
+            assert isinstance(recorder, Recorder)
+            assert recorder._record is not None
+            # the first of several ranks waits for this: nobody may have more to tell by then
+            assert not has_ended(recorder._record.spool)
+            recorder.held_out(0.25, torch.ones(1, 3))
+        found = read_metrics(RunPaths.for_run(tmp_path / "mine", arm, 0).metrics)[EVAL_LOSS]
+        assert dict(zip(found.steps, found.values, strict=True)) == {4: 0.25}
+        assert "no held-out loss" not in capsys.readouterr().out
+        with pytest.raises(RuntimeError, match="held_out was called after the record's end"):
+            recorder.held_out(0.25)
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_a_loop_that_goes_on_is_ended_at_its_next_update(watch: bool, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told: Any = {"study": "mine", "arm": "baseline", "out": tmp_path, "config": {}}
+    made = 0
+    with stability.record(model, optimizer, steps=2, watch=watch, **told) as recorder:
+        while True:
+            if not watch:
+                recorder.batch(torch.ones(2, 3))
+            model(torch.ones(2, 3)).square().mean().backward()
+            optimizer.step()
+            recorder.step()
+            made += 1
+    assert made == 2
+    assert manifest_of(tmp_path, "baseline").step == 2
+
+
 def test_other_batches_than_the_baselines_do_not_count(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +144,21 @@ def test_an_error_in_the_loop_is_passed_on_and_does_not_count(
     manifest = manifest_of(tmp_path, "baseline")
     assert (manifest.state, manifest.message) == ("failed", "RuntimeError: the disk is full")
     assert "the disk is full" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "state"), [(None, "finished"), (0, "finished"), (3, "failed")])
+def test_a_script_may_leave_the_block_by_exit(code: int | None, state: str, tmp_path: Path) -> None:
+    told: Any = {"study": "mine", "arm": "baseline", "out": tmp_path, "config": {}}
+
+    def leave() -> None:
+        with stability.record(nn.Linear(3, 2), **told) as recorder:
+            recorder.step(1.0)
+            raise SystemExit(code)
+
+    with pytest.raises(SystemExit) as left:
+        leave()
+    assert left.value.code == code
+    assert manifest_of(tmp_path, "baseline").state == state
 
 
 def test_a_loop_that_never_steps_does_not_count(

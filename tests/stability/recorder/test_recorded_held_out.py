@@ -5,11 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from stability.analysis.held_out_losses import of_other_data
 from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.study_records import read_study
 from stability.config.study import PolicyConfig
+from stability.recorder.held_out import read_held_out
+from stability.recorder.inside.spool import Spool
+from stability.recorder.inside.training import Training
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import EVAL_LOSS
 from tests.stability.recorder.recording import (
@@ -184,6 +188,37 @@ def test_two_ranks_are_evaluated_as_one(tmp_path: Path, capsys: pytest.CaptureFi
     assert bits_of(capsys.readouterr().out) == alone
     # all 11 samples on each rank, where the script has 6 of them on one and 5 on the other
     assert held_out(told)[12] == pytest.approx(held_out(study)[12], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (["a"], "no held-out loss: for 1 of 2 losses whether the samples were trained on can't be"),
+        (["b"], "held out: 4 samples that the script evaluates at 1 steps; 1 of 2 losses are left"),
+        (["a", "b"], "1 of 2 losses are of samples it trains on, and left out"),
+    ],
+)
+def test_losses_whose_samples_have_no_key_are_said_to_be_untold(
+    kept: list[str], said: str, tmp_path: Path
+) -> None:
+    keys = {"a": torch.tensor([1]), "b": torch.tensor([2])}  # the first one was trained on
+    torch.save({x: keys[x] for x in kept} | {"trained": torch.tensor([1])}, tmp_path / "keys.pt")
+    calls = [{"hash": x, "samples": 4, "loss": 1.0} for x in "ab"]
+    lines = [
+        {"kind": "evaluated", "step": 2, "calls": calls},
+        {"kind": "keys", "file": "keys.pt"},
+        {"kind": "end"},
+    ]
+    found = read_held_out([lines], tmp_path, 2)
+    assert said in " ".join(found.notes)
+    assert found.losses == ({2: 1.0} if "b" in kept else {})
+
+
+def test_a_held_out_loss_of_no_samples_counts_as_one_of_them(tmp_path: Path) -> None:
+    training = Training(Spool(tmp_path, 0))
+    training.told_held_out(0.5, [torch.ones(4, 3)[:0]])
+    (line,) = training._measured
+    assert read_held_out([[line]], tmp_path, 2).losses == {0: 0.5}
 
 
 CALLS = """

@@ -44,6 +44,23 @@ def test_a_script_is_recorded_and_paired(
     hold_to_a_study(Recording(tmp_path, KINDS[kind]), UPDATES.get(kind, 6), capsys)
 
 
+def test_the_lack_of_deterministic_algorithms_is_a_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("plain.py"))
+    off = ("--deterministic", "false")
+    assert study.record("baseline") == 0
+    assert study.record("free", options=off) == 0
+    assert study.manifest("free").axis == "deterministic"
+    assert "deterministic" not in study.manifest("baseline").config
+    assert code_of("verify", str(study.folder)) == 0
+    capsys.readouterr()
+    # beside another change it is refused before the command starts
+    assert study.record("both", "--lr", "0.1", options=off) == 2
+    assert "differs in flags.lr, deterministic" in " ".join(capsys.readouterr().err.split())
+    assert not study.paths("both").root.exists()
+
+
 DOORS = {
     "call": words("calls.py"),
     "call, DDP": words("calls.py", "--layout", "ddp", ranks=2),

@@ -76,6 +76,28 @@ def test_a_checkpoint_that_is_not_there_is_told_before_anything_runs(
     assert not (late.folder / "runs").exists()
 
 
+def test_an_arm_that_overwrites_the_checkpoint_fails_the_next_one_alone(
+    late: Late, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = late.checkpoint()
+    arms = {
+        "overwrites": {"flags": {"save": str(path)}},
+        "spoiled": {"flags": {"lr": 0.02}},
+        "from_another": {"start": "other.pt"},
+    }
+    late.checkpoint(name="other.pt")
+    assert late.run(arms, flags={"steps": 4}) == 1
+    states = {arm: late.manifest(arm).state for arm in ("baseline", *arms)}
+    assert states == {
+        "baseline": "finished",
+        "overwrites": "finished",
+        "spoiled": "failed",
+        "from_another": "finished",
+    }
+    assert "must hold what the baseline began from" in late.manifest("spoiled").message
+    assert "it was written since" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.slow
 def test_all_arms_begin_from_one_trained_state(
     late: Late, capsys: pytest.CaptureFixture[str]

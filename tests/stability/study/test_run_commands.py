@@ -113,6 +113,30 @@ def test_a_variable_is_an_arm(commands: Commands) -> None:
     assert commands.drift("lr")[-1] > 0.01
 
 
+DETERMINISM = ("deterministic_algorithms", "cudnn_deterministic")
+
+
+@pytest.mark.slow
+def test_the_lack_of_deterministic_algorithms_is_an_arm(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.run({"free": {"deterministic": False}}) == 0
+    assert commands.manifest("free").axis == "deterministic"
+    environment = commands.manifest("free").environment
+    assert [environment[f"switch.{name}"] for name in DETERMINISM] == [False, False]
+    assert code_of("verify", str(commands.folder / "runs" / "mine")) == 0
+    # another switch is no part of that change
+    source = commands.script.read_text()
+    turned = 'torch.set_float32_matmul_precision("high")'
+    line = f"torch.are_deterministic_algorithms_enabled() or {turned}\ntorch.manual_seed"
+    commands.script.write_text(source.replace("torch.manual_seed", line))
+    assert commands.run({"free": {"deterministic": False}}, name="other") == 1
+    found = RunPaths.for_run(commands.folder / "runs" / "other", "free", 0)
+    said = read_manifest(found.manifest).message
+    assert "environment.switch.cuda_matmul_fp32 must be the baseline's 'ieee', is 'tf32'" in said
+    capsys.readouterr()
+
+
 def test_a_commit_is_an_arm_and_the_checkout_stays_as_it_is(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
