@@ -11,10 +11,15 @@ import math
 from collections.abc import Mapping
 
 from stability.records.metric_log import read_text
-from stability.records.metric_names import BATCH_INPUTS, BATCH_LABELS, IN_FLOATING_POINT
+from stability.records.metric_names import (
+    BATCH_INPUTS,
+    BATCH_LABELS,
+    BATCH_ORDER,
+    IN_FLOATING_POINT,
+)
 from stability.records.paths import RunPaths
 
-__all__ = ["first_other_labels", "labels_in_one_alone", "which_inputs"]
+__all__ = ["first_other_labels", "first_other_order", "labels_in_one_alone", "which_inputs"]
 
 
 def which_inputs(baseline: RunPaths, candidate: RunPaths, step: int) -> str:
@@ -41,6 +46,19 @@ def first_other_labels(
         names = [name for name in names if name.endswith(IN_FLOATING_POINT) == may_be_made]
         if names:
             return step, _where(names)
+    return None
+
+
+def first_other_order(baseline: RunPaths, candidate: RunPaths) -> int | None:
+    """Return the first step whose samples came in another order, in as many calls of models.
+
+    In others, as on other ranks or in micro-batches of another size, the order can't be the same.
+    """
+    first, second = (read_text(x.metrics, BATCH_ORDER) for x in (baseline, candidate))
+    for step in sorted(first.keys() & second.keys()):
+        one, other = (json.loads(x[step]).partition(" ") for x in (first, second))
+        if one[0] == other[0] and one != other:
+            return step
     return None
 
 

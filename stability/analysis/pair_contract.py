@@ -17,7 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stability.analysis.batch_inputs import first_other_labels, labels_in_one_alone, which_inputs
+from stability.analysis.batch_inputs import (
+    first_other_labels,
+    first_other_order,
+    labels_in_one_alone,
+    which_inputs,
+)
 from stability.analysis.environment_contract import is_free_entry, is_known_of_both
 from stability.analysis.pair_proof import PairProof, ProofLine, compared
 from stability.analysis.witness_contract import (
@@ -390,7 +395,14 @@ def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> 
     if not shared:
         return compared("batches", None, None)
     last = shared[-1]
-    return compared(f"batches up to step {last}", a[last], b[last])
+    line = compared(f"batches up to step {last}", a[last], b[last])
+    if may_differ("batches", differences):
+        return line
+    turned = first_other_order(first, second)
+    if turned is not None:
+        says = f"the same batches (that of step {turned} has the same rows in another order)"
+        return replace(line, sameness="unknown", says=says)
+    return line
 
 
 def check_labels(baseline: RunPaths, candidate: RunPaths, step: int) -> None:

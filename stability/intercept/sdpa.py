@@ -25,7 +25,7 @@ from stability.probe.captured_call import AttentionCall, in_dtype_of_q, valid_ro
 
 __all__ = ["catch_sdpa"]
 
-_SDPA = torch._C._nn.scaled_dot_product_attention
+_SDPA: Any = vars(torch._C)["_nn"].scaled_dot_product_attention
 """What `torch.nn.functional` calls so, whatever somebody has put in its place there by now."""
 _NAMES = (
     _SDPA,

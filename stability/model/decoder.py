@@ -180,6 +180,10 @@ def _try_out(
             other = tokens.clone()
             other[0, -1] = (other[0, -1] + 1) % config.vocab_size
             changed = model(other)
+            model.train()
+            before = list(calls)
+            model(tokens)
+            trained = [now - was for now, was in zip(calls, before, strict=True)]
         except ValueError:
             raise
         except Exception as error:  # a user's model may raise anything
@@ -201,12 +205,13 @@ def _try_out(
             f"model: {name} made no attention call in a forward pass of one block: the arm's "
             "attention would change nothing"
         )
-    if set(first) != {1}:
-        layer = next(i for i, number in enumerate(first) if number != 1)
-        raise ValueError(
-            f"model: {name} must call the attention of each layer once a pass, called that of "
-            f"layer_{layer} {first[layer]} times"
-        )
+    for mode, counts in (("", first), (" in training mode", trained)):
+        layer = next((i for i, number in enumerate(counts) if number != 1), None)
+        if layer is not None:
+            raise ValueError(
+                f"model: {name} must call the attention of each layer once a pass, called that of "
+                f"layer_{layer} {counts[layer]} times{mode}"
+            )
 
 
 def _check_logits(logits: Any, shape: tuple[int, ...], name: str) -> None:

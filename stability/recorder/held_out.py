@@ -102,6 +102,11 @@ def _of_the_same(
     by_step: Mapping[int, Sequence[_Call]], ranks: Sequence[Lines], folder: Path
 ) -> HeldOut:
     """Return the loss of the calls that are the same at every step, less those trained on."""
+    if len(by_step) < 2:
+        said = "the script evaluates once, so that which part is the same each time can't be told"
+        return HeldOut(
+            notes=[f"no held-out loss: {said}; {_ASK}, or say `held_out: all` if none trains"]
+        )
     known = _calls_trained_on(ranks, folder)
     # what is evaluated before the training is often less, as a trial
     later = [Counter(x.digest for x in calls) for step, calls in by_step.items() if step]

@@ -3,6 +3,7 @@
 Leaves out how they came there (`inside`) and the record that is made of it (`writer`).
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class Update:
     """A hash of what the model was given, whatever the order; empty if nothing was seen."""
     samples: int
     skipped: bool
+    order: str = ""
+    """How often models were called on each rank, and a hash of the samples in their order."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """A hash of each of the batch's inputs by name, where there were several."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -198,6 +201,7 @@ def _merged(ranks: list[list[dict[str, Any]]]) -> list[Update]:
                 step=lines[0]["step"],
                 loss=sum(losses) / len(losses) if losses else None,
                 batch=_summed(hashes) if all(hashes) else "",
+                order=_in_order([line["order"] for line in lines]),
                 inputs=_by_name([line["inputs"] for line in lines]),
                 labels=_by_name([line["labels"] for line in lines]),
                 samples=sum(line["samples"] for line in lines),
@@ -205,6 +209,11 @@ def _merged(ranks: list[list[dict[str, Any]]]) -> list[Update]:
             )
         )
     return found
+
+
+def _in_order(ranks: list[str]) -> str:
+    calls = ",".join(each.partition(" ")[0] for each in ranks)
+    return f"{calls} {hashlib.sha256(' '.join(ranks).encode()).hexdigest()[:16]}"
 
 
 def _by_name(ranks: list[dict[str, str]]) -> dict[str, str]:

@@ -119,7 +119,7 @@ class RunWriter:
         step: int,
         loss: float | None,
         batch: str,
-        parts: Mapping[str, Mapping[str, str]] | None = None,
+        parts: Mapping[str, Mapping[str, str] | str] | None = None,
     ) -> None:
         """Tell of update number `step`: its loss, None if it was not seen, and its batch's hash.
 

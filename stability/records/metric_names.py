@@ -18,6 +18,7 @@ __all__ = [
     "BATCH_HASH",
     "BATCH_INPUTS",
     "BATCH_LABELS",
+    "BATCH_ORDER",
     "COMPARED",
     "DRIFTS",
     "DRIFT_FROM",
@@ -62,6 +63,8 @@ BATCH_INPUTS = "batch_inputs"
 """The text entry beside it: JSON, a hash of each input of this batch, where there are several."""
 BATCH_LABELS = "batch_labels"
 """As JSON, a hash of each target that only the loss was given, with the samples it was for."""
+BATCH_ORDER = "batch_order"
+"""How often models were called in an update on each rank, and a hash of the samples in order."""
 IN_FLOATING_POINT = ", in floating point"
 """Ends the name of a target that is no whole number, as `recorder.inside.loss_targets` names it."""
 DRIFTS = "drift/"

@@ -31,7 +31,7 @@ from stability.recorder.writer import Baseline, RunWriter, running_hashes, stopp
 from stability.records.identity import environment_outside, hash_environment
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_log import MetricLog, read_text
-from stability.records.metric_names import BATCH_HASH, BATCH_INPUTS, BATCH_LABELS
+from stability.records.metric_names import BATCH_HASH, BATCH_INPUTS, BATCH_LABELS, BATCH_ORDER
 from stability.records.paths import StudyPaths, list_runs, snapshot_steps
 from stability.records.protocol import protocol_hash
 from stability.records.run_files import RunFiles, read_run_snapshot
@@ -255,7 +255,11 @@ def _write(
     if baseline:
         check_start(read_manifest(baseline.manifest), files.manifest)
     for update in spooled.updates:
-        parts = {BATCH_INPUTS: update.inputs, BATCH_LABELS: update.labels}
+        parts = {
+            BATCH_INPUTS: update.inputs,
+            BATCH_LABELS: update.labels,
+            BATCH_ORDER: update.order if update.batch else "",
+        }
         writer.updated(update.step, update.loss, update.batch, parts)
     for step, loss in sorted(spooled.held_out.losses.items()):
         writer.held_out(step, loss)
@@ -271,6 +275,7 @@ def _write(
     if writer.batches:
         _check_batches(run, spooled.step)
     final = hash_state(state)
+    _check_final(run, final)
     notes = [*files.manifest.resolved["notes"], *rerun_notes(run, final)]
     files.update(resolved={**files.manifest.resolved, "notes": notes})
     writer.ended(final)
@@ -384,15 +389,33 @@ def _check_batches(run: ForeignRun, step: int) -> None:
 
 def _check_nudge(run: ForeignRun, spooled: Spooled) -> None:
     """ValueError if the first update shows no trace of the nudge: the weights were set anew."""
-    if run.baseline is None or not run.asked.nudge[0] or 1 not in spooled.states:
+    if run.baseline is None or not run.asked.nudge[0]:
         return
-    other = read_run_snapshot(run.baseline, 1)
-    own = read_state(spooled.states[1])
+    kept = {*spooled.states} & {*snapshot_steps(run.baseline)}
+    step = min((step for step in kept if step), default=0)
+    if not step:
+        return
+    other = read_run_snapshot(run.baseline, step)
+    own = read_state(spooled.states[step])
     if all(name in own and own[name].equal(value) for name, value in other.items()):
+        after = "the first update" if step == 1 else f"{step} updates"
         raise ValueError(
-            "the nudge left no trace: after the first update all weights are the baseline's; the "
-            "script sets its weights after its first forward pass"
+            f"the nudge left no trace: after {after} all weights are the baseline's; the script "
+            "sets its weights after its first forward pass"
         )
+
+
+def _check_final(run: ForeignRun, final: str) -> None:
+    """ValueError if another seed of the arm ended in the same weights, whatever it was given."""
+    for other in list_runs(run.folder):
+        if other.arm != run.arm or other.seed == run.seed or not other.manifest.exists():
+            continue
+        manifest = read_manifest(other.manifest)
+        if manifest.state in ENDED and manifest.hashes.get("final_weights") == final:
+            raise ValueError(
+                f"seed {run.seed} must be another run than seed {other.seed}, ends in the same "
+                "weights: the command does not take its seed; put {seed} into it"
+            )
 
 
 def _check_seeds(run: ForeignRun, spooled: Spooled) -> None:

@@ -13,7 +13,7 @@ from typing import List, Tuple
 import torch
 from torch import Tensor
 
-__all__ = ["hash_batch", "hash_inputs", "hash_samples", "hash_with"]
+__all__ = ["hash_batch", "hash_in_order", "hash_inputs", "hash_samples", "hash_with"]
 
 # the constants of splitmix64, as signed 64-bit numbers: torch has no arithmetic on unsigned ones
 _STEP = -7046029254386353131
@@ -66,6 +66,17 @@ def hash_inputs(tensors: List[Tensor]) -> Tuple[Tensor, List[Tensor], Tensor]:
             sums.append(mixed.sum() * (1 if is_by_row else rows))
             samples = samples + mixed
         return _mixed(samples), sums, samples if keys is None else keys
+
+
+def hash_in_order(samples: Tensor, call: int) -> Tensor:
+    """Return a hash of samples with these hashes in their order, in one call of several.
+
+    It tells whether rows have changed places: where they are no samples, as the steps of a series
+    in PyTorch's LSTM, that is another batch.
+    """
+    with torch.no_grad():
+        places = torch.arange(1, len(samples) + 1, dtype=torch.int64, device=samples.device)
+        return _mixed(samples + _mixed(places * _STEP + _signed((call + 1) * _FIRST))).sum()
 
 
 def hash_with(samples: Tensor, target: Tensor) -> Tensor:

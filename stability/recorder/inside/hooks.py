@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any, Callable, Dict, Iterator, List, Set, Tuple
+from threading import get_ident
+from typing import Any, Callable, Dict, List, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .inputs import is_plain, tensors_in, values_in
 from .loss_targets import find_targets, place_in_graph
 from .older_torch import is_compiling, restore_step_hooks
 from .patching import put
@@ -72,6 +72,14 @@ def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _is_transformed() -> bool:
+    """Whether this runs under torch.func or a tracer, which hand over no tensors of their own."""
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    peek = getattr(functorch, "peek_interpreter_stack", lambda: None)
+    tracing: Any = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
+    return tracing() or peek() is not None
+
+
 class _Calls:
     """The calls of whole models."""
 
@@ -79,6 +87,8 @@ class _Calls:
         self._training, self._looks = training, looks
         self._has_weights: weakref.WeakKeyDictionary[nn.Module, Tuple[bool, bool]]
         self._has_weights = weakref.WeakKeyDictionary()
+        self._running: Set[int] = set()
+        """The threads in which a model computes: what it calls itself is no other model's call."""
         self._made: Dict[int, StorageWeakRef] = {}
         """The memory of what models returned: what comes back in is no data."""
 
@@ -86,6 +96,8 @@ class _Calls:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # first, and in no function of ours: a graph holds nothing of this
             if is_compiling() or torch._C._current_graph_task_id() != -1:
+                return _original_call(module, *args, **kwargs)
+            if get_ident() in self._running or _is_transformed():
                 return _original_call(module, *args, **kwargs)
             return self._outermost(module, args, kwargs)
 
@@ -101,34 +113,46 @@ class _Calls:
         if trains:
             self._training.forward_begins()
         if trains and self._looks:
-            taken = self._data(module, args, kwargs, self._training.left_out)
-            self._training.given(
-                [x for _, x in taken],
-                names=[name for name, _ in taken],
-                is_training=module.training,
-            )
-        evaluates = has_weights and self._looks and not torch.is_grad_enabled()
-        evaluates = evaluates and self._training.evaluates(module)
-        if evaluates:
-            taken = self._data(module, args, kwargs, set())
-            self._training.evaluated([x for _, x in taken])
-        nn.Module.__call__ = _original_call
+            self._tell_given(module, args, kwargs)
+        evaluates = has_weights and self._looks and self._tell_evaluated(module, args, kwargs)
+        # where the script has put its own around ours that stays, and ours calls the original
+        is_ours = nn.Module.__call__ is self._wrapped
+        if is_ours:
+            nn.Module.__call__ = _original_call
+        self._running.add(get_ident())
         result = None
         begin = place_in_graph()
         try:
             result = _original_call(module, *args, **kwargs)
         finally:
+            self._running.discard(get_ident())
             if has_weights and self._looks:
                 self._training.made_in_graph(begin, place_in_graph())
-            if nn.Module.__call__ is _original_call:
+            if is_ours and nn.Module.__call__ is _original_call:
                 nn.Module.__call__ = self._wrapped
             if evaluates:
                 self._training.evaluations.model_returned(result)
         if has_weights and self._looks:
-            self._remember(result)
+            self._remember(result, (args, kwargs))
         if trains and self._training.instrument is not None:
             self._training.instrument.called(module, args, kwargs, result)
         return result
+
+    def _tell_given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        taken = self._data(module, args, kwargs, self._training.left_out)
+        self._training.untold |= self._unread(module, args, kwargs)
+        self._training.given(
+            [x for _, x in taken],
+            names=[name for name, _ in taken],
+            is_training=module.training,
+        )
+
+    def _tell_evaluated(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Tell what a call without gradients is given; return whether it is an evaluation."""
+        if torch.is_grad_enabled() or not self._training.evaluates(module):
+            return False
+        self._training.evaluated([x for _, x in self._data(module, args, kwargs, set())])
+        return True
 
     def _weights_of(self, module: nn.Module) -> Tuple[bool, bool]:
         """Whether a module has parameters, and whether some train; asked again until some do."""
@@ -143,11 +167,19 @@ class _Calls:
         self, module: nn.Module, args: Any, kwargs: Any, left_out: Set[str]
     ) -> List[Tuple[str, Tensor]]:
         """Return the data that a module is given, by name; `left_out` is told of other tensors."""
-        found = [*_tensors(args, ""), *_tensors(kwargs, "")]
-        return [(name, x) for name, x in found if self._is_data(module, name, x, left_out)]
+        found = [*tensors_in(args, ""), *tensors_in(kwargs, "")]
+        found = [(name, x) for name, x in found if self._is_data(module, name, x, left_out)]
+        return [*found, *values_in(args, "", set()), *values_in(kwargs, "", set())]
+
+    def _unread(self, module: nn.Module, args: Any, kwargs: Any) -> Set[str]:
+        """Return what of a module's arguments can't be read, in words."""
+        unread: Set[str] = set()
+        for _ in (*values_in(args, "", unread), *values_in(kwargs, "", unread)):
+            pass
+        return {f"{each}, given to {type(module).__name__}" for each in unread}
 
     def _is_data(self, module: nn.Module, name: str, x: Tensor, left_out: Set[str]) -> bool:
-        if not _is_plain(x):
+        if not is_plain(x):
             left_out.add(f"{name} of {type(module).__name__}, a {type(x).__name__}")
             return False
         if x.grad_fn is not None or self._is_made(x):
@@ -160,37 +192,17 @@ class _Calls:
         known = self._made.get(reference.cdata)
         return known is not None and not known.expired()
 
-    def _remember(self, result: Any) -> None:
+    def _remember(self, result: Any, given: Any) -> None:
         self._made = {key: ref for key, ref in self._made.items() if not ref.expired()}
-        for _, x in _tensors(result, ""):
-            if _is_plain(x):
-                reference = StorageWeakRef(x.untyped_storage())
+        own = [StorageWeakRef(x.untyped_storage()).cdata for x in _plain_in(given)]
+        for x in _plain_in(result):
+            reference = StorageWeakRef(x.untyped_storage())
+            if reference.cdata not in own:  # a model may return what it was given
                 self._made[reference.cdata] = reference
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether a tensor has memory of its own to be read: no shard, and not inside torch.func."""
-    if type(x) not in (Tensor, nn.Parameter):
-        return False
-    functorch: Any = getattr(torch._C, "_functorch", None)
-    is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", lambda _: False)
-    return not is_wrapped(x)
-
-
-def _tensors(value: Any, name: str) -> Iterator[Tuple[str, Tensor]]:
-    """Give the tensors in arguments or results, each with its name, however deep they are."""
-    if isinstance(value, Tensor):
-        if value.layout == torch.strided and value.device.type != "meta":
-            yield name, value
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield from _tensors(value[key], str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _tensors(item, name or f"argument {index}")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from _tensors(getattr(value, each.name, None), each.name)
+def _plain_in(value: Any) -> List[Tensor]:
+    return [x for _, x in tensors_in(value, "") if is_plain(x)]
 
 
 def _wrap_backward(training: Training) -> Callable[[], None]:

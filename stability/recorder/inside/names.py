@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 __all__ = [
     "cast_of",
     "copies_of",
+    "frozen_beside",
     "masters_of",
     "named_masters",
     "named_state",
@@ -70,6 +71,17 @@ def root_of(weights: Iterable[Tensor]) -> Optional[nn.Module]:
 def state_of(module: nn.Module) -> Tuple[Dict[str, Tensor], List[str]]:
     """Return the state of one module by name, as `named_state`, and the name of its class."""
     return dict(_state_of(module)), [_class_of(module)]
+
+
+def frozen_beside(state: Dict[str, Tensor]) -> Dict[str, Tensor]:
+    """Return the parameters that do not train, by name, of the modules that own those of `state`."""
+    owners = _outermost({id(x) for x in state.values()})
+    return {
+        f"{type(owner).__name__}.{without_wrappers(name)}": x
+        for owner in owners
+        for name, x in unwrapped(owner).named_parameters()
+        if not x.requires_grad
+    }
 
 
 def copies_of(name: str, weight: Tensor) -> List[Tensor]:

@@ -18,6 +18,7 @@ from .given_start import StartRefused, give_start, read_start
 from .held_out import HeldOutLoss
 from .hooks import install, install_count
 from .looks import Looks, is_looked_at
+from .names import frozen_beside
 from .nudge import nudge_weights
 from .spool import Spool
 from .training import Training, is_due
@@ -134,11 +135,13 @@ def start_of(
 
     `switches` are torch's, by name (`records.numeric_switches`).
     """
-    own = before = hash_state(state)
+    # what does not train is no part of the state, and of what a run starts from
+    frozen = {f"frozen: {name}": x for name, x in frozen_beside(state).items()}
+    own = before = hash_state({**state, **frozen})
     given = asked.get("STABILITY_START", "")
     if given:
         give_start(state, read_start(given))
-        before = hash_state(state)
+        before = hash_state({**state, **frozen})
     ulps, draw = (int(x) for x in asked.get("STABILITY_NUDGE", "0 0").split())
     if ulps:
         nudge_weights(state, ulps, int(asked.get("STABILITY_SEED", "0")), draw)
@@ -146,7 +149,7 @@ def start_of(
     return {
         "init": before,
         "given": {"own": own} if given else {},
-        "rank": rank,
+        "rank": torch.distributed.get_rank() if group > 1 else rank,
         "world": group,
         "pid": os.getpid(),
         "script": sys.argv[0] if sys.argv else "",

@@ -37,6 +37,8 @@ class Row:
 
     losses: List[Tensor] = field(default_factory=list)
     hashes: List[Tensor] = field(default_factory=list)
+    order: List[Tensor] = field(default_factory=list)
+    """As `hashes`, of the samples in their order, one for each call of a model."""
     inputs: Dict[str, List[Tensor]] = field(default_factory=dict)
     labels: Dict[str, List[Tensor]] = field(default_factory=dict)
     """What only the loss was given, apart: one that is fused or compiled hides it."""
@@ -63,6 +65,7 @@ def update_line(step: int, row: Row) -> Dict[str, Any]:
         "step": step,
         "loss": sum(losses) if losses else None,
         "batch": _summed(row.hashes) if row.hashes else None,
+        "order": f"{len(row.order)} {_summed(row.order)}",
         "inputs": {name: _summed(values) for name, values in inputs.items()},
         "labels": {name: _summed(values) for name, values in row.labels.items()},
         "samples": row.samples,

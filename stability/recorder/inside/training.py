@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .batch_hash import hash_batch, hash_inputs, hash_with
+from .batch_hash import hash_batch, hash_in_order, hash_inputs, hash_with
 from .evaluations import Evaluations
 from .given_start import was_set_anew
 from .held_out import HeldOutLoss
@@ -187,7 +187,7 @@ class Training:
             return
         expected = self._expected
         if expected is None:
-            expected = {id(optimizer) for optimizer in self.optimizers}
+            expected = {_key_of(optimizer) for optimizer in self.optimizers}
         if self._row.stepped and expected <= self._row.stepped:
             self._close()
         self._take_start()
@@ -219,6 +219,8 @@ class Training:
         self.untold |= untold
         for place, name, target in targets:
             of = [one for one in self._given if one.place <= place]
+            if of and not (len(of[-1].samples) and target.numel() % len(of[-1].samples) == 0):
+                self.untold.add(f"of which sample each {name} is")
             if of and not self._is_again:
                 of[-1].labels.append((name, hash_with(of[-1].samples, target)))
 
@@ -249,7 +251,8 @@ class Training:
         """Tell of the loss that gradients are computed of, not scaled."""
         self.backwards += 1
         if not self._is_again:
-            self._losses.append(loss.detach())
+            # a copy: the script may write into its loss, as by summing it over ranks
+            self._losses.append(loss.detach().clone())
 
     def evaluation_begins(self) -> None:
         """Tell that the step which runs calls its closure; the first call is the update's own."""
@@ -266,7 +269,7 @@ class Training:
             self._inside.clear()
         if not self._inside:
             self.add_optimizer(optimizer)
-            if id(optimizer) in self._row.stepped:
+            if _key_of(optimizer) in self._row.stepped:
                 self._close()
             self._take_start()
             self._check_given()
@@ -280,16 +283,16 @@ class Training:
         del self._inside[self._inside.index(id(optimizer)) :]
         if not self._inside:
             self.steps += 1
-            self._note_step(id(optimizer))
+            self._note_step(_key_of(optimizer))
 
     def skipped(self, optimizer: Optimizer) -> None:
         """Tell of a step that a loss scaler has left out: it is an update that moved nothing."""
         self.add_optimizer(optimizer)
-        if id(optimizer) in self._row.stepped:
+        if _key_of(optimizer) in self._row.stepped:
             self._close()
         self._take_start()
         self._check_given()
-        self._note_step(id(optimizer))
+        self._note_step(_key_of(optimizer))
         self._row.skipped += 1
 
     def group_ends(self) -> None:
@@ -340,6 +343,7 @@ class Training:
         # a model that is frozen in part may train in evaluation mode; else that is evaluation
         for one in [x for x in self._given if x.is_training] or self._given:
             row.hashes.append(one.samples.sum())
+            row.order.append(hash_in_order(one.samples, len(row.order)))
             row.samples += len(one.samples)
             self.evaluations.trained_on(one.keys)
             for name, value in one.inputs.items():
@@ -445,6 +449,11 @@ class Training:
         written += [*told, *self.evaluations.take_lines()]
         if written:
             self._spool.write(*written)
+
+
+def _key_of(optimizer: Optimizer) -> int:
+    """Return what an optimizer is known by: its first weight, as one may be made anew each time."""
+    return next((id(x) for x in _weights_of(optimizer)), id(optimizer))
 
 
 def _weights_of(optimizer: Optimizer) -> List[Tensor]:
