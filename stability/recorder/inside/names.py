@@ -74,7 +74,7 @@ def state_of(module: nn.Module) -> Tuple[Dict[str, Tensor], List[str]]:
 
 
 def frozen_beside(state: Dict[str, Tensor]) -> Dict[str, Tensor]:
-    """Return the parameters that do not train, by name, of the modules that own those of `state`."""
+    """Return the parameters that do not train of the modules that own those of `state`, by name."""
     owners = _outermost({id(x) for x in state.values()})
     return {
         f"{type(owner).__name__}.{without_wrappers(name)}": x
