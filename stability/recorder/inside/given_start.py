@@ -62,9 +62,8 @@ def was_set_anew(state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Op
     found = None
     masters = masters_of(state)
     for name, weight in state.items():
-        if (
-            not isinstance(weight, nn.Parameter) and name not in masters
-        ):  # a forward pass moves buffers
+        # a forward pass moves buffers
+        if not isinstance(weight, nn.Parameter) and name not in masters:
             continue
         gather: Any = getattr(weight, "full_tensor", None)
         whole = (gather() if gather else weight).detach().to("cpu")

@@ -215,7 +215,7 @@ def test_losses_whose_samples_have_no_key_are_said_to_be_untold(
 
 
 def test_a_held_out_loss_of_no_samples_counts_as_one_of_them(tmp_path: Path) -> None:
-    training = Training(Spool(tmp_path, 0))
+    training = Training(Spool(str(tmp_path), 0))
     training.told_held_out(0.5, [torch.ones(4, 3)[:0]])
     (line,) = training._measured
     assert read_held_out([[line]], tmp_path, 2).losses == {0: 0.5}

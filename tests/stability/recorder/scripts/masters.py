@@ -25,6 +25,7 @@ with stability.record(model, optimizer, optional=True) as recorder:
         loss = F.cross_entropy(model(x.bfloat16()).float(), y)
         loss.backward()
         for master, weight in zip(masters, model.parameters(), strict=True):
+            assert weight.grad is not None
             master.grad = weight.grad.float()
         optimizer.step()
         model.zero_grad()
