@@ -18,8 +18,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from stability.config.commands import call_training
-from stability.probe.executed import Executed
-from stability.probe.known_answers import known_answers
 from stability.recorder.inside.environment import own_modules
 from stability.recorder.inside.evaluations import Evaluations
 from stability.recorder.inside.hooks import install
@@ -30,8 +28,6 @@ from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import PlannedStop, Training
 from stability.recorder.inside.witness import InsideWitness
 from stability.recorder.launch import Asked
-from stability.recorder.spooled import has_ended
-from stability.recorder.writer import stopped
 from stability.records.numeric_switches import all_switches
 
 if TYPE_CHECKING:
@@ -161,6 +157,8 @@ class Recorder(IdleRecorder):
         if self._is_open:
             with self._closing("error"):
                 if kind is KeyboardInterrupt and self._record is not None:
+                    from stability.recorder.writer import stopped  # heavy
+
                     stopped(self._record.files, "interrupted")
                 elif self._record is not None:
                     self._tell_failure(str(self._record.failed(f"{kind.__name__}: {error}")))
@@ -382,6 +380,9 @@ def _training(spool: Spool, asked: Asked, *, watch: bool) -> tuple[Training, Loo
     )
     if rank:
         return training, None
+    from stability.probe.executed import Executed  # heavy: nothing of it where nothing is recorded
+    from stability.probe.known_answers import known_answers
+
     looks = Looks(training, Executed, looks_at(words))
     witness = InsideWitness(looks, all_switches, known_answers, {})
     return training, looks
@@ -409,6 +410,8 @@ def _from_first_rank(answer: tuple[str, str]) -> tuple[str, str]:
 
 def _wait_for_ranks(spool: Path) -> None:
     """Wait until all ranks have written their last line, or the patience is over."""
+    from stability.recorder.spooled import has_ended  # heavy
+
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until and not has_ended(spool):
         time.sleep(0.05)
