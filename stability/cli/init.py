@@ -82,6 +82,11 @@ def study_text(name: str, words: Sequence[str], env: dict[str, str], steps: int)
     Dumper.add_representer(str, text_of)
     end = end_of_program(words)
     flags = flag_values(words[end:])
+    dashed = [word for word in words[end:] if word.startswith("--")]
+    # as the script takes them: some take no other form than `--lr=0.1`
+    is_assigned = bool(dashed) and all("=" in word for word in dashed)
+    place = "{assigned}" if is_assigned else "{flags}"
+    seeds = "[0, 1, 2]" if any("{seed}" in word for word in words) else "[0]"
     names = [flag for flag, _ in flags]
     fixed, rest = list(words[:end]), {}
     for flag, values in flags:
@@ -94,7 +99,7 @@ def study_text(name: str, words: Sequence[str], env: dict[str, str], steps: int)
             rest[flag] = rest[flag][0] if len(values) == 1 else rest[flag]
     command = shlex.join(fixed).replace("'{seed}'", "{seed}")
     base = {
-        "command": f"{command} {{flags}}",
+        "command": f"{command} {place}",
         "flags": rest,
         **({"env": env} if env else {}),
         "train": {"steps": steps},
@@ -118,7 +123,7 @@ arms:
   nudge:
     nudge: {{ulps: 1}}
 
-seeds: [0, 1, 2]
+seeds: {seeds}
 """
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from stability.config.commands import (
     PLACEHOLDERS,
+    assigned_words,
     check_held_out,
     flag_words,
     probe_settings,
@@ -40,8 +41,8 @@ __all__ = [
     "load_command_study",
 ]
 
-_SETTINGS = ("flags", "settings")
-"""Placeholders for an arm's flags: as `--lr 0.1`, and as `lr=0.1`."""
+_SETTINGS = ("flags", "settings", "assigned")
+"""Placeholders for an arm's flags: as `--lr 0.1`, as `lr=0.1` and as `--lr=0.1`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +98,7 @@ class CommandConfig:
     """One arm: a training that a command does."""
 
     command: str
-    """Split as a shell would, without one; `{flags}`, `{settings}`, `{resume}`, `{seed}`, `{arm}`
+    """Split as a shell would; `{flags}`, `{settings}`, `{assigned}`, `{resume}`, `{seed}`, `{arm}`
     and `{out}`, a folder of the run's own, are filled in."""
     flags: dict[str, Any] = field(default_factory=dict)
     """By name without dashes; true is given, false and null are not."""
@@ -149,6 +150,8 @@ class CommandConfig:
                 given += flag_words(self.flags)
             elif word == "{settings}":
                 given += setting_words(self.flags)
+            elif word == "{assigned}":
+                given += assigned_words(self.flags)
             else:
                 # a command of a commit runs in another folder
                 given.append(word.replace("{resume}", os.path.abspath(self.start)))

@@ -16,6 +16,7 @@ __all__ = [
     "CHANGES",
     "PLACE",
     "PLACEHOLDERS",
+    "assigned_words",
     "call_training",
     "check_held_out",
     "command_training",
@@ -249,6 +250,18 @@ def setting_words(flags: Mapping[str, Any]) -> list[str]:
     """Return flags in the manner of Hydra and OmegaConf, `optimizer.lr=0.1`; None is not given."""
     return [
         f"{name}={','.join(value_text(item) for item in _items(value))}"
+        for name, value in flags.items()
+        if value is not None
+    ]
+
+
+def assigned_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return flags as one word each, `--lr=0.1`, true and false as Python writes them.
+
+    None is not given.
+    """
+    return [
+        f"--{name}={','.join(str(item) for item in _items(value))}"
         for name, value in flags.items()
         if value is not None
     ]

@@ -53,6 +53,18 @@ def test_what_is_no_training_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_flags_that_were_assigned_stay_so_and_one_seed_is_no_three(tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    words = ["python", "train.py", "config.py", "--lr=1e-3", "--compile=False"]
+    path.write_text(study_text("mine", words, {}, 7))
+    study = load_command_study(path)
+    assert study.base.words() == words
+    assert study.seeds == (0,)
+    edited = path.read_text().replace("compile: 'False'", "compile: true")
+    path.write_text(edited.replace('compile: "False"', "compile: true"))
+    assert load_command_study(path).base.words()[-1] == "--compile=True"
+
+
 @pytest.mark.parametrize(
     "words",
     [
