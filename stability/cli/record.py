@@ -90,6 +90,8 @@ def record_arm(
     from stability.study.foreign import RunFailedError, measure_study, record_command
     from stability.study.foreign_plan import plan_run
 
+    # an attention that is swapped in is what a look at the gradient compares
+    candidate = probe or (attention if gradient_every else "")
     asked = Asked(
         seed=_at_least(0, "seed", seed),
         steps=_at_least(0, "steps", steps),
@@ -97,7 +99,7 @@ def record_arm(
         deterministic=deterministic,
         attention=attention,
         held_out=held_out,
-        probe=probe_settings(probe, every, gradient_every),
+        probe=probe_settings(candidate, every, gradient_every),
         same_start=same_start,
         nudge=(_at_least(0, "nudge", nudge), _at_least(0, "draw", draw)),
     )

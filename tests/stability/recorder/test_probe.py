@@ -49,7 +49,7 @@ def test_an_attention_that_is_swapped_in_is_judged_on_two_levels(
     study = Recording(tmp_path, words("evaluates.py", "--kind", "tuple", "--bf16"))
     probe = ("--probe", CANDIDATE, "--every", "1", "--gradient-every", "1")
     assert study.record("baseline", options=probe) == 0
-    swapped = ("--attention", CANDIDATE, *probe, "--check-observer", "true")
+    swapped = ("--attention", CANDIDATE, *probe[2:], "--check-observer", "true")
     assert study.record("narrow", options=swapped) == 0
     assert study.manifest("narrow").observer["equal"], "unprobed it ends in the same bits"
     # its own candidate beside the script's attention, and as a candidate beside the baseline's
