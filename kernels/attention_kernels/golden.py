@@ -57,7 +57,8 @@ def attend(
 
     With `with_lse` also the log-sum-exp of the scores `(batch, heads, query_len)`, no gradient.
     """
-    q, k, v = q.double(), k.double(), v.double()
+    # a product of other strides may be another routine of the library, with other bits
+    q, k, v = (x.double().contiguous() for x in (q, k, v))
     # Apart from the mask, and cut by `_parts`: a slice's backward fills a tensor of the whole size,
     # which each chunk would add to the others'. FP64 here makes those that share a row add in FP64.
     bias, mask = mask.bias, replace(mask, bias=None)

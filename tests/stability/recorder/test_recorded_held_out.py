@@ -194,7 +194,7 @@ def test_two_ranks_are_evaluated_as_one(tmp_path: Path, capsys: pytest.CaptureFi
     ("kept", "said"),
     [
         (["a"], "no held-out loss: for 1 of 2 losses whether the samples were trained on can't be"),
-        (["b"], "held out: 4 samples that the script evaluates at 1 steps; 1 of 2 losses are left"),
+        (["b"], "held out: 4 samples that the script evaluates at 2 steps; 1 of 2 losses are left"),
         (["a", "b"], "1 of 2 losses are of samples it trains on, and left out"),
     ],
 )
@@ -205,13 +205,22 @@ def test_losses_whose_samples_have_no_key_are_said_to_be_untold(
     torch.save({x: keys[x] for x in kept} | {"trained": torch.tensor([1])}, tmp_path / "keys.pt")
     calls = [{"hash": x, "samples": 4, "loss": 1.0} for x in "ab"]
     lines = [
+        {"kind": "evaluated", "step": 1, "calls": calls},
         {"kind": "evaluated", "step": 2, "calls": calls},
         {"kind": "keys", "file": "keys.pt"},
         {"kind": "end"},
     ]
     found = read_held_out([lines], tmp_path, 2)
     assert said in " ".join(found.notes)
-    assert found.losses == ({2: 1.0} if "b" in kept else {})
+    assert found.losses == ({1: 1.0, 2: 1.0} if "b" in kept else {})
+
+
+def test_of_one_evaluation_nobody_can_tell_what_is_held_out(tmp_path: Path) -> None:
+    calls = [{"hash": "a", "samples": 4, "loss": 1.0}]
+    lines = [{"kind": "evaluated", "step": 2, "calls": calls}, {"kind": "end"}]
+    found = read_held_out([lines], tmp_path, 2)
+    assert not found.losses
+    assert "the script evaluates once" in found.notes[0]
 
 
 def test_a_held_out_loss_of_no_samples_counts_as_one_of_them(tmp_path: Path) -> None:
