@@ -154,7 +154,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "the change": (another_change, "no pair: it was trained with the change"),
     "the start": (with_hash("init_weights", "fp32"), "hashes.init_weights"),
     "the batches": (with_hash("batches", "fp32"), "hashes.batches must be the baseline's"),
-    "the end": (with_hash("final_weights", "rerun"), "hashes.final_weights"),
+    "the end": (with_hash("final_weights", "rerun"), "ends in other weights than"),
     "a byte of the witness": (an_edited_byte(lambda run: run.witness), "witness.json"),
     "a byte of a snapshot": (an_edited_byte(lambda run: run.snapshot(1)), "is damaged: its SHA"),
     "a byte of the log": (an_edited_byte(lambda run: run.metrics), "metrics.jsonl"),
