@@ -93,6 +93,8 @@ def nan_filled() -> Iterator[None]:
 
         return make_filled
 
+    with torch.device("cpu"):  # torch remembers at the first such call which functions make tensors
+        torch.empty(0)
     with (
         mock.patch.object(torch, "empty", filling(torch.empty)),
         mock.patch.object(torch, "empty_like", filling(torch.empty_like)),

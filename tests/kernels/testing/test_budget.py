@@ -1,5 +1,8 @@
 """The budget that users gate their own kernels with fails when it should."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -55,3 +58,17 @@ def test_uninitialised_memory_is_nan_inside_and_restored_after():
         assert torch.empty_strided((2, 2), (1, 2)).isnan().all()
         assert torch.empty(3, dtype=torch.int32).dtype == torch.int32
     assert torch.empty is before
+
+
+def test_a_device_of_a_later_context_is_taken():
+    # in a process of its own: torch remembers once in each which functions make tensors
+    code = """
+import torch
+from attention_kernels.testing import nan_filled
+with nan_filled(), torch.device("cpu"):
+    torch.zeros(2)
+with torch.device("meta"):
+    print(torch.empty(2).device)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "meta"
