@@ -61,6 +61,7 @@ def test_under_autocast_it_gets_what_sdpa_would_compute_in(own: Path, tmp_path: 
     assert study.drift("mine")[4] < 0.01
 
 
+@pytest.mark.slow
 def test_it_is_replaced_inside_a_compiled_graph_too(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

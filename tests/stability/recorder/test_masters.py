@@ -46,6 +46,7 @@ def test_a_model_begins_where_its_given_masters_do() -> None:
     assert was_set_anew(state, given) == "unowned_0"
 
 
+@pytest.mark.slow
 def test_masters_of_a_command_are_nudged_and_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +62,7 @@ def test_masters_of_a_command_are_nudged_and_given(
     assert study.losses("other") == study.losses("baseline")
 
 
+@pytest.mark.slow
 def test_masters_that_a_call_is_told_of_are_nudged(tmp_path: Path) -> None:
     study = Calling(tmp_path, words("masters.py"))
     assert study.record("baseline") == 0

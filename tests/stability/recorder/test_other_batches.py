@@ -134,6 +134,7 @@ for step in range(2):
 """
 
 
+@pytest.mark.slow
 def test_another_frozen_weight_is_another_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

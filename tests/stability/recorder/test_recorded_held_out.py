@@ -62,6 +62,7 @@ def test_what_is_never_trained_on_is_held_out_and_no_bit_changes(
     assert "10 of 13 losses are of samples it trains on, and left out" in said
 
 
+@pytest.mark.slow
 def test_other_held_out_data_are_said_and_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +120,7 @@ def test_all_that_is_evaluated_is_held_out_where_the_user_says_so(
     )
 
 
+@pytest.mark.slow
 def test_a_function_is_called_at_the_snapshots_and_changes_no_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +268,7 @@ def test_a_call_that_tells_no_held_out_loss_is_told_so(
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_call_takes_a_held_out_loss_of_every_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

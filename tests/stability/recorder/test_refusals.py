@@ -199,6 +199,7 @@ def test_a_seed_that_is_not_passed_on_is_no_repetition(tmp_path: Path, said) -> 
     assert "the command does not take its seed" in said()
 
 
+@pytest.mark.slow
 def test_a_nudge_that_the_script_undoes_is_refused(tmp_path: Path, said) -> None:
     text = TRAINS + (
         "model(torch.ones(1, 3))\n"  # a trial pass, then the weights of a checkpoint
@@ -348,6 +349,7 @@ def test_a_run_on_record_is_kept(tmp_path: Path, said) -> None:
     assert "its baseline has flags.bf16" in said()
 
 
+@pytest.mark.slow
 def test_a_training_is_run_once_more_unobserved_and_ends_in_the_same_bits(tmp_path: Path) -> None:
     study = Recording(tmp_path, words("plain.py"))
     assert study.record("baseline", options=("--check-observer", "true")) == 0
@@ -360,6 +362,7 @@ def test_a_training_is_run_once_more_unobserved_and_ends_in_the_same_bits(tmp_pa
     assert planned.manifest("baseline").observer["steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_training_that_observing_changes_does_not_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

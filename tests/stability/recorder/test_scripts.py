@@ -44,6 +44,7 @@ def test_a_script_is_recorded_and_paired(
     hold_to_a_study(Recording(tmp_path, KINDS[kind]), UPDATES.get(kind, 6), capsys)
 
 
+@pytest.mark.slow
 def test_the_lack_of_deterministic_algorithms_is_a_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,10 +71,8 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize(
-    "door",
-    [door if door == "call" else pytest.param(door, marks=pytest.mark.slow) for door in DOORS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
 def test_a_script_that_opens_a_door_is_recorded_and_paired(
     door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def test_two_changes_in_one_arm_are_refused_before_anything_runs(
     assert not (commands.folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_variable_is_an_arm(commands: Commands) -> None:
     commands.script.write_text(
         commands.script.read_text().replace("asked.lr)", 'float(__import__("os").environ["LR"]))')
@@ -137,6 +138,7 @@ def test_the_lack_of_deterministic_algorithms_is_an_arm(
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_commit_is_an_arm_and_the_checkout_stays_as_it_is(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_commit_is_an_arm_and_the_checkout_stays_as_it_is(
     assert len(made) == 2
 
 
+@pytest.mark.slow
 def test_a_commit_whose_sources_are_the_working_trees_does_not_count(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +197,7 @@ def test_a_setup_that_fails_is_told_before_anything_runs(
     assert "setup: 'ls no-such-file' ended with exit code" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_environment_is_an_arm(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
     other = commands.folder / "other" / "bin" / "python"
@@ -222,6 +226,7 @@ def test_an_arm_that_fails_is_told_and_the_others_go_on(
     assert commands.run({}, base={"flags": {"no-such-flag": True}}) == 2, "another baseline"
 
 
+@pytest.mark.slow
 def test_what_a_verdict_lacks_is_said_in_words_that_fit_a_command(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
