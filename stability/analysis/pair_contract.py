@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from stability.analysis.alike_records import loss_line, start_line
 from stability.analysis.batch_inputs import (
     first_other_labels,
     first_other_order,
@@ -25,6 +26,7 @@ from stability.analysis.batch_inputs import (
 )
 from stability.analysis.environment_contract import is_free_entry, is_known_of_both
 from stability.analysis.pair_proof import PairProof, ProofLine, compared
+from stability.analysis.run_consistency import consistency_line
 from stability.analysis.witness_contract import (
     Testimony,
     testimony_of,
@@ -262,15 +264,19 @@ def prove_pair(
             compared(field, a, b, is_free=is_free)
             for field, a, b, is_free in _start_parts(*manifests, differences)
         ),
+        *(_start_weights((first, second), manifests, differences) if are_whole else ()),
         *_held_out(*manifests),
         *_given_start(manifests[1]),
         # a log that is not the one its manifest lists proves nothing about batches
         _batches(first, second, differences) if are_whole else compared("batches", None, None),
         *(_label_lines(first, second, manifests, differences) if are_whole else ()),
+        *(loss_line((first, second), manifests, differences) if are_whole else ()),
         _final_weights(*manifests, differences),
         *witness_lines(
             testimony_of(first, manifests[0]), testimony_of(second, manifests[1]), differences
         ),
+        # last: what two runs say of one another tells more
+        *map(consistency_line, (first, second) if are_whole else (), manifests),
     ]
     return PairProof(
         first=str(first.root),
@@ -339,6 +345,15 @@ def _start_parts(
                 continue  # weights were drawn
             one, other = one or "", other or ""
         yield f"hashes.{key}", one, other, is_free
+
+
+def _start_weights(
+    runs: tuple[RunPaths, RunPaths],
+    manifests: tuple[Manifest, Manifest],
+    differences: Mapping[str, Any],
+) -> Iterator[ProofLine]:
+    is_free = may_differ("init_weights", differences)
+    return start_line(runs, manifests, is_free=is_free, differences=differences)
 
 
 def _held_out(first: Manifest, second: Manifest) -> Iterator[ProofLine]:

@@ -33,6 +33,7 @@ __all__ = [
     "UNSEALED",
     "changes_between",
     "make_protocol",
+    "other_protocols",
     "protocol_changes",
     "protocol_of",
     "seeds_apart",
@@ -117,7 +118,7 @@ def protocol_changes(study: RecordedStudy, policy: PolicyConfig) -> list[str]:
         return [f"the protocol can't be relied on: {error}"]
     changes = changes_between(sealed, protocol_of(study, policy))
     return [
-        *_other_protocols(study),
+        *other_protocols(study),
         *changes,
         *_other_probes(study, sealed),
         *_other_sources(study),
@@ -202,7 +203,7 @@ def _seeds(sealed: list[int], now: list[int]) -> Iterator[str]:
         )
 
 
-def _other_protocols(study: RecordedStudy) -> Iterator[str]:
+def other_protocols(study: RecordedStudy) -> Iterator[str]:
     """Tell of runs that were not trained under the protocol that is there."""
     here = protocol_hash(study.folder)
     for arm in study.arms:

@@ -17,14 +17,13 @@ from typing import Any, Literal
 from stability.analysis.drift_parents import check_drifts, listed_snapshot, parents_by_line
 from stability.analysis.pair_contract import prove_pair
 from stability.analysis.pair_proof import PairProof
+from stability.analysis.study_plan import Unplanned, planned_pairs, unplanned
 from stability.analysis.study_records import RecordedRun, RecordedStudy
-from stability.config.commands import is_command
 from stability.config.schema import BASELINE
 from stability.records.events import read_log_and_events
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_names import drift_name
-from stability.records.paths import RunPaths, StudyPaths, snapshot_steps
-from stability.records.protocol import read_protocol
+from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.remade_drifts import read_remade
 from stability.records.run_files import damage, misplacement, read_run_snapshot
 
@@ -34,8 +33,6 @@ __all__ = [
     "PairState",
     "check_drifts_of",
     "check_pairs",
-    "plan_note",
-    "plan_trouble",
 ]
 
 PairState = Literal["holds", "missing", "foreign", "damaged", "no pair", "stale", "unproven"]
@@ -106,7 +103,7 @@ def check_pairs(study: RecordedStudy, *, every_drift: bool = False) -> list[Pair
     """
     find_damage = cache(damage)  # a baseline has many candidates
     found = []
-    for arm, seed in _planned(study):
+    for arm, seed in planned_pairs(study):
         runs = [one.runs.get(seed) if (one := study.arm(n)) else None for n in (BASELINE, arm)]
         if runs[0] is None or runs[1] is None:
             said = "the sealed protocol planned it, the study has it no more"
@@ -117,47 +114,6 @@ def check_pairs(study: RecordedStudy, *, every_drift: bool = False) -> list[Pair
     return found
 
 
-def plan_trouble(study: RecordedStudy) -> str:
-    """Return why it can't be told what a study planned; empty if its sealed protocol tells.
-
-    Every study is sealed before its first run, without the seal a pair that is gone is not missed;
-    but for one that is recorded run by run, which nobody has planned (`plan_note`).
-    """
-    path = StudyPaths(study.folder).protocol
-    if not path.exists():
-        if plan_note(study):
-            return ""
-        return f"{path} is not there: planned pairs that study.json leaves out are not counted"
-    try:
-        read_protocol(path)
-    except (ValueError, OSError) as error:
-        return f"{error}: planned pairs that study.json leaves out are not counted"
-    return ""
-
-
-def plan_note(study: RecordedStudy) -> str:
-    """Return what is to be said of a study that was recorded run by run, unsealed; else nothing."""
-    manifests = [run.manifest for arm in study.arms for run in arm.runs.values() if run.manifest]
-    is_sealed = any(manifest.hashes.get("protocol") for manifest in manifests)
-    if is_sealed or not is_command(study.base) or StudyPaths(study.folder).protocol.exists():
-        return ""
-    return "recorded run by run, without a sealed plan: a run that was taken away is not missed"
-
-
-def _planned(study: RecordedStudy) -> list[tuple[str, int]]:
-    """Return the pairs that the study plans now, and those that only its protocol planned."""
-    pairs = {(arm.name, seed): None for arm in study.candidates for seed in study.seeds}
-    path = StudyPaths(study.folder).protocol
-    try:
-        protocol = read_protocol(path) if path.exists() else None
-    except (ValueError, OSError):  # `plan_trouble` tells of it
-        protocol = None
-    for arm in protocol.arms if protocol else ():
-        for seed in protocol.seeds if protocol and arm != BASELINE else ():
-            pairs[arm, seed] = None
-    return list(pairs)
-
-
 def _check(pair: _Pair, find_damage: Any, *, every_drift: bool) -> PairCheck:
     proof, recomputed = None, ()
     try:
@@ -166,10 +122,14 @@ def _check(pair: _Pair, find_damage: Any, *, every_drift: bool) -> PairCheck:
         proof = prove_pair(pair.baseline.paths, pair.run.paths, find_damage)
         if proof.breach is not None or pair.run.breach:
             raise _PairError("no pair", proof.sentence if proof.breach else pair.run.breach)
+        strange = [found for run in (pair.baseline, pair.run) if (found := _unplanned(pair, run))]
+        if contradicted := [found.said for found in strange if found.is_contradicted]:
+            raise _PairError("no pair", f"no pair: {contradicted[0]}")
         recomputed = tuple(_recompute(pair.baseline, pair.run, every_drift=every_drift))
         _check_drifts(pair.baseline, pair.run, recomputed)
-        if proof.unproven:
-            raise _PairError("unproven", f"not on record: {', '.join(proof.unproven)}")
+        unproven = [*proof.unproven, *(found.said for found in strange)]
+        if unproven:
+            raise _PairError("unproven", f"not on record: {', '.join(unproven)}")
         state, said = "holds", proof.sentence
     except _PairError as trouble:
         state, said = trouble.state, str(trouble)
@@ -206,12 +166,18 @@ def _check_run(pair: _Pair, run: RecordedRun, find_damage: Any) -> None:
     _check_snapshots(pair, name, run, manifest, planned)
 
 
+def _unplanned(pair: _Pair, run: RecordedRun) -> Unplanned | None:
+    arm = pair.study.arm(run.paths.arm)
+    return unplanned(pair.study, arm, read_manifest(run.paths.manifest)) if arm else None
+
+
 def _check_snapshots(
     pair: _Pair, name: str, run: RecordedRun, manifest: Manifest, until: int
 ) -> None:
-    last = manifest.step if manifest.state == "diverged" else until
+    # one that has diverged is stopped before it keeps its last state
+    last = manifest.step - 1 if manifest.state == "diverged" else until
     steps = {0, until, *(step for step in pair.study.planned_snapshots if step <= until)}
-    lost = [s for s in sorted(steps) if s < last and not listed_snapshot(run.paths, manifest, s)]
+    lost = [s for s in sorted(steps) if s <= last and not listed_snapshot(run.paths, manifest, s)]
     if lost:
         raise _PairError("missing", f"the snapshot of {name} at step {lost[0]}")
 

@@ -12,6 +12,7 @@ from stability.cli.output import (
     FAILS,
     HOLDS,
     UNDECIDED,
+    WRONG,
     print_json,
     print_line,
 )
@@ -154,21 +155,26 @@ def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
     from rich.console import Console  # heavy, and so is numpy behind the rest
 
     from stability.analysis.protocol_check import seeds_apart
-    from stability.analysis.study_check import check_pairs, plan_note, plan_trouble
+    from stability.analysis.study_check import check_pairs
+    from stability.analysis.study_plan import left_out_runs, plan_note, plan_troubles
     from stability.analysis.study_records import read_study
     from stability.report.terminal.pairs import print_checks
 
     study = read_study(folder)
-    checks, trouble = check_pairs(study, every_drift=every_drift), plan_trouble(study)
-    apart = list(seeds_apart(study))
+    checks, troubles = check_pairs(study, every_drift=every_drift), plan_troubles(study)
+    apart, left_out = list(seeds_apart(study)), left_out_runs(study)
     holding = sum(check.state == "holds" for check in checks)
     if json:
         pairs = [check.to_dict() for check in checks]
-        plan = {"planned": len(checks), "hold": holding, "plan_trouble": trouble}
-        plan["plan_note"] = plan_note(study)
+        plan = {"planned": len(checks), "hold": holding, "plan_trouble": "; ".join(troubles)}
+        plan |= {"plan_note": plan_note(study), "left_out": left_out}
         print_json({**plan, "seeds_apart": apart, "pairs": pairs})
     else:
-        print_checks(checks, Console(), [*([trouble] if trouble else []), *apart])
-        if note := plan_note(study):
+        print_checks(checks, Console(), [*troubles, *apart])
+        for note in [*left_out, *filter(None, [plan_note(study)])]:
             print_line(note)
-    return HOLDS if holding == len(checks) and not trouble and not apart else FAILS
+    if holding < len(checks) or troubles or apart:
+        return FAILS
+    if not checks:  # nothing was refuted, and nothing proven
+        return FAILS if left_out else WRONG
+    return HOLDS

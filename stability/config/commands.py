@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 __all__ = [
+    "ADOPTED",
     "CHANGES",
     "PLACE",
     "PLACEHOLDERS",
@@ -25,6 +26,7 @@ __all__ = [
     "flag_values",
     "flag_words",
     "has_settings",
+    "is_adopted",
     "is_command",
     "parse_flags",
     "probe_settings",
@@ -36,6 +38,9 @@ __all__ = [
 
 PLACEHOLDERS = ("seed", "arm", "out")
 """What a command may hold in braces."""
+
+ADOPTED = "checkpoints"
+"""What stands for the program where nothing was run: checkpoints were adopted."""
 
 CHANGES = ("init", "batches")
 """What a change may be meant to change besides the numerics: the start weights, the batches."""
@@ -161,6 +166,11 @@ def check_held_out(name: str) -> str:
     if name not in ("", "all", "none") and not is_function:
         raise ValueError(f"held_out must be MODULE:FUNCTION, all or none, got {name!r}")
     return name
+
+
+def is_adopted(config: Mapping[str, Any]) -> bool:
+    """Whether a recorded config is that of checkpoints that existed already (`stability adopt`)."""
+    return config.get("program") == ADOPTED
 
 
 def is_command(config: Mapping[str, Any]) -> bool:

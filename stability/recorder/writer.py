@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stability.records.manifest import PATIENCE
 from stability.records.metric_log import MetricLog, read_text
 from stability.records.metric_names import (
     BATCH_HASH,
@@ -42,17 +43,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOG_PROBABILITIES",
-    "PATIENCE",
     "Baseline",
     "RunWriter",
     "running_hashes",
     "stopped",
 ]
-
-PATIENCE = 5
-"""Updates in a row with a loss that is not finite, which make a run a diverged one.
-
-A single such loss may be that of a step which a loss scaler skips."""
 
 LOG_PROBABILITIES = "log_probabilities"
 """The tensor in a file of predictions: of each true next token, natural log, (blocks, tokens)."""

@@ -13,6 +13,7 @@ from stability.records.sealed_json import read_record, write_sealed
 
 __all__ = [
     "ENDED",
+    "PATIENCE",
     "Manifest",
     "RecordedFork",
     "RunState",
@@ -25,6 +26,11 @@ RunState = Literal["running", "interrupted", "failed", "diverged", "finished"]
 
 ENDED: tuple[RunState, ...] = ("finished", "diverged")
 """States of a run that is never trained again."""
+
+PATIENCE = 5
+"""Updates in a row with a loss that is not finite, which make a run a diverged one.
+
+A single such loss may be that of a step which a loss scaler skips."""
 
 
 class RecordedAttention(TypedDict, total=False):
@@ -80,6 +86,9 @@ class Manifest:
     their own, whose runs all go on to `config.train.steps`."""
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each whole file of the run, by its path in the run's folder."""
+    role: str = ""
+    """What its arm was there for when the run began; empty in forks, and in manifests of before
+    it was kept."""
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from stability.config.axes import NO_AXIS
-from stability.config.commands import training_config
+from stability.config.commands import ADOPTED, training_config
 from stability.config.convert import Place
 from stability.config.diff import diff, hash_without
 from stability.config.load import check_name
@@ -176,7 +176,7 @@ def _run(
 
 def _config(adoption: Adoption, change: str, *, is_other_start: bool) -> dict[str, Any]:
     return training_config(
-        {"program": "checkpoints", "config": {"declared": change}, "env": {}},
+        {"program": ADOPTED, "config": {"declared": change}, "env": {}},
         steps=adoption.steps[-1],
         snapshot_steps=[step for step in adoption.steps if step],
         may_change=["init"] if is_other_start else [],
@@ -228,6 +228,7 @@ def _manifest(adoption: Adoption, run: ForeignRun, start: str, said: str) -> Man
         step=0,
         message="",
         until=adoption.steps[-1],
+        role=run.role,
     )
 
 

@@ -309,6 +309,7 @@ def _first_manifest(run: ForeignRun, environment: dict[str, Any]) -> Manifest:
         state="running",
         step=0,
         message="",
+        role=run.role,
     )
 
 

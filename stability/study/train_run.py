@@ -166,6 +166,7 @@ def _first_manifest(
         files=listed,
         fork=run.fork_record,
         until=run.last_step,
+        role="" if run.fork else run.arm.role,
     )
 
 

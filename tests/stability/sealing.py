@@ -2,10 +2,12 @@
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from stability.records.manifest import read_manifest
+from stability.records.identity import hash_environment
+from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles
 from stability.records.witness import Witness, read_witness, write_witness
@@ -29,3 +31,10 @@ def change_witness(run: RunPaths, edit: Callable[[Any], object]) -> None:
         edit(stretch)
     write_witness(run.witness, Witness(stretches=stretches))
     RunFiles(run, read_manifest(run.manifest)).add(run.witness)
+
+
+def change_environment(run: RunPaths, environment: Mapping[str, Any]) -> None:
+    """Put another environment into a run's manifest, with the hash that it has."""
+    manifest = read_manifest(run.manifest)
+    hashes = {**manifest.hashes, "environment": hash_environment(environment)}
+    write_manifest(run.manifest, replace(manifest, environment=dict(environment), hashes=hashes))

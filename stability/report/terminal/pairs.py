@@ -40,6 +40,10 @@ SAMENESS_STYLE = {
 NAME_WIDTH = 40
 """Longer names are folded rather than that a column is left out."""
 LISTED = 8
+NOTHING = (
+    "nothing is proven: the study has no arm beside its baseline, so there is no pair; record one "
+    "with `stability record --arm NAME`, or add it to the study's file"
+)
 CAPTION = """\
 rel_l2: |a - b| / |b|. w1: 1-D Wasserstein distance, blind to position;
 over_std: over b's spread. sign flips: share of values that change sign."""
@@ -70,6 +74,10 @@ def print_checks(
     checks: Sequence[PairCheck], console: Console, troubles: Sequence[str] = ()
 ) -> None:
     """Print a line for each planned pair, each reason once, what else is wrong, how many hold."""
+    if not checks:
+        for trouble in [*troubles, NOTHING]:
+            _conclude(trouble, console)
+        return
     table = plain_table(["run", "pair", ""], [])
     for column in table.columns[:2]:
         column.no_wrap = True

@@ -13,7 +13,7 @@ from stability.analysis.study_records import read_study
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.module_sources import UNHASHED
 from stability.records.paths import RunPaths
-from tests.stability.sealing import change_witness
+from tests.stability.sealing import change_environment, change_witness
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_a_switch_that_one_run_does_not_list_is_unproven_and_no_breach(study, go
     run, name = _run(study, gone), "sdpa_math_reduction"
     manifest = read_manifest(run.manifest)
     known = {k: v for k, v in manifest.environment.items() if k != f"switch.{name}"}
-    write_manifest(run.manifest, replace(manifest, environment=known))
+    change_environment(run, known)
     change_witness(run, lambda stretch: [each.pop(name) for each in stretch["switches"].values()])
     proof, lines = _lines(study, "fp32")
     assert proof.breach is None
@@ -214,7 +214,7 @@ def test_a_variable_that_one_run_had_set_is_a_breach_where_the_other_listed_it(
         run = _run(study, arm)
         manifest = read_manifest(run.manifest)
         known = {k: v for k, v in manifest.environment.items() if k not in _SET}
-        write_manifest(run.manifest, replace(manifest, environment={**known, **more}))
+        change_environment(run, {**known, **more})
     proof, lines = _lines(study, "fp32")
     assert lines["environment.variable.MKL_CBWR"] == sameness
     assert "environment.variables_listed" not in lines
