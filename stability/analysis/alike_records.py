@@ -5,19 +5,22 @@ hashes, the batches and what was executed (`pair_contract`, `witness_contract`).
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stability.analysis.drift_parents import listed_snapshot
 from stability.analysis.pair_proof import ProofLine, compared
-from stability.config.axes import touches
+from stability.config.axes import axes_of, touches
 from stability.records.manifest import Manifest
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import EVAL_LOSS, TRAIN_LOSS
-from stability.records.paths import RunPaths
+from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import read_run_snapshot
 from stability.records.snapshots import hash_state
 
-__all__ = ["loss_line", "start_line"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["rerun_line", "start_line"]
 
 
 def start_line(
@@ -36,6 +39,9 @@ def start_line(
         return
     is_meant = is_free or touches(differences, ("nudge", "precision"))
     field = "the weights at step 0"
+    if not is_free and axes_of(differences) == ["nudge"]:
+        yield _nudge_line(field, runs, manifests)
+        return
     if files[0] == files[1] or is_meant:
         yield compared(field, *files, is_free=is_meant)
         return
@@ -43,12 +49,50 @@ def start_line(
     yield compared(field, *(hash_state(read_run_snapshot(paths, 0)) for paths in runs))
 
 
-def loss_line(
+def _nudge_line(
+    field: str, runs: tuple[RunPaths, RunPaths], manifests: tuple[Manifest, Manifest]
+) -> ProofLine:
+    """Hold the start of a nudged run against the baseline's: every weight a few places away."""
+    settings: list[Any] = [manifest.config.get("nudge", {}) for manifest in manifests]
+    most = sum(each.get("ulps", 0) for each in settings)
+    one, other = (read_run_snapshot(paths, 0) for paths in runs)
+    moved = max((_places(one[name], other[name]) for name in one.keys() & other.keys()), default=0)
+    # one that is kept in fewer bits than it was nudged in may show nothing of it
+    least = int(all(x.element_size() >= 4 for x in one.values()))
+    is_nudged = one.keys() == other.keys() and least <= moved <= most
+    return ProofLine(
+        field=field,
+        first="the baseline's",
+        second=f"moved by {moved} places",
+        sameness="different by design" if is_nudged else "different",
+        says=f"the weights at step 0 are moved by up to {moved} units in the last place, by a nudge "
+        f"of {most}",
+    )
+
+
+def _places(one: "Tensor", other: "Tensor") -> int:
+    """Return by how many representable numbers two tensors differ at most; large if they can't."""
+    import torch  # heavy
+
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return 2**62
+    if not one.is_floating_point() or one.element_size() not in kinds or not one.numel():
+        return 0 if one.equal(other) else 2**62
+    bits = kinds[one.element_size()]
+    lowest = torch.iinfo(bits).min
+    # in the order of the numbers, from the bits of sign and magnitude
+    a, b = (x.contiguous().view(bits).to(torch.int64) for x in (one, other))
+    a, b = (torch.where(x < 0, lowest - x, x) for x in (a, b))
+    return int((a - b).abs().max())
+
+
+def rerun_line(
     runs: tuple[RunPaths, RunPaths],
     manifests: tuple[Manifest, Manifest],
     differences: Mapping[str, Any],
 ) -> Iterator[ProofLine]:
-    """Compare the losses of two runs that differ in nothing and end in the same bits.
+    """Compare losses and weights of two runs that differ in nothing and end in the same bits.
 
     Those of other pairs are each run's own word.
     """
@@ -62,6 +106,13 @@ def loss_line(
             values = one.get(step), other.get(step)
             if repr(values[0]) != repr(values[1]):  # two NaN are alike
                 yield compared(f"{name} at step {step}", *values)
+                return
+    for step in sorted({*snapshot_steps(runs[0])} & {*snapshot_steps(runs[1])}):
+        files = [listed_snapshot(*each, step) for each in zip(runs, manifests, strict=True)]
+        if all(files) and files[0] != files[1]:
+            states = [hash_state(read_run_snapshot(paths, step)) for paths in runs]
+            if states[0] != states[1]:
+                yield compared(f"the weights at step {step}", *states)
                 return
     count = sum(map(len, logs[0].values()))
     yield compared("losses", f"{count} alike", f"{count} alike")

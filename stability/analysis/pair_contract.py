@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stability.analysis.alike_records import loss_line, start_line
+from stability.analysis.alike_records import rerun_line, start_line
 from stability.analysis.batch_inputs import (
     first_other_labels,
     first_other_order,
@@ -270,7 +270,7 @@ def prove_pair(
         # a log that is not the one its manifest lists proves nothing about batches
         _batches(first, second, differences) if are_whole else compared("batches", None, None),
         *(_label_lines(first, second, manifests, differences) if are_whole else ()),
-        *(loss_line((first, second), manifests, differences) if are_whole else ()),
+        *(rerun_line((first, second), manifests, differences) if are_whole else ()),
         _final_weights(*manifests, differences),
         *witness_lines(
             testimony_of(first, manifests[0]), testimony_of(second, manifests[1]), differences

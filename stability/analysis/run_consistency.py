@@ -7,7 +7,7 @@ files (`records.run_files`) and what two runs say of one another (`pair_contract
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stability.analysis.drift_parents import listed_snapshot
@@ -19,6 +19,7 @@ from stability.records.manifest import ENDED, PATIENCE, Manifest
 from stability.records.metric_log import read_log
 from stability.records.metric_names import BATCH_HASH, TRAIN_LOSS
 from stability.records.paths import RunPaths
+from stability.records.record_hash import record_hash
 from stability.records.run_files import read_run_snapshot
 from stability.records.snapshots import hash_state
 
@@ -55,6 +56,37 @@ def _hashes(paths: RunPaths, manifest: Manifest) -> Iterator[str]:
         said = manifest.hashes.get(name, found)
         if said != found:
             yield f"hashes.{name} is {_short(said)}, what it is of has {_short(found)}"
+
+
+def _measured(paths: RunPaths, manifest: Manifest) -> Iterator[str]:
+    """Hold the hash of losses and snapshots against the files; older records have none."""
+    said = manifest.hashes.get("record")
+    if not said or manifest.state not in ENDED:
+        return
+    found = record_hash(paths, manifest)
+    if said != found:
+        yield (
+            f"hashes.record is {_short(said)}, that of its losses, snapshots and notes "
+            f"{_short(found)}: they are not those it ended with"
+        )
+    if paths.metrics.exists() and paths.name_of(paths.metrics) not in manifest.files:
+        yield f"it does not list {paths.name_of(paths.metrics)}, which lists every file of a run"
+
+
+def _claims(paths: RunPaths, manifest: Manifest) -> Iterator[str]:
+    """Hold what a manifest says of its weights against what else it says of them."""
+    watched, final = manifest.observer.get("watched"), manifest.hashes.get("final_weights")
+    if manifest.observer.get("equal") and is_command(manifest.config) and watched != final:
+        yield f"observer.watched is {watched}, hashes.final_weights {final}"
+    names = manifest.resolved.get("names")
+    if names and listed_snapshot(paths, manifest, manifest.step):
+        own = list(read_run_snapshot(paths, manifest.step))
+        if sorted(names) != sorted(own):
+            yield f"resolved.names are {_some(names)}, the last snapshot has {_some(own)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{len(names)}, {', '.join(sorted(names)[:3])}"
 
 
 def _command(paths: RunPaths, manifest: Manifest) -> Iterator[str]:
@@ -168,6 +200,8 @@ def _short(digest: str) -> str:
 _PARTS: tuple[Callable[[RunPaths, Manifest], Iterator[str]], ...] = (
     _hashes,
     _command,
+    _claims,
     _updates,
     _weights,
+    _measured,
 )

@@ -9,10 +9,10 @@ contract itself (`pair_contract`) and how it is shown (`report.terminal.pairs`).
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from stability.analysis.drift_parents import check_drifts, listed_snapshot, parents_by_line
 from stability.analysis.pair_contract import prove_pair
@@ -22,10 +22,13 @@ from stability.analysis.study_records import RecordedRun, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.records.events import read_log_and_events
 from stability.records.manifest import ENDED, Manifest, read_manifest
-from stability.records.metric_names import drift_name
+from stability.records.metric_names import NONFINITE_WEIGHTS, WEIGHT_HISTOGRAM, drift_name
 from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.remade_drifts import read_remade
 from stability.records.run_files import damage, misplacement, read_run_snapshot
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "DriftCheck",
@@ -280,7 +283,9 @@ def _recompute(baseline: RecordedRun, run: RecordedRun, *, every_drift: bool) ->
     if not every_drift and steps:
         steps = [random.SystemRandom().choice(steps)]
     for step in steps:
-        found = drift(read_run_snapshot(run.paths, step), read_run_snapshot(baseline.paths, step))
+        own = read_run_snapshot(run.paths, step)
+        _check_weights(run, step, own)
+        found = drift(own, read_run_snapshot(baseline.paths, step))
         for parameter, values in found.items():
             for metric, value in values.items():
                 name = drift_name(parameter, metric)
@@ -291,6 +296,23 @@ def _recompute(baseline: RecordedRun, run: RecordedRun, *, every_drift: bool) ->
                         f"{name} at step {step} is {told} on record, {value} from the snapshots",
                     )
         yield step
+
+
+def _check_weights(run: RecordedRun, step: int, state: "Mapping[str, Tensor]") -> None:
+    """Check that the log tells of the weights at a step what the snapshot holds."""
+    from stability.metrics.instability import count_nonfinite  # heavy: torch
+    from stability.metrics.weight_counts import weight_counts
+
+    weights = [weight for weight in state.values() if weight.is_floating_point()]
+    told = run.series(NONFINITE_WEIGHTS).get(step)
+    bad = float(count_nonfinite(weights)) if weights else 0.0
+    counts = run.counts.get(WEIGHT_HISTOGRAM, {}).get(step)
+    if told not in (None, bad):
+        said = f"{NONFINITE_WEIGHTS} at step {step} is {told} on record, {bad} from the snapshot"
+        raise _PairError("damaged", said)
+    if counts is not None and list(counts) != weight_counts(weights):
+        said = f"{WEIGHT_HISTOGRAM} at step {step} is not that of the snapshot"
+        raise _PairError("damaged", said)
 
 
 def _same(one: float, other: float) -> bool:

@@ -154,6 +154,7 @@ def _verify_runs(first: Path, second: Path, *, every_drift: bool, json: bool) ->
 def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
     from rich.console import Console  # heavy, and so is numpy behind the rest
 
+    from stability.analysis.distance_check import other_distances
     from stability.analysis.protocol_check import seeds_apart
     from stability.analysis.study_check import check_pairs
     from stability.analysis.study_plan import left_out_runs, plan_note, plan_troubles
@@ -162,6 +163,7 @@ def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
 
     study = read_study(folder)
     checks, troubles = check_pairs(study, every_drift=every_drift), plan_troubles(study)
+    troubles += other_distances(study, every=every_drift)
     apart, left_out = list(seeds_apart(study)), left_out_runs(study)
     holding = sum(check.state == "holds" for check in checks)
     if json:

@@ -32,6 +32,7 @@ from stability.records.metric_names import (
     drift_name,
 )
 from stability.records.paths import RunPaths, prediction_steps, snapshot_steps
+from stability.records.record_hash import record_hash
 from stability.records.run_files import RunFiles, read_summed_snapshot
 from stability.records.run_lease import LeaseLostError
 from stability.records.sealed_json import file_checksum
@@ -176,11 +177,12 @@ class RunWriter:
         at, log = self.diverged, self._files.paths.metrics
         manifest = self._files.manifest
         batches = {"batches": self.batches} if self.batches else {}
+        record = record_hash(self._files.paths, manifest)
         self._files.update(
             state="finished" if at is None else "diverged",
             message="" if at is None else f"the loss is not finite from step {at} on",
             step=self.step,
-            hashes={**manifest.hashes, **batches, "final_weights": final_weights},
+            hashes={**manifest.hashes, **batches, "final_weights": final_weights, "record": record},
             files={**manifest.files, self._files.paths.name_of(log): file_checksum(log)},
         )
 

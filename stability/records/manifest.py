@@ -70,7 +70,8 @@ class Manifest:
     """What `auto` became: the attention's engine and its numerics."""
     hashes: dict[str, str]
     """`config_less_axis`, `environment`, `init_weights` (before a nudge), `text`, `held_out` (the
-    batches that are evaluated, empty without any); at the end also `batches`, `final_weights`."""
+    batches that are evaluated, empty without any); at the end also `batches`, `final_weights` and
+    `record` (`record_hash`)."""
     state: RunState
     step: Count
     """Updates made when the manifest was written."""

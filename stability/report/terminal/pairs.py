@@ -40,6 +40,7 @@ SAMENESS_STYLE = {
 NAME_WIDTH = 40
 """Longer names are folded rather than that a column is left out."""
 LISTED = 8
+OWN_WORD = "losses and what a probe saw are the runs' own word"
 NOTHING = (
     "nothing is proven: the study has no arm beside its baseline, so there is no pair; record one "
     "with `stability record --arm NAME`, or add it to the study's file"
@@ -87,7 +88,8 @@ def print_checks(
         style = SAMENESS_STYLE["same" if holds else "different"]
         add_row(table, name, as_text(check.state, style=style), check.said if holds else "")
         if not holds:
-            reasons.setdefault(f"{check.state}: {check.said}", []).append(name)
+            said = check.said.removeprefix(f"{check.state}: ")
+            reasons.setdefault(f"{check.state}: {said}", []).append(name)
     console.print(table)
     # one damaged file may spoil every pair of its arm; a path in a column is cut in many pieces
     lines = [f"{_first_of(names)}: {reason}" for reason, names in reasons.items()]
@@ -101,7 +103,7 @@ def print_checks(
     but = ", but see above" if troubles else ""
     _conclude(f"{holding} of {len(checks)} planned pairs keep the contract{others}{but}", console)
     anew = sum(len(check.recomputed) for check in checks)
-    _conclude(_anew(anew), console)
+    _conclude(f"{_anew(anew)}; {OWN_WORD}", console)
 
 
 def _first_of(names: Sequence[str]) -> str:

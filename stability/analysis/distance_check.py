@@ -1,0 +1,90 @@
+"""Whether the distances on record between a study's arms are those of the files on disk.
+
+The verdict rests on them. Those whose parents are other files now are left out by every reader, and
+so here. Leaves out how they are measured (`study.distances`).
+"""
+
+import math
+import random
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stability.analysis.study_distances import study_distances
+from stability.analysis.study_records import RecordedStudy
+from stability.records.distances import DistanceMatrix
+from stability.records.paths import RunPaths, StudyPaths
+from stability.records.run_files import file_damage
+from stability.records.snapshots import read_snapshot
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["other_distances"]
+
+TOLERANCE = 1e-9
+"""Relative: both are summed in FP64, in two orders."""
+
+
+def other_distances(study: RecordedStudy, *, every: bool = False) -> list[str]:
+    """Return a sentence for each seed's record that is damaged, or says what the files do not.
+
+    Of each seed one distance of weights and one of predictions is computed anew, drawn at random;
+    all of them with `every`.
+    """
+    found = []
+    for seed in study.seeds:
+        where = StudyPaths(study.folder).distances(seed)
+        try:
+            distances = study_distances(study, [seed])[seed]
+        except ValueError as error:
+            found.append(str(error))
+            continue
+        for what, matrices, file in (
+            ("weights", distances.weights, RunPaths.snapshot),
+            ("predictions", distances.predictions, RunPaths.predictions),
+        ):
+            pairs = [(step, *two) for step, x in matrices.items() for two in combinations(x.arms, 2)]
+            chosen = pairs if every or not pairs else [random.SystemRandom().choice(pairs)]
+            for step, one, other in chosen:
+                said = _wrong(study, seed, matrices[step], (step, one, other), file)
+                if said:
+                    found.append(f"{where}: the distance of {what} {said}")
+                    break
+    return found
+
+
+def _wrong(
+    study: RecordedStudy,
+    seed: int,
+    matrix: DistanceMatrix,
+    pair: tuple[int, str, str],
+    file: Callable[[RunPaths, int], Path],
+) -> str:
+    step, *arms = pair
+    runs = [arm.runs[seed] for name in arms if (arm := study.arm(name))]
+    files = [file(run.paths, step) for run in runs]
+    whole = all(
+        run.manifest and not file_damage(run.paths, run.manifest, path)
+        for run, path in zip(runs, files, strict=True)
+    )
+    told = matrix.between(*arms)
+    if not whole or told is None:
+        return ""  # damage is told of by its pair
+    is_mean = file is RunPaths.predictions
+    value = _distance(read_snapshot(files[0]), read_snapshot(files[1]), is_mean=is_mean)
+    if matrix.parents[arms[0]] == matrix.parents[arms[1]]:
+        value = 0.0
+    if (math.isnan(told) and math.isnan(value)) or math.isclose(told, value, rel_tol=TOLERANCE):
+        return ""
+    return f"between {arms[0]} and {arms[1]} at step {step} is {told}, {value} from the files"
+
+
+def _distance(a: "dict[str, Tensor]", b: "dict[str, Tensor]", *, is_mean: bool) -> float:
+    names = [name for name, x in a.items() if x.is_floating_point()]
+    squares = math.fsum(
+        float((a[n].double() - b[n].double()).square().sum()) for n in names if n in b
+    )
+    count = sum(a[name].numel() for name in names) if is_mean else 1
+    return math.sqrt(squares / max(1, count)) if not math.isnan(squares) else math.nan
