@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stability.analysis.drift_parents import listed_snapshot
 from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.axes import axes_of, touches
+from stability.config.schema import BASELINE
 from stability.records.manifest import Manifest
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import EVAL_LOSS, TRAIN_LOSS
@@ -20,7 +21,7 @@ from stability.records.snapshots import hash_state
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["rerun_line", "start_line"]
+__all__ = ["given_start_line", "rerun_line", "start_line"]
 
 
 def start_line(
@@ -49,6 +50,18 @@ def start_line(
     yield compared(field, *(hash_state(read_run_snapshot(paths, 0)) for paths in runs))
 
 
+def given_start_line(candidate: Manifest) -> Iterator[ProofLine]:
+    """Say that a run's start weights were not made by its own code, where they were given to it."""
+    if candidate.resolved.get("start") == "given":
+        yield ProofLine(
+            field="start",
+            first="own",
+            second="given",
+            sameness="different by design",
+            says=f"start: given; {candidate.arm} began with the {BASELINE}'s weights",
+        )
+
+
 def _nudge_line(
     field: str, runs: tuple[RunPaths, RunPaths], manifests: tuple[Manifest, Manifest]
 ) -> ProofLine:
@@ -65,8 +78,8 @@ def _nudge_line(
         first="the baseline's",
         second=f"moved by {moved} places",
         sameness="different by design" if is_nudged else "different",
-        says=f"the weights at step 0 are moved by up to {moved} units in the last place, by a nudge "
-        f"of {most}",
+        says=f"the weights at step 0 are moved by up to {moved} units in the last place, by a "
+        f"nudge of {most}",
     )
 
 

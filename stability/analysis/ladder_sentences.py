@@ -7,7 +7,7 @@ half as far (CHAOS_SHARE). The verdict itself is left to `verdict`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from stability.analysis.intervals import paired_interval
 from stability.analysis.ladder import Ladder, Row
@@ -63,7 +63,7 @@ def notes(ladder: Ladder) -> list[str]:
     """Return what a reader must know before trusting the numbers; empty if nothing is amiss."""
     found = [*ladder.drift_notes, floor_note(ladder)]
     found += [_aa_note(row) for row in ladder.rows_on("none")]
-    found += [_no_effect_note(row) for row in ladder.rows if row.axis != "none"]
+    found += [_no_effect_note(ladder, row) for row in ladder.rows if row.axis != "none"]
     found += [_floor_note(row, ladder.last_step) for row in ladder.rows]
     found.append(_ends_note(ladder))
     if ladder.last_step < max((row.until for row in ladder.rows if row.arm != BASELINE), default=0):
@@ -185,17 +185,34 @@ def _aa_note(row: Row) -> str:
     return ""
 
 
-def _no_effect_note(row: Row) -> str:
+def _no_effect_note(ladder: Ladder, row: Row) -> str:
     """Tell of a change that changed nothing: most often it has not reached what was trained."""
     drifts = row.rel_l2.last if row.rel_l2.last.n else row.rel_l2.early
     zeros = [str(seed) for seed, drift in drifts.per_seed.items() if drift == 0]
     if row.arm == BASELINE or not zeros:
         return ""
-    seeds = f"seed{'' if len(zeros) == 1 else 's'} {', '.join(zeros)}"
+    evaluated = _other_evaluation(row, ladder.row(BASELINE), zeros)
     return (
-        f"The change had no effect: {row.arm} changes {row.axis} and ends in the baseline's bits "
-        f"({seeds})."
+        f"The change had no effect on the weights: {row.arm} changes {row.axis} and ends in the "
+        f"baseline's bits ({_seed_list(zeros)}){evaluated}."
     )
+
+
+def _other_evaluation(row: Row, baseline: Row | None, seeds: Sequence[str]) -> str:
+    """Say where the same weights were evaluated to another loss: evaluation alone was changed."""
+    before = baseline.held_out_loss.per_seed if baseline else {}
+    others = [
+        str(seed)
+        for seed, loss in row.held_out_loss.per_seed.items()
+        if str(seed) in seeds and seed in before and loss != before[seed]
+    ]
+    if not others:
+        return ""
+    return f"; its held-out loss is another ({_seed_list(others)}), so it changes the evaluation"
+
+
+def _seed_list(seeds: Sequence[str]) -> str:
+    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}"
 
 
 def _floor_note(row: Row, step: int) -> str:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stability.analysis.alike_records import rerun_line, start_line
+from stability.analysis.adopted_contract import contract_text, unknown_lines
+from stability.analysis.alike_records import given_start_line, rerun_line, start_line
 from stability.analysis.batch_inputs import (
     first_other_labels,
     first_other_order,
@@ -44,7 +45,7 @@ from stability.config.axes import (
     touches,
     why_fixed,
 )
-from stability.config.commands import is_command
+from stability.config.commands import is_adopted, is_command
 from stability.config.diff import RunConfig, diff, hash_without, leaves, recorded_config
 from stability.config.schema import BASELINE, Role
 from stability.records.identity import is_about_the_list
@@ -257,24 +258,12 @@ def prove_pair(
     # a manifest says what its arm declared: that is one change only if it holds all that differs
     said = present_name(manifests[1].axis)
     declared = said if said not in (MANY, NO_AXIS) else ""
+    adopted = all(is_adopted(manifest.config) for manifest in manifests)
+    compare = _adopted_lines if adopted else _lines
     lines = [
         *records,
         *_configs(configs, differences, declared, may_be_confounded=said == MANY),
-        *(
-            compared(field, a, b, is_free=is_free)
-            for field, a, b, is_free in _start_parts(*manifests, differences)
-        ),
-        *(_start_weights((first, second), manifests, differences) if are_whole else ()),
-        *_held_out(*manifests),
-        *_given_start(manifests[1]),
-        # a log that is not the one its manifest lists proves nothing about batches
-        _batches(first, second, differences) if are_whole else compared("batches", None, None),
-        *(_label_lines(first, second, manifests, differences) if are_whole else ()),
-        *(rerun_line((first, second), manifests, differences) if are_whole else ()),
-        _final_weights(*manifests, differences),
-        *witness_lines(
-            testimony_of(first, manifests[0]), testimony_of(second, manifests[1]), differences
-        ),
+        *compare((first, second), manifests, differences, are_whole=are_whole),
         # last: what two runs say of one another tells more
         *map(consistency_line, (first, second) if are_whole else (), manifests),
     ]
@@ -283,7 +272,48 @@ def prove_pair(
         second=str(second.root),
         axes=tuple(axes_of(differences, declared)),
         lines=tuple(lines),
+        standing=contract_text(*manifests, differences) if adopted else "",
     )
+
+
+def _lines(
+    runs: tuple[RunPaths, RunPaths],
+    manifests: tuple[Manifest, Manifest],
+    differences: dict[str, Any],
+    *,
+    are_whole: bool,
+) -> Iterator[ProofLine]:
+    """Give every comparison of two runs but those of their configs, in the order of a run."""
+    for field, a, b, is_free in _start_parts(*manifests, differences):
+        yield compared(field, a, b, is_free=is_free)
+    if are_whole:
+        yield from _start_weights(runs, manifests, differences)
+    yield from _held_out(*manifests)
+    yield from given_start_line(manifests[1])
+    # a log that is not the one its manifest lists proves nothing about batches
+    yield _batches(*runs, differences) if are_whole else compared("batches", None, None)
+    if are_whole:
+        yield from _label_lines(*runs, manifests, differences)
+        yield from rerun_line(runs, manifests, differences)
+    yield _final_weights(*manifests, differences)
+    testimonies = [testimony_of(*each) for each in zip(runs, manifests, strict=True)]
+    yield from witness_lines(testimonies[0], testimonies[1], differences)
+
+
+def _adopted_lines(
+    runs: tuple[RunPaths, RunPaths],
+    manifests: tuple[Manifest, Manifest],
+    differences: dict[str, Any],
+    *,
+    are_whole: bool,
+) -> Iterator[ProofLine]:
+    """Give every comparison of two series of checkpoints but those of what was declared."""
+    for field, a, b, is_free in _start_parts(*manifests, differences):
+        yield compared(field, a, b, is_free=is_free)
+    if are_whole:
+        yield from _start_weights(runs, manifests, differences)
+    yield _final_weights(*manifests, differences)
+    yield from unknown_lines()
 
 
 def _steps_of(config: RunConfig) -> int:
@@ -381,18 +411,6 @@ def _final_weights(first: Manifest, second: Manifest, differences: Mapping[str, 
         says=f"{second.arm} changes nothing and ends in other weights than {first.arm}: the "
         "training is not deterministic",
     )
-
-
-def _given_start(candidate: Manifest) -> Iterator[ProofLine]:
-    """Say that a run's start weights were not made by its own code, where they were given to it."""
-    if candidate.resolved.get("start") == "given":
-        yield ProofLine(
-            field="start",
-            first="own",
-            second="given",
-            sameness="different by design",
-            says=f"start: given; {candidate.arm} began with the {BASELINE}'s weights",
-        )
 
 
 def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> ProofLine:

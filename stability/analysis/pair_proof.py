@@ -12,6 +12,8 @@ Sameness = Literal["same", "different by design", "different", "unknown"]
 """Two records of one thing; `different` breaks the contract, `unknown` is not on record."""
 
 FINAL_WEIGHTS = "hashes.final_weights"
+NO_EFFECT = "the change had no effect on the weights: both end in the same bits"
+"""What is evaluated may have been changed all the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +43,8 @@ class PairProof:
     second: str
     axes: tuple[str, ...]
     lines: tuple[ProofLine, ...]
+    standing: str = ""
+    """How the parts of the contract stand, where checkpoints were adopted: nothing else is seen."""
 
     @property
     def breach(self) -> ProofLine | None:
@@ -51,6 +55,13 @@ class PairProof:
     def unproven(self) -> list[str]:
         """What is not on record, in words or by its name."""
         return [line.says or line.field for line in self.lines if line.sameness == "unknown"]
+
+    @property
+    def unproven_text(self) -> str:
+        """What is not proven, in a clause; empty if all is."""
+        if not self.unproven:
+            return ""
+        return self.standing or f"not on record: {', '.join(self.unproven)}"
 
     @property
     def had_no_effect(self) -> bool:
@@ -70,14 +81,16 @@ class PairProof:
         """What the proof comes to, in one sentence."""
         if self.breach is not None:
             return f"no pair: {self.breach.sentence}"
+        if self.standing:
+            return f"two series of checkpoints: {self.standing}"
         said = f"a pair: they differ in {self.axes[0]} alone" if self.axes else "an A/A pair"
         if len(self.axes) > 1:
             said = f"a confounded pair: they differ in {', '.join(self.axes)}"
         for line in self.lines:
             said += f"; {line.changes}" if line.changes else ""
         if self.had_no_effect:
-            said += "; the change had no effect: both end in the same bits"
-        return f"{said}; not on record: {', '.join(self.unproven)}" if self.unproven else said
+            said += f"; {NO_EFFECT}"
+        return f"{said}; {self.unproven_text}" if self.unproven else said
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
@@ -88,6 +101,7 @@ class PairProof:
             "is_pair": self.breach is None,
             "state": self.state,
             "had_no_effect": self.had_no_effect,
+            "standing": self.standing,
             "sentence": self.sentence,
             "lines": [asdict(line) for line in self.lines],
         }

@@ -166,8 +166,8 @@ def _same_runs(study: RecordedStudy) -> Iterator[str]:
                 continue
             if end in ends:
                 yield (
-                    f"{arm.name}, seed {seed}, ends in the same bits as seed {ends[end]}: it is one "
-                    "run, no repetition"
+                    f"{arm.name}, seed {seed}, ends in the same bits as seed {ends[end]}: it is "
+                    "one run, no repetition"
                 )
             ends.setdefault(end, seed)
 

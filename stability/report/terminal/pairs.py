@@ -61,7 +61,7 @@ def print_proof(proof: PairProof, console: Console) -> None:
     console.print(table)
     _conclude(proof.sentence, console)
     if proof.state == "unproven":
-        _conclude(f"unproven: {', '.join(proof.unproven)}", console)
+        _conclude(f"unproven: {proof.standing or ', '.join(proof.unproven)}", console)
 
 
 def print_drift_check(check: DriftCheck, console: Console) -> None:
@@ -172,7 +172,9 @@ def _not_compared(found: WeightComparison) -> Iterator[str]:
     """Yield a line for each reason not to compare parameters, with the first names of it."""
     shapes = [f"{name} {a} and {b}" for name, (a, b) in found.shapes_differ.items()]
     reasons = [f"{name} ({reason})" for name, reason in found.not_compared.items()]
+    tied = [f"{name} ({stands} stands for it)" for name, stands in found.tied.items()]
     for kind, names in (
+        ("of a tensor that has another, counted once", tied),
         ("only in a", found.only_in_a),
         ("only in b", found.only_in_b),
         ("of different shapes", shapes),
