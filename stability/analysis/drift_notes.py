@@ -18,12 +18,14 @@ def drift_notes(study: RecordedStudy, arms: Sequence[RecordedArm] = ()) -> tuple
     Of `arms` alone if they are given.
     """
     asked = arms or study.candidates
-    said = [_stale_note(arm) for arm in asked]
+    said = [_stale_note(arm, is_command(study.base)) for arm in asked]
     unproven = [arm.name for arm in asked if any(run.unproven for run in arm.runs.values())]
+    # what somebody else trained `stability run` does not measure again
+    anew = "" if is_command(study.base) else "; `stability run` computes them anew"
     if unproven:
         said.append(
             f"Unproven: the drifts of {', '.join(unproven)} do not say which snapshots they were "
-            "computed from, as in records of an older version; `stability run` computes them anew."
+            f"computed from, as in records of an older version{anew}."
         )
     gaps = [(arm.name, gap) for arm in asked if (gap := _gap(arm))]
     if gaps:
@@ -72,14 +74,15 @@ def _gap(arm: RecordedArm) -> str:
     return next((run.unwitnessed for run in arm.runs.values() if run.unwitnessed), "")
 
 
-def _stale_note(arm: RecordedArm) -> str:
+def _stale_note(arm: RecordedArm, is_foreign: bool) -> str:
     stale = {seed: run.stale for seed, run in arm.runs.items() if run.stale and not run.breach}
     if not stale:
         return ""
     steps = ", ".join(map(str, sorted({step for by_step in stale.values() for step in by_step})))
     first = next(iter(stale.values()))
+    anew = "" if is_foreign else " `stability run` computes them anew from snapshots."
     seeds = f"seed{'' if len(stale) == 1 else 's'} {', '.join(map(str, stale))}"
     return (
         f"Stale, and left out: drifts of {arm.name}, {seeds}, at step {steps} (at step "
-        f"{min(first)}: {first[min(first)]}). `stability run` computes them anew from snapshots."
+        f"{min(first)}: {first[min(first)]}).{anew}"
     )

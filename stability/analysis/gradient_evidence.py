@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stability.analysis.advice import advice
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.looks import Samples, plain_looks
 from stability.analysis.number_text import bounds, three_figures
@@ -66,7 +67,7 @@ def gradient_evidence(
         )
     looked = [run for run in arm.runs.values() if run.series(gradient_name(ALL_WEIGHTS, "ratio"))]
     if not looked:
-        decides = "probe.gradient_every in the study's YAML, e.g. 2, and 20 looks"
+        decides = advice(study, "gradient")
         return silent_level(
             "gradient", "not measured", "no look at the model's gradient is on record", decides
         )

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stability.analysis.advice import advice
 from stability.analysis.evidence import LevelEvidence, silent_level
 from stability.analysis.looks import (
     OperatorLimits,
@@ -50,10 +51,6 @@ __all__ = ["changes_attention", "judge_operator", "operator_evidence"]
 Array = NDArray[np.float64]
 
 KINDS: tuple[Judged, ...] = ("error", "gain", "bias")
-_COMPLETE = (
-    "looks at all four results of every layer (`probe.backward: true`, `probe.layers: ['*']`) in "
-    "which nothing raises"
-)
 MOST_LOOKS = 10_000
 """No more looks are ever asked for."""
 
@@ -73,6 +70,8 @@ def operator_evidence(
     tables = joined([place_tables(run.metrics) for run in runs])
     bad = sum(_nonfinite(run.metrics) for run in runs)
     found = judge_operator(tables, policy, nonfinite=bad)
+    if found.state == "not measured":
+        found = replace(found, decides=advice(study, "operator"))
     missing = unseen(study, arm, tables)
     if not missing or found.state == "harmed":
         return found
@@ -83,7 +82,7 @@ def operator_evidence(
         state="not measured",
         sentence=f"{missing} Of the rest: {found.sentence}",
         cell="not all seen",
-        decides=_COMPLETE,
+        decides=advice(study, "all_looks"),
         p_holds=1.0,
     )
 
@@ -164,7 +163,6 @@ def judge_operator(
             "operator",
             "not measured",
             "no look of a probe with a golden is on record",
-            "runs with `probe.every` or `probe.steps`, and `probe.golden: true`",
             cell="no look",
         )
     least = [3 * len(family) * min(one.p_harmed for one in family) for family in families if family]

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stability.analysis.advice import StudyKind, advice, kind_of
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.held_out_losses import (
     held_out_differences,
@@ -93,6 +94,17 @@ class _Findings:
         return sum(seed in self.spikes.blind for seed in self.differences)
 
 
+_NO_LOSS_SEEN = (
+    "no run has a held-out loss: the script evaluates nothing that was seen to be held out"
+)
+_NO_LOSS: dict[StudyKind, str] = {
+    "config": "no run has a loss on text that is held out",
+    "commands": _NO_LOSS_SEEN,
+    "recorded": _NO_LOSS_SEEN,
+    "adopted": "no run has a held-out loss: checkpoints tell none",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LossTest:
     """The two one-sided tests of the mean difference."""
@@ -128,18 +140,7 @@ def outcome_evidence(
     if not found.differences and not found.lost_baseline:
         if any(run.series(EVAL_LOSS) for run in arm.runs.values()):
             return _silent("not measured", _why_unfinished(found), "let the study run to its end")
-        if is_command(study.base):
-            return _silent(
-                "not measured",
-                "no run has a held-out loss: the script evaluates nothing that was seen to be held "
-                "out",
-                "name a function of the held-out loss: `held_out: module:function`",
-            )
-        return _silent(
-            "not measured",
-            "no run has a loss on text that is held out",
-            "run the study with held_out.share above 0",
-        )
+        return _silent("not measured", _NO_LOSS[kind_of(study)], advice(study, "held_out"))
     judged = _judged(found, _loss_test(found))
     if is_command(study.base) and of_unseen_data(study, arm):
         said = "That both runs were evaluated on the same data is unproven."

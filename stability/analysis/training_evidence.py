@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stability.analysis.advice import advice
 from stability.analysis.energy_test import EnergyTest, energy_test
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.excess import Excess, excess_at, excess_over_seeds, seeds_that_decide
@@ -73,7 +74,7 @@ def training_evidence(
         window = judged_window(study, policy, seeds)
         distances = study_distances(study, seeds)
     except ValueError as error:
-        return _silent("not measured", str(error), "run `stability run` again")
+        return _silent("not measured", str(error), advice(study, "distances"))
     if not window.step:
         return _silent(
             "not measured",
@@ -117,19 +118,15 @@ def _inapplicable(study: RecordedStudy, arm: RecordedArm) -> str:
 def _missing_controls(study: RecordedStudy) -> tuple[str, str] | tuple[()]:
     """Return what the study lacks to measure an excess and what to add; empty if nothing."""
     if reference_of(study) is None:
-        if is_command(study.base):
-            return (
-                "there is no reference, the baseline one precision higher, to measure errors from",
-                "record such an arm with the role `reference`",
-            )
+        what = "the baseline" if is_command(study.base) else "plain attention"
         return (
-            "there is no reference, plain attention one precision higher, to measure errors from",
-            "add an arm `reference: {role: reference}`",
+            f"there is no reference, {what} one precision higher, to measure errors from",
+            advice(study, "reference"),
         )
     if not any(arm.role == "nudge" for arm in study.arms):
         return (
             "there is no nudge to show what chaos alone does",
-            "add an arm `nudge: {nudge: {ulps: 1}}`",
+            advice(study, "nudge"),
         )
     return ()
 
