@@ -7,7 +7,7 @@ from is left to `records.weight_files`, the arithmetic to `metrics.drift`.
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stability.records.metric_names import ALL_WEIGHTS
@@ -34,6 +34,8 @@ class WeightComparison:
     shapes_differ: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     not_compared: Mapping[str, str]
     """Parameter -> the reason."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Name -> the name of the same tensor, on both sides, that stands for it."""
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON-able values; numbers that are not finite as strings."""
@@ -46,6 +48,7 @@ class WeightComparison:
                 "only_in_b": self.only_in_b,
                 "shapes_differ": self.shapes_differ,
                 "not_compared": self.not_compared,
+                "tied": self.tied,
             }
         )
 
@@ -56,6 +59,7 @@ def compare_weights(a: "Weights", b: "Weights") -> WeightComparison:
     ValueError, with the nearest names, if there is no such parameter.
     """
     from stability.metrics.drift import drift  # heavy: torch
+    from stability.records.weight_files import tied_names
 
     names_a, names_b = (dict.fromkeys((*x, *x.others)) for x in (a, b))
     shapes, reasons, shared = {}, {}, []
@@ -69,6 +73,8 @@ def compare_weights(a: "Weights", b: "Weights") -> WeightComparison:
             shared.append(name)
     if not shared:
         raise ValueError(_nothing_shared(a, b, shapes, reasons))
+    tied = tied_names((a, b), {name: (name, name) for name in shared})
+    shared = [name for name in shared if name not in tied]
     return WeightComparison(
         a=a.label,
         b=b.label,
@@ -77,6 +83,7 @@ def compare_weights(a: "Weights", b: "Weights") -> WeightComparison:
         only_in_b=tuple(name for name in names_b if name not in names_a),
         shapes_differ=shapes,
         not_compared=reasons,
+        tied=tied,
     )
 
 

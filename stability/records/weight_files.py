@@ -7,9 +7,10 @@ opening a file from elsewhere runs none of its code. Leaves out files from befor
 are no zip archives and can't be mapped, and writing (`snapshots`).
 """
 
+import hashlib
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,14 @@ from stability.records.plain_files import check_plain, read_plain
 from stability.records.run_files import read_run_file
 from stability.records.sealed_json import parse_json
 
-__all__ = ["TORCH_SUFFIXES", "TorchFile", "Weights", "load_torch_file", "open_weights"]
+__all__ = [
+    "TORCH_SUFFIXES",
+    "TorchFile",
+    "Weights",
+    "load_torch_file",
+    "open_weights",
+    "tied_names",
+]
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 STATE_KEYS = ("state_dict", "model_state_dict", "model", "module")
@@ -40,6 +48,8 @@ class _Source(Protocol):
 
     @property
     def others(self) -> Mapping[str, str]: ...
+
+    def tensor_of(self, name: str) -> object: ...
 
     def load(self, name: str) -> Tensor: ...
 
@@ -67,6 +77,14 @@ class Weights(Mapping[str, Tensor]):
     def dtypes(self) -> dict[str, torch.dtype]:
         """The tensors' dtypes by name."""
         return {name: tensor.dtype for name, tensor in self._outlines.items()}
+
+    def tensor_of(self, name: str) -> object:
+        """Return what is the same for two names of one tensor, as of tied embeddings.
+
+        A file of `torch.save` knows which names share their values; of safetensors, which hold them
+        once for each name, those are one that have the same bits and are not all one number.
+        """
+        return self._source.tensor_of(name)
 
     def only(self, names: Iterable[str]) -> "Weights":
         """Return the same weights with these names alone, in this order."""
@@ -108,6 +126,20 @@ def open_weights(path: Path, step: int | None = None) -> Weights:
     )
 
 
+def tied_names(weights: Sequence[Weights], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return by name the first of `names` that is the same tensor in all of `weights`.
+
+    `names` has for each name those by which the `weights` hold it, in their order. A name that
+    stands for itself is left out.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    found = {}
+    for name, own in names.items():
+        tensor = tuple(each.tensor_of(x) for each, x in zip(weights, own, strict=True))
+        found[name] = first.setdefault(tensor, name)
+    return {name: stands for name, stands in found.items() if stands != name}
+
+
 # The pages of a mapping stay in memory once they are read, until the file is mapped anew.
 _MAPPED_BYTES = 2**27
 
@@ -129,6 +161,11 @@ class TorchFile:
     def outlines(self) -> dict[str, Tensor]:
         """The tensors by name without their values, on the device "meta"."""
         return {name: tensor.to("meta") for name, tensor in self._tensors.items()}
+
+    def tensor_of(self, name: str) -> object:
+        """Return what is the same for two names that share one memory, seen alike."""
+        x = self._tensors[name]
+        return x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype
 
     def load(self, name: str) -> Tensor:
         """Return a tensor."""
@@ -210,10 +247,32 @@ class _SafetensorsFiles:
             self.outlines |= outlines
             self._paths |= dict.fromkeys(outlines, path)
 
+    def tensor_of(self, name: str) -> object:
+        """Return what is the same for two names of the same bits; weights of one number are not."""
+        like = self.outlines[name]
+        twins = [
+            x for x in self.outlines.values() if (x.shape, x.dtype) == (like.shape, like.dtype)
+        ]
+        if len(twins) < 2:
+            return name
+        tensor = self.load(name).contiguous().flatten()
+        if not tensor.numel() or bool((tensor == tensor[0]).all()):
+            return name
+        digest = hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+        return digest, like.shape, like.dtype
+
     def load(self, name: str) -> Tensor:
         """Return a tensor."""
         with safetensors.safe_open(check_plain(self._paths[name]), "pt") as file:
             return file.get_tensor(name)
+
+
+class _Snapshot(_SafetensorsFiles):
+    """A run's snapshot: its drifts are on record by these names, each by itself."""
+
+    def tensor_of(self, name: str) -> object:
+        """Return the name."""
+        return name
 
 
 def _open_snapshot(run: RunPaths, step: int | None) -> Weights:
@@ -228,7 +287,7 @@ def _open_snapshot(run: RunPaths, step: int | None) -> Weights:
             f"{run.root}: must have a snapshot of step {step}; nearest: {', '.join(map(str, near))}"
         )
     path = read_run_file(run, run.snapshot(step))
-    return Weights(f"{run.root}, step {step}", _SafetensorsFiles([path]))
+    return Weights(f"{run.root}, step {step}", _Snapshot([path]))
 
 
 def _open_folder(folder: Path) -> Weights:

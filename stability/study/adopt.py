@@ -25,7 +25,7 @@ from stability.records.manifest import Manifest
 from stability.records.protocol import protocol_hash
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
-from stability.records.weight_files import TORCH_SUFFIXES, Weights, open_weights
+from stability.records.weight_files import TORCH_SUFFIXES, Weights, open_weights, tied_names
 from stability.study.foreign import measure_study, write_study, writing
 from stability.study.foreign_plan import ForeignRun, check_free, given_role
 from stability.study.run import locked
@@ -101,7 +101,8 @@ def plan_adoption(
     ]
     opened = {name: open_weights(found[steps[0]]) for name, found in series.items()}
     names, said = _matched(opened, renamed or {})
-    return Adoption(series=series, steps=steps, names=names, notes=[*notes, *said])
+    names, tied = _each_once(names, {name: found[steps[-1]] for name, found in series.items()})
+    return Adoption(series=series, steps=steps, names=names, notes=[*notes, *said, *tied])
 
 
 def adopt(
@@ -341,6 +342,29 @@ def _matched(
         if (left := sorted(names.keys() - shared))
     ]
     return {arm: {x: names[x] for x in sorted(shared)} for arm, names in plain.items()}, notes
+
+
+def _each_once(
+    names: Mapping[str, Mapping[str, str]], last: Mapping[str, Path]
+) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """Return the names less those of a weight that has another one in every arm, and say so.
+
+    It is asked of each arm's `last` checkpoint: what begins alike moves apart, if it is two.
+    """
+    opened = [open_weights(last[arm]) for arm in names]
+    each = list(zip(opened, names.values(), strict=True))
+    held = all(given in weights for weights, own in each for given in own.values())
+    place = {own: index for index, own in enumerate(opened[0])}
+    # the first name in the state dict stands for the others
+    order = sorted(names[BASELINE], key=lambda name: place.get(names[BASELINE][name], 0))
+    shared = {name: [own[name] for own in names.values()] for name in order}
+    tied = tied_names(opened, shared) if held else {}  # what lacks is told as it is read
+    notes = [
+        f"{name} is the same tensor as {stands}, which stands for both: a weight counts once"
+        for name, stands in tied.items()
+    ]
+    kept = {arm: {x: y for x, y in own.items() if x not in tied} for arm, own in names.items()}
+    return kept, notes
 
 
 def _plain_names(weights: Weights, renamed: Mapping[str, str]) -> dict[str, str]:
