@@ -45,7 +45,9 @@ def other_distances(study: RecordedStudy, *, every: bool = False) -> list[str]:
             ("weights", distances.weights, RunPaths.snapshot),
             ("predictions", distances.predictions, RunPaths.predictions),
         ):
-            pairs = [(step, *two) for step, x in matrices.items() for two in combinations(x.arms, 2)]
+            pairs = [
+                (step, *two) for step, x in matrices.items() for two in combinations(x.arms, 2)
+            ]
             chosen = pairs if every or not pairs else [random.SystemRandom().choice(pairs)]
             for step, one, other in chosen:
                 said = _wrong(study, seed, matrices[step], (step, one, other), file)

@@ -50,8 +50,8 @@ def adopt(
     )
     steps = planned.steps
     print_line(
-        f"{study}, seed {seed}: {len(planned.series)} arms, {len(steps)} steps from {steps[0]} to "
-        f"{steps[-1]}, {len(planned.names['baseline'])} weights"
+        f"{study}, seed {seed}: {len(planned.series)} arms, {_steps_text(steps)}, "
+        f"{len(planned.names['baseline'])} weights"
     )
     table = Table("the pair contract", "", "", box=None, pad_edge=False)
     for part, standing, said in adopted.contract:
@@ -61,6 +61,12 @@ def adopt(
         print_line(f"  {note}")
     print_line(f"ladder: stability show {adopted.folder}")
     return HOLDS
+
+
+def _steps_text(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"1 step, {steps[0]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
 
 
 def option_help() -> str:

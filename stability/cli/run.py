@@ -48,13 +48,17 @@ def run(
         check_observer: first train a few steps with every instrument and with none; the bits must
             be equal. A command is run a second time, unobserved, for each arm's first seed
         jobs: how many runs train at once, each in a process of its own; 0 is one for each GPU, or
-            one on a CPU
+            one on a CPU. Commands run one after another, since nobody knows what each takes
         seeds: how many seeds, counting on from the study's own; 0 is the study's
         overrides: values in the study's base, by dotted key
     """
     if is_command_study(study):
         if jobs > 1:
-            raise ValueError(f"{study}: jobs must be 1 for a study of commands, got {jobs}")
+            raise ValueError(
+                f"{study}: jobs must be 1 for a study of commands, got {jobs}: a command takes as "
+                "many processes and threads as it likes, and its number of threads is part of what "
+                "decides its bits"
+            )
         commands = _with_seeds(load_command_study(study, overrides), seeds)
         return _run_commands(commands, out, wandb, check_observer=check_observer)
     config = _with_seeds(load_study(study, overrides), seeds)

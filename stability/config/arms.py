@@ -156,7 +156,7 @@ def describe_change(
     """
     before = base.get("attention", {})
     if arm == BASELINE and is_command(base):
-        return str(base["program"])
+        return _program(base)
     if arm == BASELINE:
         return f"{_attention_label(before)}, {base.get('precision', '?')}"
     if not differences:
@@ -170,6 +170,14 @@ def describe_change(
     parts += [_describe(path, *differences[path]) for path in others]
     is_confounded = axis == MANY and role != "reference"
     return f"confounded: {'; '.join(parts)}" if is_confounded else "; ".join(parts)
+
+
+def _program(base: Mapping[str, Any]) -> str:
+    """Return a command's program, and what of its words is no flag: often the file of a config."""
+    flags = base.get("flags", {})
+    places = [name for name in flags if name.startswith(PLACE) and name[len(PLACE) :].isdigit()]
+    places.sort(key=lambda name: int(name[len(PLACE) :]))
+    return " ".join([str(base["program"]), *(str(flags[name]) for name in places)])
 
 
 def _attention_label(attention: Mapping[str, Any]) -> str:

@@ -94,7 +94,7 @@ def _all(by_step: Mapping[int, Sequence[_Call]]) -> HeldOut:
     return HeldOut(
         losses={step: _mean(calls) for step, calls in by_step.items()},
         digest=_of_steps(digests) if all(digests.values()) else "",
-        notes=[f"held out: all that the script evaluates, at {len(by_step)} steps"],
+        notes=[f"held out: all that the script evaluates, at {_count(len(by_step), 'step')}"],
     )
 
 
@@ -140,7 +140,10 @@ def _said(
     calls: Sequence[_Call], shared: Counter[str], used: Counter[str], unknown: int, steps: int
 ) -> str:
     samples = sum(call.samples for call in calls)
-    said = f"held out: {samples} samples that the script evaluates at {steps} steps"
+    said = (
+        f"held out: {_count(samples, 'sample')} that the script evaluates at "
+        f"{_count(steps, 'step')}"
+    )
     trained = shared.total() - used.total() - unknown
     if trained:
         said += f"; {trained} of {shared.total()} losses are of samples it trains on, and left out"
@@ -215,3 +218,7 @@ def _of_steps(digests: Mapping[int, str]) -> str:
 
 def _hashed(words: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(words).encode()).hexdigest()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -69,10 +69,11 @@ def print_growth(rows: list[ArmGrowth], console: Console) -> None:
     for row in moving:
         add_row(table, *growth_cells(row))
     console.print(table)
-    level, seeds = moving[0].slope.level, moving[0].slope.n
+    level, count = moving[0].slope.level, moving[0].slope.n
+    seeds = "1 seed" if count == 1 else f"{count} seeds"
     caption = (
-        f"mean [{level:.0%} interval] of {seeds} seeds. ahead: the drift over the nudges' while "
-        "they grow exponentially; slope: over the whole run.\nchaos from: the step from which an "
+        f"mean [{level:.0%} interval] of {seeds}. ahead: the drift over the nudges' while they "
+        "grow exponentially; slope: over the whole run.\nchaos from: the step from which an "
         "arm can't be told from the 1-ULP nudge."
     )
     console.print(as_text(caption, "dim"))

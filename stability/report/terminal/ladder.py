@@ -219,7 +219,11 @@ def _caption(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> str
         )
     if layout.sparks and sparks:
         lines.append(sparks.caption())
-    lines.append(f"final loss: mean of the last tenth of {ladder.steps} steps.")
+    lines.append(f"final loss: {_tail(ladder.steps)}.")
     if layout.held_out and has_held_out(ladder):
         lines.append("held-out loss: at the last step, on text that no arm trains on.")
     return "\n".join(lines)
+
+
+def _tail(steps: int) -> str:
+    return "that of the only step" if steps == 1 else f"mean of the last tenth of {steps} steps"
