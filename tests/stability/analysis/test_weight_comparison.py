@@ -122,3 +122,33 @@ def test_weights_that_share_nothing_are_refused_in_one_line(opened, a, b, messag
         compare_weights(*opened(a, b))
     assert "a.pt and " in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def _tied(scale):
+    generator = torch.Generator().manual_seed(0)
+    weight = scale * torch.randn(6, 5, generator=generator)
+    return {"emb": weight, "mid": torch.full((6, 5), scale), "head": weight}
+
+
+def test_a_tied_weight_is_compared_once_and_what_stands_for_it_is_said(opened):
+    a, b = _tied(1.01), _tied(1.0)
+    found = compare_weights(*opened(a, b))
+    assert found.tied == {"head": "emb"}
+    assert found.to_dict()["tied"] == {"head": "emb"}
+    kept = ("emb", "mid")
+    assert found.drifts == drift({n: a[n] for n in kept}, {n: b[n] for n in kept})
+
+
+def test_a_weight_that_is_tied_on_one_side_alone_is_compared_by_both_names(opened):
+    b = _tied(1.0)
+    found = compare_weights(*opened({**_tied(1.01), "head": 2 * b["head"]}, b))
+    assert found.tied == {}
+    assert {"emb", "head"} < found.drifts.keys()
+
+
+def test_equal_bits_in_safetensors_are_one_weight_but_not_where_all_are_one_number(tmp_path):
+    for name, scale in (("a", 1.01), ("b", 1.0)):
+        state = {n: x.clone() for n, x in _tied(scale).items()}
+        save_file({**state, "mid2": state["mid"].clone()}, tmp_path / f"{name}.safetensors")
+    found = compare_weights(*(open_weights(tmp_path / f"{name}.safetensors") for name in "ab"))
+    assert found.tied == {"head": "emb"}

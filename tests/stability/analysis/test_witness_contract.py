@@ -1,5 +1,6 @@
 """What was executed is part of the contract: a label alone makes no pair."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -11,9 +12,11 @@ from stability.analysis.pair_contract import prove_pair
 from stability.analysis.study_check import check_pairs
 from stability.analysis.study_records import read_study
 from stability.records.manifest import read_manifest, write_manifest
+from stability.records.metric_names import EVAL_LOSS
 from stability.records.module_sources import UNHASHED
 from stability.records.paths import RunPaths
-from tests.stability.sealing import change_environment, change_witness
+from stability.records.run_files import RunFiles
+from tests.stability.sealing import change_environment, change_witness, seal
 
 
 @pytest.fixture
@@ -70,12 +73,27 @@ def test_a_change_that_had_no_effect_is_a_finding(study):
     run = _relabel(study)
     change_witness(run, _as_if_fp32)
     proof, _ = _lines(study, "fp32")
-    said = "a pair: they differ in precision alone; the change had no effect: both end in the same"
+    said = "a pair: they differ in precision alone; the change had no effect on the weights: both"
     assert proof.sentence.startswith(said)
     note = (
-        "The change had no effect: fp32 changes precision and ends in the baseline's bits (seed 0)."
+        "The change had no effect on the weights: fp32 changes precision and ends in the "
+        "baseline's bits (seed 0)."
     )
     assert note in notes(ladder_of(read_study(study)))
+
+
+def test_where_evaluation_alone_differs_the_sentence_says_so(study):
+    run = _relabel(study)
+    change_witness(run, _as_if_fp32)
+    lines = map(json.loads, run.metrics.read_text().splitlines())
+    moved = [{n: x + 1 if n == EVAL_LOSS else x for n, x in line.items()} for line in lines]
+    run.metrics.write_text("".join(map(seal, moved)))
+    RunFiles(run, read_manifest(run.manifest)).add(run.metrics)
+    said = " ".join(notes(ladder_of(read_study(study))))
+    assert (
+        "ends in the baseline's bits (seed 0); its held-out loss is another (seed 0), so it changes "
+        "the evaluation." in said
+    )
 
 
 def test_an_honest_study_has_no_such_finding(trained):

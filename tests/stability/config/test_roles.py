@@ -277,3 +277,10 @@ def test_the_limits_of_a_policy_have_the_documented_defaults():
 def test_a_wrong_value_of_nudge_or_probe_is_refused(read, base, message):
     with pytest.raises(ConfigError, match=message):
         read(base=base)
+
+
+def test_a_baseline_is_told_with_the_arguments_that_are_no_flags():
+    base = command_training(["python", "train.py", "a.yaml", "b.yaml", "--lr", "1"], {})
+    assert describe_change("baseline", "none", {}, base) == "python train.py a.yaml b.yaml"
+    plain = command_training(["python", "train.py", "--lr", "1"], {})
+    assert describe_change("baseline", "none", {}, plain) == "python train.py"

@@ -1,5 +1,6 @@
 """`stability adopt`: checkpoints that exist already become a study, and what is unknown is said."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stability.metrics.drift import drift
-from stability.records.manifest import read_manifest
+from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import drift_name
-from stability.records.paths import RunPaths
+from stability.records.paths import RunPaths, StudyPaths
+from stability.records.sealed_json import read_sealed, write_sealed
 from tests.stability.recorder.recording import code_of
 
 States = dict[int, dict[str, Tensor]]
@@ -76,7 +78,13 @@ def test_series_of_other_kinds_and_names_are_compared_weight_by_weight(
     assert "declared: another kernel" in shown
     assert "Of x: its change is declared, not checked; batches, code and machine" in shown
     assert code_of("verify", str(tmp_path / "runs" / "mine")) == 1
-    assert "unproven" in capsys.readouterr().out
+    stands = (
+        "unproven: proven: the same weights, the same start; declared: another kernel; unknown: "
+        "batches, code and machine"
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert stands in said
+    assert "missing" not in said
     assert code_of("report", str(tmp_path / "runs" / "mine")) == 0
 
 
@@ -164,3 +172,98 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert adopted(tmp_path, *(word.format(**places) for word in words)) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def verified(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
+    capsys.readouterr()
+    code = code_of("verify", str(tmp_path / "runs" / "mine"), "--all", *more)
+    return code, " ".join(capsys.readouterr().out.split())
+
+
+def test_a_series_that_begins_later_has_an_unknown_start_and_lacks_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = (10, 20)
+    words = [
+        f"baseline={as_folders(tmp_path / 'a', states(steps=steps))}",
+        f"x={as_folders(tmp_path / 'b', states(1.5, steps))}",
+    ]
+    assert adopted(tmp_path, *words) == 0
+    code, said = verified(tmp_path, capsys)
+    assert code == 1
+    assert (
+        "unproven: proven: the same weights; unknown: the change, the start, batches, code and "
+        "machine" in said
+    )
+    assert "missing" not in said
+
+
+def test_a_forged_adoption_is_worse_than_unproven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        f"baseline={as_folders(tmp_path / 'a', states())}",
+        f"x={as_folders(tmp_path / 'b', states(1.5))}",
+    ]
+    assert adopted(tmp_path, *words, "--change", "x=kernel") == 0
+    assert verified(tmp_path, capsys)[1].count("unproven") == 3
+    run = run_of(tmp_path, "x")
+    kept = run.manifest.read_bytes()
+    known = read_manifest(run.manifest)
+    forged = {
+        "final_weights": replace(known, hashes={**known.hashes, "final_weights": "f" * 64}),
+        "init_weights": replace(known, hashes={**known.hashes, "init_weights": "f" * 64}),
+        "record": replace(known, role="yardstick"),
+    }
+    for name, manifest in forged.items():
+        write_manifest(run.manifest, manifest)
+        code, said = verified(tmp_path, capsys)
+        assert (code, f"hashes.{name} is" in said or "was there as yardstick" in said) == (1, True)
+        run.manifest.write_bytes(kept)
+    path = StudyPaths(tmp_path / "runs" / "mine").study
+    content = read_sealed(path, "")
+    content["arms"][1]["role"] = "reference"
+    write_sealed(path, content)
+    said = verified(tmp_path, capsys)[1]
+    assert "must not be reference in an arm that also changes config.declared" in said
+
+
+def tied_states(scale: float) -> States:
+    torch.manual_seed(0)
+    start, rest = torch.randn(6, 4), torch.randn(4)
+    found: States = {}
+    for step in (0, 10):
+        weight = start + scale * step * 1e-3
+        found[step] = {"emb.weight": weight, "norm": rest + scale * step * 1e-3, "head": weight}
+    return found
+
+
+def test_a_tied_weight_counts_once_and_its_name_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = tied_states(1.0), tied_states(2.0)
+    words = [f"baseline={as_files(tmp_path / 'a', a)}", f"x={as_files(tmp_path / 'b', b)}"]
+    assert adopted(tmp_path, *words) == 0
+    said = capsys.readouterr().out
+    assert "head is the same tensor as emb.weight, which stands for both" in said
+    assert "2 steps from 0 to 10, 2 weights" in said
+    found = read_metrics(run_of(tmp_path, "x").metrics)
+    once = [{n: x for n, x in state[10].items() if n != "head"} for state in (b, a)]
+    assert found[drift_name("all", "rel_l2")].values[1] == drift(*once)["all"]["rel_l2"]
+    assert "drift/head/rel_l2" not in found
+
+
+def test_the_verdict_asks_nothing_of_checkpoints_that_they_cannot_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        f"baseline={as_folders(tmp_path / 'a', states(steps=(0, 20)))}",
+        f"x={as_folders(tmp_path / 'b', states(1.5, (0, 20)))}",
+    ]
+    assert adopted(tmp_path, *words) == 0
+    capsys.readouterr()
+    code_of("verdict", str(tmp_path / "runs" / "mine"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no run has a held-out loss: checkpoints tell none. assay" in said
+    assert "adopt such a series with `--role NAME=reference`" in said
+    assert "held_out:" not in said

@@ -234,7 +234,7 @@ def test_what_a_verdict_lacks_is_said_in_words_that_fit_a_command(
     capsys.readouterr()
     assert code_of("verdict", str(commands.folder / "runs" / "mine")) == 3
     said = " ".join(capsys.readouterr().out.split())
-    assert "record such an arm with the role `reference`" in said
+    assert "add such an arm with `role: reference`" in said
     assert "no run has a held-out loss: the script evaluates nothing" in said
     assert "held_out.share" not in said
 

@@ -35,3 +35,15 @@ def test_what_is_wrong_with_the_plan_is_said_before_the_count():
     assert text.index("protocol.json was changed") < text.index("1 of 1 planned pairs")
     assert "keep the contract, but see above" in text
     assert "see above" not in _printed([HOLDS])
+
+
+def test_a_study_without_pairs_is_said_to_prove_nothing():
+    text = _printed([], ["protocol.json is not there"])
+    assert "nothing is proven: the study has no arm beside its baseline, so there is no pair" in text
+    assert "protocol.json is not there" in text
+    assert "0 of 0" not in text
+
+
+def test_a_reason_is_not_said_twice():
+    check = PairCheck(arm="a", seed=0, state="no pair", said="no pair: config.x is 1 in one")
+    assert "a/seed-0: no pair: config.x is 1 in one" in _printed([check])

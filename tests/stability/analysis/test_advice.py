@@ -1,0 +1,74 @@
+"""Advice names what the study's own kind has: keys of its file, flags, or nothing at all."""
+
+import inspect
+import re
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+
+from stability.analysis.advice import StudyKind, Topic, advice, kind_of
+from stability.analysis.study_records import RecordedStudy
+from stability.cli import record
+from stability.config.command_study import CommandConfig, CommandProbe
+from stability.config.schema import ArmConfig, ProbeConfig
+from stability.config.study import PolicyConfig
+
+BASES = {
+    "config": {"train": {}},
+    "commands": {"program": "python a.py", "setup": "", "train": {}},
+    "recorded": {"program": "python a.py", "train": {}},
+    "adopted": {"program": "checkpoints", "train": {}},
+}
+
+
+def of(kind, tmp_path) -> RecordedStudy:
+    return RecordedStudy(
+        name="",
+        question="",
+        yardstick="",
+        base=BASES[kind],
+        seeds=(0,),
+        steps=1,
+        early_step=0,
+        policy=PolicyConfig(),
+        arms=(),
+        folder=tmp_path,
+    )
+
+
+@pytest.mark.parametrize("kind", get_args(StudyKind))
+def test_a_study_is_told_by_its_base(kind, tmp_path):
+    assert kind_of(of(kind, tmp_path)) == kind
+
+
+@pytest.mark.parametrize("topic", get_args(Topic))
+def test_every_option_that_is_advised_exists(topic, tmp_path):
+    said = advice(of("recorded", tmp_path), topic)
+    assert said
+    options = inspect.signature(record.record).parameters
+    for option in re.findall(r"--([a-z-]+)", said):
+        assert option.replace("-", "_") in options
+    assert not re.search(r"`[a-z_]+: ", said), "it has no file with keys"
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [
+        ("commands", (CommandConfig, CommandProbe)),
+        ("config", (ArmConfig, ProbeConfig)),
+    ],
+)
+def test_every_key_that_is_advised_exists(kind, known, tmp_path):
+    names = {field.name for each in known for field in fields(each)}
+    names |= {"role", "ulps", "reference", "share"}  # of an arm's entry, a nudge, and held_out
+    for topic in get_args(Topic):
+        said = " ".join(re.findall(r"`([^`]*)`", advice(of(kind, tmp_path), topic)))
+        for key in re.findall(r"([a-z_]+)(?=: )", said) if "module:" not in said else ():
+            assert key in names, said
+
+
+def test_of_checkpoints_nothing_is_asked_that_they_cannot_give(tmp_path):
+    study = of("adopted", tmp_path)
+    assert advice(study, "held_out") == advice(study, "nudge") == advice(study, "operator") == ""
+    assert "--role NAME=reference" in advice(study, "reference")
