@@ -10,6 +10,7 @@ from typing import Any
 
 from stability.analysis.pair_proof import ProofLine
 from stability.config.axes import touches
+from stability.config.commands import is_adopted
 from stability.records.manifest import Manifest
 
 __all__ = ["contract_text", "unknown_lines"]
@@ -19,7 +20,12 @@ NOT_DECLARED = "unknown"
 
 
 def contract_text(first: Manifest, second: Manifest, differences: Mapping[str, Any]) -> str:
-    """Return a clause on each part of the contract, in the order proven, declared, unknown."""
+    """Return a clause on each part of the contract, in the order proven, declared, unknown.
+
+    Empty of runs that were no checkpoints alone.
+    """
+    if not all(is_adopted(manifest.config) for manifest in (first, second)):
+        return ""
     proven, unknown = ["the same weights"], ["batches", "code and machine"]
     starts = [each.hashes.get("init_weights") for each in (first, second)]
     others = ""

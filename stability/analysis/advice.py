@@ -51,7 +51,7 @@ _ADVICE: dict[Topic, dict[StudyKind, str]] = {
     "distances": {
         "config": "run `stability run` again",
         "commands": "run `stability run` again",
-        "recorded": "delete that file, and record any other arm of the seed: it is made anew",
+        "recorded": "record another arm of that seed: it is made anew",
     },
 }
 

@@ -236,11 +236,13 @@ def prove_pair(
     first: RunPaths,
     second: RunPaths,
     find_damage: Callable[[RunPaths], list[str]] = damage,
+    *,
+    reads_weights: bool = True,
 ) -> PairProof:
     """Compare the records of two runs; `first` is taken as the baseline.
 
-    `find_damage` is for who has summed a run's files already. ValueError if one of them is no run,
-    or its manifest can't be read.
+    `find_damage` is for who has summed a run's files already; without `reads_weights` no snapshot
+    is read. ValueError if one of them is no run, or its manifest can't be read.
     """
     manifests = read_manifest(first.manifest), read_manifest(second.manifest)
     configs = [
@@ -258,21 +260,21 @@ def prove_pair(
     # a manifest says what its arm declared: that is one change only if it holds all that differs
     said = present_name(manifests[1].axis)
     declared = said if said not in (MANY, NO_AXIS) else ""
-    adopted = all(is_adopted(manifest.config) for manifest in manifests)
-    compare = _adopted_lines if adopted else _lines
+    # what follows from the files themselves: damaged ones, or those that may not be read, tell none
+    tells = are_whole and reads_weights
     lines = [
         *records,
         *_configs(configs, differences, declared, may_be_confounded=said == MANY),
-        *compare((first, second), manifests, differences, are_whole=are_whole),
+        *_lines((first, second), manifests, differences, are_whole=are_whole, tells=tells),
         # last: what two runs say of one another tells more
-        *map(consistency_line, (first, second) if are_whole else (), manifests),
+        *map(consistency_line, (first, second) if tells else (), manifests),
     ]
     return PairProof(
         first=str(first.root),
         second=str(second.root),
         axes=tuple(axes_of(differences, declared)),
         lines=tuple(lines),
-        standing=contract_text(*manifests, differences) if adopted else "",
+        standing=contract_text(*manifests, differences),
     )
 
 
@@ -282,38 +284,28 @@ def _lines(
     differences: dict[str, Any],
     *,
     are_whole: bool,
+    tells: bool,
 ) -> Iterator[ProofLine]:
     """Give every comparison of two runs but those of their configs, in the order of a run."""
     for field, a, b, is_free in _start_parts(*manifests, differences):
         yield compared(field, a, b, is_free=is_free)
-    if are_whole:
+    if tells:
         yield from _start_weights(runs, manifests, differences)
+    if all(is_adopted(manifest.config) for manifest in manifests):
+        yield _final_weights(*manifests, differences)
+        yield from unknown_lines()
+        return
     yield from _held_out(*manifests)
     yield from given_start_line(manifests[1])
     # a log that is not the one its manifest lists proves nothing about batches
     yield _batches(*runs, differences) if are_whole else compared("batches", None, None)
     if are_whole:
         yield from _label_lines(*runs, manifests, differences)
+    if tells:
         yield from rerun_line(runs, manifests, differences)
     yield _final_weights(*manifests, differences)
     testimonies = [testimony_of(*each) for each in zip(runs, manifests, strict=True)]
     yield from witness_lines(testimonies[0], testimonies[1], differences)
-
-
-def _adopted_lines(
-    runs: tuple[RunPaths, RunPaths],
-    manifests: tuple[Manifest, Manifest],
-    differences: dict[str, Any],
-    *,
-    are_whole: bool,
-) -> Iterator[ProofLine]:
-    """Give every comparison of two series of checkpoints but those of what was declared."""
-    for field, a, b, is_free in _start_parts(*manifests, differences):
-        yield compared(field, a, b, is_free=is_free)
-    if are_whole:
-        yield from _start_weights(runs, manifests, differences)
-    yield _final_weights(*manifests, differences)
-    yield from unknown_lines()
 
 
 def _steps_of(config: RunConfig) -> int:

@@ -282,7 +282,7 @@ def _at_look(evidence: LevelEvidence, p_harmed: float, share: float) -> LevelEvi
         return evidence
     # these two are looked at in few seeds, or in one alone
     few = evidence.level in ("operator", "gradient")
-    more = "more looks (more steps, or looks at more of them)" if few else "more seeds"
+    more = "more looks (more steps, or a probe that looks more often)" if few else "more seeds"
     decides = (
         f"{more}; p is {p:.2g}, corrected for all arms and levels, and has to be {share:.2g}"
         if share

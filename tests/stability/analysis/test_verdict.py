@@ -165,7 +165,7 @@ def test_harm_is_corrected_for_arms_and_levels(study):
     )
     looked_at = _outcome(study, _with(HOLDS, one=_evidence("gradient", "harmed", 0.01, 0.99)))
     assert looked_at.levels["gradient"].decides.startswith(
-        "more looks (more steps, or a smaller probe.every); p is 0.04"
+        "more looks (more steps, or a probe that looks more often); p is 0.04"
     )
     two = _evidence("operator", "harmed", 0.003, 0.99)
     assert _outcome(study, _with(HOLDS, one=one, two=two)).levels["operator"].state == "harmed"

@@ -91,8 +91,8 @@ def test_where_evaluation_alone_differs_the_sentence_says_so(study):
     RunFiles(run, read_manifest(run.manifest)).add(run.metrics)
     said = " ".join(notes(ladder_of(read_study(study))))
     assert (
-        "ends in the baseline's bits (seed 0); its held-out loss is another (seed 0), so it changes "
-        "the evaluation." in said
+        "ends in the baseline's bits (seed 0); its held-out loss is another (seed 0), so it "
+        "changes the evaluation." in said
     )
 
 

@@ -132,7 +132,9 @@ def _measured_anew(line: dict[str, Any], run: RunPaths, base: RunPaths) -> dict[
         read_manifest(each.manifest).files[each.name_of(path)]
         for each, path in zip((run, base), paths, strict=True)
     ]
-    values = {drift_name(n, metric): x for n, drifts in found.items() for metric, x in drifts.items()}
+    values = {
+        drift_name(n, metric): x for n, drifts in found.items() for metric, x in drifts.items()
+    }
     return {**line, **values, DRIFT_OF: sums[0], DRIFT_FROM: sums[1]}
 
 
@@ -229,9 +231,7 @@ FORGED: dict[str, tuple[Forge, str]] = {
 }
 
 
-def test_the_study_that_is_forged_is_sound(
-    study: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_study_that_is_forged_is_sound(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = verify(study, capsys)
     assert (code, "4 of 4 planned pairs keep the contract" in said) == (0, True), said
     assert "losses and what a probe saw are the runs' own word" in said

@@ -193,7 +193,13 @@ def test_a_flag_that_does_nothing_is_found_out(
     assert study.record("bf16", "--bf16") == 0
     code, said = verify(study.folder, capsys)
     assert code == 0
-    assert "flags.bf16 alone; the change had no effect on the weights: both end in the same bits" in said
+    assert (
+        "flags.bf16 alone; the change had no effect on the weights: both end in the same bits"
+        in said
+    )
     assert code_of("show", str(study.folder)) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "The change had no effect on the weights: bf16 changes flags.bf16 and ends in the baseline's" in shown
+    assert (
+        "The change had no effect on the weights: bf16 changes flags.bf16 and ends in the "
+        "baseline's" in shown
+    )

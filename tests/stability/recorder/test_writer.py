@@ -19,6 +19,7 @@ from stability.records.metric_names import (
     drift_name,
 )
 from stability.records.paths import snapshot_steps
+from stability.records.record_hash import record_hash
 from stability.records.run_files import RunFiles, damage
 from stability.records.run_lease import LeaseLostError
 
@@ -158,7 +159,11 @@ def test_a_run_that_has_ended_says_how_far_it_came_and_lists_its_log(opened, los
     said = "" if losses[1] == 1.0 else "the loss is not finite from step 1 on"
     assert (manifest.state, manifest.message) == ("diverged" if said else "finished", said)
     assert manifest.step == 6
-    assert manifest.hashes == {"batches": writer.batches, "final_weights": "f" * 64}
+    assert manifest.hashes == {
+        "batches": writer.batches,
+        "final_weights": "f" * 64,
+        "record": record_hash(files.paths, manifest),
+    }
     assert not [each for each in damage(files.paths) if "metrics" in each]
     assert "metrics.jsonl" in manifest.files
 

@@ -288,3 +288,16 @@ def test_a_held_out_name_or_probe_in_a_study_that_can_not_be_is_told(
     assert "held_out must be None as in the baseline, is 'all'" in capsys.readouterr().err
     assert commands.run({}, base={"probe": {"gradient_every": 2}}) == 2
     assert "a candidate must be given where gradient_every is" in capsys.readouterr().err
+
+
+def test_several_jobs_are_refused_with_the_reason(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.run({"rerun": {}}, base={"command": "nowhere"}) == 2
+    capsys.readouterr()
+    assert code_of("run", str(commands.folder / "study.yaml"), "--jobs", "2") == 2
+    said = capsys.readouterr().err
+    assert (
+        "jobs must be 1 for a study of commands, got 2: a command takes as many processes" in said
+    )
+    assert "its number of threads is part of what decides its bits" in said

@@ -39,7 +39,9 @@ def test_what_is_wrong_with_the_plan_is_said_before_the_count():
 
 def test_a_study_without_pairs_is_said_to_prove_nothing():
     text = _printed([], ["protocol.json is not there"])
-    assert "nothing is proven: the study has no arm beside its baseline, so there is no pair" in text
+    assert (
+        "nothing is proven: the study has no arm beside its baseline, so there is no pair" in text
+    )
     assert "protocol.json is not there" in text
     assert "0 of 0" not in text
 
