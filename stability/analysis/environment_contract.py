@@ -20,7 +20,14 @@ from stability.records.identity import (
 )
 from stability.records.manifest import Manifest
 
-__all__ = ["NAMES_OF_MODULES", "is_free_entry", "is_known_of_both", "moved_by", "other_entries"]
+__all__ = [
+    "NAMES_OF_MODULES",
+    "TELLS_OF_CODE",
+    "is_free_entry",
+    "is_known_of_both",
+    "moved_by",
+    "other_entries",
+]
 
 NAMES_OF_MODULES = ("attention", "model.init", "optimizer.name", "optimizer.options")
 """The axes that may name a module of the user's own."""
@@ -115,7 +122,7 @@ def is_free_entry(
     return is_in_one and _looked_at(first.config) != _looked_at(second.config)
 
 
-_TELLS_OF_CODE = (
+TELLS_OF_CODE = (
     "program",
     "attention",
     "flags",
@@ -143,7 +150,7 @@ def _follows_from_command(key: str, differences: Mapping[str, Any], *, is_in_one
         return touches(differences, ("start",))
     if key == "variable.CUBLAS_WORKSPACE_CONFIG":  # set with the deterministic algorithms
         return touches(differences, ("deterministic", f"env.{name}"))
-    if not touches(differences, _TELLS_OF_CODE):
+    if not touches(differences, TELLS_OF_CODE):
         return False
     if kind == "variable":
         return f"env.{name}" in differences

@@ -26,6 +26,7 @@ from stability.analysis.batch_inputs import (
     which_inputs,
 )
 from stability.analysis.environment_contract import is_free_entry, is_known_of_both
+from stability.analysis.launch_contract import launch_lines
 from stability.analysis.pair_proof import PairProof, ProofLine, compared
 from stability.analysis.run_consistency import consistency_line
 from stability.analysis.witness_contract import (
@@ -149,6 +150,11 @@ def check_start(baseline: Manifest, candidate: Manifest) -> None:
                 f"{candidate.arm}, seed {candidate.seed}: {field} must be the {BASELINE}'s "
                 f"{_quoted(expected)}, is {_quoted(found)}"
             )
+    if line := _other_launch(baseline, candidate, candidate.diff):
+        raise ContractError(
+            f"{candidate.arm}, seed {candidate.seed}: {line.field} must be the {BASELINE}'s "
+            f"{line.first}, is {line.second}"
+        )
 
 
 def start_breach(baseline: Manifest, candidate: Manifest, planned: Mapping[str, list[Any]]) -> str:
@@ -177,7 +183,20 @@ def start_breach(baseline: Manifest, candidate: Manifest, planned: Mapping[str, 
                 f"no pair: {field} must be the {BASELINE}'s {_quoted(expected)}, is "
                 f"{_quoted(found)}"
             )
-    return ""
+    line = _other_launch(baseline, candidate, planned)
+    return (
+        f"no pair: {line.field} must be the {BASELINE}'s {line.first}, is {line.second}"
+        if line
+        else ""
+    )
+
+
+def _other_launch(
+    baseline: Manifest, candidate: Manifest, differences: Mapping[str, Any]
+) -> ProofLine | None:
+    """Return the first thing that the two were started with and that had to be the same."""
+    lines = launch_lines(baseline, candidate, differences)
+    return next((line for line in lines if line.sameness == "different"), None)
 
 
 def pair_breach(first: Testimony, second: Testimony, planned: Mapping[str, list[Any]]) -> str:
@@ -295,6 +314,7 @@ def _lines(
         yield _final_weights(*manifests, differences)
         yield from unknown_lines()
         return
+    yield from launch_lines(*manifests, differences)
     yield from _held_out(*manifests)
     yield from given_start_line(manifests[1])
     # a log that is not the one its manifest lists proves nothing about batches

@@ -15,6 +15,7 @@ from typing import Any
 __all__ = [
     "ADOPTED",
     "CHANGES",
+    "OF_THE_RUN",
     "PLACE",
     "PLACEHOLDERS",
     "assigned_words",
@@ -48,7 +49,7 @@ CHANGES = ("init", "batches")
 PLACE = "argument_"
 """How the name of a word begins that is no flag: its place among them follows."""
 
-_OF_THE_RUN = ("study", "arm", "seed", "out")
+OF_THE_RUN = ("study", "arm", "seed", "out")
 """What a script is told of which run it is."""
 
 _FLAG = re.compile(r"-{1,2}[A-Za-z][\w.\-/]*")
@@ -81,7 +82,7 @@ def call_training(
     """
     given = vars(config) if isinstance(config, Namespace) else config
     told = parse_flags(argv[1:]) if given is None else _json_values(given, "config")
-    kept = {name: value for name, value in told.items() if name not in _OF_THE_RUN}
+    kept = {name: value for name, value in told.items() if name not in OF_THE_RUN}
     program = argv[0].replace("\\", "/").rsplit("/", 1)[-1] if argv else ""
     return {"program": program, "flags" if given is None else "config": kept, "env": {}}
 

@@ -69,6 +69,8 @@ class Spooled:
     names: Sequence[str]
     world: int
     script: str
+    launched: Mapping[str, Any]
+    """What the first rank was started with (`inside.launched`)."""
     left_out: Sequence[str]
     untold: Sequence[str]
     """What the loss was given beside the model's results and nothing is known of."""
@@ -135,6 +137,7 @@ def read_spool(folder: Path) -> Spooled:
         names=begin["names"],
         world=begin["world"],
         script=begin["script"],
+        launched={**begin["launched"], "written": (ends[first] or {}).get("written", [])},
         left_out=left_out,
         untold=untold,
         held_out=held_out,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stability.analysis.launch_contract import launch_lines
 from stability.analysis.pair_contract import (
     ContractError,
     check_batches,
@@ -24,6 +25,7 @@ from stability.analysis.pair_contract import (
 from stability.config.commands import filled_in
 from stability.config.diff import hash_without
 from stability.recorder.launch import Launched, environment_of, launch
+from stability.recorder.launched import GivenCommand, launch_record
 from stability.recorder.probed import write_probed
 from stability.recorder.spooled import Spooled, SpoolError, read_spool, read_state
 from stability.recorder.witnessed import recorded_witness, state_of_code, witness_notes
@@ -75,9 +77,10 @@ class OpenRun:
     git: Mapping[str, str] = field(default_factory=dict)
     """Commit and changes of the script's folder before it started."""
 
-    def write(self) -> Manifest:
+    def write(self, command: GivenCommand | None = None) -> Manifest:
         """Write the record of a training that has ended by itself; return the final manifest.
 
+        `command` is what was started; None where the training is the caller's own.
         RunFailedError, one sentence, if it does not count: the manifest says why.
         """
         try:
@@ -86,7 +89,9 @@ class OpenRun:
             _check_attention(self.run, spooled)
             _check_sources(self.run, spooled, self.folder)
             check_given(spooled)
-            return _write(self.run, self.files, self.writer, spooled, self.git)
+            command = command or GivenCommand((), (), {})
+            launched = launch_record(spooled.launched, command)
+            return _write(self.run, self.files, self.writer, spooled, self.git, launched)
         except ValueError as error:
             is_breach = isinstance(error, ContractError)
             raise self.failed(f"pair contract: {error}" if is_breach else str(error)) from error
@@ -152,6 +157,8 @@ def record_command(
         words = [filled_in(word, values) for word in run.words]
         variables |= start_variables(run, record.spool)
         spool = {"STABILITY_SPOOL": str(record.spool.resolve())}
+        command = GivenCommand(run.words, words, values)
+        command.begin(folder)
         try:
             launched = launch(words, {**variables, **spool}, folder=folder, output=output)
         except ValueError as error:
@@ -159,7 +166,7 @@ def record_command(
             raise
         if launched.code:
             raise record.failed(_died(launched))
-        manifest = record.write()
+        manifest = record.write(command)
         return _checked(record, words, variables, output) if check_observer else manifest
 
 
@@ -218,6 +225,7 @@ def _write(
     writer: RunWriter,
     spooled: Spooled,
     git: Mapping[str, str],
+    launched: Mapping[str, Any],
 ) -> Manifest:
     environment = {
         **files.manifest.environment,
@@ -239,6 +247,7 @@ def _write(
         "ranks": spooled.world,
         "start": GIVEN if spooled.given else "own",
         "untold": list(spooled.untold),
+        "launched": dict(launched),
         "notes": [
             *spooled.notes,
             *start_notes(run, spooled),
@@ -253,7 +262,11 @@ def _write(
     _check_seeds(run, spooled)
     baseline = run.baseline
     if baseline:
-        check_start(read_manifest(baseline.manifest), files.manifest)
+        start = read_manifest(baseline.manifest)
+        check_start(start, files.manifest)
+        said = [x.says for x in launch_lines(start, files.manifest, run.diff) if x.says]
+        notes = [*files.manifest.resolved["notes"], *(f"unproven: {each}" for each in said)]
+        files.update(resolved={**files.manifest.resolved, "notes": notes})
     for update in spooled.updates:
         parts = {
             BATCH_INPUTS: update.inputs,

@@ -21,6 +21,7 @@ from stability.config.commands import call_training
 from stability.recorder.inside.environment import own_modules
 from stability.recorder.inside.evaluations import Evaluations
 from stability.recorder.inside.hooks import install
+from stability.recorder.inside.launched import started
 from stability.recorder.inside.looks import Looks
 from stability.recorder.inside.names import named_masters, state_of
 from stability.recorder.inside.recorded import due_at, looks_at, start_of
@@ -374,6 +375,7 @@ def _training(spool: Spool, asked: Asked, *, watch: bool) -> tuple[Training, Loo
         end=lambda: {
             "modules": own_modules(),
             "held_out": "" if watch else "call",
+            "written": started().written(),
             **(witness.told() if witness else {}),
         },
         evaluations=Evaluations(watches=watch),

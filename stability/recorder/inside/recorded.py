@@ -17,6 +17,7 @@ from .evaluations import Evaluations, returned_loss
 from .given_start import StartRefused, give_start, read_start
 from .held_out import HeldOutLoss
 from .hooks import install, install_count
+from .launched import started
 from .looks import Looks, is_looked_at
 from .names import frozen_beside
 from .nudge import nudge_weights
@@ -56,7 +57,7 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         calls = replaced.told() if replaced else {}
         seen = witness.told() if witness else {}
         found = {"modules": own_modules(), "files": files, "attention": calls, **seen}
-        return {**found, "held_out": held_out}
+        return {**found, "held_out": held_out, "written": started().written()}
 
     observes = asked.get("STABILITY_OBSERVES", "1") == "1"
     held_out = asked.get("STABILITY_HELD_OUT", "")
@@ -153,6 +154,7 @@ def start_of(
         "world": group,
         "pid": os.getpid(),
         "script": sys.argv[0] if sys.argv else "",
+        "launched": started().told(),
         "environment": environment(switches),
         # here and at the end: Python takes away the script's name before it ends
         "modules": own_modules(),

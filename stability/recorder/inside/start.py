@@ -28,11 +28,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Callable, Dict
 
+from .launched import note_start, started
+
 __all__ = ["start"]
 
 
 def start() -> None:
-    """Seed Python, and wait for torch and numpy to be imported."""
+    """Seed Python, note what it was given, and wait for torch and numpy to be imported."""
+    note_start()
     random.seed(_seed())
     sys.meta_path.insert(0, _After({"torch": _record, "numpy": _seed_numpy}))
 
@@ -86,6 +89,7 @@ def _seed_numpy(numpy: Any) -> None:
 
 
 def _record(torch: Any) -> None:
+    started()
     torch.manual_seed(_seed())
     if os.environ.get("STABILITY_DETERMINISTIC") == "1":
         # warned of, not refused: the script's own words would hide behind the error

@@ -1,0 +1,194 @@
+"""Two recorded runs were started with the same things, but for the declared change.
+
+What a command says is in its config, and is compared there. Here is what its process really got:
+arguments, also behind a shell script or a launcher; the contents of the files that they name; the
+variables that it could read. What differs and was declared, or follows from that in one place, is
+by design. What else differs is refused where nothing was declared that reaches code, and else
+unproven: a flag may be handed on as several.
+
+Leaves out what is on record (`recorder.launched`), and files that no argument names.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from pathlib import PurePath
+from typing import Any
+
+from stability.analysis.environment_contract import TELLS_OF_CODE
+from stability.analysis.pair_proof import ProofLine, compared
+from stability.config.axes import touches
+from stability.config.commands import OF_THE_RUN, is_command, parse_flags, value_text
+from stability.records.manifest import Manifest
+
+__all__ = ["launch_lines"]
+
+_MOST_NAMES = 6
+_OF_CHECKOUTS = ("ref", "setup")
+"""What puts other files in the place of the same names."""
+_OF_INTERPRETERS = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_SHLVL")
+"""Variables that say which environment of Python is taken."""
+
+
+def launch_lines(
+    first: Manifest, second: Manifest, differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
+    """Compare what two recorded runs were started with; `differences` are those of their configs.
+
+    Nothing is said of runs of our own trainer, which takes all from its config.
+    """
+    if not is_command(first.config):
+        return
+    was, now = (each.resolved.get("launched") for each in (first, second))
+    if not was or not now:
+        yield _unknown("what the process was started with")
+        return
+    yield from _arguments(first, second, differences)
+    yield from _programs(was, now, differences)
+    yield from _files(first, second, differences)
+    yield from _named_by_flags(was["files"], now["files"], differences)
+    yield from _variables(was["variables"], now["variables"], differences)
+
+
+def _arguments(
+    first: Manifest, second: Manifest, differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
+    was, now = (_flags_of(each) for each in (first, second))
+    left = {
+        path: tuple(map(_text, values))
+        for path, values in differences.items()
+        if path.startswith(("flags.", "env.", "config."))
+    }
+    is_told_otherwise = "config" in first.config  # the caller says what counts of its flags
+    for name in dict.fromkeys([*was, *now]):
+        one, other = was.get(name), now.get(name)
+        if one == other or f"flags.{name}" in differences:
+            continue
+        # handed on under another name, as $1 of a shell script; once, or two things would differ
+        source = next((x for x, values in left.items() if values == (_text(one), _text(other))), "")
+        if left.pop(source, None):
+            continue
+        field = f"the process's argument {name}"
+        if is_told_otherwise or touches(differences, TELLS_OF_CODE):
+            yield _unknown(
+                f"the same arguments ({name} is {_shown(one)} in one and {_shown(other)} in the "
+                "other, which was not declared)"
+            )
+        else:
+            yield compared(field, _shown(one), _shown(other))
+
+
+def _flags_of(manifest: Manifest) -> dict[str, Any]:
+    """Return a process's arguments by name; where it tells of itself, less what names the run."""
+    arguments = manifest.resolved["launched"]["arguments"]
+    flags = {"(program)": PurePath(arguments[0]).name if arguments else "", **_parsed(arguments)}
+    if _is_command_line(manifest):
+        return flags
+    if "ipykernel" in str(flags["(program)"]):
+        return {}
+    return {name: value for name, value in flags.items() if name not in OF_THE_RUN}
+
+
+def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
+    return parse_flags(arguments[1:])
+
+
+def _is_command_line(manifest: Manifest) -> bool:
+    return bool(manifest.resolved.get("command"))
+
+
+def _programs(
+    was: Mapping[str, Any], now: Mapping[str, Any], differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
+    """Compare a program that is no file, as Python's `-c`: of others the source is compared."""
+    one, other = was["main"], now["main"]
+    if not (one and other):
+        yield _unknown("the program, which python was given in no file")
+    elif one != other and not touches(differences, ("program", *_OF_CHECKOUTS, "flags")):
+        yield compared("the program", one, other)
+
+
+def _files(
+    first: Manifest, second: Manifest, differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
+    """Compare the files that both runs were given by one name."""
+    if touches(differences, _OF_CHECKOUTS):
+        return
+    was, now = (each.resolved["launched"]["files"] for each in (first, second))
+    words = [_words_of(each) for each in (first, second)]
+    for name in sorted({*was, *now}):
+        one, other = was.get(name), now.get(name)
+        if one is None or other is None:
+            # named by one alone, it is a declared argument's value; else it was not there
+            if all(_names(each, name) for each in words):
+                yield _unknown(f"the same {name} (a file that one run alone has found)")
+            continue
+        if _is_same(one, other):
+            continue
+        is_known = one["sha256"] != other["sha256"] and "unreadable" not in (one["of"], other["of"])
+        if is_known and not (one.get("written") or other.get("written")):
+            yield compared(f"the content of {name}", one["sha256"], other["sha256"])
+        elif is_known:
+            yield _unknown(f"the same {name} (other content, and a run writes into it)")
+        else:
+            yield _unknown(f"the same {name} (the {one['of']} are compared, and it was rewritten)")
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    names = ("sha256", "of", "stat")
+    return all(one.get(name) == other.get(name) for name in names) and one["of"] != "unreadable"
+
+
+def _words_of(manifest: Manifest) -> list[str]:
+    launched = manifest.resolved["launched"]
+    return [*manifest.resolved.get("command", ()), *launched["arguments"]]
+
+
+def _names(words: Sequence[str], name: str) -> bool:
+    """Whether one of the words is a name, or has it as its value or as a member of a list."""
+    return any(name in word.replace("=", ",").replace("@", ",").split(",") for word in words)
+
+
+def _named_by_flags(
+    was: Mapping[str, Any], now: Mapping[str, Any], differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
+    """Compare two texts, as configs, that are the two values of a declared flag."""
+    for path, values in differences.items():
+        one, other = map(_text, values)
+        if not path.startswith("flags.") or one not in was or other not in now:
+            continue
+        lines = was[one].get("lines", []), now[other].get("lines", [])
+        count = _differing(*lines)
+        if count > 1:
+            yield _unknown(f"that {one} and {other} differ in one thing ({count} lines differ)")
+
+
+def _differing(one: Sequence[str], other: Sequence[str]) -> int:
+    changes = SequenceMatcher(a=one, b=other, autojunk=False).get_opcodes()
+    return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in changes if kind != "equal")
+
+
+def _variables(
+    was: Mapping[str, str], now: Mapping[str, str], differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
+    declared = {path.removeprefix("env.") for path in differences if path.startswith("env.")}
+    if touches(differences, ("python",)):
+        declared |= {*_OF_INTERPRETERS}
+    names = [x for x in sorted({*was, *now}) if was.get(x) != now.get(x) and x not in declared]
+    if names:
+        more = ", ..." if len(names) > _MOST_NAMES else ""
+        listed = ", ".join(names[:_MOST_NAMES]) + more
+        yield _unknown(f"the same variables ({listed}: others, which the script may read)")
+
+
+def _unknown(says: str) -> ProofLine:
+    return ProofLine(field="launch", first="", second="", sameness="unknown", says=says)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(value_text, value))
+    return value_text(value) if value is not None else ""
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else "given" if value is True else repr(value)

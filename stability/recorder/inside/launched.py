@@ -1,0 +1,179 @@
+"""What the process of a training was started with: its arguments, the files they name, variables.
+
+A shell script, a launcher or a user's shell may give a training what no word of the recorded
+command says. All of it is noted before the script's first line, so that what the script does to its
+arguments or variables itself, or writes into a file that is named, is told from what it was given.
+Of variables there is a hash of each value and no value.
+
+Leaves out what a script reads from files that no argument names, and folders. It needs the standard
+library alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from typing import Any, Dict, Iterable, List, Optional
+
+__all__ = ["NamedFiles", "Started", "hash_of", "names_in", "note_start", "started"]
+
+_WHOLE = 2**26
+"""Bytes of the largest file that is hashed as a whole; of others the first and last half of it."""
+_MOST_LINES = 400
+_LARGEST_TEXT = 2**18
+"""Lines and bytes of a text whose lines are told apart."""
+_CHUNK = 2**20
+
+
+def hash_of(text: str) -> str:
+    """Return a hash of a value that is on no record itself."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+class NamedFiles:
+    """The regular files that words name, in `folder`, as they are when this is made."""
+
+    def __init__(self, words: Iterable[str], folder: str) -> None:
+        self._paths = {
+            name: os.path.join(folder, name) for word in words for name in names_in(word)
+        }
+        self._begun = {name: _stat(path) for name, path in self._paths.items()}
+
+    def hashes(self) -> Dict[str, Dict[str, Any]]:
+        """Return what is known of each file that there was, by the name that it was given by."""
+        found = {}
+        for name, was in self._begun.items():
+            if was is None:
+                continue
+            try:
+                found[name] = _content(self._paths[name], was)
+            except OSError:
+                found[name] = {"sha256": "", "of": "unreadable"}
+            if _stat(self._paths[name]) != was:
+                found[name]["written"] = True
+        return found
+
+    def written(self) -> List[str]:
+        """Return the names of the files that were written, made or taken away since."""
+        return [name for name, was in self._begun.items() if _stat(self._paths[name]) != was]
+
+
+class Started:
+    """What this process was given, as it is when this is made."""
+
+    def __init__(self) -> None:
+        self.arguments = [str(x) for x in getattr(sys, "argv", ())]
+        self.folder = os.getcwd()
+        self.variables = {name: hash_of(value) for name, value in os.environ.items()}
+        self._files: Optional[NamedFiles] = None
+        self._told: Dict[str, Any] = {}
+
+    def look(self) -> None:
+        """Note which of the files that are named there are."""
+        if self._files is None:
+            self._files = NamedFiles(self.arguments, self.folder)
+
+    def told(self) -> Dict[str, Any]:
+        """Return all of it, to be told before the first update."""
+        self.look()
+        assert self._files is not None
+        if not self._told:
+            self._told = {
+                "arguments": self.arguments,
+                "later_arguments": [str(x) for x in getattr(sys, "argv", ())],
+                "main": _main(),
+                "variables": self.variables,
+                "files": self._files.hashes(),
+            }
+        return self._told
+
+    def written(self) -> List[str]:
+        """Return the names of the files that were written since the process began."""
+        return self._files.written() if self._files else []
+
+
+_noted: List[Started] = []
+"""Of this process; one that was forked has been given what its parent was."""
+
+
+def note_start() -> None:
+    """Note what this process was given; to be called before the script's first line."""
+    _noted[:] = [Started()]
+
+
+def started() -> Started:
+    """Return what this process was given, as far as that was noted in time."""
+    if not _noted:
+        note_start()
+    _noted[0].look()
+    return _noted[0]
+
+
+def _main() -> str:
+    """Return how the program is known: by its `file`, by the hash of its `code`, or not at all."""
+    main = sys.modules.get("__main__")
+    if os.path.isfile(getattr(main, "__file__", None) or ""):  # it may say "<stdin>"
+        return "file"
+    words = list(getattr(sys, "orig_argv", ()))  # Python 3.10 and newer
+    if "-c" in words[:-1]:
+        return f"code {hash_of(words[words.index('-c') + 1])}"
+    return ""
+
+
+def names_in(word: str) -> List[str]:
+    """Return what of a word may be the name of a file: itself, a flag's value, a list's members."""
+    found = [word]
+    if "=" in word:
+        found.append(word.partition("=")[2])
+    found += [part for each in found[:] for part in each.split(",") if part != each]
+    return list(dict.fromkeys(each.lstrip("@") for each in found if each.lstrip("@")))
+
+
+def _stat(path: str) -> Optional[List[int]]:
+    """Return what of a file changes with it; None if there is no regular file of that name."""
+    try:
+        if not os.path.isfile(path):
+            return None
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _content(path: str, stat: List[int]) -> Dict[str, Any]:
+    size = stat[0]
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        if size <= _WHOLE:
+            for chunk in iter(lambda: file.read(_CHUNK), b""):
+                digest.update(chunk)
+            found: Dict[str, Any] = {"sha256": digest.hexdigest(), "of": "whole"}
+            lines = _lines(path, size)
+            return {**found, "lines": lines} if lines else found
+        for place in (0, size - _WHOLE // 2):
+            file.seek(place)
+            left = _WHOLE // 2
+            while left:
+                chunk = file.read(min(left, _CHUNK))
+                left -= len(chunk)
+                digest.update(chunk)
+                if not chunk:
+                    break
+    # by its place on the disk and its times an untouched file is known again, without being read
+    return {"sha256": digest.hexdigest(), "of": f"ends of {size} bytes", "stat": stat}
+
+
+def _lines(path: str, size: int) -> List[str]:
+    """Return a hash of each line of a short text that is no program of Python's, else nothing."""
+    if size > _LARGEST_TEXT or path.endswith(".py"):
+        return []
+    with open(path, "rb") as file:
+        text = file.read()
+    # JSON may be one line
+    lines = (text.replace(b",", b",\n") if path.endswith(".json") else text).splitlines()
+    lines = [line.rstrip() for line in lines if line.strip()]
+    if b"\0" in text or len(lines) > _MOST_LINES:
+        return []
+    return [hashlib.sha256(line).hexdigest()[:8] for line in lines]
+

@@ -1,0 +1,142 @@
+"""What two runs were started with: the same, by design other, unproven, or refused."""
+
+from typing import Any
+
+import pytest
+
+from stability.analysis.launch_contract import launch_lines
+from stability.records.manifest import Manifest
+
+
+def run(arguments: str = "train.py --lr 0.5 --wd 0.1", **given: Any) -> Manifest:
+    """Return the record of a run that was started with these arguments."""
+    launched = {"arguments": arguments.split(), "main": "file", "files": {}, "variables": {}}
+    command = given.pop("command", "bash run.sh").split()
+    config = given.pop("config", {})
+    return Manifest(
+        study="study",
+        arm="arm",
+        seed=0,
+        axis="none",
+        config={"program": "bash", "flags": {}, "env": {}, **config},  # pyright: ignore
+        diff={},
+        environment={},
+        resolved={"command": command, "launched": {**launched, **given}},
+        hashes={},
+        state="finished",
+        step=2,
+        message="",
+    )
+
+
+def found(first: Manifest, second: Manifest, **differences: Any) -> list[tuple[str, str]]:
+    """Return how each line that isn't the same is judged, and what it says."""
+    paths = {path.replace("__", "."): values for path, values in differences.items()}
+    lines = launch_lines(first, second, paths)
+    return [(x.sameness, x.says or x.field) for x in lines if x.sameness != "same"]
+
+
+def file(sha256: str, **known: Any) -> dict[str, Any]:
+    """Return what is on record of a file."""
+    return {"sha256": sha256, "of": "whole", **known}
+
+
+def test_two_runs_of_one_command_are_alike_in_whatever_order_flags_are_given() -> None:
+    assert found(run(), run("train.py --wd 0.1 --lr=0.5")) == []
+
+
+def test_a_flag_is_free_only_where_it_was_declared() -> None:
+    other = run("train.py --lr 0.4 --wd 0.1")
+    assert found(run(), other, flags__lr=("0.5", "0.4")) == []
+    assert found(run(), other) == [("different", "the process's argument lr")]
+    said = "the same arguments (lr is '0.5' in one and '0.4' in the other, which was not declared)"
+    assert found(run(), other, flags__bf16=(None, True)) == [("unknown", said)]
+
+
+def test_a_declared_value_may_be_handed_on_once_under_another_name() -> None:
+    other = run("train.py --lr 0.4 --wd 0.1")
+    assert found(run(), other, flags__argument_2=("0.5", "0.4")) == []
+    assert found(run(), other, env__MY_LR=("0.5", "0.4")) == []
+    one, twice = run("train.py --lr 0.5 --wd 0.5"), run("train.py --lr 0.4 --wd 0.4")
+    assert len(found(one, twice, flags__argument_2=("0.5", "0.4"))) == 1
+
+
+def test_an_argument_that_one_alone_was_given_is_named() -> None:
+    said = found(run(), run("train.py --lr 0.5 --wd 0.1 --bf16"), env__A=("1", "2"))
+    assert said == [
+        (
+            "unknown",
+            "the same arguments (bf16 is not given in one and given in the other, which was not "
+            "declared)",
+        )
+    ]
+
+
+def test_another_script_behind_the_same_command_is_no_pair() -> None:
+    assert found(run(), run("other.py --lr 0.5 --wd 0.1"))[0][0] == "different"
+
+
+def test_a_call_is_told_by_its_caller_which_flags_count() -> None:
+    own = {"command": "", "config": {"config": {"lr": 0.5}}}
+    one = run("train.py --arm a --tag x", **own)
+    assert found(one, run("train.py --arm b --tag x", **own)) == []
+    assert found(one, run("train.py --arm b --tag y", **own))[0][0] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "judged"),
+    [
+        (file("a"), file("a"), []),
+        (file("a"), file("b"), ["different"]),
+        (file("a"), file("b", written=True), ["unknown"]),
+        (file("a", of="ends", stat=[1]), file("a", of="ends", stat=[1]), []),
+        (file("a", of="ends", stat=[1]), file("a", of="ends", stat=[2]), ["unknown"]),
+        (file("a", of="ends", stat=[1]), file("b", of="ends", stat=[1]), ["different"]),
+        (file("", of="unreadable"), file("", of="unreadable"), ["unknown"]),
+    ],
+)
+def test_a_named_file_is_judged_by_its_content(one: Any, other: Any, judged: list[str]) -> None:
+    words = "train.py --config=a.yaml"
+    first, second = run(words, files={"a.yaml": one}), run(words, files={"a.yaml": other})
+    assert [sameness for sameness, _ in found(first, second)] == judged
+    assert found(first, second, ref=("1", "2")) == []
+
+
+def test_a_file_that_one_run_alone_has_found_is_unproven() -> None:
+    words = "train.py --config a.yaml"
+    said = found(run(words, files={"a.yaml": file("a")}), run(words))
+    assert said == [("unknown", "the same a.yaml (a file that one run alone has found)")]
+
+
+def test_two_configs_may_differ_in_one_line() -> None:
+    lines = ["1", "2", "3"]
+    one = run("t.py --config a.yaml", files={"a.yaml": file("a", lines=lines)})
+    names = {"flags__config": ("a.yaml", "b.yaml")}
+    for other, judged in ((["1", "9", "3"], 0), (["1", "9", "8"], 1), ([*lines, "4", "5"], 1)):
+        two = run("t.py --config b.yaml", files={"b.yaml": file("b", lines=other)})
+        assert len(found(one, two, **names)) == judged
+
+
+def test_a_variable_is_unproven_unless_it_was_declared() -> None:
+    one, two = run(variables={"A": "1", "PATH": "2"}), run(variables={"PATH": "3"})
+    said = "the same variables (A, PATH: others, which the script may read)"
+    assert found(one, two) == [("unknown", said)]
+    assert len(found(one, two, env__A=("x", None))) == 1
+    assert found(one, two, env__A=("x", None), python=("", "/other/python")) == []
+
+
+def test_code_that_is_in_no_file_is_compared_or_unproven() -> None:
+    assert found(run(main=""), run(main="")) == [
+        ("unknown", "the program, which python was given in no file")
+    ]
+    assert found(run(main="code 1"), run(main="code 2")) == [("different", "the program")]
+    assert found(run(main="code 1"), run(main="code 2"), flags__c=("1", "2")) == []
+
+
+def test_a_record_that_tells_nothing_of_it_proves_nothing() -> None:
+    older = run()
+    older.resolved.pop("launched")
+    assert found(older, run()) == [("unknown", "what the process was started with")]
+    ours = run(config={})
+    ours.config.pop("program")  # pyright: ignore
+    assert found(ours, ours) == []
