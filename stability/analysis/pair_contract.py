@@ -28,7 +28,7 @@ from stability.analysis.batch_inputs import (
 from stability.analysis.environment_contract import is_free_entry, is_known_of_both
 from stability.analysis.launch_contract import launch_lines
 from stability.analysis.pair_proof import PairProof, ProofLine, compared
-from stability.analysis.run_consistency import consistency_line
+from stability.analysis.run_consistency import consistency_line, doubt_lines
 from stability.analysis.witness_contract import (
     Testimony,
     testimony_of,
@@ -321,6 +321,7 @@ def _lines(
     yield _batches(*runs, differences) if are_whole else compared("batches", None, None)
     if are_whole:
         yield from _label_lines(*runs, manifests, differences)
+    yield from doubt_lines(*manifests)
     if tells:
         yield from rerun_line(runs, manifests, differences)
     yield _final_weights(*manifests, differences)

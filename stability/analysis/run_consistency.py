@@ -8,10 +8,11 @@ files (`records.run_files`) and what two runs say of one another (`pair_contract
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stability.analysis.drift_parents import listed_snapshot
-from stability.analysis.pair_proof import ProofLine
+from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.commands import command_training, is_adopted, is_command
 from stability.config.diff import hash_without
 from stability.records.identity import hash_environment
@@ -26,7 +27,7 @@ from stability.records.snapshots import hash_state
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["consistency_line"]
+__all__ = ["consistency_line", "doubt_lines"]
 
 
 def consistency_line(paths: RunPaths, manifest: Manifest) -> ProofLine:
@@ -44,6 +45,13 @@ def consistency_line(paths: RunPaths, manifest: Manifest) -> ProofLine:
         if said
         else "",
     )
+
+
+def doubt_lines(*manifests: Manifest) -> Iterator[ProofLine]:
+    """Tell what the recorders of runs did not see of their trainings: it is proven of none."""
+    doubts = sorted({each for x in manifests for each in x.resolved.get("doubts", ())})
+    for each in doubts:
+        yield replace(compared("what was recorded", None, None), says=each)
 
 
 def _hashes(paths: RunPaths, manifest: Manifest) -> Iterator[str]:

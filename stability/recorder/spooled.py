@@ -74,6 +74,8 @@ class Spooled:
     left_out: Sequence[str]
     untold: Sequence[str]
     """What the loss was given beside the model's results and nothing is known of."""
+    doubts: Sequence[str]
+    """What was not seen of the training, and makes a pair unproven, in words."""
     held_out: HeldOut
     looks: Sequence[Mapping[str, Any]]
     """What a probe has measured, if one looked."""
@@ -123,6 +125,7 @@ def read_spool(folder: Path) -> Spooled:
     held_out = read_held_out(ranks, folder, len(updates))
     left_out = sorted({each for end in ends if end for each in end["left_out"]})
     untold = sorted({each for end in ends if end for each in end["untold"]})
+    doubts = sorted({each for end in ends if end for each in end.get("doubts", ())})
     return Spooled(
         updates=updates,
         states={step: path for step, path in states.items() if step <= len(updates)},
@@ -137,15 +140,17 @@ def read_spool(folder: Path) -> Spooled:
         names=begin["names"],
         world=begin["world"],
         script=begin["script"],
-        launched={**begin["launched"], "written": (ends[first] or {}).get("written", [])},
+        launched=_launched(begin, ends[first] or {}),
         left_out=left_out,
         untold=untold,
+        doubts=doubts,
         held_out=held_out,
         looks=read_probed(ranks[first]),
         has_end=all(end and end["reason"] != "error" for end in ends),
         notes=[
             *_notes(updates, begin, ends[first] or {}, left_out),
             *([f"that labels are alike can't be checked: {', '.join(untold)}"] if untold else []),
+            *(f"unproven: {each}" for each in doubts),
             *held_out.notes,
         ],
     )
@@ -212,6 +217,11 @@ def _merged(ranks: list[list[dict[str, Any]]]) -> list[Update]:
             )
         )
     return found
+
+
+def _launched(begin: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:
+    told = begin.get("launched")
+    return {**told, "written": end.get("written", ())} if told else {}
 
 
 def _in_order(ranks: list[str]) -> str:

@@ -247,6 +247,7 @@ def _write(
         "ranks": spooled.world,
         "start": GIVEN if spooled.given else "own",
         "untold": list(spooled.untold),
+        "doubts": list(spooled.doubts),
         "launched": dict(launched),
         "notes": [
             *spooled.notes,

@@ -27,11 +27,11 @@ from .inputs import is_plain, tensors_in, values_in
 from .loss_targets import find_targets, place_in_graph
 from .older_torch import is_compiling, restore_step_hooks
 from .patching import put
+from .scaled_loss import mark_scaled, unscaled
 from .training import Training
 
 __all__ = ["install", "install_count"]
 
-_UNSCALED = "_stability_unscaled_loss"
 _original_call: Callable[..., Any] = nn.Module.__call__
 
 
@@ -217,7 +217,8 @@ def _wrap_backward(training: Training) -> Callable[[], None]:
         for loss in [tensors] if is_one else tensors:
             if loss.numel() == 1:
                 training.aimed_at(*find_targets(loss, training.is_of_models))
-                training.back_propagated(getattr(loss, _UNSCALED, loss))
+                meant, doubt = unscaled(loss) if training.scales_loss else (loss, "")
+                training.back_propagated(meant, doubt)
         return original(tensors, *args, **kwargs)
 
     return put(torch.autograd, "backward", backward)
@@ -280,8 +281,8 @@ def _wrap_scaler(training: Training) -> List[Callable[[], None]]:
     @functools.wraps(scale)
     def scaled(self: Any, outputs: Any) -> Any:
         result = scale(self, outputs)
-        if isinstance(result, Tensor) and result is not outputs:
-            setattr(result, _UNSCALED, outputs.detach())
+        training.scales_loss = True
+        mark_scaled(self, result, outputs)
         return result
 
     @functools.wraps(step)

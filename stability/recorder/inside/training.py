@@ -83,6 +83,10 @@ class Training:
         """Every one that was made; they keep the weights, so that the last state can be taken."""
         self.untold: Set[str] = set()
         """What a loss was given beside the model's results and nothing is known of, in words."""
+        self.doubts: Set[str] = set()
+        """What was not seen of the training and makes a pair unproven, in words."""
+        self.scales_loss = False
+        """Whether a loss scaler has been called."""
         self.left_out: Set[str] = set()
         """Inputs that were not hashed, in words."""
         self.backwards = 0
@@ -247,10 +251,11 @@ class Training:
         if self.has_ended:
             self._flush()
 
-    def back_propagated(self, loss: Tensor) -> None:
-        """Tell of the loss that gradients are computed of, not scaled."""
+    def back_propagated(self, loss: Optional[Tensor], doubt: str = "") -> None:
+        """Tell of the loss that gradients are computed of, not scaled; of None there is a doubt."""
         self.backwards += 1
-        if not self._is_again:
+        self.doubts.update([doubt] if doubt else [])
+        if loss is not None and not self._is_again:
             # a copy: the script may write into its loss, as by summing it over ranks
             self._losses.append(loss.detach().clone())
 
@@ -331,6 +336,7 @@ class Training:
                 "backwards": self.backwards,
                 "left_out": sorted(self.left_out),
                 "untold": sorted(self.untold),
+                "doubts": sorted(self.doubts),
                 "later_weights": later,
                 **self._end(),
             }
