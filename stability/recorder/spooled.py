@@ -5,6 +5,7 @@ Leaves out how they came there (`inside`) and the record that is made of it (`wr
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,7 +116,7 @@ def read_spool(folder: Path) -> Spooled:
     _check_group(begins)
     first = min(range(len(ranks)), key=lambda index: begins[index]["rank"])
     begin, ends = begins[first], [_end_of(lines) for lines in ranks]
-    updates = _merged([_updates_of(lines) for lines in ranks])
+    updates, of_losses = _merged([_updates_of(lines) for lines in ranks], ends[first] or {})
     states = {
         line["step"]: folder / line["file"]
         for line in ranks[first]
@@ -125,7 +126,7 @@ def read_spool(folder: Path) -> Spooled:
     held_out = read_held_out(ranks, folder, len(updates))
     left_out = sorted({each for end in ends if end for each in end["left_out"]})
     untold = sorted({each for end in ends if end for each in end["untold"]})
-    doubts = sorted({each for end in ends if end for each in end.get("doubts", ())})
+    doubts = _doubts([end for end in ends if end])
     return Spooled(
         updates=updates,
         states={step: path for step, path in states.items() if step <= len(updates)},
@@ -149,6 +150,7 @@ def read_spool(folder: Path) -> Spooled:
         has_end=all(end and end["reason"] != "error" for end in ends),
         notes=[
             *_notes(updates, begin, ends[first] or {}, left_out),
+            *of_losses,
             *([f"that labels are alike can't be checked: {', '.join(untold)}"] if untold else []),
             *(f"unproven: {each}" for each in doubts),
             *held_out.notes,
@@ -198,11 +200,22 @@ def _check_group(begins: list[dict[str, Any]]) -> None:
         )
 
 
-def _merged(ranks: list[list[dict[str, Any]]]) -> list[Update]:
-    """Return the updates that all ranks have made."""
+def _merged(
+    ranks: list[list[dict[str, Any]]], end: Mapping[str, Any]
+) -> tuple[list[Update], list[str]]:
+    """Return the updates that all ranks have made, and what is to be said of their losses."""
     found = []
-    for lines in zip(*ranks, strict=False):
-        losses = [line["loss"] for line in lines if line["loss"] is not None]
+    shared = list(zip(*ranks, strict=False))
+    place, notes = _main_loss([lines[0] for lines in shared], end.get("optimizers", []))
+    for lines in shared:
+        losses = [line["losses"] for line in lines]
+        # the loss of one optimizer of several, and else whichever there is
+        losses = [
+            value
+            for of in losses
+            for value in ([of.get(place)] if place else of.values())
+            if value is not None
+        ]
         hashes = [line["batch"] for line in lines]
         found.append(
             Update(
@@ -216,7 +229,47 @@ def _merged(ranks: list[list[dict[str, Any]]]) -> list[Update]:
                 skipped=any(line["skipped"] for line in lines),
             )
         )
-    return found
+    return found, notes
+
+
+def _main_loss(
+    lines: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> tuple[str, list[str]]:
+    """Return whose loss an update's is where optimizers step on losses of their own, and a note.
+
+    It is the optimizer that has one in most updates, the first to step of several. Empty for one
+    loss an update.
+    """
+    together = [line for line in lines if line["backwards"] > 1 and line["optimizers"] > 1]
+    if all(len(line["losses"]) < 2 for line in lines):
+        most = max((line["backwards"] for line in together), default=0)
+        many = max((line["optimizers"] for line in together), default=0)
+        said = (
+            f"{most} losses are back-propagated before {many} optimizers step, and whose they are "
+            "can't be told: an update's loss is their sum"
+        )
+        return "", [said] if together else []
+    counts = Counter(place for line in lines for place in line["losses"])
+    place = min(counts, key=lambda each: (-counts[each], int(each)))
+    of = [names[int(each)] if int(each) < len(names) else "" for each in sorted(counts, key=int)]
+    own = of[sorted(counts, key=int).index(place)]
+    others = [each for each in of if each != own]
+    return place, [
+        f"{len(counts)} optimizers step on losses of their own: an update's loss is that of the "
+        f"one that begins with {own}, and not those of {_listed(others)}"
+    ]
+
+
+def _doubts(ends: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what makes a pair unproven, in words, by the last lines of all ranks."""
+    later = sorted({name for end in ends for name in end.get("later", ())})
+    doubts = sorted({each for end in ends for each in end.get("doubts", ())})
+    if later:
+        doubts.append(
+            f"the {len(later)} weights that first train, or take another's place, after the first "
+            f"update ({_listed(later)}): they are in no snapshot"
+        )
+    return doubts
 
 
 def _launched(begin: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,11 +313,6 @@ def _notes(
         )
     if len(begin["owners"]) > 1:
         notes.append(f"{len(begin['owners'])} models train: {', '.join(begin['owners'])}")
-    if end.get("later_weights"):
-        notes.append(
-            f"{end['later_weights']} weights were given to an optimizer after the first update: "
-            "they are not recorded"
-        )
     return notes
 
 

@@ -35,7 +35,8 @@ class Given:
 class Row:
     """One update."""
 
-    losses: List[Tensor] = field(default_factory=list)
+    losses: Dict[int, List[Tensor]] = field(default_factory=dict)
+    """What was back-propagated, by the place of the optimizer that stepped next."""
     hashes: List[Tensor] = field(default_factory=list)
     order: List[Tensor] = field(default_factory=list)
     """As `hashes`, of the samples in their order, one for each call of a model."""
@@ -57,13 +58,15 @@ def held_out_line(step: int, loss: float, inputs: Any, samples: int) -> Dict[str
 
 def update_line(step: int, row: Row) -> Dict[str, Any]:
     """Return the line of update number `step`; waits for its losses and hashes."""
-    losses = [float(loss) for loss in row.losses]
+    losses = {place: [float(loss) for loss in each] for place, each in row.losses.items()}
     # one input alone needs no name
     inputs = row.inputs if len(row.inputs) > 1 else {}
     return {
         "kind": "update",
         "step": step,
-        "loss": sum(losses) if losses else None,
+        "losses": {place: sum(each) for place, each in losses.items()},
+        "backwards": max(map(len, losses.values()), default=0),
+        "optimizers": len(row.stepped),
         "batch": _summed(row.hashes) if row.hashes else None,
         "order": f"{len(row.order)} {_summed(row.order)}",
         "inputs": {name: _summed(values) for name, values in inputs.items()},

@@ -25,6 +25,7 @@ from .batch_hash import hash_batch, hash_in_order, hash_inputs, hash_with
 from .evaluations import Evaluations
 from .given_start import was_set_anew
 from .held_out import HeldOutLoss
+from .later_weights import later_names
 from .loss_targets import place_in_graph
 from .names import named_state, root_of
 from .rows import Given, Row, held_out_line, update_line
@@ -115,6 +116,10 @@ class Training:
         """How often the step that runs has called its closure."""
         self._losses: List[Tensor] = []
         self._row = Row()
+        self._later: Dict[int, str] = {}
+        """Names of the weights that did not train, or were not there, at the start."""
+        self._places: Dict[int, int] = {}
+        """Of optimizers, in the order in which they stepped first."""
         self._expected: Optional[Set[int]] = None
         self._inside: List[int] = []
         """The optimizers whose step runs now, outermost first."""
@@ -326,8 +331,7 @@ class Training:
         self._flush()
         if keys := self.evaluations.keys():
             self._spool.write({"kind": "keys", "file": self._spool.keep("evaluated", keys)})
-        tracked = {id(value) for value in self._state.values()}
-        later = sum(id(x) not in tracked for o in self.optimizers for x in _weights_of(o))
+        self._note_later()
         self._spool.write(
             {
                 "kind": "end",
@@ -337,15 +341,23 @@ class Training:
                 "left_out": sorted(self.left_out),
                 "untold": sorted(self.untold),
                 "doubts": sorted(self.doubts),
-                "later_weights": later,
+                "optimizers": self._first_names(),
+                "later": sorted(self._later.values()),
                 **self._end(),
             }
         )
 
+    def _first_names(self) -> List[str]:
+        """Return the name of each optimizer's first weight, in the order of their places."""
+        names = {id(x): name for name, x in self._state.items()}
+        return [names.get(key, "") for key in self._places]
+
     def _note_step(self, optimizer: int) -> None:
         row = self._row
         row.stepped.add(optimizer)
-        row.losses += self._losses
+        place = self._places.setdefault(optimizer, len(self._places))
+        if self._losses:
+            row.losses.setdefault(place, []).extend(self._losses)
         # a model that is frozen in part may train in evaluation mode; else that is evaluation
         for one in [x for x in self._given if x.is_training] or self._given:
             row.hashes.append(one.samples.sum())
@@ -403,6 +415,7 @@ class Training:
 
     def _save(self, step: int) -> None:
         self._last_state = step
+        self._note_later()
         self._measure(step)
         # every rank takes it, since sharded weights are gathered by all; the first one writes
         state = self._copied()
@@ -411,6 +424,11 @@ class Training:
             self._spool.write(
                 {"kind": "state", "step": step, "file": self._spool.save(step, state)}
             )
+
+    def _note_later(self) -> None:
+        stepped = [x for x in self.optimizers if {_key_of(x), -1} & self._places.keys()]
+        # by the first name: a module may be gone at the end
+        self._later = {**later_names(stepped, self._state), **self._later}
 
     def _measure(self, step: int) -> None:
         """Compute the user's held-out loss after `step` updates, if there is one."""
