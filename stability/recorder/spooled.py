@@ -82,6 +82,8 @@ class Spooled:
     """What a probe has measured, if one looked."""
     has_end: bool
     """Whether every process came to its own end."""
+    ending: str
+    """How it ended, in words."""
     notes: Sequence[str] = field(default=())
     """What was not seen, in sentences."""
 
@@ -148,6 +150,7 @@ def read_spool(folder: Path) -> Spooled:
         held_out=held_out,
         looks=read_probed(ranks[first]),
         has_end=all(end and end["reason"] != "error" for end in ends),
+        ending=_ending(ends, begin),
         notes=[
             *_notes(updates, begin, ends[first] or {}, left_out),
             *of_losses,
@@ -270,6 +273,15 @@ def _doubts(ends: Sequence[Mapping[str, Any]]) -> list[str]:
             f"update ({_listed(later)}): they are in no snapshot"
         )
     return doubts
+
+
+def _ending(ends: Sequence[Mapping[str, Any] | None], begin: Mapping[str, Any]) -> str:
+    if any(end and end["reason"] == "error" for end in ends):
+        return "ended in an error"
+    if all(ends):
+        return "ended"
+    is_forked = begin.get("forked", False)
+    return "was killed, or its forked process left by os._exit," if is_forked else "was killed"
 
 
 def _launched(begin: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:

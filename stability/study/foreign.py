@@ -345,9 +345,8 @@ def _with_steps(run: ForeignRun, spooled: Spooled) -> dict[str, Any]:
 def _check_end(run: ForeignRun, spooled: Spooled) -> None:
     planned = run.config["train"]["steps"]
     if not spooled.has_end or (planned and spooled.step != planned):
-        how = "ended" if spooled.has_end else "was killed"
         of = f" of {planned}" if planned else ""
-        raise ValueError(f"training {how} after {spooled.step} updates{of}")
+        raise ValueError(f"training {spooled.ending} after {spooled.step} updates{of}")
 
 
 def _variables(run: ForeignRun) -> dict[str, str]:

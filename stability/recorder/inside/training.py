@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from .batch_hash import hash_batch, hash_in_order, hash_inputs, hash_with
 from .evaluations import Evaluations
+from .forked import end_with_fork
 from .given_start import was_set_anew
 from .held_out import HeldOutLoss
 from .later_weights import later_names
@@ -278,6 +279,7 @@ class Training:
         if id(optimizer) in self._inside:  # its last step ended in an error
             self._inside.clear()
         if not self._inside:
+            self._spool.check_own()
             self.add_optimizer(optimizer)
             if _key_of(optimizer) in self._row.stepped:
                 self._close()
@@ -405,8 +407,11 @@ class Training:
 
     def _write_begin(self) -> None:
         self._has_begun = True
+        if self._spool.is_forked:
+            end_with_fork(self.end)
         start = self._start or {}
         state = self._spool.save(0, start) if self._keeps_state else ""
+        self._begun["forked"] = self._spool.is_forked
         self._spool.write(
             {"kind": "begin", **self._begun, "owners": self._owners, "names": sorted(self._state)}
         )
