@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .names import cast_of, copies_of, masters_of
 from .older_torch import distributed_like
+from .prefixed_copies import prefixed_copies
 
 __all__ = ["StartRefused", "give_start", "read_start", "was_set_anew"]
 
@@ -42,6 +43,7 @@ def give_start(state: Dict[str, Tensor], given: Mapping[str, Tensor]) -> None:
         raise StartRefused(problem)
     masters = masters_of(state)
     taken: Set[int] = set()
+    beside = prefixed_copies(state)
     with torch.no_grad():
         for name, weight in [*masters.items(), *state.items()]:
             # before it changes: copies are known by the bits that they share with it
@@ -50,7 +52,7 @@ def give_start(state: Dict[str, Tensor], given: Mapping[str, Tensor]) -> None:
                 copies = cast_of(weight, taken)
                 taken.update(map(id, [weight, *copies]))
             placed = distributed_like(given[name].to(weight.device), weight)
-            for each in [weight, *copies]:
+            for each in [weight, *copies, *beside.get(id(weight), ())]:
                 each.copy_(placed)
 
 

@@ -19,6 +19,8 @@ __all__ = [
     "masters_of",
     "named_masters",
     "named_state",
+    "optimized",
+    "outermost_modules",
     "root_of",
     "state_of",
     "unwrapped",
@@ -112,11 +114,22 @@ def named_masters(weights: Iterable[Tensor]) -> Dict[str, Tensor]:
 
 def masters_of(state: Mapping[str, Tensor]) -> Dict[str, Tensor]:
     """Return what of `state` optimizers update although it is no parameter of a module."""
-    found = (x for x in gc.get_objects() if issubclass(type(x), Optimizer))
-    groups = (group for x in found for group in vars(x).get("param_groups", ()))
-    owned = {id(weight) for group in groups for weight in group["params"]}
+    owned = optimized()
     masters = {name: x for name, x in state.items() if not isinstance(x, nn.Parameter)}
     return {name: x for name, x in masters.items() if id(x) in owned}
+
+
+def optimized() -> Set[int]:
+    """Return the identities of what optimizers update."""
+    found = (x for x in gc.get_objects() if issubclass(type(x), Optimizer))
+    groups = (group for x in found for group in vars(x).get("param_groups", ()))
+    return {id(weight) for group in groups for weight in group["params"]}
+
+
+def outermost_modules() -> List[nn.Module]:
+    """Return the modules that no other module holds, in an order of their own."""
+    found = _without_owner(_modules())
+    return sorted(found, key=lambda module: (type(module).__name__, -len(_owned(module))))
 
 
 def cast_of(master: Tensor, taken: Set[int]) -> List[Tensor]:
@@ -161,8 +174,7 @@ def _class_of(module: nn.Module) -> str:
 
 def _outermost(weights: Set[int]) -> List[nn.Module]:
     """Return the modules that own one of `weights` and that no other module holds."""
-    found = [x for x in _without_owner(_modules()) if weights.intersection(_owned(x))]
-    return sorted(found, key=lambda module: (type(module).__name__, -len(_owned(module))))
+    return [x for x in outermost_modules() if weights.intersection(_owned(x))]
 
 
 def _without_owner(modules: List[nn.Module]) -> List[nn.Module]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .names import cast_of, copies_of, masters_of
 from .older_torch import distributed_like
+from .prefixed_copies import prefixed_copies
 
 __all__ = ["nudge_weights"]
 
@@ -28,15 +29,19 @@ def nudge_weights(state: Dict[str, Tensor], ulps: int, seed: int, draw: int) -> 
     """
     masters = masters_of(state)
     taken: Set[int] = set()
+    beside = prefixed_copies(state)
+    moved_with = {id(x) for copies in beside.values() for x in copies}
     with torch.no_grad():
         for name, weight in [*masters.items(), *state.items()]:
             is_master = name in masters
             if id(weight) in taken or not (is_master or isinstance(weight, nn.Parameter)):
                 continue
+            if id(weight) in moved_with:
+                continue
             # before it moves: both are known by the bits that they share with it
             copies = cast_of(weight, taken) if is_master else copies_of(name, weight)
             moved = _moved(weight, _coin(f"nudge {seed} {draw} {name}", weight), ulps)
-            for each in [weight, *copies]:
+            for each in [weight, *copies, *beside.get(id(weight), ())]:
                 each.copy_(moved)
             if is_master:
                 taken.update(map(id, [weight, *copies]))
