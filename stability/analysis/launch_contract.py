@@ -44,9 +44,10 @@ def launch_lines(
         return
     yield from _arguments(first, second, differences)
     yield from _programs(was, now, differences)
+    yield from _ranks(first, second, differences)
     yield from _files(first, second, differences)
     yield from _named_by_flags(was["files"], now["files"], differences)
-    yield from _variables(was["variables"], now["variables"], differences)
+    yield from _variables(was, now, differences)
 
 
 def _arguments(
@@ -56,7 +57,7 @@ def _arguments(
     left = {
         path: tuple(map(_text, values))
         for path, values in differences.items()
-        if path.startswith(("flags.", "env.", "config."))
+        if path.startswith(("flags.", "env.", "config.")) or path == "start"
     }
     is_told_otherwise = "config" in first.config  # the caller says what counts of its flags
     for name in dict.fromkeys([*was, *now]):
@@ -105,6 +106,18 @@ def _programs(
         yield _unknown("the program, which python was given in no file")
     elif one != other and not touches(differences, ("program", *_OF_CHECKOUTS, "flags")):
         yield compared("the program", one, other)
+
+
+def _ranks(
+    first: Manifest, second: Manifest, differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
+    one, other = (each.resolved.get("ranks") for each in (first, second))
+    if one == other or touches(differences, ("program",)):
+        return
+    if touches(differences, TELLS_OF_CODE):
+        yield _unknown(f"the same number of ranks ({one} in one and {other} in the other)")
+    else:
+        yield compared("the number of ranks", one, other)
 
 
 def _files(
@@ -168,12 +181,15 @@ def _differing(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _variables(
-    was: Mapping[str, str], now: Mapping[str, str], differences: Mapping[str, Any]
+    was: Mapping[str, Any], now: Mapping[str, Any], differences: Mapping[str, Any]
 ) -> Iterator[ProofLine]:
+    one, other = was["variables"], now["variables"]
     declared = {path.removeprefix("env.") for path in differences if path.startswith("env.")}
     if touches(differences, ("python",)):
         declared |= {*_OF_INTERPRETERS}
-    names = [x for x in sorted({*was, *now}) if was.get(x) != now.get(x) and x not in declared]
+    if touches(differences, ("program",)):  # as accelerate's, of a launcher's own flags
+        declared |= {*was["set_on_the_way"], *now["set_on_the_way"]}
+    names = [x for x in sorted({*one, *other}) if one.get(x) != other.get(x) and x not in declared]
     if names:
         more = ", ..." if len(names) > _MOST_NAMES else ""
         listed = ", ".join(names[:_MOST_NAMES]) + more

@@ -26,10 +26,15 @@ class GivenCommand:
     """A command as it was written and as it is started, and the files that it names."""
 
     def __init__(
-        self, written: Sequence[str], filled: Sequence[str], values: Mapping[str, object]
+        self,
+        written: Sequence[str] = (),
+        filled: Sequence[str] = (),
+        values: Mapping[str, object] | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.written, self.filled = list(written), list(filled)
-        self.values = {name: str(value) for name, value in values.items()}
+        self.variables = variables
+        self.values = {name: str(value) for name, value in (values or {}).items()}
         self.files: NamedFiles | None = None
 
     def begin(self, folder: Path | None) -> None:
@@ -46,6 +51,13 @@ class GivenCommand:
             same += 1
         rest = [self._with_placeholders(word) for word in arguments[: len(arguments) - same]]
         return [*rest, *self.written[len(self.written) - same :]]
+
+    def set_on_the_way(self, hashes: Mapping[str, str]) -> list[str]:
+        """Return the variables that the command has set itself, before Python started."""
+        given = self.variables
+        if given is None:
+            return []
+        return [x for x, was in hashes.items() if x not in given or hash_of(given[x]) != was]
 
     def _with_placeholders(self, word: str) -> str:
         """Put `{out}`, and in a path `{arm}`, in the place of what they are filled in with."""
@@ -73,7 +85,8 @@ def launch_record(told: Mapping[str, Any], command: GivenCommand) -> dict[str, A
         "arguments": _without_secrets(arguments),
         "main": told["main"],
         "files": files,
-        "variables": lasting(told["variables"]),
+        "variables": (variables := lasting(told["variables"])),
+        "set_on_the_way": command.set_on_the_way(variables),
     }
 
 

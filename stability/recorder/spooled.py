@@ -235,9 +235,7 @@ def _merged(
     return found, notes
 
 
-def _main_loss(
-    lines: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> tuple[str, list[str]]:
+def _main_loss(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[str, list[str]]:
     """Return whose loss an update's is where optimizers step on losses of their own, and a note.
 
     It is the optimizer that has one in most updates, the first to step of several. Empty for one

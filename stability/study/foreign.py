@@ -89,7 +89,7 @@ class OpenRun:
             _check_attention(self.run, spooled)
             _check_sources(self.run, spooled, self.folder)
             check_given(spooled)
-            command = command or GivenCommand((), (), {})
+            command = command or GivenCommand()
             launched = launch_record(spooled.launched, command)
             return _write(self.run, self.files, self.writer, spooled, self.git, launched)
         except ValueError as error:
@@ -157,7 +157,7 @@ def record_command(
         words = [filled_in(word, values) for word in run.words]
         variables |= start_variables(run, record.spool)
         spool = {"STABILITY_SPOOL": str(record.spool.resolve())}
-        command = GivenCommand(run.words, words, values)
+        command = GivenCommand(run.words, words, values, variables)
         command.begin(folder)
         try:
             launched = launch(words, {**variables, **spool}, folder=folder, output=output)

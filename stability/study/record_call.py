@@ -21,7 +21,7 @@ from stability.config.commands import call_training
 from stability.recorder.inside.environment import own_modules
 from stability.recorder.inside.evaluations import Evaluations
 from stability.recorder.inside.hooks import install
-from stability.recorder.inside.launched import started
+from stability.recorder.inside.launched import note_start, started
 from stability.recorder.inside.looks import Looks
 from stability.recorder.inside.names import named_masters, state_of
 from stability.recorder.inside.recorded import due_at, looks_at, start_of
@@ -254,6 +254,7 @@ def record(
     failure, told_by_first = _from_first_rank(answer)
     if failure:
         raise ValueError(failure)
+    note_start()
     spool, asked = json.loads(told_by_first)
     training, looks = _training(Spool(spool, _rank()), Asked(**asked), watch=watch)
     is_one = hasattr(optimizer, "param_groups")

@@ -18,9 +18,9 @@ __all__ = ["later_names"]
 
 
 def later_names(optimizers: Iterable[Optimizer], state: Mapping[str, Tensor]) -> Dict[int, str]:
-    """Return the names, by identity, of what `optimizers` update and `state`, taken at the start, does not have.
+    """Return the names, by identity, of what `optimizers` update and `state` does not have.
 
-    `optimizers` are those that have stepped.
+    `optimizers` are those that have stepped, `state` was taken at the start.
     """
     known = {id(x) for x in state.values()}
     owned = [(x, each) for each in optimizers for x in _weights_of(each)]

@@ -115,7 +115,7 @@ def _main() -> str:
     main = sys.modules.get("__main__")
     if os.path.isfile(getattr(main, "__file__", None) or ""):  # it may say "<stdin>"
         return "file"
-    words = list(getattr(sys, "orig_argv", ()))  # Python 3.10 and newer
+    words: List[str] = list(getattr(sys, "orig_argv", ()))  # Python 3.10 and newer
     if "-c" in words[:-1]:
         return f"code {hash_of(words[words.index('-c') + 1])}"
     return ""
@@ -176,4 +176,3 @@ def _lines(path: str, size: int) -> List[str]:
     if b"\0" in text or len(lines) > _MOST_LINES:
         return []
     return [hashlib.sha256(line).hexdigest()[:8] for line in lines]
-

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Dict, List, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .names import optimized, outermost_modules, unwrapped, without_wrappers
 
@@ -57,7 +57,9 @@ def _by_beginning(named: Mapping[str, Tensor]) -> Dict[str, Group]:
 
 def _is_copy(group: Group, source: Group) -> bool:
     """Whether a group holds what another does, bit by bit, and more than constants."""
-    if not group or not all(name in source and _is_like(x, source[name]) for name, x in group.items()):
+    if not group or not all(
+        name in source and _is_like(x, source[name]) for name, x in group.items()
+    ):
         return False
     with torch.no_grad():
         if not all(x.equal(source[name]) for name, x in group.items()):

@@ -34,12 +34,14 @@ def mark_scaled(scaler: Any, result: Any, given: Any) -> None:
     elif isinstance(result, Tensor) and isinstance(given, Tensor) and result is not given:
         setattr(result, _LOSS, given.detach())
         if result.grad_fn is not None:
-            result.grad_fn.metadata[_FACTOR] = _factor_of(scaler)
+            node: Any = result.grad_fn
+            node.metadata[_FACTOR] = _factor_of(scaler)
 
 
 def _factor_of(scaler: Any) -> Tensor:
     """Return a copy of a scaler's factor, one and the same until it changes that where it is."""
     factor = scaler._scale
+    copy: Any
     known, version, copy = getattr(scaler, _FACTOR, (None, -1, None))
     if known is not factor or version != factor._version:
         copy = factor.detach().clone()

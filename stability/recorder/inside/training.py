@@ -99,14 +99,13 @@ class Training:
         self.has_ended = False
         self.when_update_ends: Callable[[int], None] = lambda made: None
         """Called with the number of updates made, once one's row is closed."""
-        self._spool, self._due, self._steps = spool, due, steps
-        self._keeps_state, self._begin, self._end = keeps_state, begin, end
+        self._spool, self._due, self._steps, self._held_out = spool, due, steps, held_out
+        self._keeps_state, self._begin, self._end, self._model = keeps_state, begin, end, model
         self._state: Dict[str, Tensor] = {}
         self._begun: Dict[str, Any] = {}
         self._owners: List[str] = []
         self._start: Optional[Dict[str, Tensor]] = None
         self.evaluations = evaluations or Evaluations(watches=False)
-        self._held_out, self._model = held_out, model
         self._held_out_inputs: Optional[List[Tensor]] = None
         """Hashes of what the model is given while `held_out` is called."""
         self._measured: List[Dict[str, Any]] = []
@@ -126,8 +125,7 @@ class Training:
         """The optimizers whose step runs now, outermost first."""
         self._lines: List[Tuple[int, Row]] = []
         self._written_at = time.monotonic()
-        self._last_state = -1
-        self._has_begun = False
+        self._last_state, self._has_begun = -1, False
 
     @property
     def is_planned(self) -> bool:

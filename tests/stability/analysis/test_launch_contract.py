@@ -11,6 +11,7 @@ from stability.records.manifest import Manifest
 def run(arguments: str = "train.py --lr 0.5 --wd 0.1", **given: Any) -> Manifest:
     """Return the record of a run that was started with these arguments."""
     launched = {"arguments": arguments.split(), "main": "file", "files": {}, "variables": {}}
+    launched |= {"set_on_the_way": []}
     command = given.pop("command", "bash run.sh").split()
     config = given.pop("config", {})
     return Manifest(
@@ -123,6 +124,27 @@ def test_a_variable_is_unproven_unless_it_was_declared() -> None:
     assert found(one, two) == [("unknown", said)]
     assert len(found(one, two, env__A=("x", None))) == 1
     assert found(one, two, env__A=("x", None), python=("", "/other/python")) == []
+
+
+def test_what_a_launcher_sets_by_its_flags_follows_from_another_program() -> None:
+    one, two = run(variables={"A": "1"}), run(variables={"A": "2"}, set_on_the_way=["A"])
+    assert found(one, two, program=("accelerate launch t.py", "accelerate launch -x t.py")) == []
+    assert len(found(one, two, flags__x=("1", "2"))) == 1
+    assert len(found(one, run(variables={"A": "2"}), program=("a.py", "b.py"))) == 1
+
+
+def test_a_checkpoint_that_all_begin_from_may_be_the_change() -> None:
+    one, two = run("train.py --resume a.pt"), run("train.py --resume b.pt")
+    assert found(one, two, start=("a.pt", "b.pt")) == []
+
+
+def test_another_number_of_ranks_is_declared_or_unproven() -> None:
+    one, two = run(), run()
+    one.resolved["ranks"], two.resolved["ranks"] = 1, 2
+    assert found(one, two) == [("different", "the number of ranks")]
+    said = "the same number of ranks (1 in one and 2 in the other)"
+    assert found(one, two, flags__bf16=(None, True)) == [("unknown", said)]
+    assert found(one, two, program=("python t.py", "torchrun t.py")) == []
 
 
 def test_code_that_is_in_no_file_is_compared_or_unproven() -> None:

@@ -1,4 +1,4 @@
-"""A moving average beside several models, or under a name of its own, begins where its model does."""
+"""An average beside several models, or under a name of its own, begins where its model does."""
 
 import copy
 from collections.abc import Callable
@@ -102,4 +102,4 @@ def test_constants_alone_are_no_copy() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state, _ = named_state(optimizer.param_groups[0]["params"])
     assert prefixed_copies(state) == {}
-    assert other.weight.equal(model[1].weight)
+    assert all(other.weight == 1)

@@ -46,7 +46,9 @@ def adversaries(critics: int, printed: list[float]) -> Callable[[], None]:
         of_generator = torch.optim.Adam(generator.parameters(), lr=0.01)
         for _ in range(3):
             for _ in range(critics):
-                loss = critic(torch.randn(5, 4)).mean() - critic(generator(torch.randn(5, 3))).mean()
+                loss = (
+                    critic(torch.randn(5, 4)).mean() - critic(generator(torch.randn(5, 3))).mean()
+                )
                 of_critic.zero_grad()
                 loss.backward()
                 of_critic.step()
