@@ -58,7 +58,7 @@ def test_a_scaled_loss_is_recorded_as_it_was_meant(
     [
         lambda scaler, loss: scaler.scale(loss) + loss.square(),
         lambda scaler, loss: scaler.scale(loss).square(),
-        lambda scaler, loss: 1 / scaler.scale(loss),
+        lambda scaler, loss: torch.ones(()) / scaler.scale(loss),
     ],
     ids=["in part", "squared", "inverted"],
 )
