@@ -28,7 +28,7 @@ from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.axes import axes_of, touches
 from stability.config.study import PolicyConfig
-from stability.records.assay import AssayRecord, FaultRecord, read_assay
+from stability.records.assay import AssayRecord, FaultRecord, is_listed, read_assay
 
 __all__ = [
     "ArmAssay",
@@ -37,6 +37,7 @@ __all__ = [
     "faults_due",
     "found_at",
     "stale_part",
+    "tells_enough",
     "would_have_shown",
 ]
 
@@ -78,7 +79,9 @@ def arm_assay(study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig) -> A
     if record is None:
         trouble = _unplanted(study) or "no faults were planted on it"
     else:
-        trouble = _unplanted(study) or _not_its_own(record, arm) or stale_part(record, precision)
+        trouble = (
+            _unplanted(study) or _not_its_own(study, record, arm) or stale_part(record, precision)
+        )
     if record is None or trouble:
         return ArmAssay(state="not measured", sentence=trouble)
     return _judged(record, faults_due(precision), policy)
@@ -146,6 +149,17 @@ def found_at(
     else:
         tests = list(_tests(fault, policy))
     return bool(tests) and min(tests) <= alpha / len(tests)
+
+
+def tells_enough(policy: PolicyConfig, tries: int, ratios: Sequence[float]) -> bool:
+    """Return whether `ratios` of errors in the gradient are surely beyond the limit of `policy`.
+
+    It is one of so many `tries`, and half of the error rate is the share's.
+    """
+    if not all(0 < ratio < math.inf for ratio in ratios):
+        return False
+    alpha = look_alpha(policy.alpha) / 2 / tries
+    return _p_above(_logs(ratios), math.log(policy.max_gradient_ratio)) <= alpha
 
 
 def would_have_shown(levels: Mapping[Level, LevelEvidence]) -> str:
@@ -244,7 +258,7 @@ def _precision(study: RecordedStudy, arm: RecordedArm) -> str:
     return str(changed[-1] if changed else study.base.get("precision", ""))
 
 
-def _not_its_own(record: AssayRecord, arm: RecordedArm) -> str:
+def _not_its_own(study: RecordedStudy, record: AssayRecord, arm: RecordedArm) -> str:
     """Return why a record is not one of this arm's weights; empty if it is."""
     if record.arm != arm.name:
         return f"faults were planted on {record.arm}, not on it; run it again"
@@ -252,6 +266,8 @@ def _not_its_own(record: AssayRecord, arm: RecordedArm) -> str:
     files = run.manifest.files if run and run.manifest else {}
     if not record.parents or any(files.get(name) != sha for name, sha in record.parents.items()):
         return "faults were planted on other weights than those on record; run it again"
+    if run and run.manifest and not is_listed(study.folder, arm.name, run.manifest.hashes):
+        return "its assay is another file than the one that its run lists; run it again"
     if run and run.manifest and not record.is_of(run.manifest.resolved, run.manifest.environment):
         return "faults were planted on another source of its attention than it was trained with"
     return ""

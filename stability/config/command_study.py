@@ -15,6 +15,7 @@ from typing import Any
 from stability.config.commands import (
     PLACEHOLDERS,
     assigned_words,
+    attention_values,
     check_held_out,
     flag_words,
     probe_settings,
@@ -112,7 +113,8 @@ class CommandConfig:
     start: str = ""
     """The checkpoint that `{resume}` stands for."""
     attention: str = ""
-    """What takes the place of `scaled_dot_product_attention` in the script; none: nothing."""
+    """What takes the place of `scaled_dot_product_attention` in the script, `flash:fa2+dq_gain`
+    for one with a planted fault; none: nothing."""
     held_out: str = ""
     """What is held out: MODULE:FUNCTION that returns the loss of a model, "all" that the script
     evaluates, or "none"; empty: what it evaluates every time and does not train on."""
@@ -165,7 +167,7 @@ class CommandConfig:
         # no part of what a run is: its start is compared bit by bit, given or not
         values.pop("same_start")
         values["train"]["snapshot_steps"] = self.train.planned_snapshots()[1:]
-        values["attention"] = {"implementation": self.attention}
+        values["attention"] = attention_values(self.attention)
         values["flags"] = {k: v for k, v in values["flags"].items() if v not in (None, False)}
         if not self.held_out:
             del values["held_out"]  # older records have none

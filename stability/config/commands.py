@@ -19,6 +19,8 @@ __all__ = [
     "PLACE",
     "PLACEHOLDERS",
     "assigned_words",
+    "attention_name",
+    "attention_values",
     "call_training",
     "check_held_out",
     "command_training",
@@ -129,7 +131,7 @@ def training_config(
         )
     return {
         **training,
-        "attention": {"implementation": attention},
+        "attention": attention_values(attention),
         "nudge": {"ulps": nudge[0], "draw": nudge[1]},
         "changes": {name: name in may_change for name in CHANGES},
         "train": {"steps": steps, "snapshot_steps": list(snapshot_steps)},
@@ -138,6 +140,21 @@ def training_config(
         **({"held_out": held_out} if held_out else {}),
         **({"probe": dict(probe)} if probe else {}),
     }
+
+
+def attention_values(name: str) -> dict[str, str]:
+    """Return what a record holds of the attention `name`, as `flash:fa2` or `flash:fa2+dq_gain`.
+
+    A fault that is planted on it is a value of its own, as in an arm of our own trainer.
+    """
+    implementation, _, fault = name.partition("+")
+    # only where it is given: older records have none
+    return {"implementation": implementation, **({"fault": fault} if fault else {})}
+
+
+def attention_name(values: Mapping[str, str]) -> str:
+    """Return the name of which `attention_values` made `values`."""
+    return "+".join(filter(None, (values["implementation"], values.get("fault", ""))))
 
 
 def probe_settings(candidate: str, every: int, gradient_every: int) -> dict[str, Any]:

@@ -231,12 +231,16 @@ def attention_from_text(text: str) -> AttentionConfig:
     """Return the config that `text` means: "flash", "flash:fa2", "sdpa:math", "mypkg:function".
 
     Before the colon stands one of `IMPLEMENTATIONS` and after it its profile; any other text is an
-    entry point's name or module:function. What it names is checked by `resolve_attention`.
+    entry point's name or module:function. After a plus, as in "flash:fa2+dq_gain", stands a planted
+    fault. What it names is checked by `resolve_attention`.
     """
+    if text in plugins(ATTENTIONS):
+        return AttentionConfig(implementation=text)
+    text, _, fault = text.partition("+")
     family, _, profile = text.partition(":")
     if family in IMPLEMENTATIONS and text not in plugins(ATTENTIONS):
-        return AttentionConfig(implementation=family, profile=profile)
-    return AttentionConfig(implementation=text)
+        return AttentionConfig(implementation=family, profile=profile, fault=fault)
+    return AttentionConfig(implementation=text, fault=fault)
 
 
 def resolve_attention(

@@ -3,7 +3,8 @@
 The file holds the raw figures, look by look, so that the limits of a policy can be applied to them
 by whoever reads it. It names its parents: the SHA-256 of each snapshot whose weights the faults
 were tried on, as the run's manifest lists it, and of the sources that computed the attention.
-Leaves out the measuring (`study.assay`) and whether a fault was found (`analysis.assay`).
+The run's manifest lists the file in turn, so that another one in its place is found out. Leaves out
+the measuring (`study.assay`) and whether a fault was found (`analysis.assay`).
 """
 
 import hashlib
@@ -16,9 +17,21 @@ from typing import Any, Literal, TypedDict
 
 from stability.records.paths import StudyPaths
 from stability.records.record_types import Count, Number
-from stability.records.sealed_json import jsonable, read_record, write_sealed
+from stability.records.sealed_json import file_checksum, jsonable, read_record, write_sealed
 
-__all__ = ["AssayRecord", "FaultRecord", "read_assay", "sources_of", "write_assay"]
+__all__ = [
+    "LISTED",
+    "AssayRecord",
+    "FaultRecord",
+    "fault_of",
+    "is_listed",
+    "read_assay",
+    "sources_of",
+    "write_assay",
+]
+
+LISTED = "assay"
+"""The hash of a run's manifest that is the SHA-256 of the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +63,8 @@ class AssayRecord:
     parents: Mapping[str, str]
     """SHA-256 of each snapshot by its name below the run's folder."""
     own: FaultRecord
-    """The candidate's own figures at the operator, with no fault."""
+    """The candidate's own figures at the operator, with no fault; its `error` says why no fault
+    could be planted at all."""
     faults: tuple[FaultRecord, ...]
     sources: Mapping[str, str] = field(default_factory=dict)
     """`sources_of` what the faults were planted with; empty in records of an older version."""
@@ -123,10 +137,15 @@ def read_assay(study: Path, arm: str) -> AssayRecord | None:
         arm=content.arm,
         seed=content.seed,
         parents=content.parents,
-        own=_fault(content.own),
-        faults=tuple(_fault(entry) for entry in content.faults),
+        own=fault_of(content.own),
+        faults=tuple(fault_of(entry) for entry in content.faults),
         sources=content.sources,
     )
+
+
+def is_listed(study: Path, arm: str, hashes: Mapping[str, str]) -> bool:
+    """Whether the file is the one that a run's manifest lists in `hashes`; older ones list none."""
+    return hashes.get(LISTED) in (None, file_checksum(StudyPaths(study).assay(arm)))
 
 
 _METRICS: tuple[Literal["error_ratio", "gain", "golden_bias_ulp"], ...] = (
@@ -136,7 +155,8 @@ _METRICS: tuple[Literal["error_ratio", "gain", "golden_bias_ulp"], ...] = (
 )
 
 
-def _fault(entry: _FaultValues) -> FaultRecord:
+def fault_of(entry: Mapping[str, Any]) -> FaultRecord:
+    """Return the figures of a fault from their JSON values."""
     return FaultRecord(
         name=entry["name"],
         what=entry["what"],

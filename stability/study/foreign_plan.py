@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 
+from attention_kernels.testing.fault_names import FAULT_NAMES
 from stability.analysis.pair_contract import recorded_axis
 from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.commands import check_held_out, is_command, training_config
@@ -203,7 +204,18 @@ def _held_out(base: Mapping[str, Any], asked: Asked) -> str:
 
 def check_attention_name(name: str) -> None:
     """ValueError unless `name` is empty, or may take the place of a script's own attention."""
+    name, plus, fault = name.partition("+")
     kind, _, profile = name.partition(":")
+    if plus and fault not in FAULT_NAMES:
+        raise ValueError(
+            f"attention {name}+{fault}: what follows + must be a planted fault, got {fault!r}; "
+            f"nearest: {nearest(fault, FAULT_NAMES)}"
+        )
+    if plus and kind == "sdpa":
+        raise ValueError(
+            f"attention {name}+{fault}: a fault must be planted on another attention than "
+            "PyTorch's, such as flash:fa2"
+        )
     if kind == "sdpa" and profile not in BACKENDS:
         raise ValueError(
             f"attention must be one of {', '.join(f'sdpa:{each}' for each in BACKENDS)}, another "

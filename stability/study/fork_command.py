@@ -16,7 +16,7 @@ from typing import Any
 from stability.callbacks.progress import StudyObserver
 from stability.config.command_study import CommandConfig, CommandStudy
 from stability.config.command_template import as_template, as_texts, with_dots
-from stability.config.commands import parse_flags
+from stability.config.commands import attention_name, parse_flags
 from stability.config.convert import Place, from_mapping
 from stability.config.load import check_name
 from stability.config.schema import BASELINE
@@ -156,7 +156,7 @@ def _continued(
         # the fork's own would be another one
         "command": command.replace("{arm}", parent.arm),
         "flags": flags,
-        "attention": config["attention"]["implementation"],
+        "attention": attention_name(config["attention"]),
         **{key: value for key, value in same.items() if value is not None},
     }
 

@@ -11,7 +11,8 @@ from stability.analysis.verdict import judge_arms
 from stability.config.load import load_study
 from stability.config.study import PolicyConfig
 from stability.records.assay import read_assay, write_assay
-from stability.study import assay
+from stability.probe import planted_faults
+from stability.study import assay, assays
 from stability.study.run_study import plan_study
 from tests.conftest import run_quietly, train_edited
 
@@ -31,7 +32,7 @@ def trained_once(tmp_path_factory, text_file):
     """A tiny study with a candidate and an arm that is broken on purpose, run with its assay."""
     with pytest.MonkeyPatch.context() as patch:
         # the share of a bias takes 24 looks, which is the demo's business
-        patch.setattr(assay, "SHARE_LOOKS", 3)
+        patch.setattr(planted_faults, "SHARE_LOOKS", 3)
         path, folder = train_edited(tmp_path_factory.mktemp("assay"), text_file, _edit)
     return load_study(path), folder
 
@@ -39,7 +40,7 @@ def trained_once(tmp_path_factory, text_file):
 @pytest.fixture
 def trained_study(trained_once, tmp_path, monkeypatch):
     """The study and a copy of its folder that a test may spoil."""
-    monkeypatch.setattr(assay, "SHARE_LOOKS", 3)
+    monkeypatch.setattr(planted_faults, "SHARE_LOOKS", 3)
     study, folder = trained_once
     return study, shutil.copytree(folder, tmp_path / study.name)
 
@@ -143,7 +144,7 @@ def test_an_arm_that_fails_already_is_not_assayed(trained_study, tmp_path, monke
         return replace(judged, arms=arms)
 
     with monkeypatch.context() as patch:
-        patch.setattr(assay, "judge_arms", failing)
+        patch.setattr(assays, "judge_arms", failing)
         assert assay.update_assays(folder, runs, study.policy, lambda *_: None) == []
     assert not path.exists()
     observer = run_quietly(study, tmp_path)

@@ -1,0 +1,128 @@
+"""Which candidates of a study are assayed, and when: after its runs, each once, and anew if stale.
+
+Known faults are planted on a candidate's run of the first seed. Leaves out how they are: on our own
+trainer's candidate (`assay`) and on that of a command (`foreign_assay`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stability.analysis.assay import stale_part
+from stability.analysis.study_records import read_study
+from stability.analysis.verdict import judge_arms
+from stability.config.schema import Role
+from stability.config.study import PolicyConfig
+from stability.probe.planted_faults import FEW
+from stability.records.assay import (
+    LISTED,
+    AssayRecord,
+    is_listed,
+    read_assay,
+    write_assay,
+)
+from stability.records.manifest import ENDED, read_manifest
+from stability.records.paths import RunPaths, snapshot_steps
+from stability.records.run_files import RunFiles
+from stability.records.sealed_json import file_checksum
+
+__all__ = ["Assayed", "parents_of", "steps_of", "update"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assayed:
+    """A run on which faults may be planted."""
+
+    arm: str
+    role: Role
+    seed: int
+    paths: RunPaths
+    measure: Callable[[PolicyConfig], AssayRecord | None]
+    """Plants them; None if the arm is no attention. ValueError or RuntimeError if it can't."""
+    precision: str = ""
+    """The run's; empty where it is not known, as of a command."""
+
+
+def update(
+    study: Path,
+    runs: Sequence[Assayed],
+    policy: PolicyConfig,
+    note: Callable[[str, int, str], None],
+    tell: Callable[[str], None],
+) -> list[AssayRecord]:
+    """Assay each candidate of `runs` whose record is missing, stale, or not of its run.
+
+    Nothing is done on a candidate that fails already: an assay can only keep an arm from passing.
+    `note` is told of an arm, its seed and why it could not be assayed; `tell` of each that begins,
+    since it takes some seconds.
+    """
+    failed: set[str] | None = None
+    made = []
+    for run in runs:
+        # no policy's arms: those of role candidate are judged
+        named = run.arm in policy.candidates
+        is_judged = named if policy.candidates else run.role == "candidate"
+        if not is_judged or not _has_ended(run.paths) or _is_known(study, run):
+            continue
+        failed = _failed(study, policy) if failed is None else failed
+        if run.arm in failed:
+            continue
+        tell(f"planting known faults on {run.arm}, to see whether the study would find them")
+        try:
+            record = run.measure(policy)
+        except (ValueError, RuntimeError) as error:
+            note(run.arm, run.seed, f"no assay: {error}")
+            continue
+        if record is None:
+            continue
+        if record.own.error:
+            note(run.arm, run.seed, f"no assay: {record.own.error}")
+        path, files = (
+            write_assay(study, record),
+            RunFiles(run.paths, read_manifest(run.paths.manifest)),
+        )
+        files.update(hashes={**files.manifest.hashes, LISTED: file_checksum(path)})
+        made.append(record)
+    return made
+
+
+def steps_of(paths: RunPaths) -> list[int]:
+    """Return up to FEW snapshot steps, the last ones, where weights are no longer the initial."""
+    return [step for step in snapshot_steps(paths) if step > 0][-FEW:]
+
+
+def parents_of(paths: RunPaths) -> dict[str, str]:
+    """Return the SHA-256 of these snapshots by name, as the run's manifest lists them."""
+    files = read_manifest(paths.manifest).files
+    names = [paths.name_of(paths.snapshot(step)) for step in steps_of(paths)]
+    return {name: files[name] for name in names if name in files}
+
+
+def _has_ended(paths: RunPaths) -> bool:
+    return paths.manifest.exists() and read_manifest(paths.manifest).state in ENDED
+
+
+def _failed(study: Path, policy: PolicyConfig) -> set[str]:
+    """Return the candidates that fail by what is on record; none where nothing can be judged."""
+    try:
+        judged = judge_arms(read_study(study), policy)
+    except ValueError:  # damaged records, or no candidate: a verdict says so
+        return set()
+    return {arm.arm for arm in judged.candidates if arm.outcome == "FAIL"}
+
+
+def _is_known(study: Path, run: Assayed) -> bool:
+    """Whether the record of a run holds all that would be measured now, on its own weights."""
+    try:
+        known = read_assay(study, run.arm)
+    except ValueError:  # damaged: it can be measured again
+        return False
+    if known is None or known.arm != run.arm or known.seed != run.seed:
+        return False
+    manifest = read_manifest(run.paths.manifest)
+    return (
+        dict(known.parents) == parents_of(run.paths)
+        and is_listed(study, run.arm, manifest.hashes)
+        and known.is_of(manifest.resolved, manifest.environment)
+        and not stale_part(known, run.precision)
+    )
