@@ -27,17 +27,21 @@ from stability.analysis.number_text import nats
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.axes import axes_of, touches
+from stability.config.commands import is_command
+from stability.config.convert import to_dict
 from stability.config.study import PolicyConfig
-from stability.records.assay import AssayRecord, FaultRecord, is_listed, read_assay
+from stability.records.assay import LISTED, AssayRecord, FaultRecord, is_listed, read_assay
 
 __all__ = [
     "ArmAssay",
     "AssayState",
     "arm_assay",
+    "assay_troubles",
     "faults_due",
     "found_at",
     "stale_part",
     "tells_enough",
+    "why_unplanted",
     "would_have_shown",
 ]
 
@@ -76,15 +80,55 @@ def arm_assay(study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig) -> A
     except ValueError as error:
         return ArmAssay(state="not measured", sentence=f"the assay can't be read: {error}")
     precision = _precision(study, arm)
+    trouble = _unplanted(study)
     if record is None:
-        trouble = _unplanted(study) or "no faults were planted on it"
+        trouble = trouble or _not_planted(study, arm)
     else:
-        trouble = (
-            _unplanted(study) or _not_its_own(study, record, arm) or stale_part(record, precision)
-        )
+        trouble = trouble or _not_its_own(study, record, arm) or stale_part(record, precision)
     if record is None or trouble:
         return ArmAssay(state="not measured", sentence=trouble)
     return _judged(record, faults_due(precision), policy)
+
+
+def assay_troubles(study: RecordedStudy) -> list[str]:
+    """Return a sentence for each assay on record that is not the one that was made of its run."""
+    found = []
+    for arm in study.arms:
+        listed = [
+            run
+            for run in arm.runs.values()
+            if run.manifest is not None and LISTED in run.manifest.hashes
+        ]
+        try:
+            record = read_assay(study.folder, arm.name)
+        except ValueError as error:
+            found.append(str(error))
+            continue
+        if record is None and listed:
+            found.append(f"{arm.name}: its run lists an assay, which is missing")
+        elif record is not None and (said := _not_its_own(study, record, arm)):
+            found.append(f"{arm.name}: {said}")
+    return found
+
+
+def why_unplanted(config: Mapping[str, Any]) -> str:
+    """Return why faults are never planted on a run of `config`, as a clause; mostly empty.
+
+    On a command's attention they are where the study's own evidence looks at both levels.
+    """
+    if not is_command(config) or config.get("probe", {}).get("gradient_every"):
+        return ""
+    return (
+        "no faults were planted on it: nothing looks at the whole model's gradient there; give it "
+        "a probe with gradient_every"
+    )
+
+
+def _not_planted(study: RecordedStudy, arm: RecordedArm) -> str:
+    first = arm.runs.get(next(iter(study.seeds), 0))
+    config = to_dict(first.manifest.config) if first and first.manifest else {}
+    again = "; record it again" if is_command(config) else ""
+    return why_unplanted(config) or f"no faults were planted on it{again}"
 
 
 def _judged(
@@ -125,7 +169,12 @@ def faults_due(precision: str) -> dict[str, tuple[str, ...]]:
 
 
 def stale_part(record: AssayRecord, precision: str) -> str:
-    """Return which fault of today's table the record lacks, as a clause; empty if it has all."""
+    """Return which fault of today's table the record lacks, as a clause; empty if it has all.
+
+    A record of faults that could not be planted says why.
+    """
+    if record.own.error:
+        return f"no faults could be planted on it: {record.own.error}"
     levels = {fault.name: fault.levels for fault in record.faults}
     lacking = [
         name

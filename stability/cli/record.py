@@ -88,6 +88,7 @@ def record_arm(
         )
     from stability.recorder.launch import Asked  # heavy from here on: numpy behind the contract
     from stability.study.foreign import RunFailedError, measure_study, record_command
+    from stability.study.foreign_assay import assay_recorded
     from stability.study.foreign_plan import plan_run
 
     # an attention that is swapped in is what a look at the gradient compares
@@ -120,6 +121,7 @@ def record_arm(
     check_wandb(mode)
     if run.is_kept:
         print_line(f"{arm}, seed {seed}: on record already, {run.paths.root}")
+        assay_recorded(run, print_line)
         return HOLDS
     try:
         manifest = record_command(run, check_observer=check_observer)
@@ -135,6 +137,7 @@ def record_arm(
     for note in [*found["notes"], manifest.message, *measure_study(run)]:
         if note:
             print_line(f"  {note}")
+    assay_recorded(run, print_line)
     if trouble := publish(run.folder, mode):
         print_line(trouble)
     print_line(f"ladder: stability show {run.folder}")

@@ -154,6 +154,7 @@ def _verify_runs(first: Path, second: Path, *, every_drift: bool, json: bool) ->
 def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
     from rich.console import Console  # heavy, and so is numpy behind the rest
 
+    from stability.analysis.assay import assay_troubles
     from stability.analysis.distance_check import other_distances
     from stability.analysis.protocol_check import seeds_apart
     from stability.analysis.study_check import check_pairs
@@ -165,17 +166,18 @@ def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
     checks, troubles = check_pairs(study, every_drift=every_drift), plan_troubles(study)
     troubles += other_distances(study, every=every_drift)
     apart, left_out = list(seeds_apart(study)), left_out_runs(study)
+    assays = assay_troubles(study)
     holding = sum(check.state == "holds" for check in checks)
     if json:
         pairs = [check.to_dict() for check in checks]
         plan = {"planned": len(checks), "hold": holding, "plan_trouble": "; ".join(troubles)}
         plan |= {"plan_note": plan_note(study), "left_out": left_out}
-        print_json({**plan, "seeds_apart": apart, "pairs": pairs})
+        print_json({**plan, "seeds_apart": apart, "assays": assays, "pairs": pairs})
     else:
-        print_checks(checks, Console(), [*troubles, *apart])
+        print_checks(checks, Console(), [*troubles, *apart, *assays])
         for note in [*left_out, *filter(None, [plan_note(study)])]:
             print_line(note)
-    if holding < len(checks) or troubles or apart:
+    if holding < len(checks) or troubles or apart or assays:
         return FAILS
     if not checks:  # nothing was refuted, and nothing proven
         return FAILS if left_out else WRONG

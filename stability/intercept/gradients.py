@@ -11,6 +11,8 @@ the gradients (`probe.gradient_evidence`).
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from threading import local
 from typing import Any
@@ -23,6 +25,7 @@ from attention_kernels import golden_attention
 from stability.intercept.catcher import put_mode_below
 from stability.intercept.global_hooks import put_global_hooks
 from stability.intercept.replacement import Replacement
+from stability.probe.attention_registry import ResolvedAttention
 from stability.probe.captured_call import AttentionCall, BoundAttention, Interceptor
 from stability.probe.gradient_evidence import (
     AttentionRole,
@@ -67,6 +70,12 @@ class CaughtGradients:
         """What each layer's attention computes in as trained, once that has been looked at."""
         self._dtypes_of_mask: dict[str, dict[str, torch.dtype]] = {}
         """The same of what of its mask is trained: a bias, sinks."""
+
+    def with_candidate(self, candidate: ResolvedAttention) -> "CaughtGradients":
+        """Return those under another candidate; what was seen as trained is known to both."""
+        other = copy(self)
+        other._replacement = replace(self._replacement, candidate=candidate)
+        return other
 
     def of(self, role: AttentionRole, is_isolated: bool) -> Mapping[str, Tensor]:
         """Return the gradient; as trained has to come first, since it shows the dtypes.

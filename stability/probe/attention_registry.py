@@ -310,7 +310,8 @@ def attention_function(name: str, device: torch.device) -> Callable[..., Any]:
     config = attention_from_text(name)
     if config.implementation in IMPLEMENTATIONS:
         return resolved.function
-    return _import_user_function(config.implementation)
+    own = _import_user_function(config.implementation)
+    return plant(own, config.fault) if config.fault else own
 
 
 def with_input_format(config: AttentionConfig, format: Format | None) -> AttentionConfig:

@@ -12,11 +12,12 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from attention_kernels import MaskArguments
 from stability.config.schema import ProbeConfig
 from stability.intercept.session import Shadow, shadow
 from stability.metrics.instability import crossings
@@ -24,10 +25,10 @@ from stability.probe.attention_registry import resolve_attention
 from stability.probe.captured_call import AttentionCall, BoundAttention
 from stability.probe.measurements import StepMeasurements
 
-__all__ = ["Instrument"]
+__all__ = ["GivenCall", "Instrument", "attend_by", "script_own"]
 
 
-class _Call(NamedTuple):
+class GivenCall(NamedTuple):
     """What the model was given in a pass that trains, and the dtype of autocast, if it was on."""
 
     args: tuple[Any, ...]
@@ -40,7 +41,8 @@ class Instrument:
 
     `write` takes a line of the spool, `apart` is a context in which the recorder looks away.
     `attention` is what the recorder has put in the place of the script's own `sdpa`; empty for
-    nothing. `returned_loss` finds the loss in what a model returned.
+    nothing. `returned_loss` finds the loss in what a model returned, `state` gives the weights by
+    name.
     """
 
     def __init__(
@@ -51,14 +53,16 @@ class Instrument:
         returned_loss: Callable[[Any], Tensor | None],
         attention: str = "",
         sdpa: Callable[..., Tensor] | None = None,
+        state: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
+        self._state = state
         self._asked: dict[str, Any] = json.loads(asked)
         self._write, self._apart, self._returned_loss = write, apart, returned_loss
         self._attention, self._sdpa = attention, sdpa
         self._ends = ExitStack()
         self._session: Shadow | None = None
         self._model: nn.Module | None = None
-        self._call: _Call | None = None
+        self._call: GivenCall | None = None
         self._watched: dict[str, float] = {}
 
     def begin(self, model: nn.Module) -> None:
@@ -84,7 +88,7 @@ class Instrument:
             looking = Shadow(
                 *(model, config, [resolve_attention(self._attention, device)], None, sinks),
                 loss=loss,
-                baseline=partial(_script_own, self._sdpa),
+                baseline=partial(script_own, self._sdpa),
             ).running()
         self._session = self._ends.enter_context(looking)
 
@@ -95,6 +99,10 @@ class Instrument:
             return
         if (self._session.steps + 1) % every:
             return
+        self._call = self._given(model, args, kwargs, result)
+
+    def _given(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> GivenCall:
+        """Return what is needed to compute the loss of a pass once more; ValueError without one."""
         if self._returned_loss(result) is None:
             raise ValueError(
                 "gradient-every: the model must return its loss, as (logits, loss) or `.loss`, "
@@ -103,7 +111,7 @@ class Instrument:
             )
         kind = next(model.parameters()).device.type
         is_on = torch.is_autocast_enabled(kind)
-        self._call = _Call(args, dict(kwargs), torch.get_autocast_dtype(kind) if is_on else None)
+        return GivenCall(args, dict(kwargs), torch.get_autocast_dtype(kind) if is_on else None)
 
     def step(self) -> None:
         """Tell that an update was made."""
@@ -147,22 +155,27 @@ class Instrument:
         )
 
 
-def _script_own(
+def script_own(
     sdpa: Callable[..., Tensor], call: AttentionCall, primary: BoundAttention
 ) -> BoundAttention:
     """Return the script's own attention, with the mask of a call that another one has taken."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **trained: Tensor) -> tuple[Tensor, None]:
-        mask = call.mask_with(**trained)
-        out = sdpa(
-            q,
-            k,
-            v,
-            attn_mask=mask.get("attn_mask"),
-            is_causal=mask.get("causal", False),
-            scale=mask.get("scale"),
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return out, None
+        return attend_by(sdpa, q, k, v, **call.mask_with(**trained)), None
 
     return attend
+
+
+def attend_by(
+    sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]
+) -> Tensor:
+    """Attend by PyTorch's own function with a mask as `MaskArguments` says it."""
+    return sdpa(
+        q,
+        k,
+        v,
+        attn_mask=mask.get("attn_mask"),
+        is_causal=mask.get("causal", False),
+        scale=mask.get("scale"),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )

@@ -80,6 +80,8 @@ class Spooled:
     held_out: HeldOut
     looks: Sequence[Mapping[str, Any]]
     """What a probe has measured, if one looked."""
+    assay: Mapping[str, Any]
+    """What planted faults have shown, if any were planted."""
     has_end: bool
     """Whether every process came to its own end."""
     ending: str
@@ -149,6 +151,7 @@ def read_spool(folder: Path) -> Spooled:
         doubts=doubts,
         held_out=held_out,
         looks=read_probed(ranks[first]),
+        assay=next((line for line in ranks[first] if line["kind"] == "assay"), {}),
         has_end=all(end and end["reason"] != "error" for end in ends),
         ending=_ending(ends, begin),
         notes=[

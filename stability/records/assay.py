@@ -27,6 +27,7 @@ __all__ = [
     "is_listed",
     "read_assay",
     "sources_of",
+    "unplanted",
     "write_assay",
 ]
 
@@ -52,6 +53,11 @@ class FaultRecord:
     share_looks: int = 0
     error: str = ""
     """Why it could not be tried; mostly empty."""
+
+
+def unplanted(why: str) -> FaultRecord:
+    """Return the `own` figures of a candidate on which no fault could be planted."""
+    return FaultRecord(name="", what="no fault", levels=(), operator={}, error=why)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

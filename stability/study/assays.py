@@ -77,10 +77,8 @@ def update(
             continue
         if record.own.error:
             note(run.arm, run.seed, f"no assay: {record.own.error}")
-        path, files = (
-            write_assay(study, record),
-            RunFiles(run.paths, read_manifest(run.paths.manifest)),
-        )
+        path = write_assay(study, record)
+        files = RunFiles(run.paths, read_manifest(run.paths.manifest))
         files.update(hashes={**files.manifest.hashes, LISTED: file_checksum(path)})
         made.append(record)
     return made

@@ -152,7 +152,7 @@ def record_command(
     KeyboardInterrupt if the user interrupts. RunConflictError if another process records the run.
     """
     values = {"seed": run.seed, "arm": run.arm, "out": run.paths.root.resolve()}
-    variables = environment_of(run.asked, _variables(run))
+    variables = environment_of(run.asked, variables_of(run))
     with opened(run, variables, folder) as record:
         words = [filled_in(word, values) for word in run.words]
         variables |= start_variables(run, record.spool)
@@ -165,7 +165,7 @@ def record_command(
             record.failed(str(error))
             raise
         if launched.code:
-            raise record.failed(_died(launched))
+            raise record.failed(died(launched))
         manifest = record.write(command)
         return _checked(record, words, variables, output) if check_observer else manifest
 
@@ -180,7 +180,7 @@ def _checked(
     try:
         launched = launch(words, {**variables, **alone}, folder=record.folder, output=said)
         if launched.code:
-            raise record.failed(f"unobserved, {_died(launched)}")
+            raise record.failed(f"unobserved, {died(launched)}")
         spooled = read_spool(spool)
         unwatched = hash_state(read_state(spooled.states[spooled.step]))
     except (SpoolError, KeyError) as error:
@@ -349,7 +349,7 @@ def _check_end(run: ForeignRun, spooled: Spooled) -> None:
         raise ValueError(f"training {spooled.ending} after {spooled.step} updates{of}")
 
 
-def _variables(run: ForeignRun) -> dict[str, str]:
+def variables_of(run: ForeignRun) -> dict[str, str]:
     """Return what is set for a run: its variables, and its interpreter's folder first on PATH."""
     python = run.config.get("python", "")
     path = os.environ.get("PATH", "")
@@ -380,7 +380,7 @@ def _check_sources(run: ForeignRun, spooled: Spooled, folder: Path | None) -> No
         )
 
 
-def _died(launched: Launched) -> str:
+def died(launched: Launched) -> str:
     said = " | ".join(line for line in launched.last_lines.splitlines()[-3:] if line.strip())
     return f"the command ended with exit code {launched.code}: {said or 'it printed nothing'}"
 

@@ -30,6 +30,7 @@ from stability.records.paths import StudyPaths
 from stability.records.protocol import Protocol, has_begun, read_protocol, seal_protocol
 from stability.records.sealed_json import write_sealed
 from stability.study.foreign import RunFailedError, measure_study, record_command
+from stability.study.foreign_assay import assay_commands
 from stability.study.foreign_plan import ForeignRun, check_attention_name, check_free
 from stability.study.late_start import check_checkpoint, checkpoint_entry
 from stability.study.run import RunConflictError
@@ -105,6 +106,9 @@ def run_commands(
         if run.seed not in failed:
             for note in measure_study(run):
                 observer.run_noted(run.arm, run.seed, note)
+    first = [run for run in runs if run.seed == study.seeds[0]]
+    if any(run.role == "broken" for run in first):
+        assay_commands(first, folders, study.policy, observer.run_noted, observer.study_noted)
     return runs
 
 

@@ -149,6 +149,8 @@ class Looks:
         def hook(*args: Any) -> None:
             if is_compiling() or not self._undone or self.unproven:
                 return
+            if self._training.looks_away:  # an instrument computes: none of it is the training's
+                return
             try:
                 then(*args)
             except Exception as error:

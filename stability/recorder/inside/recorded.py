@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib import import_module
@@ -98,15 +99,16 @@ def _looking(
         )
 
     def look(model: nn.Module) -> Any:
-        from stability.recorder.instrument import Instrument  # the one part that needs the package
-
-        instrument = Instrument(
+        # the one part that needs the package; by its name, as the launcher gives it
+        named = json.loads(asked).get("instrument", "stability.recorder.instrument")
+        instrument = import_module(named).Instrument(
             asked,
             training.measured,
             training.apart,
             returned_loss,
             attention=replaced.name if replaced else "",
             sdpa=replaced.original if replaced else None,
+            state=lambda: training.state,
         )
         instrument.begin(model)
         return instrument

@@ -1,0 +1,165 @@
+"""Plants known faults on the candidate of a command: the command is run again, for a few updates.
+
+In its process the faults are planted (`planting`), on the batches of these updates and at the run's
+own snapshots; the run itself stays as it is on record. The updates must be the run's first ones,
+bit for bit: start, batches, and what decides the bits. What could not be planted is on record with
+its reason, and tried again with the next call of `stability run` or `record`.
+
+Leaves out which candidates are assayed (`assays`) and what counts as found (`analysis.assay`).
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from stability.analysis.assay import why_unplanted
+from stability.analysis.study_records import read_study
+from stability.config.commands import filled_in
+from stability.config.convert import to_dict
+from stability.config.study import PolicyConfig
+from stability.probe.planted_faults import SHARE_LOOKS
+from stability.recorder.launch import environment_of, launch
+from stability.recorder.spooled import Spooled, read_spool
+from stability.recorder.writer import running_hashes
+from stability.records.assay import AssayRecord, FaultRecord, fault_of, sources_of, unplanted
+from stability.records.manifest import Manifest, read_manifest
+from stability.records.metric_log import read_text
+from stability.records.metric_names import BATCH_HASH
+from stability.study.assays import Assayed, parents_of, steps_of, update
+from stability.study.foreign import died, variables_of
+from stability.study.foreign_plan import ForeignRun
+from stability.study.given_start import start_variables
+from stability.study.run import locked
+
+__all__ = ["assay_commands", "assay_recorded"]
+
+_PLANTING = "stability.study.planting"
+"""What the script's process loads; by name, since it needs torch, and this one does not."""
+
+
+def assay_commands(
+    runs: Sequence[ForeignRun],
+    folders: Mapping[str, Path | None],
+    policy: PolicyConfig,
+    note: Callable[[str, int, str], None],
+    tell: Callable[[str], None],
+) -> list[AssayRecord]:
+    """Assay each candidate of `runs` that needs it, as `assays.update`.
+
+    `runs` are of one seed, the study's first. `folders` says where an arm's command runs.
+    """
+    assayed = [
+        Assayed(
+            arm=run.arm,
+            role=run.role,
+            seed=run.seed,
+            paths=run.paths,
+            measure=partial(_assay, run, folders[run.arm]),
+        )
+        for run in runs
+    ]
+    return update(runs[0].folder, assayed, policy, note, tell) if runs else []
+
+
+def assay_recorded(run: ForeignRun, tell: Callable[[str], None]) -> None:
+    """Assay a run that is on record, where its study has an arm that is broken on purpose."""
+    study = read_study(run.folder)
+    if run.seed == next(iter(study.seeds)) and any(arm.role == "broken" for arm in study.arms):
+        assay_commands(
+            [run], {run.arm: None}, study.policy, lambda arm, seed, said: tell(f"  {said}"), tell
+        )
+
+
+def _assay(run: ForeignRun, folder: Path | None, policy: PolicyConfig) -> AssayRecord | None:
+    """Return what each planted fault shows on the candidate of `run`, or why none could be planted.
+
+    None if it swaps no attention, or is not looked at as needed, which its config says.
+    """
+    if not run.asked.attention or why_unplanted(run.config):
+        return None
+    manifest = read_manifest(run.paths.manifest)
+    try:
+        own, faults = _planted(run, manifest, folder, policy)
+    except (ValueError, OSError) as error:
+        own, faults = unplanted(str(error)), ()
+    return AssayRecord(
+        arm=run.arm,
+        seed=run.seed,
+        parents=parents_of(run.paths),
+        own=own,
+        faults=faults,
+        sources=sources_of(manifest.resolved, manifest.environment),
+    )
+
+
+def _planted(
+    run: ForeignRun, manifest: Manifest, folder: Path | None, policy: PolicyConfig
+) -> tuple[FaultRecord, tuple[FaultRecord, ...]]:
+    """Run the command again, and return what it has told of the faults; ValueError if it can't."""
+    steps = steps_of(run.paths)
+    if not steps:
+        raise ValueError(f"{run.paths.root} must have a snapshot after step 0, has none")
+    updates = min(SHARE_LOOKS, manifest.step)
+    planting = {
+        "instrument": _PLANTING,
+        "snapshots": [str(run.paths.snapshot(step).resolve()) for step in steps],
+        "policy": to_dict(policy),
+    }
+    asked = replace(
+        run.asked,
+        steps=updates,
+        snapshot_steps=(updates,),
+        held_out="none",
+        probe={**run.asked.probe, **planting},
+    )
+    with locked(run.paths), _spool_of(run) as spool:
+        values = {"seed": run.seed, "arm": run.arm, "out": spool / "out"}
+        variables = {
+            **environment_of(asked, variables_of(run)),
+            **start_variables(run, spool),
+            "STABILITY_SPOOL": str(spool),
+        }
+        words = [filled_in(word, values) for word in run.words]
+        launched = launch(words, variables, folder=folder, output=spool / "output.txt")
+        if launched.code:
+            raise ValueError(died(launched))
+        spooled = read_spool(spool)
+    _check_is_own(run, manifest, spooled)
+    if not spooled.assay:
+        raise ValueError("the command ended without a word on the faults")
+    own, *faults = map(fault_of, (spooled.assay["own"], *spooled.assay["faults"]))
+    return own, tuple(faults)
+
+
+@contextmanager
+def _spool_of(run: ForeignRun) -> Iterator[Path]:
+    spool = Path(tempfile.mkdtemp(prefix=".spool-", dir=run.paths.root)).resolve()
+    (spool / "out").mkdir()
+    try:
+        yield spool
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+
+
+def _check_is_own(run: ForeignRun, manifest: Manifest, spooled: Spooled) -> None:
+    """ValueError unless the updates are the run's own: start, batches, what decides the bits."""
+    if spooled.init != manifest.hashes.get("init_weights"):
+        raise ValueError(f"{run.arm}, run again, must start as on record, has other start weights")
+    known = read_text(run.paths.metrics, BATCH_HASH)
+    for step, found in enumerate(running_hashes(u.batch for u in spooled.updates), start=1):
+        if not found or known.get(step) != found:
+            raise ValueError(
+                f"{run.arm}, run again, must be given the batches on record, batch {step} is "
+                f"{'another' if found else 'not seen'}"
+            )
+    now = {**spooled.environment, **{f"module.{x}": sha for x, sha in spooled.modules.items()}}
+    other = [name for name, value in now.items() if manifest.environment.get(name, value) != value]
+    if other:
+        raise ValueError(
+            f"{run.arm}, run again, must have the {other[0]} that it was trained with, has "
+            f"another now; restore it, or move {run.paths.root} away to record it anew"
+        )

@@ -1,0 +1,122 @@
+"""Plants known faults on an attention that was put into a script, in the process of that script.
+
+The script is run again (`foreign_assay`) for the first updates of its training, in which it gives
+its model the run's own batches. Then the run's snapshots take the place of the weights, and each
+fault is measured on those batches (`probe.planted_faults`), by what the instrument measures the
+candidate by: the calls are caught, and the gradient is isolated, as `shadow` does it. Loaded there
+by its name. Leaves out whether it is the run's own training: what the recorder sees of it tells.
+"""
+
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from stability.analysis.assay import faults_due, tells_enough
+from stability.config.convert import from_dict
+from stability.config.study import PolicyConfig
+from stability.intercept.gradients import CaughtGradients
+from stability.intercept.own_baseline import catching_as
+from stability.intercept.replacement import AskedDtypes, Replacement
+from stability.probe.attention_registry import ResolvedAttention, resolve_attention
+from stability.probe.gradient_evidence import AttentionRole, Gradients
+from stability.probe.planted_faults import SHARE_LOOKS, TRIES, FaultLook, Plant, plant_faults
+from stability.recorder import instrument
+from stability.recorder.instrument import GivenCall, attend_by, script_own
+from stability.records.assay import FaultRecord, unplanted
+from stability.records.sealed_json import jsonable
+from stability.records.snapshots import read_snapshot
+
+__all__ = ["Instrument"]
+
+
+class Instrument(instrument.Instrument):
+    """Keeps what the model is given in its first passes, and plants the faults at the end.
+
+    `asked` also has `snapshots`, the paths of the weights to plant them at, and the `policy`.
+    """
+
+    def begin(self, model: nn.Module) -> None:
+        """Keep what `model` is given from now on."""
+        self._model = model
+        self._calls: list[GivenCall] = []
+        self._modes: dict[nn.Module, bool] = {}
+
+    def called(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Tell of a pass that trains; ValueError if its result holds no loss."""
+        if model is not self._model or len(self._calls) >= SHARE_LOOKS:
+            return
+        self._modes = {module: module.training for module in model.modules()}
+        given = self._given(model, args, kwargs, result)
+        # copies: a script may write its next batch into the same tensors
+        args, kwargs = tree_map(_kept, (given.args, dict(given.kwargs)))
+        self._calls.append(given._replace(args=args, kwargs=kwargs))
+
+    def step(self) -> None:
+        """Leave updates alone."""
+
+    def end(self) -> None:
+        """Plant the faults, and write what they show, or why they could not be planted."""
+        with self._apart():
+            try:
+                own, faults = self._planted()
+            except (ValueError, RuntimeError) as error:
+                said = str(error).strip().splitlines() or [type(error).__name__]
+                own, faults = unplanted(said[0]), ()
+            figures = {"own": asdict(own), "faults": [asdict(fault) for fault in faults]}
+            self._write({"kind": "assay", **jsonable(figures)})
+
+    def _planted(self) -> tuple[FaultRecord, tuple[FaultRecord, ...]]:
+        assert self._model is not None
+        assert self._sdpa is not None
+        for module, mode in self._modes.items():
+            module.training = mode
+        candidate = resolve_attention(self._attention, next(self._model.parameters()).device)
+        # a fault moves results, and the statistics are none that is judged
+        candidate = replace(candidate, gives_lse=False)
+        taken = CaughtGradients(
+            self._model,
+            self._loss,
+            Replacement(candidate=candidate, layers=("*",)),
+            catching_as(partial(script_own, self._sdpa)),
+            AskedDtypes(lambda layer, text: None),
+        )
+        weights = [read_snapshot(Path(path)) for path in self._asked["snapshots"]]
+        looks = []
+        for index, call in enumerate(self._calls):
+            gradient = partial(
+                self._gradient, taken, candidate, weights[index % len(weights)], call
+            )
+            looks.append(FaultLook(gradient=gradient, operator=gradient))
+        return plant_faults(
+            looks,
+            faults_due(""),
+            partial(attend_by, self._sdpa),
+            partial(tells_enough, from_dict(PolicyConfig, self._asked["policy"], "policy"), TRIES),
+        )
+
+    def _gradient(
+        self,
+        taken: CaughtGradients,
+        candidate: ResolvedAttention,
+        weights: dict[str, Tensor],
+        call: GivenCall,
+        plant: Plant,
+        role: AttentionRole,
+        is_isolated: bool,
+    ) -> Gradients:
+        self._call = call
+        with torch.no_grad():
+            # nothing is put back: this process ends with the assay
+            for name, x in self._state().items():
+                x.copy_(weights[name])
+        planted = replace(candidate, function=plant(candidate.function))
+        return taken.with_candidate(planted).of(role, is_isolated)
+
+
+def _kept(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
