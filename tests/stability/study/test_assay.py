@@ -10,8 +10,8 @@ from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_arms
 from stability.config.load import load_study
 from stability.config.study import PolicyConfig
-from stability.records.assay import read_assay, write_assay
 from stability.probe import planted_faults
+from stability.records.assay import read_assay, write_assay
 from stability.study import assay, assays
 from stability.study.run_study import plan_study
 from tests.conftest import run_quietly, train_edited
