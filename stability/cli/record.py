@@ -57,7 +57,8 @@ def record_arm(
         question: what the study asks
         deterministic: turn on torch's deterministic algorithms
         attention: what takes the place of scaled_dot_product_attention in the script: sdpa:math and
-            its like, flash:fa2 and others of ours, or MODULE:FUNCTION of yours
+            its like, flash:fa2 and others of ours, or MODULE:FUNCTION of yours; with a planted
+            fault flash:fa2+out_gain_1pct
         held_out: what the held-out loss is of: MODULE:FUNCTION that returns the loss of the model
             it is given, `all` that the script evaluates, or `none`; by default what the script
             evaluates every time and does not train on

@@ -41,6 +41,8 @@ class Assayed:
     """Plants them; None if the arm is no attention. ValueError or RuntimeError if it can't."""
     precision: str = ""
     """The run's; empty where it is not known, as of a command."""
+    cost: str = ""
+    """What it takes besides some seconds, as a clause."""
 
 
 def update(
@@ -67,7 +69,8 @@ def update(
         failed = _failed(study, policy) if failed is None else failed
         if run.arm in failed:
             continue
-        tell(f"planting known faults on {run.arm}, to see whether the study would find them")
+        why = "to see whether the study would find them"
+        tell(f"planting known faults on {run.arm}, {why}{run.cost}")
         try:
             record = run.measure(policy)
         except (ValueError, RuntimeError) as error:

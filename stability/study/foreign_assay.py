@@ -59,6 +59,7 @@ def assay_commands(
             seed=run.seed,
             paths=run.paths,
             measure=partial(_assay, run, folders[run.arm]),
+            cost=f": its command runs again, for up to {SHARE_LOOKS} updates",
         )
         for run in runs
     ]
