@@ -51,9 +51,12 @@ from stability.study.worktree import repository, sources_outside
 __all__ = [
     "OpenRun",
     "RunFailedError",
+    "died",
     "measure_study",
     "opened",
     "record_command",
+    "spool_below",
+    "variables_of",
     "write_study",
     "writing",
 ]
@@ -174,19 +177,17 @@ def _checked(
     record: OpenRun, words: list[str], variables: Mapping[str, str], output: Path | None
 ) -> Manifest:
     """Run the command unobserved, and put both hashes of the last state on record."""
-    spool = Path(tempfile.mkdtemp(prefix=".spool-", dir=record.spool.parent))
-    alone = {"STABILITY_SPOOL": str(spool.resolve()), "STABILITY_OBSERVES": "0"}
-    said = spool / "output.txt" if output else None
-    try:
-        launched = launch(words, {**variables, **alone}, folder=record.folder, output=said)
-        if launched.code:
-            raise record.failed(f"unobserved, {died(launched)}")
-        spooled = read_spool(spool)
-        unwatched = hash_state(read_state(spooled.states[spooled.step]))
-    except (SpoolError, KeyError) as error:
-        raise record.failed(f"unobserved, its last state was not found: {error}") from error
-    finally:
-        shutil.rmtree(spool, ignore_errors=True)
+    with spool_below(record.spool.parent) as spool:
+        alone = {"STABILITY_SPOOL": str(spool), "STABILITY_OBSERVES": "0"}
+        said = spool / "output.txt" if output else None
+        try:
+            launched = launch(words, {**variables, **alone}, folder=record.folder, output=said)
+            if launched.code:
+                raise record.failed(f"unobserved, {died(launched)}")
+            spooled = read_spool(spool)
+            unwatched = hash_state(read_state(spooled.states[spooled.step]))
+        except (SpoolError, KeyError) as error:
+            raise record.failed(f"unobserved, its last state was not found: {error}") from error
     manifest = record.files.manifest
     watched = manifest.hashes["final_weights"]
     observer = {"steps": spooled.step, "watched": watched, "unwatched": unwatched}
@@ -198,6 +199,16 @@ def _checked(
             "recorder has changed it"
         )
     return record.files.manifest
+
+
+@contextmanager
+def spool_below(root: Path) -> Iterator[Path]:
+    """Give a folder for what a second run of a recorded command leaves; it is gone afterwards."""
+    spool = Path(tempfile.mkdtemp(prefix=".spool-", dir=root)).resolve()
+    try:
+        yield spool
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
 
 
 @contextmanager
@@ -381,6 +392,7 @@ def _check_sources(run: ForeignRun, spooled: Spooled, folder: Path | None) -> No
 
 
 def died(launched: Launched) -> str:
+    """Return how a command that did not end well has ended, with its last lines."""
     said = " | ".join(line for line in launched.last_lines.splitlines()[-3:] if line.strip())
     return f"the command ended with exit code {launched.code}: {said or 'it printed nothing'}"
 

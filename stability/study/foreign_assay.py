@@ -8,10 +8,7 @@ its reason, and tried again with the next call of `stability run` or `record`.
 Leaves out which candidates are assayed (`assays`) and what counts as found (`analysis.assay`).
 """
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +27,7 @@ from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
 from stability.study.assays import Assayed, parents_of, steps_of, update
-from stability.study.foreign import died, variables_of
+from stability.study.foreign import died, spool_below, variables_of
 from stability.study.foreign_plan import ForeignRun
 from stability.study.given_start import start_variables
 from stability.study.run import locked
@@ -117,8 +114,8 @@ def _planted(
         held_out="none",
         probe={**run.asked.probe, **planting},
     )
-    with locked(run.paths), _spool_of(run) as spool:
-        values = {"seed": run.seed, "arm": run.arm, "out": spool / "out"}
+    with locked(run.paths), spool_below(run.paths.root) as spool:
+        values = {"seed": run.seed, "arm": run.arm, "out": spool}
         variables = {
             **environment_of(asked, variables_of(run)),
             **start_variables(run, spool),
@@ -134,16 +131,6 @@ def _planted(
         raise ValueError("the command ended without a word on the faults")
     own, *faults = map(fault_of, (spooled.assay["own"], *spooled.assay["faults"]))
     return own, tuple(faults)
-
-
-@contextmanager
-def _spool_of(run: ForeignRun) -> Iterator[Path]:
-    spool = Path(tempfile.mkdtemp(prefix=".spool-", dir=run.paths.root)).resolve()
-    (spool / "out").mkdir()
-    try:
-        yield spool
-    finally:
-        shutil.rmtree(spool, ignore_errors=True)
 
 
 def _check_is_own(run: ForeignRun, manifest: Manifest, spooled: Spooled) -> None:

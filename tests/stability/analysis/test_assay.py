@@ -17,9 +17,10 @@ from stability.records.assay import (
     FaultRecord,
     read_assay,
     sources_of,
+    unplanted,
     write_assay,
 )
-from stability.records.sealed_json import read_sealed, write_sealed
+from stability.records.sealed_json import file_checksum, read_sealed, write_sealed
 
 POLICY = PolicyConfig()
 ALPHA = look_alpha(POLICY.alpha)
@@ -268,6 +269,36 @@ def test_an_assay_that_is_not_of_these_weights_counts_as_none(study):
     assert "other weights" in arm_assay(found, arm, POLICY).sentence
     path.write_text(path.read_text().replace("gain", "gian"))
     assert "can't be read" in arm_assay(found, arm, POLICY).sentence
+
+
+def test_an_assay_that_the_run_does_not_list_is_another_ones(study):
+    assert _assay(study).state == "sensitive", "an older manifest lists none"
+    recorded = _recorded(study)
+    listed = {"assay": file_checksum(study / "assay" / "flash_fa2.json")}
+    assert arm_assay(*_listing(recorded, listed), POLICY).state == "sensitive"
+    found = arm_assay(*_listing(recorded, {"assay": "0" * 64}), POLICY)
+    assert found.state == "not measured"
+    assert "its assay is another file than the one that its run lists" in found.sentence
+
+
+def _listing(recorded, hashes):
+    arm = recorded.arm("flash_fa2")
+    manifest = replace(arm.runs[0].manifest, hashes=hashes)
+    arm = replace(arm, runs={0: replace(arm.runs[0], manifest=manifest)})
+    others = [arm if one.name == arm.name else one for one in recorded.arms]
+    return replace(recorded, arms=tuple(others)), arm
+
+
+def test_where_no_fault_could_be_planted_the_reason_is_said(study):
+    _assay(study)
+    record = read_assay(study, "flash_fa2")
+    write_assay(study, replace(record, own=unplanted("there is no room"), faults=()))
+    recorded = _recorded(study)
+    found = arm_assay(recorded, recorded.arm("flash_fa2"), POLICY)
+    assert (found.state, found.sentence) == (
+        "not measured",
+        "no faults could be planted on it: there is no room",
+    )
 
 
 def test_a_record_is_read_as_it_was_written(study):

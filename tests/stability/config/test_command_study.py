@@ -16,6 +16,8 @@ from stability.config.command_study import (
     load_command_study,
 )
 from stability.config.commands import (
+    attention_name,
+    attention_values,
     command_training,
     filled_in,
     flag_words,
@@ -43,6 +45,21 @@ def written(tmp_path: Path, **changes: Any) -> Path:
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
+
+
+def test_a_fault_on_an_attention_is_a_value_of_its_own_and_makes_an_arm_broken(
+    tmp_path: Path,
+) -> None:
+    arms = {"fa2": {"attention": "flash:fa2"}, "bad": {"attention": "flash:fa2+out_gain_1pct"}}
+    _, right, bad = expand_commands(load_command_study(written(tmp_path, arms=arms)))
+    assert (right.role, bad.role) == ("candidate", "broken")
+    assert bad.diff == {
+        "attention.implementation": ("", "flash:fa2"),
+        "attention.fault": (None, "out_gain_1pct"),
+    }
+    assert right.config.recorded()["attention"] == {"implementation": "flash:fa2"}
+    for name in ("", "flash:fa2", "mine:attend+dq_gain"):
+        assert attention_name(attention_values(name)) == name
 
 
 def test_an_arm_is_what_it_lays_over_the_base(tmp_path: Path) -> None:

@@ -89,12 +89,17 @@ def test_unknown_names_are_refused_with_the_nearest(config, message):
 
 
 def test_text_names_what_a_config_does():
+    def faulty(implementation, **values):
+        return AttentionConfig(implementation=implementation, fault="dq_gain", **values)
+
     q, k, v = _inputs()
     for text, config in (
         ("flash", AttentionConfig(implementation="flash")),
         ("flash:all_bf16", AttentionConfig(implementation="flash", profile="all_bf16")),
         ("sdpa:math", AttentionConfig(implementation="sdpa", profile="math")),
         ("mypkg:attend", AttentionConfig(implementation="mypkg:attend")),
+        ("flash:fa2+dq_gain", faulty("flash", profile="fa2")),
+        ("mypkg:attend+dq_gain", faulty("mypkg:attend")),
     ):
         assert attention_from_text(text) == config
     assert torch.equal(

@@ -102,6 +102,11 @@ def test_what_was_not_replaced_does_not_count(
         ("sdpa:maths", "got 'sdpa:maths'"),
         ("flash:fa9", "profile of flash must be one of its profiles, got 'fa9'"),
         ("flush", "nearest: flash"),
+        (
+            "flash:fa2+dq_gian",
+            "what follows + must be a planted fault, got 'dq_gian'; nearest: dq_",
+        ),
+        ("sdpa:math+dq_gain", "a fault must be planted on another attention than PyTorch's"),
     ],
 )
 def test_a_name_that_is_none_is_refused_before_anything_runs(

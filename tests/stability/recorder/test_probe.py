@@ -12,6 +12,7 @@ from stability.analysis.study_records import read_study
 from stability.config.study import PolicyConfig
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import deviation_name, gradient_name
+from stability.records.witness import read_witness
 from tests.stability.recorder.recording import Recording, bits_of, run_alone, words
 
 CANDIDATE = "flash:all_bf16"
@@ -69,6 +70,8 @@ def test_an_attention_that_is_swapped_in_is_judged_on_two_levels(
     assert study.record("unprobed", options=("--attention", CANDIDATE)) == 0
     bits = {a: study.manifest(a).hashes["final_weights"] for a in ("narrow", "unprobed")}
     assert bits["narrow"] == bits["unprobed"]
+    executed = [read_witness(study.paths(arm).witness).stretches for arm in ("narrow", "unprobed")]
+    assert executed[0][0]["executed"] == executed[1][0]["executed"], "what looks is no training"
 
 
 @pytest.mark.slow

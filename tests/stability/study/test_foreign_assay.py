@@ -231,7 +231,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "base": {
             "command": f"{shlex.quote(sys.executable)} train.py --seed {{seed}} {{flags}}",
             "flags": {"bf16": True},
-            "train": {"steps": 40, "snapshot_steps": [5, 10, 20, 30]},
+            "train": {"steps": 40, "snapshot_steps": [10, 20, 30]},
         },
         "arms": {
             "fa2": {"attention": "flash:fa2", "probe": PROBE},
@@ -242,7 +242,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "nudge": {"nudge": {"ulps": 1}},
         },
         "seeds": [0, 1, 2],
-        "policy": {"step": 20, "max_error_ratio": 4.0},
+        "policy": {"step": 30, "max_error_ratio": 4.0},
     }
     (folder / "study.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
