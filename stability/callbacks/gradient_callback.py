@@ -26,7 +26,7 @@ AS_TRAINED_EVERY = 4
 
 
 class GradientsOf(Protocol):
-    """Computes the gradient of a batch's loss; `study.gpt_gradients` has a study's."""
+    """Computes the gradient of a batch's loss; `study.model_gradients` has a study's."""
 
     def __call__(
         self,

@@ -16,8 +16,8 @@ of 3 layers in BF16. The attention is given q, k and v, and in the backward dO, 
 format that it gets in the run, and so is the golden, which computes in FP64 from there and rounds
 nothing more. *As trained* leaves the run's own precision everywhere; that is description.
 
-Leaves out how a model's attention is exchanged (`study.gpt_gradients`, `intercept.gradients`), when
-to look, and what is decided from it (`analysis.gradient_evidence`).
+Leaves out how a model's attention is exchanged (`study.model_gradients`, `intercept.gradients`),
+when to look, and what is decided from it (`analysis.gradient_evidence`).
 """
 
 import math

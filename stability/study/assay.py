@@ -28,7 +28,7 @@ from stability.records.manifest import read_manifest
 from stability.records.run_files import read_run_snapshot
 from stability.study.assays import Assayed, parents_of, steps_of, update
 from stability.study.assemble import assemble, load_data, resolve_device
-from stability.study.gpt_gradients import GptGradients, attention_rounding, attentions_of_arm
+from stability.study.model_gradients import ModelGradients, attention_rounding, attentions_of_arm
 from stability.study.run import Run
 
 __all__ = ["assay_run", "update_assays"]
@@ -114,7 +114,7 @@ def _sources_now(run: Run) -> dict[str, str]:
 
 
 def _looks(
-    run: Run, gradients: GptGradients, steps: Sequence[int], device: torch.device
+    run: Run, gradients: ModelGradients, steps: Sequence[int], device: torch.device
 ) -> list[FaultLook]:
     """Return SHARE_LOOKS looks: the run's own batches in order, over the snapshots in turn."""
     weights = [
@@ -140,7 +140,7 @@ def _looks(
 
 
 def _gradient(
-    gradients: GptGradients,
+    gradients: ModelGradients,
     weights: Mapping[str, Tensor],
     batch: Tensor,
     plant: Plant,

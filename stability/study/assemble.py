@@ -49,7 +49,7 @@ from stability.probe.schedule import Schedule
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.study.checkpoints import CheckpointFiles
-from stability.study.gpt_gradients import gradients_of_arm
+from stability.study.model_gradients import gradients_of_arm
 from stability.study.start_state import Start, begin, read_start_state
 
 __all__ = [

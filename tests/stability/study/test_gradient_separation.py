@@ -23,7 +23,7 @@ from stability.model.gpt import GPT
 from stability.model.initial_weights import initialise
 from stability.model.lightning_module import LanguageModel, next_token_loss
 from stability.probe.gradient_evidence import GradientMeter
-from stability.study.gpt_gradients import GptGradients
+from stability.study.model_gradients import ModelGradients
 
 MODEL = ModelConfig(depth=3, width=64, heads=4, context=64)
 
@@ -47,7 +47,7 @@ def _measured(names, looks):
     )
     data.setup("fit")
     gradients = {
-        name: GptGradients(
+        name: ModelGradients(
             config=MODEL,
             precision="bf16-mixed",
             candidate=[ATTENTIONS[name]] * MODEL.depth,
@@ -107,7 +107,7 @@ def test_a_right_attention_a_biased_and_a_broken_one_are_told_apart():
 def test_sketched_shares_are_those_of_the_whole_gradients():
     model = GPT(MODEL, [baseline_attention] * MODEL.depth)
     initialise(model, 0)
-    gradients = GptGradients(
+    gradients = ModelGradients(
         config=MODEL,
         precision="bf16-mixed",
         candidate=[ATTENTIONS["bias 0.2 ULP"]] * MODEL.depth,

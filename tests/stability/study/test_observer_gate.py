@@ -11,7 +11,7 @@ from stability.probe.attention_probe import AttentionProbe
 from stability.recorder import trainer_door
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
-from stability.study.gpt_gradients import GptGradients
+from stability.study.model_gradients import ModelGradients
 from stability.study.observer_gate import check_observer
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
@@ -87,7 +87,7 @@ def test_an_evaluation_that_disturbs_is_caught(write_study, monkeypatch):
 
 @pytest.mark.parametrize("what", ["batch", "weights"])
 def test_a_look_at_the_gradient_that_disturbs_is_caught(write_study, monkeypatch, what):
-    of = GptGradients.of
+    of = ModelGradients.of
 
     def disturbing(self, weights, batch, role, is_isolated, scale=1.0):
         found = of(self, weights, batch, role, is_isolated, scale)
@@ -100,7 +100,7 @@ def test_a_look_at_the_gradient_that_disturbs_is_caught(write_study, monkeypatch
         return found
 
     config = _config(write_study, "flash_all_bf16")
-    monkeypatch.setattr(GptGradients, "of", disturbing)
+    monkeypatch.setattr(ModelGradients, "of", disturbing)
     assert not check_observer(config, steps=2).equal
 
 

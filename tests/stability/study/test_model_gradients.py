@@ -1,4 +1,4 @@
-"""Gradients of our GPT under three attentions: exact where they must be, and without a trace."""
+"""Gradients of a study's model under three attentions: exact where they must be, and traceless."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from stability.probe.gradient_evidence import GradientMeter
 from stability.records.metric_log import read_metrics
 from stability.records.paths import RunPaths
 from stability.study.assemble import assemble, load_data
-from stability.study.gpt_gradients import attention_rounding, gradients_of_arm
+from stability.study.model_gradients import attention_rounding, gradients_of_arm
 from tests.stability.study.recorded_bits import recorded_bits
 
 CPU = torch.device("cpu")
@@ -194,7 +194,7 @@ def test_a_candidate_that_raises_in_a_look_does_not_stop_the_run(
     def failing(*arguments, **keywords):
         raise RuntimeError("no kernel here")
 
-    monkeypatch.setattr("stability.study.gpt_gradients.isolated_attention", failing)
+    monkeypatch.setattr("stability.study.model_gradients.isolated_attention", failing)
     ended = run_tiny(study, tmp_path).ended
     assert {state for _, _, state, _ in ended} == {"finished"}
     log = RunPaths.for_run(tmp_path / "tiny", "flash_fa2", 0).metrics

@@ -34,7 +34,7 @@ from stability.probe.gradient_evidence import (
 )
 from stability.probe.isolation import isolated
 
-__all__ = ["GptGradients", "attention_rounding", "attentions_of_arm", "gradients_of_arm"]
+__all__ = ["ModelGradients", "attention_rounding", "attentions_of_arm", "gradients_of_arm"]
 
 _ROUNDINGS = {
     "64-true": torch.float64,
@@ -54,7 +54,7 @@ def attention_rounding(precision: str) -> torch.dtype | Format:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GptGradients:
+class ModelGradients:
     """Gradients of a decoder of `config` that trains in `precision`.
 
     `candidate` and `baseline` hold an attention for each layer. In the layers that are `changed`
@@ -142,7 +142,7 @@ class GptGradients:
         return attentions
 
 
-def gradients_of_arm(config: ArmConfig, device: torch.device) -> GptGradients | None:
+def gradients_of_arm(config: ArmConfig, device: torch.device) -> ModelGradients | None:
     """Return the gradients of an arm that changes the attention, None of any other.
 
     The candidate is the arm's own attention and the baseline its first shadow, which in such an arm
@@ -152,7 +152,7 @@ def gradients_of_arm(config: ArmConfig, device: torch.device) -> GptGradients | 
     return None if config.precision == "64-true" else attentions_of_arm(config, device)
 
 
-def attentions_of_arm(config: ArmConfig, device: torch.device) -> GptGradients | None:
+def attentions_of_arm(config: ArmConfig, device: torch.device) -> ModelGradients | None:
     """Return what `gradients_of_arm` does, at any precision.
 
     At 64-true it gives the calls of each layer as the run makes them, but judges no gradient.
@@ -168,7 +168,7 @@ def attentions_of_arm(config: ArmConfig, device: torch.device) -> GptGradients |
     )
     covered = [replacement.covers(name) for name in config.model.layer_names]
     candidate = replacement.mixed(own).function
-    return GptGradients(
+    return ModelGradients(
         config=config.model,
         precision=config.precision,
         candidate=[candidate if covers else own.function for covers in covered],
