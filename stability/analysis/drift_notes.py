@@ -6,6 +6,7 @@ Leaves out which drifts those are (`drift_parents`).
 from collections.abc import Sequence
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.commands import is_command
 from stability.records.manifest import ENDED
 
@@ -19,6 +20,7 @@ def drift_notes(study: RecordedStudy, arms: Sequence[RecordedArm] = ()) -> tuple
     """
     asked = arms or study.candidates
     said = [_stale_note(arm, is_command(study.base)) for arm in asked]
+    said.append(_other_weights_note(asked))
     unproven = [arm.name for arm in asked if any(run.unproven for run in arm.runs.values())]
     # what somebody else trained `stability run` does not measure again
     anew = "" if is_command(study.base) else "; `stability run` computes them anew"
@@ -32,6 +34,16 @@ def drift_notes(study: RecordedStudy, arms: Sequence[RecordedArm] = ()) -> tuple
         names = ", ".join(name for name, _ in gaps)
         said.append(f"Unproven: not all is on record of what {names} executed: {gaps[0][1]}.")
     return tuple(note for note in [*said, *_foreign_notes(study, asked)] if note)
+
+
+def _other_weights_note(arms: Sequence[RecordedArm]) -> str:
+    names = ", ".join(arm.name for arm in arms if touches(arm.diff, CHANGES_WEIGHTS))
+    if not names:
+        return ""
+    return (
+        f"Drift of {names} is over the weights that the baseline has too: qk_norm is a scale more "
+        "for the queries of a layer and one for its keys."
+    )
 
 
 def _foreign_notes(study: RecordedStudy, arms: Sequence[RecordedArm]) -> list[str]:

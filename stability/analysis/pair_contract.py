@@ -37,6 +37,7 @@ from stability.analysis.witness_contract import (
 )
 from stability.config.arms import INDEPENDENT_AXES, Arm
 from stability.config.axes import (
+    CHANGES_WEIGHTS,
     MANY,
     NO_AXIS,
     axes_of,
@@ -77,7 +78,13 @@ HASHES = ("init_weights", "text", "held_out", "batches", "final_weights")
 
 CHANGED_BY: dict[str, tuple[str, ...]] = {
     "start": ("start",),
-    "init_weights": (*INDEPENDENT_AXES, "model.init_std", "start", "changes.init"),
+    "init_weights": (
+        *INDEPENDENT_AXES,
+        *CHANGES_WEIGHTS,
+        "model.init_std",
+        "start",
+        "changes.init",
+    ),
     "text": (),
     "held_out": (),
     "batches": (
@@ -316,6 +323,7 @@ def _lines(
         return
     yield from launch_lines(*manifests, differences)
     yield from _held_out(*manifests)
+    yield from _other_weights(differences)
     yield from given_start_line(manifests[1])
     # a log that is not the one its manifest lists proves nothing about batches
     yield _batches(*runs, differences) if are_whole else compared("batches", None, None)
@@ -388,6 +396,21 @@ def _start_parts(
                 continue  # weights were drawn
             one, other = one or "", other or ""
         yield f"hashes.{key}", one, other, is_free
+    if touches(differences, CHANGES_WEIGHTS):
+        one, other = (each.hashes.get("shared_weights") for each in (first, second))
+        yield "hashes.shared_weights", one, other, False
+
+
+def _other_weights(differences: Mapping[str, Any]) -> Iterator[ProofLine]:
+    """Say over which weights drift is, where the change adds some or takes some away."""
+    if touches(differences, CHANGES_WEIGHTS):
+        yield ProofLine(
+            field="names of weights",
+            first="some",
+            second="others",
+            sameness="different by design",
+            changes="drift is over the weights that both have, which begin as the same bits",
+        )
 
 
 def _start_weights(

@@ -19,6 +19,7 @@ from stability.analysis.pair_contract import prove_pair
 from stability.analysis.pair_proof import PairProof
 from stability.analysis.study_plan import Unplanned, planned_pairs, unplanned
 from stability.analysis.study_records import RecordedRun, RecordedStudy
+from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.commands import is_adopted
 from stability.config.schema import BASELINE
 from stability.records.events import read_log_and_events
@@ -283,15 +284,17 @@ def _shared_steps(baseline: RecordedRun, run: RecordedRun) -> list[int]:
 
 def _recompute(baseline: RecordedRun, run: RecordedRun, *, every_drift: bool) -> Iterator[int]:
     """Compute drifts anew from the snapshots, and give the steps; one that is another ends it."""
-    from stability.metrics.drift import drift  # heavy: torch
+    from stability.metrics.drift import drift, weights_of_both  # heavy: torch
 
     steps = [step for step in _shared_steps(baseline, run) if step in run.drift("rel_l2")]
     if not every_drift and steps:
         steps = [random.SystemRandom().choice(steps)]
     for step in steps:
-        own = read_run_snapshot(run.paths, step)
+        own, other = (read_run_snapshot(of.paths, step) for of in (run, baseline))
         _check_weights(run, step, own)
-        found = drift(own, read_run_snapshot(baseline.paths, step))
+        if run.manifest and touches(run.manifest.diff, CHANGES_WEIGHTS):
+            own, other = weights_of_both(own, other)
+        found = drift(own, other)
         for parameter, values in found.items():
             for metric, value in values.items():
                 name = drift_name(parameter, metric)

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from stability.config.schema import BASELINE
 
 __all__ = [
+    "CHANGES_WEIGHTS",
     "MANY",
     "NO_AXIS",
     "WHOLES",
@@ -49,6 +50,11 @@ NO_AXIS, MANY = "none", "many"
 WHOLES = ("attention", "nudge")
 """Paths whose values are chosen together: however many of them differ, it is one change."""
 
+CHANGES_WEIGHTS = ("model.qk_norm",)
+"""Axes whose arms have weights that the baseline has not, or lack some of its own.
+
+Drift is then over the weights that both have, and these must begin as the same bits."""
+
 _GROUPS: dict[str, Group] = {
     "attention": "attention",
     "precision": "precision",
@@ -65,6 +71,7 @@ _GROUPS: dict[str, Group] = {
     "model.init_std": "init",
     "model.dropout": "model",
     "model.heads": "model",
+    "model.qk_norm": "model",
     "train.matmul_precision": "precision",
     "train.deterministic": "environment",
     "model.options": "model",

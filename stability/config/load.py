@@ -19,6 +19,7 @@ import yaml
 from attention_kernels.testing.fault_names import FAULT_NAMES
 from stability.config.arms import Arm, expand
 from stability.config.attentions import HEAD_DIMS, IMPLEMENTATIONS, takes_head_dim
+from stability.config.axes import CHANGES_WEIGHTS
 from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, repeated
 from stability.config.huggingface_folder import is_huggingface, model_of_folder
 from stability.config.model import BUILDERS, HUGGINGFACE, ModelConfig
@@ -331,6 +332,12 @@ def _check_train(arm: Arm, study: StudyConfig, root: Place) -> None:
             raise own.at(path).error(
                 f"would change nothing, since weights begin as start says, {config.start!r}; leave "
                 "it out"
+            )
+    for path in CHANGES_WEIGHTS if config.start else ():
+        if path in arm.diff:
+            raise own.at(path).error(
+                f"must be as in the base where weights begin as start says, {config.start!r}: "
+                "they are those of one model"
             )
     algorithm = train.trainer.get("gradient_clip_algorithm")
     if algorithm and not train.grad_clip:

@@ -31,7 +31,7 @@ from stability.metrics.wasserstein import (
     wasserstein_sorted,
 )
 
-__all__ = ["ALL", "drift"]
+__all__ = ["ALL", "drift", "weights_of_both"]
 
 ALL = "all"
 """Stands for every parameter pooled, where a metric's name has a parameter."""
@@ -73,6 +73,17 @@ def drift(
     w1 = pooled_wasserstein(state_a.values(), state_b.values(), held=HELD)
     result[ALL] = _metrics(reduce(add, moments), w1)
     return result
+
+
+def weights_of_both(
+    state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return both states less the weights whose names only one of them has, in the order of b.
+
+    For a pair whose change adds weights to a model: `drift` asks for the same names.
+    """
+    both = [name for name in state_b if name in state_a]
+    return {name: state_a[name] for name in both}, {name: state_b[name] for name in both}
 
 
 def _measure(a: Tensor, b: Tensor, *, same: bool) -> tuple["_Moments", dict[str, float]]:

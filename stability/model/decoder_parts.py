@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from attention_kernels import AttentionFn
 from stability.config.model import ModelConfig
 
-__all__ = ["AttendingDecoder", "HeadNorm", "dropped", "split_heads"]
+__all__ = ["AttendingDecoder", "HeadNorm", "dropped", "shared_state", "split_heads"]
 
 
 class HeadNorm(nn.Module):
@@ -55,6 +55,16 @@ class AttendingDecoder(nn.Module):
                 f"{type(self).__name__}.forward: tokens must be at most {self.config.context} "
                 f"long, got {tuple(tokens.shape)}"
             )
+
+
+def shared_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of `model` less the weights that `qk_norm` alone gives it."""
+    added = [name for name, module in model.named_modules() if isinstance(module, HeadNorm)]
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if name.rpartition(".")[0] not in added
+    }
 
 
 def dropped(x_BTW: Tensor, share: float, *, is_training: bool) -> Tensor:

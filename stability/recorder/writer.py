@@ -63,6 +63,8 @@ class Baseline:
     """Those of its states that are compared."""
     check: Callable[[int], None] = lambda step: None
     """Called with a step before its drift is computed; raises if they are no pair up to there."""
+    has_other_weights: bool = False
+    """Whether the run's change adds weights or takes some away: drift is over those both have."""
 
 
 class RunWriter:
@@ -146,7 +148,7 @@ class RunWriter:
         self._log_weights(step, state)
         if self._baseline is not None and step in self._baseline.steps:
             self._baseline.check(step)
-            self._log_drift(step, state, self._baseline.paths)
+            self._log_drift(step, state, self._baseline)
 
     def snapshot(self, step: int, state: "Mapping[str, Tensor]") -> None:
         """Write the weights after `step` updates, of which the log may tell already."""
@@ -223,11 +225,13 @@ class RunWriter:
         counts = {WEIGHT_HISTOGRAM: weight_counts(weights)}
         self.log.append(step, {NONFINITE_WEIGHTS: nonfinite}, counts)
 
-    def _log_drift(self, step: int, state: "Mapping[str, Tensor]", baseline: RunPaths) -> None:
-        from stability.metrics.drift import drift  # heavy: torch
+    def _log_drift(self, step: int, state: "Mapping[str, Tensor]", baseline: Baseline) -> None:
+        from stability.metrics.drift import drift, weights_of_both  # heavy: torch
 
         own = {name: value.detach().cpu() for name, value in state.items()}
-        other, other_sum = read_summed_snapshot(baseline, step)
+        other, other_sum = read_summed_snapshot(baseline.paths, step)
+        if baseline.has_other_weights:
+            own, other = weights_of_both(own, other)
         _check_same_weights(own, other)
         metrics = {
             drift_name(parameter, metric): value

@@ -69,9 +69,9 @@ class Manifest:
     resolved: dict[str, Any]
     """What `auto` became: the attention's engine and its numerics."""
     hashes: dict[str, str]
-    """`config_less_axis`, `environment`, `init_weights` (before a nudge), `text`, `held_out` (the
-    batches that are evaluated, empty without any); at the end also `batches`, `final_weights` and
-    `record` (`record_hash`)."""
+    """`config_less_axis`, `environment`, `init_weights` (before a nudge), `shared_weights` (of them
+    those that no `qk_norm` adds), `text`, `held_out` (the batches that are evaluated, empty without
+    any); at the end also `batches`, `final_weights` and `record` (`record_hash`)."""
     state: RunState
     step: Count
     """Updates made when the manifest was written."""

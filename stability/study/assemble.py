@@ -32,6 +32,7 @@ from stability.config.schema import ArmConfig, TrainConfig
 from stability.data.datamodule import TextDataModule
 from stability.intercept.replacement import Replacement
 from stability.model.decoder import attentions_of, blocks_of, build_decoder
+from stability.model.decoder_parts import shared_state
 from stability.model.initial_weights import initialise, nudge_weights
 from stability.model.lightning_module import LanguageModel
 from stability.model.module_precision import attention_in_default, with_module_precision
@@ -94,6 +95,8 @@ class Parts:
     attention: ResolvedAttention
     init_hash: str
     """Hash of the initial weights, before a nudge."""
+    shared_hash: str
+    """The same, less the weights that an arm of another `qk_norm` has not."""
     start_hash: str
     """Checksum of the state that the config's `start` names; empty where weights were drawn."""
     callbacks: list[Callback]
@@ -177,7 +180,7 @@ def assemble(config: ArmConfig) -> Parts:
         eager: Any = torch.compiler.disable
         attention = [eager(function) for function in attention]
     model, start = _model(config, attention)
-    init_hash = hash_state(model.state_dict())
+    init_hash, shared_hash = hash_state(model.state_dict()), hash_state(shared_state(model))
     if config.precision == "64-true":
         model.double()
         if not config.model.is_ours:
@@ -208,6 +211,7 @@ def assemble(config: ArmConfig) -> Parts:
         module=_trained(model, config, start),
         attention=primary,
         init_hash=init_hash,
+        shared_hash=shared_hash,
         start_hash=start.checksum if start else "",
         callbacks=callbacks,
     )

@@ -45,6 +45,7 @@ SETTLED = {
     "seed.init_offset": _BEGIN,
     "nudge": _BEGIN,
     "start": _BEGIN,
+    "model.qk_norm": "the checkpoint has the weights of its own model",
     "optimizer.name": _STATE,
     "optimizer.options": _STATE,
 }

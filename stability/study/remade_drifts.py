@@ -10,8 +10,9 @@ from pathlib import Path
 
 from stability.analysis.drift_parents import check_drifts, listed_snapshot, parents_by_line
 from stability.analysis.pair_contract import start_breach
+from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.schema import BASELINE
-from stability.metrics.drift import drift
+from stability.metrics.drift import drift, weights_of_both
 from stability.records.events import read_log_and_events
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_names import drift_name
@@ -78,9 +79,7 @@ def _wanted(
             continue
         if (step, parents) not in before:
             computed.append(step)
-        rows.append(
-            before.get((step, parents)) or _compute(arm, run[0], baseline[0], step, parents)
-        )
+        rows.append(before.get((step, parents)) or _compute(arm, run, baseline[0], step, parents))
     if computed:
         steps = ", ".join(map(str, computed))
         note(
@@ -92,9 +91,13 @@ def _wanted(
 
 
 def _compute(
-    arm: str, run: RunPaths, baseline: RunPaths, step: int, parents: tuple[str, str]
+    arm: str, run: _Ended, baseline: RunPaths, step: int, parents: tuple[str, str]
 ) -> RemadeDrifts:
-    found = drift(read_run_snapshot(run, step), read_run_snapshot(baseline, step))
+    paths, manifest = run
+    own, other = read_run_snapshot(paths, step), read_run_snapshot(baseline, step)
+    if touches(manifest.diff, CHANGES_WEIGHTS):
+        own, other = weights_of_both(own, other)
+    found = drift(own, other)
     drifts = {
         drift_name(parameter, metric): value
         for parameter, values in found.items()

@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from stability.analysis.pair_contract import ContractError, check_batches, check_start, may_differ
 from stability.analysis.witness_contract import claims_of, other_answer, testimony_of
 from stability.callbacks.progress import ProgressCallback, StudyObserver
+from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.convert import to_dict
 from stability.config.diff import hash_without
 from stability.config.schema import BASELINE, ArmConfig
@@ -155,6 +156,7 @@ def _first_manifest(
             "config_less_axis": hash_without(run.config, run.arm.diff),
             "environment": hash_environment(found),
             "init_weights": parts.init_hash,
+            "shared_weights": parts.shared_hash,
             "start": parts.start_hash,
             "text": data.text_hash,
             "held_out": data.held_out_hash,
@@ -295,6 +297,7 @@ def _writer(run: Run, files: RunFiles, log: MetricLog) -> RunWriter:
             paths=run.baseline,
             steps=_shared_steps(run, run.baseline),
             check=_batch_check(run, run.baseline),
+            has_other_weights=touches(run.arm.diff, CHANGES_WEIGHTS),
         )
     return RunWriter(files, log, log_every=train.log_every, baseline=baseline)
 
