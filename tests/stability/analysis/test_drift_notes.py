@@ -66,3 +66,16 @@ def test_a_gap_is_said_once_and_a_run_that_still_trains_has_none(study: Recorded
         for seed, run in first.runs.items()
     }
     assert unproven(study, replace(first, runs=running)) == []
+
+
+def test_an_arm_whose_change_adds_weights_is_said_to_drift_over_the_others(
+    study: RecordedStudy,
+) -> None:
+    first, second, *_ = study.candidates
+    other = replace(first, diff={"model.qk_norm": [False, True]})
+    said = (
+        f"Drift of {first.name} is over the weights that the baseline has too: qk_norm is a scale "
+        "more for the queries of a layer and one for its keys."
+    )
+    assert said in drift_notes(study, [other, second])
+    assert not any(note.startswith("Drift of") for note in drift_notes(study, [first, second]))

@@ -10,6 +10,7 @@ from stability.analysis.ladder import ladder_of
 from stability.analysis.pair_contract import ContractError, axis_of, check_batches, check_start
 from stability.analysis.study_records import read_study
 from stability.config.arms import expand
+from stability.config.diff import hash_without, recorded_config
 from stability.config.load import load_study
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
@@ -239,3 +240,19 @@ def test_a_candidate_in_another_environment_is_refused_before_its_first_step(
     run = RunPaths.for_run(tmp_path / "runs" / "tiny", "fp32", 0)
     assert not run.metrics.exists()
     assert read_manifest(run.manifest).step == 0
+
+
+def test_weights_that_a_change_adds_are_free_and_all_others_must_begin_alike(trained):
+    baseline, rerun = _manifests(trained, "rerun")
+    change = {"model.qk_norm": [False, True]}
+    config = {**rerun.config, "model": {**rerun.config["model"], "qk_norm": True}}
+    less = hash_without(recorded_config(config, "here"), change)
+    hashes = {**rerun.hashes, "init_weights": "abc", "config_less_axis": less}
+    normed = replace(rerun, config=config, diff=change, hashes=hashes)
+    check_start(baseline, normed)
+    other = replace(normed, hashes={**hashes, "shared_weights": "abc"})
+    with pytest.raises(ContractError, match=r"hashes.shared_weights must be the base.* is 'abc'"):
+        check_start(baseline, other)
+    del hashes["shared_weights"]
+    with pytest.raises(ContractError, match=r"hashes.shared_weights must be .* is None"):
+        check_start(baseline, replace(normed, hashes=hashes))

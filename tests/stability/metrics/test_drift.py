@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import wasserstein_distance
 
-from stability.metrics.drift import drift
+from stability.metrics.drift import drift, weights_of_both
 from stability.records.metric_table import DRIFT_METRICS
 
 
@@ -223,3 +223,15 @@ def test_a_model_beyond_the_memory_drifts_alike_with_one_pair_loaded_at_a_time(d
         assert found[name] == (pytest.approx(values, rel=1e-12) if name == "all" else values)
     assert _Loading.most == 2
     assert _Loading.live == 0
+
+
+def test_drift_is_over_the_weights_of_both_where_one_state_has_more():
+    one = {"b": torch.ones(2), "added": torch.full((9,), 7.0), "a": torch.zeros(3)}
+    other = {"a": torch.ones(3), "gone": torch.ones(1), "b": torch.ones(2)}
+    both = weights_of_both(one, other)
+    assert [list(state) for state in both] == [["a", "b"], ["a", "b"]]
+    assert drift(*both) == drift(
+        {"a": torch.zeros(3), "b": torch.ones(2)}, {"a": torch.ones(3), "b": torch.ones(2)}
+    )
+    with pytest.raises(ValueError, match="state_b must hold parameters"):
+        drift(*weights_of_both({"a": torch.ones(1)}, {"b": torch.ones(1)}))

@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from stability.config.schema import INIT_SCHEMES, ModelConfig
+from stability.model.decoder_parts import shared_state
 from stability.model.gpt import GPT
 from stability.model.initial_weights import initialise, nudge_weights
+from stability.model.llama import Llama
 
 CONFIG = ModelConfig(depth=3, width=128, heads=4, context=64)
 
@@ -143,3 +145,20 @@ def test_each_draw_of_each_seed_is_another_coin():
     # two independent coins agree in half of 1,600 weights, give or take 1.25 %: five of these
     for first, second in combinations(coins, 2):
         assert (first == second).double().mean().item() == pytest.approx(0.5, abs=0.0625)
+
+
+@pytest.mark.parametrize("builder", ["gpt2", "llama"])
+@pytest.mark.parametrize("scheme", INIT_SCHEMES)
+def test_norms_of_q_and_k_leave_the_draws_of_all_others_as_they_are(builder, scheme):
+    states = []
+    for qk_norm in (False, True):
+        config = replace(CONFIG, builder=builder, init=scheme, qk_norm=qk_norm)
+        build = GPT if builder == "gpt2" else Llama
+        model = build(config, [F.scaled_dot_product_attention] * 3)
+        initialise(model, seed=3)
+        states.append((model.state_dict(), shared_state(model)))
+    (plain, all_of_it), (normed, shared) = states
+    assert len(normed) == len(plain) + 6
+    assert list(shared) == list(all_of_it) == list(plain)
+    for name, value in plain.items():
+        assert torch.equal(value, shared[name]), name

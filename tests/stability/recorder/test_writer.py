@@ -17,10 +17,11 @@ from stability.records.metric_names import (
     TRAIN_LOSS,
     WEIGHT_HISTOGRAM,
     drift_name,
+    parse_drift,
 )
 from stability.records.paths import snapshot_steps
 from stability.records.record_hash import record_hash
-from stability.records.run_files import RunFiles, damage
+from stability.records.run_files import RunFiles, damage, read_run_snapshot
 from stability.records.run_lease import LeaseLostError
 
 
@@ -182,3 +183,18 @@ def test_how_a_run_stopped_is_said_with_what_its_log_tells_of(opened, monkeypatc
     monkeypatch.setattr(RunFiles, "update", lost)
     stopped(files, "interrupted")  # what stopped it is told, not what that has led to
     assert files.manifest.state == "failed"
+
+
+def test_a_change_of_a_models_weights_drifts_over_those_that_both_have(opened):
+    own, baseline = opened("baseline")
+    baseline.state(0, {**_state(), "gone": torch.ones(5)})
+    own.update()
+    pair = Baseline(paths=own.paths, steps=[0], has_other_weights=True)
+    files, writer = opened("candidate", baseline=pair)
+    writer.state(0, {"added": torch.ones(2), **_state(0.5)})
+    found = read_metrics(files.paths.metrics)
+    expected = drift(_state(0.5), _state())
+    assert found[drift_name("all", "rel_l2")].values == [expected["all"]["rel_l2"]]
+    parameters = {parts.parameter for name in found if (parts := parse_drift(name))}
+    assert parameters == set(expected)
+    assert "added" in read_run_snapshot(files.paths, 0)

@@ -177,6 +177,7 @@ def test_a_fork_may_stop_early_at_the_same_learning_rates(parent):
         (4, {"model": {"init": "xavier"}}, 0, "model.init must not change, it only decides how"),
         (4, {"nudge": {"ulps": 1}}, 0, "nudge must not change"),
         (4, {"model": {"init_std": 0.1}}, 0, "model.init_std must not change, it only decides"),
+        (4, {"model": {"qk_norm": True}}, 0, "qk_norm must not change, the checkpoint has the"),
         (4, {"optimizer": {"name": "sgd"}}, 0, "optimizer.name must not change, its state would"),
         (4, {"train": {"steps": 30}}, 0, "train.steps must be 10 as in the baseline, is 30"),
         (4, {"attention": {"implementation": "flesh"}}, 0, "got 'flesh'; nearest: flash"),

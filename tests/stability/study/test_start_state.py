@@ -214,3 +214,17 @@ def test_an_init_scheme_would_change_nothing_and_is_refused(write_study, parent)
     edit = _late(parent.snapshot(4), x={"model": {"init": "xavier"}})
     with pytest.raises(ConfigError, match=r"arms.x.model.init: would change nothing, since"):
         load_study(write_study(edit))
+
+
+@pytest.mark.parametrize("of_base", [False, True])
+def test_an_arm_of_other_weights_can_not_begin_from_the_state_of_one_model(
+    write_study, parent, of_base
+):
+    edit = _late(parent.snapshot(4), x={"model": {"qk_norm": not of_base}})
+
+    def edit_base(content):
+        edit(content)
+        content["base"]["model"]["qk_norm"] = of_base
+
+    with pytest.raises(ConfigError, match=r"arms.x.model.qk_norm: must be as in the base where"):
+        load_study(write_study(edit_base))
