@@ -20,14 +20,14 @@ from stability.analysis.study_records import (
     RunState,
     find_arm,
 )
-from stability.config.axes import groups_of
+from stability.config.axes import Group, groups_of
 from stability.config.schema import BASELINE
 from stability.records.events import Event
 from stability.records.metric_names import ALL_WEIGHTS, deviation_name, parse_deviation, parse_drift
 from stability.records.metric_table import DRIFT_METRICS, LAYER_METRICS
 from stability.records.sealed_json import jsonable
 
-__all__ = ["ArmSummary", "BySteps", "SeedSummary", "summarise_arm"]
+__all__ = ["ArmSummary", "BySteps", "SeedSummary", "groups_of_arm", "summarise_arm"]
 
 BySteps = Mapping[int, SeedValues]
 
@@ -55,6 +55,8 @@ class ArmSummary:
     """How many the study planned."""
     diff: Mapping[str, list[Any]]
     """Dotted config path -> [baseline's value, this arm's value]."""
+    groups: list[Group]
+    """What its change is about."""
     seeds: tuple[SeedSummary, ...]
     notes: tuple[str, ...]
     """Which of its drifts are left out, and which prove nothing."""
@@ -77,7 +79,7 @@ class ArmSummary:
         return {
             "arm": row.arm,
             "axis": row.axis,
-            "groups": groups_of(self.diff),
+            "groups": self.groups,
             "change": row.change,
             "state": row.state,
             "sentence": self.sentence,
@@ -113,6 +115,7 @@ def summarise_arm(study: RecordedStudy, ladder: Ladder, name: str) -> ArmSummary
         sentence=sentence(ladder, name),
         steps=arm.until,
         diff=arm.diff,
+        groups=groups_of_arm(study, arm),
         seeds=tuple(_seed(run) for run in arm.runs.values()),
         notes=drift_notes(study, [arm]),
         drifts=drifts,
@@ -120,6 +123,18 @@ def summarise_arm(study: RecordedStudy, ladder: Ladder, name: str) -> ArmSummary
         parameters=_parameters(arm, last),
         layers=_layers(arm),
     )
+
+
+def groups_of_arm(study: RecordedStudy, arm: RecordedArm) -> list[Group]:
+    """Return what an arm's change is about, another number of processes included."""
+    baseline = study.arm(BASELINE)
+    theirs = baseline.runs if baseline else {}
+    is_other = any(
+        run.manifest and other.manifest and run.manifest.ranks != other.manifest.ranks
+        for seed, run in arm.runs.items()
+        if (other := theirs.get(seed))
+    )
+    return groups_of(arm.diff, is_other_layout=is_other)
 
 
 def _seed(run: RecordedRun) -> SeedSummary:

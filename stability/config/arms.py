@@ -12,6 +12,7 @@ from stability.config.axes import MANY
 from stability.config.commands import PLACE, is_command
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
+from stability.config.launchers import layout_change
 from stability.config.precision import precision_change, with_precision_text
 from stability.config.roles import (
     as_reference,
@@ -218,6 +219,15 @@ _OF_COMMANDS = {
 """How a difference between two commands is told, by what its path begins with."""
 
 
+_OF_VALUES = {
+    "model.init": "initialisation: {1} -> {2}",
+    "nudge.draw": "another coin (draw {2})",
+    "nudge.ulps": "initial weights moved by {2} ULP",
+    "optimizer.eps": "epsilon of Adam: {1:g} -> {2:g}",
+}
+"""How a difference of one value is told, where its path and both values would not do."""
+
+
 def _given(value: Any) -> str:
     """Return a flag's or a variable's value as it was typed."""
     return "not given" if value in (None, "") else "given" if value is True else str(value)
@@ -230,20 +240,14 @@ def _describe(path: str, before: Any, after: Any) -> str:
         words = "argument {0}: {1} -> {2}" if is_place else _OF_COMMANDS[kind]
         name = name[len(PLACE) :] if is_place else name
         return _OF_COMMANDS.get(path, words).format(name, _given(before), _given(after))
-    if path == "nudge.ulps":
-        return f"initial weights moved by {after} ULP"
-    if path == "nudge.draw":
-        return f"another coin (draw {after})"
+    if path == "program" and (words := layout_change(str(before), str(after))):
+        return "layout: {} -> {}".format(*(each or "one process" for each in words))
     if path == "precision":
         return precision_change(before, after)
     if path == "seed.init_offset":
         return f"other initial weights (seed {after - before:+d})"
     if path == "seed.order_offset":
         return f"other batch order (seed {after - before:+d})"
-    if path == "optimizer.eps":
-        return f"epsilon of Adam: {before:g} -> {after:g}"
-    if path == "model.init":
-        return f"initialisation: {before} -> {after}"
     if path == "train.compile":
         return f"torch.compile: {before or 'none'} -> {after or 'none'}"
-    return f"{path}: {before} -> {after}"
+    return _OF_VALUES.get(path, "{0}: {1} -> {2}").format(path, before, after)

@@ -10,6 +10,7 @@ on a path. Leaves out whether a difference is allowed (`analysis.pair_contract`)
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from stability.config.launchers import layout_change
 from stability.config.schema import BASELINE
 
 __all__ = [
@@ -38,6 +39,7 @@ Group = Literal[
     "init",
     "model",
     "compile",
+    "layout",
     "code",
     "flags",
     "environment",
@@ -147,9 +149,23 @@ def axes_of(paths: Iterable[str], change: str = "") -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def groups_of(paths: Iterable[str]) -> list[Group]:
-    """Return the groups that `paths` lie in, each once, in the order of `Group`."""
-    found = {_GROUPS[key] for path in paths if (key := _holding(path, _GROUPS))}
+def groups_of(
+    paths: Iterable[str] | Mapping[str, Sequence[Any]], *, is_other_layout: bool = False
+) -> list[Group]:
+    """Return the groups that changed `paths` lie in, each once, in the order of `Group`.
+
+    By path -> (before, after) a program that is started in other processes is told from another
+    program; `is_other_layout` where the runs themselves say that they were.
+    """
+    values = paths.get("program") if isinstance(paths, Mapping) else None
+    is_launch = bool(values and layout_change(*map(str, values)))
+    found: set[Group] = {
+        "layout" if is_launch and path == "program" else _GROUPS[key]
+        for path in paths
+        if (key := _holding(path, _GROUPS))
+    }
+    if is_other_layout:
+        found.add("layout")
     return [group for group in get_args(Group) if group in found]
 
 

@@ -91,6 +91,12 @@ class Manifest:
     """What its arm was there for when the run began; empty in forks, and in manifests of before
     it was kept."""
 
+    @property
+    def ranks(self) -> int:
+        """How many processes trained, as far as that is on record."""
+        found = self.resolved.get("ranks")
+        return found if isinstance(found, int) else 1
+
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write `manifest`, whole or not at all, with its checksum."""

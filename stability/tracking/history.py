@@ -179,21 +179,23 @@ def open_wandb_run(
     arm: str,
     seed: int,
     axis: str,
-    changes: Iterable[str],
+    changes: Iterable[str] | Mapping[str, Sequence[Any]],
     config: Mapping[str, Any],
     paths: RunPaths,
+    is_other_layout: bool = False,
 ) -> WandbRun | None:
     """Start or resume the W&B run of one arm and seed, grouped by study; None if disabled.
 
     `config` is the arm's resolved config as JSON values; its group `seed` is called `seeds` in W&B,
-    where `seed` is the number. `changes` are the paths that differ from the baseline's: their
-    groups are tags, and `changed_group` in the config. Raises ConnectionError if W&B refuses.
+    where `seed` is the number. `changes` are the paths that differ from the baseline's, with
+    both values: their groups are tags, and `changed_group` in the config; `is_other_layout` where
+    the two trained in other numbers of processes. Raises ConnectionError if W&B refuses.
     """
     if mode == "disabled":
         return None
     import wandb  # heavy
 
-    groups = groups_of(changes)
+    groups = groups_of(changes, is_other_layout=is_other_layout)
     try:
         run, rows_there = start_run(
             mode,

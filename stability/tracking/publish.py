@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stability.config.schema import BASELINE
 from stability.records.atomic_files import write_text
 from stability.records.manifest import Manifest
 from stability.records.paths import RunPaths, StudyPaths, snapshot_steps
@@ -81,8 +82,16 @@ def publish(content: StudyContent, mode: WandbMode) -> str:
 
     ladder = json.loads(content.ladder)
     try:
+        of_baseline = {
+            run.manifest.seed: run.manifest.ranks
+            for run in content.ended
+            if run.manifest.arm == BASELINE
+        }
         for run in content.ended:
-            _publish_run(mode, run, row_summary(ladder, run.manifest.arm, run.manifest.seed))
+            manifest = run.manifest
+            ranks = of_baseline.get(manifest.seed, manifest.ranks)
+            summary = row_summary(ladder, manifest.arm, manifest.seed)
+            _publish_run(mode, run, summary, is_other_layout=manifest.ranks != ranks)
         _publish_study(mode, content)
     except (wandb.Error, OSError, ValueError) as error:
         said = " ".join(str(error).split())
@@ -90,7 +99,9 @@ def publish(content: StudyContent, mode: WandbMode) -> str:
     return ""
 
 
-def _publish_run(mode: WandbMode, ended: EndedRun, summary: Mapping[str, Any]) -> None:
+def _publish_run(
+    mode: WandbMode, ended: EndedRun, summary: Mapping[str, Any], *, is_other_layout: bool
+) -> None:
     """Send the history that W&B lacks, set the summary, and online send the snapshots."""
     paths, manifest = ended.paths, ended.manifest
 
@@ -104,6 +115,7 @@ def _publish_run(mode: WandbMode, ended: EndedRun, summary: Mapping[str, Any]) -
             changes=manifest.diff,
             config=manifest.config,
             paths=paths,
+            is_other_layout=is_other_layout,
         )
         if shown is None:
             return

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from stability.analysis.arm_summary import groups_of_arm
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.number_text import MISSING, finely, nats
 from stability.analysis.pair_contract import HASHES
@@ -15,7 +16,6 @@ from stability.analysis.pair_proof import ProofLine
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_hashes import compare_hashes, environments_of
 from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.config.axes import groups_of
 from stability.config.schema import BASELINE
 from stability.report.view.error_bars import written_bar
 from stability.report.view.ladder import Number, has_held_out, is_candidate, numbers
@@ -118,7 +118,7 @@ def changes(study: RecordedStudy) -> list[Change]:
             for path, (before, after) in arm.diff.items()
         ]
         rows = differing or [("nothing differs", "", "")]
-        group = " + ".join(groups_of(arm.diff)) or MISSING
+        group = " + ".join(groups_of_arm(study, arm)) or MISSING
         found += [Change(arm.name, group, arm.axis, *row) for row in rows]
     return found
 

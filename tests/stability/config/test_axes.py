@@ -1,10 +1,13 @@
 """Which path a change is called by, which group it belongs to, and what no arm may change."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stability.config.axes import (
+    Group,
     axes_of,
     change_problem,
     fixed_problem,
@@ -51,6 +54,46 @@ def test_a_path_that_merely_begins_like_an_axis_lies_elsewhere():
 def test_each_value_of_a_config_has_one_group_or_a_reason(path):
     assert (len(groups_of([path])) == 1) == (why_fixed(path) == "")
     assert why_fixed(path) != why_fixed("of.nowhere")
+
+
+GROUPS = {
+    "attention": [
+        *("attention.implementation", "attention.profile", "attention.numerics.block_k"),
+        *("attention.engine", "attention.layers", "attention.direction", "attention.fault"),
+    ],
+    "precision": ["precision", "train.matmul_precision"],
+    "optimizer": [
+        *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.weight_decay"),
+        *("optimizer.state", "optimizer.options.beta", "optimizer.momentum", "optimizer.eps"),
+        *("train.grad_clip", "train.trainer.gradient_clip_algorithm"),
+    ],
+    "schedule": ["optimizer.warmup_steps"],
+    "data": ["seed.order_offset"],
+    "batch": ["train.batch_size", "train.trainer.accumulate_grad_batches"],
+    "init": [
+        *("model.init", "model.init_std", "seed.init_offset", "nudge.ulps", "nudge.draw", "start"),
+    ],
+    "model": ["model.dropout", "model.heads", "model.qk_norm", "model.options.rope_theta"],
+    "compile": ["train.compile", "train.compile_options.mode"],
+    "layout": [],  # told by values: `test_launchers`
+    "code": ["program", "ref", "setup"],
+    "flags": ["flags.lr", "flags", "config.lr"],
+    "environment": ["env.OMP_NUM_THREADS", "python", "deterministic", "train.deterministic"],
+}
+"""Each group, and which paths of ours and of commands belong to it."""
+
+
+@pytest.mark.parametrize("group", get_args(Group))
+def test_each_group_has_its_paths(group):
+    assert all(groups_of([path]) == [group] for path in GROUPS[group])
+    assert all(why_fixed(path) == "" for path in GROUPS[group])
+
+
+def test_every_free_value_of_a_config_is_in_the_table_of_groups():
+    listed = [path for paths in GROUPS.values() for path in paths]
+    free = [path for path in PATHS if not why_fixed(path)]
+    missing = [path for path in free if not touches(listed, (path,)) and path not in listed]
+    assert missing == []
 
 
 def test_the_longest_path_decides_the_group():
