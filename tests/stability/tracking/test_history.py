@@ -155,6 +155,13 @@ def test_a_study_and_an_arm_may_have_the_longest_names_and_any_config(tmp_path):
     shown.close()
 
 
+def test_another_layout_is_a_tag_beside_what_else_changed(tmp_path):
+    shown = open_wandb_run("offline", paths=RunPaths(tmp_path), is_other_layout=True, **RUN)
+    assert shown.run.config["changed_group"] == "attention + layout"
+    assert {"attention", "layout"} <= set(shown.run.tags)
+    shown.close()
+
+
 def test_disabled_makes_nothing(tmp_path):
     assert open_wandb_run("disabled", paths=RunPaths(tmp_path), **RUN) is None
     assert list(tmp_path.iterdir()) == []

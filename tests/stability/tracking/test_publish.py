@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import wandb
 
 from stability.analysis.study_records import read_study
 from stability.cli.workspace import publish_study
+from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths, StudyPaths
 from stability.report.page.html import write_page
@@ -274,3 +276,23 @@ def test_a_kill_while_it_publishes_harms_no_record_and_the_next_call_sends_all(
         numbered = [line for _, line in read_lines(paths.metrics) if numbers_of(line)]
         assert len(read_rows(offline_log(paths.wandb_dir))) == len(numbered)
     assert offline_log(StudyPaths(folder).wandb_dir).is_file()
+
+
+def test_a_run_in_other_processes_than_its_baseline_is_tagged_layout(
+    synthetic, tmp_path, monkeypatch
+):
+    folder = synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0])
+    path = RunPaths.for_run(folder, "nudge", 0).manifest
+    manifest = read_manifest(path)
+    write_manifest(path, replace(manifest, resolved={**manifest.resolved, "ranks": 2}))
+    write_page(read_study(folder), folder)
+    shown = {}
+
+    def open_run(mode, *, arm, is_other_layout, **given):
+        shown[arm] = is_other_layout
+
+    monkeypatch.setattr(publish, "open_wandb_run", open_run)
+    monkeypatch.setattr(publish, "_publish_study", lambda *_: None)
+    assert publish_study(read_study(folder), folder, "offline") == ""
+    assert [arm for arm, is_other in shown.items() if is_other] == ["nudge"]
+    assert "baseline" in shown

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -21,6 +22,7 @@ from stability.records.metric_names import EVAL_LOSS, TRAIN_LOSS, deviation_name
 from stability.records.paths import RunPaths
 from stability.report.terminal.arm import print_arm, print_growth
 
+GROWN = ["init", "layout"]
 LONG = "blocks." + "x" * 290 + ".weight"
 
 
@@ -215,3 +217,16 @@ def test_a_seed_s_held_out_loss_stands_beside_its_final_one(synthetic, tmp_path)
     assert "seed step final loss held-out loss state" in said
     assert f"0 200 of 200 {losses[0]:.3f} {MISSING} finished" in said
     assert f"1 200 of 200 {losses[1]:.3f} 1.23456 finished" in said
+
+
+def test_an_arm_that_trained_in_other_processes_has_another_layout(synthetic, tmp_path):
+    folder = synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0])
+    arms = ("baseline", "nudge")
+    assert viewed(folder, "nudge").to_dict()["groups"] == ["init"]
+    for arm in arms:  # a baseline of two ranks as well is no other layout
+        path = RunPaths.for_run(folder, arm, 0).manifest
+        assert viewed(folder, "nudge").groups == (["init"] if arm == arms[0] else GROWN)
+        manifest = read_manifest(path)
+        write_manifest(path, replace(manifest, resolved={**manifest.resolved, "ranks": 2}))
+    assert viewed(folder, "nudge").groups == ["init"]
+    assert viewed(folder, "baseline").groups == []
