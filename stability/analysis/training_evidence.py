@@ -28,6 +28,7 @@ from stability.analysis.study_distances import (
 )
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.window import Window
+from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.commands import is_command
 from stability.config.schema import BASELINE
 from stability.config.study import PolicyConfig
@@ -180,6 +181,11 @@ def _why_no_excess(question: _Question, seed: int) -> tuple[str, str]:
             if recorded is not None and recorded.until < step:
                 return f"{name} ends at step {recorded.until}, before step {step}", "move its until"
             run = recorded.runs[seed] if recorded else None
+            is_other = recorded is not None and touches(recorded.diff, CHANGES_WEIGHTS)
+            if run and run.state == "finished" and is_other:
+                return f"{name} lacks weights that the {BASELINE} has", (
+                    "make the model with fewer weights the base"
+                )
             said = f": {run.message}" if run and run.message else ""
             return (
                 f"{name} has no weights on record at step {step} with seed {seed} "

@@ -2,13 +2,14 @@
 
 Every snapshot is read once for each step, slice by slice, so that memory holds some values of each
 arm and never a whole model. Two files with one checksum are the same bits: they are read once, and
-are 0 apart even where they hold NaN. What is on record already is measured again only where an arm
+are 0 apart even where they hold NaN. Of an arm whose change adds weights those that the baseline
+has too are read. What is on record already is measured again only where an arm
 is new or a file is another one. Leaves out the arithmetic (`metrics.pairwise`), the file
 (`records.distances`) and what a distance means (`analysis`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.metrics.pairwise import pairwise_l2
 from stability.records.distances import (
     DistanceMatrix,
@@ -85,7 +87,8 @@ def _update(
                 note(arm, f"{file(paths, step)}: {wrong}")
             else:
                 whole[arm] = file(paths, step)
-        kept = _alike(whole, note)
+        larger = {arm for arm in whole if touches(runs[arm][1].diff, CHANGES_WEIGHTS)}
+        kept = _alike(whole, larger, note)
         if len(kept) > 1:
             found[step] = _measure(kept, {arm: parents[arm] for arm in kept}, root_mean=root_mean)
     return found
@@ -105,15 +108,20 @@ def _parents(
     return {step: by_step[step] for step in sorted(by_step) if len(by_step[step]) > 1}
 
 
-def _alike(files: Mapping[str, Path], note: Callable[[str, str], None]) -> dict[str, Path]:
-    """Return the files that hold the tensors that the first one holds."""
+def _alike(
+    files: Mapping[str, Path], larger: Collection[str], note: Callable[[str, str], None]
+) -> dict[str, Path]:
+    """Return the files that hold the tensors that the first one holds; the `larger` arms' may more.
+
+    The first is none of these, if there is another.
+    """
     kept: dict[str, Path] = {}
     expected: dict[str, list[int]] = {}
-    for arm, path in files.items():
+    for arm, path in sorted(files.items(), key=lambda item: item[0] in larger):
         with safetensors.safe_open(check_plain(path), "pt") as opened:
             shapes = _shapes(opened)
         expected = expected or shapes
-        if shapes == expected:
+        if shapes == expected or (arm in larger and expected.items() <= shapes.items()):
             kept[arm] = path
         else:
             note(arm, f"{path}: holds other tensors than {next(iter(kept))}; no distance to it")

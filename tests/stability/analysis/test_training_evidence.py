@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -209,6 +210,18 @@ def test_weights_trained_anew_are_not_judged_by_the_old_distances(tmp_path):
     found = _of(read_study(tmp_path))
     assert found.state == "not measured"
     assert "candidate has no weights on record at step 20 with seed 2" in found.sentence
+
+
+def test_a_candidate_that_lacks_weights_of_the_baseline_has_no_distances(tmp_path):
+    write_study(tmp_path, parts(candidate=candidate()))
+    write_run(tmp_path, "candidate", candidate(3.0), seed=2)  # so that no distance is on record
+    study = read_study(tmp_path)
+    change = {"model.qk_norm": [True, False]}
+    arms = [replace(arm, diff=change) if arm.name == "candidate" else arm for arm in study.arms]
+    found = _of(replace(study, arms=tuple(arms)))
+    assert found.state == "not measured"
+    assert "candidate lacks weights that the baseline has" in found.sentence
+    assert found.decides == "make the model with fewer weights the base"
 
 
 def test_a_damaged_record_of_distances_is_named(tmp_path):

@@ -189,3 +189,20 @@ def test_a_study_measures_every_seed(trained):
 
 def _series(series):
     return series.steps, series.values
+
+
+def test_an_arm_whose_change_adds_weights_is_as_far_as_the_others_are(study):
+    folder, runs = study
+    before = update_distances(folder, 0, runs, Notes()).weights[1]
+    _write(runs["candidate"], 1, {"added": torch.ones(9), **_state(0.3)})
+    notes = Notes()
+    assert update_distances(folder, 0, runs, notes).weights[1].arms == ("baseline", "rerun")
+    assert "holds other tensors than baseline" in notes[0][1], "such a change was not declared"
+    files = RunFiles(runs["candidate"], read_manifest(runs["candidate"].manifest))
+    files.update(diff={"model.qk_norm": [False, True]})
+    found = update_distances(folder, 0, dict(reversed(runs.items())), Notes()).weights[1]
+    assert set(found.arms) == set(ARMS)
+    for pair in (("candidate", "baseline"), ("candidate", "rerun"), ("baseline", "rerun")):
+        assert found.between(*pair) == before.between(*pair)
+    _write(runs["candidate"], 1, {"wide.weight": torch.zeros(50, 40)})
+    assert update_distances(folder, 0, runs, Notes()).weights[1].arms == ("baseline", "rerun")
