@@ -22,6 +22,7 @@ __all__ = [
     "EMULATED",
     "NATIVE",
     "OF_MODULES",
+    "OPERANDS",
     "Precision",
     "emulated_format",
     "parse_precision",
@@ -38,6 +39,19 @@ matmuls are rounded to any format that FP32 holds, and multiplied in FP32, so th
 run is affordable where no hardware has it (`model.precision`)."""
 OF_MODULES = ("fp32", "bf16", "fp16")
 """What single modules may compute in besides emulated formats: FP32 takes them out of autocast."""
+
+OPERANDS = {
+    "64-true": "float64",
+    "32-true": "float32",
+    "bf16-mixed": "bfloat16",
+    "bf16-true": "bfloat16",
+    "16-mixed": "float16",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
+"""What linear layers multiply in each native precision, of all modules or of single ones: torch's
+names of dtypes. `records.witness` has a table of its own, by which a run is judged."""
 
 _DEFAULT = "default"
 _SEPARATOR, _EQUALS = ", ", "="

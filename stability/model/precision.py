@@ -32,17 +32,18 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attention_kernels import Format, round_to
-from stability.config.precision import emulated_format, parse_precision
+from stability.config.precision import OPERANDS, emulated_format, parse_precision
 
-__all__ = ["EmulatedLinear", "EmulatedPrecision", "autocast_dtype", "precision_plugins"]
+__all__ = [
+    "EmulatedLinear",
+    "EmulatedPrecision",
+    "autocast_dtype",
+    "operand_dtype",
+    "precision_plugins",
+]
 
-_AUTOCAST = {
-    "bf16-mixed": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "16-mixed": torch.float16,
-    "fp16": torch.float16,
-}
-"""What autocast lowers products to, by precision; nothing in any other one."""
+_LOWERED = ("bf16-mixed", "bf16", "16-mixed", "fp16")
+"""The precisions in which autocast lowers products."""
 
 _OTHER_PRODUCTS = frozenset(
     (
@@ -55,7 +56,12 @@ _OTHER_PRODUCTS = frozenset(
 
 def autocast_dtype(precision: str) -> torch.dtype:
     """Return what autocast lowers products to in a mixed precision; FP32 where it is off."""
-    return _AUTOCAST.get(precision, torch.float32)
+    return operand_dtype(precision) if precision in _LOWERED else torch.float32
+
+
+def operand_dtype(precision: str) -> torch.dtype:
+    """Return what linear layers multiply in a native precision."""
+    return getattr(torch, OPERANDS[precision])
 
 
 class _Entered(local):

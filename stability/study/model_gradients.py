@@ -22,7 +22,7 @@ from stability.intercept.replacement import Replacement
 from stability.model.decoder import attentions_of, build_decoder
 from stability.model.lightning_module import next_token_loss
 from stability.model.module_precision import attention_in_default, in_module_precision
-from stability.model.precision import EmulatedLinear
+from stability.model.precision import EmulatedLinear, operand_dtype
 from stability.probe.attention_registry import resolve_attention
 from stability.probe.double_precision import computing_in_double
 from stability.probe.gradient_evidence import (
@@ -36,21 +36,13 @@ from stability.probe.isolation import isolated
 
 __all__ = ["ModelGradients", "attention_rounding", "attentions_of_arm", "gradients_of_arm"]
 
-_ROUNDINGS = {
-    "64-true": torch.float64,
-    "32-true": torch.float32,
-    "bf16-mixed": torch.bfloat16,
-    "bf16-true": torch.bfloat16,
-    "16-mixed": torch.float16,
-}
-
 
 def attention_rounding(precision: str) -> torch.dtype | Format:
     """Return what q, k and v are rounded to where they reach the attention of a run.
 
     By the default's precision, whatever single modules compute in.
     """
-    return emulated_format(precision) or _ROUNDINGS[parse_precision(precision).default]
+    return emulated_format(precision) or operand_dtype(parse_precision(precision).default)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +182,7 @@ def _drop_weights(model: nn.Module) -> None:
 
 def _weights_dtype(precision: str) -> torch.dtype:
     if precision.endswith("-true"):  # which no module's own follows
-        return _ROUNDINGS[precision]
+        return operand_dtype(precision)
     return torch.float32
 
 
@@ -201,5 +193,5 @@ def _rest(precision: str, device: torch.device) -> AbstractContextManager[Any]:
         return EmulatedLinear(format)
     default = parse_precision(precision).default
     if default.endswith("-mixed"):
-        return torch.autocast(device.type, dtype=_ROUNDINGS[default])
+        return torch.autocast(device.type, dtype=operand_dtype(default))
     return nullcontext()

@@ -6,7 +6,14 @@ from stability.config.arms import describe_change, expand
 from stability.config.axes import groups_of
 from stability.config.convert import ConfigError
 from stability.config.load import load_study
-from stability.config.precision import parse_precision, precision_text
+from stability.config.precision import (
+    NATIVE,
+    OF_MODULES,
+    OPERANDS,
+    parse_precision,
+    precision_text,
+)
+from stability.records import witness
 
 MIXED = {"default": "bf16-mixed", "*.mlp_*": "emulated:e4m3", "blocks.layer_0": "fp32"}
 TEXT = "bf16-mixed, *.mlp_*=emulated:e4m3, blocks.layer_0=fp32"
@@ -156,3 +163,9 @@ def test_a_ladder_names_the_modules_that_changed(before, after, said):
     base = {"attention": {}, "precision": before}
     difference = {"precision": [before, after]}
     assert describe_change("arm", "precision", difference, base) == said
+
+
+def test_what_a_run_multiplies_and_what_its_witness_is_held_to_are_one_table():
+    # two tables: the room of records may not read the config's, nor the other way round
+    assert witness._OPERANDS == OPERANDS
+    assert set(OPERANDS) == {*NATIVE, *OF_MODULES}
