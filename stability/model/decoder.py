@@ -169,18 +169,16 @@ def _try_out(
 ) -> None:
     """ValueError unless `model` is a causal decoder that attends once a layer by its `slots`."""
     name, count = config.builder, min(_TRIED_TOKENS, config.context)
-    tokens = torch.arange(count)[None] % config.vocab_size
-    calls = [0] * len(slots)
+    tokens, calls = torch.arange(count)[None] % config.vocab_size, [0] * len(slots)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _standing_in(slots, calls, name):
         model.eval()
         try:
             logits = model(tokens)
             _check_logits(logits, (1, count, config.vocab_size), name)
-            first = list(calls)
-            other = tokens.clone()
-            other[0, -1] = (other[0, -1] + 1) % config.vocab_size
-            changed = model(other)
-            trained = _calls_in_training(model, tokens, calls) if name != HUGGINGFACE else first
+            evaluated = list(calls)
+            _check_causal(model, tokens, logits, config)
+            is_asked = name != HUGGINGFACE
+            trained = _calls_in_training(model, tokens, calls) if is_asked else evaluated
         except ValueError:
             raise
         except Exception as error:  # a user's model may raise anything
@@ -190,19 +188,29 @@ def _try_out(
             ) from error
         finally:
             model.train()
-    if not torch.allclose(logits[:, :-1], changed[:, :-1], rtol=1e-4, atol=1e-6):
+    if not (may_ignore_attention and not any(evaluated)):
+        _check_calls(evaluated, trained, name)
+
+
+def _check_causal(model: nn.Module, tokens: Tensor, logits: Tensor, config: ModelConfig) -> None:
+    """ValueError if another last token moves the `logits` of those before it."""
+    other = tokens.clone()
+    other[0, -1] = (other[0, -1] + 1) % config.vocab_size
+    if not torch.allclose(logits[:, :-1], model(other)[:, :-1], rtol=1e-4, atol=1e-6):
         raise ValueError(
-            f"model: {name} must look at no later token: the logits of earlier ones change with "
-            "the last"
+            f"model: {config.builder} must look at no later token: the logits of earlier ones "
+            "change with the last"
         )
-    if may_ignore_attention and not any(first):
-        return
-    if not any(first):
+
+
+def _check_calls(evaluated: Sequence[int], trained: Sequence[int], name: str) -> None:
+    """ValueError unless each layer has attended once, in evaluation and in training mode."""
+    if not any(evaluated):
         raise ValueError(
             f"model: {name} made no attention call in a forward pass of one block: the arm's "
             "attention would change nothing"
         )
-    for mode, counts in (("", first), (" in training mode", trained)):
+    for mode, counts in (("", evaluated), (" in training mode", trained)):
         layer = next((i for i, number in enumerate(counts) if number != 1), None)
         if layer is not None:
             raise ValueError(

@@ -187,6 +187,29 @@ def assemble(config: ArmConfig) -> Parts:
             model.forward = _in_double(model)
     nudge_weights(model, config.nudge.ulps, config.seed.base, config.nudge.draw)
     with_module_precision(model, precision, device)
+    callbacks = _instruments(config, device, model, probe, modules)
+    if config.train.compile:
+        # not the module itself: hooks on it stay outside of the graph
+        model.forward = _compiled(model.forward, config.train)
+    return Parts(
+        model=model,
+        module=_trained(model, config, start),
+        attention=primary,
+        init_hash=init_hash,
+        shared_hash=shared_hash,
+        start_hash=start.checksum if start else "",
+        callbacks=callbacks,
+    )
+
+
+def _instruments(
+    config: ArmConfig,
+    device: torch.device,
+    model: nn.Module,
+    probe: AttentionProbe | None,
+    modules: dict[str, nn.Module],
+) -> list[Callback]:
+    """Return the callbacks that look at a run; `modules` get those that the probe looks inside."""
     callbacks: list[Callback] = []
     if probe is not None:
         modules.update(_query_modules(model, config.model))
@@ -203,18 +226,7 @@ def assemble(config: ArmConfig) -> Parts:
                 sequences=config.probe.gradient_sequences,
             )
         )
-    if config.train.compile:
-        # not the module itself: hooks on it stay outside of the graph
-        model.forward = _compiled(model.forward, config.train)
-    return Parts(
-        model=model,
-        module=_trained(model, config, start),
-        attention=primary,
-        init_hash=init_hash,
-        shared_hash=shared_hash,
-        start_hash=start.checksum if start else "",
-        callbacks=callbacks,
-    )
+    return callbacks
 
 
 def _model(config: ArmConfig, attention: list[Any]) -> tuple[nn.Module, Start | None]:
