@@ -27,7 +27,7 @@ from stability.analysis.batch_inputs import (
 )
 from stability.analysis.environment_contract import is_free_entry, is_known_of_both
 from stability.analysis.launch_contract import launch_lines
-from stability.analysis.pair_proof import PairProof, ProofLine, compared
+from stability.analysis.pair_proof import OTHER_WEIGHTS, PairProof, ProofLine, compared
 from stability.analysis.run_consistency import consistency_line, doubt_lines
 from stability.analysis.witness_contract import (
     Testimony,
@@ -316,14 +316,15 @@ def _lines(
     for field, a, b, is_free in _start_parts(*manifests, differences):
         yield compared(field, a, b, is_free=is_free)
     if tells:
-        yield from _start_weights(runs, manifests, differences)
+        is_free = may_differ("init_weights", differences)
+        yield from start_line(runs, manifests, is_free=is_free, differences=differences)
     if all(is_adopted(manifest.config) for manifest in manifests):
         yield _final_weights(*manifests, differences)
         yield from unknown_lines()
         return
     yield from launch_lines(*manifests, differences)
     yield from _held_out(*manifests)
-    yield from _other_weights(differences)
+    yield from [OTHER_WEIGHTS] if touches(differences, CHANGES_WEIGHTS) else []
     yield from given_start_line(manifests[1])
     # a log that is not the one its manifest lists proves nothing about batches
     yield _batches(*runs, differences) if are_whole else compared("batches", None, None)
@@ -399,27 +400,6 @@ def _start_parts(
     if touches(differences, CHANGES_WEIGHTS):
         one, other = (each.hashes.get("shared_weights") for each in (first, second))
         yield "hashes.shared_weights", one, other, False
-
-
-def _other_weights(differences: Mapping[str, Any]) -> Iterator[ProofLine]:
-    """Say over which weights drift is, where the change adds some or takes some away."""
-    if touches(differences, CHANGES_WEIGHTS):
-        yield ProofLine(
-            field="names of weights",
-            first="some",
-            second="others",
-            sameness="different by design",
-            changes="drift is over the weights that both have, which begin as the same bits",
-        )
-
-
-def _start_weights(
-    runs: tuple[RunPaths, RunPaths],
-    manifests: tuple[Manifest, Manifest],
-    differences: Mapping[str, Any],
-) -> Iterator[ProofLine]:
-    is_free = may_differ("init_weights", differences)
-    return start_line(runs, manifests, is_free=is_free, differences=differences)
 
 
 def _held_out(first: Manifest, second: Manifest) -> Iterator[ProofLine]:

@@ -6,7 +6,7 @@ Leaves out what is compared (`pair_contract`, `witness_contract`).
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["PairProof", "ProofLine", "Sameness", "compared", "sameness_of"]
+__all__ = ["OTHER_WEIGHTS", "PairProof", "ProofLine", "Sameness", "compared", "sameness_of"]
 
 Sameness = Literal["same", "different by design", "different", "unknown"]
 """Two records of one thing; `different` breaks the contract, `unknown` is not on record."""
@@ -33,6 +33,16 @@ class ProofLine:
     def sentence(self) -> str:
         """The line in words."""
         return self.says or f"{self.field} is {self.first} in one, {self.second} in the other"
+
+
+OTHER_WEIGHTS = ProofLine(
+    field="names of weights",
+    first="some",
+    second="others",
+    sameness="different by design",
+    changes="drift is over the weights that both have, which begin as the same bits",
+)
+"""Of two runs of which one has weights that the other has not, by a declared change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
