@@ -1,7 +1,7 @@
 """Loads the recorder into a process that is started with this folder first on PYTHONPATH.
 
 Python imports a module of this name as it starts. Another one of the same name, which this one
-hides, is executed first.
+hides, is executed next, so that it may import torch or fail: Python tells of its error, as ever.
 """
 
 import importlib.util
@@ -42,6 +42,7 @@ def _start():
     importlib.import_module(_PACKAGE + ".start").start()
 
 
-_chain()
-if os.environ.get("STABILITY_SPOOL"):
+# another one may chain in its turn, and so execute this once more
+if os.environ.get("STABILITY_SPOOL") and _PACKAGE not in sys.modules:
     _start()
+_chain()
