@@ -3,8 +3,9 @@
 `sdpa:math` and its like choose PyTorch's backend; `module:function` is the user's own, called as
 `function(q, k, v, *, causal, scale)`; any other name is one of stability's, which then must be
 installed beside the script. A call that the new attention can't take is an error, never passed on
-to the old one: a run would be in part what it says it is not. Hugging Face's models and
-`nn.MultiheadAttention` call the same function.
+to the old one: a run would be in part what it says it is not. `nn.MultiheadAttention`
+calls the same function, and so do Hugging Face's models; those that are told to multiply by
+themselves, as "eager", are led there by transformers' interface.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .older_torch import autocast_dtype, is_compiling, only_backend
 
-__all__ = ["BACKENDS", "ReplacedCalls", "replace_attention"]
+__all__ = ["BACKENDS", "ReplacedCalls", "replace_attention", "replace_eager"]
 
 BACKENDS = {
     "math": "MATH",
@@ -79,6 +80,17 @@ def replace_attention(name: str) -> ReplacedCalls:
 
     functional.scaled_dot_product_attention = replaced
     return calls
+
+
+def replace_eager(modeling: Any) -> None:
+    """Let models of Hugging Face that are told to be "eager" call `scaled_dot_product_attention`.
+
+    `modeling` is the module `transformers.modeling_utils`. Versions without the interface, and
+    models that don't ask it, go on multiplying by themselves, which is then told as 0 calls.
+    """
+    interface = getattr(modeling, "AttentionInterface", None)
+    if interface is not None:
+        interface.register("eager", modeling.sdpa_attention_forward)
 
 
 def _attention(calls: ReplacedCalls, original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -37,7 +37,10 @@ def start() -> None:
     """Seed Python, note what it was given, and wait for torch and numpy to be imported."""
     note_start()
     random.seed(_seed())
-    sys.meta_path.insert(0, _After({"torch": _record, "numpy": _seed_numpy}))
+    after: Dict[str, Callable[[ModuleType], None]] = {"torch": _record, "numpy": _seed_numpy}
+    if os.environ.get("STABILITY_ATTENTION"):
+        after["transformers.modeling_utils"] = _replace_eager
+    sys.meta_path.insert(0, _After(after))
 
 
 def _seed() -> int:
@@ -86,6 +89,12 @@ class _Then(Loader):
 
 def _seed_numpy(numpy: Any) -> None:
     numpy.random.seed(_seed() % 2**32)
+
+
+def _replace_eager(modeling: Any) -> None:
+    from .attention import replace_eager  # needs torch, which transformers has imported
+
+    replace_eager(modeling)
 
 
 def _record(torch: Any) -> None:

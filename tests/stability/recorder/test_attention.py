@@ -62,6 +62,39 @@ def test_under_autocast_it_gets_what_sdpa_would_compute_in(own: Path, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_it_takes_the_place_in_a_model_of_hugging_face(
+    kind: str, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("hugging_face.py", "--attention", kind))
+    assert study.record("baseline") == 0
+    assert study.record("math", options=("--attention", "sdpa:math")) == 0
+    # two layers, two micro-batches in each of six updates, and three evaluations of one batch
+    assert "30 attention calls were replaced by sdpa:math" in capsys.readouterr().out
+    assert study.manifest("math").axis == "attention"
+    assert study.batches("math") == study.batches("baseline")
+    assert 0 < study.drift("math")[6] < 1e-4
+    wrong = study.record("wrong", options=("--attention", "mine:wrong"))
+    said = capsys.readouterr().out
+    if kind == "sdpa":
+        assert (wrong, "30 attention calls were replaced by mine:wrong" in said) == (0, True)
+        assert study.drift("wrong")[6] > 10 * study.drift("math")[6]
+    else:  # an eager model says by a mask that it is causal
+        assert (wrong, "a call has a mask: it takes none" in said) == (1, True)
+
+
+@pytest.mark.slow
+def test_a_model_of_hugging_face_that_asks_no_interface_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = words("hugging_face.py", "--attention", "eager", "--reordered")
+    study = Recording(tmp_path, command)
+    assert study.record("baseline") == 0
+    assert study.record("math", options=("--attention", "sdpa:math")) == 1
+    assert "0 attention calls were replaced: this script does not call" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_it_is_replaced_inside_a_compiled_graph_too(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

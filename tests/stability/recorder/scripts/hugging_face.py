@@ -12,10 +12,21 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 flags = argparse.ArgumentParser()
 flags.add_argument("--seed", type=int, default=0)
 flags.add_argument("--bf16", action="store_true")
+flags.add_argument("--attention", default="sdpa", help="of transformers' names")
+flags.add_argument("--reordered", action="store_true", help="multiply by the model's own code")
 asked = flags.parse_args()
 
 torch.manual_seed(asked.seed)
-config = GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2)
+config = GPT2Config(
+    vocab_size=40,
+    n_positions=12,
+    n_embd=16,
+    n_layer=2,
+    n_head=2,
+    attn_pdrop=0.0,
+    attn_implementation=asked.attention,
+    reorder_and_upcast_attn=asked.reordered,
+)
 model = GPT2LMHeadModel(config)
 tokens = torch.randint(0, 40, (24, 12))
 
