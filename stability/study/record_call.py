@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from stability.config.commands import call_training
 from stability.recorder.inside.environment import own_modules
@@ -30,6 +30,7 @@ from stability.recorder.inside.training import PlannedStop, Training
 from stability.recorder.inside.witness import InsideWitness
 from stability.recorder.launch import Asked
 from stability.records.numeric_switches import all_switches
+from stability.study.call_variables import Told, told_by_variables, variable_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -205,10 +206,11 @@ def record(
     and every other arm is paired with it by the seed. Nothing of the training is changed, unless a
     nudge is asked for.
 
-    A variable of the environment goes before the argument of its name: `STABILITY_STUDY`,
-    `STABILITY_ARM`, `STABILITY_SEED`, `STABILITY_STEPS`, `STABILITY_SNAPSHOTS`, `STABILITY_NUDGE`,
-    `STABILITY_ROLE`, `STABILITY_CHANGE`, `STABILITY_OUT`. Under `stability record` the launcher
-    records, and this does nothing.
+    A variable of the environment goes before the argument of its name, as `STABILITY_ARM` before
+    `arm` and `STABILITY_MAY_CHANGE` before `may_change`: lists as words or numbers between spaces
+    or commas, `STABILITY_CONFIG` as a mapping in JSON, `STABILITY_OPTIONAL` as 1 or 0, and
+    `STABILITY_WATCH` as 1 where the script does not ask for it itself. Under `stability record`
+    the launcher records, and this does nothing.
 
     Args:
         model: the module that trains, wrapped for ranks or compiled as it may be
@@ -234,11 +236,34 @@ def record(
             record, for one that differs from it in more than one change, for a run that is on
             record already; on every rank alike.
     """
-    told = _told_by_variables(
-        _Told(study, arm, seed, steps, tuple(snapshots), tuple(nudge), role, change, str(out))
+    told = told_by_variables(
+        Told(
+            study=study,
+            arm=arm,
+            seed=seed,
+            config=config,
+            change=change,
+            may_change=may_change,
+            role=role,
+            question=question,
+            steps=steps,
+            snapshots=snapshots,
+            nudge=nudge,
+            out=str(out),
+            optional=optional,
+            watch=watch,
+        ),
+        os.environ,
     )
-    if (not told.study and optional) or os.environ.get("STABILITY_SPOOL"):
+    if (not told.study and told.optional) or os.environ.get("STABILITY_SPOOL"):
         return IdleRecorder()
+    # a trainer's loop can't but be watched
+    return _begun(model, optimizer, told._replace(watch=watch or told.watch))
+
+
+def _begun(
+    model: "nn.Module", optimizer: "Optimizer | Iterable[Optimizer]", told: Told
+) -> Recorder:
     from stability.study.foreign import opened  # heavy
 
     stack = ExitStack()
@@ -246,7 +271,7 @@ def record(
     answer = ("", "")
     if _rank() == 0:
         try:
-            run = _planned(told, call_training(config, sys.argv), may_change, question)
+            run = _planned(told)
             record = stack.enter_context(opened(run, os.environ))
             answer = ("", json.dumps([str(record.spool.resolve()), asdict(run.asked)]))
         except ValueError as error:
@@ -256,7 +281,7 @@ def record(
         raise ValueError(failure)
     note_start()
     spool, asked = json.loads(told_by_first)
-    training, looks = _training(Spool(spool, _rank()), Asked(**asked), watch=watch)
+    training, looks = _training(Spool(spool, _rank()), Asked(**asked), watch=told.watch)
     is_one = hasattr(optimizer, "param_groups")
     for each in cast("Iterable[Optimizer]", [optimizer] if is_one else optimizer):
         training.add_optimizer(each)
@@ -265,7 +290,7 @@ def record(
     training.begin_with(
         {**state, **named_masters(x for group in groups for x in group["params"])}, owners
     )
-    if watch:
+    if told.watch:
         stack.callback(install(training))
     if looks:
         looks.begin()
@@ -273,50 +298,11 @@ def record(
     return Recorder(training, record, stack)
 
 
-class _Told(NamedTuple):
-    """What a call is told of its run, in the order and by the names of its variables."""
-
-    study: str
-    arm: str
-    seed: int
-    steps: int
-    snapshots: tuple[int, ...]
-    nudge: tuple[int, ...]
-    role: str
-    change: str
-    out: str
-
-
-def _told_by_variables(told: _Told) -> _Told:
-    """Return what a call is told, a variable of the environment before the argument."""
-    found: dict[str, Any] = {}
-    for name, given in told._asdict().items():
-        text = os.environ.get(f"STABILITY_{name.upper()}")
-        if text is None:
-            continue
-        words = text.replace(",", " ").split()
-        try:
-            found[name] = (
-                text
-                if isinstance(given, str)
-                else int(text)
-                if isinstance(given, int)
-                else tuple(int(word) for word in words)
-            )
-        except ValueError:
-            raise ValueError(
-                f"stability.record: STABILITY_{name.upper()} must be whole numbers, got {text!r}"
-            ) from None
-    return told._replace(**found)
-
-
-def _planned(
-    told: _Told, training: Mapping[str, Any], may_change: Sequence[str], question: str
-) -> "ForeignRun":
+def _planned(told: Told) -> "ForeignRun":
     for name in ("study", "arm"):
         if not getattr(told, name):
             raise ValueError(
-                f"stability.record: {name} must be given, by {name}= or by STABILITY_{name.upper()}"
+                f"stability.record: {name} must be given, by {name}= or by {variable_of(name)}"
             )
     least = {"seed": [told.seed], "steps": [told.steps], "nudge": told.nudge}
     for name, values in least.items():
@@ -332,7 +318,7 @@ def _planned(
         told.study,
         told.arm,
         told.seed,
-        training,
+        call_training(told.config, sys.argv),
         asked=Asked(
             seed=told.seed,
             steps=told.steps,
@@ -341,8 +327,8 @@ def _planned(
         ),
         role=told.role,
         change=told.change,
-        may_change=may_change,
-        question=question,
+        may_change=told.may_change,
+        question=told.question,
     )
     if run.is_kept:
         raise ValueError(

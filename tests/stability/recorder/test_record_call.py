@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_metrics, read_text
 from stability.records.metric_names import BATCH_HASH, EVAL_LOSS, TRAIN_LOSS, drift_name
 from stability.records.paths import RunPaths
+from stability.study.call_variables import Told
 from stability.study.record_call import IdleRecorder, Recorder
 from tests.stability.recorder.recording import Recording, bits_of, words
 
@@ -230,9 +233,70 @@ def test_variables_go_before_arguments(
     monkeypatch.setenv("STABILITY_NUDGE", "1 2")
     train("named by the script")
     assert manifest_of(tmp_path, "nudged").config["nudge"] == {"ulps": 1, "draw": 2}  # pyright: ignore
-    monkeypatch.setenv("STABILITY_STEPS", "many")
-    with pytest.raises(ValueError, match="STABILITY_STEPS must be whole numbers, got 'many'"):
-        train("x")
+
+
+def test_every_argument_has_a_variable(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = signature(stability.record).parameters.keys() - {"model", "optimizer"}
+    assert set(Told._fields) == arguments
+    monkeypatch.setenv("STABILITY_SNAPSHOTS", "2, 3")
+    monkeypatch.setenv("STABILITY_QUESTION", "Does a doubled rate matter?")
+    train(out=tmp_path / "elsewhere")
+    monkeypatch.setenv("STABILITY_OUT", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("STABILITY_CONFIG", '{"lr": 0.2, "data": 2}')
+    monkeypatch.setenv("STABILITY_CHANGE", "config")
+    monkeypatch.setenv("STABILITY_MAY_CHANGE", "batches, init")
+    train("other", data_seed=1)
+    run = RunPaths.for_run(tmp_path / "elsewhere" / "mine", "other", 0)
+    manifest = read_manifest(run.manifest)
+    assert manifest.diff["config.lr"] == [0.1, 0.2]
+    assert manifest.resolved["question"] == "Does a doubled rate matter?"
+    assert manifest.state == "finished"
+    assert sorted(read_metrics(run.metrics)[drift_name("all", "rel_l2")].steps) == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_a_variable_says_whether_a_loop_is_watched(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STABILITY_WATCH", asked)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told: Any = {"study": "mine", "arm": "baseline", "out": tmp_path, "config": {}}
+    with stability.record(model, optimizer, **told) as recorder:
+        for x in torch.ones(4, 2, 3):
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert bool(recorder.failure) == (asked == "0"), "nothing was told of"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("STEPS", "many", "a whole number"),
+        ("SNAPSHOTS", "1 two", "whole numbers"),
+        ("CONFIG", "lr=0.1", "a mapping in JSON"),
+        ("CONFIG", "[1]", "a mapping in JSON"),
+        ("OPTIONAL", "yes", "1 or 0"),
+    ],
+)
+def test_a_variable_that_can_not_be_read_is_refused(
+    name: str, text: str, what: str, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"STABILITY_{name}", text)
+    with pytest.raises(
+        ValueError, match=re.escape(f"STABILITY_{name} must be {what}, got {text!r}")
+    ):
+        train()
+
+
+def test_a_variable_makes_a_call_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STABILITY_OPTIONAL", "1")
+    assert type(stability.record(nn.Linear(3, 2))) is IdleRecorder
+    monkeypatch.setenv("STABILITY_OPTIONAL", "0")
+    with pytest.raises(ValueError, match="study must be given"):
+        stability.record(nn.Linear(3, 2), optional=True)
 
 
 def test_nothing_is_recorded_outside_of_a_study_if_asked_so(
