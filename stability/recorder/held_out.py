@@ -14,16 +14,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from stability.recorder.trained_samples import read_trained_samples
 
 __all__ = ["HeldOut", "read_held_out"]
 
 _ASK = "name a function of its held-out loss by held_out, as MODULE:FUNCTION"
 
-_UNKNOWN = "whether the samples were trained on can't be told, since their keys were not kept"
+_IN_OTHER_BITS = (
+    "no sample was trained on twice in the same bits: whether held-out ones were trained on in "
+    "others, as with noise or in another crop, can't be told"
+)
+
+_UNKNOWN = (
+    "whether the samples were trained on can't be told: the input by which the training's are "
+    "known is not given there, or they are too many"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +114,8 @@ def _of_the_same(
         return HeldOut(
             notes=[f"no held-out loss: {said}; {_ASK}, or say `held_out: all` if none trains"]
         )
-    known = _calls_trained_on(ranks, folder)
+    trained = read_trained_samples(ranks, folder)
+    known = trained.calls
     # what is evaluated before the training is often less, as a trial
     later = [Counter(x.digest for x in calls) for step, calls in by_step.items() if step]
     shared = later[0] if later else Counter(x.digest for x in next(iter(by_step.values())))
@@ -132,7 +140,10 @@ def _of_the_same(
     return HeldOut(
         losses=losses,
         digest=_digest(calls),
-        notes=[_said(calls, shared, used, unknown, len(losses))],
+        notes=[
+            _said(calls, shared, used, unknown, len(losses)),
+            *([] if trained.recur else [_IN_OTHER_BITS]),
+        ],
     )
 
 
@@ -159,24 +170,6 @@ def _evaluations(lines: Lines, steps: int) -> dict[int, list[_Call]]:
             calls = [_Call(x["hash"], x["samples"], x["loss"]) for x in line["calls"]]
             found.setdefault(line["step"], []).extend(calls)
     return found
-
-
-def _calls_trained_on(ranks: Sequence[Lines], folder: Path) -> dict[str, bool]:
-    """Return of each call's digest whether one of its samples was trained on, by any rank."""
-    import torch  # heavy
-
-    files = [line["file"] for lines in ranks for line in lines if line["kind"] == "keys"]
-    kept: list[dict[str, Tensor]] = [
-        torch.load(folder / name, map_location="cpu", weights_only=True) for name in files
-    ]
-    if not kept:
-        return {}
-    trained = torch.cat([keys.pop("trained") for keys in kept])
-    return {
-        digest: bool(torch.isin(samples, trained).any())
-        for keys in kept
-        for digest, samples in keys.items()
-    }
 
 
 def _chosen(calls: Sequence[_Call], used: Counter[str]) -> list[_Call]:

@@ -8,7 +8,7 @@ somebody who makes two batches of one hash.
 
 from __future__ import annotations
 
-from typing import List, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -36,18 +36,18 @@ def hash_samples(tensors: List[Tensor]) -> Tuple[Tensor, int]:
     return value, rows
 
 
-def hash_batch(tensors: List[Tensor]) -> Tuple[Tensor, int, Tensor]:
-    """Return what `hash_samples` does, and each sample's key as `hash_inputs` does."""
+def hash_batch(tensors: List[Tensor]) -> Tuple[Tensor, int, List[Optional[Tensor]]]:
+    """Return what `hash_samples` does, and the samples' keys as `hash_inputs` does."""
     samples, _, keys = hash_inputs(tensors)
     return samples.sum(), len(samples), keys
 
 
-def hash_inputs(tensors: List[Tensor]) -> Tuple[Tensor, List[Tensor], Tensor]:
-    """Return each sample's hash, of each tensor the sum over samples, and each sample's key.
+def hash_inputs(tensors: List[Tensor]) -> Tuple[Tensor, List[Tensor], List[Optional[Tensor]]]:
+    """Return each sample's hash, of each tensor the sum over samples, and the samples' keys in it.
 
     As `hash_samples`; hashes and keys are int64 `(samples,)`. A tensor's sum does not tell with
-    which of the others its rows came. A key is the hash of a sample's row in the first tensor that
-    has rows: it tells whether the sample was seen before, whatever came beside it.
+    which of the others its rows came. A key is the hash of a sample's row in one tensor: it tells
+    whether that was seen before, whatever came beside it; None for a tensor without such rows.
     """
     if not tensors:
         raise ValueError("hash_samples: tensors must hold at least one")
@@ -56,16 +56,15 @@ def hash_inputs(tensors: List[Tensor]) -> Tuple[Tensor, List[Tensor], Tensor]:
         device = tensors[0].device
         samples = torch.zeros(rows, dtype=torch.int64, device=device)
         sums = []
-        keys = None
+        keys: List[Optional[Tensor]] = []
         for index, tensor in enumerate(tensors):
             is_by_row = tensor.dim() > 0 and tensor.shape[0] == rows
             of_rows = _hash_rows(tensor if is_by_row else tensor.unsqueeze(0))
-            if keys is None and (is_by_row or rows == 1):
-                keys = of_rows
+            keys.append(of_rows if is_by_row else None)
             mixed = _mixed(of_rows.to(device) + _signed(_STEP * (index + 1)))
             sums.append(mixed.sum() * (1 if is_by_row else rows))
             samples = samples + mixed
-        return _mixed(samples), sums, samples if keys is None else keys
+        return _mixed(samples), sums, keys
 
 
 def hash_in_order(samples: Tensor, call: int) -> Tensor:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.nn import functional
 from .batch_hash import hash_batch
 from .older_torch import is_compiling
 
-__all__ = ["Evaluations", "returned_loss"]
+__all__ = ["Evaluations", "keys_by_name", "returned_loss"]
 
 LOSSES = (
     "cross_entropy",
@@ -55,7 +55,7 @@ class _Call:
     """What was given until a loss of it was computed."""
 
     hashes: List[Tensor] = field(default_factory=list)
-    keys: List[Tensor] = field(default_factory=list)
+    keys: Dict[str, List[Tensor]] = field(default_factory=dict)
     samples: int = 0
     is_last: bool = False
     """Whether what is given next belongs to another loss, though none was seen of this."""
@@ -78,22 +78,24 @@ class Evaluations:
         self._open: Optional[_Evaluation] = None
         self._closed: List[_Evaluation] = []
         self._undo: List[Callable[[], None]] = []
-        self._trained: List[Tensor] = []
-        """The keys of the last batches, where they were computed."""
-        self._settled: List[Tensor] = []
-        self._keys: Dict[str, Tensor] = {}
+        self._trained: Dict[str, List[Tensor]] = {}
+        """The keys of the last batches by input, where they were computed."""
+        self._settled: Dict[str, List[Tensor]] = {}
+        self._keys: Dict[str, Dict[str, Tensor]] = {}
         self._kept_keys = 0
         self._is_inside = False
         """Whether a model or a loss computes now: what it calls itself is not looked at."""
 
-    def trained_on(self, keys: Tensor) -> None:
-        """Tell of the samples of a batch that is trained on."""
+    def trained_on(self, keys: List[Tuple[str, Tensor]]) -> None:
+        """Tell of the samples of a batch that is trained on, by their keys in each input."""
         if not self.watches:
             return
-        self._trained.append(keys)
-        if len(self._trained) > _SETTLED_AT:
-            self._settled.append(torch.cat(self._trained).cpu())
-            self._trained = []
+        for name, of_rows in keys:
+            recent = self._trained.setdefault(name, [])
+            recent.append(of_rows)
+            if len(recent) > _SETTLED_AT:
+                self._settled.setdefault(name, []).append(torch.cat(recent).cpu())
+                recent.clear()
 
     def may_begin(self) -> None:
         """Tell that a model was put into evaluation mode, before what is then computed with it."""
@@ -107,7 +109,7 @@ class Evaluations:
             undo()
         self._undo = []
 
-    def model_called(self, step: int, tensors: List[Tensor]) -> None:
+    def model_called(self, step: int, tensors: List[Tensor], names: Sequence[str]) -> None:
         """Tell what a model is given after `step` updates, in evaluation, without gradients."""
         if not self.watches:
             return
@@ -121,7 +123,8 @@ class Evaluations:
         if tensors:
             value, samples, keys = hash_batch(tensors)
             calls[-1].hashes.append(value)
-            calls[-1].keys.append(keys)
+            for name, of_rows in keys_by_name(names, keys):
+                calls[-1].keys.setdefault(name, []).append(of_rows)
             calls[-1].samples += samples
         self._is_inside = True
 
@@ -151,20 +154,32 @@ class Evaluations:
             for each in closed
         ]
 
-    def keys(self) -> Dict[str, Tensor]:
-        """Return the keys of the samples that were evaluated, by a call's hash, and `trained`."""
+    def keys(self) -> Dict[str, Any]:
+        """Return the keys by input of what was evaluated, by a call's hash, and was trained on.
+
+        Of the latter each once, and how many there were.
+        """
         if not self._keys:
             return {}
-        nothing = torch.zeros(0, dtype=torch.int64)
-        trained = torch.cat([nothing, *self._settled, *(x.cpu() for x in self._trained)])
-        return {**self._keys, "trained": trained.unique()}
+        trained = {
+            name: torch.cat([*self._settled.get(name, []), *(x.cpu() for x in recent)])
+            for name, recent in self._trained.items()
+        }
+        return {
+            "evaluated": self._keys,
+            "trained": {name: each.unique() for name, each in trained.items()},
+            "times": {name: len(each) for name, each in trained.items()},
+        }
 
     def _line(self, call: _Call) -> Dict[str, Any]:
         total = sum(int(value) for value in call.hashes) % 2**64
         digest = f"{total:016x}" if call.hashes else ""
         if call.keys and digest not in self._keys and self._kept_keys < _MOST_KEYS:
-            self._keys[digest] = torch.cat([keys.cpu() for keys in call.keys])
-            self._kept_keys += len(self._keys[digest])
+            kept = {name: torch.cat(keys).cpu() for name, keys in call.keys.items()}
+            # an input that only a part of the samples has tells nothing of the others
+            kept = {name: keys for name, keys in kept.items() if len(keys) == call.samples}
+            self._keys[digest] = kept
+            self._kept_keys += sum(map(len, kept.values()))
         assert call.loss is not None
         return {"hash": digest, "samples": call.samples, "loss": float(call.loss)}
 
@@ -205,6 +220,17 @@ class Evaluations:
         if call.samples and target.numel() and target.numel() % call.samples == 0:
             target = target.reshape(call.samples, -1)
         call.hashes.append(hash_batch([target])[0])
+
+
+def keys_by_name(
+    names: Sequence[str], keys: Sequence[Optional[Tensor]]
+) -> List[Tuple[str, Tensor]]:
+    """Return the samples' keys in each input that has rows, under its name, each name once."""
+    found: Dict[str, Tensor] = {}
+    for name, of_rows in zip(names, keys):  # noqa: B905 Python 3.9 has no strict
+        if of_rows is not None:
+            found.setdefault(name, of_rows)
+    return list(found.items())
 
 
 def returned_loss(result: Any) -> Optional[Tensor]:

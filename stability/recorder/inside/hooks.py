@@ -151,7 +151,8 @@ class _Calls:
         """Tell what a call without gradients is given; return whether it is an evaluation."""
         if torch.is_grad_enabled() or not self._training.evaluates(module):
             return False
-        self._training.evaluated([x for _, x in self._data(module, args, kwargs, set())])
+        taken = self._data(module, args, kwargs, set())
+        self._training.evaluated([x for _, x in taken], [name for name, _ in taken])
         return True
 
     def _weights_of(self, module: nn.Module) -> Tuple[bool, bool]:

@@ -20,8 +20,8 @@ class Given:
 
     samples: Tensor
     """The hash of each sample."""
-    keys: Tensor
-    """Of each sample, by which it is known again."""
+    keys: List[Tuple[str, Tensor]]
+    """Of each input, by name, a hash of each sample's row, by which it is known again."""
     inputs: Dict[str, Tensor]
     """A hash of each input by name."""
     is_training: bool

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Mapping, Optional
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class Spool:
         """Write a state, whole or not at all, and return the file's name."""
         return self.keep(f"step-{step:08d}", state)
 
-    def keep(self, what: str, state: Dict[str, Tensor]) -> str:
+    def keep(self, what: str, state: Mapping[str, Any]) -> str:
         """Write tensors by name, whole or not at all, and return the file's name."""
         if not self._is_open():
             return ""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .batch_hash import hash_batch, hash_in_order, hash_inputs, hash_with
-from .evaluations import Evaluations
+from .evaluations import Evaluations, keys_by_name
 from .forked import end_with_fork
 from .given_start import was_set_anew
 from .held_out import HeldOutLoss
@@ -209,7 +209,8 @@ class Training:
         inputs: Dict[str, Tensor] = {}
         for name, value in zip(names, sums):  # noqa: B905 Python 3.9 has no strict
             inputs[name] = inputs[name] + value if name in inputs else value
-        self._given.append(Given(samples, keys, inputs, is_training, place_in_graph()))
+        known = keys_by_name(names, keys)
+        self._given.append(Given(samples, known, inputs, is_training, place_in_graph()))
 
     def made_in_graph(self, begin: int, end: int) -> None:
         """Tell which part of autograd's record a model made."""
@@ -241,10 +242,10 @@ class Training:
         weights = {id(x) for optimizer in self.optimizers for x in _weights_of(optimizer)}
         return any(id(x) in weights for x in module.parameters())
 
-    def evaluated(self, tensors: List[Tensor]) -> None:
-        """Tell what such a call is given."""
+    def evaluated(self, tensors: List[Tensor], names: Sequence[str]) -> None:
+        """Tell what such a call is given, and how it is called."""
         if self._held_out_inputs is None:
-            self.evaluations.model_called(self.step_now, tensors)
+            self.evaluations.model_called(self.step_now, tensors, names)
         elif tensors:
             self._held_out_inputs.append(hash_batch(tensors)[0])
 

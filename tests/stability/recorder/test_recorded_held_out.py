@@ -204,7 +204,12 @@ def test_losses_whose_samples_have_no_key_are_said_to_be_untold(
     kept: list[str], said: str, tmp_path: Path
 ) -> None:
     keys = {"a": torch.tensor([1]), "b": torch.tensor([2])}  # the first one was trained on
-    torch.save({x: keys[x] for x in kept} | {"trained": torch.tensor([1])}, tmp_path / "keys.pt")
+    told = {
+        "evaluated": {x: {"x": keys[x]} for x in kept},
+        "trained": {"x": torch.tensor([1])},
+        "times": {"x": 2},
+    }
+    torch.save(told, tmp_path / "keys.pt")
     calls = [{"hash": x, "samples": 4, "loss": 1.0} for x in "ab"]
     lines = [
         {"kind": "evaluated", "step": 1, "calls": calls},
@@ -215,6 +220,80 @@ def test_losses_whose_samples_have_no_key_are_said_to_be_untold(
     found = read_held_out([lines], tmp_path, 2)
     assert said in " ".join(found.notes)
     assert found.losses == ({1: 1.0, 2: 1.0} if "b" in kept else {})
+
+
+GIVES = """
+import argparse, torch
+from torch.nn import functional as F
+flags = argparse.ArgumentParser()
+flags.add_argument("--seed", type=int)
+flags.add_argument("--kind")
+asked = flags.parse_args()
+torch.manual_seed(0)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(input_ids if attention_mask is None else input_ids * attention_mask)
+
+def inputs(x, *, trains):
+    has_mask = trains or asked.kind != "masked in training"
+    mask = {"attention_mask": ones[:len(x)]} if has_mask else {}
+    if asked.kind == "noisy" and trains:
+        x = x + 0.01 * torch.randn(x.shape)
+    name = "input_ids" if asked.kind != "of another name" or trains else None
+    return ([], {"input_ids": x, **mask}) if name else ([x], mask)
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, y, ones = torch.randn(12, 8), torch.arange(12) % 3, torch.ones(12, 8)
+other = torch.randn(5, 8)
+for step in range(8):
+    rows = torch.arange(step * 4, step * 4 + 4) % 12
+    args, kwargs = inputs(x[rows], trains=True)
+    F.cross_entropy(model(*args, **kwargs), y[rows]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 2:
+        model.eval()
+        with torch.no_grad():
+            for these in (x, other):
+                args, kwargs = inputs(these, trains=False)
+                F.cross_entropy(model(*args, **kwargs), y[: len(these)])
+        model.train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        # Hugging Face's words: by name the mask comes first, and it is the same of all samples
+        (
+            "masked",
+            "held out: 5 samples that the script evaluates at 4 steps; 1 of 2 losses are of",
+        ),
+        ("masked in training", "held out: 5 samples that the script evaluates at 4 steps; 1 of 2"),
+        (
+            "of another name",
+            "no held-out loss: for 2 of 2 losses whether the samples were trained on",
+        ),
+        ("noisy", "whether held-out ones were trained on in others, as with noise or in another"),
+    ],
+)
+def test_a_sample_is_known_by_the_input_that_tells_samples_apart(
+    kind: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(GIVES, encoding="utf-8")
+    study = Recording(tmp_path / "runs", [sys.executable, str(script), "--kind", kind])
+    assert study.record("baseline") == 0
+    told = capsys.readouterr().out
+    assert said in told
+    assert ("twice in the same bits" in told) == (kind == "noisy")
 
 
 def test_of_one_evaluation_nobody_can_tell_what_is_held_out(tmp_path: Path) -> None:
