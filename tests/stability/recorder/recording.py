@@ -22,6 +22,16 @@ def words(script: str, *flags: str, ranks: int = 1) -> list[str]:
     return [*start, str(SCRIPTS / script), *flags]
 
 
+def launched(script: str, *flags: str, ranks: int = 1) -> list[str]:
+    """Return the command that runs a script of ours by `accelerate launch`, on the CPU."""
+    start = [str(Path(sys.executable).with_name("accelerate")), "launch"]
+    start += ["--num_processes", str(ranks), "--num_machines", "1", "--mixed_precision", "no"]
+    start += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]
+    # `--cpu` would have MPI start the ranks; a port of 0 is any that is free
+    start += ["--cpu"] if ranks == 1 else ["--multi_gpu", "--main_process_port", "0"]
+    return [*start, str(SCRIPTS / script), *flags]
+
+
 @dataclass
 class Recording:
     """A study of one command."""

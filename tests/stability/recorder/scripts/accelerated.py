@@ -34,4 +34,5 @@ for x, y in loader:
         optimizer.step()
         optimizer.zero_grad()
 weights = torch.cat([x.detach().flatten() for x in model.parameters()])
-print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+if accelerator.is_main_process:
+    print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())
