@@ -143,7 +143,8 @@ def hold_to_witnesses(study: Recording, *, is_compiled: bool) -> None:
         if is_compiled:
             assert (witness.rows, stretch.steps) == ([], [])
             continue
-        assert set(stretch.steps) >= {0, 1, 4}
+        made = study.manifest(arm).step
+        assert set(stretch.steps) >= {update for update in (0, 1, 4) if update < made}
         linear = [row for row in witness.rows if row.part == "linear"]
         assert {row.during for row in linear} == {"forward", "backward"}
         assert {each for row in linear for each in row.operands} == {dtype}
