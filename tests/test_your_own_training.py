@@ -1,0 +1,150 @@
+"""docs/your_own_training.md, as its reader goes through it: every command, file and key is real."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from stability.cli.main import main
+from stability.config.command_study import CommandConfig
+from stability.records.manifest import read_manifest
+from stability.records.paths import RunPaths
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "your_own_training.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, flags=re.DOTALL)
+COMMANDS = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()]
+SCRIPT = ROOT / "tests" / "stability" / "recorder" / "scripts" / "resumes.py"
+"""A script of the reader's: it takes all that the page gives to `train.py`."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The reader's folder: a script, a checkpoint of it, and two series of older ones."""
+    shutil.copy(SCRIPT, tmp_path / "train.py")
+    for series in ("fp32", "bf16"):
+        (tmp_path / "checkpoints" / series).mkdir(parents=True)
+        for step in (0, 10):
+            torch.manual_seed(step)
+            state = nn.Linear(3, 2).state_dict()
+            torch.save(state, tmp_path / "checkpoints" / series / f"step-{step}.pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    return tmp_path
+
+
+def code_of(words: list[str]) -> int:
+    try:
+        return main(words)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def test_every_command_is_stabilitys() -> None:
+    assert len(COMMANDS) >= 9
+    assert all(command.startswith("stability ") for command in COMMANDS)
+
+
+@pytest.mark.slow
+def test_every_command_runs_in_the_order_of_the_page(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = [sys.executable, "train.py", "--steps", "2", "--save", "ckpt.pt"]
+    subprocess.run(saved, check=True, capture_output=True)
+    for command in COMMANDS:
+        words = shlex.split(re.sub("--steps 100", "--steps 6", command))[1:]
+        if "--steps 200" in command:  # the first command in another way: beside it, not after it
+            words = shlex.split(command.replace("--steps 200", "--steps 3"))[1:]
+            words[1:1] = ["--out", "elsewhere"]
+        assert code_of(words) == 0, (command, capsys.readouterr())
+        if "--arm bf16" in command:
+            assert "bf16, seed 0: finished after 6 updates" in capsys.readouterr().out
+    assert (
+        read_manifest(RunPaths.for_run(place / "elsewhere" / "mine", "baseline", 0).manifest).step
+        == 3
+    )
+    assert (place / "study.yaml").exists()
+    assert list((place / "runs" / "mine" / "forks").iterdir())
+    assert (place / "runs" / "old").is_dir()
+
+
+def test_the_study_of_the_page_is_the_example() -> None:
+    (block,) = [block for kind, block in BLOCKS if kind == "yaml"]
+    shown, example = (
+        yaml.safe_load(block),
+        yaml.safe_load((ROOT / "examples/study.yaml").read_text()),
+    )
+    assert shown == example
+
+
+def test_every_key_of_a_base_is_in_the_table() -> None:
+    table = PAGE.split("The base of a command has these keys:")[1].split("\n\n")[1]
+    named = set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE))
+    named |= set(re.findall(r"`setup` is a command", table) and ["setup"])
+    assert named == {field.name for field in fields(CommandConfig)}
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """What the page leaves to its reader."""
+    loss = (model(x) - y).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def test_the_lines_that_tell_of_a_loop_record_it(place: Path) -> None:
+    (block,) = [block for kind, block in BLOCKS if kind == "python"]
+    assert block.count("...  # forward, backward, optimizer.step()") == 1
+    loader = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(3)]
+    # the page's arm comes after a baseline
+    for text in (block.replace('"bf16"', '"baseline"'), block):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        known = {
+            "model": model,
+            "optimizer": optimizer,
+            "loader": loader,
+            "update": partial(update, model, optimizer),
+        }
+        told = text.replace("...  # forward", "loss = update(x, y)  # ")
+        exec(compile(told, "page", "exec"), known)
+    for arm in ("baseline", "bf16"):
+        assert read_manifest(RunPaths.for_run(place / "runs" / "mine", arm, 0).manifest).step == 3
+
+
+MESSAGES = re.findall(r"^\| `([^`]{15,})` \|", PAGE.split("| a message |")[1], flags=re.MULTILINE)
+FILLED_IN = re.compile(
+    r"\d+|\.\.\.|in \.\.\.|init_weights|the script evaluates (?=other)"
+    r"|MODULE.*|module:.*"
+)
+"""What of a message is put in where it is said."""
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_of_the_table_is_one_that_is_said(message: str) -> None:
+    sources = " ".join(path.read_text() for path in sorted((ROOT / "stability").rglob("*.py")))
+    said = re.sub(r'"\s*f?"', "", sources)
+    parts = [part.strip() for part in FILLED_IN.split(message) if len(part) > 8]
+    assert parts
+    assert [part for part in parts if part not in said] == []
+
+
+def test_every_verb_on_the_page_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    verbs = {text.split()[1] for text in re.findall(r"`(stability \w[^`]*)`", PAGE)}
+    verbs |= {command.split()[1] for command in COMMANDS}
+    for verb in sorted(verbs - {"stability"}):
+        assert code_of([verb, "--help"]) == 0, verb
+        assert capsys.readouterr().out
