@@ -1,5 +1,6 @@
 """`stability init -- COMMAND`: write a study of a command, after a trial of two updates."""
 
+import re
 import shlex
 import tempfile
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from typing import Any
 
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.record import split_options as split_command
-from stability.config.commands import PLACE, command_training, end_of_program, flag_values
+from stability.config.commands import PLACE, command_training, end_of_program, split_flags
 from stability.config.convert import Place
 from stability.config.load import check_name, parse_value
 from stability.records.atomic_files import make_folders, write_text
@@ -81,23 +82,22 @@ def study_text(name: str, words: Sequence[str], env: dict[str, str], steps: int)
 
     Dumper.add_representer(str, text_of)
     end = end_of_program(words)
-    flags = flag_values(words[end:])
-    dashed = [word for word in words[end:] if word.startswith("--")]
-    # as the script takes them: some take no other form than `--lr=0.1`
-    is_assigned = bool(dashed) and all("=" in word for word in dashed)
-    place = "{assigned}" if is_assigned else "{flags}"
+    flags = split_flags(words[end:])
+    place = _place([own for flag, _, own in flags if not flag.startswith(PLACE)])
     seeds = "[0, 1, 2]" if any("{seed}" in word for word in words) else "[0]"
-    names = [flag for flag, _ in flags]
+    names = [flag for flag, _, _ in flags]
     fixed, rest = list(words[:end]), {}
-    for flag, values in flags:
-        is_place = flag.startswith(PLACE)
-        # as they are: what has no name, what is filled in, what is given more than once
-        if is_place or "{seed}" in values or names.count(flag) > 1:
-            fixed += [*([] if is_place else [_dashed(flag)]), *values]
+    for flag, values, own in flags:
+        is_named = place == "{settings}" or own[0].startswith("-")
+        is_other = flag.startswith(PLACE) or not is_named
+        # as they are: what has no name, or another form, what is filled in, or given repeatedly
+        if is_other or "{seed}" in values or names.count(flag) > 1:
+            fixed += own
         else:
             rest[flag] = True if not values else [_value(text) for text in values]
             rest[flag] = rest[flag][0] if len(values) == 1 else rest[flag]
-    command = shlex.join(fixed).replace("'{seed}'", "{seed}")
+    # no shell reads it, and none needs its braces quoted
+    command = re.sub(r"'([\w=./-]*\{seed\}[\w=./-]*)'", r"\1", shlex.join(fixed))
     base = {
         "command": f"{command} {place}",
         "flags": rest,
@@ -161,8 +161,13 @@ def _with_seed(words: Sequence[str]) -> tuple[list[str], list[str]]:
     ]
 
 
-def _dashed(flag: str) -> str:
-    return f"-{flag}" if len(flag) == 1 else f"--{flag}"
+def _place(flags: Sequence[Sequence[str]]) -> str:
+    """Return where flags of these words go: a script may take no other form than it was given."""
+    dashed = [own for own in flags if own[0].startswith("-")]
+    if flags and not dashed:
+        return "{settings}"
+    is_assigned = bool(dashed) and all("=" in own[0] for own in dashed)
+    return "{assigned}" if is_assigned else "{flags}"
 
 
 def _value(text: str) -> Any:

@@ -34,6 +34,7 @@ __all__ = [
     "parse_flags",
     "probe_settings",
     "setting_words",
+    "split_flags",
     "training_config",
     "value_text",
     "without_flags",
@@ -229,12 +230,12 @@ def parse_flags(words: Sequence[str]) -> dict[str, Any]:
 
 def flag_values(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return each flag with its values, in their order, as `parse_flags` names them."""
-    return [(name, values) for name, values, _ in _split(words)]
+    return [(name, values) for name, values, _ in split_flags(words)]
 
 
 def without_flags(words: Sequence[str], names: Collection[str]) -> list[str]:
     """Return the words less those of the flags `names`, their values included."""
-    return [word for name, _, own in _split(words) if name not in names for word in own]
+    return [word for name, _, own in split_flags(words) if name not in names for word in own]
 
 
 def has_settings(words: Sequence[str]) -> bool:
@@ -242,8 +243,12 @@ def has_settings(words: Sequence[str]) -> bool:
     return any(_SETTING.fullmatch(word) for word in words)
 
 
+def split_flags(words: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
+    """Return each flag's name and values, as `flag_values`, and the words that say them."""
+    return list(_split(words))
+
+
 def _split(words: Sequence[str]) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield each flag's name and values, and the words that say them."""
     rest, places = list(words), 0
     while rest:
         word = rest.pop(0)

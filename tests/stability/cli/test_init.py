@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stability.cli.init import study_text
+from stability.cli.init import _with_seed, study_text
 from stability.config.command_study import expand_commands, load_command_study
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
@@ -63,6 +63,27 @@ def test_flags_that_were_assigned_stay_so_and_one_seed_is_no_three(tmp_path: Pat
     edited = path.read_text().replace("compile: 'False'", "compile: true")
     path.write_text(edited.replace('compile: "False"', "compile: true"))
     assert load_command_study(path).base.words()[-1] == "--compile=True"
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["--seed=1", "--lr=1e-3"], "python train.py --seed={seed} {assigned}"),
+        (["seed=1", "optim.lr=1e-3"], "python train.py seed={seed} {settings}"),
+        (["--seed", "1", "--lr=1e-3"], "python train.py --seed {seed} {flags}"),
+        (["train", "seed=1", "lr=1e-3"], "python train.py train seed={seed} {settings}"),
+        (["-s", "1", "data=wiki", "--lr", "1e-3"], "python train.py data=wiki {flags}"),
+    ],
+)
+def test_a_seed_and_flags_are_given_in_the_form_that_the_command_has(
+    words: list[str], command: str, tmp_path: Path
+) -> None:
+    given, _ = _with_seed(["python", "train.py", *words])
+    text = study_text("mine", given, {}, 7)
+    assert f"command: {command}\n" in text
+    path = tmp_path / "study.yaml"
+    path.write_text(text)
+    assert load_command_study(path).base.command == command
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,31 @@ def test_a_call_that_tells_no_held_out_loss_is_told_so(
     assert said in capsys.readouterr().out
 
 
+TRAINERS = {"lightning_fit.py": [3, 6], "hugging_face.py": [2, 4, 6]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", [Recording, Calling])
+@pytest.mark.parametrize("script", TRAINERS)
+def test_what_a_trainer_evaluates_is_its_held_out_loss(
+    script: str, door: type[Recording], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = door(tmp_path, words(script, "--held-out"))
+    for arm in ("baseline", "rerun"):  # the second one's end is planned, and it evaluates after it
+        assert study.record(arm) == 0
+        said = capsys.readouterr().out
+        logged = {int(s): float(x) for s, x in re.findall(r"held out (\d+) (\S+)", said)}
+        assert list(logged) == TRAINERS[script]
+        assert "held out: 5 samples that the script evaluates at" in said, said
+        found = held_out(study, arm)
+        found.pop(0, None)  # Lightning's trial before the first update
+        assert list(found) == TRAINERS[script]
+        assert list(found.values()) == pytest.approx(list(logged.values()), rel=1e-5)
+    assert (
+        study.manifest("rerun").hashes["held_out"] == study.manifest("baseline").hashes["held_out"]
+    )
+
+
 @pytest.mark.slow
 def test_the_call_takes_a_held_out_loss_of_every_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ flags.add_argument("--seed", type=int, default=0)
 flags.add_argument("--bf16", action="store_true")
 flags.add_argument("--attention", default="sdpa", help="of transformers' names")
 flags.add_argument("--reordered", action="store_true", help="multiply by the model's own code")
+flags.add_argument("--held-out", action="store_true", help="evaluate what is not trained on")
 asked = flags.parse_args()
 
 torch.manual_seed(asked.seed)
@@ -29,19 +30,21 @@ config = GPT2Config(
 )
 model = GPT2LMHeadModel(config)
 tokens = torch.randint(0, 40, (24, 12))
+others = torch.randint(0, 40, (5, 12), generator=torch.Generator().manual_seed(1))
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """The first rows of tokens."""
+    """Rows of tokens, as a tokenizer gives them."""
 
-    def __init__(self, length: int) -> None:
-        self._length = length
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": tokens[index], "labels": tokens[index]}
+        row = self._rows[index]
+        return {"input_ids": row, "labels": row}
 
 
 with tempfile.TemporaryDirectory() as folder:
@@ -60,11 +63,15 @@ with tempfile.TemporaryDirectory() as folder:
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = Trainer(model, arguments, train_dataset=Rows(24), eval_dataset=Rows(4))
+    evaluated = Rows(others if asked.held_out else tokens[:4])
+    trainer = Trainer(model, arguments, train_dataset=Rows(tokens), eval_dataset=evaluated)
     if "STABILITY_STUDY" in os.environ:
         from stability.integrations.transformers import Recorder
 
         trainer.add_callback(Recorder())
     trainer.train()
+    for entry in trainer.state.log_history:
+        if "eval_loss" in entry:
+            print("held out", entry["step"], entry["eval_loss"])
 weights = torch.cat([x.detach().float().flatten() for x in model.parameters()])
 print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())

@@ -17,6 +17,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 flags = argparse.ArgumentParser()
 flags.add_argument("--seed", type=int, default=0)
 flags.add_argument("--bf16", action="store_true")
+flags.add_argument("--held-out", action="store_true", help="evaluate what is not trained on")
 asked = flags.parse_args()
 
 
@@ -30,7 +31,13 @@ class Module(LightningModule):
         return F.cross_entropy(self.net(x), y)
 
     def validation_step(self, batch, index):
-        self.net(batch[0])
+        logits = self.net(batch[0])
+        if asked.held_out:
+            self.log("val", F.cross_entropy(logits, batch[1]))
+
+    def on_validation_end(self):
+        if asked.held_out and not self.trainer.sanity_checking:
+            print("held out", self.trainer.global_step, self.trainer.callback_metrics["val"].item())
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -57,6 +64,9 @@ trainer = Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(module, loader, DataLoader(TensorDataset(x[:4], y[:4]), batch_size=4))
+other = torch.Generator().manual_seed(1)
+others = torch.randn(5, 6, generator=other), torch.randint(0, 4, (5,), generator=other)
+evaluated = TensorDataset(*(others if asked.held_out else (x[:4], y[:4])))
+trainer.fit(module, loader, DataLoader(evaluated, batch_size=4))
 weights = torch.cat([x.detach().flatten() for x in module.parameters()])
 print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())
