@@ -13,18 +13,14 @@ their configs are equal but for one axis. The contract serves twice, from the sa
 Everything here only reads.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from stability.analysis.adopted_contract import contract_text, unknown_lines
 from stability.analysis.alike_records import given_start_line, rerun_line, start_line
-from stability.analysis.batch_inputs import (
-    first_other_labels,
-    first_other_order,
-    labels_in_one_alone,
-    which_inputs,
-)
+from stability.analysis.batch_contract import batch_line, first_other_batch, label_lines
+from stability.analysis.batch_inputs import first_other_labels, which_inputs
 from stability.analysis.environment_contract import is_free_entry, is_known_of_both
 from stability.analysis.launch_contract import launch_lines
 from stability.analysis.pair_proof import OTHER_WEIGHTS, PairProof, ProofLine, compared
@@ -249,7 +245,7 @@ def check_batches(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
     first, second = (read_text(paths.metrics, BATCH_HASH) for paths in (baseline, candidate))
     # a running hash stays different after the first other batch, so its last value would decide;
     # all are read because the first step that differs is what a reader looks for
-    at = _first_other_batch(first, second, range(1, step + 1))
+    at = first_other_batch(first, second, range(1, step + 1))
     if at is not None:
         where = which_inputs(baseline, candidate, at)
         raise ContractError(
@@ -327,9 +323,10 @@ def _lines(
     yield from [OTHER_WEIGHTS] if touches(differences, CHANGES_WEIGHTS) else []
     yield from given_start_line(manifests[1])
     # a log that is not the one its manifest lists proves nothing about batches
-    yield _batches(*runs, differences) if are_whole else compared("batches", None, None)
+    is_free = may_differ("batches", differences)
+    yield batch_line(*runs, is_free=is_free) if are_whole else compared("batches", None, None)
     if are_whole:
-        yield from _label_lines(*runs, manifests, differences)
+        yield from label_lines(*runs, manifests, is_free=is_free)
     yield from doubt_lines(*manifests)
     if tells:
         yield from rerun_line(runs, manifests, differences)
@@ -429,31 +426,6 @@ def _final_weights(first: Manifest, second: Manifest, differences: Mapping[str, 
     )
 
 
-def _batches(first: RunPaths, second: RunPaths, differences: dict[str, Any]) -> ProofLine:
-    """Compare the running hash of the batches step by step."""
-    if not (first.metrics.exists() and second.metrics.exists()):
-        return compared("batches", None, None)
-    a, b = (read_text(paths.metrics, BATCH_HASH) for paths in (first, second))
-    # a run that is still going is a pair as far as both have come
-    shared = sorted(a.keys() & b.keys())
-    other = _first_other_batch(a, b, shared)
-    if other is not None:
-        is_free = may_differ("batches", differences)
-        where = which_inputs(first, second, other)
-        return compared(f"batch {other}{where}", a[other], b[other], is_free=is_free)
-    if not shared:
-        return compared("batches", None, None)
-    last = shared[-1]
-    line = compared(f"batches up to step {last}", a[last], b[last])
-    if may_differ("batches", differences):
-        return line
-    turned = first_other_order(first, second)
-    if turned is not None:
-        says = f"the same batches (that of step {turned} has the same rows in another order)"
-        return replace(line, sameness="unknown", says=says)
-    return line
-
-
 def check_labels(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
     """Check that both losses were given the same labels in the first `step` updates, if seen.
 
@@ -466,44 +438,6 @@ def check_labels(baseline: RunPaths, candidate: RunPaths, step: int) -> None:
             "only the loss was given; where the script makes them with its model, say "
             "--may_change batches"
         )
-
-
-def _label_lines(
-    first: RunPaths,
-    second: RunPaths,
-    manifests: Sequence[Manifest],
-    differences: Mapping[str, Any],
-) -> Iterator[ProofLine]:
-    """Compare what only the losses of two recorded runs were given, as far as that was seen."""
-    other = first_other_labels(first, second)
-    made = first_other_labels(first, second, may_be_made=True)
-    if may_differ("batches", differences):
-        if other:
-            yield compared(f"batch {other[0]}{other[1]}", "given", "others", is_free=True)
-        return
-    untold = sorted({each for x in manifests for each in x.resolved.get("untold", ())})
-    if other:
-        yield compared(f"batch {other[0]}{other[1]}", "given", "others")
-    elif labels_in_one_alone(first, second):
-        yield compared("labels that only the loss was given", None, None)
-    elif made:
-        yield replace(
-            compared("labels that only the loss was given", None, None),
-            says=f"the same targets (those of batch {made[0]}{made[1]} differ, which may be the "
-            "data or made with the model)",
-        )
-    if untold:
-        yield replace(
-            compared("what the loss was given", None, None),
-            says=f"the same labels ({', '.join(untold)} was not seen)",
-        )
-
-
-def _first_other_batch(
-    first: Mapping[int, str], second: Mapping[int, str], steps: Iterable[int]
-) -> int | None:
-    """Return the first of `steps` at which two runs' hashes of batches differ, or one has none."""
-    return next((step for step in steps if first.get(step) != second.get(step)), None)
 
 
 def _quoted(value: Any) -> str:
