@@ -27,7 +27,10 @@ from stability.records.snapshots import hash_state
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["consistency_line", "doubt_lines"]
+__all__ = ["OWN_RECORD", "consistency_line", "doubt_lines"]
+
+OWN_RECORD = "own record of"
+"""How the field of a line begins that holds a record against itself."""
 
 
 def consistency_line(paths: RunPaths, manifest: Manifest) -> ProofLine:
@@ -37,7 +40,7 @@ def consistency_line(paths: RunPaths, manifest: Manifest) -> ProofLine:
     except (ValueError, OSError) as error:
         said = str(error)
     return ProofLine(
-        field=f"own record of {manifest.arm}, seed {manifest.seed}",
+        field=f"{OWN_RECORD} {manifest.arm}, seed {manifest.seed}",
         first="contradicts itself" if said else "agrees with itself",
         second="",
         sameness="different" if said else "same",

@@ -9,7 +9,7 @@ contract itself (`pair_contract`) and how it is shown (`report.terminal.pairs`).
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from stability.analysis.drift_parents import check_drifts, listed_snapshot, parents_by_line
 from stability.analysis.pair_contract import prove_pair
 from stability.analysis.pair_proof import PairProof
+from stability.analysis.run_consistency import OWN_RECORD
 from stability.analysis.study_plan import Unplanned, planned_pairs, unplanned
 from stability.analysis.study_records import RecordedRun, RecordedStudy
 from stability.config.axes import CHANGES_WEIGHTS, touches
@@ -125,18 +126,19 @@ def _check(pair: _Pair, find_damage: Any, *, every_drift: bool) -> PairCheck:
         for run in (pair.baseline, pair.run):
             _check_run(pair, run, find_damage)
         proof = prove_pair(pair.baseline.paths, pair.run.paths, find_damage)
-        if proof.breach is not None or pair.run.breach:
-            raise _PairError("no pair", proof.sentence if proof.breach else pair.run.breach)
+        # a record that contradicts itself is told of last: what is wrong with its pair tells more
+        is_own = proof.breach is not None and proof.breach.field.startswith(OWN_RECORD)
+        if said := pair.run.breach if proof.breach is None or is_own else proof.sentence:
+            raise _PairError("no pair", said)
         strange = [found for run in (pair.baseline, pair.run) if (found := _unplanned(pair, run))]
         if contradicted := [found.said for found in strange if found.is_contradicted]:
             raise _PairError("no pair", f"no pair: {contradicted[0]}")
         recomputed = tuple(_recompute(pair.baseline, pair.run, every_drift=every_drift))
         _check_drifts(pair.baseline, pair.run, recomputed)
-        roles = [found.said for found in strange]
-        unproven = [*([proof.unproven_text] if proof.unproven else []), *roles]
-        if unproven:
-            said = "" if proof.unproven else "not on record: "
-            raise _PairError("unproven", f"{said}{', '.join(unproven)}")
+        if is_own:
+            raise _PairError("no pair", proof.sentence)
+        if unproven := _unproven(proof, strange):
+            raise _PairError("unproven", unproven)
         state, said = "holds", proof.sentence
     except _PairError as trouble:
         state, said = trouble.state, str(trouble)
@@ -145,6 +147,14 @@ def _check(pair: _Pair, find_damage: Any, *, every_drift: bool) -> PairCheck:
     return PairCheck(
         arm=pair.arm, seed=pair.seed, state=state, said=said, recomputed=recomputed, proof=proof
     )
+
+
+def _unproven(proof: PairProof, strange: Sequence[Unplanned]) -> str:
+    """Return what is not proven of a pair, with roles that nothing on record tells."""
+    roles = ", ".join(found.said for found in strange)
+    if proof.unproven:
+        return f"{proof.unproven_text}, {roles}" if roles else proof.unproven_text
+    return f"not on record: {roles}" if roles else ""
 
 
 def _check_run(pair: _Pair, run: RecordedRun, find_damage: Any) -> None:
