@@ -242,7 +242,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "nudge": {"nudge": {"ulps": 1}},
         },
         "seeds": [0, 1, 2],
-        "policy": {"step": 30, "max_error_ratio": 4.0},
+        "policy": {"step": 30, "max_error_ratio": 4.0, "window_limit": 0.08},
     }
     (folder / "study.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
