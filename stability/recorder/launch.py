@@ -98,8 +98,8 @@ def launch(
 ) -> Launched:
     """Run a command to its end, in `folder`, its output beside this one's or in the file `output`.
 
-    KeyboardInterrupt, once the command has ended, if the user interrupts. ValueError if there is no
-    such command.
+    KeyboardInterrupt, once the command has ended, if the user or a scheduler interrupts.
+    ValueError if there is no such command.
     """
     try:
         process = subprocess.Popen(
@@ -117,7 +117,7 @@ def launch(
         if output is not None:
             to = stack.enter_context(output.open("w", encoding="utf-8"))
         reader = threading.Thread(target=_pass_on, args=(process, to, lines), daemon=True)
-        stack.enter_context(_passing_signals(process))
+        passed = stack.enter_context(_passing_signals(process))
         reader.start()
         try:
             code = process.wait()
@@ -128,6 +128,8 @@ def launch(
         finally:
             # a process that the command left behind may still hold the pipe
             reader.join(timeout=5)
+    if passed:  # what it was to be recorded for ends too, as a study's further runs
+        raise KeyboardInterrupt
     return Launched(code=code, last_lines="\n".join(line.split("\r")[-1] for line in lines))
 
 
@@ -147,13 +149,19 @@ def _pass_on(process: "subprocess.Popen[bytes]", to: TextIO, lines: deque[str]) 
 
 
 @contextmanager
-def _passing_signals(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Hand on the signal by which a scheduler ends a job."""
+def _passing_signals(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
+    """Hand on the signal by which a scheduler ends a job; give those that were handed on."""
+    passed: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield passed
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+
+    def hand_on(number: int, _: object) -> None:
+        passed.append(number)
+        process.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, hand_on)
     try:
-        yield
+        yield passed
     finally:
         signal.signal(signal.SIGTERM, before)

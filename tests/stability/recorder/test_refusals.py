@@ -297,7 +297,10 @@ def test_no_command_and_no_such_command_are_refused(tmp_path: Path, said) -> Non
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_does_not_count_and_is_recorded_anew(tmp_path: Path, said) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_does_not_count_and_is_recorded_anew(
+    number: signal.Signals, tmp_path: Path, said
+) -> None:
     text = TRAINS + (
         "import time\n"
         "for _ in range(30):\n"
@@ -318,7 +321,8 @@ def test_an_interrupted_run_does_not_count_and_is_recorded_anew(tmp_path: Path, 
     assert process.stdout is not None
     with process.stdout:
         assert any(line.startswith("step") for line in process.stdout)
-        os.killpg(process.pid, signal.SIGINT)
+        # a terminal tells all processes of it, a scheduler the first one
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         process.stdout.read()
         assert process.wait() == 130
     assert study.manifest("baseline").state == "interrupted"
