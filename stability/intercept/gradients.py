@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from attention_kernels import golden_attention
 from stability.intercept.catcher import put_mode_below
@@ -36,6 +35,7 @@ from stability.probe.gradient_evidence import (
 )
 from stability.probe.isolation import isolated
 from stability.probe.parallel_ranks import apart_from_ranks
+from stability.probe.pausable_mode import PausableMode
 
 __all__ = ["CaughtGradients", "Loss", "check_whole"]
 
@@ -256,7 +256,7 @@ def _standing_in(
             group[name] = x
 
 
-class _AutocastOff(TorchFunctionMode):
+class _AutocastOff(PausableMode):
     """Switches autocast off for each operation, also where the code inside has switched it on.
 
     What comes in the run's dtype, e.g. an image, is widened where an operation refuses to take it
@@ -266,33 +266,19 @@ class _AutocastOff(TorchFunctionMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self._off = partial(torch.autocast, device, enabled=False)
-        self._is_paused = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._is_paused:
-            return func(*args, **(kwargs or {}))
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._off():
             try:
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
             except RuntimeError:
-                widest = _widest_of([*args, *(kwargs or {}).values()])
+                widest = _widest_of([*args, *kwargs.values()])
                 if widest is None:
                     raise
             return func(
                 *(_to(x, widest) for x in args),
-                **{name: _to(x, widest) for name, x in (kwargs or {}).items()},
+                **{name: _to(x, widest) for name, x in kwargs.items()},
             )
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave autocast alone inside."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
 
 def _widest_of(values: Iterable[Any]) -> torch.dtype | None:

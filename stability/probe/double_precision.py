@@ -6,13 +6,14 @@ Leaves out what custom kernels and autograd functions do inside, and tensors tha
 a dtype: these are FP32, and are widened where they meet FP64.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+from stability.probe.pausable_mode import PausableMode
 
 __all__ = ["InDouble", "computing_in_double"]
 
@@ -20,33 +21,14 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = (Tensor.float, Tensor.bfloat16, Tensor.half)
 
 
-class InDouble(TorchFunctionMode):
+class InDouble(PausableMode):
     """A context in which floating dtypes narrower than FP64 are read as FP64."""
 
-    _is_paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, every dtype is what it says."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function with FP64 for each narrow dtype that it is given."""
-        if self._is_paused:
-            return func(*args, **(kwargs or {}))
         if func in _CASTS:
             return args[0].double()
-        given = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        given = {name: _widened(value) for name, value in kwargs.items()}
         return func(*map(_widened, args), **given)
 
 
