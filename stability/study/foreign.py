@@ -17,10 +17,7 @@ from typing import Any
 from stability.analysis.launch_contract import launch_lines
 from stability.analysis.pair_contract import (
     ContractError,
-    check_batches,
-    check_labels,
     check_start,
-    may_differ,
 )
 from stability.config.commands import filled_in
 from stability.config.diff import hash_without
@@ -29,24 +26,32 @@ from stability.recorder.launched import GivenCommand, launch_record
 from stability.recorder.probed import write_probed
 from stability.recorder.spooled import Spooled, SpoolError, read_spool, read_state
 from stability.recorder.witnessed import recorded_witness, state_of_code, witness_notes
-from stability.recorder.writer import Baseline, RunWriter, running_hashes, stopped
+from stability.recorder.writer import Baseline, RunWriter, stopped
 from stability.records.identity import environment_outside, hash_environment
-from stability.records.manifest import ENDED, Manifest, read_manifest
-from stability.records.metric_log import MetricLog, read_text
-from stability.records.metric_names import BATCH_HASH, BATCH_INPUTS, BATCH_LABELS, BATCH_ORDER
+from stability.records.manifest import Manifest, read_manifest
+from stability.records.metric_log import MetricLog
+from stability.records.metric_names import BATCH_INPUTS, BATCH_LABELS, BATCH_ORDER
 from stability.records.paths import StudyPaths, list_runs, snapshot_steps
 from stability.records.protocol import protocol_hash
-from stability.records.run_files import RunFiles, read_run_snapshot
+from stability.records.run_files import RunFiles
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.records.snapshots import hash_state
 from stability.study.distances import update_distances
+from stability.study.foreign_checks import (
+    check_attention,
+    check_end,
+    check_final,
+    check_nudge,
+    check_same_batches,
+    check_seeds,
+    check_sources,
+)
 from stability.study.foreign_plan import ForeignRun, check_free
 from stability.study.given_start import GIVEN, check_given, start_notes, start_variables
 from stability.study.late_start import checkpoint_entry
-from stability.study.rerun_notes import UNSEEDED, rerun_notes
+from stability.study.rerun_notes import rerun_notes
 from stability.study.run import locked
 from stability.study.window import freeze_window
-from stability.study.worktree import repository, sources_outside
 
 __all__ = [
     "OpenRun",
@@ -88,9 +93,9 @@ class OpenRun:
         """
         try:
             spooled = read_spool(self.spool)
-            _check_end(self.run, spooled)
-            _check_attention(self.run, spooled)
-            _check_sources(self.run, spooled, self.folder)
+            check_end(self.run, spooled)
+            check_attention(self.run, spooled)
+            check_sources(self.run, spooled, self.folder)
             check_given(spooled)
             command = command or GivenCommand()
             launched = launch_record(spooled.launched, command)
@@ -129,7 +134,7 @@ def opened(
             files = RunFiles(run.paths, _first_manifest(run, found))
             files.update()
             git = state_of_code(run.words or sys.argv[:1], folder)
-            with writing(run, files, lambda step: _check_batches(run, step)) as writer:
+            with writing(run, files, lambda step: check_same_batches(run, step)) as writer:
                 yield OpenRun(
                     run=run, files=files, writer=writer, spool=spool, folder=folder, git=git
                 )
@@ -271,7 +276,7 @@ def _write(
     files.update(
         config=config, environment=environment, hashes=hashes, resolved=resolved, until=spooled.step
     )
-    _check_seeds(run, spooled)
+    check_seeds(run, spooled)
     baseline = run.baseline
     if baseline:
         start = read_manifest(baseline.manifest)
@@ -292,15 +297,15 @@ def _write(
     witness = recorded_witness(spooled, git)
     if witness is not None:
         writer.witnessed(witness)
-    _check_nudge(run, spooled)
+    check_nudge(run, spooled)
     state: Mapping[str, Any] = {}
     for step in sorted(spooled.states):
         state = read_state(spooled.states[step])
         writer.state(step, state)
     if writer.batches:
-        _check_batches(run, spooled.step)
+        check_same_batches(run, spooled.step)
     final = hash_state(state)
-    _check_final(run, final)
+    check_final(run, final)
     notes = [*files.manifest.resolved["notes"], *rerun_notes(run, final)]
     files.update(resolved={**files.manifest.resolved, "notes": notes})
     writer.ended(final)
@@ -353,13 +358,6 @@ def _with_steps(run: ForeignRun, spooled: Spooled) -> dict[str, Any]:
     return {**run.config, "train": {"steps": spooled.step, "snapshot_steps": kept}}
 
 
-def _check_end(run: ForeignRun, spooled: Spooled) -> None:
-    planned = run.config["train"]["steps"]
-    if not spooled.has_end or (planned and spooled.step != planned):
-        of = f" of {planned}" if planned else ""
-        raise ValueError(f"training {spooled.ending} after {spooled.step} updates{of}")
-
-
 def variables_of(run: ForeignRun) -> dict[str, str]:
     """Return what is set for a run: its variables, and its interpreter's folder first on PATH."""
     python = run.config.get("python", "")
@@ -368,97 +366,10 @@ def variables_of(run: ForeignRun) -> dict[str, str]:
     return {**first, **run.config["env"]}
 
 
-def _check_attention(run: ForeignRun, spooled: Spooled) -> None:
-    """ValueError if an attention was to be replaced, and none was called."""
-    calls = spooled.attention
-    if run.asked.attention and not calls.get("replaced") and not calls.get("compiled"):
-        raise ValueError(
-            "0 attention calls were replaced: this script does not call "
-            "scaled_dot_product_attention"
-        )
-
-
-def _check_sources(run: ForeignRun, spooled: Spooled, folder: Path | None) -> None:
-    """ValueError if a run of a commit has executed a source of the working tree."""
-    if run.checkout is None or folder is None:
-        return
-    outside = sources_outside(spooled.files, run.checkout, repository(folder))
-    if outside:
-        raise ValueError(
-            f"ref: all sources must be those of {run.config['ref'][:12]}, and {outside[0]} of the "
-            "working tree was executed, as from an editable install; install it from the commit "
-            "in `setup`, into an environment of its own in `python`"
-        )
-
-
 def died(launched: Launched) -> str:
     """Return how a command that did not end well has ended, with its last lines."""
     said = " | ".join(line for line in launched.last_lines.splitlines()[-3:] if line.strip())
     return f"the command ended with exit code {launched.code}: {said or 'it printed nothing'}"
-
-
-def _check_batches(run: ForeignRun, step: int) -> None:
-    if run.baseline is None or may_differ("batches", run.diff):
-        return
-    own, other = (read_text(x.metrics, BATCH_HASH) for x in (run.paths, run.baseline))
-    # what was not seen of both proves nothing; `verify` says so
-    if own.keys() != other.keys():
-        return
-    try:
-        check_batches(run.baseline, run.paths, min(step, max(own, default=0)))
-        check_labels(run.baseline, run.paths, step)
-    except ContractError as error:
-        if run.diff:
-            raise
-        raise ContractError(f"{error}; {UNSEEDED}") from None
-
-
-def _check_nudge(run: ForeignRun, spooled: Spooled) -> None:
-    """ValueError if the first update shows no trace of the nudge: the weights were set anew."""
-    if run.baseline is None or not run.asked.nudge[0]:
-        return
-    kept = {*spooled.states} & {*snapshot_steps(run.baseline)}
-    step = min((step for step in kept if step), default=0)
-    if not step:
-        return
-    other = read_run_snapshot(run.baseline, step)
-    own = read_state(spooled.states[step])
-    if all(name in own and own[name].equal(value) for name, value in other.items()):
-        after = "the first update" if step == 1 else f"{step} updates"
-        raise ValueError(
-            f"the nudge left no trace: after {after} all weights are the baseline's; the script "
-            "sets its weights after its first forward pass"
-        )
-
-
-def _check_final(run: ForeignRun, final: str) -> None:
-    """ValueError if another seed of the arm ended in the same weights, whatever it was given."""
-    for other in list_runs(run.folder):
-        if other.arm != run.arm or other.seed == run.seed or not other.manifest.exists():
-            continue
-        manifest = read_manifest(other.manifest)
-        if manifest.state in ENDED and manifest.hashes.get("final_weights") == final:
-            raise ValueError(
-                f"seed {run.seed} must be another run than seed {other.seed}, ends in the same "
-                "weights: the command does not take its seed; put {seed} into it"
-            )
-
-
-def _check_seeds(run: ForeignRun, spooled: Spooled) -> None:
-    """ValueError if another seed of the arm was the same run: it would count as a repetition."""
-    own = list(running_hashes(update.batch for update in spooled.updates))
-    for other in list_runs(run.folder):
-        if other.arm != run.arm or other.seed == run.seed or not other.manifest.exists():
-            continue
-        manifest = read_manifest(other.manifest)
-        if manifest.state not in ENDED or manifest.hashes.get("init_weights") != spooled.init:
-            continue
-        batches = read_text(other.metrics, BATCH_HASH)
-        if own and own[-1] and batches.get(len(own)) == own[-1]:
-            raise ValueError(
-                f"seed {run.seed} must be another run than seed {other.seed}, has the same start "
-                "and the same batches: the command does not take its seed; put {seed} into it"
-            )
 
 
 def write_study(run: ForeignRun, config: Mapping[str, Any]) -> None:
