@@ -15,8 +15,9 @@ import pytest
 from torch import Tensor
 
 from stability.metrics.drift import drift
+from stability.metrics.weight_counts import weight_counts
 from stability.records.manifest import read_manifest, write_manifest
-from stability.records.metric_names import DRIFT_FROM, DRIFT_OF, drift_name
+from stability.records.metric_names import DRIFT_FROM, DRIFT_OF, WEIGHT_HISTOGRAM, drift_name
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.run_files import RunFiles
 from stability.records.sealed_json import read_sealed, write_sealed
@@ -111,7 +112,7 @@ def at(step: int, name: str, **changes: Any) -> Callable[[dict[str, Any]], dict[
 
 
 def state(arm: str, step: int, change: Callable[[Tensor], Tensor]) -> Forge:
-    """Return what changes a snapshot, and then every drift of the arm as its snapshots have it."""
+    """Return what changes a snapshot, and then all that the arm's log says of its snapshots."""
 
     def forge(study: Path) -> None:
         run, base = run_of(study, arm), run_of(study, "baseline")
@@ -124,6 +125,9 @@ def state(arm: str, step: int, change: Callable[[Tensor], Tensor]) -> Forge:
 
 
 def _measured_anew(line: dict[str, Any], run: RunPaths, base: RunPaths) -> dict[str, Any]:
+    if WEIGHT_HISTOGRAM in line:
+        state = read_snapshot(run.snapshot(line["step"]))
+        return {**line, WEIGHT_HISTOGRAM: weight_counts(state.values())}
     if DRIFT_FROM not in line:
         return line
     paths = [each.snapshot(line["step"]) for each in (run, base)]
