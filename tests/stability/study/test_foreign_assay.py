@@ -143,7 +143,7 @@ def test_faults_are_not_planted_on_another_training(
         )
         said = said_of(study, "early")
         assert said.startswith("no faults could be planted on it: early, run again, must have the")
-        other = source.replace("(4,)).tolist()", "(4,)).sub(1).abs().tolist()")
+        other = source.replace("(8,)).tolist()", "(8,)).sub(1).abs().tolist()")
         script.write_text(other, encoding="utf-8")
         assert study.record("early", options=SWAPPED) == 0
         assert "must be given the batches on record, batch 1 is another" in said_of(study, "early")
@@ -242,7 +242,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "nudge": {"nudge": {"ulps": 1}},
         },
         "seeds": [0, 1, 2],
-        "policy": {"step": 30, "max_error_ratio": 4.0, "window_limit": 0.08},
+        "policy": {"step": 40, "max_error_ratio": 4.0, "window_limit": 0.08},
     }
     (folder / "study.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 flags = argparse.ArgumentParser()
-flags.add_argument("--lr", type=float, default=0.1)
+flags.add_argument("--lr", type=float, default=0.03)
 flags.add_argument("--seed", type=int, default=0)
 flags.add_argument("--bf16", action="store_true")
 flags.add_argument("--steps", type=int, default=40)
@@ -69,7 +69,7 @@ model = GPT(64, asked.depth)
 optimizer = torch.optim.SGD(model.parameters(), lr=asked.lr, momentum=0.9)
 warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
 for step in range(asked.steps):
-    starts = torch.randint(0, len(data) - CONTEXT - 1, (4,)).tolist()
+    starts = torch.randint(0, len(data) - CONTEXT - 1, (8,)).tolist()
     loss = loss_of(torch.stack([data[start : start + CONTEXT + 1] for start in starts]))
     loss.backward()
     optimizer.step()
