@@ -173,7 +173,7 @@ def test_publishing_again_writes_nothing_until_something_has_changed(copied, syn
 
 
 def test_what_w_and_b_refuses_is_one_line_and_no_error(copied, monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise wandb.Error("the server\nis on fire")
 
     monkeypatch.setattr(publish, "_publish_run", refuse)
