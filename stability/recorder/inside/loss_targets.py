@@ -10,7 +10,7 @@ there is something is told. Leaves out what is done with them (`training`).
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Set, Tuple
+from typing import Any, Callable, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -60,9 +60,28 @@ def find_targets(
                 found.append((place, f"target of {name}{end}", target))
             elif type(target) is not Tensor:
                 untold.add(f"the target of {name}")
-        if not held and _is_given_data(node):
+        mask = _mask_of_smoothed(node)
+        if mask is not None:
+            found.append((place, f"mask of {name}", mask))
+        elif not held and _is_given_data(node):
             untold.add(f"what {name} was given beside the model's result")
     return sorted(found, key=lambda each: each[0]), untold
+
+
+def _mask_of_smoothed(node: Any) -> Optional[Tensor]:
+    """Return the mask of samples that label smoothing leaves out, as `F.cross_entropy` has it.
+
+    It fills in the summed log-probabilities of each sample, which no prediction is made of; a mask
+    elsewhere may be made with the model. None for any other node.
+    """
+    mask = getattr(node, "_saved_mask", None) if hasattr(type(node), "_saved_mask") else None
+    at = node
+    for name in ("Neg", "Sum", "LogSoftmax"):
+        parents = [other for other, _ in at.next_functions if other is not None]
+        if len(parents) != 1 or _name_of(parents[0]) != name:
+            return None
+        at = parents[0]
+    return mask if type(mask) is Tensor else None
 
 
 def _is_given_data(node: Any) -> bool:

@@ -72,6 +72,33 @@ def one_update(
     return seen(folder, train).updates[0]
 
 
+def test_of_smoothed_labels_nothing_is_left_unknown(tmp_path: Path) -> None:
+    inputs, labels = data()
+    smoothed = nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=3)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for each in (labels, labels.flip(0)):
+            smoothed(model(inputs), each).backward()
+            optimizer.step()
+
+    found = seen(tmp_path, train)
+    assert not found.untold
+    first, second = (update.labels for update in found.updates)
+    assert first.keys() == second.keys() == {TARGET, "mask of MaskedFill"}
+    assert all(first[name] != second[name] for name in first)
+
+
+def test_a_mask_of_predictions_stays_unknown(tmp_path: Path) -> None:
+    inputs, _ = data()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        log_p = model(inputs).log_softmax(-1)
+        log_p.masked_fill(log_p == log_p.max(), 0).sum().backward()
+        optimizer.step()
+
+    assert any("MaskedFill" in each for each in seen(tmp_path, train).untold)
+
+
 @pytest.mark.parametrize(
     "loss_of", [F.cross_entropy, nn.CrossEntropyLoss()], ids=["function", "module"]
 )
