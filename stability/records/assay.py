@@ -80,12 +80,17 @@ class AssayRecord:
         return not self.sources or dict(self.sources) == sources_of(resolved, environment)
 
 
+_SAID = ("notes", "doubts", "untold")
+"""What is told of a recorded run in sentences, which may be others in each seed."""
+
+
 def sources_of(resolved: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
     """Return a hash of an attention as it was resolved, and that of the attention library.
 
     The arguments are those fields of a run's manifest. An attention of one's own has the SHA-256 of
-    its file in its description.
+    its file in its description. What a recorded run is said to be like is no part of it.
     """
+    resolved = {name: value for name, value in resolved.items() if name not in _SAID}
     described = json.dumps(resolved, sort_keys=True).encode()
     return {
         "attention": hashlib.sha256(described).hexdigest(),

@@ -301,6 +301,12 @@ def test_where_no_fault_could_be_planted_the_reason_is_said(study):
     )
 
 
+def test_what_is_said_of_a_recorded_run_is_no_source_of_its_attention():
+    said = {"command": ["python", "train.py"], "notes": ["no loss was seen"], "doubts": []}
+    assert sources_of(said, {}) == sources_of(said | {"notes": [], "doubts": ["x"]}, {})
+    assert sources_of(said, {}) != sources_of(said | {"command": ["python", "other.py"]}, {})
+
+
 def test_a_record_is_read_as_it_was_written(study):
     fault = _fault(ratios=(float("inf"), 2.0), share=float("nan"))
     _assay(study, (fault,))
