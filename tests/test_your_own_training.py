@@ -1,5 +1,6 @@
 """docs/your_own_training.md, as its reader goes through it: every command, file and key is real."""
 
+import json
 import re
 import shlex
 import shutil
@@ -15,7 +16,7 @@ import yaml
 from torch import nn
 
 from stability.cli.main import main
-from stability.config.command_study import CommandConfig
+from stability.config.command_study import CommandConfig, expand_commands, load_command_study
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
 
@@ -77,13 +78,18 @@ def test_every_command_runs_in_the_order_of_the_page(
     assert (place / "runs" / "old").is_dir()
 
 
-def test_the_study_of_the_page_is_the_example() -> None:
-    (block,) = [block for kind, block in BLOCKS if kind == "yaml"]
-    shown, example = (
-        yaml.safe_load(block),
-        yaml.safe_load((ROOT / "examples/study.yaml").read_text()),
-    )
-    assert shown == example
+def test_the_studies_of_the_page_are_the_example_and_one_that_loads(tmp_path: Path) -> None:
+    shown, arms = (yaml.safe_load(block) for kind, block in BLOCKS if kind == "yaml")
+    assert shown == yaml.safe_load((ROOT / "examples/study.yaml").read_text())
+    # the arms of step 7 take their place in it
+    shown["arms"] |= arms["arms"]
+    (tmp_path / "study.yaml").write_text(json.dumps(shown))
+    expanded = {
+        each.name: each for each in expand_commands(load_command_study(tmp_path / "study.yaml"))
+    }
+    assert expanded["broken"].role == "broken"
+    assert expanded["broken"].config.attention == "flash:fa2+out_gain_1pct"
+    assert expanded["fa2"].role == "candidate"
 
 
 def test_every_key_of_a_base_is_in_the_table() -> None:
@@ -128,7 +134,7 @@ def test_the_lines_that_tell_of_a_loop_record_it(place: Path) -> None:
 MESSAGES = re.findall(r"^\| `([^`]{15,})` \|", PAGE.split("| a message |")[1], flags=re.MULTILINE)
 FILLED_IN = re.compile(
     r"\d+|\.\.\.|in \.\.\.|init_weights|the script evaluates (?=other)"
-    r"|MODULE.*|module:.*"
+    r"|MODULE.*|module:.*|(?<=argument )lr|run\.sh|MY_LR"
 )
 """What of a message is put in where it is said."""
 
