@@ -53,8 +53,8 @@ ATTENTIONS = [
     "flash_attention",
     pytest.param("baseline_attention", marks=pytest.mark.slow),
     pytest.param("golden_attention", marks=pytest.mark.slow),
-    "shadowed",
-    "checked",
+    pytest.param("shadowed", marks=pytest.mark.slow),
+    pytest.param("checked", marks=pytest.mark.slow),
 ]
 
 

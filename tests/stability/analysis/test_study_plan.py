@@ -50,8 +50,18 @@ def test_the_runs_of_a_sound_study_are_what_it_says(study):
     ("arm", "role", "said"),
     [
         ("flash_fa2", "yardstick", "was there as candidate when it was trained, the study has it"),
-        ("fp32", "rerun", "must not be rerun in an arm that changes precision"),
-        ("rerun", "broken", "must not be broken in an arm that changes nothing"),
+        pytest.param(
+            "fp32",
+            "rerun",
+            "must not be rerun in an arm that changes precision",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "rerun",
+            "broken",
+            "must not be broken in an arm that changes nothing",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_another_role_is_no_pair(study, capsys, arm, role, said):

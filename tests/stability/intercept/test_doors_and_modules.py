@@ -122,8 +122,9 @@ def test_no_result_of_an_attention_is_held_after_its_step(door, look):
             assert not [out for out in model.outs if out() is not None]
 
 
+@SLOW
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("implementation", ["eager", pytest.param("sdpa", marks=SLOW)])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_nor_of_an_attention_of_transformers(implementation, look):
     model, ids = llama(implementation), torch.arange(2 * LENGTH).view(2, LENGTH) % 40
     counts = []

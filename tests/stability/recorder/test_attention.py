@@ -109,8 +109,13 @@ def test_it_is_replaced_inside_a_compiled_graph_too(
     ("script", "attention", "said"),
     [
         (["plain.py"], "sdpa:math", "0 attention calls were replaced: this script does not call"),
-        (["attends.py", "--masked"], "mine:attend", "a call has a mask: it takes none"),
-        (["attends.py"], "mine:missing", "missing"),
+        pytest.param(
+            ["attends.py", "--masked"],
+            "mine:attend",
+            "a call has a mask: it takes none",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["attends.py"], "mine:missing", "missing", marks=pytest.mark.slow),
     ],
 )
 def test_what_was_not_replaced_does_not_count(

@@ -65,7 +65,7 @@ def inside_and_thawed() -> Made:
 
 
 @pytest.mark.parametrize("made", [beside, averaged_model, of_one_class, inside, inside_and_thawed])
-@pytest.mark.parametrize("how", ["nudged", "given"])
+@pytest.mark.parametrize("how", ["nudged", pytest.param("given", marks=pytest.mark.slow)])
 def test_an_average_begins_where_its_model_does(made: Callable[[], Made], how: str) -> None:
     models, model, average, _rest = made()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]

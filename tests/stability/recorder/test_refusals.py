@@ -141,6 +141,7 @@ def test_other_batches_are_refused_with_the_step(tmp_path: Path, said) -> None:
     assert study.record("other", "--other", options=options) == 0, "that is a declared change"
 
 
+@pytest.mark.slow
 def test_another_start_is_refused(tmp_path: Path, said) -> None:
     text = TRAINS + "if '--other' in sys.argv:\n    torch.nn.init.ones_(model.weight)\n"
     study = study_of(tmp_path, text + "for _ in range(3): update(torch.ones(1, 3))\n")

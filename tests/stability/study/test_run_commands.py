@@ -214,6 +214,7 @@ def test_another_environment_is_an_arm(commands: Commands, monkeypatch: pytest.M
     assert commands.manifest("other").axis == "python"
 
 
+@pytest.mark.slow
 def test_an_arm_that_fails_is_told_and_the_others_go_on(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
