@@ -14,7 +14,7 @@ from stability.analysis.batch_inputs import (
     which_inputs,
 )
 from stability.analysis.pair_proof import ProofLine, compared
-from stability.records.manifest import Manifest
+from stability.records.manifest import ENDED, Manifest
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
 from stability.records.paths import RunPaths
@@ -22,8 +22,13 @@ from stability.records.paths import RunPaths
 __all__ = ["batch_line", "first_other_batch", "label_lines"]
 
 
-def batch_line(first: RunPaths, second: RunPaths, *, is_free: bool) -> ProofLine:
-    """Compare the running hash of the batches step by step; `is_free` where they may differ."""
+def batch_line(
+    first: RunPaths, second: RunPaths, manifests: Sequence[Manifest], *, is_free: bool
+) -> ProofLine:
+    """Compare the running hash of the batches step by step; `is_free` where they may differ.
+
+    Of trainings that have ended every update's must have been seen.
+    """
     if not (first.metrics.exists() and second.metrics.exists()):
         return compared("batches", None, None)
     a, b = (read_text(paths.metrics, BATCH_HASH) for paths in (first, second))
@@ -39,6 +44,11 @@ def batch_line(first: RunPaths, second: RunPaths, *, is_free: bool) -> ProofLine
     line = compared(f"batches up to step {last}", a[last], b[last])
     if is_free:
         return line
+    made = min(x.step if x.state in ENDED else last for x in manifests)
+    if last < made:
+        updates = f"update {made}" if last + 1 == made else f"updates {last + 1} to {made}"
+        says = f"the same batches (of {updates}, whose input was not seen)"
+        return replace(line, sameness="unknown", says=says)
     turned = first_other_order(first, second)
     if turned is not None:
         says = f"the same batches (that of step {turned} has the same rows in another order)"
@@ -63,8 +73,11 @@ def label_lines(
     untold = sorted({each for x in manifests for each in x.resolved.get("untold", ())})
     if other:
         yield compared(f"batch {other[0]}{other[1]}", "given", "others")
-    elif labels_in_one_alone(first, second):
-        yield compared("labels that only the loss was given", None, None)
+    elif said := labels_in_one_alone(first, second):
+        yield replace(
+            compared("labels that only the loss was given", None, None),
+            says=f"the same labels ({said})",
+        )
     elif made:
         yield replace(
             compared("labels that only the loss was given", None, None),

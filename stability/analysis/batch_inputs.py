@@ -62,9 +62,27 @@ def first_other_order(baseline: RunPaths, candidate: RunPaths) -> int | None:
     return None
 
 
-def labels_in_one_alone(baseline: RunPaths, candidate: RunPaths) -> bool:
-    """Whether the labels of one run alone were seen, so that nothing is known of both."""
-    return bool(_labels(baseline)) != bool(_labels(candidate))
+def labels_in_one_alone(baseline: RunPaths, candidate: RunPaths) -> str:
+    """Return which labels were seen of one run alone, so that nothing is known of both; or "".
+
+    Another loss may be given the same labels under another name.
+    """
+    first, second = _labels(baseline), _labels(candidate)
+    reached = min(max(first, default=0), max(second, default=0))
+    for step in sorted(first.keys() ^ second.keys()):
+        if step <= reached or not (first and second):
+            return f"those of batch {step} were seen of one run alone"
+    for step in sorted(first.keys() & second.keys()):
+        one, other = (_whole(json.loads(each[step])) for each in (first, second))
+        if one.keys() != other.keys() and sorted(one.values()) != sorted(other.values()):
+            names = (" and ".join(f"`{name}`" for name in each) or "none" for each in (one, other))
+            return f"batch {step} has the {' in one, the '.join(names)} in the other"
+    return ""
+
+
+def _whole(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return those that are no targets in floating point, which may be made with the model."""
+    return {name: value for name, value in labels.items() if not name.endswith(IN_FLOATING_POINT)}
 
 
 def _labels(paths: RunPaths) -> Mapping[int, str]:

@@ -8,8 +8,10 @@ the place of what is installed: an arm's attention is no reason for another PyTo
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.axes import touches
 from stability.config.commands import is_command
 from stability.records.identity import (
@@ -27,6 +29,7 @@ __all__ = [
     "is_known_of_both",
     "moved_by",
     "other_entries",
+    "thread_lines",
 ]
 
 NAMES_OF_MODULES = ("attention", "model.init", "optimizer.name", "optimizer.options")
@@ -120,6 +123,25 @@ def is_free_entry(
     if touches(differences, NAMES_OF_MODULES):
         return True
     return is_in_one and _looked_at(first.config) != _looked_at(second.config)
+
+
+def thread_lines(
+    first: Manifest, second: Manifest, differences: Mapping[str, Any]
+) -> Iterator[ProofLine]:
+    """Doubt another number of threads, which comes from outside of a command as often as not.
+
+    A flag or variable whose name speaks of threads sets them, and so may another environment.
+    """
+    if not is_command(first.config) or touches(differences, ("python",)):
+        return
+    if not differences or any("thread" in path.lower() for path in differences):
+        return
+    for name in ("threads", "interop_threads"):
+        one, other = (each.environment.get(name) for each in (first, second))
+        if one != other:
+            said = f"{one} in one and {other} in the other, which was not declared"
+            line = compared(f"environment.{name}", None, None)
+            yield replace(line, says=f"the same {name} ({said})")
 
 
 TELLS_OF_CODE = (

@@ -21,7 +21,7 @@ from stability.analysis.adopted_contract import contract_text, unknown_lines
 from stability.analysis.alike_records import given_start_line, rerun_line, start_line
 from stability.analysis.batch_contract import batch_line, first_other_batch, label_lines
 from stability.analysis.batch_inputs import first_other_labels, which_inputs
-from stability.analysis.environment_contract import is_free_entry, is_known_of_both
+from stability.analysis.environment_contract import is_free_entry, is_known_of_both, thread_lines
 from stability.analysis.launch_contract import launch_lines
 from stability.analysis.pair_proof import OTHER_WEIGHTS, PairProof, ProofLine, compared
 from stability.analysis.run_consistency import consistency_line, doubt_lines
@@ -47,7 +47,7 @@ from stability.config.commands import is_adopted, is_command
 from stability.config.diff import RunConfig, diff, hash_without, leaves, recorded_config
 from stability.config.schema import BASELINE, Role
 from stability.records.identity import is_about_the_list
-from stability.records.manifest import Manifest, read_manifest
+from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
 from stability.records.module_sources import UNHASHED
@@ -66,6 +66,7 @@ __all__ = [
     "prove_pair",
     "recorded_axis",
     "start_breach",
+    "unseen_of_pair",
     "wrong_end",
 ]
 
@@ -217,6 +218,27 @@ def pair_breach(first: Testimony, second: Testimony, planned: Mapping[str, list[
     return f"no pair: {executed}" if executed else ""
 
 
+def unseen_of_pair(
+    baseline: Manifest, candidate: Manifest, planned: Mapping[str, list[Any]]
+) -> str:
+    """Return what both manifests leave unproven of the pair, but for the witness; empty if nothing.
+
+    Only recorders of trainings that are not ours leave something.
+    """
+    pair = baseline, candidate
+    if not is_command(candidate.config) or is_adopted(candidate.config):
+        return ""
+    lines = [*thread_lines(*pair, planned), *launch_lines(*pair, planned), *doubt_lines(*pair)]
+    unseen = [line.says for line in lines if line.sameness == "unknown"]
+    untold = sorted({each for x in pair for each in x.resolved.get("untold", ())})
+    if not may_differ("batches", planned):
+        unseen += [f"the same labels ({', '.join(untold)} was not seen)"] if untold else []
+        have_ended = all(x.state in ENDED for x in pair)
+        if have_ended and not all(x.hashes.get("batches") for x in pair):
+            unseen.append("the same batches (the input of some updates was not seen)")
+    return next(iter(unseen), "")
+
+
 def _batches_breach(baseline: Manifest, candidate: Manifest, planned: Mapping[str, Any]) -> str:
     """Return why two runs of one length saw other batches; which one differs the logs tell."""
     expected, found = (each.hashes.get("batches") for each in (baseline, candidate))
@@ -318,13 +340,17 @@ def _lines(
         yield _final_weights(*manifests, differences)
         yield from unknown_lines()
         return
+    yield from thread_lines(*manifests, differences)
     yield from launch_lines(*manifests, differences)
     yield from _held_out(*manifests)
     yield from [OTHER_WEIGHTS] if touches(differences, CHANGES_WEIGHTS) else []
     yield from given_start_line(manifests[1])
     # a log that is not the one its manifest lists proves nothing about batches
     is_free = may_differ("batches", differences)
-    yield batch_line(*runs, is_free=is_free) if are_whole else compared("batches", None, None)
+    if are_whole:
+        yield batch_line(*runs, manifests, is_free=is_free)
+    else:
+        yield compared("batches", None, None)
     if are_whole:
         yield from label_lines(*runs, manifests, is_free=is_free)
     yield from doubt_lines(*manifests)

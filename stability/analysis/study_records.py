@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, get_args
 
 from stability.analysis.drift_parents import Parents, check_drifts, parents_by_line
-from stability.analysis.pair_contract import pair_breach, wrong_end
+from stability.analysis.pair_contract import pair_breach, unseen_of_pair, wrong_end
 from stability.analysis.witness_contract import Testimony, testimony_of, witness_gap
 from stability.config.axes import MANY, NO_AXIS, axes_of, present_name
 from stability.config.convert import from_dict, nearest, repeated
@@ -80,6 +80,8 @@ class RecordedRun:
     """Steps whose drifts do not say what they were computed from."""
     unwitnessed: str = ""
     """Why it is not proven what it or its baseline executed; empty too where neither says."""
+    unseen: str = ""
+    """What of its start and its batches the recorder has not seen to be its baseline's."""
     breach: str = ""
     """Why it is no pair with its baseline, so that none of its metrics may be taken."""
     paired_with: tuple[tuple[int, int], ...] = ()
@@ -440,10 +442,11 @@ def _as_pair(
         return run
     own, other = run.manifest, None if baseline.error else baseline.manifest
     said = f"no pair: {BASELINE}, seed {run.seed}: {baseline.error}" if baseline.error else ""
-    gap = ""
+    gap = unseen = ""
     if own and other:
         pair = testify(baseline), testify(run)
         said, gap = pair_breach(*pair, planned), witness_gap(*pair)
+        unseen = unseen_of_pair(other, own, planned)
     mine = [row for row in remade if row.arm == run.paths.arm]
     checked = check_drifts(run.log, run.parents, (run.paths, own), (baseline.paths, other), mine)
     return replace(
@@ -454,6 +457,7 @@ def _as_pair(
         remade=checked.remade,
         unproven=checked.unproven,
         unwitnessed=gap,
+        unseen=unseen,
         paired_with=stamps,
     )
 

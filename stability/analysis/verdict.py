@@ -413,9 +413,9 @@ def _refused(arms: Iterable[RecordedArm]) -> str:
 
 
 def _unproven(arms: Iterable[RecordedArm]) -> str:
-    """Return why it is not proven what a run executed that a PASS rests on; mostly empty."""
-    gaps = (run.unwitnessed for arm in arms for run in arm.runs.values() if run.unwitnessed)
-    gap = next(gaps, "")
+    """Return what is not proven of a run that a PASS rests on; mostly empty."""
+    runs = [run for arm in arms for run in arm.runs.values()]
+    gap = next((said for run in runs if (said := run.unwitnessed or run.unseen)), "")
     return f"; unproven: {gap}" if gap else ""
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from threading import get_ident
-from typing import Any, Callable, Dict, List, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +89,8 @@ class _Calls:
         self._has_weights = weakref.WeakKeyDictionary()
         self._running: Set[int] = set()
         """The threads in which a model computes: what it calls itself is no other model's call."""
-        self._made: Dict[int, StorageWeakRef] = {}
-        """The memory of what models returned: what comes back in is no data."""
+        self._made: Dict[int, Tuple[StorageWeakRef, str]] = {}
+        """The memory of what models returned, and who made it of inputs that nobody hashed."""
 
     def install(self) -> Callable[[], None]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ class _Calls:
             if evaluates:
                 self._training.evaluations.model_returned(result)
         if has_weights and self._looks:
-            self._remember(result, (args, kwargs))
+            self._remember(result, (args, kwargs), "" if trains else type(module).__name__)
         if trains and self._training.instrument is not None:
             self._training.instrument.called(module, args, kwargs, result)
         return result
@@ -145,6 +145,7 @@ class _Calls:
             [x for _, x in taken],
             names=[name for name, _ in taken],
             is_training=module.training,
+            model=id(module),
         )
 
     def _tell_evaluated(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -180,26 +181,35 @@ class _Calls:
         return {f"{each}, given to {type(module).__name__}" for each in unread}
 
     def _is_data(self, module: nn.Module, name: str, x: Tensor, left_out: Set[str]) -> bool:
+        given_as = f"{name} of {type(module).__name__}"
         if not is_plain(x):
-            left_out.add(f"{name} of {type(module).__name__}, a {type(x).__name__}")
+            left_out.add(f"{given_as}, a {type(x).__name__}")
+            # an evaluation's is no part of what is trained on
+            if left_out is self._training.left_out:
+                self._training.doubts.add(f"the same {given_as}: a {type(x).__name__} has no hash")
             return False
-        if x.grad_fn is not None or self._is_made(x):
-            left_out.add(f"{name} of {type(module).__name__}, which a model made")
+        maker = self._maker_of(x)
+        if x.grad_fn is not None or maker is not None:
+            left_out.add(f"{given_as}, which a model made")
+            if maker and left_out is self._training.left_out:
+                said = f"the same {given_as}: {maker} made it, and what that was given has no hash"
+                self._training.doubts.add(said)
             return False
         return not isinstance(x, nn.Parameter)
 
-    def _is_made(self, x: Tensor) -> bool:
+    def _maker_of(self, x: Tensor) -> Optional[str]:
+        """Return who made a tensor of what nobody hashed, "" if of what was; None: no model."""
         reference = StorageWeakRef(x.untyped_storage())
         known = self._made.get(reference.cdata)
-        return known is not None and not known.expired()
+        return known[1] if known is not None and not known[0].expired() else None
 
-    def _remember(self, result: Any, given: Any) -> None:
-        self._made = {key: ref for key, ref in self._made.items() if not ref.expired()}
+    def _remember(self, result: Any, given: Any, maker: str) -> None:
+        self._made = {key: known for key, known in self._made.items() if not known[0].expired()}
         own = [StorageWeakRef(x.untyped_storage()).cdata for x in _plain_in(given)]
         for x in _plain_in(result):
             reference = StorageWeakRef(x.untyped_storage())
             if reference.cdata not in own:  # a model may return what it was given
-                self._made[reference.cdata] = reference
+                self._made[reference.cdata] = reference, maker
 
 
 def _plain_in(value: Any) -> List[Tensor]:

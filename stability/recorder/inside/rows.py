@@ -27,6 +27,8 @@ class Given:
     is_training: bool
     place: int
     """Where it came in autograd's record."""
+    model: int = 0
+    """Tells whole models apart that are called one after another."""
     labels: List[Tuple[str, Tensor]] = field(default_factory=list)
     """A hash, with the samples, of what only the loss was given."""
 

@@ -200,8 +200,10 @@ class Training:
             self._close()
         self._take_start()
 
-    def given(self, tensors: List[Tensor], *, is_training: bool, names: Sequence[str] = ()) -> None:
-        """Tell what the model was given, and how it is called; `is_training` is its mode."""
+    def given(
+        self, tensors: List[Tensor], *, is_training: bool, names: Sequence[str] = (), model: int = 0
+    ) -> None:
+        """Tell what a `model` was given, and how it is called; `is_training` is its mode."""
         if not tensors or self._is_again or self._held_out_inputs is not None:
             return
         names = names or [f"argument {index}" for index in range(len(tensors))]
@@ -210,7 +212,7 @@ class Training:
         for name, value in zip(names, sums):  # noqa: B905 Python 3.9 has no strict
             inputs[name] = inputs[name] + value if name in inputs else value
         known = keys_by_name(names, keys)
-        self._given.append(Given(samples, known, inputs, is_training, place_in_graph()))
+        self._given.append(Given(samples, known, inputs, is_training, place_in_graph(), model))
 
     def made_in_graph(self, begin: int, end: int) -> None:
         """Tell which part of autograd's record a model made."""
@@ -359,8 +361,10 @@ class Training:
         place = self._places.setdefault(optimizer, len(self._places))
         if self._losses:
             row.losses.setdefault(place, []).extend(self._losses)
-        # a model that is frozen in part may train in evaluation mode; else that is evaluation
-        for one in [x for x in self._given if x.is_training] or self._given:
+        # one that is frozen in part may train in evaluation mode, and so may one of two models; a
+        # call of a model that is in training mode, too, is evaluation
+        trained = {x.model for x in self._given if x.is_training}
+        for one in [x for x in self._given if x.is_training or x.model not in trained]:
             row.hashes.append(one.samples.sum())
             row.order.append(hash_in_order(one.samples, len(row.order)))
             row.samples += len(one.samples)

@@ -87,7 +87,90 @@ for step in range(2):
     loss = F.cross_entropy(model(x)[keep], kept)
 """
 
+_HEAD = """
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 3)
+    def forward(self, h, y):
+        return F.cross_entropy(self.out(h), y)
+"""
+
+ENCODED = (
+    _HEAD
+    + """
+encoder, model = nn.Linear(4, 8).requires_grad_(False), Head()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    x, y = torch.randn(5, 4, generator=data), torch.randint(0, 3, (5,), generator=data)
+    if asked.other:
+        x = x.flip(0)
+    loss = model(encoder(x), y)
+"""
+)
+
+TWO_MODES = (
+    _HEAD
+    + """
+backbone, model = nn.Linear(4, 8).eval(), Head()
+optimizer = torch.optim.SGD([*backbone.parameters(), *model.parameters()], lr=0.1)
+for step in range(2):
+    x, y = torch.randn(5, 4, generator=data), torch.randint(0, 3, (5,), generator=data)
+    if asked.other:
+        x = x + 1
+    loss = model(backbone(x), y)
+"""
+)
+
+SUBCLASS = (
+    _HEAD
+    + """
+class Image(torch.Tensor):
+    pass
+model = Head()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    x, y = torch.randn(5, 8, generator=data), torch.randint(0, 3, (5,), generator=data)
+    if asked.other:
+        x = x.flip(0)
+    loss = model(x.as_subclass(Image), y).as_subclass(torch.Tensor)
+"""
+)
+
+SEEN_ONCE = """
+model = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x, y = torch.randn(5, 4, generator=data), torch.randint(0, 3, (5,), generator=data)
+    if asked.other and step:
+        x = x.flip(0)
+    # after the first update no module is called, as in a step that is compiled
+    out = model(x) if step == 0 else F.linear(x, model.weight, model.bias)
+    loss = F.cross_entropy(out, y)
+"""
+
+LOSSES = """
+model = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    x, y = torch.randn(5, 4, generator=data), torch.randint(0, 3, (5,), generator=data)
+    loss = F.multi_margin_loss(model(x), y.roll(1)) if asked.other else F.cross_entropy(model(x), y)
+"""
+
 SCRIPTS = {
+    "what a frozen encoder is given": (ENCODED, "unproven", "argument 0 of Head: Linear made it"),
+    "a model in evaluation mode": (TWO_MODES, "refused", "batch 1 differs"),
+    "a class of tensors": (SUBCLASS, "unproven", "a Image has no hash"),
+    "only the first batch is seen": (
+        SEEN_ONCE,
+        "unproven",
+        "(of updates 2 to 3, whose input was not seen)",
+    ),
+    "labels of another loss": (
+        LOSSES,
+        "unproven",
+        "has the `target of NllLoss` in one",
+    ),
     "a series backwards": (SERIES, "unproven", "has the same rows in another order"),
     "swapped calls": (PREFERENCES, "unproven", "has the same rows in another order"),
     "an array": (_WITH_LABELS.replace("WRAP", "y.numpy()"), "refused", "in `argument 1`"),
