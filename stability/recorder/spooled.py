@@ -130,7 +130,7 @@ def read_spool(folder: Path) -> Spooled:
     held_out = read_held_out(ranks, folder, len(updates))
     left_out = sorted({each for end in ends if end for each in end["left_out"]})
     untold = sorted({each for end in ends if end for each in end["untold"]})
-    doubts = _doubts([end for end in ends if end])
+    doubts = [*_doubts([end for end in ends if end]), *_other_ranks(begins)]
     return Spooled(
         updates=updates,
         states={step: path for step, path in states.items() if step <= len(updates)},
@@ -274,6 +274,18 @@ def _doubts(ends: Sequence[Mapping[str, Any]]) -> list[str]:
             f"update ({_listed(later)}): they are in no snapshot"
         )
     return doubts
+
+
+def _other_ranks(begins: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tell of ranks whose environment is another one than the first's, which is on record."""
+    first = min(begins, key=lambda begin: begin["rank"])["environment"]
+    said = []
+    for begin in sorted(begins, key=lambda begin: begin["rank"]):
+        own = begin["environment"]
+        names = sorted(name for name in {*first, *own} if first.get(name) != own.get(name))
+        if names:
+            said.append(f"the same environment on rank {begin['rank']}: another {_listed(names)}")
+    return said
 
 
 def _ending(ends: Sequence[Mapping[str, Any] | None], begin: Mapping[str, Any]) -> str:
