@@ -251,7 +251,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "swapped"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_swapped_attention_passes_where_its_faults_are_found_and_a_wrong_one_fails(
     judged: Path,
 ) -> None:
