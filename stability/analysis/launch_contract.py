@@ -60,9 +60,13 @@ def _arguments(
         if path.startswith(("flags.", "env.", "config.")) or path == "start"
     }
     is_told_otherwise = "config" in first.config  # the caller says what counts of its flags
-    for name in dict.fromkeys([*was, *now]):
+    changed = [name for name in dict.fromkeys([*was, *now]) if was.get(name) != now.get(name)]
+    declared = [name for name in changed if f"flags.{name}" in differences]
+    for name in declared:  # it has reached its own name, and excuses no other one
+        left.pop(f"flags.{name}", None)
+    for name in changed:
         one, other = was.get(name), now.get(name)
-        if one == other or f"flags.{name}" in differences:
+        if name in declared:
             continue
         # handed on under another name, as $1 of a shell script; once, or two things would differ
         source = next((x for x, values in left.items() if values == (_text(one), _text(other))), "")

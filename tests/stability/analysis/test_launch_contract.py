@@ -62,6 +62,13 @@ def test_a_declared_value_may_be_handed_on_once_under_another_name() -> None:
     assert len(found(one, twice, flags__argument_2=("0.5", "0.4"))) == 1
 
 
+def test_a_declared_flag_that_has_reached_its_own_name_excuses_no_other_one() -> None:
+    said = "the same arguments (wd is '0.1' in one and '0.2' in the other, which was not declared)"
+    for order in ("--lr {0} --wd {0}", "--wd {0} --lr {0}"):
+        one, two = (run("train.py " + order.format(value)) for value in ("0.1", "0.2"))
+        assert found(one, two, flags__lr=("0.1", "0.2")) == [("unknown", said)]
+
+
 def test_an_argument_that_one_alone_was_given_is_named() -> None:
     said = found(run(), run("train.py --lr 0.5 --wd 0.1 --bf16"), env__A=("1", "2"))
     assert said == [
