@@ -80,8 +80,9 @@ class AssayRecord:
         return not self.sources or dict(self.sources) == sources_of(resolved, environment)
 
 
-_SAID = ("notes", "doubts", "untold")
-"""What is told of a recorded run in sentences, which may be others in each seed."""
+_SAID = ("notes", "doubts", "untold", "launched")
+"""What is told of a recorded run, and what it was started with, which may be others in each seed:
+a variable, a file's time. What may not is compared by `analysis.launch_contract`."""
 
 
 def sources_of(resolved: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:

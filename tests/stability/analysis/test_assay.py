@@ -304,6 +304,8 @@ def test_where_no_fault_could_be_planted_the_reason_is_said(study):
 def test_what_is_said_of_a_recorded_run_is_no_source_of_its_attention():
     said = {"command": ["python", "train.py"], "notes": ["no loss was seen"], "doubts": []}
     assert sources_of(said, {}) == sources_of(said | {"notes": [], "doubts": ["x"]}, {})
+    launched = [{"arguments": ["t.py"], "variables": {"MY_DAY": day}} for day in ("1", "2")]
+    assert len({str(sources_of(said | {"launched": each}, {})) for each in launched}) == 1
     assert sources_of(said, {}) != sources_of(said | {"command": ["python", "other.py"]}, {})
 
 
