@@ -53,19 +53,17 @@ def launch_lines(
 def _arguments(
     first: Manifest, second: Manifest, differences: Mapping[str, Any]
 ) -> Iterator[ProofLine]:
-    was, now = (_flags_of(each) for each in (first, second))
     left = {
         path: tuple(map(_text, values))
         for path, values in differences.items()
         if path.startswith(("flags.", "env.", "config.")) or path == "start"
     }
     is_told_otherwise = "config" in first.config  # the caller says what counts of its flags
-    changed = [name for name in dict.fromkeys([*was, *now]) if was.get(name) != now.get(name)]
-    declared = [name for name in changed if f"flags.{name}" in differences]
+    changed = _changed(first, second)
+    declared = [name for name, _, _ in changed if f"flags.{name}" in differences]
     for name in declared:  # it has reached its own name, and excuses no other one
         left.pop(f"flags.{name}", None)
-    for name in changed:
-        one, other = was.get(name), now.get(name)
+    for name, one, other in changed:
         if name in declared:
             continue
         # handed on under another name, as $1 of a shell script; once, or two things would differ
@@ -82,19 +80,32 @@ def _arguments(
             yield compared(field, _shown(one), _shown(other))
 
 
-def _flags_of(manifest: Manifest) -> dict[str, Any]:
+def _changed(first: Manifest, second: Manifest) -> list[tuple[str, Any, Any]]:
+    """Return each argument with its two values, where they differ; as begun with, and as changed.
+
+    What a script has changed in one run alone is held against what the other one was given.
+    """
+    found = []
+    runs = [each.resolved["launched"] for each in (first, second)]
+    is_changed = any(each.get("later_arguments") for each in runs)
+    for which in ("arguments", "later_arguments")[: 2 if is_changed else 1]:
+        was, now = (
+            _flags_of(manifest, each.get(which) or each["arguments"])
+            for manifest, each in zip((first, second), runs, strict=True)
+        )
+        found += [(x, was.get(x), now.get(x)) for x in {**was, **now} if was.get(x) != now.get(x)]
+    return list(dict.fromkeys(found))
+
+
+def _flags_of(manifest: Manifest, arguments: Sequence[str]) -> dict[str, Any]:
     """Return a process's arguments by name; where it tells of itself, less what names the run."""
-    arguments = manifest.resolved["launched"]["arguments"]
-    flags = {"(program)": PurePath(arguments[0]).name if arguments else "", **_parsed(arguments)}
+    program = PurePath(arguments[0]).name if arguments else ""
+    flags = {"(program)": program, **parse_flags(arguments[1:])}
     if _is_command_line(manifest):
         return flags
-    if "ipykernel" in str(flags["(program)"]):
+    if "ipykernel" in program:
         return {}
     return {name: value for name, value in flags.items() if name not in OF_THE_RUN}
-
-
-def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
-    return parse_flags(arguments[1:])
 
 
 def _is_command_line(manifest: Manifest) -> bool:

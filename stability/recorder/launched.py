@@ -74,15 +74,19 @@ def launch_record(told: Mapping[str, Any], command: GivenCommand) -> dict[str, A
     """Return what goes on record of what a process tells that it was given; empty if it doesn't."""
     if not told:
         return {}
-    given = list(told["arguments"])
-    later = told["later_arguments"]
-    arguments = command.as_written(given) + (command.as_written(later) if later != given else [])
+    given, later = list(told["arguments"]), list(told["later_arguments"])
+    # of `python -m` the module's file is known once Python has found it
+    begun = [*later[:1], *given[1:]] if given[:1] == ["-m"] and later else given
     files = _named(told["files"], given, command.as_written(given), told.get("written", ()))
     if command.files is not None:
         hashes, written = command.files.hashes(), command.files.written()
         files |= _named(hashes, command.filled, command.written, written)
     return {
-        "arguments": _without_secrets(arguments),
+        "arguments": _without_secrets(command.as_written(begun)),
+        # what the script, or one that runs it, has made of them; mostly nothing
+        "later_arguments": (
+            _without_secrets(command.as_written(later)) if later[1:] != given[1:] else []
+        ),
         "main": told["main"],
         "files": files,
         "variables": (variables := lasting(told["variables"])),

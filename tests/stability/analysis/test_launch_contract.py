@@ -80,6 +80,28 @@ def test_an_argument_that_one_alone_was_given_is_named() -> None:
     ]
 
 
+def test_a_program_in_another_folder_is_the_same_program() -> None:
+    one, two = run("/a/pkg/train.py --lr 1"), run("/b/pkg/train.py --lr 1")
+    assert found(one, two, ref=("1", "2")) == []
+    changed = [
+        run("run.py --lr 1", later_arguments=[f"/{x}/t.py", "--wd", "1"]) for x in ("a", "b")
+    ]
+    assert found(*changed, ref=("1", "2")) == []
+
+
+def test_arguments_that_a_script_has_changed_are_compared_by_their_names() -> None:
+    def begun(given: str, later: str = "") -> Manifest:
+        return run(f"t.py --lr {given}", later_arguments=f"t.py --lr {later}".split())
+
+    assert found(begun("1", "2"), begun("1", "2")) == []
+    assert found(begun("1", "2"), begun("3", "4"), flags__lr=("1", "3")) == []
+    assert found(begun("1", "2"), begun("1", "3")) == [("different", "the process's argument lr")]
+    alone = run("t.py --lr 1", later_arguments=[])
+    assert found(begun("1", "2"), alone) == [("different", "the process's argument lr")]
+    # the same change in both lists is one line
+    assert len(found(begun("1", "1"), begun("2", "2"), env__MY_LR=("x", "y"))) == 1
+
+
 def test_another_script_behind_the_same_command_is_no_pair() -> None:
     assert found(run(), run("other.py --lr 0.5 --wd 0.1"))[0][0] == "different"
 

@@ -124,9 +124,18 @@ def test_passwords_are_hashed_and_other_words_are_not() -> None:
 
 
 def test_arguments_that_the_script_has_changed_are_both_on_record() -> None:
-    given = told("t.py", "--lr", "1", later_arguments=["t.py", "--lr", "2"])
-    arguments = launch_record(given, GivenCommand())["arguments"]
-    assert arguments == ["t.py", "--lr", "1", "t.py", "--lr", "2"]
+    given = told("t.py", "--lr", "1", later_arguments=["t.py", "--lr", "2", "--api-key", SECRET])
+    record = launch_record(given, GivenCommand())
+    assert record["arguments"] == ["t.py", "--lr", "1"]
+    assert record["later_arguments"][:3] == ["t.py", "--lr", "2"]
+    assert SECRET not in str(record)
+
+
+def test_of_a_module_the_arguments_are_on_record_once_and_its_file_is_its_name() -> None:
+    given = told("-m", "--lr", "1", later_arguments=["/checkout/pkg/train.py", "--lr", "1"])
+    record = launch_record(given, GivenCommand())
+    assert record["arguments"] == ["/checkout/pkg/train.py", "--lr", "1"]
+    assert record["later_arguments"] == []
 
 
 def test_what_a_command_sets_itself_is_told_from_what_it_had() -> None:
