@@ -9,8 +9,10 @@ unproven: a flag may be handed on as several.
 Leaves out what is on record (`recorder.launched`), and files that no argument names.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
+from itertools import zip_longest
 from pathlib import PurePath
 from typing import Any
 
@@ -25,6 +27,8 @@ __all__ = ["launch_lines"]
 _MOST_NAMES = 6
 _OF_CHECKOUTS = ("ref", "setup")
 """What puts other files in the place of the same names."""
+_CONFIGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf", ".gin", ".py")
+"""How the name of a file ends that says, line by line, what a training does."""
 _OF_INTERPRETERS = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_SHLVL")
 """Variables that say which environment of Python is taken."""
 
@@ -179,15 +183,35 @@ def _names(words: Sequence[str], name: str) -> bool:
 def _named_by_flags(
     was: Mapping[str, Any], now: Mapping[str, Any], differences: Mapping[str, Any]
 ) -> Iterator[ProofLine]:
-    """Compare two texts, as configs, that are the two values of a declared flag."""
-    for path, values in differences.items():
-        one, other = map(_text, values)
-        if not path.startswith("flags.") or one not in was or other not in now:
+    """Compare the texts, as configs, that are named by the two values of a declared flag."""
+    for path, (value, other_value) in differences.items():
+        if not path.startswith("flags."):
             continue
-        lines = was[one].get("lines", []), now[other].get("lines", [])
-        count = _differing(*lines)
+        one, other = _names_in(_text(value), was), _names_in(_text(other_value), now)
+        names = [x for x in one if x not in other], [x for x in other if x not in one]
+        named = " and ".join(dict.fromkeys([*names[0], *names[1]]))
+        texts = [_lines_of(x, was) for x in names[0]], [_lines_of(x, now) for x in names[1]]
+        if None in texts[0] or None in texts[1]:
+            yield _unknown(f"that {named} differ in one thing (their lines are not on record)")
+            continue
+        # of one alone all lines are others
+        count = sum(_differing(a or [], b or []) for a, b in zip_longest(*texts))
         if count > 1:
-            yield _unknown(f"that {one} and {other} differ in one thing ({count} lines differ)")
+            yield _unknown(f"that {named} differ in one thing ({count} lines differ)")
+
+
+def _names_in(value: str, files: Mapping[str, Any]) -> list[str]:
+    """Return the texts that a flag's value names: itself, or the members of a list."""
+    words = [value] if value in files else re.split(r"[\s,@=]+", value)
+    return [word for word in words if "lines" in files.get(word, {}) or _is_config(word)]
+
+
+def _is_config(name: str) -> bool:
+    return PurePath(name).suffix.lower() in _CONFIGS
+
+
+def _lines_of(name: str, files: Mapping[str, Any]) -> list[str] | None:
+    return files.get(name, {}).get("lines")
 
 
 def _differing(one: Sequence[str], other: Sequence[str]) -> int:

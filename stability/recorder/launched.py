@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stability.config.commands import end_of_program
 from stability.recorder.inside.launched import NamedFiles, hash_of, names_in
 from stability.records.session_variables import lasting
 
@@ -39,8 +40,9 @@ class GivenCommand:
 
     def begin(self, folder: Path | None) -> None:
         """Take the files as they are before the command starts, in `folder`."""
+        programs = self.filled[: end_of_program(self.filled)]
         # the first word is the program that is installed
-        self.files = NamedFiles(self.filled[1:], str(folder or Path.cwd()))
+        self.files = NamedFiles(self.filled[1:], str(folder or Path.cwd()), programs)
 
     def as_written(self, arguments: Sequence[str]) -> list[str]:
         """Return a process's arguments as the command would have them written."""

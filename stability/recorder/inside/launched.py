@@ -34,7 +34,9 @@ def hash_of(text: str) -> str:
 class NamedFiles:
     """The regular files that words name, in `folder`, as they are when this is made."""
 
-    def __init__(self, words: Iterable[str], folder: str) -> None:
+    def __init__(self, words: Iterable[str], folder: str, programs: Iterable[str] = ()) -> None:
+        """Of `programs`, which are among the words, no lines are told apart."""
+        self._programs = set(programs)
         self._paths = {
             name: os.path.join(folder, name) for word in words for name in names_in(word)
         }
@@ -47,7 +49,7 @@ class NamedFiles:
             if was is None:
                 continue
             try:
-                found[name] = _content(self._paths[name], was)
+                found[name] = _content(self._paths[name], was, name not in self._programs)
             except OSError:
                 found[name] = {"sha256": "", "of": "unreadable"}
             if _stat(self._paths[name]) != was:
@@ -72,7 +74,7 @@ class Started:
     def look(self) -> None:
         """Note which of the files that are named there are."""
         if self._files is None:
-            self._files = NamedFiles(self.arguments, self.folder)
+            self._files = NamedFiles(self.arguments, self.folder, self.arguments[:1])
 
     def told(self) -> Dict[str, Any]:
         """Return all of it, to be told before the first update."""
@@ -141,7 +143,7 @@ def _stat(path: str) -> Optional[List[int]]:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def _content(path: str, stat: List[int]) -> Dict[str, Any]:
+def _content(path: str, stat: List[int], is_config: bool) -> Dict[str, Any]:
     size = stat[0]
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -149,8 +151,8 @@ def _content(path: str, stat: List[int]) -> Dict[str, Any]:
             for chunk in iter(lambda: file.read(_CHUNK), b""):
                 digest.update(chunk)
             found: Dict[str, Any] = {"sha256": digest.hexdigest(), "of": "whole"}
-            lines = _lines(path, size)
-            return {**found, "lines": lines} if lines else found
+            lines = _lines(path, size) if is_config else None
+            return found if lines is None else {**found, "lines": lines}
         for place in (0, size - _WHOLE // 2):
             file.seek(place)
             left = _WHOLE // 2
@@ -164,15 +166,15 @@ def _content(path: str, stat: List[int]) -> Dict[str, Any]:
     return {"sha256": digest.hexdigest(), "of": f"ends of {size} bytes", "stat": stat}
 
 
-def _lines(path: str, size: int) -> List[str]:
-    """Return a hash of each line of a short text that is no program of Python's, else nothing."""
-    if size > _LARGEST_TEXT or path.endswith(".py"):
-        return []
+def _lines(path: str, size: int) -> Optional[List[str]]:
+    """Return a hash of each line of a short text; None for what is no text, or a long one."""
+    if size > _LARGEST_TEXT:
+        return None
     with open(path, "rb") as file:
         text = file.read()
     # JSON may be one line
     lines = (text.replace(b",", b",\n") if path.endswith(".json") else text).splitlines()
     lines = [line.rstrip() for line in lines if line.strip()]
     if b"\0" in text or len(lines) > _MOST_LINES:
-        return []
+        return None
     return [hashlib.sha256(line).hexdigest()[:8] for line in lines]

@@ -147,6 +147,46 @@ def test_two_configs_may_differ_in_one_line() -> None:
         assert len(found(one, two, **names)) == judged
 
 
+UNSEEN = "(their lines are not on record)"
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "said"),
+    [
+        ("one.py", "two.py", ""),
+        ("one.py", "long.py", f"that one.py and long.py differ in one thing {UNSEEN}"),
+        ("one.py", "missing.yaml", f"that one.py and missing.yaml differ in one thing {UNSEEN}"),
+        ("a.bin", "b.bin", ""),
+        ("0.1", "0.2", ""),
+        (None, "short.args", ""),
+        (None, "two.py", "that two.py differ in one thing (2 lines differ)"),
+        ("long.py", None, f"that long.py differ in one thing {UNSEEN}"),
+        ("0.1", "two.py", "that two.py differ in one thing (2 lines differ)"),
+        ("one.py a.yaml", "two.py a.yaml", ""),
+        (
+            "one.py,a.yaml",
+            "two.py,b.yaml",
+            "that one.py and a.yaml and two.py and b.yaml differ in one thing (2 lines differ)",
+        ),
+        ("@one.py", "@b.yaml", "that one.py and b.yaml differ in one thing (2 lines differ)"),
+        (
+            "my config.yaml",
+            "one.py",
+            "that my config.yaml and one.py differ in one thing (3 lines differ)",
+        ),
+    ],
+)
+def test_of_files_that_a_declared_flag_names_one_line_may_differ(
+    value: Any, other: Any, said: str
+) -> None:
+    texts = {"one.py": "12", "two.py": "13", "a.yaml": "56", "b.yaml": "57", "short.args": "1"}
+    files = {name: file(name, lines=[*lines]) for name, lines in texts.items()}
+    files |= {"my config.yaml": file("m", lines=["7", "8", "9"])}
+    files |= {name: file(name) for name in ("long.py", "a.bin", "b.bin")}
+    one, two = run("t.py", files=files), run("t.py", files=files)
+    assert found(one, two, flags__x=(value, other)) == ([("unknown", said)] if said else [])
+
+
 def test_a_variable_is_unproven_unless_it_was_declared() -> None:
     one, two = run(variables={"A": "1", "PATH": "2"}), run(variables={"PATH": "3"})
     said = "the same variables (A, PATH: others, which the script may read)"

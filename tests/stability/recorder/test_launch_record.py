@@ -56,11 +56,27 @@ def test_a_file_that_was_written_since_is_told(tmp_path: Path) -> None:
 
 def test_lines_are_told_apart_of_short_texts_alone(tmp_path: Path) -> None:
     texts = {"a.yaml": "x: 1\n\ny: 2\n", "a.json": '{"x": 1, "y": 2}', "a.py": "x = 1\ny = 2\n"}
-    for name, text in {**texts, "long.txt": "x\n" * 500, "a.bin": "x\0\ny"}.items():
+    others = {"t.py": "x = 1\n", "long.txt": "x\n" * 500, "a.bin": "x\0\ny", "empty.yaml": ""}
+    for name, text in {**texts, **others}.items():
         (tmp_path / name).write_text(text)
-    found = NamedFiles([*texts, "long.txt", "a.bin"], str(tmp_path)).hashes()
-    counts = {name: len(known.get("lines", ())) for name, known in found.items()}
-    assert counts == {"a.yaml": 2, "a.json": 2, "a.py": 0, "long.txt": 0, "a.bin": 0}
+    found = NamedFiles([*texts, *others], str(tmp_path), ["t.py"]).hashes()
+    counts = {name: len(known["lines"]) for name, known in found.items() if "lines" in known}
+    assert counts == {"a.yaml": 2, "a.json": 2, "a.py": 2, "empty.yaml": 0}
+
+
+def test_the_lines_of_a_config_in_python_are_told_apart_and_those_of_the_program_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "config.py"):
+        (tmp_path / name).write_text("x = 1")
+    words = ["python", "train.py", "config.py"]
+    command = GivenCommand(words, words)
+    command.begin(tmp_path)
+    monkeypatch.setattr(sys, "argv", words[1:])
+    inside = Started().told()["files"]
+    for files in (inside, launch_record(told(*words[1:]), command)["files"]):
+        assert [name for name, known in files.items() if "lines" in known] == ["config.py"]
 
 
 def test_a_process_tells_what_it_was_given_and_no_value_of_a_variable(
