@@ -142,12 +142,17 @@ def _ranks(
 def _files(
     first: Manifest, second: Manifest, differences: Mapping[str, Any]
 ) -> Iterator[ProofLine]:
-    """Compare the files that both runs were given by one name."""
-    if touches(differences, _OF_CHECKOUTS):
-        return
+    """Compare the files that both runs were given by one name.
+
+    Of another commit those of its checkout are others, which are the commit's.
+    """
+    is_checkout = touches(differences, _OF_CHECKOUTS)
     was, now = (each.resolved["launched"]["files"] for each in (first, second))
     words = [_words_of(each) for each in (first, second)]
     for name in sorted({*was, *now}):
+        # one absolute name is one place: each commit has a checkout of its own
+        if is_checkout and not PurePath(name).is_absolute():
+            continue
         one, other = was.get(name), now.get(name)
         if one is None or other is None:
             # named by one alone, it is a declared argument's value; else it was not there

@@ -132,6 +132,13 @@ def test_a_named_file_is_judged_by_its_content(one: Any, other: Any, judged: lis
     assert found(first, second, ref=("1", "2")) == []
 
 
+def test_another_commit_changes_no_file_outside_its_checkout() -> None:
+    for axis in ({"ref": ("1", "2")}, {"setup": ("", "make")}):
+        for name, judged in (("/data/a.yaml", ["different"]), ("a.yaml", []), ("data/a.yaml", [])):
+            one, two = (run(f"t.py --config {name}", files={name: file(x)}) for x in ("a", "b"))
+            assert [sameness for sameness, _ in found(one, two, **axis)] == judged
+
+
 def test_a_file_that_one_run_alone_has_found_is_unproven() -> None:
     words = "train.py --config a.yaml"
     said = found(run(words, files={"a.yaml": file("a")}), run(words))
