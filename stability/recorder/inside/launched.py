@@ -67,7 +67,11 @@ class Started:
     def __init__(self) -> None:
         self.arguments = [str(x) for x in getattr(sys, "argv", ())]
         self.folder = os.getcwd()
-        self.variables = {name: hash_of(value) for name, value in os.environ.items()}
+        self.variables = {
+            name: hash_of(value)
+            for name, value in os.environ.items()
+            if not _is_torchs(name, value)
+        }
         self._files: Optional[NamedFiles] = None
         self._told: Dict[str, Any] = {}
 
@@ -110,6 +114,15 @@ def started() -> Started:
         note_start()
     _noted[0].look()
     return _noted[0]
+
+
+def _is_torchs(name: str, value: str) -> bool:
+    """Whether torch has set a variable itself, as a process that imported it before this one."""
+    if name != "TORCHINDUCTOR_CACHE_DIR":
+        return False
+    import tempfile  # it is in the way of each start of Python
+
+    return value.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_"))
 
 
 def _main() -> str:

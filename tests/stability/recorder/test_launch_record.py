@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,13 @@ def test_what_a_command_sets_itself_is_told_from_what_it_had() -> None:
     assert launch_record({}, command) == {}
 
 
-@pytest.mark.parametrize("name", ["PWD", "SHLVL", "STABILITY_SEED", "SSH_TTY", "SLURM_JOB_ID"])
+SESSION = """PWD SHLVL STABILITY_SEED SSH_TTY SLURM_JOB_ID JOB_ID JOB_NAME TASK_ID POD_NAME POD_IP
+POD_IPS POD_UID GITHUB_RUN_ID GITHUB_SHA CI_JOB_ID CI_PIPELINE_IID CI_COMMIT_SHA CI_RUNNER_ID
+BUILD_ID BUILD_NUMBER BUILD_TAG MLFLOW_RUN_ID ITERM_SESSION_ID AWS_SESSION_TOKEN
+AWS_SECURITY_TOKEN"""
+
+
+@pytest.mark.parametrize("name", SESSION.split())
 def test_a_variable_of_a_session_is_left_out(name: str) -> None:
     assert lasting({name: "1", "MY_LR": "2"}) == {"MY_LR": "2"}
 
@@ -169,4 +176,14 @@ def test_a_variable_of_a_session_is_left_out(name: str) -> None:
 def test_every_variable_that_is_left_out_has_a_reason() -> None:
     assert all(reason for reason in VOLATILE.values())
     kept = ["HOME", "PATH", "MY_LR", "LR", "OMP_NUM_THREADS", "LANG", "USER", "BATCH_SIZE", "DEBUG"]
+    # of names like those of a session's
+    kept += ["JOB_SIZE", "TASK_LR", "POD_INDEX", "CI_LR", "BUILD_MODE", "MLFLOW_LR", "AWS_REGION"]
     assert [*lasting(dict.fromkeys(kept, ""))] == sorted(kept)
+
+
+def test_where_torch_itself_puts_compiled_code_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv(name, f"{tempfile.gettempdir()}/torchinductor_me")
+    assert name not in Started().variables
+    monkeypatch.setenv(name, "/mine")
+    assert Started().variables[name] == hash_of("/mine")
