@@ -27,6 +27,8 @@ __all__ = ["launch_lines"]
 _MOST_NAMES = 6
 _OF_CHECKOUTS = ("ref", "setup")
 """What puts other files in the place of the same names."""
+_UNREAD = {"unreadable", "unread", "stat"}
+"""Of what a file has no hash: it could not be read, another rank's, one of too many."""
 _CONFIGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf", ".gin", ".py")
 """How the name of a file ends that says, line by line, what a training does."""
 _OF_INTERPRETERS = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_SHLVL")
@@ -161,18 +163,22 @@ def _files(
             continue
         if _is_same(one, other):
             continue
-        is_known = one["sha256"] != other["sha256"] and "unreadable" not in (one["of"], other["of"])
+        is_read = not _UNREAD & {one["of"], other["of"]}
+        is_known = is_read and one["sha256"] != other["sha256"]
         if is_known and not (one.get("written") or other.get("written")):
             yield compared(f"the content of {name}", one["sha256"], other["sha256"])
         elif is_known:
             yield _unknown(f"the same {name} (other content, and a run writes into it)")
+        elif not is_read:
+            yield _unknown(f"the same {name} (which was not read as a whole)")
         else:
             yield _unknown(f"the same {name} (the {one['of']} are compared, and it was rewritten)")
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     names = ("sha256", "of", "stat")
-    return all(one.get(name) == other.get(name) for name in names) and one["of"] != "unreadable"
+    is_told = one["of"] not in ("unreadable", "unread")
+    return is_told and all(one.get(name) == other.get(name) for name in names)
 
 
 def _words_of(manifest: Manifest) -> list[str]:

@@ -20,6 +20,8 @@ __all__ = ["NamedFiles", "Started", "hash_of", "names_in", "note_start", "starte
 
 _WHOLE = 2**26
 """Bytes of the largest file that is hashed as a whole; of others the first and last half of it."""
+_MOST_BYTES = 2**30
+"""Bytes that are read of all the files of one process; of the rest there are sizes and times."""
 _MOST_LINES = 400
 _LARGEST_TEXT = 2**18
 """Lines and bytes of a text whose lines are told apart."""
@@ -44,17 +46,30 @@ class NamedFiles:
 
     def hashes(self) -> Dict[str, Dict[str, Any]]:
         """Return what is known of each file that there was, by the name that it was given by."""
-        found = {}
+        found: Dict[str, Dict[str, Any]] = {}
+        left = _MOST_BYTES
         for name, was in self._begun.items():
             if was is None:
                 continue
+            left -= min(was[0], _WHOLE)
             try:
-                found[name] = _content(self._paths[name], was, name not in self._programs)
+                if left < 0:
+                    found[name] = {"sha256": "", "of": "stat", "stat": was[:2]}
+                else:
+                    found[name] = _content(self._paths[name], was, name not in self._programs)
             except OSError:
                 found[name] = {"sha256": "", "of": "unreadable"}
             if _stat(self._paths[name]) != was:
                 found[name]["written"] = True
         return found
+
+    def unread(self) -> Dict[str, Dict[str, Any]]:
+        """Return which files there were, where another process reads them."""
+        return {
+            name: {"sha256": "", "of": "unread"}
+            for name, was in self._begun.items()
+            if was is not None
+        }
 
     def written(self) -> List[str]:
         """Return the names of the files that were written, made or taken away since."""
@@ -72,6 +87,8 @@ class Started:
             for name, value in os.environ.items()
             if not _is_torchs(name, value)
         }
+        # a RANK alone may be the user's own, as of a low-rank adapter
+        self._is_first = "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
         self._files: Optional[NamedFiles] = None
         self._told: Dict[str, Any] = {}
 
@@ -90,7 +107,8 @@ class Started:
                 "later_arguments": [str(x) for x in getattr(sys, "argv", ())],
                 "main": _main(),
                 "variables": self.variables,
-                "files": self._files.hashes(),
+                # the first rank's go on record, and all may share one slow disk
+                "files": self._files.hashes() if self._is_first else self._files.unread(),
             }
         return self._told
 

@@ -123,6 +123,10 @@ def test_a_call_is_told_by_its_caller_which_flags_count() -> None:
         (file("a", of="ends", stat=[1]), file("a", of="ends", stat=[2]), ["unknown"]),
         (file("a", of="ends", stat=[1]), file("b", of="ends", stat=[1]), ["different"]),
         (file("", of="unreadable"), file("", of="unreadable"), ["unknown"]),
+        (file("", of="unread"), file("", of="unread"), ["unknown"]),
+        (file("", of="stat", stat=[1, 2]), file("", of="stat", stat=[1, 2]), []),
+        (file("", of="stat", stat=[1, 2]), file("", of="stat", stat=[1, 3]), ["unknown"]),
+        (file("", of="stat", stat=[1, 2]), file("a"), ["unknown"]),
     ],
 )
 def test_a_named_file_is_judged_by_its_content(one: Any, other: Any, judged: list[str]) -> None:
@@ -130,6 +134,12 @@ def test_a_named_file_is_judged_by_its_content(one: Any, other: Any, judged: lis
     first, second = run(words, files={"a.yaml": one}), run(words, files={"a.yaml": other})
     assert [sameness for sameness, _ in found(first, second)] == judged
     assert found(first, second, ref=("1", "2")) == []
+
+
+def test_of_a_file_that_was_not_read_that_is_said() -> None:
+    words = "train.py --config=a.yaml"
+    one, two = (run(words, files={"a.yaml": file("", of="stat", stat=[x])}) for x in (1, 2))
+    assert found(one, two) == [("unknown", "the same a.yaml (which was not read as a whole)")]
 
 
 def test_another_commit_changes_no_file_outside_its_checkout() -> None:

@@ -44,6 +44,43 @@ def test_of_a_large_file_both_ends_are_hashed_and_its_times_kept(
     assert known(b"small")["of"] == "whole"
 
 
+def test_of_what_is_more_than_can_be_read_sizes_and_times_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a.bin", "b.bin", "c.bin"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"12345678")
+    monkeypatch.setattr(launched, "_MOST_BYTES", 16)
+    found = NamedFiles(names, str(tmp_path)).hashes()
+    assert [found[name]["of"] for name in names] == ["whole", "whole", "stat"]
+    assert found["c.bin"]["stat"] == [8, (tmp_path / "c.bin").stat().st_mtime_ns]
+    monkeypatch.setattr(launched, "_WHOLE", 4)  # of a large file no more is read
+    found = NamedFiles(names, str(tmp_path)).hashes()
+    assert "stat" not in {known["of"] for known in found.values()}
+
+
+@pytest.mark.parametrize(
+    ("variables", "of"),
+    [
+        ({}, "whole"),
+        ({"RANK": "8"}, "whole"),  # the user's own
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "whole"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "unread"),
+    ],
+)
+def test_the_first_rank_alone_reads_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], of: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("x: 1")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["t.py", "a.yaml"])
+    assert Started().told()["files"]["a.yaml"]["of"] == of
+
+
 def test_a_file_that_was_written_since_is_told(tmp_path: Path) -> None:
     for name in ("log.txt", "a.yaml", "gone.txt"):
         (tmp_path / name).write_text("before")
