@@ -141,6 +141,22 @@ def test_a_variable_that_was_declared_is_a_pair(study: Study, capsys) -> None:
     assert "they differ in env.MY_LR alone" in said
 
 
+def test_a_flag_of_a_module_that_a_shell_script_starts_is_the_one_change(
+    study: Study, capsys, tmp_path: Path
+) -> None:
+    shell = study('exec "$PY" -m train --lr "$1"\n')
+    assert shell.record("baseline", "0.5") == 0
+    assert shell.record("lr", "0.4") == 0
+    code, said = said_of(shell, capsys)
+    assert code == 0, said
+    manifest = json.loads(
+        next((tmp_path / "runs").glob("**/baseline/**/manifest.json")).read_text()
+    )
+    launched = manifest["resolved"]["launched"]
+    assert Path(launched["arguments"][0]).name == "train.py"
+    assert launched["later_arguments"] == []
+
+
 def test_another_content_of_a_named_config_is_refused(study: Study, capsys, tmp_path: Path) -> None:
     study("")
     script = Shell(tmp_path / "runs", [sys.executable, "train.py", "--config", "a.json"])
