@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from typing import Any, Callable, Dict, Optional
 
 import torch
@@ -30,6 +31,15 @@ BACKENDS = {
     "cudnn": "CUDNN_ATTENTION",
 }
 """PyTorch's name of each backend."""
+_NO_ATTENTION = (
+    *("position_ids", "cache_position", "position_embeddings", "seq_idx", "token_type_ids"),
+    *("mm_token_type_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("use_cache", "past_key_value", "past_key_values", "output_attentions", "return_dict"),
+    *("output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"),
+    *("input_ids", "inputs_embeds", "labels", "shift_labels", "sliding_window", "deterministic"),
+)
+"""What Hugging Face's models hand on to an eager attention, which makes nothing of it: a window, or
+several texts in a row, it is told by the mask."""
 
 
 class ReplacedCalls:
@@ -90,7 +100,27 @@ def replace_eager(modeling: Any) -> None:
     """
     interface = getattr(modeling, "AttentionInterface", None)
     if interface is not None:
-        interface.register("eager", modeling.sdpa_attention_forward)
+        interface.register("eager", _strict(modeling.sdpa_attention_forward))
+
+
+def _strict(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Hugging Face's call of SDPA, refusing what it would leave out without a word."""
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = [x.name for x in inspect.signature(forward).parameters.values() if x.kind not in kinds]
+    known = frozenset([*named, *_NO_ATTENTION])
+
+    @functools.wraps(forward)
+    def strict(*args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items():
+            # `softcap` is named by some versions, which have no SDPA for it either
+            if value is not None and (name not in known or name == "softcap"):
+                raise ValueError(
+                    f"attention: this model's eager attention is given {name}, which "
+                    "scaled_dot_product_attention can't take: it can't be replaced"
+                )
+        return forward(*args, **kwargs)
+
+    return strict
 
 
 def _attention(calls: ReplacedCalls, original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -2,9 +2,12 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from stability.recorder.inside.attention import replace_eager
 from stability.records.witness import read_witness
 from tests.stability.recorder.recording import Recording, code_of, words
 
@@ -81,6 +84,36 @@ def test_it_takes_the_place_in_a_model_of_hugging_face(
         assert study.drift("wrong")[6] > 10 * study.drift("math")[6]
     else:  # an eager model says by a mask that it is causal
         assert (wrong, "a call has a mask: it takes none" in said) == (1, True)
+
+
+class _Interface:
+    """What is of transformers' interface here: a register of attentions."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Any] = {}
+        self.register = self.known.__setitem__
+
+
+def _swapped() -> Any:
+    def forward(module: Any, query: Any, scaling: Any = None, position_bias: Any = None, **_: Any):
+        return query, scaling, position_bias
+
+    interface = _Interface()
+    replace_eager(SimpleNamespace(AttentionInterface=interface, sdpa_attention_forward=forward))
+    return interface.known["eager"]
+
+
+@pytest.mark.parametrize("name", ["s_aux", "sinks", "softcap", "head_mask"])
+def test_an_eager_attention_with_more_than_sdpa_has_is_never_trained_without_it(name: str) -> None:
+    said = f"eager attention is given {name}, which scaled_dot_product_attention can't take"
+    with pytest.raises(ValueError, match=said):
+        _swapped()(None, 1, scaling=2, **{name: 0.0})
+    assert _swapped()(None, 1, scaling=2, **{name: None}) == (1, 2, None)
+
+
+def test_what_an_eager_attention_makes_nothing_of_is_handed_on() -> None:
+    words = {"position_ids": 1, "sliding_window": 4, "num_items_in_batch": 8, "use_cache": False}
+    assert _swapped()(None, 1, scaling=2, position_bias=3, **words) == (1, 2, 3)
 
 
 @pytest.mark.slow
