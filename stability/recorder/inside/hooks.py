@@ -287,14 +287,19 @@ def _step_begins(training: Training, optimizer: Optimizer, args: Any, kwargs: An
 def _wrap_scaler(training: Training) -> List[Callable[[], None]]:
     # torch.cuda.amp's own is a subclass of the newer one, and before that the only one
     kind: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
-    scale, step = kind.scale, kind.step
+    init, step = kind.__init__, kind.step
+    wrapped: Dict[type, Callable[[], None]] = {}
 
-    @functools.wraps(scale)
-    def scaled(self: Any, outputs: Any) -> Any:
-        result = scale(self, outputs)
-        training.scales_loss = True
-        mark_scaled(self, result, outputs)
-        return result
+    def see(one: Any) -> None:
+        if "scale" in vars(one) and one not in wrapped:  # as FSDP's, which asks no super()
+            wrapped[one] = put(one, "scale", _scaled(training, one.scale))
+        for below in one.__subclasses__():
+            see(below)
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        see(kind)  # a class may be younger than this wrapper
+        init(self, *args, **kwargs)
 
     @functools.wraps(step)
     def stepped(self: Any, opt: Any, *args: Any, **kwargs: Any) -> Any:
@@ -304,7 +309,23 @@ def _wrap_scaler(training: Training) -> List[Callable[[], None]]:
             training.skipped(opt)
         return result
 
-    return [put(kind, "scale", scaled), put(kind, "step", stepped)]
+    def unsee() -> None:
+        for undo in wrapped.values():
+            undo()
+
+    see(kind)
+    return [unsee, put(kind, "__init__", made), put(kind, "step", stepped)]
+
+
+def _scaled(training: Training, scale: Any) -> Callable[[Any, Any], Any]:
+    @functools.wraps(scale)
+    def scaled(self: Any, outputs: Any) -> Any:
+        result = scale(self, outputs)
+        training.scales_loss = True
+        mark_scaled(self, result, outputs)
+        return result
+
+    return scaled
 
 
 def _wrap_group(training: Training) -> Callable[[], None]:

@@ -38,9 +38,14 @@ def mark_scaled(scaler: Any, result: Any, given: Any) -> None:
             node.metadata[_FACTOR] = _factor_of(scaler)
 
 
-def _factor_of(scaler: Any) -> Tensor:
-    """Return a copy of a scaler's factor, one and the same until it changes that where it is."""
-    factor = scaler._scale
+def _factor_of(scaler: Any) -> Optional[Tensor]:
+    """Return a copy of a scaler's factor, one and the same until it changes that where it is.
+
+    None of a scaler that has another kind of factor than torch's.
+    """
+    factor = getattr(scaler, "_scale", None)
+    if not isinstance(factor, Tensor):
+        return None
     copy: Any
     known, version, copy = getattr(scaler, _FACTOR, (None, -1, None))
     if known is not factor or version != factor._version:
@@ -57,21 +62,21 @@ def unscaled(loss: Tensor) -> Tuple[Optional[Tensor], str]:
     factors, others = _parts(loss.grad_fn)
     if not factors and not _is_marked_below(others):
         return loss, ""
-    if others or any(x is not factors[0] for x in factors):
+    factor = factors[0] if factors else None
+    if others or factor is None or any(x is not factor for x in factors):
         return None, _UNTOLD
-    return loss.detach() / factors[0].to(loss.device), ""
+    return loss.detach() / factor.to(loss.device), ""
 
 
-def _parts(node: Any) -> Tuple[List[Tensor], List[Any]]:
+def _parts(node: Any) -> Tuple[List[Optional[Tensor]], List[Any]]:
     """Return the factors of the marked nodes that a loss is linear in, and what else it is of."""
-    factors: List[Tensor] = []
+    factors: List[Optional[Tensor]] = []
     others: List[Any] = []
     todo, count = [node] if node is not None else [], 0
     while todo and count < _MOST_NODES:
         node, count = todo.pop(), count + 1
-        factor = node.metadata.get(_FACTOR)
-        if factor is not None:
-            factors.append(factor)
+        if _FACTOR in node.metadata:
+            factors.append(node.metadata[_FACTOR])
         elif _is_linear(node):
             todo += [each for each, _ in node.next_functions if each is not None]
         else:
