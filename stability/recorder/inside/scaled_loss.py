@@ -32,10 +32,10 @@ def mark_scaled(scaler: Any, result: Any, given: Any) -> None:
         for one, own in zip(result, given):  # noqa: B905 Python 3.9 has no strict
             mark_scaled(scaler, one, own)
     elif isinstance(result, Tensor) and isinstance(given, Tensor) and result is not given:
-        setattr(result, _LOSS, given.detach())
-        if result.grad_fn is not None:
-            node: Any = result.grad_fn
+        node: Any = result.grad_fn
+        if node is not None:  # else nobody can back-propagate it
             node.metadata[_FACTOR] = _factor_of(scaler)
+            setattr(result, _LOSS, (given.detach(), given._version, result._version))
 
 
 def _factor_of(scaler: Any) -> Optional[Tensor]:
@@ -56,8 +56,9 @@ def _factor_of(scaler: Any) -> Optional[Tensor]:
 
 def unscaled(loss: Tensor) -> Tuple[Optional[Tensor], str]:
     """Return the loss that was meant, and in words why it can't be told, if it can't."""
-    known = getattr(loss, _LOSS, None)
-    if known is not None:
+    known, *versions = getattr(loss, _LOSS, (None,))
+    # a script may have written into either since, as to divide it in its place
+    if known is not None and versions == [known._version, loss._version]:
         return known, ""
     factors, others = _parts(loss.grad_fn)
     if not factors and not _is_marked_below(others):

@@ -39,17 +39,31 @@ def losses_of(
     return [update.loss for update in found.updates], meant, list(found.notes)
 
 
+def _divided_in_place(scaler: Any, loss: torch.Tensor) -> torch.Tensor:
+    scaled = scaler.scale(loss)
+    scaled /= 4
+    return scaled
+
+
+def _divided_after(scaler: Any, loss: torch.Tensor) -> torch.Tensor:
+    scaled = scaler.scale(loss)
+    loss /= 4  # as for a log: what is back-propagated has been computed
+    return scaled
+
+
 @pytest.mark.parametrize(
     ("scaled", "factor"),
     [
         (lambda scaler, loss: scaler.scale(loss), 1),
         (lambda scaler, loss: scaler.scale(loss) / 4, 1 / 4),
+        (_divided_in_place, 1 / 4),
+        (_divided_after, 1),
         (lambda scaler, loss: scaler.scale(loss) * 0.5 / torch.tensor(2.0), 1 / 4),
         (lambda scaler, loss: (scaler.scale(loss) + scaler.scale(2 * loss)) / 2, 1.5),
         (lambda scaler, loss: sum(scaler.scale([loss, loss])), 2),
         (lambda scaler, loss: torch.stack([scaler.scale(loss), scaler.scale(loss)]).mean(), 1),
     ],
-    ids=["alone", "divided", "multiplied", "sum", "list", "stacked"],
+    ids=["alone", "divided", "in place", "after", "multiplied", "sum", "list", "stacked"],
 )
 def test_a_scaled_loss_is_recorded_as_it_was_meant(
     scaled: Losses, factor: float, tmp_path: Path
