@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stability.analysis.drift_parents import listed_snapshot
 from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.axes import axes_of, touches
+from stability.config.commands import is_command
 from stability.config.schema import BASELINE
 from stability.records.manifest import Manifest
 from stability.records.metric_log import read_metrics
@@ -113,7 +114,8 @@ def rerun_line(
     if differences or not ends[0] or ends[0] != ends[1]:
         return
     logs = [_losses(paths) for paths in runs]
-    for name in (TRAIN_LOSS, EVAL_LOSS):
+    names = (TRAIN_LOSS, EVAL_LOSS) if _is_evaluated_alike(manifests) else (TRAIN_LOSS,)
+    for name in names:
         one, other = (log.get(name, {}) for log in logs)
         for step in sorted({*one, *other}):
             values = one.get(step), other.get(step)
@@ -127,8 +129,14 @@ def rerun_line(
             if states[0] != states[1]:
                 yield compared(f"the weights at step {step}", *states)
                 return
-    count = sum(map(len, logs[0].values()))
+    count = sum(len(logs[0].get(name, {})) for name in names)
     yield compared("losses", f"{count} alike", f"{count} alike")
+
+
+def _is_evaluated_alike(manifests: tuple[Manifest, Manifest]) -> bool:
+    """Whether two runs are known to be evaluated on the same, as our own always are."""
+    one, other = (manifest.hashes.get("held_out") for manifest in manifests)
+    return not is_command(manifests[0].config) or bool(one and one == other)
 
 
 def _losses(paths: RunPaths) -> dict[str, dict[int, float]]:

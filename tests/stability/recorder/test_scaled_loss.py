@@ -103,7 +103,8 @@ def test_a_loss_that_no_scaler_has_seen_is_itself(tmp_path: Path) -> None:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of one rank, over which FSDP's scaler asks for infinities."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    store: Any = distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     if distributed.is_initialized():
         distributed.destroy_process_group()
