@@ -157,9 +157,10 @@ class Evaluations:
     def keys(self) -> Dict[str, Any]:
         """Return the keys by input of what was evaluated, by a call's hash, and was trained on.
 
-        Of the latter each once, and how many there were.
+        Of the latter each once, and how many there were; also where nothing was evaluated, since
+        another rank may have evaluated that.
         """
-        if not self._keys:
+        if not self._keys and not self._trained:
             return {}
         trained = {
             name: torch.cat([*self._settled.get(name, []), *(x.cpu() for x in recent)])

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.study_records import read_study
 from stability.config.study import PolicyConfig
 from stability.recorder.held_out import read_held_out
+from stability.recorder.inside.batch_hash import hash_batch
+from stability.recorder.inside.evaluations import Evaluations
 from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import Training
 from stability.records.metric_log import read_metrics
@@ -294,6 +297,36 @@ def test_a_sample_is_known_by_the_input_that_tells_samples_apart(
     told = capsys.readouterr().out
     assert said in told
     assert ("twice in the same bits" in told) == (kind == "noisy")
+
+
+def _left_by(folder: Path, rank: int, trained: list[int], evaluated: list[int]) -> list[Any]:
+    """Return the lines of a rank that has trained on samples and evaluated others, twice."""
+    spool, seen = Spool(str(folder), rank), Evaluations()
+
+    def key(sample: int) -> torch.Tensor:
+        return hash_batch([torch.full((1, 3), float(sample))])[2][0]  # pyright: ignore
+
+    lines = []
+    for step in (1, 2):
+        for sample in trained:
+            seen.trained_on([("x", key(sample))])
+        for sample in evaluated:
+            seen.model_called(step, [torch.full((1, 3), float(sample))], ["x"])
+            seen.model_returned(torch.tensor(float(sample)))
+        seen.end()
+        lines += [line for line in seen.take_lines() if line["calls"]]
+    keys = seen.keys()
+    kept = [{"kind": "keys", "file": spool.keep("evaluated", keys)}] if keys else []
+    return [*lines, *kept, {"kind": "end"}]
+
+
+def test_what_a_rank_trains_on_that_evaluates_nothing_is_not_held_out(tmp_path: Path) -> None:
+    ranks = [_left_by(tmp_path, 0, [1], [1, 2, 3]), _left_by(tmp_path, 1, [2], [])]
+    assert read_held_out(ranks, tmp_path, 2).losses == {1: 3.0, 2: 3.0}
+    ranks = [_left_by(tmp_path, 0, [], [1, 2, 3]), _left_by(tmp_path, 1, [1, 2], [])]
+    found = read_held_out(ranks, tmp_path, 2)
+    assert found.losses == {1: 3.0, 2: 3.0}
+    assert not any("twice in the same bits" in note for note in found.notes)
 
 
 def test_of_one_evaluation_nobody_can_tell_what_is_held_out(tmp_path: Path) -> None:
