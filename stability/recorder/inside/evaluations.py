@@ -48,6 +48,47 @@ _MOST_KEYS = 2**22
 """Samples of evaluations whose keys are kept."""
 _SETTLED_AT = 64
 """Batches whose keys lie on the device, before they are moved."""
+_LEAST_UNIQUE = 2**16
+"""Keys that are kept as they came, before each is kept once."""
+
+
+class _TrainedKeys:
+    """The keys of the samples in one input that were trained on: each once, and how many."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._recent: List[Tensor] = []
+        """Those of the last batches, where they were computed."""
+        self._settled: List[Tensor] = []
+        self._kept = 0
+        self._most = _LEAST_UNIQUE
+
+    def add(self, keys: Tensor) -> None:
+        """Add those of a batch."""
+        self._recent.append(keys)
+        if len(self._recent) > _SETTLED_AT:
+            self._settle()
+
+    def unique(self) -> Tensor:
+        """Return each key once, on the CPU."""
+        self._settle()
+        return self._shrink()
+
+    def _settle(self) -> None:
+        if not self._recent:
+            return
+        moved = torch.cat(self._recent).cpu()
+        self._recent.clear()
+        self.times += len(moved)
+        self._kept += len(moved)
+        self._settled.append(moved)
+        if self._kept > self._most:  # epochs over the same samples take no more memory
+            self._most = max(2 * len(self._shrink()), _LEAST_UNIQUE)
+
+    def _shrink(self) -> Tensor:
+        known = torch.cat(self._settled).unique()
+        self._settled, self._kept = [known], len(known)
+        return known
 
 
 @dataclass
@@ -78,9 +119,8 @@ class Evaluations:
         self._open: Optional[_Evaluation] = None
         self._closed: List[_Evaluation] = []
         self._undo: List[Callable[[], None]] = []
-        self._trained: Dict[str, List[Tensor]] = {}
-        """The keys of the last batches by input, where they were computed."""
-        self._settled: Dict[str, List[Tensor]] = {}
+        self._trained: Dict[str, _TrainedKeys] = {}
+        """By the input's name."""
         self._keys: Dict[str, Dict[str, Tensor]] = {}
         self._kept_keys = 0
         self._is_inside = False
@@ -91,11 +131,9 @@ class Evaluations:
         if not self.watches:
             return
         for name, of_rows in keys:
-            recent = self._trained.setdefault(name, [])
-            recent.append(of_rows)
-            if len(recent) > _SETTLED_AT:
-                self._settled.setdefault(name, []).append(torch.cat(recent).cpu())
-                recent.clear()
+            if name not in self._trained:
+                self._trained[name] = _TrainedKeys()
+            self._trained[name].add(of_rows)
 
     def may_begin(self) -> None:
         """Tell that a model was put into evaluation mode, before what is then computed with it."""
@@ -162,14 +200,10 @@ class Evaluations:
         """
         if not self._keys and not self._trained:
             return {}
-        trained = {
-            name: torch.cat([*self._settled.get(name, []), *(x.cpu() for x in recent)])
-            for name, recent in self._trained.items()
-        }
         return {
             "evaluated": self._keys,
-            "trained": {name: each.unique() for name, each in trained.items()},
-            "times": {name: len(each) for name, each in trained.items()},
+            "trained": {name: each.unique() for name, each in self._trained.items()},
+            "times": {name: each.times for name, each in self._trained.items()},
         }
 
     def _line(self, call: _Call) -> Dict[str, Any]:
