@@ -119,6 +119,7 @@ def _planted(
         variables = {
             **environment_of(asked, variables_of(run)),
             **start_variables(run, spool),
+            "WANDB_MODE": "disabled",  # it is no training of the user's that W&B should list
             "STABILITY_SPOOL": str(spool),
         }
         words = [filled_in(word, values) for word in run.words]
