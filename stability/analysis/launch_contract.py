@@ -73,7 +73,8 @@ def _arguments(
         if name in declared:
             continue
         # handed on under another name, as $1 of a shell script; once, or two things would differ
-        source = next((x for x, values in left.items() if values == (_text(one), _text(other))), "")
+        given = _text(one), _text(other)
+        source = next((x for x, values in left.items() if _are_same(x, values, given)), "")
         if left.pop(source, None):
             continue
         field = f"the process's argument {name}"
@@ -84,6 +85,13 @@ def _arguments(
             )
         else:
             yield compared(field, _shown(one), _shown(other))
+
+
+def _are_same(path: str, declared: tuple[str, ...], given: tuple[str, ...]) -> bool:
+    """Whether a process was given a change's two values; a checkpoint's may be a whole path."""
+    if path == "start":
+        return [PurePath(x).name for x in declared] == [PurePath(x).name for x in given]
+    return declared == given
 
 
 def _changed(first: Manifest, second: Manifest) -> list[tuple[str, Any, Any]]:
