@@ -3,6 +3,7 @@
 Leaves out what a mode does to a call (`double_precision`, `intercept.gradients`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["PausableMode"]
 
 
-class PausableMode(TorchFunctionMode):
+class PausableMode(TorchFunctionMode, ABC):
     """A context that changes calls of torch's functions by `_called`, except where it is paused."""
 
     _is_paused = False
@@ -38,6 +39,6 @@ class PausableMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return self._called(func, args, kwargs or {})
 
+    @abstractmethod
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the function gives under the mode."""
-        raise NotImplementedError
