@@ -318,8 +318,6 @@ def test_an_interrupted_run_does_not_count_and_is_recorded_anew(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        # what runs in the background of a shell ignores it, and so would all that it starts
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     with process.stdout:
