@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,18 @@ class Recording:
         """The relative drift from the baseline, over all weights, by step."""
         found = read_metrics(self.paths(arm, seed).metrics)[drift_name("all", "rel_l2")]
         return dict(zip(found.steps, found.values, strict=True))
+
+
+Arms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
+"""Flags of the script and options of `stability record`, by arm."""
+
+
+def recorded_plain(out: Path, arms: Arms) -> Path:
+    """Record five steps of `plain.py` in each arm; return the study's folder."""
+    study = Recording(out, words("plain.py", "--steps", "5"))
+    for arm, (flags, options) in arms.items():
+        assert study.record(arm, *flags, options=options) == 0
+    return study.folder
 
 
 class Calling(Recording):

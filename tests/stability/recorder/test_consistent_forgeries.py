@@ -22,7 +22,7 @@ from stability.records.paths import RunPaths, StudyPaths
 from stability.records.run_files import RunFiles
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.records.snapshots import read_snapshot, write_snapshot
-from tests.stability.recorder.recording import Recording, code_of, words
+from tests.stability.recorder.recording import Recording, code_of, recorded_plain, words
 from tests.stability.recorder.test_forgeries import run_of, verify
 from tests.stability.sealing import seal
 
@@ -41,10 +41,7 @@ ARMS = {
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study of five arms, that tests only read."""
-    study = Recording(tmp_path_factory.mktemp("forged"), words("plain.py", "--steps", "5"))
-    for arm, (flags, options) in ARMS.items():
-        assert study.record(arm, *flags, options=options) == 0
-    return study.folder
+    return recorded_plain(tmp_path_factory.mktemp("forged"), ARMS)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import read_snapshot, write_snapshot
-from tests.stability.recorder.recording import Recording, code_of, words
+from tests.stability.recorder.recording import Recording, code_of, recorded_plain, words
 from tests.stability.sealing import change_witness, seal
 
 pytestmark = pytest.mark.slow
@@ -29,10 +29,7 @@ ARMS = {
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study of three arms, that tests only read."""
-    study = Recording(tmp_path_factory.mktemp("recorded"), words("plain.py", "--steps", "5"))
-    for arm, (flags, options) in ARMS.items():
-        assert study.record(arm, *flags, options=options) == 0
-    return study.folder
+    return recorded_plain(tmp_path_factory.mktemp("recorded"), ARMS)
 
 
 @pytest.fixture

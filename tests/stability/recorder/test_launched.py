@@ -66,31 +66,28 @@ def said_of(study: Recording, capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, json.dumps(told)
 
 
-def test_a_rerun_behind_a_shell_script_is_a_pair(study: Study, capsys) -> None:
-    shell = study('exec "$PY" train.py --out "$1/results" --lr 0.5\n')
-    assert shell.record("baseline", "{out}") == 0
-    assert shell.record("rerun", "{out}") == 0
+@pytest.mark.parametrize(
+    ("lines", "given", "sentence"),
+    [
+        ('--out "$1/results" --lr 0.5', ("{out}", "{out}"), "an A/A pair"),
+        ('--lr "$1" --wd 0.5', ("0.5", "0.25"), "they differ in flags.argument_2 alone"),
+        (
+            '--lr "$1" --wd "$1"',
+            ("0.5", "0.25"),
+            "wd is '0.5' in one and '0.25' in the other, which was not declared",
+        ),
+    ],
+    ids=["a rerun", "handed on once", "handed on twice"],
+)
+def test_what_a_shell_script_hands_on_is_told(
+    study: Study, capsys, lines: str, given: tuple[str, str], sentence: str
+) -> None:
+    shell = study(f'exec "$PY" train.py {lines}\n')
+    assert shell.record("baseline", given[0]) == 0
+    assert shell.record("other", given[1]) == 0
     code, said = said_of(shell, capsys)
-    assert code == 0, said
-    assert "an A/A pair" in said
-
-
-def test_a_declared_value_that_a_shell_script_hands_on_is_a_pair(study: Study, capsys) -> None:
-    shell = study('exec "$PY" train.py --lr "$1" --wd 0.5\n')
-    assert shell.record("baseline", "0.5") == 0
-    assert shell.record("slow", "0.25") == 0
-    code, said = said_of(shell, capsys)
-    assert code == 0, said
-    assert "they differ in flags.argument_2 alone" in said
-
-
-def test_a_value_that_is_handed_on_twice_is_two_changes(study: Study, capsys) -> None:
-    shell = study('exec "$PY" train.py --lr "$1" --wd "$1"\n')
-    assert shell.record("baseline", "0.5") == 0
-    assert shell.record("slow", "0.25") == 0
-    code, said = said_of(shell, capsys)
-    assert code != 0
-    assert "wd is '0.5' in one and '0.25' in the other, which was not declared" in said
+    assert (code == 0) == ("not declared" not in sentence), said
+    assert sentence in said
 
 
 def test_an_edited_shell_script_is_refused(study: Study, capsys) -> None:
