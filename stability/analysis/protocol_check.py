@@ -18,14 +18,16 @@ from typing import Any
 from stability.analysis.environment_contract import other_entries
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_distances import window_problems
-from stability.analysis.study_records import RecordedStudy
+from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.window import SETTLING
 from stability.config.arms import probe_of_seed
+from stability.config.commands import is_command
 from stability.config.convert import ConfigError, from_dict, to_dict
 from stability.config.diff import leaves
 from stability.config.schema import BASELINE, ArmConfig, ProbeConfig
 from stability.config.study import PolicyConfig
 from stability.records.assay import sources_of
+from stability.records.manifest import ENDED, Manifest
 from stability.records.paths import StudyPaths, is_run, list_runs
 from stability.records.protocol import Protocol, SealedArm, has_begun, protocol_hash, read_protocol
 
@@ -239,11 +241,10 @@ def _other_sources(study: RecordedStudy) -> Iterator[str]:
     libraries: dict[str, list[int]] = {}
     for arm in study.arms:
         attentions: dict[str, list[int]] = {}
-        for seed, run in arm.runs.items():
-            if run.manifest is not None:
-                found = sources_of(run.manifest.resolved, run.manifest.environment)
-                attentions.setdefault(found["attention"], []).append(seed)
-                libraries.setdefault(found["kernel_source"], []).append(seed)
+        for seed, manifest in _on_record(arm).items():
+            found = sources_of(manifest.resolved, manifest.environment)
+            attentions.setdefault(found["attention"], []).append(seed)
+            libraries.setdefault(found["kernel_source"], []).append(seed)
         if len(attentions) > 1:
             yield f"{arm.name} was trained with {_by_source(attentions, 'attention')}"
     if len(libraries) > 1:
@@ -257,7 +258,7 @@ def seeds_apart(study: RecordedStudy) -> Iterator[str]:
     `_other_sources`, for the study as a whole.
     """
     for arm in study.arms:
-        known = {seed: run.manifest for seed, run in arm.runs.items() if run.manifest}
+        known = _on_record(arm)
         apart: dict[tuple[str, ...], list[int]] = {}
         for seed, manifest in known.items():
             keys = tuple(other_entries(next(iter(known.values())), manifest, {}))
@@ -268,6 +269,16 @@ def seeds_apart(study: RecordedStudy) -> Iterator[str]:
                 were = f"{_seeds_text(seeds)}, {'were' if len(seeds) > 1 else 'was'}"
                 first = next(iter(known))
                 yield f"{arm.name}, {were} trained with another {_some(keys)} than seed {first}"
+
+
+def _on_record(arm: RecordedArm) -> dict[int, Manifest]:
+    """Return the manifests of an arm's seeds; of a command that has failed little is on record."""
+    manifests = {seed: run.manifest for seed, run in arm.runs.items() if run.manifest}
+    return {
+        seed: manifest
+        for seed, manifest in manifests.items()
+        if manifest.state in ENDED or not is_command(manifest.config)
+    }
 
 
 def _some(keys: Sequence[str]) -> str:
