@@ -133,6 +133,7 @@ def test_a_compiled_call_follows_arguments_that_change(changing):
         assert not any(torch.equal(seen[-1], other) for other in seen[:-1])
 
 
+@pytest.mark.slow
 def test_a_compiled_call_never_takes_the_numerics_of_an_object_that_is_gone():
     q, k, v, _ = draw(Shape(1, 2, 1, 17, 33, 16), torch.bfloat16)
     compiled = torch.compile(ATTENTIONS["flash"], fullgraph=True, backend="aot_eager")

@@ -179,6 +179,7 @@ print(hashlib.sha256(out.numpy().tobytes() + lse.numpy().tobytes()).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_no_environment_variable_changes_a_bit():
     switches = {
         "TRITON_INTERPRET": "1",

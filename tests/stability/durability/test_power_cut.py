@@ -263,6 +263,7 @@ FORGOTTEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", one_in(4, FORGOTTEN))
 def test_a_sync_that_is_forgotten_is_found(study, tmp_path, one_environment, what):
     forgotten = FORGOTTEN[what]

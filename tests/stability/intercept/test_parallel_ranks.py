@@ -62,6 +62,7 @@ def _rank(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_look_beside_ddp_leaves_each_rank_its_bits(tmp_path):
     """Weights, and the buffers that each rank has by itself until the next forward."""
     multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)

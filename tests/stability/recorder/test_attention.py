@@ -56,6 +56,7 @@ def test_an_attention_takes_the_place_of_the_scripts_own(
     assert differs == {"attention"}, "of another attention nothing else is another"
 
 
+@pytest.mark.slow
 def test_under_autocast_it_gets_what_sdpa_would_compute_in(own: Path, tmp_path: Path) -> None:
     own.write_text(OWN.format(dtype="bfloat16"))
     study = Recording(tmp_path, words("attends.py"))

@@ -181,13 +181,8 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind == "a series backwards" else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in SCRIPTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SCRIPTS)
 def test_no_pair_of_other_batches_holds(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
