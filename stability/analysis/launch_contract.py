@@ -89,9 +89,10 @@ def _arguments(
 
 def _are_same(path: str, declared: tuple[str, ...], given: tuple[str, ...]) -> bool:
     """Whether a process was given a change's two values; a checkpoint's may be a whole path."""
-    if path == "start":
-        return [PurePath(x).name for x in declared] == [PurePath(x).name for x in given]
-    return declared == given
+    if path != "start":
+        return declared == given
+    pairs = [(PurePath(x).parts, PurePath(y).parts) for x, y in zip(declared, given, strict=True)]
+    return all(y[len(y) - len(x) :] == x for x, y in pairs)
 
 
 def _changed(first: Manifest, second: Manifest) -> list[tuple[str, Any, Any]]:

@@ -54,6 +54,14 @@ def test_a_flag_is_free_only_where_it_was_declared() -> None:
     assert found(run(), other, flags__bf16=(None, True)) == [("unknown", said)]
 
 
+def test_a_declared_checkpoint_may_be_given_by_its_whole_path() -> None:
+    first, second = (run(f"train.py --resume /runs/{x}.pt") for x in ("a/late", "b/late"))
+    assert found(first, second, start=("a/late.pt", "b/late.pt")) == []
+    refused = [("different", "the process's argument resume")]
+    assert found(first, second, start=("a/late.pt", "c/late.pt")) == refused
+    assert found(first, second) == refused
+
+
 def test_a_declared_value_may_be_handed_on_once_under_another_name() -> None:
     other = run("train.py --lr 0.4 --wd 0.1")
     assert found(run(), other, flags__argument_2=("0.5", "0.4")) == []
