@@ -22,8 +22,8 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --no
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow and not long"
 
-# slow: kill and resume at many points, every dial of the kernels; long: the whole zoo of attentions,
-# simulations with 100,000 repetitions
+# slow: kill and resume at many points, trainings of every kind; long: every dial of the kernels, the
+# whole zoo of attentions, simulations with 100,000 repetitions
 SLOW = slow or long
 test-slow: $(INSTALLED)
 	$(PYTEST) -m "$(SLOW)"

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stability.callbacks.progress import StudyObserver
+from stability.callbacks.study_observer import StudyObserver
 from stability.config.load import load_study
 from stability.probe.executed import Executed
 from stability.recorder.witnessing import Witnessing

@@ -1,5 +1,6 @@
 """A study small enough to train in tests: real text, real arms, a model of some 20,000 weights."""
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch.nn.modules import module as torch_module
 
 from stability.config.load import load_study
 from stability.config.study import StudyConfig
+from stability.recorder.inside.names import no_module_is_frozen
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
 
@@ -111,6 +113,19 @@ def write_tiny(folder: Path, text: Path, edit: Callable[[dict], None]) -> Path:
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of each collection of garbage, and of each search by it, what was imported."""
+    gc.collect()
+    gc.freeze()
+    no_module_is_frozen()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """Give back what was left out, before plugins look for it."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,21 +1,30 @@
-"""Samples of parametrized cases: `make test` runs some of them, the slow tests the others."""
+"""Samples of parametrized cases: which are fast, which are slow tests and which long ones."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
-__all__ = ["one_in"]
+__all__ = ["one_in", "others_long"]
 
 
-def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
+def one_in(count: int, cases: Iterable[Any], *, slow: int = 1) -> list[Any]:
     """Return `cases` for `parametrize`, of which all but each `count`th, from the first, are slow.
 
-    A case of several arguments is a tuple.
+    Of those all but each `slow`th are long. A case of several arguments is a tuple.
     """
     return [
         case
         if index % count == 0
-        else pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow)
+        else _marked(case, pytest.mark.long if index % slow else pytest.mark.slow)
         for index, case in enumerate(cases)
     ]
+
+
+def others_long(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
+    """Return a slow test's `cases` for `parametrize`: those that are not in `slow` are long."""
+    return [case if case in slow else _marked(case, pytest.mark.long) for case in cases]
+
+
+def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(case if type(case) is tuple else (case,)), marks=mark)

@@ -3,14 +3,15 @@
 Leaves out which drifts those are (`drift_parents`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.axes import CHANGES_WEIGHTS, touches
-from stability.config.commands import is_command
+from stability.config.commands import is_adopted, is_command
+from stability.config.schema import BASELINE
 from stability.records.manifest import ENDED
 
-__all__ = ["drift_notes"]
+__all__ = ["drift_notes", "unproven_clause", "unproven_of"]
 
 
 def drift_notes(study: RecordedStudy, arms: Sequence[RecordedArm] = ()) -> tuple[str, ...]:
@@ -36,6 +37,19 @@ def drift_notes(study: RecordedStudy, arms: Sequence[RecordedArm] = ()) -> tuple
     return tuple(note for note in [*said, *_foreign_notes(study, asked)] if note)
 
 
+def unproven_clause(arms: Iterable[RecordedArm]) -> str:
+    """Return the end of a PASS's sentence, on what is not proven of `arms`; mostly empty."""
+    found = unproven_of(arms)
+    more = f" (and {len(found) - 1} more: `stability verify`)" if len(found) > 1 else ""
+    return f"; unproven: {found[0]}{more}" if found else ""
+
+
+def unproven_of(arms: Iterable[RecordedArm]) -> list[str]:
+    """Return all that is not proven of the runs of `arms`, each once."""
+    runs = [run for arm in arms for run in arm.runs.values()]
+    return list(dict.fromkeys(x for run in runs for x in (run.unwitnessed, *run.unseen) if x))
+
+
 def _other_weights_note(arms: Sequence[RecordedArm]) -> str:
     names = ", ".join(arm.name for arm in arms if touches(arm.diff, CHANGES_WEIGHTS))
     if not names:
@@ -50,15 +64,21 @@ def _foreign_notes(study: RecordedStudy, arms: Sequence[RecordedArm]) -> list[st
     """Return what is not proven of trainings that are not ours, and what was not seen of them."""
     if not is_command(study.base):
         return []
-    unseen: dict[str, list[str]] = {}
-    for arm in arms:
+    baseline = study.arm(BASELINE)
+    # what the baseline's recorder did not see is missing in every pair; of what was adopted the
+    # arms tell the same
+    is_told = baseline is not None and baseline not in arms and not is_adopted(study.base)
+    told = [*([baseline] if baseline and is_told else []), *arms]
+    found: dict[str, list[str]] = {}
+    for arm in told:
         for run in arm.runs.values():
-            for note in run.manifest.resolved.get("notes", ()) if run.manifest else ():
-                names = unseen.setdefault(note, [])
+            notes = run.manifest.resolved.get("notes", ()) if run.manifest else ()
+            for note in (*notes, *(f"unproven: {each}" for each in run.unseen)):
+                names = found.setdefault(note, [])
                 names += [] if arm.name in names else [arm.name]
     return [
         *_unwitnessed_note(arms),
-        *(f"Of {', '.join(names)}: {note}." for note, names in unseen.items()),
+        *(f"Of {', '.join(names)}: {note}." for note, names in found.items()),
     ]
 
 

@@ -15,7 +15,7 @@ from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.axes import touches
 from stability.config.commands import is_command
 from stability.records.identity import (
-    is_about_the_list,
+    is_compared,
     is_module,
     is_on_record,
     may_be_missing,
@@ -26,6 +26,7 @@ __all__ = [
     "NAMES_OF_MODULES",
     "TELLS_OF_CODE",
     "is_free_entry",
+    "is_in_doubt",
     "is_known_of_both",
     "moved_by",
     "other_entries",
@@ -87,7 +88,9 @@ def other_entries(
     """Give the entries in which two environments must be equal and are not."""
     for key in sorted({*first.environment, *second.environment}):
         one, other = first.environment.get(key), second.environment.get(key)
-        if one == other or is_about_the_list(key) or not is_known_of_both(key, first, second):
+        if one == other or not is_compared(key) or not is_known_of_both(key, first, second):
+            continue
+        if is_in_doubt(key, first, second, differences):
             continue
         if not is_free_entry(key, first, second, differences):
             yield key
@@ -97,6 +100,23 @@ def is_known_of_both(key: str, first: Manifest, second: Manifest) -> bool:
     """Whether both runs have an entry on record, or would have it if there were anything to say."""
     was, now = first.environment, second.environment
     return is_on_record(key, was, now) and is_on_record(key, now, was)
+
+
+def is_in_doubt(
+    key: str, first: Manifest, second: Manifest, differences: Mapping[str, Any]
+) -> bool:
+    """Whether another installed package or loaded library may or may not be the declared change.
+
+    Of another commit `setup` may have installed it, or somebody since; and a library that one run
+    alone has loaded may have the place of another one, where nothing was declared that loads it.
+    """
+    one, other = (each.environment.get(key) for each in (first, second))
+    if one == other or not is_command(first.config) or touches(differences, ("python",)):
+        return False
+    is_in_one = one is None or other is None
+    if key.startswith("code."):
+        return not is_in_one and touches(differences, ("ref", "setup"))
+    return key.startswith("library.") and is_in_one and not touches(differences, TELLS_OF_CODE)
 
 
 def moved_by(differences: Mapping[str, Any]) -> frozenset[str]:
@@ -155,7 +175,7 @@ TELLS_OF_CODE = (
     "python",
 )
 """What of a command's config may turn switches and import other modules."""
-_OF_INTERPRETERS = ("python", "python_optimize", "package", "cuda", "cudnn")
+_OF_INTERPRETERS = ("python", "python_optimize", "package", "code", "library", "cuda", "cudnn")
 """What is another one in another environment."""
 
 

@@ -19,7 +19,8 @@ from typing import Any
 from stability.analysis.environment_contract import TELLS_OF_CODE
 from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.axes import touches
-from stability.config.commands import OF_THE_RUN, is_command, parse_flags, value_text
+from stability.config.commands import OF_THE_RUN, is_command
+from stability.config.flags import parse_flags, value_text
 from stability.records.manifest import Manifest
 
 __all__ = ["launch_lines"]

@@ -21,10 +21,16 @@ from stability.analysis.adopted_contract import contract_text, unknown_lines
 from stability.analysis.alike_records import given_start_line, rerun_line, start_line
 from stability.analysis.batch_contract import batch_line, first_other_batch, label_lines
 from stability.analysis.batch_inputs import first_other_labels, which_inputs
-from stability.analysis.environment_contract import is_free_entry, is_known_of_both, thread_lines
+from stability.analysis.environment_contract import (
+    is_free_entry,
+    is_in_doubt,
+    is_known_of_both,
+    thread_lines,
+)
 from stability.analysis.launch_contract import launch_lines
 from stability.analysis.pair_proof import OTHER_WEIGHTS, PairProof, ProofLine, compared
 from stability.analysis.run_consistency import consistency_line, doubt_lines
+from stability.analysis.start_contract import start_part_lines
 from stability.analysis.witness_contract import (
     Testimony,
     testimony_of,
@@ -46,7 +52,7 @@ from stability.config.axes import (
 from stability.config.commands import is_adopted, is_command
 from stability.config.diff import RunConfig, diff, hash_without, leaves, recorded_config
 from stability.config.schema import BASELINE, Role
-from stability.records.identity import is_about_the_list
+from stability.records.identity import is_compared
 from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
@@ -72,6 +78,9 @@ __all__ = [
 
 HASHES = ("init_weights", "text", "held_out", "batches", "final_weights")
 """The hashes of a manifest, in the order of a run."""
+
+AT_THE_END = ("batches", "hashes.held_out", "hashes.final_weights")
+"""Fields of comparisons that are no doubt while a run trains: they are not on record yet."""
 
 CHANGED_BY: dict[str, tuple[str, ...]] = {
     "start": ("start",),
@@ -219,24 +228,25 @@ def pair_breach(first: Testimony, second: Testimony, planned: Mapping[str, list[
 
 
 def unseen_of_pair(
-    baseline: Manifest, candidate: Manifest, planned: Mapping[str, list[Any]]
-) -> str:
-    """Return what both manifests leave unproven of the pair, but for the witness; empty if nothing.
+    runs: tuple[RunPaths, RunPaths],
+    manifests: tuple[Manifest, Manifest],
+    planned: Mapping[str, list[Any]],
+) -> tuple[str, ...]:
+    """Return all that the records leave unproven of a pair, but for the witness.
 
-    Only recorders of trainings that are not ours leave something.
+    In the words of `prove_pair`, whose comparisons these are: what it reads of snapshots alone is
+    the same or different, never unknown. Only recorders of trainings that are not ours leave
+    something. `runs` and `manifests` begin with the baseline's. ValueError if a log can't be read.
     """
-    pair = baseline, candidate
-    if not is_command(candidate.config) or is_adopted(candidate.config):
-        return ""
-    lines = [*thread_lines(*pair, planned), *launch_lines(*pair, planned), *doubt_lines(*pair)]
-    unseen = [line.says for line in lines if line.sameness == "unknown"]
-    untold = sorted({each for x in pair for each in x.resolved.get("untold", ())})
-    if not may_differ("batches", planned):
-        unseen += [f"the same labels ({', '.join(untold)} was not seen)"] if untold else []
-        have_ended = all(x.state in ENDED for x in pair)
-        if have_ended and not all(x.hashes.get("batches") for x in pair):
-            unseen.append("the same batches (the input of some updates was not seen)")
-    return next(iter(unseen), "")
+    if not is_command(manifests[1].config) or is_adopted(manifests[1].config):
+        return ()
+    lines = _told_lines(runs, manifests, dict(planned), are_whole=True, tells=False)
+    have_ended = all(manifest.state in ENDED for manifest in manifests)
+    return tuple(
+        line.says or line.field
+        for line in lines
+        if line.sameness == "unknown" and (have_ended or line.field not in AT_THE_END)
+    )
 
 
 def _batches_breach(baseline: Manifest, candidate: Manifest, planned: Mapping[str, Any]) -> str:
@@ -309,7 +319,8 @@ def prove_pair(
     lines = [
         *records,
         *_configs(configs, differences, declared, may_be_confounded=said == MANY),
-        *_lines((first, second), manifests, differences, are_whole=are_whole, tells=tells),
+        *_told_lines((first, second), manifests, differences, are_whole=are_whole, tells=tells),
+        *_executed_lines((first, second), manifests, differences),
         # last: what two runs say of one another tells more
         *map(consistency_line, (first, second) if tells else (), manifests),
     ]
@@ -322,7 +333,7 @@ def prove_pair(
     )
 
 
-def _lines(
+def _told_lines(
     runs: tuple[RunPaths, RunPaths],
     manifests: tuple[Manifest, Manifest],
     differences: dict[str, Any],
@@ -330,7 +341,10 @@ def _lines(
     are_whole: bool,
     tells: bool,
 ) -> Iterator[ProofLine]:
-    """Give every comparison of two runs but those of their configs, in the order of a run."""
+    """Give every comparison of two runs but those of their configs and of their witnesses.
+
+    In the order of a run.
+    """
     for field, a, b, is_free in _start_parts(*manifests, differences):
         yield compared(field, a, b, is_free=is_free)
     if tells:
@@ -342,6 +356,7 @@ def _lines(
         return
     yield from thread_lines(*manifests, differences)
     yield from launch_lines(*manifests, differences)
+    yield from start_part_lines(*manifests, differences)
     yield from _held_out(*manifests)
     yield from [OTHER_WEIGHTS] if touches(differences, CHANGES_WEIGHTS) else []
     yield from given_start_line(manifests[1])
@@ -357,8 +372,17 @@ def _lines(
     if tells:
         yield from rerun_line(runs, manifests, differences)
     yield _final_weights(*manifests, differences)
-    testimonies = [testimony_of(*each) for each in zip(runs, manifests, strict=True)]
-    yield from witness_lines(testimonies[0], testimonies[1], differences)
+
+
+def _executed_lines(
+    runs: tuple[RunPaths, RunPaths],
+    manifests: tuple[Manifest, Manifest],
+    differences: Mapping[str, Any],
+) -> Iterator[ProofLine]:
+    if all(is_adopted(manifest.config) for manifest in manifests):
+        return
+    first, second = (testimony_of(*each) for each in zip(runs, manifests, strict=True))
+    yield from witness_lines(first, second, differences)
 
 
 def _steps_of(config: RunConfig) -> int:
@@ -402,11 +426,12 @@ def _start_parts(
     The hash of the initial weights is taken before a nudge; `differences` are those of the configs.
     """
     was, now = first.environment, second.environment
-    for key in sorted(key for key in {*was, *now} if not is_about_the_list(key)):
+    for key in sorted(key for key in {*was, *now} if is_compared(key)):
         one, other = was.get(key), now.get(key)
-        is_free = is_free_entry(key, first, second, differences)
+        is_free = one != other and is_free_entry(key, first, second, differences)
         is_unhashed = UNHASHED in (one, other) and (is_free or one == other)
-        if is_unhashed or not is_known_of_both(key, first, second):
+        is_doubtful = is_unhashed or is_in_doubt(key, first, second, differences)
+        if is_doubtful or not is_known_of_both(key, first, second):
             one = other = None  # what one alone has on record proves nothing of both
         yield f"environment.{key}", one, other, is_free
     # the text of a command is what its batches are made of; what is held out decides no weight, so

@@ -15,6 +15,7 @@ from stability.analysis.drift_parents import listed_snapshot
 from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.commands import command_training, is_adopted, is_command
 from stability.config.diff import hash_without
+from stability.config.masking import masked_values
 from stability.records.identity import hash_environment
 from stability.records.manifest import ENDED, PATIENCE, Manifest
 from stability.records.metric_log import read_log
@@ -111,7 +112,8 @@ def _command(paths: RunPaths, manifest: Manifest) -> Iterator[str]:
     config: Mapping[str, Any] = manifest.config
     told = command_training(words, config.get("env", {}))
     for name in ("program", "flags"):
-        if told[name] != config.get(name):
+        # an older version has masked nothing
+        if masked_values(told[name]) != masked_values(config.get(name)):
             yield f"config.{name} is {config.get(name)}, the command that was run has {told[name]}"
 
 

@@ -98,7 +98,7 @@ def unplanned(study: RecordedStudy, arm: RecordedArm, manifest: Manifest) -> Unp
         role_of(arm.role, arm.name, arm.diff, study.yardstick, Place(source=f"study.json: {run}"))
     except ValueError as error:
         return Unplanned(str(error), is_contradicted=True)
-    if present_name(manifest.axis) != arm.axis:
+    if present_name(manifest.axis, manifest.diff) != arm.axis:
         said = f"{run}, was trained as a change of {manifest.axis}, the study has {arm.axis}"
         return Unplanned(said, is_contradicted=True)
     kept = manifest.role or (sealed["role"] if sealed else "")

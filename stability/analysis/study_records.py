@@ -80,8 +80,8 @@ class RecordedRun:
     """Steps whose drifts do not say what they were computed from."""
     unwitnessed: str = ""
     """Why it is not proven what it or its baseline executed; empty too where neither says."""
-    unseen: str = ""
-    """What of its start and its batches the recorder has not seen to be its baseline's."""
+    unseen: tuple[str, ...] = ()
+    """What of its start and its batches is not on record to be its baseline's, all of it."""
     breach: str = ""
     """Why it is no pair with its baseline, so that none of its metrics may be taken."""
     paired_with: tuple[tuple[int, int], ...] = ()
@@ -343,7 +343,7 @@ def _role(arm: StudyArm, config: Mapping[str, Any]) -> str:
 
 def _axis(arm: StudyArm, where: str) -> str:
     """Return an arm's axis; ValueError, which opens with `where`, if its changes lie elsewhere."""
-    axis, paths = present_name(arm["axis"]), arm["diff"]
+    axis, paths = present_name(arm["axis"], arm["diff"]), arm["diff"]
     if axis == MANY:
         return axis
     is_none = axis == NO_AXIS
@@ -442,12 +442,12 @@ def _as_pair(
         return run
     own, other = run.manifest, None if baseline.error else baseline.manifest
     said = f"no pair: {BASELINE}, seed {run.seed}: {baseline.error}" if baseline.error else ""
-    gap = unseen = ""
+    gap, unseen, mine = "", (), [row for row in remade if row.arm == run.paths.arm]
     if own and other:
         pair = testify(baseline), testify(run)
         said, gap = pair_breach(*pair, planned), witness_gap(*pair)
-        unseen = unseen_of_pair(other, own, planned)
-    mine = [row for row in remade if row.arm == run.paths.arm]
+        if stamps and not said:  # without stamps no log is opened
+            unseen = unseen_of_pair((baseline.paths, run.paths), (other, own), planned)
     checked = check_drifts(run.log, run.parents, (run.paths, own), (baseline.paths, other), mine)
     return replace(
         run,

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Literal
 
 from stability.analysis.assay import ArmAssay, arm_assay, would_have_shown
+from stability.analysis.drift_notes import unproven_clause
 from stability.analysis.evidence import LEVELS, Level, LevelEvidence, silent_level
 from stability.analysis.gradient_evidence import gradient_evidence
 from stability.analysis.lost_runs import lost_seeds, what_is_lost
@@ -336,7 +337,7 @@ def _outcome(
         return "NO ASSAY", f"{hold}, but {', and '.join([*blind, *unseen])}"
     shown = would_have_shown(levels)
     seen = f"; it would have shown {shown}" if shown else ""
-    return "PASS", f"{hold}{rest}; {assay.sentence}{seen}{_unproven(needed)}"
+    return "PASS", f"{hold}{rest}; {assay.sentence}{seen}{unproven_clause(needed)}"
 
 
 def _unseen(planted: Iterable[ArmVerdict]) -> list[str]:
@@ -410,13 +411,6 @@ def _refused(arms: Iterable[RecordedArm]) -> str:
         ),
         "",
     )
-
-
-def _unproven(arms: Iterable[RecordedArm]) -> str:
-    """Return what is not proven of a run that a PASS rests on; mostly empty."""
-    runs = [run for arm in arms for run in arm.runs.values()]
-    gap = next((said for run in runs if (said := run.unwitnessed or run.unseen)), "")
-    return f"; unproven: {gap}" if gap else ""
 
 
 def _lost(study: RecordedStudy, arm: RecordedArm) -> str:

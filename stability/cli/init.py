@@ -9,9 +9,11 @@ from typing import Any
 
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.record import split_options as split_command
-from stability.config.commands import PLACE, command_training, end_of_program, split_flags
+from stability.config.commands import command_training, end_of_program
 from stability.config.convert import Place
+from stability.config.flags import PLACE, split_flags
 from stability.config.load import check_name, parse_value
+from stability.config.masking import masked_values, masked_words
 from stability.records.atomic_files import make_folders, write_text
 
 __all__ = ["init", "option_help", "split_options"]
@@ -30,7 +32,8 @@ def init(
     """Try a command for two updates, and write a study of it with its controls.
 
     What was seen of its training is said. The study has a baseline, a rerun and a nudge, and places
-    for a candidate and a reference. Exit code 1 if the trial is no training that can be recorded.
+    for a candidate, a reference and a broken arm. Exit code 1 if the trial is no training that can
+    be recorded.
 
     Args:
         name: the study's name
@@ -52,19 +55,27 @@ def init(
 
     with tempfile.TemporaryDirectory(prefix="stability-init-") as folder:
         asked = Asked(seed=0, steps=TRIAL)
-        run = plan_run(Path(folder), "trial", "baseline", 0, training, asked=asked, words=given)
+        run = plan_run(
+            Path(folder), "trial", "baseline", 0, training, asked=asked, words=given, env=env
+        )
         try:
             found = record_command(run).resolved
         except RunFailedError as error:
             print_line(f"FAILED: {error}")
             return FAILS
-    notes += found["notes"]
+    seen = "the script evaluates nothing itself"
+    notes += [note.replace(seen, f"{seen} in {TRIAL} updates") for note in found["notes"]]
     models = ", ".join(found["models"]) or "no module"
     print_line(f"after {TRIAL} updates: {len(found['names'])} weights of {models}")
     for note in notes:
         print_line(f"  {note}")
     make_folders(to.parent)
     write_text(to, study_text(name, given, env or {}, steps))
+    if masked_words(given) != given or masked_values(env or {}) != (env or {}):
+        print_line(
+            f"{to}: holds a password or key as it was given; records do not, and a variable of the "
+            "shell is in neither"
+        )
     print_line(f"{to}: fill in a candidate, then: stability run {to}")
     return HOLDS
 
@@ -119,6 +130,10 @@ arms:
   # reference:
   #   role: reference
   #   flags: {{a-precision: a-higher-one}}
+  # a verdict also needs one that must be found to be harmed, as ten times the learning rate
+  # broken:
+  #   role: broken
+  #   flags: {{a-learning-rate: ten-times-it}}
   rerun: {{}}
   nudge:
     nudge: {{ulps: 1}}

@@ -112,6 +112,7 @@ def record_arm(
         seed,
         command_training(words or [], env or {}),
         words=words or [],
+        env=env,
         asked=asked,
         role=role,
         change=change,

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stability.config.axes import MANY
-from stability.config.commands import PLACE, is_command
+from stability.config.commands import is_command
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
+from stability.config.flags import PLACE
 from stability.config.launchers import layout_change
 from stability.config.precision import precision_change, with_precision_text
 from stability.config.roles import (

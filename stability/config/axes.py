@@ -88,11 +88,14 @@ _GROUPS: dict[str, Group] = {
     "ref": "code",
     "setup": "code",
     "start": "init",
+    "changes.init": "init",
+    "changes.batches": "batch",
 }
 """The group of each path that an arm may change. The longest one that holds a path decides."""
 
 _MEANT = "changes"
-"""What an arm that is a command says of its own change (`commands`): part of that, no axis."""
+"""What an arm that is a command says of its own change (`commands`): part of that, and an axis only
+where nothing else differs, as in a record of other batches that its environment gives."""
 
 _OTHER_SHAPES = "its weights would have other shapes, and drift is measured weight by weight"
 _OTHER_TEXT = "the text held out from training would be another, and outcomes are compared on it"
@@ -144,9 +147,16 @@ def axes_of(paths: Iterable[str], change: str = "") -> list[str]:
     as a whole.
     """
     wholes = (*WHOLES, change) if change else WHOLES
-    own = (path for path in paths if not lies_on(path, _MEANT))
-    found = (next((whole for whole in wholes if lies_on(path, whole)), path) for path in own)
+    found = (
+        next((whole for whole in wholes if lies_on(path, whole)), path) for path in _own(paths)
+    )
     return list(dict.fromkeys(found))
+
+
+def _own(paths: Iterable[str]) -> list[str]:
+    """Return the paths that are changes themselves: not what another one is meant to change."""
+    every = list(paths)
+    return [path for path in every if not lies_on(path, _MEANT)] or every
 
 
 def groups_of(
@@ -161,7 +171,7 @@ def groups_of(
     is_launch = bool(values and layout_change(*map(str, values)))
     found: set[Group] = {
         "layout" if is_launch and path == "program" else _GROUPS[key]
-        for path in paths
+        for path in _own(paths)
         if (key := _holding(path, _GROUPS))
     }
     if is_other_layout:
@@ -196,7 +206,7 @@ def change_problem(paths: Collection[str], change: str = "") -> str:
     A clause as of `fixed_problem`; empty if they are one.
     """
     axes = axes_of(paths, change)
-    own = [path for path in paths if not lies_on(path, _MEANT)]
+    own = _own(paths)
     if change and not (own and all(lies_on(path, change) for path in own)):
         return f"change must hold all that differs, {', '.join(axes) or 'nothing'}, got {change!r}"
     groups = groups_of(paths)
@@ -211,8 +221,10 @@ def change_problem(paths: Collection[str], change: str = "") -> str:
     return f"{said}, or say allow_many: true"
 
 
-def present_name(axis: str) -> str:
-    """Return today's name of an axis that older records may call otherwise."""
+def present_name(axis: str, paths: Collection[str] = ()) -> str:
+    """Return today's name of an axis, of changed `paths`, that older records may call otherwise."""
+    if axis == NO_AXIS and paths and all(lies_on(path, _MEANT) for path in paths):
+        return next(iter(paths)) if len(paths) == 1 else MANY
     return _FORMER_NAMES.get(axis, axis)
 
 

@@ -14,21 +14,20 @@ from typing import Any
 
 from stability.config.commands import (
     PLACEHOLDERS,
-    assigned_words,
     attention_values,
     check_held_out,
-    flag_words,
     probe_settings,
-    setting_words,
 )
 from stability.config.convert import Place, from_mapping, merge, nearest, to_dict
 from stability.config.diff import diff
+from stability.config.flags import assigned_words, flag_words, setting_words
 from stability.config.load import (
     arms_baseline_first,
     check_names,
     read_mapping,
     with_overrides,
 )
+from stability.config.masking import masked_values
 from stability.config.roles import given_change, given_role, overrides_of, role_of
 from stability.config.schema import NudgeConfig, Role, require
 from stability.config.study import PolicyConfig
@@ -102,7 +101,8 @@ class CommandConfig:
     """Split as a shell would; `{flags}`, `{settings}`, `{assigned}`, `{resume}`, `{seed}`, `{arm}`
     and `{out}`, a folder of the run's own, are filled in."""
     flags: dict[str, Any] = field(default_factory=dict)
-    """By name without dashes; true is given, false and null are not."""
+    """By name without dashes. Null is not given, and as `{flags}` neither is false, and true has no
+    value; as `{settings}` and `{assigned}` both are values, as `x=false`."""
     env: dict[str, str] = field(default_factory=dict)
     python: str = ""
     """The interpreter whose folder comes first on PATH; none: what PATH finds."""
@@ -161,19 +161,24 @@ class CommandConfig:
         return given if is_placed else [*given, *flag_words(self.flags)]
 
     def recorded(self) -> dict[str, Any]:
-        """Return what a record holds of it, in JSON values, as of a single command."""
-        values = to_dict(self)
+        """Return what a record holds of it, in JSON values, what is secret masked."""
+        values = masked_values(to_dict(self))
         program = values.pop("command")
         # no part of what a run is: its start is compared bit by bit, given or not
         values.pop("same_start")
         values["train"]["snapshot_steps"] = self.train.planned_snapshots()[1:]
         values["attention"] = attention_values(self.attention)
-        values["flags"] = {k: v for k, v in values["flags"].items() if v not in (None, False)}
+        values["flags"] = {k: v for k, v in values["flags"].items() if self._is_given(v)}
         if not self.held_out:
             del values["held_out"]  # older records have none
         if not self.probe.candidate:
             del values["probe"]
         return {"program": program, **values}
+
+    def _is_given(self, value: Any) -> bool:
+        """Whether a flag's value reaches the command; by identity, since 0 equals False."""
+        says_false = any(place in self.command for place in ("{settings}", "{assigned}"))
+        return value is not None and (value is not False or says_false)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

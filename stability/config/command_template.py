@@ -8,13 +8,8 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from stability.config.commands import (
-    end_of_program,
-    flag_values,
-    has_settings,
-    value_text,
-    without_flags,
-)
+from stability.config.commands import end_of_program
+from stability.config.flags import flag_values, has_settings, value_text, without_flags
 
 __all__ = ["as_template", "as_texts", "with_dots"]
 

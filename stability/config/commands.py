@@ -6,19 +6,19 @@ in has a path, as `flags.lr`, as has any value of our own trainer's config. `{se
 Leaves out how the command is run (`recorder.launch`).
 """
 
-import re
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
+
+from stability.config.flags import parse_flags
+from stability.config.masking import masked_values, masked_words
 
 __all__ = [
     "ADOPTED",
     "CHANGES",
     "OF_THE_RUN",
-    "PLACE",
     "PLACEHOLDERS",
-    "assigned_words",
     "attention_name",
     "attention_values",
     "call_training",
@@ -26,18 +26,10 @@ __all__ = [
     "command_training",
     "end_of_program",
     "filled_in",
-    "flag_values",
-    "flag_words",
-    "has_settings",
     "is_adopted",
     "is_command",
-    "parse_flags",
     "probe_settings",
-    "setting_words",
-    "split_flags",
     "training_config",
-    "value_text",
-    "without_flags",
 ]
 
 PLACEHOLDERS = ("seed", "arm", "out")
@@ -49,29 +41,23 @@ ADOPTED = "checkpoints"
 CHANGES = ("init", "batches")
 """What a change may be meant to change besides the numerics: the start weights, the batches."""
 
-PLACE = "argument_"
-"""How the name of a word begins that is no flag: its place among them follows."""
-
 OF_THE_RUN = ("study", "arm", "seed", "out")
 """What a script is told of which run it is."""
-
-_FLAG = re.compile(r"-{1,2}[A-Za-z][\w.\-/]*")
-_SETTING = re.compile(r"([A-Za-z_+~][\w.\-/@+~]*)=(.*)", re.DOTALL)
-"""What follows a program in the manner of Hydra and OmegaConf: `optimizer.lr=0.1`."""
 
 
 def command_training(words: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """Return what the training that the command `words` does is told, in JSON values.
 
-    `env` are the variables that are set for it. ValueError if there is no word.
+    `env` are the variables that are set for it. What is secret is masked. ValueError if there is no
+    word.
     """
     if not words:
         raise ValueError("record: a command must follow --, as in `-- python train.py`, got none")
     end = end_of_program(words)
     return {
-        "program": " ".join(words[:end]),
-        "flags": parse_flags(words[end:]),
-        "env": dict(env),
+        "program": " ".join(masked_words(words[:end])),
+        "flags": parse_flags(masked_words(words[end:])),
+        "env": masked_values(env),
     }
 
 
@@ -84,7 +70,10 @@ def call_training(
     seed, is left out: it is no change of numerics. ValueError for a value that is not JSON's.
     """
     given = vars(config) if isinstance(config, Namespace) else config
-    told = parse_flags(argv[1:]) if given is None else _json_values(given, "config")
+    if given is None:
+        told = parse_flags(masked_words(argv[1:]))
+    else:
+        told = masked_values(_json_values(given, "config"))
     kept = {name: value for name, value in told.items() if name not in OF_THE_RUN}
     program = argv[0].replace("\\", "/").rsplit("/", 1)[-1] if argv else ""
     return {"program": program, "flags" if given is None else "config": kept, "env": {}}
@@ -213,107 +202,3 @@ def end_of_program(words: Sequence[str]) -> int:
         if word == "-m":
             return index + 2
     return 1
-
-
-def parse_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return a command's flags by name without their dashes; what is no flag has its place's name.
-
-    `--lr 0.1`, `--lr=0.1` and `lr=0.1` are one thing. A flag without a value is True, and one that
-    is given more than once has all its values.
-    """
-    flags: dict[str, Any] = {}
-    for name, values in flag_values(words):
-        found: Any = " ".join(values) if values else True
-        flags[name] = f"{flags[name]} {found}" if name in flags else found
-    return flags
-
-
-def flag_values(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return each flag with its values, in their order, as `parse_flags` names them."""
-    return [(name, values) for name, values, _ in split_flags(words)]
-
-
-def without_flags(words: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return the words less those of the flags `names`, their values included."""
-    return [word for name, _, own in split_flags(words) if name not in names for word in own]
-
-
-def has_settings(words: Sequence[str]) -> bool:
-    """Whether some of the words are in the manner of Hydra and OmegaConf, `optimizer.lr=0.1`."""
-    return any(_SETTING.fullmatch(word) for word in words)
-
-
-def split_flags(words: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
-    """Return each flag's name and values, as `flag_values`, and the words that say them."""
-    return list(_split(words))
-
-
-def _split(words: Sequence[str]) -> Iterator[tuple[str, list[str], list[str]]]:
-    rest, places = list(words), 0
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        setting = _SETTING.fullmatch(word)
-        if _FLAG.fullmatch(name):
-            values = [value] if equals else _values(rest)
-            yield name.lstrip("-"), values, [word] if equals else [word, *values]
-        elif setting:
-            yield setting.group(1), [setting.group(2)], [word]
-        else:
-            places += 1
-            yield f"{PLACE}{places}", [word], [word]
-
-
-def flag_words(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags as a command takes them: `--lr 0.1`, a letter with one dash.
-
-    True is given without a value, and a list with all its values; False and None are not given.
-    `parse_flags` undoes it, as texts, if no value looks like a flag.
-    """
-    words = []
-    for name, value in flags.items():
-        if value is None or value is False:
-            continue
-        words.append(f"-{name}" if len(name) == 1 else f"--{name}")
-        words += [] if value is True else [value_text(item) for item in _items(value)]
-    return words
-
-
-def setting_words(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags in the manner of Hydra and OmegaConf, `optimizer.lr=0.1`; None is not given."""
-    return [
-        f"{name}={','.join(value_text(item) for item in _items(value))}"
-        for name, value in flags.items()
-        if value is not None
-    ]
-
-
-def assigned_words(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags as one word each, `--lr=0.1`, true and false as Python writes them.
-
-    None is not given.
-    """
-    return [
-        f"--{name}={','.join(str(item) for item in _items(value))}"
-        for name, value in flags.items()
-        if value is not None
-    ]
-
-
-def _items(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def value_text(value: Any) -> str:
-    """Return a flag's value as a word of a command."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _values(rest: list[str]) -> list[str]:
-    """Take the words that follow a flag as its values."""
-    taken = []
-    while rest and not _FLAG.fullmatch(rest[0].partition("=")[0]):
-        if _SETTING.fullmatch(rest[0]):
-            break
-        taken.append(rest.pop(0))
-    return taken

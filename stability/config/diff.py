@@ -35,8 +35,16 @@ def diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
     return {
         path: (first.get(path), second.get(path))
         for path in paths
-        if not path.startswith(("probe.", "watch.")) and first.get(path) != second.get(path)
+        if not path.startswith(("probe.", "watch."))
+        and not _are_same(first.get(path), second.get(path))
     }
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two values are one; a command is told 1 and true, or 0 and false, in other words."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def hash_without(config: RunConfig, paths: Iterable[str]) -> str:

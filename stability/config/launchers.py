@@ -59,11 +59,19 @@ def _split(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
             kept = rest[:count]
             del rest[:count]
             layout += _taken(rest)
+            while rest and any(map(_is_script, rest)) and not _is_script(rest[0]):
+                kept.append(rest.pop(0))
+                layout += _taken(rest)
             return interpreter, [*kept, *rest], layout
         else:
             break
         layout += _taken(rest)
     return interpreter, rest, layout
+
+
+def _is_script(word: str) -> bool:
+    """Whether a launcher's own options end here."""
+    return word.endswith(".py") or word in ("-m", "--module")
 
 
 def _taken(rest: list[str]) -> list[str]:

@@ -39,6 +39,7 @@ __all__ = [
     "given_change",
     "given_role",
     "given_until",
+    "order_of_role",
     "overrides_of",
     "role_of",
 ]
@@ -48,6 +49,10 @@ REFERENCE_AXES = ("attention", "precision")
 
 _KEYS = ("role", "until", "change")
 _ROLES: tuple[Role, ...] = get_args(Role)
+_ORDER: tuple[Role, ...] = ("baseline", "reference", "nudge", "rerun")
+"""Roles in the order in which a seed's runs are trained; those of other roles come after them, as
+they stand in the study. A candidate's first snapshot then finds every control it is held against,
+and the step at which it is judged can be fixed before its own numbers exist."""
 _RANK = {"64-true": 2, "32-true": 1}
 """How high a precision is; every other one has matmuls on 16 bits or fewer."""
 _ACCEPTED_AXES = {"seed.init_offset", "model.init", "seed.order_offset"}
@@ -56,6 +61,11 @@ _ACCEPTED_AXES = {"seed.init_offset", "model.init", "seed.order_offset"}
 def overrides_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an arm's entry lays over the base: all but role, end and declared change."""
     return {key: value for key, value in entry.items() if key not in _KEYS}
+
+
+def order_of_role(role: Role) -> int:
+    """Return the place of a role's runs among those of one seed."""
+    return _ORDER.index(role) if role in _ORDER else len(_ORDER)
 
 
 def given_role(entry: Mapping[str, Any], place: Place) -> Role | None:

@@ -29,8 +29,12 @@ class Recorder(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Take the start weights, and watch from here on."""
+        if self._recorder.unended:  # the script tries once more, as with a smaller batch
+            self._recorder.__exit__(RuntimeError, RuntimeError(self._recorder.unended), None)
         arguments = {"seed": args.seed, **self._arguments}
         self._recorder = record(kwargs["model"], kwargs["optimizer"], watch=True, **arguments)
+        # no event tells of an error, which the script may catch
+        self._recorder.unended = "the Trainer's training did not come to its end"
 
     def on_step_end(
         self,

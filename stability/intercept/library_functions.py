@@ -10,7 +10,7 @@ like), what is done with a call (`probe`), and functions that are held elsewhere
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import update_wrapper
 from inspect import signature
@@ -40,6 +40,7 @@ _LIBRARIES: dict[str, dict[str, Reader]] = {
     "transformer_engine": {"DotProductAttention.forward": read_transformer_engine},
 }
 """What is watched of which library, and how its calls are read."""
+_WATCHED = frozenset(name for readers in _LIBRARIES.values() for name in readers)
 
 _CLASSES = {"transformer_engine.pytorch": "DotProductAttention"}
 """The modules whose classes are watched, so that every instance is, whenever it was made."""
@@ -83,7 +84,7 @@ class _Watch:
         if imported == self._imported:
             return
         self._imported = imported
-        places = [place for place in _places(self._model) if _reader_of(place.value)]
+        places = list(_places(self._model, _reader_of))
         put = {id(place.value): _watched(place.value) for place in places}
         for place in places:
             ours = put[id(place.value)]
@@ -93,9 +94,8 @@ class _Watch:
     def restore(self) -> None:
         """Put the libraries' own back."""
         # also what was imported meanwhile, which got the ones that stood there
-        for place in _places(self._model):
-            if id(place.value) in self._originals:
-                place.put(self._originals[id(place.value)][1])
+        for place in _places(self._model, lambda function: id(function) in self._originals):
+            place.put(self._originals[id(place.value)][1])
 
 
 _LOCK = RLock()
@@ -132,7 +132,8 @@ class _Place(NamedTuple):
         setattr(self.owner, self.name, staticmethod(value) if self.is_static else value)
 
 
-def _places(model: nn.Module) -> Iterator[_Place]:
+def _places(model: nn.Module, is_one: Callable[[Any], Any]) -> Iterator[_Place]:
+    """Give the places of the process that hold a function of which `is_one` is true."""
     if not any(library in sys.modules for library in _LIBRARIES):
         return
     owners: list[Any] = [m for m in tuple(sys.modules.values()) if isinstance(m, ModuleType)]
@@ -141,18 +142,28 @@ def _places(model: nn.Module) -> Iterator[_Place]:
     for name, kind in _CLASSES.items():
         owners += [*getattr(getattr(sys.modules.get(name), kind, None), "__mro__", ())]
     for owner in dict.fromkeys(owners):
-        for name, value in tuple(getattr(owner, "__dict__", {}).items()):
-            is_static = type(value) is staticmethod
-            function = value.__func__ if is_static else value
-            # by type alone: a proxy that is asked for anything may warn, or import its library
-            if type(function) in (FunctionType, _WatchedFunction):
-                yield _Place(owner, name, function, is_static)
+        held = getattr(owner, "__dict__", {})
+        # values first: a process holds some hundred thousand, and each session looks twice
+        if not any(map(is_one, _functions(tuple(held.values())))):
+            continue
+        for name, value in tuple(held.items()):
+            for function in filter(is_one, _functions((value,))):
+                yield _Place(owner, name, function, type(value) is staticmethod)
+
+
+def _functions(values: Iterable[Any]) -> Iterator[Any]:
+    """Give the functions among `values`, told by type alone: a proxy that is asked may warn."""
+    for value in values:
+        function = value.__func__ if type(value) is staticmethod else value
+        kind = type(function)
+        if kind is FunctionType or kind is _WatchedFunction:
+            yield function
 
 
 def _reader_of(function: Any) -> Reader | None:
     """Return how the calls of a function are read, None if it is none of the libraries'."""
     plain = getattr(function, "_torchdynamo_orig_callable", function)
-    if isinstance(plain, FunctionType):
+    if isinstance(plain, FunctionType) and plain.__qualname__ in _WATCHED:
         for library, readers in _LIBRARIES.items():
             if f"{plain.__module__}.".startswith(f"{library}."):
                 return readers.get(plain.__qualname__)

@@ -11,6 +11,7 @@ must return it, as those of Hugging Face and nanoGPT do. Only this file of the r
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
@@ -21,7 +22,7 @@ from attention_kernels import MaskArguments
 from stability.config.schema import ProbeConfig
 from stability.intercept.session import Shadow, shadow
 from stability.metrics.instability import crossings
-from stability.probe.attention_registry import resolve_attention
+from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 from stability.probe.captured_call import AttentionCall, BoundAttention
 from stability.probe.measurements import StepMeasurements
 
@@ -41,8 +42,8 @@ class Instrument:
 
     `write` takes a line of the spool, `apart` is a context in which the recorder looks away.
     `attention` is what the recorder has put in the place of the script's own `sdpa`; empty for
-    nothing. `returned_loss` finds the loss in what a model returned, `state` gives the weights by
-    name.
+    nothing. What it calls while it is `marked` is PyTorch's own. `returned_loss` finds the loss in
+    what a model returned, `state` gives the weights by name.
     """
 
     def __init__(
@@ -53,12 +54,13 @@ class Instrument:
         returned_loss: Callable[[Any], Tensor | None],
         attention: str = "",
         sdpa: Callable[..., Tensor] | None = None,
+        marked: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         state: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._state = state
         self._asked: dict[str, Any] = json.loads(asked)
         self._write, self._apart, self._returned_loss = write, apart, returned_loss
-        self._attention, self._sdpa = attention, sdpa
+        self._attention, self._sdpa, self._marked = attention, sdpa, marked
         self._ends = ExitStack()
         self._session: Shadow | None = None
         self._model: nn.Module | None = None
@@ -83,14 +85,18 @@ class Instrument:
             )
         else:
             assert self._sdpa is not None
-            device = next(model.parameters()).device
             config = ProbeConfig(every=every, gradient_every=gradient_every)
             looking = Shadow(
-                *(model, config, [resolve_attention(self._attention, device)], None, sinks),
+                *(model, config, [self._candidate(model)], None, sinks),
                 loss=loss,
                 baseline=partial(script_own, self._sdpa),
             ).running()
         self._session = self._ends.enter_context(looking)
+
+    def _candidate(self, model: nn.Module) -> ResolvedAttention:
+        """Return what the recorder has put in the place of the script's own."""
+        found = resolve_attention(self._attention, next(model.parameters()).device)
+        return replace(found, function=self._marked(found.function)) if self._marked else found
 
     def called(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Tell of a pass that trains; ValueError if its loss is needed, and not in its result."""

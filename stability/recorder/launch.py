@@ -8,6 +8,7 @@ last lines are kept for a message. Leaves out what is made of the spool (`spoole
 import codecs
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +23,18 @@ from typing import Any, TextIO
 __all__ = ["Asked", "Launched", "environment_of", "launch"]
 
 _STARTUP = Path(__file__).parent / "inside" / "startup"
-_KEPT_LINES = 12
+_KEPT_LINES = 100
 _KEPT_CHARACTERS = 2000
 """Of a line: a progress bar is one line of megabytes."""
+_BAR = re.compile(r"[^|]*\d+%\|")
+"""What tqdm writes."""
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)(?::|$)")
+"""How Python begins the line after a traceback, which shows the line of code before it."""
+_ADVICE = "Set TORCHDYNAMO_VERBOSE=1"
+"""How the advice begins that ends an error in a compiled graph, below the script's own frames."""
+_RAISED = re.compile(r"[\w.]+\.[A-Z]\w+: ")
+_INNER = "Developer debug context:"
+"""What an error's own line looks like, and before what dynamo tells of the error inside of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +68,15 @@ class Launched:
 
     code: int
     last_lines: str
+
+    @property
+    def last_words(self) -> list[str]:
+        """What it said at the end: from its last error on, or else the last lines; no bar."""
+        lines = [x for x in self.last_lines.splitlines() if x.strip() and not _BAR.match(x)]
+        if in_graph := _raised_in_graph(lines):
+            return in_graph
+        errors = [place for place, line in enumerate(lines) if _ERROR.match(line)]
+        return lines[errors[-1] :][:3] if errors else lines[-3:]
 
 
 def environment_of(
@@ -131,6 +150,15 @@ def launch(
     if passed:  # what it was to be recorded for ends too, as a study's further runs
         raise KeyboardInterrupt
     return Launched(code=code, last_lines="\n".join(line.split("\r")[-1] for line in lines))
+
+
+def _raised_in_graph(lines: list[str]) -> list[str]:
+    """Return what tells of an error in a compiled graph, above the advice that ends it."""
+    if not any(line.startswith(_ADVICE) for line in lines[-3:]):
+        return []
+    raised = [line for line in lines if _RAISED.match(line)]
+    inner = [line.partition(":")[2].strip() for line in lines if line.strip().startswith(_INNER)]
+    return [*raised[-1:], *inner[-1:]]
 
 
 def _pass_on(process: "subprocess.Popen[bytes]", to: TextIO, lines: deque[str]) -> None:

@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from stability.config.commands import end_of_program
+from stability.config.masking import masked_words
 from stability.recorder.inside.launched import NamedFiles, hash_of, names_in
 from stability.records.session_variables import lasting
 
 __all__ = ["GivenCommand", "launch_record"]
-
-_SECRET = re.compile(
-    r"-*(?:.*[-_.])?(?:api[-_]?key|token|secret|password|passwd)", flags=re.IGNORECASE
-)
 
 
 class GivenCommand:
@@ -84,10 +81,10 @@ def launch_record(told: Mapping[str, Any], command: GivenCommand) -> dict[str, A
         hashes, written = command.files.hashes(), command.files.written()
         files |= _named(hashes, command.filled, command.written, written)
     return {
-        "arguments": _without_secrets(command.as_written(begun)),
+        "arguments": masked_words(command.as_written(begun)),
         # what the script, or one that runs it, has made of them; mostly nothing
         "later_arguments": (
-            _without_secrets(command.as_written(later)) if later[1:] != given[1:] else []
+            masked_words(command.as_written(later)) if later[1:] != given[1:] else []
         ),
         "main": told["main"],
         "files": files,
@@ -112,17 +109,3 @@ def _named(
         names.get(name, name): {**known, **({"written": True} if name in written else {})}
         for name, known in files.items()
     }
-
-
-def _without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with a hash in the place of what looks like a password."""
-    found, is_next = [], False
-    for word in arguments:
-        name, equals, value = word.partition("=")
-        if is_next and not word.startswith("-"):
-            word = hash_of(word)
-        elif equals and _SECRET.fullmatch(name):
-            word = f"{name}={hash_of(value)}"
-        is_next = bool(_SECRET.fullmatch(word)) and word.startswith("-")
-        found.append(word)
-    return found

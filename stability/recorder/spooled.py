@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from stability.recorder.held_out import HeldOut, read_held_out
 from stability.recorder.probed import read_probed
+from stability.recorder.rank_endings import ending, first_to_end, have_ended
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SpoolError", "Spooled", "Update", "has_ended", "read_spool", "read_state"]
+__all__ = ["SpoolError", "Spooled", "Update", "dead_rank", "has_ended", "read_spool", "read_state"]
 
 _MOST_NAMES = 4
 """How many weights a note names."""
@@ -56,7 +57,7 @@ class Spooled:
     environment: Mapping[str, Any]
     modules: Mapping[str, str]
     attention: Mapping[str, Any]
-    """How often the attention was `replaced`, and whether that was `compiled`."""
+    """How many of its calls were `replaced`, `compiled` or `without_gradient`."""
     witness: Mapping[str, Any]
     """What the first rank tells of what it executed (`inside.witness`); empty if it was killed."""
     files: Sequence[str]
@@ -64,11 +65,12 @@ class Spooled:
     init: str
     """The hash of the start state, before a nudge."""
     given: Mapping[str, str]
-    """Where the start state was given: the hash of the script's `own`, and the weight that the
-    script has `set_anew` since, if any."""
+    """Where the start state was given: the hash of the script's `own`."""
     owners: Sequence[str]
     names: Sequence[str]
     world: int
+    rank_ends: Mapping[int, str]
+    """The hash of what each rank but the first held after its last update."""
     script: str
     launched: Mapping[str, Any]
     """What the first rank was started with (`inside.launched`)."""
@@ -86,6 +88,12 @@ class Spooled:
     """Whether every process came to its own end."""
     ending: str
     """How it ended, in words."""
+    buffers: Sequence[str] = ()
+    """Which of the state are buffers."""
+    set_anew: str = ""
+    """The weight that the script has set after its start was given or nudged, if any."""
+    start_parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Hashes by name of what else a training starts from: `buffers`, state of `optimizers`."""
     notes: Sequence[str] = field(default=())
     """What was not seen, in sentences."""
 
@@ -107,14 +115,13 @@ def read_spool(folder: Path) -> Spooled:
         raise SpoolError(refused[0])
     backwards = [x["backwards"] for lines in processes for x in lines if x["kind"] == "none"]
     if not ranks and backwards:
-        raise SpoolError(
-            f"{sum(backwards)} backward calls, but no optimizer step: weights must be updated by "
-            "an optimizer of torch.optim"
-        )
+        said = f"{sum(backwards)} backward calls, but no optimizer step"
+        said = said.replace("calls", "call", sum(backwards) == 1)
+        raise SpoolError(f"{said}: weights must be updated by an optimizer of torch.optim")
     if not ranks:
         raise SpoolError(
             "no training was seen: no optimizer of torch.optim made a step in a Python process "
-            "that this command started"
+            "that this command started; python's options -I, -E and -S keep the recorder out"
         )
     begins = [next(line for line in lines if line["kind"] == "begin") for lines in ranks]
     _check_group(begins)
@@ -126,24 +133,33 @@ def read_spool(folder: Path) -> Spooled:
         for line in ranks[first]
         if line["kind"] == "state" and line["file"]
     }
-    modules = {**begin["modules"], **(ends[first] or {}).get("modules", {})}
+    # what is hashed sooner is nearer to what was executed
+    modules = {**(ends[first] or {}).get("modules", {}), **begin["modules"]}
     held_out = read_held_out(ranks, folder, len(updates))
     left_out = sorted({each for end in ends if end for each in end["left_out"]})
     untold = sorted({each for end in ends if end for each in end["untold"]})
     doubts = [*_doubts([end for end in ends if end]), *_other_ranks(begins)]
+    doubts += [*_other_code(begins, ends), *_other_weights(begins, ends)]
     return Spooled(
         updates=updates,
         states={step: path for step, path in states.items() if step <= len(updates)},
-        environment=begin["environment"],
+        environment={**begin["environment"], **(ends[first] or {}).get("code", {})},
         modules=modules,
         attention=(ends[first] or {}).get("attention", {}),
         witness=(ends[first] or {}).get("witness", {}),
-        files=(ends[first] or {}).get("files", []),
+        files=sorted({file for end in ends if end for file in end.get("files", ())}),
         init=begin["init"],
         given=begin.get("given", {}),
+        buffers=begin.get("buffers", ()),
+        set_anew=begin.get("set_anew", ""),
         owners=begin["owners"],
         names=begin["names"],
         world=begin["world"],
+        rank_ends={
+            begins[index]["rank"]: end["state"]
+            for index, end in enumerate(ends)
+            if index != first and end
+        },
         script=begin["script"],
         launched=_launched(begin, ends[first] or {}),
         left_out=left_out,
@@ -152,8 +168,9 @@ def read_spool(folder: Path) -> Spooled:
         held_out=held_out,
         looks=read_probed(ranks[first]),
         assay=next((line for line in ranks[first] if line["kind"] == "assay"), {}),
-        has_end=all(end and end["reason"] != "error" for end in ends),
-        ending=_ending(ends, begin),
+        has_end=have_ended(ends),
+        ending=ending(begins, ends),
+        start_parts=_start_parts(begins),
         notes=[
             *_notes(updates, begin, ends[first] or {}, left_out),
             *of_losses,
@@ -162,6 +179,14 @@ def read_spool(folder: Path) -> Spooled:
             *held_out.notes,
         ],
     )
+
+
+def dead_rank(folder: Path, output: str) -> str:
+    """Return which of a training's ranks ended first, and how; empty where that is not known.
+
+    `output` is the last that its command has printed.
+    """
+    return first_to_end([_read_lines(x) for x in sorted(folder.glob("rank-*.jsonl"))], output)
 
 
 def has_ended(folder: Path) -> bool:
@@ -199,6 +224,11 @@ def _check_group(begins: list[dict[str, Any]]) -> None:
         raise SpoolError(
             f"{len(begins)} processes trained, and they are no group of torch.distributed: record "
             "one training at a time"
+        )
+    if len(begins) > world and ranks == sorted([*range(world)] * (len(begins) // world)):
+        raise SpoolError(
+            f"{len(begins) // world} trainings of {world} ranks each ran: record one training at a "
+            "time"
         )
     if len(begins) != world or ranks != list(range(world)):
         raise SpoolError(
@@ -267,7 +297,20 @@ def _main_loss(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tupl
 def _doubts(ends: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what makes a pair unproven, in words, by the last lines of all ranks."""
     later = sorted({name for end in ends for name in end.get("later", ())})
-    doubts = sorted({each for end in ends for each in end.get("doubts", ())})
+    kinds = ("doubts", "unhashed")
+    doubts = sorted({each for end in ends for kind in kinds for each in end.get(kind, ())})
+    changed = sorted({each for end in ends for each in end.get("changed", ())})
+    if changed:
+        doubts.append(
+            f"what was executed of {_listed(changed)}: changed after the process had begun"
+        )
+    calls = ends[0].get("attention", {}) if ends else {}
+    idle = calls.get("without_gradient", 0)
+    if idle and not calls["replaced"] and not calls["compiled"]:
+        doubts.append(
+            f"that the attention which was replaced trains: none of its {idle} calls is "
+            "back-propagated, as in an evaluation, a teacher or a model that is frozen"
+        )
     if later:
         doubts.append(
             f"the {len(later)} weights that first train, or take another's place, after the first "
@@ -288,13 +331,48 @@ def _other_ranks(begins: Sequence[Mapping[str, Any]]) -> list[str]:
     return said
 
 
-def _ending(ends: Sequence[Mapping[str, Any] | None], begin: Mapping[str, Any]) -> str:
-    if any(end and end["reason"] == "error" for end in ends):
-        return "ended in an error"
-    if all(ends):
-        return "ended"
-    is_forked = begin.get("forked", False)
-    return "was killed, or its forked process left by os._exit," if is_forked else "was killed"
+def _other_weights(
+    begins: Sequence[Mapping[str, Any]], ends: Sequence[Mapping[str, Any] | None]
+) -> list[str]:
+    """Tell of ranks that ended with other weights than the first, whose are on record."""
+    ranks = {begin["rank"]: end["weights"] for begin, end in zip(begins, ends, strict=True) if end}
+    others = sorted(rank for rank, found in ranks.items() if found != ranks[min(ranks)])
+    if not others:
+        return []
+    return [
+        f"the weights of rank {', '.join(map(str, others))}: they are others than the first's, as "
+        "in a pipeline, under FSDP1 or between the averages of local SGD"
+    ]
+
+
+def _start_parts(begins: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return what else ranks start from: the first one's, and where others have other hashes."""
+    first, *others = sorted(begins, key=lambda begin: begin["rank"])
+    parts = {}
+    for part in ("buffers", "optimizers"):
+        own = parts[part] = dict(first.get(f"start_{part}", {}))
+        for begin in others:
+            told = begin.get(f"start_{part}", {})
+            rank = f"on rank {begin['rank']}"
+            own.update({f"{x} {rank}": told[x] for x in told if told[x] != own.get(x)})
+    return parts
+
+
+def _other_code(
+    begins: Sequence[Mapping[str, Any]], ends: Sequence[Mapping[str, Any] | None]
+) -> list[str]:
+    """Tell of ranks that loaded other code of one name; one alone may load more than another."""
+    ranks = sorted(
+        (begin["rank"], (end or {}).get("code", {}))
+        for begin, end in zip(begins, ends, strict=True)
+    )
+    (_, first), *others = ranks
+    said = []
+    for rank, own in others:
+        names = [name for name in sorted({*first} & {*own}) if first[name] != own[name]]
+        if names:
+            said.append(f"the same code on rank {rank}: another {_listed(names)}")
+    return said
 
 
 def _launched(begin: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,6 +406,10 @@ def _notes(
         )
     if all(update.loss is None for update in updates):
         notes.append("no loss was seen: no scalar was back-propagated outside of a compiled graph")
+    skipped = [str(update.step) for update in updates if update.skipped]
+    if skipped:
+        listed = ", ".join(skipped[:_MOST_NAMES]) + (", ..." if skipped[_MOST_NAMES:] else "")
+        notes.append(f"the loss scaler left out {len(skipped)} of {len(updates)} updates: {listed}")
     if left_out:
         notes.append(f"not part of the batches' hash: {', '.join(left_out)}")
     if any(name.startswith("unowned_") for name in begin["names"]):

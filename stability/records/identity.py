@@ -44,6 +44,7 @@ __all__ = [
     "hash_environment",
     "hash_sources",
     "is_about_the_list",
+    "is_compared",
     "is_module",
     "is_of_process",
     "is_on_record",
@@ -107,6 +108,7 @@ HARMLESS = {
     "TRITON_CACHE_AUTOTUNING says so, which is listed",
     "PYTORCH_ALLOC_CONF": "where memory comes from",
     "PYTORCH_CUDA_ALLOC_CONF": "where memory comes from",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "how GPUs are counted; Lightning sets it when it is imported",
 }
 """Variables of those names that no bit depends on, and why."""
 
@@ -169,7 +171,7 @@ def hash_environment(environment: Mapping[str, Any]) -> str:
 
 def may_be_missing(key: str) -> bool:
     """Whether two runs may differ in that only one of them has this entry."""
-    return key.startswith(("package.", "module."))
+    return key.startswith(("package.", "module.", "code.", "library."))
 
 
 def is_about_the_list(key: str) -> bool:
@@ -190,6 +192,11 @@ def is_on_record(key: str, environment: Mapping[str, Any], other: Mapping[str, A
     listed, by_other = (each.get("variables_listed") for each in (environment, other))
     name, patterns = key.removeprefix("variable."), str(listed or "").split()
     return listed == by_other or any(fnmatch.fnmatchcase(name, each) for each in patterns)
+
+
+def is_compared(key: str) -> bool:
+    """Whether an entry says something of the bits; older versions wrote down more than that."""
+    return not is_about_the_list(key) and key != "variable.PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def is_module(key: str) -> bool:

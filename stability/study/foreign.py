@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,14 @@ from stability.analysis.pair_contract import (
     ContractError,
     check_start,
 )
+from stability.analysis.start_contract import start_part_lines
 from stability.config.commands import filled_in
 from stability.config.diff import hash_without
+from stability.config.masking import masked_words, without_secrets
 from stability.recorder.launch import Launched, environment_of, launch
 from stability.recorder.launched import GivenCommand, launch_record
 from stability.recorder.probed import write_probed
-from stability.recorder.spooled import Spooled, SpoolError, read_spool, read_state
+from stability.recorder.spooled import Spooled, dead_rank, read_spool, read_state
 from stability.recorder.witnessed import recorded_witness, state_of_code, witness_notes
 from stability.recorder.writer import Baseline, RunWriter, stopped
 from stability.records.identity import environment_outside, hash_environment
@@ -36,6 +38,7 @@ from stability.records.protocol import protocol_hash
 from stability.records.run_files import RunFiles
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.records.snapshots import hash_state
+from stability.study.constants import find_constants, moved_constants, without
 from stability.study.distances import update_distances
 from stability.study.foreign_checks import (
     check_attention,
@@ -56,7 +59,6 @@ from stability.study.window import freeze_window
 __all__ = [
     "OpenRun",
     "RunFailedError",
-    "died",
     "measure_study",
     "opened",
     "record_command",
@@ -106,6 +108,8 @@ class OpenRun:
 
     def failed(self, said: str) -> RunFailedError:
         """Write why the run does not count, and return the error that says it."""
+        # a launcher ends with its command, and argparse with what it does not know
+        said = without_secrets(said, self.run.words or sys.argv, self.run.env)
         stopped(self.files, "failed", said)
         return RunFailedError(f"{self.run.arm}, seed {self.run.seed}: {said}")
 
@@ -173,7 +177,7 @@ def record_command(
             record.failed(str(error))
             raise
         if launched.code:
-            raise record.failed(died(launched))
+            raise record.failed(died(launched, record.spool))
         manifest = record.write(command)
         return _checked(record, words, variables, output) if check_observer else manifest
 
@@ -188,20 +192,30 @@ def _checked(
         try:
             launched = launch(words, {**variables, **alone}, folder=record.folder, output=said)
             if launched.code:
-                raise record.failed(f"unobserved, {died(launched)}")
+                raise record.failed(f"unobserved, {died(launched, spool)}")
             spooled = read_spool(spool)
-            unwatched = hash_state(read_state(spooled.states[spooled.step]))
-        except (SpoolError, KeyError) as error:
+            check_end(record.run, spooled)
+            last, names = read_state(spooled.states[spooled.step]), record.files.manifest.resolved
+            unwatched = hash_state({name: last[name] for name in names["names"]})
+        except (ValueError, KeyError) as error:
             raise record.failed(f"unobserved, its last state was not found: {error}") from error
     manifest = record.files.manifest
     watched = manifest.hashes["final_weights"]
-    observer = {"steps": spooled.step, "watched": watched, "unwatched": unwatched}
-    record.files.update(observer={**observer, "equal": watched == unwatched})
-    if watched != unwatched or spooled.step != manifest.step:
+    others = {str(rank): found for rank, found in spooled.rank_ends.items()}
+    before = manifest.resolved["rank_ends"]
+    # what differs on the first rank too is no matter of another one
+    apart = (
+        [] if watched != unwatched else [x for x in sorted(others) if before.get(x) != others[x]]
+    )
+    equal = watched == unwatched and not apart
+    observer = {"steps": spooled.step, "watched": watched, "unwatched": unwatched, "equal": equal}
+    record.files.update(observer={**observer, "ranks": apart} if apart else observer)
+    if not equal or spooled.step != manifest.step:
+        where = f" on rank {', '.join(apart)}" if apart else ""
         raise record.failed(
-            f"recorded and unobserved it must end in the same bits, differs after {spooled.step} "
-            "updates: either the script is not deterministic, which a rerun shows too, or the "
-            "recorder has changed it"
+            f"recorded and unobserved it must end in the same bits, differs{where} after "
+            f"{spooled.step} updates: either the script is not deterministic, which a rerun shows "
+            "too, or the recorder has changed it"
         )
     return record.files.manifest
 
@@ -243,28 +257,68 @@ def _write(
     git: Mapping[str, str],
     launched: Mapping[str, Any],
 ) -> Manifest:
+    baseline = read_manifest(run.baseline.manifest) if run.baseline else None
+    constants = find_constants(spooled, baseline)
+    moved = moved_constants(spooled, baseline, constants)
+    left_out = {*constants, *moved}
+    _tell_what_ran(run, files, spooled)
+    resolved = {
+        **files.manifest.resolved,
+        **_seen(run, spooled),
+        "names": [name for name in spooled.names if name not in left_out],
+        "constants": constants,
+        "launched": dict(launched),
+    }
+    files.update(resolved=resolved)
+    _note(files, doubts=moved.values())
+    check_seeds(run, spooled)
+    if baseline:
+        _hold_against(baseline, run, files)
+    _log_updates(writer, spooled, git)
+    check_nudge(run, spooled)
+    state: Mapping[str, Any] = {}
+    for step in sorted(spooled.states):
+        state = without(read_state(spooled.states[step]), left_out)
+        writer.state(step, state)
+    if writer.batches:
+        check_same_batches(run, spooled.step)
+    final = hash_state(state)
+    check_final(run, final)
+    _note(files, rerun_notes(run, final))
+    writer.ended(final)
+    write_study(run, files.manifest.config)
+    return files.manifest
+
+
+def _tell_what_ran(run: ForeignRun, files: RunFiles, spooled: Spooled) -> None:
+    """Put into the manifest what decides the bits: config, environment, start."""
     environment = {
         **files.manifest.environment,
         **spooled.environment,
         **{f"module.{name}": sha256 for name, sha256 in spooled.modules.items()},
     }
+    config = _with_steps(run, spooled)
     hashes = {
         **files.manifest.hashes,
         "environment": hash_environment(environment),
         "init_weights": spooled.init,
+        "config_less_axis": hash_without(config, run.diff),
     }
     if spooled.held_out.digest:
         hashes["held_out"] = spooled.held_out.digest
-    config = _with_steps(run, spooled)
-    resolved = {
-        **files.manifest.resolved,
-        "names": list(spooled.names),
+    files.update(config=config, environment=environment, hashes=hashes, until=spooled.step)
+
+
+def _seen(run: ForeignRun, spooled: Spooled) -> dict[str, Any]:
+    """Return what goes on record of what was seen of the training, and what was not."""
+    return {
         "models": list(spooled.owners),
         "ranks": spooled.world,
+        "rank_ends": {str(rank): found for rank, found in sorted(spooled.rank_ends.items())},
         "start": GIVEN if spooled.given else "own",
         "untold": list(spooled.untold),
         "doubts": list(spooled.doubts),
-        "launched": dict(launched),
+        "start_parts": dict(spooled.start_parts),
         "notes": [
             *spooled.notes,
             *start_notes(run, spooled),
@@ -272,18 +326,31 @@ def _write(
             *witness_notes(spooled),
         ],
     }
-    hashes["config_less_axis"] = hash_without(config, run.diff)
+
+
+def _note(files: RunFiles, notes: Iterable[str] = (), doubts: Iterable[str] = ()) -> None:
+    """Add to the notes of the manifest, and to what makes its pairs unproven."""
+    doubts = list(doubts)
+    resolved = files.manifest.resolved
+    added = [*notes, *(f"unproven: {each}" for each in doubts)]
     files.update(
-        config=config, environment=environment, hashes=hashes, resolved=resolved, until=spooled.step
+        resolved={
+            **resolved,
+            "notes": [*resolved["notes"], *added],
+            "doubts": [*resolved["doubts"], *doubts],
+        }
     )
-    check_seeds(run, spooled)
-    baseline = run.baseline
-    if baseline:
-        start = read_manifest(baseline.manifest)
-        check_start(start, files.manifest)
-        said = [x.says for x in launch_lines(start, files.manifest, run.diff) if x.says]
-        notes = [*files.manifest.resolved["notes"], *(f"unproven: {each}" for each in said)]
-        files.update(resolved={**files.manifest.resolved, "notes": notes})
+
+
+def _hold_against(baseline: Manifest, run: ForeignRun, files: RunFiles) -> None:
+    """ContractError if what both say of their start is no pair; note what is not proven of it."""
+    check_start(baseline, files.manifest)
+    pair = baseline, files.manifest, run.diff
+    said = [x.says for x in (*launch_lines(*pair), *start_part_lines(*pair)) if x.says]
+    _note(files, [f"unproven: {each}" for each in said])
+
+
+def _log_updates(writer: RunWriter, spooled: Spooled, git: Mapping[str, str]) -> None:
     for update in spooled.updates:
         parts = {
             BATCH_INPUTS: update.inputs,
@@ -297,28 +364,16 @@ def _write(
     witness = recorded_witness(spooled, git)
     if witness is not None:
         writer.witnessed(witness)
-    check_nudge(run, spooled)
-    state: Mapping[str, Any] = {}
-    for step in sorted(spooled.states):
-        state = read_state(spooled.states[step])
-        writer.state(step, state)
-    if writer.batches:
-        check_same_batches(run, spooled.step)
-    final = hash_state(state)
-    check_final(run, final)
-    notes = [*files.manifest.resolved["notes"], *rerun_notes(run, final)]
-    files.update(resolved={**files.manifest.resolved, "notes": notes})
-    writer.ended(final)
-    write_study(run, config)
-    return files.manifest
 
 
 def _attention_notes(run: ForeignRun, spooled: Spooled) -> list[str]:
     if not run.asked.attention:
         return []
-    count = spooled.attention["replaced"]
-    inside = ", and others in a compiled graph" if spooled.attention["compiled"] else ""
-    return [f"{count} attention calls were replaced by {run.asked.attention}{inside}"]
+    calls = spooled.attention
+    count, traced, idle = (calls[x] for x in ("replaced", "compiled", "without_gradient"))
+    inside = f", and {traced} in compiled graphs, at each of their runs" if traced else ""
+    beside = f", and {idle} that are not back-propagated" if idle else ""
+    return [f"{count} attention calls were replaced by {run.asked.attention}{inside}{beside}"]
 
 
 def _first_manifest(run: ForeignRun, environment: dict[str, Any]) -> Manifest:
@@ -347,7 +402,7 @@ def _command(run: ForeignRun) -> dict[str, Any]:
     """Return what a fork of the run needs: its words as they were given, which a config lacks."""
     if not run.words:
         return {}
-    return {"command": list(run.words), "deterministic": run.asked.deterministic}
+    return {"command": masked_words(run.words), "deterministic": run.asked.deterministic}
 
 
 def _with_steps(run: ForeignRun, spooled: Spooled) -> dict[str, Any]:
@@ -363,13 +418,14 @@ def variables_of(run: ForeignRun) -> dict[str, str]:
     python = run.config.get("python", "")
     path = os.environ.get("PATH", "")
     first = {"PATH": f"{Path(python).parent}{os.pathsep}{path}"} if python else {}
-    return {**first, **run.config["env"]}
+    return {**first, **run.env}
 
 
-def died(launched: Launched) -> str:
-    """Return how a command that did not end well has ended, with its last lines."""
-    said = " | ".join(line for line in launched.last_lines.splitlines()[-3:] if line.strip())
-    return f"the command ended with exit code {launched.code}: {said or 'it printed nothing'}"
+def died(launched: Launched, spool: Path) -> str:
+    """Return how a command that did not end well has ended: its rank in `spool`, its error."""
+    said = [dead_rank(spool, launched.last_lines), " | ".join(launched.last_words)]
+    how = "; ".join(each for each in said if each) or "it printed nothing"
+    return f"the command ended with exit code {launched.code}: {how}"
 
 
 def write_study(run: ForeignRun, config: Mapping[str, Any]) -> None:

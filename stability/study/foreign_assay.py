@@ -125,7 +125,7 @@ def _planted(
         words = [filled_in(word, values) for word in run.words]
         launched = launch(words, variables, folder=folder, output=spool / "output.txt")
         if launched.code:
-            raise ValueError(died(launched))
+            raise ValueError(died(launched, spool))
         spooled = read_spool(spool)
     _check_is_own(run, manifest, spooled)
     if not spooled.assay:
@@ -138,6 +138,9 @@ def _check_is_own(run: ForeignRun, manifest: Manifest, spooled: Spooled) -> None
     """ValueError unless the updates are the run's own: start, batches, what decides the bits."""
     if spooled.init != manifest.hashes.get("init_weights"):
         raise ValueError(f"{run.arm}, run again, must start as on record, has other start weights")
+    buffers = manifest.resolved.get("start_parts", {}).get("buffers", {})
+    if spooled.start_parts.get("buffers", {}) != buffers:
+        raise ValueError(f"{run.arm}, run again, must start as on record, has other buffers")
     known = read_text(run.paths.metrics, BATCH_HASH)
     for step, found in enumerate(running_hashes(u.batch for u in spooled.updates), start=1):
         if not found or known.get(step) != found:

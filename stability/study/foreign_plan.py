@@ -19,6 +19,7 @@ from stability.config.commands import check_held_out, is_command, training_confi
 from stability.config.convert import Place, nearest, to_dict
 from stability.config.diff import diff
 from stability.config.load import check_name
+from stability.config.masking import masked_values
 from stability.config.roles import role_of
 from stability.config.schema import BASELINE, Role
 from stability.config.study import PolicyConfig
@@ -48,6 +49,10 @@ class ForeignRun:
     asked: Asked
     words: Sequence[str] = ()
     """The command, with its placeholders; none if the training is the caller's own."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables that are set for it, as they are; in `config` what is secret is masked."""
+    setup: str = ""
+    """What builds its commit's checkout, as it is."""
     checkout: Path | None = None
     """The checkout of the user's that its commit is taken from, if it names one."""
     question: str = ""
@@ -70,7 +75,9 @@ class ForeignRun:
         if not self.paths.manifest.exists():
             return False
         manifest = read_manifest(self.paths.manifest)
-        return manifest.state in ENDED and manifest.config == self.config
+        return manifest.state in ENDED and masked_values(manifest.config) == masked_values(
+            self.config
+        )
 
 
 def plan_run(
@@ -82,6 +89,7 @@ def plan_run(
     *,
     asked: Asked,
     words: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
     role: str = "",
     change: str = "",
     may_change: Sequence[str] = (),
@@ -89,7 +97,8 @@ def plan_run(
 ) -> ForeignRun:
     """Check what can be known before the training starts, and return the run; writes nothing.
 
-    `training` is what it is told (`config.commands`), `words` the command, if it is one.
+    `training` is what it is told (`config.commands`), `words` the command, if it is one, and `env`
+    the variables that are set for it.
     ValueError for a name, seed or role that can't be; for an arm without its baseline on record;
     for a folder that holds another run. ContractError, also a ValueError, for an arm that differs
     in more than one change from the baseline.
@@ -137,6 +146,7 @@ def plan_run(
         arm=arm,
         seed=seed,
         words=words,
+        env=env or {},
         config=config,
         diff={path: list(values) for path, values in differences.items()},
         axis=recorded_axis(arm, differences, given, change),
@@ -152,7 +162,9 @@ def check_free(run: ForeignRun) -> None:
         return
     manifest = read_manifest(run.paths.manifest)
     was = manifest.config
-    if not is_command(was) or (manifest.state in ENDED and was != run.config):
+    # an older version has masked nothing
+    is_other = masked_values(was) != masked_values(run.config)
+    if not is_command(was) or (manifest.state in ENDED and is_other):
         raise ValueError(
             f"record: {run.paths.root}: holds another run of that arm; name another arm, or use "
             "--out for another folder"

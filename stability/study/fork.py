@@ -6,18 +6,14 @@ parent's, less the drifts, which were measured from another run. The training it
 `train_run`, the search over many forks to `bisect`.
 """
 
-import hashlib
-import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from stability.analysis.drift_parents import check_drifts, parents_by_line
 from stability.analysis.pair_contract import axis_of, pair_breach
 from stability.analysis.witness_contract import testimony_of
-from stability.callbacks.progress import StudyObserver
+from stability.callbacks.study_observer import StudyObserver
 from stability.config.arms import Arm, override
 from stability.config.axes import touches
 from stability.config.convert import from_dict
@@ -30,12 +26,13 @@ from stability.records.paths import RunPaths, checkpoint_steps
 from stability.records.run_files import file_damage
 from stability.study.assemble import assemble
 from stability.study.foreign_plan import ForeignRun
+from stability.study.fork_folder import fork_name, fork_place
 from stability.study.fresh_process import call_alone, call_for
 from stability.study.run import Fork, Run, check_existing, has_ended, reopen
 from stability.study.size_check import check_memory
 from stability.study.train_run import TrainOptions, train
 
-__all__ = ["fork_drifts", "fork_name", "fork_place", "plan_fork", "run_fork"]
+__all__ = ["fork_drifts", "plan_fork", "run_fork"]
 
 _BEGIN = "it only decides how a run begins"
 _STATE = "its state would be another's"
@@ -166,29 +163,3 @@ def _check_step(parent: RunPaths, manifest: Manifest, at: int) -> None:
     wrong = file_damage(parent, manifest, parent.checkpoint(at))
     if wrong:
         raise ValueError(f"fork: {parent.checkpoint(at)} {wrong}")
-
-
-def fork_place(parent: RunPaths) -> Path:
-    """Return the folder of the forks of a study's runs; a fork of a fork lies there too."""
-    study = parent.root.parent.parent
-    # one of a command lies a folder deeper, beside the run that goes on unchanged
-    above = (folder for folder in (study, study.parent) if folder.name == "forks")
-    return next(above, study / "forks")
-
-
-def fork_name(begin: str, changes: Mapping[str, Any], identity: Sequence[Any]) -> str:
-    """Return a name that tells the change, `baseline.at-100.to-150.attention.profile-fa2.1b2c3d4e`.
-
-    The end is a hash of the fork's whole `identity`, since the rest may be cut off.
-    """
-    end = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-    words = re.sub(r"[^A-Za-z0-9.-]+", "-", ".".join(_words(changes))).strip("-.") or "same"
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', begin)}.{words}"[:55].rstrip("-.") + f".{end}"
-
-
-def _words(changes: Mapping[str, Any], above: str = "") -> list[str]:
-    words = []
-    for key, value in changes.items():
-        path = f"{above}.{key}" if above else str(key)
-        words += _words(value, path) if isinstance(value, Mapping) else [f"{path}-{value}"]
-    return words

@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stability.callbacks.progress import StudyObserver
+from stability.callbacks.study_observer import StudyObserver
 from stability.config.command_study import CommandConfig, CommandStudy
 from stability.config.command_template import as_template, as_texts, with_dots
-from stability.config.commands import attention_name, parse_flags
+from stability.config.commands import attention_name
 from stability.config.convert import Place, from_mapping
+from stability.config.flags import parse_flags
 from stability.config.load import check_name
+from stability.config.masking import has_masked
 from stability.config.schema import BASELINE
 from stability.recorder.witnessed import looked_at
 from stability.records.manifest import ENDED, Manifest, read_manifest
@@ -26,7 +28,7 @@ from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import read_sealed
 from stability.study.foreign import measure_study
 from stability.study.foreign_plan import ForeignRun, check_free
-from stability.study.fork import fork_name, fork_place
+from stability.study.fork_folder import fork_name, fork_place
 from stability.study.run_commands import folder_of, plan_commands, record_planned
 
 __all__ = ["FORK", "plan_command_fork", "run_command_fork"]
@@ -74,6 +76,11 @@ def plan_command_fork(
         "start": os.path.abspath(start),
         "train": {"steps": until or 1},
     }
+    if has_masked(values):
+        raise ValueError(
+            f"fork: {parent.root}: its command holds a password or key, which is not on record; "
+            "let the script read it from a variable of the shell, which a fork is given too"
+        )
     base = from_mapping(CommandConfig, values, Place(source="fork"))
     identity = [parent.arm, base.start, base.command, change, until, changed]
     name = name or fork_name(f"{parent.arm}.{Path(start).stem}", changed, identity)

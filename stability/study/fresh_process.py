@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from stability.callbacks.progress import StudyObserver
+from stability.callbacks.study_observer import StudyObserver
 from stability.config.schema import ArmConfig
 from stability.study.assemble import imports_user_modules, quieten_lightning
 

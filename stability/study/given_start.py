@@ -37,12 +37,16 @@ def start_variables(run: ForeignRun, folder: Path) -> Mapping[str, str]:
 
 
 def check_given(spooled: Spooled) -> None:
-    """ValueError if the script has set its weights anew after they were given."""
-    name = spooled.given.get("set_anew", "")
-    if name:
+    """ValueError if the script has set its weights anew after they were given or nudged."""
+    if spooled.set_anew:
+        said, done = (
+            ("same_start had no effect", "the baseline's start weights were given")
+            if spooled.given
+            else ("the nudge was undone", "the start weights were nudged")
+        )
         raise ValueError(
-            f"same_start had no effect: {name} was set anew after the baseline's start weights "
-            "were given; the script sets its weights after its first forward pass"
+            f"{said}: {spooled.set_anew} was set anew after {done}; the script sets its weights "
+            "after its first forward pass"
         )
 
 

@@ -22,7 +22,7 @@ from stability.config.study import PolicyConfig
 from stability.intercept.gradients import CaughtGradients
 from stability.intercept.own_baseline import catching_as
 from stability.intercept.replacement import AskedDtypes, Replacement
-from stability.probe.attention_registry import ResolvedAttention, resolve_attention
+from stability.probe.attention_registry import ResolvedAttention
 from stability.probe.gradient_evidence import AttentionRole, Gradients
 from stability.probe.planted_faults import SHARE_LOOKS, TRIES, FaultLook, Plant, plant_faults
 from stability.recorder import instrument
@@ -75,7 +75,7 @@ class Instrument(instrument.Instrument):
         assert self._sdpa is not None
         for module, mode in self._modes.items():
             module.training = mode
-        candidate = resolve_attention(self._attention, next(self._model.parameters()).device)
+        candidate = self._candidate(self._model)
         # a fault moves results, and the statistics are none that is judged
         candidate = replace(candidate, gives_lse=False)
         taken = CaughtGradients(
@@ -113,7 +113,8 @@ class Instrument(instrument.Instrument):
         with torch.no_grad():
             # nothing is put back: this process ends with the assay
             for name, x in self._state().items():
-                x.copy_(weights[name])
+                if name in weights:  # a constant is in no snapshot
+                    x.copy_(weights[name])
         planted = replace(candidate, function=plant(candidate.function))
         return taken.with_candidate(planted).of(role, is_isolated)
 

@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerProcess
 
 import torch
 
-from stability.callbacks.progress import StudyObserver
+from stability.callbacks.study_observer import StudyObserver
 from stability.records.atomic_files import DiskFullError
 from stability.study.fresh_process import Relay, how_it_ended, received, start_process
 from stability.study.run import Run, needs_no_training

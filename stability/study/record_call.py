@@ -18,19 +18,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from stability.config.commands import call_training
-from stability.recorder.inside.environment import own_modules
+from stability.recorder.inside.environment import changed_since, own_files, own_modules
 from stability.recorder.inside.evaluations import Evaluations
 from stability.recorder.inside.hooks import install
 from stability.recorder.inside.launched import note_start, started
 from stability.recorder.inside.looks import Looks
 from stability.recorder.inside.names import named_masters, state_of
-from stability.recorder.inside.recorded import due_at, looks_at, start_of
+from stability.recorder.inside.recorded import code_told, due_at, looks_at, start_of
 from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import PlannedStop, Training
 from stability.recorder.inside.witness import InsideWitness
 from stability.recorder.launch import Asked
 from stability.records.numeric_switches import all_switches
 from stability.study.call_variables import Told, told_by_variables, variable_of
+from stability.study.process_end import ProcessEnd
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,6 +54,8 @@ class IdleRecorder(AbstractContextManager["IdleRecorder"]):
     """Why the run does not count, in one sentence."""
     is_complete = False
     """Whether as many updates as were asked for are made."""
+    unended = ""
+    """What it means, in words, that the process ends before `end`; empty: that this is the end."""
 
     def batch(self, *tensors: "Tensor") -> None:
         """Tell what the model is given for the next update; once for each micro-batch."""
@@ -76,7 +79,8 @@ class Recorder(IdleRecorder):
     def __init__(self, training: Training, record: "OpenRun | None", stack: ExitStack) -> None:
         self._training, self._stack, self._record = training, stack, record
         self._is_open = True
-        atexit.register(self.end)
+        self._process = ProcessEnd()
+        atexit.register(self._end_with_process)
 
     @property
     def is_complete(self) -> bool:
@@ -101,6 +105,7 @@ class Recorder(IdleRecorder):
         if not self._is_open:
             raise RuntimeError("stability.record: step was called after the record's end")
         self._stop_if_over()
+        self._process.went_on()
         if loss is not None:
             import torch  # heavy
 
@@ -145,6 +150,12 @@ class Recorder(IdleRecorder):
             ]
             sys.stdout.write("\n".join(said) + "\n")
 
+    def _end_with_process(self) -> None:
+        error = self._process.error
+        if error is None and self.unended and not self.is_complete:
+            error = RuntimeError(self.unended)
+        self.__exit__(type(error) if error else None, error, None)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -157,6 +168,7 @@ class Recorder(IdleRecorder):
             self.end()
             return kind is PlannedStop
         if self._is_open:
+            self._training.error = f"{kind.__name__}: {error}"[:200] if kind else ""
             with self._closing("error"):
                 if kind is KeyboardInterrupt and self._record is not None:
                     from stability.recorder.writer import stopped  # heavy
@@ -168,7 +180,8 @@ class Recorder(IdleRecorder):
 
     def _closing(self, reason: str) -> ExitStack:
         """End the training's rows; return what gives back the folder and whatever else is held."""
-        atexit.unregister(self.end)
+        atexit.unregister(self._end_with_process)
+        self._process.restore()
         self._is_open = False
         self._training.end(reason)
         return self._stack
@@ -363,6 +376,8 @@ def _training(spool: Spool, asked: Asked, *, watch: bool) -> tuple[Training, Loo
             "modules": own_modules(),
             "held_out": "" if watch else "call",
             "written": started().written(),
+            "changed": changed_since(own_files().values(), started().time),
+            **code_told(),
             **(witness.told() if witness else {}),
         },
         evaluations=Evaluations(watches=watch),

@@ -3,9 +3,11 @@
 Leaves out what it means for a study's other arms (`analysis.rerun_floor`).
 """
 
+from stability.analysis.batch_inputs import first_other_labels, first_other_order
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
-from stability.records.metric_names import drift_name
+from stability.records.metric_names import TRAIN_LOSS, drift_name
+from stability.records.paths import RunPaths
 from stability.study.foreign_plan import ForeignRun
 
 __all__ = ["UNSEEDED", "rerun_notes"]
@@ -23,5 +25,31 @@ def rerun_notes(run: ForeignRun, final_weights: str) -> list[str]:
     drifts = read_metrics(run.paths.metrics).get(drift_name("all", "rel_l2"))
     size = f" by {drifts.values[-1]:.1e}" if drifts else ""
     return [
-        f"the script is not deterministic: its rerun drifts{size}; drifts below that mean nothing"
+        f"the script is not deterministic: its rerun drifts{size}"
+        f"{first_difference(run.baseline, run.paths)}; drifts below that mean nothing"
     ]
+
+
+def first_difference(baseline: RunPaths, rerun: RunPaths) -> str:
+    """Return a clause on the first update that both logs tell apart, and by what; mostly a loss.
+
+    Their batches are the same, or the rerun would have been refused, but for what `verify` leaves
+    unproven. Empty if the logs tell nothing apart.
+    """
+    logs = [read_metrics(paths.metrics).get(TRAIN_LOSS) for paths in (baseline, rerun)]
+    one, other = (dict(zip(x.steps, x.values, strict=True)) if x else {} for x in logs)
+    shared = sorted(one.keys() & other.keys())
+    # the loss at step 0 is the one that the first update is made from; two NaN are alike
+    loss = next((step + 1 for step in shared if repr(one[step]) != repr(other[step])), None)
+    turned = first_other_order(baseline, rerun)
+    made = first_other_labels(baseline, rerun, may_be_made=True)
+    found = [
+        *([(turned, "the order of its batch's rows")] if turned else []),
+        *([(made[0], f"its targets{made[1]}")] if made else []),
+    ]
+    if loss:
+        found.append((loss, f"its loss, {one[loss - 1]!r} and {other[loss - 1]!r}"))
+    if not found:
+        return ""
+    at, what = min(found, key=lambda each: each[0])
+    return f"; the first update that differs is {at}, in {what}"

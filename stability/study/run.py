@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stability.analysis.pair_contract import start_breach
-from stability.callbacks.progress import StudyObserver
+from stability.callbacks.study_observer import StudyObserver
 from stability.config.arms import Arm, with_seed
 from stability.config.convert import to_dict
 from stability.config.schema import ArmConfig
 from stability.records.atomic_files import remove
 from stability.records.identity import (
     environment,
-    is_about_the_list,
+    is_compared,
     is_module,
     is_of_process,
     is_on_record,
@@ -28,7 +28,6 @@ from stability.records.paths import RunPaths, checkpoint_steps, strange_files
 from stability.records.run_files import damage
 from stability.records.run_lock import hold
 from stability.records.sealed_json import DamagedError
-from stability.study.assemble import describe_attention
 
 __all__ = [
     "Fork",
@@ -151,7 +150,7 @@ def _other_entries(
         # a module that is new has run its code, and one that is gone has not
         is_free = may_be_missing(key) and not is_module(key) and (key not in was or key not in now)
         # a run from before an entry was listed says nothing of it
-        is_free |= is_about_the_list(key)
+        is_free |= not is_compared(key)
         is_free |= not (is_on_record(key, was, now) and is_on_record(key, now, was))
         if was.get(key) != now.get(key) and not is_free:
             yield key, was.get(key), now.get(key)
@@ -231,6 +230,8 @@ def _refuse_other_sources(run: Run, manifest: Manifest) -> None:
     """
     if max(checkpoint_steps(run.paths), default=0) <= (run.fork.at if run.fork else 0):
         return
+    from stability.study.assemble import describe_attention  # heavy: Lightning
+
     # first, since the user's module, which this imports, may change the process
     resolved = describe_attention(run.config)
     now = environment()

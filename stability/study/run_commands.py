@@ -12,7 +12,7 @@ from typing import Any
 
 from stability.analysis.pair_contract import recorded_axis
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
-from stability.callbacks.progress import StudyObserver
+from stability.callbacks.study_observer import StudyObserver
 from stability.config.command_study import (
     CommandArm,
     CommandConfig,
@@ -21,6 +21,8 @@ from stability.config.command_study import (
 )
 from stability.config.convert import to_dict
 from stability.config.diff import diff
+from stability.config.masking import masked_values
+from stability.config.roles import order_of_role
 from stability.config.schema import BASELINE
 from stability.recorder.launch import Asked
 from stability.records.manifest import ENDED, read_manifest
@@ -34,7 +36,6 @@ from stability.study.foreign_assay import assay_commands
 from stability.study.foreign_plan import ForeignRun, check_attention_name, check_free
 from stability.study.late_start import check_checkpoint, checkpoint_entry
 from stability.study.run import RunConflictError
-from stability.study.run_study import order_of_role
 from stability.study.worktree import checkout, commit_of, repository
 
 __all__ = [
@@ -156,6 +157,8 @@ def _run(
             nudge=(arm.config.nudge.ulps, arm.config.nudge.draw),
         ),
         words=arm.config.words(),
+        env=arm.config.env,
+        setup=arm.config.setup,
         checkout=repository(Path.cwd()) if arm.config.ref else None,
         question=study.question,
         policy=to_dict(study.policy),
@@ -173,7 +176,10 @@ def _with_commit(arm: CommandArm) -> CommandArm:
     config = arm.config
     if not config.ref:
         return arm
-    commit = commit_of(config.ref, Path.cwd())
+    try:
+        commit = commit_of(config.ref, Path.cwd())
+    except ValueError as error:
+        raise ValueError(f"arms.{arm.name}.{error}") from error
     return replace(arm, config=replace(config, ref=commit))
 
 
@@ -194,7 +200,7 @@ def folder_of(run: ForeignRun) -> Path | None:
     """Return the checkout that a run of a commit runs in, made if need be; None for no commit."""
     if not run.config["ref"]:
         return None
-    return checkout(run.config["ref"], Path.cwd(), run.config["setup"])
+    return checkout(run.config["ref"], Path.cwd(), run.setup)
 
 
 def record_planned(
@@ -226,7 +232,7 @@ def _protocol(content: Mapping[str, Any]) -> Protocol:
 def _content(study: CommandStudy, runs: Sequence[ForeignRun]) -> dict[str, Any]:
     """Return what `study.json` holds: the config, and each arm in the order of the study."""
     of_arms = {run.arm: run for run in runs}
-    config = to_dict(study)
+    config = masked_values(to_dict(study))
     config["base"] = dict(of_arms[BASELINE].config)
     return {
         "config": config,

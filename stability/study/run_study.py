@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 from stability.analysis.pair_contract import axis_of
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
-from stability.callbacks.progress import StudyObserver
+from stability.callbacks.study_observer import StudyObserver
 from stability.config.arms import Arm, expand, probe_of_seed
 from stability.config.convert import to_dict
-from stability.config.schema import BASELINE, ArmConfig, Role
+from stability.config.roles import order_of_role
+from stability.config.schema import BASELINE, ArmConfig
 from stability.config.study import StudyConfig
 from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
@@ -51,18 +52,12 @@ __all__ = [
     "changed_protocol",
     "check_study",
     "in_training_order",
-    "order_of_role",
     "plan_study",
     "run_study",
 ]
 
 
 T = TypeVar("T")
-
-_ORDER: tuple[Role, ...] = ("baseline", "reference", "nudge", "rerun")
-"""Roles in the order in which a seed's runs are trained; those of other roles come after them, as
-they stand in the study. A candidate's first snapshot then finds every control it is held against,
-and the step at which it is judged can be fixed before its own numbers exist."""
 
 
 class StudyError(ValueError):
@@ -95,11 +90,6 @@ def plan_study(study: StudyConfig, out: Path) -> list[Run]:
 def in_training_order(arms: list[Arm]) -> list[Arm]:
     """Return `arms` in the order in which the runs of one seed are trained."""
     return sorted(arms, key=lambda arm: order_of_role(arm.role))
-
-
-def order_of_role(role: Role) -> int:
-    """Return the place of a role's runs among those of one seed."""
-    return _ORDER.index(role) if role in _ORDER else len(_ORDER)
 
 
 def _as_probed(arm: Arm, *, is_first: bool) -> Arm:

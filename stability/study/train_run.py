@@ -13,7 +13,8 @@ from lightning.pytorch import Trainer
 
 from stability.analysis.pair_contract import ContractError, check_batches, check_start, may_differ
 from stability.analysis.witness_contract import claims_of, other_answer, testimony_of
-from stability.callbacks.progress import ProgressCallback, StudyObserver
+from stability.callbacks.progress import ProgressCallback
+from stability.callbacks.study_observer import StudyObserver
 from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.convert import to_dict
 from stability.config.diff import hash_without

@@ -13,6 +13,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from stability.config.masking import without_secrets
+
 __all__ = ["checkout", "commit_of", "repository", "sources_outside"]
 
 
@@ -39,7 +41,8 @@ def commit_of(ref: str, folder: Path) -> str:
 def checkout(commit: str, folder: Path, setup: str = "") -> Path:
     """Return the folder in which `commit` is checked out; the one that is `folder` in it.
 
-    It is made, and `setup` run in its root, if that has not been done. ValueError if either fails.
+    It is made, and `setup` run in its root, if that has not been done. ValueError if either fails,
+    or if a file of the commit was edited there since.
     """
     root = repository(folder)
     of_root = hashlib.sha256(f"{root}\0{setup}".encode()).hexdigest()[:8]
@@ -57,7 +60,13 @@ def checkout(commit: str, folder: Path, setup: str = "") -> Path:
             if made.returncode:
                 raise ValueError(f"ref: {commit[:12]}: {_last_line(made.stderr)}")
             _set_up(setup, place)
-            ready.touch()
+            ready.write_text(_edits(place, commit), encoding="utf-8")
+        # an empty one is of a clean checkout; what `setup` itself has changed is its own
+        elif _edits(place, commit) != ready.read_text(encoding="utf-8"):
+            raise ValueError(
+                f"ref: {place}: must hold commit {commit[:12]} as it was checked out, was edited "
+                "since; undo the edits, or commit them and name that commit"
+            )
     return place / folder.resolve().relative_to(root.resolve())
 
 
@@ -70,19 +79,33 @@ def sources_outside(files: Iterable[str], root: Path, worktree: Path) -> list[st
     )
 
 
+def _edits(place: Path, commit: str) -> str:
+    """Return a hash of what tracked files of a checkout have otherwise; empty for nothing."""
+    found = _git(place, "diff", "--no-ext-diff", "--binary", commit, "--")
+    if found.returncode:
+        raise ValueError(f"ref: {place}: {_last_line(found.stderr)}")
+    return hashlib.sha256(found.stdout.encode()).hexdigest() if found.stdout else ""
+
+
 def _set_up(setup: str, place: Path) -> None:
     if not setup:
         return
     ran = subprocess.run(shlex.split(setup), cwd=place, capture_output=True, text=True, check=False)
     if ran.returncode:
         said = _last_line(ran.stderr) or _last_line(ran.stdout)
-        raise ValueError(f"setup: {setup!r} ended with exit code {ran.returncode}: {said}")
+        said = f"setup: {setup!r} ended with exit code {ran.returncode}: {said}"
+        raise ValueError(without_secrets(said, shlex.split(setup), {}))
 
 
 def _git(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(
-            ["git", *words], cwd=folder, capture_output=True, text=True, check=False
+            ["git", *words],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",  # a source may be in any encoding
+            check=False,
         )
     except FileNotFoundError as error:
         raise ValueError("ref: needs git, which is not installed") from error

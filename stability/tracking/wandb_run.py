@@ -65,6 +65,9 @@ def start_run(
                 # the manifest lists the packages; W&B's own list takes ten times as long as all
                 # the rest
                 x_save_requirements=False,
+                # of this process, which is not the one that trained, and with its whole command,
+                # passwords too
+                x_disable_meta=True,
             ),
             **described,
         )

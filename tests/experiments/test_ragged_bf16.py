@@ -1,5 +1,7 @@
 """Fixed tolerances and the budget on packed sequences: which kernel passes which, in seconds."""
 
+import pytest
+
 from experiments.kit.rows import chosen
 from stability.report.paper.style import paper_style
 
@@ -9,6 +11,7 @@ def mean(rows, value, **only):
     return sum(row[value] for row in picked) / len(picked)
 
 
+@pytest.mark.slow
 def test_what_passes_which_rule(experiment):
     found = experiment.measure(experiment.SIZES["quick"])
     for test in found.tests:

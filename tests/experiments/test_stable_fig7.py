@@ -8,7 +8,7 @@ from experiments.kit.study import at_step
 from stability.report.paper.style import paper_style
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_part_and_so_do_those_of_a_nudge(experiment, kept_runs):
     settings = replace(experiment.SIZES["quick"], folder=kept_runs)
     found = experiment.measure(settings)

@@ -8,7 +8,7 @@ from experiments.kit.study import at_step, slopes
 from stability.report.paper.style import paper_style
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_drift_is_ordered_by_the_formats_of_the_pair(experiment, kept_runs):
     settings = replace(experiment.SIZES["quick"], folder=kept_runs)
     found = experiment.measure(settings)

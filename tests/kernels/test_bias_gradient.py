@@ -92,7 +92,7 @@ def test_each_is_the_definition_with_every_gradient(name, mask):
 @pytest.mark.parametrize(
     ("name", "shape"),
     [(name, shape) for name in ("golden", "baseline", "twin") for shape in SHARED]
-    + one_in(16, [("triton", shape) for shape in SHARED]),
+    + one_in(16, [("triton", shape) for shape in SHARED], slow=4),
     ids=str,
 )
 def test_the_gradient_is_summed_over_every_axis_that_is_shared(name, shape):
@@ -242,7 +242,7 @@ RULE = {"fa2": {}, "fa1": {}, "fa3": {"splits": 2}, "fa4": {"key_order": "revers
 @pytest.mark.parametrize(
     ("engine", "profile"),
     one_in(3, [("twin", profile) for profile in RULE])
-    + [pytest.param("triton", profile, marks=pytest.mark.slow) for profile in ("fa2", "fa3")],
+    + [pytest.param("triton", profile, marks=pytest.mark.long) for profile in ("fa2", "fa3")],
 )
 def test_flash_attns_rule_holds_with_the_gradient_of_the_bias(engine, profile, shape, dtype):
     """max|flash - golden| <= 2 max|plain attention - golden|, for out and gradients."""

@@ -64,7 +64,7 @@ def _alone(mask, index):
 
 @pytest.mark.parametrize(
     ("engine", "mask", "paged", "query_len"),
-    one_in(13, product(ENGINES, MASKS, (True, False), (1, 3))),
+    one_in(13, product(ENGINES, MASKS, (True, False), (1, 3)), slow=4),
 )
 def test_the_bits_are_those_of_keys_side_by_side(engine, mask, paged, query_len):
     dtype = torch.bfloat16 if engine == "twin, fa2" else torch.float32

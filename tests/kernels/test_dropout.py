@@ -102,7 +102,7 @@ def assert_equal(ours, expected):
         assert torch.equal(ours[result], right), result
 
 
-@pytest.mark.parametrize(("name", "mask"), FAST + one_in(28, SLOW[::-1]))
+@pytest.mark.parametrize(("name", "mask"), FAST + one_in(28, SLOW[::-1], slow=4))
 def test_each_is_the_definition_with_every_gradient(name, mask):
     inputs = draw(SHAPE)
     expected = by_definition(*inputs, **MASKS[mask])
@@ -299,7 +299,9 @@ KINDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "mask"), one_in(20, itertools.product(KINDS, ("full", "all"))))
+@pytest.mark.parametrize(
+    ("kind", "mask"), one_in(20, itertools.product(KINDS, ("full", "all")), slow=3)
+)
 def test_the_kernel_has_the_bits_of_the_twin_in_every_kind_of_numerics(kind, mask):
     changes = SMALL | BF16 | KINDS[kind]
     inputs = draw(SHAPE._replace(batch=1))
@@ -321,7 +323,7 @@ RULE = {"fa2": {}, "fa1": {}, "fa3": {"splits": 2}, "fa4": {"key_order": "revers
 @pytest.mark.parametrize(
     ("engine", "profile"),
     [("twin", profile) for profile in RULE]
-    + [pytest.param("triton", profile, marks=pytest.mark.slow) for profile in ("fa2", "fa3")],
+    + [pytest.param("triton", profile, marks=pytest.mark.long) for profile in ("fa2", "fa3")],
 )
 def test_flash_attns_rule_holds(engine, profile, dtype, p):
     """max|flash - golden| <= 2 max|plain attention - golden|, for out and gradients."""

@@ -17,6 +17,7 @@ from attention_kernels.peers.registry import attention
 from attention_kernels.testing import Shape, make_qkv
 from tests.kernels.definition import definition
 from tests.kernels.flash import SMALL, flash
+from tests.sampling import others_long
 
 RTOL = 1e-13
 """Two FP64 evaluations in other orders: about sqrt(100) * 2**-53 = 1e-15 each, with room."""
@@ -88,17 +89,11 @@ def assert_close(ours, expected):
 
 
 # The interpreter is slow: one mask of all four indices is in the fast tests.
-CASES = [
-    pytest.param(
-        name,
-        mask,
-        marks=()
-        if not name.startswith("triton") or (name, mask) == ("triton", CORNER)
-        else pytest.mark.slow,
-    )
-    for name in EXACT
-    for mask in MODS
-]
+CASES = others_long(
+    [(name, mask) for name in EXACT for mask in MODS],
+    slow=[(name, mask) for name in EXACT for mask in MODS if not name.startswith("triton")]
+    + [("triton", CORNER)],
+)
 
 
 @pytest.mark.parametrize(("name", "mask"), CASES)

@@ -137,7 +137,7 @@ def sample(tmp_path_factory) -> RecordedStudy:
     return read_study(_train(tmp_path_factory.mktemp("sample"), keys, (GOLDEN,)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_golden_passes_with_every_planted_fault_found(sample):
     judged = judge_arms(sample, sample.policy)
     assert judged.outcome == "PASS", _row(judged.arms[0]) + judged.arms[0].sentence

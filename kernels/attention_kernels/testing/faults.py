@@ -40,6 +40,7 @@ from attention_kernels.formats import FORMATS, input_format
 from attention_kernels.masks import MaskArguments
 from attention_kernels.rounding import INPUT_DTYPES, round_into, round_to
 from attention_kernels.testing import golden_faults
+from attention_kernels.testing.compiled_faults import compilable
 from attention_kernels.testing.fault_names import FAULT_LEVELS, Level
 from attention_kernels.testing.golden_faults import GoldenFault, spacing
 
@@ -200,7 +201,6 @@ def _by_golden(
     fault: GoldenFault | float, results: tuple[Result, ...]
 ) -> Callable[[Attention], Attention]:
     def planted(attention: Attention) -> Attention:
-        @functools.wraps(attention)
         def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
             _refuse_dropout("plant", options)
             known = {key: options[key] for key in MaskArguments.__annotations__ if key in options}
@@ -211,7 +211,7 @@ def _by_golden(
                 return _Gave.apply(call, result, None)[0]
             return AttentionOutput(*_Gave.apply(call, *result))
 
-        return attend
+        return compilable(attend, attention)
 
     return planted
 

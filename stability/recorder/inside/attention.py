@@ -3,7 +3,8 @@
 `sdpa:math` and its like choose PyTorch's backend; `module:function` is the user's own, called as
 `function(q, k, v, *, causal, scale)`; any other name is one of stability's, which then must be
 installed beside the script. A call that the new attention can't take is an error, never passed on
-to the old one: a run would be in part what it says it is not. `nn.MultiheadAttention`
+to the old one: a run would be in part what it says it is not. What the new one calls itself is
+PyTorch's own, as where it only wraps that. `nn.MultiheadAttention`
 calls the same function, and so do Hugging Face's models; those that are told to multiply by
 themselves, as "eager", are led there by transformers' interface.
 """
@@ -13,14 +14,15 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from typing import Any, Callable, Dict, Optional
+from threading import get_ident
+from typing import Any, Callable, Dict, Optional, Set
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .older_torch import autocast_dtype, is_compiling, only_backend
+from .older_torch import autocast_dtype, current_trace, is_compiling, only_backend
 
 __all__ = ["BACKENDS", "ReplacedCalls", "replace_attention", "replace_eager"]
 
@@ -47,15 +49,46 @@ class ReplacedCalls:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.count = 0
+        self.count = self.untrained = 0
+        """Calls that can be back-propagated, and others, as of a teacher or an evaluation."""
         self.original: Optional[Callable[..., Tensor]] = None
         """PyTorch's own function."""
         self.is_watched = False
         """Whether an instrument looks at the calls."""
         self.function: Optional[Callable[..., Any]] = None
         """What takes the place, once it is imported; PyTorch's own backends need none."""
-        self.is_compiled = False
-        """Whether a graph holds the replacement: its calls are not counted."""
+        self._running: Set[int] = set()
+        """The threads in which the function computes."""
+        self._is_traced = False
+        """Whether it is the function itself that is being compiled."""
+        self._traced: Dict[Any, Dict[int, int]] = {}
+        """How many calls each graph holds, by each attempt to trace it: the last one is the graph.
+        How often a graph runs is not counted."""
+
+    def is_running(self) -> bool:
+        """Whether what is called now is called by the function: PyTorch's own is meant."""
+        return self._is_traced if is_compiling() else get_ident() in self._running
+
+    def marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, told apart from what is replaced while it runs."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                was, self._is_traced = self._is_traced, True
+                out = function(*args, **kwargs)
+                self._is_traced = was
+                return out
+            thread = get_ident()
+            if thread in self._running:
+                return function(*args, **kwargs)
+            self._running.add(thread)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._running.discard(thread)
+
+        return call
 
     def prepare(self, device: torch.device) -> None:
         """Import what takes the place, before the first update.
@@ -63,11 +96,26 @@ class ReplacedCalls:
         A graph can't import, and an import at the start may find a module that is half executed.
         """
         if self.function is None and not self.name.startswith("sdpa:"):
-            self.function = _imported(self.name, device)
+            self.function = self.marked(_imported(self.name, device))
 
     def told(self) -> Dict[str, Any]:
         """Return what the record's end says of it."""
-        return {"replaced": self.count, "compiled": self.is_compiled}
+        return {
+            "replaced": self.count,
+            "compiled": self.traced,
+            "without_gradient": self.untrained,
+        }
+
+    @property
+    def traced(self) -> int:
+        """How many calls compiled graphs hold, each counted once for each graph."""
+        return sum(attempts[max(attempts)] for attempts in self._traced.values())
+
+    def add_traced(self) -> None:
+        """Tell of a call that is traced now."""
+        graph, attempt = current_trace()
+        attempts = self._traced.setdefault(graph, {})
+        attempts[attempt] = attempts.get(attempt, 0) + 1
 
 
 def replace_attention(name: str) -> ReplacedCalls:
@@ -77,19 +125,37 @@ def replace_attention(name: str) -> ReplacedCalls:
     calls.original = original
     attend = _attention(calls, original)
 
+    def traced() -> bool:
+        calls.add_traced()
+        return True
+
+    # dynamo calls it while it traces, and holds what it returns
+    traced._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Tensor:
+        if calls.is_running():
+            return original(*args, **kwargs)
         if is_compiling():
-            calls.is_compiled = True
+            if _trains(args, kwargs):
+                traced()
         elif calls.is_watched and has_torch_function(args):
             # an instrument watches calls of torch's functions: this one stands for one of them
             return handle_torch_function(replaced, args, *args, **kwargs)
-        else:
+        elif _trains(args, kwargs):
             calls.count += 1
+        else:
+            calls.untrained += 1
         return attend(*args, **kwargs)
 
     functional.scaled_dot_product_attention = replaced
     return calls
+
+
+def _trains(args: Any, kwargs: Any) -> bool:
+    """Whether a call's result can be back-propagated."""
+    given = [*args[:3], *kwargs.values()]
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
 
 
 def replace_eager(modeling: Any) -> None:
@@ -138,9 +204,16 @@ def _attention(calls: ReplacedCalls, original: Callable[..., Tensor]) -> Callabl
         scale: Any = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        for what, is_given in (("a mask", attn_mask is not None), ("dropout", dropout_p > 0)):
+        is_uneven = is_causal and query.shape[-2] != key.shape[-2]
+        for what, is_given, givers in (
+            ("a mask", attn_mask is not None, "; padded batches and eager models give one"),
+            ("dropout", dropout_p > 0, ""),
+            # which PyTorch aligns at the first key, and others at the last
+            ("a causal mask over more or fewer keys than queries", is_uneven, ""),
+        ):
             if is_given:
-                raise ValueError(f"attention {calls.name}: a call has {what}: it takes none")
+                said = f"a call has {what}: it takes none, sdpa:... does{givers}"
+                raise ValueError(f"attention {calls.name}: {said}")
         if calls.function is None:
             calls.prepare(query.device)
         q, k, v = _as_autocast(query), _as_autocast(key), _as_autocast(value)

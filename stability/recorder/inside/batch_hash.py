@@ -78,17 +78,17 @@ def hash_in_order(samples: Tensor, call: int) -> Tensor:
         return _mixed(samples + _mixed(places * _STEP + _signed((call + 1) * _FIRST))).sum()
 
 
-def hash_with(samples: Tensor, target: Tensor) -> Tensor:
+def hash_with(samples: Tensor, target: Tensor, *, is_shared: bool = False) -> Tensor:
     """Return the hash of a target of samples with these hashes, a sum over them, int64 `()`.
 
     Where its elements can't be shared out among the samples evenly, they are taken one by one,
-    whosever they are.
+    whosever they are. One that is shared is the whole of each sample's.
     """
     with torch.no_grad():
         rows = len(samples)
-        if not rows or target.numel() % rows:
+        if not rows or (target.numel() % rows and not is_shared):
             return _mixed(_hash_rows(target.reshape(-1, 1))).sum()
-        of_rows = _hash_rows(target.reshape(rows, -1))
+        of_rows = _hash_rows(target.reshape(1 if is_shared else rows, -1))
         return _mixed(of_rows + _mixed(samples.to(of_rows.device) + _STEP)).sum()
 
 

@@ -11,12 +11,15 @@ import hashlib
 import os
 import platform
 import sys
-from typing import Any, Dict, Mapping
+from functools import lru_cache
+from typing import Any, Dict, Iterable, List, Mapping
 
 import torch
 from torch import Tensor
 
-__all__ = ["environment", "hash_state", "own_files", "own_modules"]
+from .installed import is_of_compiler
+
+__all__ = ["changed_since", "environment", "hash_state", "own_files", "own_modules"]
 
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))) + os.sep
 """Where the recorder's own modules lie, whatever they are called here."""
@@ -78,12 +81,28 @@ def own_files() -> Dict[str, str]:
         file = getattr(module, "__dict__", {}).get("__file__")
         if not isinstance(file, str) or not os.path.isfile(file) or _is_installed(module):
             continue
-        if os.path.realpath(file).startswith(_OURS) or os.path.getsize(file) > _LARGEST:
+        if _real(file).startswith(_OURS) or os.path.getsize(file) > _LARGEST:
             continue
-        if "." in name and _is_made_by_package(name):
+        if is_of_compiler(_real(file)) or ("." in name and _is_made_by_package(name)):
             continue
-        found["__main__" if name == "__mp_main__" else name] = os.path.realpath(file)
+        found["__main__" if name == "__mp_main__" else name] = _real(file)
     return dict(sorted(found.items()))
+
+
+def changed_since(files: Iterable[str], begun: float) -> List[str]:
+    """Return which of `files` were changed later than at `begun`, in seconds since the epoch.
+
+    A source is executed when it is imported and hashed later: of one that is changed in between it
+    is not known what was executed. A time of change can't be set, that of a content can.
+    """
+    found = []
+    for file in files:
+        try:
+            if os.stat(file).st_ctime > begun:
+                found.append(file)
+        except OSError:  # taken away
+            found.append(file)
+    return sorted(set(found))
 
 
 def _is_made_by_package(name: str) -> bool:
@@ -97,14 +116,23 @@ def _is_installed(module: Any) -> bool:
     file = getattr(module, "__dict__", {}).get("__file__")
     if not isinstance(file, str):
         return True
-    of_python = os.path.realpath(os.path.dirname(os.__file__)) + os.sep
-    return _is_package(file) or os.path.realpath(file).startswith(of_python)
+    return _is_package(file) or _real(file).startswith(_real(os.path.dirname(os.__file__)) + os.sep)
 
 
 def _is_package(file: str) -> bool:
     # a project may keep its environment beside its sources, never its sources in an environment
-    path = os.path.realpath(file)
+    path = _real(file)
     return "site-packages" in path or "dist-packages" in path
+
+
+def _real(file: str) -> str:
+    return _resolved(file if os.path.isabs(file) else os.path.join(os.getcwd(), file))
+
+
+@lru_cache(maxsize=None)
+def _resolved(file: str) -> str:
+    # kept: thousands of modules are asked for at each snapshot of what was imported
+    return os.path.realpath(file)
 
 
 def hash_state(state: Dict[str, Tensor]) -> str:

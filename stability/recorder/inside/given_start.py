@@ -13,7 +13,7 @@ from typing import Any, Dict, Mapping, Optional, Set
 import torch
 from torch import Tensor, nn
 
-from .names import cast_of, copies_of, masters_of
+from .names import buffers_of, cast_of, copies_of, masters_of
 from .older_torch import distributed_like
 from .prefixed_copies import prefixed_copies
 
@@ -36,6 +36,7 @@ def read_start(path: str) -> Dict[str, Tensor]:
 def give_start(state: Dict[str, Tensor], given: Mapping[str, Tensor]) -> None:
     """Copy `given` into `state`, whose names, shapes and dtypes must be the same.
 
+    But for buffers that are not given: they stay as the script made them.
     `StartRefused`, one sentence, before any weight is changed, if they are not.
     """
     problem = _problem(state, given)
@@ -51,6 +52,8 @@ def give_start(state: Dict[str, Tensor], given: Mapping[str, Tensor]) -> None:
             if name in masters and id(weight) not in taken:
                 copies = cast_of(weight, taken)
                 taken.update(map(id, [weight, *copies]))
+            if name not in given:  # a buffer of this run's code alone
+                continue
             placed = distributed_like(given[name].to(weight.device), weight)
             for each in [weight, *copies, *beside.get(id(weight), ())]:
                 each.copy_(placed)
@@ -75,12 +78,14 @@ def was_set_anew(state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Op
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
     # NaN is equal to itself here
     return one.equal(other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _problem(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
-    for name in sorted({*state, *given}):
+    for name in sorted({*state, *given} - (buffers_of(state).keys() - given.keys())):
         if name not in state or name not in given:
             where = "the baseline" if name in state else "this run"
             return f"same_start: weights must be those of the baseline, {where} has no {name}"

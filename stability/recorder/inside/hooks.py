@@ -10,6 +10,7 @@ Leaves out what is made of it (`training`).
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from threading import get_ident
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple
@@ -23,8 +24,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .gradients import GIVEN, is_given_gradient
 from .inputs import is_plain, tensors_in, values_in
 from .loss_targets import find_targets, place_in_graph
+from .made_of import made_of
 from .older_torch import is_compiling, restore_step_hooks
 from .patching import put
 from .scaled_loss import mark_scaled, unscaled
@@ -55,7 +58,8 @@ def install(training: Training) -> Callable[[], None]:
 
 def install_count(training: Training) -> Callable[[], None]:
     """Tell `training` of the updates alone: no input, loss or scaler is looked at."""
-    undone = _wrap_optimizers(training)
+    # sharded weights are gathered before the ranks part, as under `install`
+    undone = [*_wrap_optimizers(training), _wrap_group(training)]
     if training.is_planned:  # it ends where the next forward pass begins, as under `install`
         calls = _Calls(training, looks=False)
         undone.append(calls.install())
@@ -78,6 +82,12 @@ def _is_transformed() -> bool:
     peek = getattr(functorch, "peek_interpreter_stack", lambda: None)
     tracing: Any = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
     return tracing() or peek() is not None
+
+
+def _is_failing() -> bool:
+    """Whether an error is on its way out, as in a `finally`: it may be this rank's alone."""
+    error = sys.exc_info()[1]
+    return error is not None and not (isinstance(error, SystemExit) and not error.code)
 
 
 class _Calls:
@@ -127,16 +137,24 @@ class _Calls:
         finally:
             self._running.discard(get_ident())
             if has_weights and self._looks:
-                self._training.made_in_graph(begin, place_in_graph())
+                maker = "" if trains else type(module).__name__
+                self._training.models.add(begin, place_in_graph(), maker)
             if is_ours and nn.Module.__call__ is _original_call:
                 nn.Module.__call__ = self._wrapped
             if evaluates:
                 self._training.evaluations.model_returned(result)
         if has_weights and self._looks:
-            self._remember(result, (args, kwargs), "" if trains else type(module).__name__)
+            self._tell_made(module, (args, kwargs), result, begin, trains)
         if trains and self._training.instrument is not None:
             self._training.instrument.called(module, args, kwargs, result)
         return result
+
+    def _tell_made(
+        self, module: nn.Module, given: Any, result: Any, begin: int, trains: bool
+    ) -> None:
+        self._remember(result, given, "" if trains else type(module).__name__)
+        if trains and not module.training:
+            self._training.models.watch(begin, place_in_graph(), result)
 
     def _tell_given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         taken = self._data(module, args, kwargs, self._training.left_out)
@@ -169,8 +187,9 @@ class _Calls:
         self, module: nn.Module, args: Any, kwargs: Any, left_out: Set[str]
     ) -> List[Tuple[str, Tensor]]:
         """Return the data that a module is given, by name; `left_out` is told of other tensors."""
-        found = [*tensors_in(args, ""), *tensors_in(kwargs, "")]
-        found = [(name, x) for name, x in found if self._is_data(module, name, x, left_out)]
+        found: List[Tuple[str, Tensor]] = []
+        for name, x in (*tensors_in(args, ""), *tensors_in(kwargs, "")):
+            found += self._data_in(module, name, x, left_out)
         return [*found, *values_in(args, "", set()), *values_in(kwargs, "", set())]
 
     def _unread(self, module: nn.Module, args: Any, kwargs: Any) -> Set[str]:
@@ -180,22 +199,58 @@ class _Calls:
             pass
         return {f"{each}, given to {type(module).__name__}" for each in unread}
 
-    def _is_data(self, module: nn.Module, name: str, x: Tensor, left_out: Set[str]) -> bool:
+    def _data_in(
+        self, module: nn.Module, name: str, x: Tensor, left_out: Set[str]
+    ) -> List[Tuple[str, Tensor]]:
+        """Return what is data of one tensor: itself, or what a script has mixed in."""
         given_as = f"{name} of {type(module).__name__}"
+        # an evaluation's is no part of what is trained on
+        doubts = self._training.doubts if left_out is self._training.left_out else set()
         if not is_plain(x):
             left_out.add(f"{given_as}, a {type(x).__name__}")
-            # an evaluation's is no part of what is trained on
-            if left_out is self._training.left_out:
-                self._training.doubts.add(f"the same {given_as}: a {type(x).__name__} has no hash")
-            return False
+            doubts.add(f"the same {given_as}: a {type(x).__name__} has no hash")
+            return []
         maker = self._maker_of(x)
-        if x.grad_fn is not None or maker is not None:
+        if x.grad_fn is not None:
+            return self._data_behind(x, maker, (name, given_as), left_out, doubts)
+        if maker is not None:
             left_out.add(f"{given_as}, which a model made")
-            if maker and left_out is self._training.left_out:
-                said = f"the same {given_as}: {maker} made it, and what that was given has no hash"
-                self._training.doubts.add(said)
-            return False
-        return not isinstance(x, nn.Parameter)
+            doubts.update(_unhashed(given_as, {maker}))
+            return []
+        return [] if isinstance(x, nn.Parameter) else [(name, x)]
+
+    def _data_behind(
+        self,
+        x: Tensor,
+        maker: Optional[str],
+        named: Tuple[str, str],
+        left_out: Set[str],
+        doubts: Set[str],
+    ) -> List[Tuple[str, Tensor]]:
+        """Return what is data of a tensor that was made of others which need a gradient."""
+        name, given_as = named
+        found = made_of(x, self._training.models.made)
+        makers = {*found.makers, *([] if maker is None else [maker])}
+        data, has_weights = [], False
+        for leaf in found.leaves:
+            maker = self._maker_of(leaf) if is_plain(leaf) else None
+            if isinstance(leaf, nn.Parameter) or self._training.trains(leaf):
+                has_weights = True
+            elif maker is not None:
+                makers.add(maker)
+            elif is_plain(leaf):
+                data.append((f"{name}, a part", leaf))
+            else:
+                doubts.add(f"the same {given_as}: a {type(leaf).__name__} has no hash")
+        if not found.is_whole:
+            doubts.add(f"the same {given_as}: it is made of too much to be looked at")
+        elif not makers and not has_weights:
+            return [(name, x)]
+        left_out.add(f"{given_as}, which {'a model' if makers else 'weights'} made")
+        doubts.update(_unhashed(given_as, makers))
+        for each in found.beside:
+            doubts.add(f"the same {given_as}: what {each} was given on the way has no hash")
+        return data
 
     def _maker_of(self, x: Tensor) -> Optional[str]:
         """Return who made a tensor of what nobody hashed, "" if of what was; None: no model."""
@@ -212,12 +267,19 @@ class _Calls:
                 self._made[reference.cdata] = reference, maker
 
 
+def _unhashed(given_as: str, makers: Set[str]) -> Set[str]:
+    """Return in words which models were given something that has no hash."""
+    end = "made it, and what that was given has no hash"
+    return {f"the same {given_as}: {maker} {end}" for maker in makers if maker}
+
+
 def _plain_in(value: Any) -> List[Tensor]:
     return [x for _, x in tensors_in(value, "") if is_plain(x)]
 
 
 def _wrap_backward(training: Training) -> Callable[[], None]:
     original = torch.autograd.backward
+    training.sees_backward = True
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,12 +287,19 @@ def _wrap_backward(training: Training) -> Callable[[], None]:
             return original(tensors, *args, **kwargs)
         restore_step_hooks(training.optimizers)
         is_one = isinstance(tensors, Tensor)
-        for loss in [tensors] if is_one else tensors:
+        losses = [tensors] if is_one else list(tensors)
+        if is_given_gradient(args, kwargs) or any(loss.numel() != 1 for loss in losses):
+            training.back_propagated(None, GIVEN)
+        for loss in losses:
             if loss.numel() == 1:
-                training.aimed_at(*find_targets(loss, training.is_of_models))
+                training.aimed_at(*find_targets(loss, training.models.ends_loss))
                 meant, doubt = unscaled(loss) if training.scales_loss else (loss, "")
                 training.back_propagated(meant, doubt)
-        return original(tensors, *args, **kwargs)
+        training.models.runs_backward = True
+        try:
+            return original(tensors if is_one else losses, *args, **kwargs)
+        finally:
+            training.models.runs_backward = False
 
     return put(torch.autograd, "backward", backward)
 
@@ -336,7 +405,7 @@ def _wrap_group(training: Training) -> Callable[[], None]:
 
     @functools.wraps(original)
     def destroyed(group: Any = None) -> Any:
-        if group is None or group is distributed.group.WORLD:
+        if not _is_failing() and (group is None or group is distributed.group.WORLD):
             training.group_ends()
         return original(group)
 

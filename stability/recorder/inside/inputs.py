@@ -7,7 +7,9 @@ out which of it is data and not a model's own result (`hooks`), and the hash (`b
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
+import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Iterator, Optional, Set, Tuple
@@ -17,8 +19,11 @@ from torch import Tensor, nn
 
 __all__ = ["is_plain", "tensors_in", "values_in"]
 
-_SETTINGS = (type(None), type, enum.Enum, torch.dtype, torch.device, torch.layout, nn.Module)
-"""What is no data."""
+_SETTINGS = (
+    *(type(None), type, torch.dtype, torch.device, torch.layout, nn.Module, functools.partial),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, torch.Generator),
+)
+"""What is no data. An object that can be called may hold some, as a graph of PyTorch Geometric."""
 _NUMBERS = (bool, int, float)
 
 
@@ -34,7 +39,7 @@ def is_plain(x: Tensor) -> bool:
 def tensors_in(value: Any, name: str) -> Iterator[Tuple[str, Tensor]]:
     """Give the tensors in arguments or results, each with its name, however deep they are."""
     if isinstance(value, Tensor):
-        if value.layout == torch.strided and value.device.type != "meta":
+        if _has_rows(value):
             yield name, value
     else:
         for own, item in _parts(value, name):
@@ -46,7 +51,7 @@ def values_in(value: Any, name: str, unread: Set[str]) -> Iterator[Tuple[str, Te
 
     A list of numbers is one tensor, a word a number.
     """
-    if isinstance(value, _SETTINGS) or callable(value):
+    if isinstance(value, _SETTINGS):
         return
     found = _of_one_kind(value)
     if found is not None:
@@ -78,6 +83,9 @@ def _of_one_kind(value: Any) -> Optional[Tensor]:
     """Return a number, a word or a list of them as a tensor; None for anything else."""
     if isinstance(value, _NUMBERS):
         return _of_numbers(value)
+    if isinstance(value, enum.Enum):
+        # flags that are combined have no name in Python 3.9
+        return _of_word(f"{type(value).__name__}.{value.name or repr(value.value)}")
     if isinstance(value, (str, bytes)):
         return _of_word(value)
     if not isinstance(value, (list, tuple)) or not value:
@@ -90,13 +98,20 @@ def _of_one_kind(value: Any) -> Optional[Tensor]:
 
 
 def _of_layout(value: Tensor, name: str, unread: Set[str]) -> Iterator[Tuple[str, Tensor]]:
-    """Give what a tensor holds that is not strided; those that are come by `tensors_in`."""
+    """Give what a tensor holds that has no rows; those that have come by `tensors_in`."""
     if value.layout == torch.sparse_coo:
         whole = value.detach().coalesce()
         yield f"{name}, indices", whole.indices().t()
         yield name, whole.values()
-    elif value.layout != torch.strided:
-        unread.add(f"{name}, a tensor of layout {value.layout}")
+    elif value.device.type != "meta" and not _has_rows(value):
+        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
+        unread.add(f"{name}, a tensor of layout {kind}")
+
+
+def _has_rows(value: Tensor) -> bool:
+    """Whether a tensor's elements lie in memory, row by row, as they are."""
+    is_strided = value.layout == torch.strided and value.device.type != "meta"
+    return is_strided and not value.is_nested and not value.is_quantized
 
 
 def _of_numbers(value: Any) -> Tensor:

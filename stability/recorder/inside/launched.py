@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import time
 from typing import Any, Dict, Iterable, List, Optional
 
 __all__ = ["NamedFiles", "Started", "hash_of", "names_in", "note_start", "started"]
@@ -80,6 +81,7 @@ class Started:
     """What this process was given, as it is when this is made."""
 
     def __init__(self) -> None:
+        self.time = time.time()
         self.arguments = [str(x) for x in getattr(sys, "argv", ())]
         self.folder = os.getcwd()
         self.variables = {

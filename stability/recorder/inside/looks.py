@@ -35,7 +35,8 @@ from torch.utils._python_dispatch import (
 from .module_names import names_of_modules
 from .older_torch import is_compiling
 from .patching import put
-from .training import Training, is_due
+from .planned import is_due
+from .training import Training
 
 __all__ = ["FIRST_LOOKS", "Looks", "is_looked_at"]
 

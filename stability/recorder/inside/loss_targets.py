@@ -10,21 +10,49 @@ there is something is told. Leaves out what is done with them (`training`).
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["IN_FLOATING_POINT", "find_targets", "place_in_graph"]
+from .scaled_loss import is_linear, is_scaler_node
 
-_MOST_NODES = 512
-"""Nodes of a loss that are looked at; one has a dozen or two."""
+__all__ = [
+    "IN_FLOATING_POINT",
+    "Aim",
+    "find_targets",
+    "is_given_data",
+    "name_of",
+    "place_in_graph",
+]
+
+_MOST_NODES = 20_000
+"""Nodes of a loss that are looked at; one has a dozen or two, a sum over many steps some each."""
 _HELD_AS = ("_saved_target", "_saved_targets")
 """What torch's losses call the target that their backward pass needs."""
-_INDICES = ("_saved_index", "_saved_indices", "_saved_mask")
-"""How a loss that is written by hand takes the labels' log-probabilities, or leaves tokens out."""
+_WEIGHTS = ("weight", "pos_weight")
+"""What they call the weights of samples or classes, which need no gradient there."""
+_OPERANDS = """self other input output result buffer tensor tensor1 tensor2 mat mat1 mat2 vec vec1
+vec2 batch1 batch2 x1 x2 log_probs weight bias total_weight neg_log_likelihood exponent min max end
+query key value logsumexp philox_seed philox_offset rng_state running_mean running_var save_mean
+save_var save_invstd grad_output"""
+_SAVED = "_raw_saved_"
+_IS_OPERAND = frozenset(_OPERANDS.split())
+"""What torch calls a saved tensor that may need a gradient, or that an operator has made: that one
+of these is given is seen at a missing edge. Any other one, as an index or a condition, was given.
+"""
 IN_FLOATING_POINT = ", in floating point"
 """Ends the name of such a target."""
+
+
+class Aim(NamedTuple):
+    """What only a loss was given."""
+
+    place: int
+    name: str
+    value: Tensor
+    is_shared: bool = False
+    """Whether it is the same for each sample, as a number or the weights of classes."""
 
 
 def place_in_graph() -> int:
@@ -32,40 +60,73 @@ def place_in_graph() -> int:
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def find_targets(
-    loss: Tensor, is_models: Callable[[int], bool]
-) -> Tuple[List[Tuple[int, str, Tensor]], Set[str]]:
+def find_targets(loss: Tensor, is_models: Callable[[int], bool]) -> Tuple[List[Aim], Set[str]]:
     """Return the targets of a loss, each with its place and its loss's name, and what is no label.
 
     `is_models` tells by a node's place whether a model made it: what lies before was given to that.
     """
-    found: List[Tuple[int, str, Tensor]] = []
+    found: List[Aim] = []
     untold: Set[str] = set()
-    todo: List[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen: List[Any] = []
-    while todo and len(seen) < _MOST_NODES:
-        node = todo.pop()
-        place = node._sequence_nr()
-        if is_models(place) or any(node is other for other in seen):
-            continue
-        seen.append(node)
-        todo += [other for other, _ in node.next_functions if other is not None]
-        name = _name_of(node)
+    for node, is_in_sum in _nodes_of(loss, is_models, untold):
+        name = name_of(node)
         # asked of the class: of the node it would be unpacked
         held = [each for each in _HELD_AS if hasattr(type(node), each)]
-        for target in (getattr(node, each) for each in held):
-            # no shard, and not inside torch.func
-            if type(target) is Tensor and target.grad_fn is None:
-                end = IN_FLOATING_POINT if target.is_floating_point() else ""
-                found.append((place, f"target of {name}{end}", target))
-            elif type(target) is not Tensor:
-                untold.add(f"the target of {name}")
+        if held:
+            _take_held(node, held, found, untold)
+        number = _number_given(node)
         mask = _mask_of_smoothed(node)
         if mask is not None:
-            found.append((place, f"mask of {name}", mask))
-        elif not held and _is_given_data(node):
+            found.append(Aim(node._sequence_nr(), f"mask of {name}", mask))
+        elif number is not None:
+            named = f"number given to {name}{IN_FLOATING_POINT}"  # one that is counted differs, too
+            found.append(Aim(node._sequence_nr(), named, number, is_shared=True))
+        elif is_given_data(node, is_in_sum, bool(held)):
             untold.add(f"what {name} was given beside the model's result")
-    return sorted(found, key=lambda each: each[0]), untold
+    return sorted(found, key=lambda each: each.place), untold
+
+
+def _nodes_of(
+    loss: Tensor, is_models: Callable[[int], bool], untold: Set[str]
+) -> Iterable[Tuple[Any, bool]]:
+    """Return the nodes between a loss and the models, and whether it is linear in each."""
+    todo: List[Tuple[Any, bool]] = [(loss.grad_fn, True)] if loss.grad_fn is not None else []
+    seen: Dict[int, Tuple[Any, bool]] = {}  # with the node, whose id is its own while it is held
+    while todo:
+        node, is_in_sum = todo.pop()
+        known = seen.get(id(node))
+        if is_models(node._sequence_nr()) or (known and (is_in_sum or not known[1])):
+            continue
+        if len(seen) >= _MOST_NODES:
+            untold.add(f"what a loss of more than {_MOST_NODES} operators was given")
+            break
+        seen[id(node)] = node, is_in_sum
+        is_in_sum = is_in_sum and is_linear(node)
+        todo += [(other, is_in_sum) for other, _ in node.next_functions if other is not None]
+    return seen.values()
+
+
+def _take_held(node: Any, held: List[str], found: List[Aim], untold: Set[str]) -> None:
+    """Add the target that one of torch's losses keeps, and the weights of samples or classes."""
+    place, name = node._sequence_nr(), name_of(node)
+    target: Any = None
+    for target in (getattr(node, each) for each in held):
+        # no shard, and not inside torch.func
+        if type(target) is Tensor and target.grad_fn is None:
+            end = IN_FLOATING_POINT if target.is_floating_point() else ""
+            found.append(Aim(place, f"target of {name}{end}", target))
+        elif type(target) is not Tensor:
+            untold.add(f"the target of {name}")
+    for each in _WEIGHTS:
+        weight = getattr(node, f"_saved_{each}") if hasattr(type(node), _SAVED + each) else None
+        if weight is None:
+            continue
+        if type(weight) is not Tensor or weight.grad_fn is not None:
+            untold.add(f"the {each} of {name}")
+            continue
+        # one for each sample has the target's rows; elsewhere than here they are of classes
+        is_rows = name.startswith("BinaryCrossEntropy") and type(target) is Tensor
+        is_rows = is_rows and weight.dim() == target.dim() and weight.shape[0] == target.shape[0]
+        found.append(Aim(place, f"{each} of {name}{IN_FLOATING_POINT}", weight, not is_rows))
 
 
 def _mask_of_smoothed(node: Any) -> Optional[Tensor]:
@@ -78,31 +139,75 @@ def _mask_of_smoothed(node: Any) -> Optional[Tensor]:
     at = node
     for name in ("Neg", "Sum", "LogSoftmax"):
         parents = [other for other, _ in at.next_functions if other is not None]
-        if len(parents) != 1 or _name_of(parents[0]) != name:
+        if len(parents) != 1 or name_of(parents[0]) != name:
             return None
         at = parents[0]
     return mask if type(mask) is Tensor else None
 
 
-def _is_given_data(node: Any) -> bool:
+def _number_given(node: Any) -> Optional[Tensor]:
+    """Return the tensor of one number that a result is multiplied with or divided by, if any.
+
+    None of a number of Python's, which is the script's own, and of a loss scaler's factor.
+    """
+    edges = [other is not None for other, _ in node.next_functions]
+    if name_of(node) not in ("Mul", "Div") or edges.count(False) != 1 or is_scaler_node(node):
+        return None
+    name = "_saved_other" if edges[0] else "_saved_self"
+    value = getattr(node, name) if hasattr(type(node), name) else None
+    if type(value) is not Tensor or value.dim() or _is_pythons(value):
+        return None
+    if value.dtype == torch.int64 and _is_smoothed_sum(node.next_functions[0][0]):
+        return None  # torch's own count of the samples that its mask leaves in
+    return value.detach()
+
+
+def _is_smoothed_sum(node: Any) -> bool:
+    """Whether a node sums up what `_mask_of_smoothed` knows."""
+    if node is None or name_of(node) != "Sum":
+        return False
+    return _mask_of_smoothed(node.next_functions[0][0]) is not None
+
+
+def _is_pythons(value: Tensor) -> bool:
+    """Whether torch made a tensor of one of Python's numbers: any other dtype goes before its."""
+    if value.dtype not in (torch.float64, torch.int64):
+        return False
+    least = torch.zeros((), dtype=torch.float16 if value.is_floating_point() else torch.int8)
+    return torch.result_type(value.cpu() if value.is_cuda else value, least) != value.dtype
+
+
+def is_given_data(node: Any, is_in_sum: bool = False, is_held: bool = False) -> bool:
     """Whether an operator after the model was given a tensor that needs no gradient, or an index.
 
-    A number, as what a loss is divided by, is none.
+    A number, as what a loss is divided by, is none, nor one that is added to the loss: it has no
+    part in a gradient. The target and the weights of a loss of torch's are taken elsewhere.
     """
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         return True
-    if any(hasattr(type(node), each) for each in _INDICES):
+    saved = [each[len(_SAVED) :] for each in dir(type(node)) if each.startswith(_SAVED)]
+    taken = {*_WEIGHTS, "target", "targets"} if is_held else set()
+    others = {x.rstrip("0123456789") for x in saved if x not in taken | _IS_OPERAND}
+    if others - _IS_OPERAND:
         return True
-    if all(other is not None for other, _ in node.next_functions):
+    if is_held or all(other is not None for other, _ in node.next_functions):
         return False
-    if hasattr(type(node), "_saved_other") and hasattr(type(node), "_saved_self"):
-        saved = (node._saved_other, node._saved_self)
-        if any(isinstance(x, Tensor) and x.dim() == 0 for x in saved):
-            return False
+    name = name_of(node)
+    if is_scaler_node(node) or (name in ("Mul", "Div") and _is_times_number(node)):
+        return False
     metadata = getattr(node, "_input_metadata", None)  # torch 2.1 has none
-    return not metadata or len(metadata[0].shape) > 0
+    is_number = bool(metadata) and len(metadata[0].shape) == 0
+    return not (is_number and is_in_sum and name in ("Add", "Sub"))
 
 
-def _name_of(node: Any) -> str:
+def _is_times_number(node: Any) -> bool:
+    """Whether a product or a quotient has a number of Python's or a tensor of one beside it."""
+    name = "_saved_other" if node.next_functions[0][0] is not None else "_saved_self"
+    value = getattr(node, name) if hasattr(type(node), name) else None
+    return type(value) is Tensor and value.dim() == 0
+
+
+def name_of(node: Any) -> str:
+    """Return what torch calls an operator in autograd's record, as Mul."""
     name = node.name().rsplit("::", 1)[-1].rstrip("0123456789")
     return name[: -len("Backward")] if name.endswith("Backward") else name

@@ -7,28 +7,91 @@ the weights of two runs can be compared. Leaves out what is done with them (`tra
 from __future__ import annotations
 
 import gc
-from typing import Dict, Iterable, List, Mapping, Optional, Set, Tuple
+from contextlib import contextmanager
+from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 __all__ = [
+    "buffers_of",
     "cast_of",
     "copies_of",
     "frozen_beside",
     "masters_of",
     "named_masters",
     "named_state",
+    "no_module_is_frozen",
+    "one_search",
     "optimized",
+    "other_buffers",
     "outermost_modules",
+    "owners_of",
     "root_of",
     "state_of",
     "unwrapped",
+    "whole",
     "without_wrappers",
 ]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of a name that no user has given: of torch.compile, of checkpointing and of FSDP."""
+
+_Found = Tuple[List[nn.Module], List[Optimizer]]
+
+_found: List[_Found] = []
+"""What the search in progress has found, if it has."""
+_searches = 0
+"""How many calls of `one_search` are open."""
+_frozen_without_modules = 0
+"""How many objects were frozen before any module was made."""
+
+
+def no_module_is_frozen() -> None:
+    """Tell that no module or optimizer is among what gc.freeze() has left out by now."""
+    global _frozen_without_modules
+    _frozen_without_modules = gc.get_freeze_count()
+
+
+@contextmanager
+def one_search() -> Iterator[None]:
+    """Inside, the process is searched once: no script makes a module or an optimizer meanwhile.
+
+    It takes 0.1 s for each half million of objects.
+    """
+    global _searches
+    _searches += 1
+    try:
+        yield
+    finally:
+        _searches -= 1
+        if not _searches:
+            _found.clear()
+
+
+def _search() -> _Found:
+    """Return the process's modules and optimizers.
+
+    A script's gc.freeze() would hide what it has made, so that is taken back for good: to freeze
+    anew what is alive now would keep it alive.
+    """
+    global _frozen_without_modules
+    if _found:
+        return _found[0]
+    if gc.get_freeze_count() > _frozen_without_modules:
+        gc.unfreeze()
+        _frozen_without_modules = 0
+    modules: List[nn.Module] = []
+    optimizers: List[Optimizer] = []
+    for x in gc.get_objects():
+        # by type, since isinstance would wake up proxies that import lazily
+        if issubclass(type(x), nn.Module):
+            modules.append(x)
+        if issubclass(type(x), Optimizer):
+            optimizers.append(x)
+    if _searches:
+        _found.append((modules, optimizers))
+    return modules, optimizers
 
 
 def named_state(weights: Iterable[Tensor]) -> Tuple[Dict[str, Tensor], List[str]]:
@@ -75,14 +138,48 @@ def state_of(module: nn.Module) -> Tuple[Dict[str, Tensor], List[str]]:
     return dict(_state_of(module)), [_class_of(module)]
 
 
-def frozen_beside(state: Dict[str, Tensor]) -> Dict[str, Tensor]:
-    """Return the parameters that do not train of the modules that own those of `state`, by name."""
-    owners = _outermost({id(x) for x in state.values()})
+def owners_of(state: Dict[str, Tensor]) -> List[nn.Module]:
+    """Return the outermost modules that own parameters of `state`."""
+    return _outermost({id(x) for x in state.values()})
+
+
+def frozen_beside(
+    state: Dict[str, Tensor], owners: Optional[List[nn.Module]] = None
+) -> Dict[str, Tensor]:
+    """Return the parameters that do not train of the modules that own those of `state`, by name.
+
+    `owners` are these modules, if they are known already: to find them takes a while.
+    """
+    owners = owners_of(state) if owners is None else owners
     return {
         f"{type(owner).__name__}.{without_wrappers(name)}": x
         for owner in owners
         for name, x in unwrapped(owner).named_parameters()
         if not x.requires_grad
+    }
+
+
+def buffers_of(state: Mapping[str, Tensor]) -> Dict[str, Tensor]:
+    """Return what of `state` no optimizer updates, by name: buffers in floating point."""
+    masters = masters_of(state)
+    return {
+        name: x
+        for name, x in state.items()
+        if not (isinstance(x, nn.Parameter) or x.requires_grad or name in masters)
+    }
+
+
+def other_buffers(state: Dict[str, Tensor], owners: List[nn.Module]) -> Dict[str, Tensor]:
+    """Return the buffers of `owners` that are not in `state`, by name.
+
+    As masks and counters, and what no checkpoint would hold.
+    """
+    known = {id(x) for x in state.values()}
+    return {
+        f"{_class_of(owner)}.{without_wrappers(name)}": x
+        for owner in owners
+        for name, x in unwrapped(owner).named_buffers()
+        if id(x) not in known
     }
 
 
@@ -121,8 +218,7 @@ def masters_of(state: Mapping[str, Tensor]) -> Dict[str, Tensor]:
 
 def optimized() -> Set[int]:
     """Return the identities of what optimizers update."""
-    found = (x for x in gc.get_objects() if issubclass(type(x), Optimizer))
-    groups = (group for x in found for group in vars(x).get("param_groups", ()))
+    groups = (group for x in _search()[1] for group in vars(x).get("param_groups", ()))
     return {id(weight) for group in groups for weight in group["params"]}
 
 
@@ -183,9 +279,7 @@ def _without_owner(modules: List[nn.Module]) -> List[nn.Module]:
 
 
 def _modules() -> List[nn.Module]:
-    # by type, since isinstance would wake up proxies that import lazily
-    found = (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
-    return [x for x in found if "_modules" in vars(x)]
+    return [x for x in _search()[0] if "_modules" in vars(x)]
 
 
 def _owned(module: nn.Module) -> List[int]:
@@ -223,3 +317,9 @@ def _state_of(module: nn.Module) -> List[Tuple[str, Tensor]]:
 def without_wrappers(name: str) -> str:
     """Return a weight's name less what wraps its module."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return all of a tensor, of which this rank may hold a part: every rank must ask."""
+    gather = getattr(x, "full_tensor", None)
+    return (gather() if gather else x).detach()

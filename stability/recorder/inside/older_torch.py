@@ -7,7 +7,7 @@ version before has at all, as `torch.amp.GradScaler` for a CPU: it is asked for 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Callable, Iterable, Optional
+from typing import Any, Callable, Iterable, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 __all__ = [
     "autocast_dtype",
+    "current_trace",
     "distributed_like",
     "is_compiling",
     "only_backend",
@@ -36,6 +37,13 @@ def autocast_dtype(kind: str) -> Optional[torch.dtype]:
     if kind == "cpu":
         return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
+def current_trace() -> Tuple[Any, int]:
+    """Return which graph is traced now, and which attempt this is: a graph break begins anew."""
+    context: Any = getattr(getattr(torch, "_guards", None), "CompileContext", None)
+    found = context.current_trace_id() if context is not None else None
+    return (None, 0) if found is None else (found.compile_id, found.attempt)
 
 
 def only_backend(name: str) -> AbstractContextManager[Any]:
@@ -76,7 +84,16 @@ def restore_step_hooks(optimizers: Iterable[Optimizer]) -> None:
     for kind in {type(optimizer) for optimizer in optimizers}:
         step: Any = kind.step
         is_marked = getattr(step, "hooked", False) and kind.__module__.startswith("torch.optim.")
-        if is_marked and getattr(step, "__code__", None) is not _HOOKED.__code__:
+        if is_marked and not _has_hooks(step):
             hooked: Any = Optimizer.profile_hook_step(step)
             hooked.hooked = True
             kind.step = hooked
+
+
+def _has_hooks(step: Any) -> bool:
+    """Whether a step calls its hooks, also within a wrapper, as that of torch.compiler.disable."""
+    while step is not None:
+        if getattr(step, "__code__", None) is _HOOKED.__code__:
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False

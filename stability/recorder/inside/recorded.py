@@ -7,26 +7,32 @@ import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Callable, Dict, Mapping, Optional
+from typing import Any, Callable, Dict, Mapping, Optional, Set
 
 import torch
 from torch import Tensor, nn
 
 from .attention import ReplacedCalls, replace_attention
-from .environment import environment, hash_state, own_files, own_modules
+from .environment import changed_since, environment, own_files, own_modules
 from .evaluations import Evaluations, returned_loss
 from .given_start import StartRefused, give_start, read_start
 from .held_out import HeldOutLoss
 from .hooks import install, install_count
+from .installed import installed_code, own_libraries
 from .launched import started
 from .looks import Looks, is_looked_at
-from .names import frozen_beside
+from .names import buffers_of, frozen_beside
 from .nudge import nudge_weights
+from .planned import is_due
 from .spool import Spool
-from .training import Training, is_due
+from .taken_start import hash_start
+from .training import Training
 from .witness import InsideWitness
 
-__all__ = ["due_at", "looks_at", "record_process", "start_of"]
+__all__ = ["code_told", "due_at", "looks_at", "record_process", "start_of"]
+
+_LONGEST_ERROR = 200
+"""Characters of an error that are told."""
 
 
 def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
@@ -41,12 +47,15 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     rank = int(asked.get("RANK", "0"))
     attention = asked.get("STABILITY_ATTENTION", "")
     replaced = replace_attention(attention) if attention else None
+    sources: Set[str] = set()
+    """The files of the user's that were imported; at the end `__main__` has none any more."""
 
     def begin(state: Dict[str, Tensor]) -> Dict[str, Any]:
         if replaced:
             replaced.prepare(next(iter(state.values())).device)
         if witness:
             witness.begin(state)
+        sources.update(own_files().values())
         try:
             return start_of(state, asked, rank, switches())
         except StartRefused as error:
@@ -54,11 +63,14 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
             raise
 
     def told() -> Dict[str, Any]:
-        files = sorted(set(own_files().values()))
+        sources.update(own_files().values())
+        changed = changed_since(sources, started().time)
+        files = sorted({*sources, *own_libraries()})
         calls = replaced.told() if replaced else {}
         seen = witness.told() if witness else {}
         found = {"modules": own_modules(), "files": files, "attention": calls, **seen}
-        return {**found, "held_out": held_out, "written": started().written()}
+        later = {"written": started().written(), "changed": changed, **code_told()}
+        return {**found, "held_out": held_out, **later}
 
     observes = asked.get("STABILITY_OBSERVES", "1") == "1"
     held_out = asked.get("STABILITY_HELD_OUT", "")
@@ -85,7 +97,19 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         looks = Looks(training, executed.Executed, looks_at(asked))
         looks.begin()
         witness = InsideWitness(looks, switches, known_answers.known_answers, switches())
+    _note_errors(training)
     return lambda: training.end("exit")
+
+
+def _note_errors(training: Training) -> None:
+    """Tell `training` of the error that ends this process, before Python does what it does."""
+    before = sys.excepthook
+
+    def note(kind: Any, error: Any, traceback: Any) -> None:
+        training.error = f"{kind.__name__}: {error}"[:_LONGEST_ERROR]
+        before(kind, error, traceback)
+
+    sys.excepthook = note
 
 
 def _looking(
@@ -108,6 +132,7 @@ def _looking(
             returned_loss,
             attention=replaced.name if replaced else "",
             sdpa=replaced.original if replaced else None,
+            marked=replaced.marked if replaced else None,
             state=lambda: training.state,
         )
         instrument.begin(model)
@@ -139,19 +164,22 @@ def start_of(
     `switches` are torch's, by name (`records.numeric_switches`).
     """
     # what does not train is no part of the state, and of what a run starts from
-    frozen = {f"frozen: {name}": x for name, x in frozen_beside(state).items()}
-    own = before = hash_state({**state, **frozen})
+    frozen = frozen_beside(state)
+    buffers = sorted(buffers_of(state))
+    own = before = hash_start(state, frozen, buffers)
     given = asked.get("STABILITY_START", "")
     if given:
         give_start(state, read_start(given))
-        before = hash_state({**state, **frozen})
+        before = hash_start(state, frozen, buffers)
     ulps, draw = (int(x) for x in asked.get("STABILITY_NUDGE", "0 0").split())
     if ulps:
         nudge_weights(state, ulps, int(asked.get("STABILITY_SEED", "0")), draw)
     group = _group_size()
     return {
         "init": before,
+        "buffers": buffers,
         "given": {"own": own} if given else {},
+        "nudged": bool(ulps),
         "rank": torch.distributed.get_rank() if group > 1 else rank,
         "world": group,
         "pid": os.getpid(),
@@ -161,6 +189,13 @@ def start_of(
         # here and at the end: Python takes away the script's name before it ends
         "modules": own_modules(),
     }
+
+
+def code_told() -> Dict[str, Any]:
+    """Return what is known at a process's end of the installed code and libraries it has loaded."""
+    code, unhashed = installed_code()
+    own = {f"library.{file}" for file in own_files().values()}  # those that are modules
+    return {"code": {k: v for k, v in code.items() if k not in own}, "unhashed": unhashed}
 
 
 def _group_size() -> int:

@@ -48,6 +48,10 @@ class Row:
     samples: int = 0
     stepped: Set[int] = field(default_factory=set)
     """The optimizers that have stepped in it."""
+    moves: bool = False
+    """Whether an optimizer had a gradient as it stepped."""
+    is_backed: bool = False
+    """Whether something was back-propagated before a step."""
     skipped: int = 0
     """Steps that a loss scaler left out."""
 

@@ -11,7 +11,7 @@ from typing import Any, List, Optional, Tuple
 
 from torch import Tensor
 
-__all__ = ["mark_scaled", "unscaled"]
+__all__ = ["is_linear", "is_scaler_node", "mark_scaled", "unscaled"]
 
 _UNTOLD = "the loss that a loss scaler has scaled (it was back-propagated with something else)"
 _LOSS = "_stability_unscaled_loss"
@@ -78,7 +78,7 @@ def _parts(node: Any) -> Tuple[List[Optional[Tensor]], List[Any]]:
         node, count = todo.pop(), count + 1
         if _FACTOR in node.metadata:
             factors.append(node.metadata[_FACTOR])
-        elif _is_linear(node):
+        elif is_linear(node):
             todo += [each for each, _ in node.next_functions if each is not None]
         else:
             others.append(node)
@@ -95,7 +95,13 @@ def _is_marked_below(nodes: List[Any]) -> bool:
     return False
 
 
-def _is_linear(node: Any) -> bool:
+def is_scaler_node(node: Any) -> bool:
+    """Whether a node of autograd's record is a loss scaler's product."""
+    return _FACTOR in node.metadata
+
+
+def is_linear(node: Any) -> bool:
+    """Whether what a node makes is linear in what of it needs a gradient."""
     name = node.name().partition("Backward")[0]
     of = [each is not None for each, _ in node.next_functions]
     if name in ("Mul", "Div"):  # a product of two results is no multiple of either

@@ -24,7 +24,6 @@ import random
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Callable, Dict
 
@@ -54,14 +53,26 @@ class _After(MetaPathFinder):
         self._after = after
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the module's own spec, whose loader then calls the function."""
+        """Return the module's own spec, whose loader then calls the function.
+
+        A module may be looked for long before it is imported, or never be: transformers asks in
+        this way whether there is a torch.
+        """
         if name not in self._after:
             return None
-        then = self._after.pop(name)  # so that the search below finds the module itself
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, then)
-        return spec
+        for finder in sys.meta_path:
+            search = None if finder is self else getattr(finder, "find_spec", None)
+            spec = None if search is None else search(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Then(spec.loader, self._imported)
+                return spec
+        return None
+
+    def _imported(self, module: ModuleType) -> None:
+        then = self._after.pop(module.__name__, None)  # once: a module may be loaded again
+        if then is not None:
+            then(module)
 
 
 class _Then(Loader):

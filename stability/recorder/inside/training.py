@@ -22,35 +22,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .batch_hash import hash_batch, hash_in_order, hash_inputs, hash_with
+from .environment import hash_state
 from .evaluations import Evaluations, keys_by_name
 from .forked import end_with_fork
-from .given_start import was_set_anew
+from .gradients import UNBACKED, has_gradients, key_of, weights_of
 from .held_out import HeldOutLoss
 from .later_weights import later_names
-from .loss_targets import place_in_graph
-from .names import named_state, root_of
+from .loss_targets import Aim, place_in_graph
+from .models_in_graph import ModelsInGraph
+from .names import named_state, one_search, root_of
+from .planned import PlannedStop, is_due
 from .rows import Given, Row, held_out_line, update_line
 from .spool import Spool
+from .taken_start import TakenStart, copied
 
-__all__ = ["PlannedStop", "Training", "is_due"]
+__all__ = ["Training"]
 
 _MOST_ROWS = 32
 _LONGEST_S = 1.0
 """How many rows are kept before they are written, and for how long: each time waits for the GPU."""
-
-
-class PlannedStop(SystemExit):
-    """The training has made as many updates as were asked for; the process ends with code 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-
-def is_due(step: int) -> bool:
-    """Whether a state is kept after `step` updates where no steps are named: 0, 1, 2, 5, 10, ..."""
-    while step and step % 10 == 0:
-        step //= 10
-    return step in (0, 1, 2, 5)
 
 
 class Training:
@@ -62,6 +52,8 @@ class Training:
     written with the last one. `evaluations` are what the script evaluates itself, and `held_out` is
     called with `model`, else with the one that owns most weights, where a state is kept.
     """
+
+    sees_backward = False  # set where it is told what is back-propagated
 
     def __init__(
         self,
@@ -96,7 +88,8 @@ class Training:
         """Steps of optimizers, those inside another one's left out."""
         self.step = 0
         """Updates whose rows are closed."""
-        self.has_ended = False
+        # whether `end` was called, and in words the error that ended the script, if one did
+        self.has_ended, self.error = False, ""
         self.when_update_ends: Callable[[int], None] = lambda made: None
         """Called with the number of updates made, once one's row is closed."""
         self._spool, self._due, self._steps, self._held_out = spool, due, steps, held_out
@@ -104,18 +97,17 @@ class Training:
         self._state: Dict[str, Tensor] = {}
         self._begun: Dict[str, Any] = {}
         self._owners: List[str] = []
-        self._start: Optional[Dict[str, Tensor]] = None
+        self._start: Optional[TakenStart] = None
         self.evaluations = evaluations or Evaluations(watches=False)
         self._held_out_inputs: Optional[List[Tensor]] = None
         """Hashes of what the model is given while `held_out` is called."""
         self._measured: List[Dict[str, Any]] = []
         self._given: List[Given] = []
-        self._models: List[Tuple[int, int]] = []
-        """The parts of autograd's record that models made since the last step."""
+        self.models = ModelsInGraph()
         self._closure_calls = 0
         """How often the step that runs has called its closure."""
         self._losses: List[Tensor] = []
-        self._row = Row()
+        self._row, self._is_backed = Row(), False
         self._later: Dict[int, str] = {}
         """Names of the weights that did not train, or were not there, at the start."""
         self._places: Dict[int, int] = {}
@@ -125,7 +117,8 @@ class Training:
         """The optimizers whose step runs now, outermost first."""
         self._lines: List[Tuple[int, Row]] = []
         self._written_at = time.monotonic()
-        self._last_state, self._has_begun = -1, False
+        self._last_state, self._has_begun, self._gathers = -1, False, True
+        self._ended_in, self._ended_weights = "", ""
 
     @property
     def is_planned(self) -> bool:
@@ -161,14 +154,15 @@ class Training:
     def begin_with(self, state: Dict[str, Tensor], owners: List[str]) -> None:
         """Take the start state, of these names, from modules of these classes."""
         self._state, self._owners = state, owners
-        self._begun = self._begin(state)
-        owned = {id(x) for optimizer in self.optimizers for x in _weights_of(optimizer)}
-        self._begun["unowned"] = [
-            name
-            for name, x in state.items()
-            if isinstance(x, torch.nn.Parameter) and owned and id(x) not in owned
-        ]
-        self._start = self._copied()
+        with one_search():
+            self._begun = self._begin(state)
+            owned = {id(x) for optimizer in self.optimizers for x in weights_of(optimizer)}
+            self._begun["unowned"] = [
+                name
+                for name, x in state.items()
+                if isinstance(x, torch.nn.Parameter) and owned and id(x) not in owned
+            ]
+            self._start = TakenStart(state, self._begun, self.optimizers, self._measure_anew)
         self._measure(0)
         root = self._root() if self.look is not None else None
         if self.look is not None and root is not None:
@@ -195,7 +189,7 @@ class Training:
             return
         expected = self._expected
         if expected is None:
-            expected = {_key_of(optimizer) for optimizer in self.optimizers}
+            expected = {key_of(optimizer) for optimizer in self.optimizers}
         if self._row.stepped and expected <= self._row.stepped:
             self._close()
         self._take_start()
@@ -214,26 +208,21 @@ class Training:
         known = keys_by_name(names, keys)
         self._given.append(Given(samples, known, inputs, is_training, place_in_graph(), model))
 
-    def made_in_graph(self, begin: int, end: int) -> None:
-        """Tell which part of autograd's record a model made."""
-        if end > begin:
-            self._models.append((begin, end))
-
-    def is_of_models(self, place: int) -> bool:
-        """Whether a node of autograd's record is no part of a loss outside of the model."""
-        return not self._models or any(
-            place < self._models[0][1] or begin <= place < end for begin, end in self._models
-        )
-
-    def aimed_at(self, targets: List[Tuple[int, str, Tensor]], untold: Set[str]) -> None:
+    def aimed_at(self, aims: List[Aim], untold: Set[str]) -> None:
         """Tell of the labels that only the loss was given, and in words of what else it was."""
         self.untold |= untold
-        for place, name, target in targets:
-            of = [one for one in self._given if one.place <= place]
-            if of and not (len(of[-1].samples) and target.numel() % len(of[-1].samples) == 0):
-                self.untold.add(f"of which sample each {name} is")
+        for aim in aims:
+            of = [one for one in self._given if one.place <= aim.place]
+            rows = len(of[-1].samples) if of else 0
+            if of and not aim.is_shared and not (rows and aim.value.numel() % rows == 0):
+                self.untold.add(f"of which sample each {aim.name} is")
             if of and not self._is_again:
-                of[-1].labels.append((name, hash_with(of[-1].samples, target)))
+                value = hash_with(of[-1].samples, aim.value, is_shared=aim.is_shared)
+                of[-1].labels.append((aim.name, value))
+
+    def trains(self, x: Tensor) -> bool:
+        """Whether an optimizer has a tensor as a weight."""
+        return any(x is each for optimizer in self.optimizers for each in weights_of(optimizer))
 
     def evaluates(self, module: torch.nn.Module) -> bool:
         """Whether a call of `module` without gradients is an evaluation of what trains."""
@@ -241,7 +230,7 @@ class Training:
             return True
         if module.training or not self.evaluations.watches:
             return False
-        weights = {id(x) for optimizer in self.optimizers for x in _weights_of(optimizer)}
+        weights = {id(x) for optimizer in self.optimizers for x in weights_of(optimizer)}
         return any(id(x) in weights for x in module.parameters())
 
     def evaluated(self, tensors: List[Tensor], names: Sequence[str]) -> None:
@@ -260,7 +249,7 @@ class Training:
 
     def back_propagated(self, loss: Optional[Tensor], doubt: str = "") -> None:
         """Tell of the loss that gradients are computed of, not scaled; of None there is a doubt."""
-        self.backwards += 1
+        self.backwards, self._is_backed = self.backwards + 1, True
         self.doubts.update([doubt] if doubt else [])
         if loss is not None and not self._is_again:
             # a copy: the script may write into its loss, as by summing it over ranks
@@ -282,10 +271,10 @@ class Training:
         if not self._inside:
             self._spool.check_own()
             self.add_optimizer(optimizer)
-            if _key_of(optimizer) in self._row.stepped:
+            if key_of(optimizer) in self._row.stepped:
                 self._close()
             self._take_start()
-            self._check_given()
+            self._check_start()
             self._closure_calls = 0
         self._inside.append(id(optimizer))
 
@@ -296,16 +285,17 @@ class Training:
         del self._inside[self._inside.index(id(optimizer)) :]
         if not self._inside:
             self.steps += 1
-            self._note_step(_key_of(optimizer))
+            self._row.moves |= has_gradients(optimizer)
+            self._note_step(key_of(optimizer))
 
     def skipped(self, optimizer: Optimizer) -> None:
         """Tell of a step that a loss scaler has left out: it is an update that moved nothing."""
         self.add_optimizer(optimizer)
-        if _key_of(optimizer) in self._row.stepped:
+        if key_of(optimizer) in self._row.stepped:
             self._close()
         self._take_start()
-        self._check_given()
-        self._note_step(_key_of(optimizer))
+        self._check_start()
+        self._note_step(key_of(optimizer))
         self._row.skipped += 1
 
     def group_ends(self) -> None:
@@ -320,6 +310,7 @@ class Training:
         if self.has_ended or not self._spool.is_own:
             return
         self.has_ended = True
+        self._gathers = not self.error and reason != "error"  # a rank that fails does so alone
         self.evaluations.end()
         if self._row.stepped:
             self._close(stops=False)
@@ -327,7 +318,7 @@ class Training:
             if self.backwards:
                 self._spool.write({"kind": "none", "backwards": self.backwards})
             return
-        if self._last_state != self.step:
+        if self._gathers and self._last_state != self.step:
             self._save(self.step)
         if self.instrument is not None:
             self.instrument.end()
@@ -339,7 +330,11 @@ class Training:
             {
                 "kind": "end",
                 "step": self.step,
-                "reason": reason,
+                "reason": "error" if self.error else reason,
+                "error": self.error,
+                "time": time.time(),
+                "state": self._ended_in,
+                "weights": self._ended_weights,
                 "backwards": self.backwards,
                 "left_out": sorted(self.left_out),
                 "untold": sorted(self.untold),
@@ -358,13 +353,11 @@ class Training:
     def _note_step(self, optimizer: int) -> None:
         row = self._row
         row.stepped.add(optimizer)
+        row.is_backed |= self._is_backed
         place = self._places.setdefault(optimizer, len(self._places))
         if self._losses:
             row.losses.setdefault(place, []).extend(self._losses)
-        # one that is frozen in part may train in evaluation mode, and so may one of two models; a
-        # call of a model that is in training mode, too, is evaluation
-        trained = {x.model for x in self._given if x.is_training}
-        for one in [x for x in self._given if x.is_training or x.model not in trained]:
+        for one in self._trained_on():
             row.hashes.append(one.samples.sum())
             row.order.append(hash_in_order(one.samples, len(row.order)))
             row.samples += len(one.samples)
@@ -373,33 +366,52 @@ class Training:
                 row.inputs.setdefault(name, []).append(value)
             for name, value in one.labels:
                 row.labels.setdefault(name, []).append(value)
-        self._losses, self._given, self._models = [], [], []
+        self._losses, self._given, self._is_backed = [], [], False
+        self.models.step()
 
-    def _check_given(self) -> None:
-        """See before the first step whether the script has left the weights as they were given."""
-        given = self._begun.get("given") or {}
-        if given and self._start and "set_anew" not in given:
-            given["set_anew"] = was_set_anew(self._state, self._start) or ""
+    def _trained_on(self) -> List[Given]:
+        """Return what models were given since the last step, what they evaluate left out."""
+        # one that is frozen in part may train in evaluation mode, and so may one of two models; a
+        # call of a model that is in training mode, too, is evaluation where no loss came of it
+        trained = {x.model for x in self._given if x.is_training}
+        reached = self.models.is_reached
+        return [
+            x for x in self._given if x.model not in trained or x.is_training or reached(x.place)
+        ]
+
+    def _check_start(self) -> None:
+        """See before the first step whether the script has left the weights as they were taken."""
+        if self._start is not None and not self._has_begun:
+            with one_search():
+                self._start.step_begins(self.optimizers)
 
     def _take_start(self) -> None:
         if self._start is not None:
+            if not (self._has_begun or self._row.stepped or self._inside):
+                self._start.pass_begins(self.optimizers)
             return
-        weights = [x for optimizer in self.optimizers for x in _weights_of(optimizer)]
-        if weights:
+        if weights := [x for optimizer in self.optimizers for x in weights_of(optimizer)]:
             self.begin_with(*named_state(weights))
+
+    def _measure_anew(self) -> None:
+        if self._held_out is not None:
+            self._measured = [x for x in self._measured if x["kind"] != "held_out"]
+            self._measure(0)
 
     def _close(self, *, stops: bool = True) -> None:
         self.step += 1
         self.when_update_ends(self.step)
         row, self._row = self._row, Row()
         self._expected = row.stepped
+        if self.sees_backward and row.moves and not row.is_backed:
+            self.doubts.add(UNBACKED)
         if not self._has_begun:
             self._write_begin()
         self._lines.append((self.step, row))
         if self.instrument is not None:
             self.instrument.step()
         is_planned = self.step == self._steps
-        if self._due(self.step) or is_planned:
+        if self._gathers and (self._due(self.step) or is_planned):
             self._save(self.step)
         is_late = time.monotonic() - self._written_at > _LONGEST_S
         if len(self._lines) >= _MOST_ROWS or is_late or is_planned:
@@ -412,29 +424,33 @@ class Training:
         self._has_begun = True
         if self._spool.is_forked:
             end_with_fork(self.end)
-        start = self._start or {}
+        start = self._start.released() if self._start is not None else {}
         state = self._spool.save(0, start) if self._keeps_state else ""
         self._begun["forked"] = self._spool.is_forked
         self._spool.write(
             {"kind": "begin", **self._begun, "owners": self._owners, "names": sorted(self._state)}
         )
         self._spool.write({"kind": "state", "step": 0, "file": state})
-        self._start = {}
 
     def _save(self, step: int) -> None:
         self._last_state = step
         self._note_later()
         self._measure(step)
         # every rank takes it, since sharded weights are gathered by all; the first one writes
-        state = self._copied()
+        state = copied(self._state)
         if self._keeps_state:
             self._flush()
             self._spool.write(
                 {"kind": "state", "step": step, "file": self._spool.save(step, state)}
             )
+        else:  # of what another rank holds alone, as buffers, there is no other trace
+            self._ended_in = hash_state(state)
+        if self._begun.get("world", 1) > 1:  # of buffers each rank may have its own
+            own = [x for x, each in self._state.items() if isinstance(each, torch.nn.Parameter)]
+            self._ended_weights = hash_state({x: state[x] for x in own})
 
     def _note_later(self) -> None:
-        stepped = [x for x in self.optimizers if {_key_of(x), -1} & self._places.keys()]
+        stepped = [x for x in self.optimizers if {key_of(x), -1} & self._places.keys()]
         # by the first name: a module may be gone at the end
         self._later = {**later_names(stepped, self._state), **self._later}
 
@@ -454,7 +470,7 @@ class Training:
     def _root(self) -> Optional[torch.nn.Module]:
         if self._model is not None:
             return self._model
-        return root_of(x for optimizer in self.optimizers for x in _weights_of(optimizer))
+        return root_of(x for optimizer in self.optimizers for x in weights_of(optimizer))
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -469,10 +485,6 @@ class Training:
         """Take what an instrument has measured."""
         self._measured.append(line)
 
-    def _copied(self) -> Dict[str, Tensor]:
-        with torch.no_grad():
-            return {name: _whole(x).to("cpu", copy=True) for name, x in self._state.items()}
-
     def _flush(self) -> None:
         lines, self._lines = self._lines, []
         self._written_at = time.monotonic()
@@ -481,18 +493,3 @@ class Training:
         written += [*told, *self.evaluations.take_lines()]
         if written:
             self._spool.write(*written)
-
-
-def _key_of(optimizer: Optimizer) -> int:
-    """Return what an optimizer is known by: its first weight, as one may be made anew each time."""
-    return next((id(x) for x in _weights_of(optimizer)), id(optimizer))
-
-
-def _weights_of(optimizer: Optimizer) -> List[Tensor]:
-    return [x for group in optimizer.param_groups for x in group["params"]]
-
-
-def _whole(x: Tensor) -> Tensor:
-    """Return all of a tensor, of which this rank may hold a part."""
-    gather = getattr(x, "full_tensor", None)
-    return (gather() if gather else x).detach()

@@ -1,7 +1,7 @@
 """The progress of a study that trains: a bar for each run, with its step, loss and time left.
 
 Where there is no terminal (a log file, CI) it is one line for each run that ends. The class is an
-observer of the study: a `callbacks.progress.StudyObserver`.
+observer of the study: a `callbacks.study_observer.StudyObserver`.
 """
 
 import time

@@ -282,3 +282,43 @@ def test_golden_has_no_rounding_to_bias_and_delta_no_softcap():
         with_gradients(
             plant(golden_attention, "delta_off"), q, k, v, dout, causal=True, softcap=30.0
         )
+
+
+def _compiled(name):
+    torch.compiler.reset()
+    planted = plant(flash_attention, name)
+    return planted, torch.compile(
+        lambda q, k, v: planted(q, k, v, causal=True, scale=0.3),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+
+
+@pytest.mark.parametrize("name", ["out_gain_1pct", "dq_gain", "delta_off"])
+def test_a_compiled_graph_holds_the_fault_bit_for_bit(name):
+    problem = PROBLEMS["q5-k5-causal"].to(torch.float32)
+    planted, compiled = _compiled(name)
+    results = []
+    for attend in (lambda q, k, v: planted(q, k, v, causal=True, scale=0.3), compiled):
+        leaves = [x.clone().requires_grad_() for x in problem[:3]]
+        out = attend(*leaves)
+        results.append((out, *torch.autograd.grad(out, leaves, problem.dout)))
+    for eager, in_graph in zip(*results, strict=True):
+        assert torch.equal(eager, in_graph)
+    leaves = [x.clone().requires_grad_() for x in problem[:3]]
+    right = flash_attention(*leaves, causal=True, scale=0.3)
+    right = (right, *torch.autograd.grad(right, leaves, problem.dout))
+    assert any(not torch.equal(x, y) for x, y in zip(right, results[1], strict=True))
+
+
+def test_in_a_graph_a_planted_attention_takes_no_other_options():
+    torch.compiler.reset()
+    planted = plant(flash_attention, "out_gain_1pct")
+    q, k, v, *_ = PROBLEMS["q5-k5-causal"].to(torch.float32)
+    compiled = torch.compile(
+        lambda q, k, v: planted(q, k, v, softcap=2.0), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="given causal and scale alone, got soft"
+    ):
+        compiled(q, k, v)

@@ -2,10 +2,9 @@
 
 Registers, shared memory and spills are read from the cubin by cuobjdump, in Triton's package.
 Compilation happens in child processes that run this file, since a failed assertion inside Triton's
-passes ends its process. `make test` compiles the fast path for sm_90 and FP64 for sm_80, the slow
-tests the rest: the fast path for each chip, every format and dial for sm_90, and some for the
-others; `python tests/kernels/triton/test_compile.py 80 90 100` prints all of
-it as JSON, in ten minutes.
+passes ends its process. The slow tests compile the fast path and the trained biases for
+sm_90 and FP64 for sm_80, the long ones the rest for sm_90 and some of it for the others;
+`python tests/kernels/triton/test_compile.py 80 90 100` prints all of it as JSON, in ten minutes.
 """
 
 import contextlib
@@ -42,6 +41,10 @@ KERNELS = {
     k.__name__: k for k in (forward_kernel, merge_kernel, dq_kernel, dkv_kernel, dbias_kernel)
 }
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+ARCHS = [
+    pytest.param(arch, id=f"sm_{arch}", marks=() if arch == 90 else pytest.mark.long)
+    for arch in SHARED_MEMORY
+]
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -239,7 +242,7 @@ def in_child(arch, only, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", SHARED_MEMORY, ids="sm_{}".format)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_the_fast_path_of_each_head_dim_fits_and_spills_nothing(arch, tmp_path):
     kernels = in_child(arch, "^bf16-", tmp_path)
     assert len(kernels) == 2 * 3 * 3
@@ -258,8 +261,8 @@ def test_the_gradient_of_a_bias_spills_nothing_up_to_head_dim_128(tmp_path):
     assert not any(found["spills"] for found in kernels.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", SHARED_MEMORY, ids="sm_{}".format)
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHS)
 def test_dropout_spills_nothing(arch, tmp_path):
     kernels = in_child(arch, "^dropout-", tmp_path)
     assert len(kernels) == 5 * 3 + 1
@@ -272,15 +275,15 @@ def test_dropout_spills_nothing(arch, tmp_path):
     ("arch", "only", "count"),
     [
         pytest.param(80, "^fp64-d64", 3, marks=pytest.mark.slow),
-        pytest.param(90, "^(fp16|fp32|tf32)-", 27, marks=pytest.mark.slow),
-        pytest.param(90, "^(e4m3|all_bf16)-|^fp64-d64", 21, marks=pytest.mark.slow),
+        pytest.param(90, "^(fp16|fp32|tf32)-", 27, marks=pytest.mark.long),
+        pytest.param(90, "^(e4m3|all_bf16)-|^fp64-d64", 21, marks=pytest.mark.long),
         pytest.param(
-            90, "^(stochastic|splits|fa1|fa4|beta|fused|latent|every)", 26, marks=pytest.mark.slow
+            90, "^(stochastic|splits|fa1|fa4|beta|fused|latent|every)", 26, marks=pytest.mark.long
         ),
-        pytest.param(100, "^(fp32|e4m3|all_bf16)-d64|^every", 13, marks=pytest.mark.slow),
-        pytest.param(80, "^trained", 14, marks=pytest.mark.slow),
+        pytest.param(100, "^(fp32|e4m3|all_bf16)-d64|^every", 13, marks=pytest.mark.long),
+        pytest.param(80, "^trained", 14, marks=pytest.mark.long),
         pytest.param(90, "^trained", 14, marks=pytest.mark.slow),
-        pytest.param(100, "^trained", 10, marks=pytest.mark.slow),
+        pytest.param(100, "^trained", 10, marks=pytest.mark.long),
     ],
 )
 def test_every_format_dial_and_mask_compiles_and_fits(arch, only, count, tmp_path):

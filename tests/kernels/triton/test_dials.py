@@ -13,7 +13,7 @@ from attention_kernels.testing import (
 )
 
 # the interpreter takes minutes over them; forward and backward at chosen dials are in every run
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SHAPE = Shape(2, 2, 1, 35, 50, 20)
 TILES = {"block_q": 16, "block_k": 16}

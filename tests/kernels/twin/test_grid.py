@@ -75,7 +75,7 @@ def in_turns():
 
 @pytest.mark.parametrize(
     ("lengths", "head_dim", "mask", "group", "dtype"),
-    one_in(5, in_turns()),
+    one_in(5, in_turns(), slow=3),
     ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )
 def test_the_twin_passes_flash_attns_rule(lengths, head_dim, mask, group, dtype):

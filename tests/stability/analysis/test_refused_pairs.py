@@ -97,7 +97,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(2, PLANTED))
+@pytest.mark.parametrize("name", one_in(3, PLANTED))
 @pytest.mark.parametrize("arm", [ARM, "baseline"])
 def test_a_pair_that_does_not_hold_has_no_numbers(study, capsys, name, arm):
     plant, said = PLANTED[name]

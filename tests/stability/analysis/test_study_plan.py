@@ -40,6 +40,7 @@ def found(study, arm):
     return unplanned(read, find_arm(read, arm), manifest)
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_sound_study_are_what_it_says(study):
     assert [found(study, arm.name) for arm in read_study(study).arms] == [None] * 7
     assert plan_troubles(read_study(study)) == []

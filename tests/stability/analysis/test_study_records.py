@@ -73,7 +73,9 @@ def test_histograms_come_with_the_run(study):
     assert runs["fp32", 0].counts == {}
 
 
-@pytest.mark.parametrize("name", ["<script>x</script>", "../outside", "a" * 300, "..", "", "a/b"])
+@pytest.mark.parametrize(
+    "name", one_in(3, ["../outside", "<script>x</script>", "..", "a" * 300, "", "a/b"])
+)
 def test_an_arm_that_can_have_no_folder_has_failed_and_none_is_touched(study, name):
     outside = study.parent / "outside" / "seed-0"
     shutil.copytree(study / "fp32" / "seed-0", outside)

@@ -103,6 +103,17 @@ def test_a_pass_says_what_of_a_run_it_rests_on_is_not_proven(study, arm):
     assert found.sentence.endswith(f"{SENSITIVE.sentence}; unproven: what a executed")
 
 
+def test_a_pass_says_how_many_more_things_are_not_proven(study):
+    def leave_open(one):
+        runs = {seed: replace(x, unseen=("b", "c")) for seed, x in one.runs.items()}
+        runs[1] = replace(runs[1], unwitnessed="a")
+        return replace(one, runs=runs) if one.name == "flash_fa2" else one
+
+    found = _outcome(replace(study, arms=tuple(map(leave_open, study.arms))), HOLDS)
+    assert found.outcome == "PASS"
+    assert found.sentence.endswith("; unproven: b (and 2 more: `stability verify`)")
+
+
 def test_a_pass_says_which_limits_are_wider_than_usual(study):
     by_arm = {"flash_fa2": HOLDS, "flash_all_bf16": HARMED}
     levels = {

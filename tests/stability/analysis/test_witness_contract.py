@@ -49,6 +49,7 @@ def _lines(study, arm):
 SAID = "no pair: arm fp32 is labelled 32-true, its linear layers multiplied BF16"
 
 
+@pytest.mark.slow
 def test_an_arm_relabelled_after_it_trained_is_found_out(study):
     _relabel(study)
     proof, _ = _lines(study, "fp32")

@@ -40,7 +40,9 @@ def test_a_command_without_a_seed_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert code_of("init", "--", *PLAIN) == 0
-    assert "the command takes no seed that was found" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the command takes no seed that was found" in said
+    assert "no held-out loss: the script evaluates nothing itself in 2 updates; name a func" in said
 
 
 def test_what_is_no_training_writes_nothing(
@@ -64,6 +66,25 @@ def test_flags_that_were_assigned_stay_so_and_one_seed_is_no_three(tmp_path: Pat
     edited = path.read_text().replace("compile: 'False'", "compile: true")
     path.write_text(edited.replace('compile: "False"', "compile: true"))
     assert load_command_study(path).base.words()[-1] == "--compile=True"
+
+
+def test_the_arms_that_are_to_be_filled_in_are_those_of_a_verdict(tmp_path: Path) -> None:
+    text = study_text("mine", ["python", "train.py", "--seed", "{seed}", "--lr", "0.1"], {}, 7)
+    places = {
+        "# candidate:": "candidate:",
+        "#   flags: {a-flag: its-other-value}": "  flags: {x: 1}",
+        "# reference:": "reference:",
+        "#   role: ": "  role: ",
+        "#   flags: {a-precision: a-higher-one}": "  flags: {y: 1}",
+        "# broken:": "broken:",
+        "#   flags: {a-learning-rate: ten-times-it}": "  flags: {lr: 1.0}",
+    }
+    for place, filled_in in places.items():
+        assert place in text
+        text = text.replace(place, filled_in)
+    (tmp_path / "study.yaml").write_text(text)
+    roles = [arm.role for arm in expand_commands(load_command_study(tmp_path / "study.yaml"))]
+    assert roles == ["baseline", "candidate", "reference", "broken", "rerun", "nudge"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from stability.cli.main import VERBS
+from tests.sampling import one_in
 from tests.stability.report.synthetic import write_synthetic
 
 ROOT = Path(__file__).parents[3]
@@ -57,7 +58,7 @@ def study(tmp_path_factory) -> Path:
     return write_synthetic(tmp_path_factory.mktemp("studies") / "quickstart")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", one_in(4, VERBS))
 def test_help_loads_nothing_heavy(verb):
     code, modules, _ = _start(verb, "--help")
     assert code == 0
@@ -99,27 +100,30 @@ def test_a_mistake_in_the_yaml_is_told_before_anything_heavy_is_loaded(tmp_path,
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["run", "missing.yaml"], "missing.yaml: cannot be read"),
-        (["run", "missing.yaml", "--wandbb", "online"], "--wandbb"),
-        (["rum"], "no verb 'rum'; nearest: run"),
-        (["show", "nowhere"], "folder must hold study.json"),
-        (["report", "nowhere"], "folder must hold study.json"),
-        (["verdict", "nowhere"], "study.json: there is no such file"),
-        (["verify", "nowhere"], "study.json: there is no such file"),
-        (["figure", "nowhere"], "study.json: there is no such file"),
-        (["figure", "nowhere", "--what", "lader"], "what must be one of ladder"),
-        (["workspace", "nowhere"], "study.json: there is no such file"),
-        (["dashboard", "nowhere"], "runs must be a folder"),
-        (["fork", "nowhere", "--at", "1"], "run must be a run's folder"),
-        (["bisect", "nowhere", "--at", "1"], "run must be a run's folder"),
-        (["compare", "nowhere", "elsewhere"], "nowhere: must exist"),
-        (["check", "flash:fa2", "--dtype", "int8"], "dtype must be among bf16, fp16, fp32"),
-        (["check", "flash:fa2", "--fault", "dk_gian"], "got 'dk_gian'; nearest: dk_gain"),
-        (["check", "flash:fa2", "--from", "nowhere"], "--from must be a run's folder"),
-        (["deviate", "--profile", "fa22"], "profile must be a known profile, got 'fa22'"),
-        (["probe", "--model", "x"], "text must be given"),
-    ],
+    one_in(
+        4,
+        [
+            (["run", "missing.yaml"], "missing.yaml: cannot be read"),
+            (["run", "missing.yaml", "--wandbb", "online"], "--wandbb"),
+            (["rum"], "no verb 'rum'; nearest: run"),
+            (["show", "nowhere"], "folder must hold study.json"),
+            (["report", "nowhere"], "folder must hold study.json"),
+            (["verdict", "nowhere"], "study.json: there is no such file"),
+            (["verify", "nowhere"], "study.json: there is no such file"),
+            (["figure", "nowhere"], "study.json: there is no such file"),
+            (["figure", "nowhere", "--what", "lader"], "what must be one of ladder"),
+            (["workspace", "nowhere"], "study.json: there is no such file"),
+            (["dashboard", "nowhere"], "runs must be a folder"),
+            (["fork", "nowhere", "--at", "1"], "run must be a run's folder"),
+            (["bisect", "nowhere", "--at", "1"], "run must be a run's folder"),
+            (["compare", "nowhere", "elsewhere"], "nowhere: must exist"),
+            (["check", "flash:fa2", "--dtype", "int8"], "dtype must be among bf16, fp16, fp32"),
+            (["check", "flash:fa2", "--fault", "dk_gian"], "got 'dk_gian'; nearest: dk_gain"),
+            (["check", "flash:fa2", "--from", "nowhere"], "--from must be a run's folder"),
+            (["deviate", "--profile", "fa22"], "profile must be a known profile, got 'fa22'"),
+            (["probe", "--model", "x"], "text must be given"),
+        ],
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_in_the_command_is_told_before_anything_heavy_is_loaded(words, said):
@@ -130,13 +134,16 @@ def test_a_mistake_in_the_command_is_told_before_anything_heavy_is_loaded(words,
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["show"],
-        ["show", "--json"],
-        ["show", "--arm", "flash_fa2"],
-        ["verify"],
-        ["verdict", "--arm", "flash_fa2"],
-    ],
+    one_in(
+        3,
+        [
+            ["show"],
+            ["show", "--json"],
+            ["show", "--arm", "flash_fa2"],
+            ["verify"],
+            ["verdict", "--arm", "flash_fa2"],
+        ],
+    ),
     ids=" ".join,
 )
 def test_a_study_is_looked_at_without_torch(study, words):
@@ -159,3 +166,39 @@ def test_a_misspelled_arm_of_a_study_is_told_before_anything_heavy_is_loaded(stu
     code, modules, error = _start(verb, study, *options)
     assert (code, said in error) == (2, True), error
     assert not modules & HEAVY
+
+
+def test_a_command_is_recorded_without_lightning_and_gets_the_variables_that_are_its_own(tmp_path):
+    # it trains nothing, so that no more than the recorder is loaded on either side
+    script, seen = tmp_path / "script.py", tmp_path / "seen.json"
+    script.write_text(
+        f"import json, os; open({str(seen)!r}, 'w').write(json.dumps({{**os.environ}}))"
+    )
+    words = (
+        "--study",
+        "s",
+        "--arm",
+        "baseline",
+        "--seed",
+        "0",
+        "--out",
+        tmp_path,
+        "--wandb",
+        "disabled",
+    )
+    command = (sys.executable, script)
+    code, modules, error = _start("record", *words, "--", *command)
+    assert (code, seen.exists()) == (1, True), error
+    assert not modules & (HEAVY - {"torch"})
+    found = {name for name in json.loads(seen.read_text()) if not name.startswith("STABILITY_")}
+    asked = {"CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "GOMP_SPINCOUNT"}
+    assert found - {"LC_CTYPE"} == {"PYTHONPATH", "PATH", "HOME"} | asked
+
+
+def test_what_handles_studies_of_commands_imports_no_lightning():
+    rooms = ", ".join(
+        f"stability.study.{each}" for each in ("run_commands", "fork_command", "adopt")
+    )
+    asked = f"import json, sys, {rooms}; print(json.dumps([*sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, cwd=ROOT)
+    assert "torch" in set(json.loads(done.stdout)) & HEAVY <= {"torch"}

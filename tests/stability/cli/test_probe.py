@@ -100,6 +100,7 @@ def test_every_layer_is_compared_forward_and_backward_and_recorded(
     assert (tmp_path / "p" / "probe.html").is_file()
 
 
+@pytest.mark.slow
 def test_given_weights_are_the_models_and_training_changes_what_comes_next(folders, tmp_path):
     found = {}
     for name, words in {

@@ -19,6 +19,7 @@ from stability.config.axes import (
 )
 from stability.config.convert import to_dict
 from stability.config.diff import leaves
+from stability.config.roles import default_role
 from stability.config.schema import ArmConfig, ModelConfig
 
 ARM = ArmConfig(model=ModelConfig(depth=1, width=8, heads=1, context=4))
@@ -143,3 +144,30 @@ def test_names_of_older_records_are_read_as_todays():
         "optimizer.lr",
         "none",
     ]
+
+
+@pytest.mark.parametrize(
+    ("path", "group"), [("changes.batches", "batch"), ("changes.init", "init")]
+)
+def test_batches_or_a_start_that_are_meant_to_differ_are_a_change_of_their_own(path, group):
+    differences = {path: (False, True)}
+    assert axes_of(differences) == axes_of(differences, path) == [path]
+    assert change_problem(differences) == change_problem(differences, path) == ""
+    assert groups_of(differences) == [group]
+    assert default_role("x", differences, "") == "candidate"
+    # beside another change they are what that one is meant to change
+    both = {"flags.batch_size": (1, 2), **differences}
+    assert axes_of(both) == ["flags.batch_size"]
+    assert groups_of(both) == ["flags"]
+    assert change_problem(both, "flags") == ""
+
+
+def test_batches_and_a_start_that_are_meant_to_differ_are_two_changes():
+    differences = {f"changes.{name}": (False, True) for name in ("init", "batches")}
+    assert "differs in changes.init, changes.batches" in change_problem(differences)
+
+
+def test_older_records_called_batches_that_are_meant_to_differ_no_change():
+    assert present_name("none", ["changes.batches"]) == "changes.batches"
+    assert present_name("none", ["changes.init", "changes.batches"]) == "many"
+    assert present_name("none", []) == present_name("none") == "none"

@@ -20,11 +20,9 @@ from stability.config.commands import (
     attention_values,
     command_training,
     filled_in,
-    flag_words,
-    parse_flags,
-    setting_words,
 )
 from stability.config.convert import ConfigError
+from stability.config.flags import flag_words, parse_flags, setting_words
 
 TRAIN = CommandTrain(steps=30)
 
@@ -202,3 +200,34 @@ def test_a_command_is_its_program_and_its_flags(
 
 def test_braces_that_are_nobodys_are_left() -> None:
     assert filled_in('{"a": {seed}}', {"seed": 3}) == '{"a": 3}'
+
+
+def _diff_of(tmp_path: Path, place: str, base: dict[str, Any], arm: dict[str, Any]) -> Any:
+    content = {"command": f"run {place}", "flags": base, "train": {"steps": 30}}
+    path = written(tmp_path, base=content, arms={"x": {"flags": arm}})
+    return expand_commands(load_command_study(path))[1]
+
+
+@pytest.mark.parametrize("value", [0, 0.0])
+def test_a_flag_of_zero_is_a_change(tmp_path: Path, value: float) -> None:
+    arm = _diff_of(tmp_path, "{flags}", {"lr": 0.1}, {"dropout": value})
+    assert arm.config.words() == ["run", "--lr", "0.1", "--dropout", str(value)]
+    assert (arm.diff, arm.role) == ({"flags.dropout": (None, value)}, "candidate")
+    both = _diff_of(tmp_path, "{flags}", {"lr": 0.1}, {"lr": 0.2, "weight_decay": value})
+    assert [*both.diff] == ["flags.lr", "flags.weight_decay"]
+
+
+@pytest.mark.parametrize("place", ["{assigned}", "{settings}"])
+def test_false_is_a_change_where_it_is_handed_on(tmp_path: Path, place: str) -> None:
+    arm = _diff_of(tmp_path, place, {"lr": 0.1}, {"compile": False, "none": None})
+    assert arm.config.words()[2:] in (["--compile=False"], ["compile=false"])
+    assert (arm.diff, arm.role) == ({"flags.compile": (None, False)}, "candidate")
+    unsaid = _diff_of(tmp_path, "{flags}", {"lr": 0.1}, {"compile": False, "none": None})
+    assert (unsaid.diff, unsaid.role) == ({}, "rerun")
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (0, False), ([1, 0], [True, False])])
+def test_a_number_and_a_truth_value_are_two_things(tmp_path: Path, one: Any, other: Any) -> None:
+    arm = _diff_of(tmp_path, "{assigned}", {"x": one}, {"x": other})
+    assert arm.diff == {"flags.x": (one, other)}
+    assert _diff_of(tmp_path, "{assigned}", {"x": one}, {"x": one}).diff == {}

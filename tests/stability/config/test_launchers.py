@@ -20,6 +20,10 @@ SAME = [
         "accelerate launch --num_processes 1 train.py",
         "accelerate launch --num_processes 2 train.py",
     ),
+    (
+        "accelerate launch --mixed_precision no --num_processes 1 train.py --n 1",
+        "accelerate launch --num_processes 2 --mixed_precision no --multi_gpu train.py --n 1",
+    ),
     ("srun --ntasks=2 python train.py", "srun --ntasks=4 python train.py"),
     ("deepspeed --num_gpus 2 train.py", "deepspeed --num_gpus 4 train.py"),
 ]
@@ -34,6 +38,8 @@ OTHER = [
         "accelerate launch --num_processes 2 --mixed_precision bf16 train.py",
     ),
     ("python train.py", "accelerate launch --num_processes 2 train.py"),
+    ("accelerate launch --dynamo_backend no t.py --n 1", "accelerate launch t.py --n 2"),
+    ("accelerate launch -m train --n 1", "accelerate launch -m train --n 2"),
     ("python train.py", "python train.py"),
     ("python 'train.py", "torchrun 'train.py"),
     ("python -m train", "torchrun --nproc-per-node 2 train"),

@@ -103,8 +103,10 @@ def _check_bits(whole, out: Path) -> None:
     assert recorded_bits(out / "tiny") == whole[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("who", ["the run", "the command", "both"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "who", ["both", *(pytest.param(x, marks=pytest.mark.long) for x in ("the run", "the command"))]
+)
 def test_a_process_that_is_stopped_for_a_while_goes_on_to_the_same_bits(whole, command, who):
     running = command()
     running.wait_for("baseline", 20)
@@ -125,7 +127,7 @@ def test_a_process_that_is_stopped_for_a_while_goes_on_to_the_same_bits(whole, c
     _check_bits(whole, running.out)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_beside_another_is_told_and_trained_by_the_next_command(whole, command):
     running = _with_two_in_training(command)
     os.kill(running.trainers()[0], signal.SIGKILL)
@@ -148,7 +150,7 @@ def test_a_killed_command_takes_its_runs_along_and_the_next_goes_on(whole, comma
     _check_bits(whole, running.out)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_two_commands_on_one_study_each_run_is_trained_by_one(whole, command):
     first = command()
     first.wait_for("baseline", 5)

@@ -244,6 +244,7 @@ def _check_that_it_goes_on(study: Study, tree: Tree, out: Path) -> None:
     assert not list(out.rglob("seed-0/**/.*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_sample_of_power_cuts_is_decided_right_and_one_goes_on(study, tmp_path, one_environment):
     states, kinds = _visit(study, tmp_path, 0.02)
     assert states >= 50

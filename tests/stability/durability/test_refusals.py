@@ -20,7 +20,7 @@ from stability.config.load import load_study
 from stability.config.study import StudyConfig
 from stability.records import file_operations
 from tests.conftest import run_quietly, write_tiny
-from tests.sampling import one_in
+from tests.sampling import one_in, others_long
 from tests.stability.study.recorded_bits import recorded_bits
 
 CODES = (errno.ENOSPC, errno.EIO, errno.ENOLCK, errno.EROFS, errno.EMFILE)
@@ -112,7 +112,7 @@ def test_a_refusal_is_told_in_a_line_and_the_same_command_ends_in_the_bits(study
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", others_long(range(8), slow=range(3)))
 def test_refusals_that_are_drawn_change_no_bit(study, tmp_path, seed):
     for number, case in enumerate(random.Random(seed).sample(_cases(study[2]), 4)):
         _check(study, tmp_path / str(number), *case)

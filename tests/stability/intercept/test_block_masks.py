@@ -18,6 +18,7 @@ from attention_kernels import golden_attention
 from stability import shadow
 from stability.intercept import block_masks
 from stability.intercept.block_masks import read_block_mask
+from tests.sampling import one_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask"),
@@ -75,7 +76,7 @@ def as_tensor(read, q, k):
     return read.mask["mask_mod"](*(x.view(shape) for x, shape in zip(lines, shapes, strict=True)))
 
 
-@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("name", one_in(3, MODS))
 def test_a_mask_is_read_as_written_out(name, held):
     mod, depends = MODS[name]
     q, k, _ = inputs(40, 50)
@@ -124,7 +125,7 @@ CANDIDATES = {
 }
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.parametrize("candidate", one_in(3, CANDIDATES))
 @pytest.mark.parametrize("name", ["a row of a table", "both"])
 def test_every_candidate_is_given_the_mask(candidate, name, held):
     mod, depends = MODS[name]
@@ -175,7 +176,7 @@ CONTRADICTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONTRADICTIONS)
+@pytest.mark.parametrize("name", one_in(3, CONTRADICTIONS))
 @pytest.mark.filterwarnings("ignore:shadow. of 1 attention layers 1 are not seen")
 def test_tables_that_contradict_the_function_are_told(name, held):
     (text,) = findings_of(Flex(CONTRADICTIONS[name]()), inputs(64, 64))
@@ -321,7 +322,7 @@ def llama():
 
 
 @pytest.mark.filterwarnings("ignore:shadow. of 2 attention layers 2 are not seen")
-@pytest.mark.parametrize("agree", [False, True])
+@pytest.mark.parametrize("agree", one_in(2, [False, True]))
 def test_a_block_mask_that_transformers_is_given_is_read(agree, held):
     model, ids = llama(), torch.arange(64)[None] % 40
     tables = [[0], [0, 1]] if agree else [[0], [1]]

@@ -277,6 +277,7 @@ def test_attention_by_hand_in_a_graph_is_told_at_its_layer(compile_model, step_o
 
 
 @inductor
+@pytest.mark.slow
 def test_what_a_graph_hides_is_told_by_name_before_the_weights_are_changed():
     model = decoder(depth=2)
     model.layers[1] = _ByHand()
@@ -300,6 +301,7 @@ def test_what_a_graph_hides_is_told_by_name_before_the_weights_are_changed():
     assert texts() == before_update, "nothing is told twice"
 
 
+@pytest.mark.slow
 @inductor
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "a function around it"])
 def test_an_optimizer_that_is_compiled_is_compiled_once_and_its_updates_are_seen(whole):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from stability import attention_call, shadow
+from tests.sampling import others_long
 
 HEADS, HEAD_DIM, LENGTH = 2, 16, 24
 SLOW = pytest.mark.slow
@@ -108,10 +109,12 @@ LOOKS = {
     "forward alone": {"backward": False},
     "modules": {"modules": {"*mlp": "emulated:bf16"}},
 }
+SAMPLE = ("replaced", "inherited")
+"""What CI runs."""
 
 
 @SLOW
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("look", others_long(LOOKS, slow=SAMPLE))
 @pytest.mark.parametrize("door", ["sdpa", "attention_call"])
 def test_no_result_of_an_attention_is_held_after_its_step(door, look):
     model, x = Model(DOORS[door]), torch.randn(2, LENGTH, WIDTH)
@@ -124,7 +127,7 @@ def test_no_result_of_an_attention_is_held_after_its_step(door, look):
 
 
 @SLOW
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("look", others_long(LOOKS, slow=SAMPLE))
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_nor_of_an_attention_of_transformers(implementation, look):
     model, ids = llama(implementation), torch.arange(2 * LENGTH).view(2, LENGTH) % 40

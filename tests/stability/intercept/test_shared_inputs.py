@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from stability import attention_call, shadow
+from tests.sampling import one_in
 from tests.stability.intercept.compiled_models import COMPILES, inductor
 
 HEADS, HEAD_DIM, LENGTH, TILE = 2, 16, 32, 8
@@ -92,7 +93,7 @@ def gradients(model, own=None):
 
 
 @pytest.mark.parametrize("attend", ATTENTIONS)
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", one_in(3, USES))
 def test_a_look_changes_no_bit_whatever_is_shared(use, attend):
     function = ATTENTIONS[attend]
     plain = gradients(Sharing(function, USES[use]))

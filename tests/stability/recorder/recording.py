@@ -1,11 +1,14 @@
 """Records the scripts beside this file, as anybody would: by the command line alone."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from stability.cli.main import main
 from stability.records.manifest import Manifest, read_manifest
@@ -75,6 +78,19 @@ class Recording:
 
 Arms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
 """Flags of the script and options of `stability record`, by arm."""
+
+
+def compiled_study(
+    out: Path, monkeypatch: pytest.MonkeyPatch, script: str, *flags: str
+) -> Recording:
+    """Return a study of a script that compiles; no other test's graphs are there to be found.
+
+    Where its flags name Inductor and there is no C++ compiler, the test is skipped.
+    """
+    if "inductor" in flags and shutil.which("g++") is None:
+        pytest.skip("Inductor needs a C++ compiler on the CPU")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(out / "graphs"))
+    return Recording(out, words(script, *flags))
 
 
 def recorded_plain(out: Path, arms: Arms) -> Path:

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from stability.recorder.inside.attention import replace_eager
+from stability.recorder.inside.attention import replace_attention, replace_eager
 from stability.records.witness import read_witness
-from tests.stability.recorder.recording import Recording, code_of, words
+from tests.sampling import others_long
+from tests.stability.recorder.recording import Recording, code_of, compiled_study, words
 
 OWN = """
 import torch
@@ -35,6 +37,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "mine.py"
 
 
+@pytest.mark.slow
 def test_an_attention_takes_the_place_of_the_scripts_own(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +59,36 @@ def test_an_attention_takes_the_place_of_the_scripts_own(
     assert differs == {"attention"}, "of another attention nothing else is another"
 
 
+WRAPS = """
+from torch.nn import functional as F
+
+def same(q, k, v, *, causal, scale=None):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+def hot(q, k, v, *, causal, scale=None):
+    scale = 1.1 * (scale or q.shape[-1] ** -0.5)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], pytest.param(["--compiled"], marks=pytest.mark.long)])
+def test_an_attention_that_wraps_pytorchs_own_calls_that_and_not_itself(
+    flags: list[str], own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own.write_text(WRAPS)
+    study = Recording(tmp_path, words("attends.py", *flags))
+    assert study.record("baseline") == 0
+    for arm in ("same", "hot"):
+        assert study.record(arm, options=("--attention", f"mine:{arm}")) == 0
+        if not flags:
+            assert f"4 attention calls were replaced by mine:{arm}" in capsys.readouterr().out
+    if not flags:
+        assert study.drift("same")[4] == 0
+    assert study.drift("same")[4] < 1e-6
+    assert study.drift("hot")[4] > 1e-4
+
+
 @pytest.mark.slow
 def test_under_autocast_it_gets_what_sdpa_would_compute_in(own: Path, tmp_path: Path) -> None:
     own.write_text(OWN.format(dtype="bfloat16"))
@@ -66,7 +99,7 @@ def test_under_autocast_it_gets_what_sdpa_would_compute_in(own: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", others_long(["sdpa", "eager"], slow=["sdpa"]))
 def test_it_takes_the_place_in_a_model_of_hugging_face(
     kind: str, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,14 +107,15 @@ def test_it_takes_the_place_in_a_model_of_hugging_face(
     assert study.record("baseline") == 0
     assert study.record("math", options=("--attention", "sdpa:math")) == 0
     # two layers, two micro-batches in each of six updates, and three evaluations of one batch
-    assert "30 attention calls were replaced by sdpa:math" in capsys.readouterr().out
+    replaced = "24 attention calls were replaced by {}, and 6 that are not back-propagated"
+    assert replaced.format("sdpa:math") in capsys.readouterr().out
     assert study.manifest("math").axis == "attention"
     assert study.batches("math") == study.batches("baseline")
     assert 0 < study.drift("math")[6] < 1e-4
     wrong = study.record("wrong", options=("--attention", "mine:wrong"))
     said = capsys.readouterr().out
     if kind == "sdpa":
-        assert (wrong, "30 attention calls were replaced by mine:wrong" in said) == (0, True)
+        assert (wrong, replaced.format("mine:wrong") in said) == (0, True)
         assert study.drift("wrong")[6] > 10 * study.drift("math")[6]
     else:  # an eager model says by a mask that it is causal
         assert (wrong, "a call has a mask: it takes none" in said) == (1, True)
@@ -117,7 +151,7 @@ def test_what_an_eager_attention_makes_nothing_of_is_handed_on() -> None:
     assert _swapped()(None, 1, scaling=2, position_bias=3, **words) == (1, 2, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_of_hugging_face_that_asks_no_interface_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,26 +162,76 @@ def test_a_model_of_hugging_face_that_asks_no_interface_is_refused(
     assert "0 attention calls were replaced: this script does not call" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "attention", "broken"),
+    [
+        pytest.param("inductor", "flash:fa2", "flash:fa2+out_gain_1pct", marks=pytest.mark.long),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("aot_eager", "flash:fa2", "flash:fa2+out_gain_1pct"),
+                ("aot_eager", "sdpa:math", "mine:wrong"),
+                ("inductor", "sdpa:math", "mine:wrong"),
+                ("inductor", "mine:attend", "mine:wrong"),
+            )
+        ),
+    ],
+)
 def test_it_is_replaced_inside_a_compiled_graph_too(
-    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    backend: str,
+    attention: str,
+    broken: str,
+    own: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    study = Recording(tmp_path, words("attends.py", "--compiled"))
+    study = compiled_study(tmp_path, monkeypatch, "attends.py", "--compiled", backend)
+    swapped = ("--attention", attention)
     assert study.record("baseline") == 0
-    assert study.record("wrong", options=("--attention", "mine:wrong")) == 0
-    assert "and others in a compiled graph" in capsys.readouterr().out
-    assert study.drift("wrong")[4] > 1e-3
+    assert study.record("swapped", options=(*swapped, "--check-observer", "true")) == 0
+    said = f"0 attention calls were replaced by {attention}, and 1 in compiled graphs"
+    assert said in capsys.readouterr().out
+    assert study.manifest("swapped").observer["equal"] is True, "observing changes no bit"
+    assert study.record("again", options=swapped) == 0
+    finals = [study.manifest(arm).hashes["final_weights"] for arm in ("swapped", "again")]
+    assert finals[0] == finals[1], "A/A"
+    assert study.record("broken", options=("--attention", broken)) == 0
+    assert 0 < study.drift("swapped")[4] < 1e-6
+    assert study.drift("broken")[4] > 1e-5, "what was put in is what computes"
+    for arm in ("swapped", "broken"):
+        assert study.manifest(arm).axis == "attention"
+        assert study.batches(arm) == study.batches("baseline")
+    capsys.readouterr()
+    assert code_of("verify", str(study.folder)) == 1
+    proof = " ".join(capsys.readouterr().out.split())
+    assert "3 unproven" in proof
+    lacks = (
+        "swapped/seed-0: unproven: not on record: what baseline, seed 0 multiplied: torch.compile"
+    )
+    assert lacks in proof, "and nothing else"
 
 
 @pytest.mark.parametrize(
     ("script", "attention", "said"),
     [
-        (["plain.py"], "sdpa:math", "0 attention calls were replaced: this script does not call"),
+        pytest.param(
+            ["plain.py"],
+            "sdpa:math",
+            "0 attention calls were replaced: this script does not call",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["attends.py", "--masked"],
             "mine:attend",
             "a call has a mask: it takes none",
             marks=pytest.mark.slow,
+        ),
+        pytest.param(  # what dynamo advises is not quoted, but what was raised in the graph
+            ["attends.py", "--masked", "--compiled"],
+            "mine:attend",
+            "exception ValueError('attention mine:attend: a call has a mask: it takes none,",
+            marks=pytest.mark.long,
         ),
         pytest.param(["attends.py"], "mine:missing", "missing", marks=pytest.mark.slow),
     ],
@@ -188,3 +272,37 @@ def test_a_name_that_is_none_is_refused_before_anything_runs(
     assert study.record("baseline", options=("--attention", attention)) == 2
     assert said in capsys.readouterr().err
     assert not study.folder.exists()
+
+
+@pytest.mark.slow
+def test_an_attention_that_is_called_in_evaluation_alone_proves_no_pair(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("attends.py", "--evaluates"))
+    assert study.record("baseline") == 0
+    assert study.record("wrong", options=("--attention", "mine:wrong")) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "0 attention calls were replaced by mine:wrong, and 4 that are not back-" in said
+    assert "unproven: that the attention which was replaced trains: none of its 4 calls" in said
+    assert code_of("verify", str(study.folder)) == 1
+    assert "1 unproven" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("name", ["flash:fa2", "sdpa:math"])
+def test_a_causal_call_with_more_keys_than_queries_is_pytorchs_own_or_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", own)
+    calls = replace_attention(name)
+    q, kv = torch.randn(1, 1, 4, 16), torch.randn(1, 1, 6, 16, requires_grad=True)
+    swapped = torch.nn.functional.scaled_dot_product_attention
+    if name == "sdpa:math":
+        right = own(q, kv, kv, is_causal=True)
+        assert torch.allclose(swapped(q, kv, kv, is_causal=True), right, atol=1e-6)
+        assert calls.told() == {"replaced": 1, "compiled": 0, "without_gradient": 0}
+        return
+    with pytest.raises(ValueError, match="a causal mask over more or fewer keys than queries"):
+        swapped(q, kv, kv, is_causal=True)
+    swapped(kv.detach(), kv.detach(), kv.detach(), is_causal=True)
+    assert calls.told()["without_gradient"] == 1

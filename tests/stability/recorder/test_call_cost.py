@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.stability.recorder.recording import SCRIPTS, Calling
 
 LINES = {
@@ -17,6 +19,7 @@ LINES = {
 """Each line of the call, put before the script's line that begins so."""
 
 
+@pytest.mark.slow
 def test_the_call_takes_at_most_five_lines_of_a_script_and_records_it(tmp_path: Path) -> None:
     source = (SCRIPTS / "plain.py").read_text().splitlines(keepends=True)
     changed = []

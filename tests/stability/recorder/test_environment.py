@@ -34,3 +34,17 @@ def test_what_an_installed_package_generates_elsewhere_is_not_the_users(
     load("my_package.layers", tmp_path / "layers.py", monkeypatch)
     assert "numpy._compiled_abc" not in own_files()
     assert "my_package.layers" in own_files()
+
+
+def test_what_inductor_builds_in_its_cache_is_not_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
+    made = f"c{'x2' * 25}y.main.py"
+    for folder in ("graphs", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        load(f"{folder}.kernel", tmp_path / folder / made, monkeypatch)
+    load("graphs.mine", tmp_path / "graphs" / "train.py", monkeypatch)
+    assert "graphs.kernel" not in own_files()
+    assert "elsewhere.kernel" in own_files()
+    assert "graphs.mine" in own_files(), "a cache may lie beside a user's sources"

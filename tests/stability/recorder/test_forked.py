@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import others_long
 from tests.stability.recorder.recording import Recording, code_of
 
 _BEGIN = """
@@ -45,7 +46,7 @@ def study_of(folder: Path, text: str) -> Recording:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [*FORKS])
+@pytest.mark.parametrize("how", others_long(FORKS, slow=["exit"]))
 def test_a_training_in_a_forked_process_is_recorded(
     how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,7 +66,7 @@ REFUSED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [*REFUSED])
+@pytest.mark.parametrize("what", others_long(REFUSED, slow=["failed"]))
 def test_a_forked_training_whose_end_is_not_known_is_refused(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

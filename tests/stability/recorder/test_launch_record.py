@@ -173,7 +173,7 @@ def test_passwords_are_hashed_and_other_words_are_not() -> None:
     plain = ["--tokenizer", "gpt2", "--max-tokens", "512"]
     arguments = launch_record(told("t.py", *words, *plain), GivenCommand())["arguments"]
     assert SECRET not in str(arguments)
-    assert arguments[1:3] == ["--api-key", hash_of(SECRET)]
+    assert arguments[1:3] == ["--api-key", f"masked:{hash_of(SECRET)}"]
     assert arguments[-4:] == plain
 
 
@@ -199,7 +199,10 @@ def test_what_a_command_sets_itself_is_told_from_what_it_had() -> None:
     assert launch_record({}, command) == {}
 
 
-SESSION = """PWD SHLVL STABILITY_SEED SSH_TTY SLURM_JOB_ID JOB_ID JOB_NAME TASK_ID POD_NAME POD_IP
+SESSION = """PWD SHLVL STABILITY_SEED SSH_TTY SLURM_JOB_ID SLURMD_NODENAME JOB_ID JOB_NAME POD_NAME
+TERM TERM_PROGRAM TERMINFO LESSOPEN LESS_TERMCAP_mb HISTSIZE HISTCONTROL PROMPT_COMMAND PS1
+TMUX_PANE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_RANK PMI_RANK PMIX_RANK RAY_JOB_ID COV_CORE_SOURCE
+POD_IP
 POD_IPS POD_UID GITHUB_RUN_ID GITHUB_SHA CI_JOB_ID CI_PIPELINE_IID CI_COMMIT_SHA CI_RUNNER_ID
 BUILD_ID BUILD_NUMBER BUILD_TAG MLFLOW_RUN_ID ITERM_SESSION_ID AWS_SESSION_TOKEN
 AWS_SECURITY_TOKEN"""
@@ -214,6 +217,9 @@ def test_every_variable_that_is_left_out_has_a_reason() -> None:
     assert all(reason for reason in VOLATILE.values())
     kept = ["HOME", "PATH", "MY_LR", "LR", "OMP_NUM_THREADS", "LANG", "USER", "BATCH_SIZE", "DEBUG"]
     # of names like those of a session's
+    kept += ["PROMPT", "PROMPT_LENGTH", "HISTORY", "HIST_BINS", "TERM_WEIGHT", "TERMS"]
+    kept += ["LESS_LAYERS", "RAY_SEED", "TASK_ID", "ROLE_WEIGHT", "COV_WEIGHT", "PMIN", "SLURMY"]
+    kept += ["MY_WORLD_SIZE", "DESKTOP_SIZE", "POD_IPA", "ITERM_COUNT", "PSI", "TMUX_SIZE"]
     kept += ["JOB_SIZE", "TASK_LR", "POD_INDEX", "CI_LR", "BUILD_MODE", "MLFLOW_LR", "AWS_REGION"]
     assert [*lasting(dict.fromkeys(kept, ""))] == sorted(kept)
 

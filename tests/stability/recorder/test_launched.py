@@ -71,10 +71,11 @@ def said_of(study: Recording, capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     [
         ('--out "$1/results" --lr 0.5', ("{out}", "{out}"), "an A/A pair"),
         ('--lr "$1" --wd 0.5', ("0.5", "0.25"), "they differ in flags.argument_2 alone"),
-        (
+        pytest.param(
             '--lr "$1" --wd "$1"',
             ("0.5", "0.25"),
             "wd is '0.5' in one and '0.25' in the other, which was not declared",
+            marks=pytest.mark.long,
         ),
     ],
     ids=["a rerun", "handed on once", "handed on twice"],

@@ -62,7 +62,7 @@ def test_masters_of_a_command_are_nudged_and_given(
     assert study.losses("other") == study.losses("baseline")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_masters_that_a_call_is_told_of_are_nudged(tmp_path: Path) -> None:
     study = Calling(tmp_path, words("masters.py"))
     assert study.record("baseline") == 0

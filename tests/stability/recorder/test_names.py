@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from stability.recorder.inside.names import copies_of, named_state, unwrapped
+from stability.recorder.inside.names import (
+    copies_of,
+    frozen_beside,
+    masters_of,
+    named_masters,
+    named_state,
+    optimized,
+    unwrapped,
+)
 
 
 class Named(nn.Module):
@@ -83,6 +91,42 @@ def test_a_weight_of_no_module_is_named_by_its_place() -> None:
     state, owners = named_state([*model.parameters(), free])
     assert set(state) == {"weight", "bias", "unowned_2"}
     assert owners == ["Linear"]
+
+
+def test_modules_that_a_script_has_frozen_for_the_collector_are_found() -> None:
+    model = Named()
+    gc.freeze()  # as scripts do once all is set up: no search by the collector sees what is there
+    state = dict(model.body.named_parameters())
+    assert set(frozen_beside(state)) == {"Named.scale"}
+    gc.freeze()
+    state, owners = named_state(model.body.parameters())
+    assert (set(state), owners) == (NAMES, ["Named"])
+
+
+def test_of_a_model_that_is_frozen_in_part_all_is_found() -> None:
+    model = Named()
+    gc.freeze()
+    model.head = nn.Linear(4, 2, bias=False)  # it alone trains, and was made later
+    state, owners = named_state(model.head.parameters())
+    assert (set(state), owners) == (NAMES, ["Named"])
+
+
+def test_masters_of_an_optimizer_that_is_frozen_are_found() -> None:
+    masters = [torch.ones(2, requires_grad=True)]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    gc.freeze()
+    assert set(masters_of(named_masters(optimizer.param_groups[0]["params"]))) == {"unowned_0"}
+
+
+def test_an_optimizer_may_be_a_module() -> None:
+    class Both(nn.Module, torch.optim.SGD):
+        def __init__(self, masters: list[torch.Tensor]) -> None:
+            nn.Module.__init__(self)
+            torch.optim.SGD.__init__(self, masters, lr=0.1)
+
+    masters = [torch.ones(2, requires_grad=True)]
+    optimizer = Both(masters)
+    assert {id(x) for group in optimizer.param_groups for x in group["params"]} <= optimized()
 
 
 def test_a_nudge_finds_an_average_that_begins_with_the_same_bits() -> None:

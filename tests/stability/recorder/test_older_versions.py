@@ -113,3 +113,4 @@ def test_an_older_torch_is_an_arm(
     assert found.resolved["start"] == "given"
     assert found.environment["package.torch"] == _torch_of(OLD)
     assert found.hashes["batches"]
+    assert code_of("verify", str(tmp_path / "versions")) == 0

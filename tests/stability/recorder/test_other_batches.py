@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import others_long
 from tests.stability.recorder.recording import Recording, bits_of, code_of, run_alone
 
 _BEGIN = """
@@ -157,6 +158,13 @@ for step in range(2):
     loss = F.multi_margin_loss(model(x), y.roll(1)) if asked.other else F.cross_entropy(model(x), y)
 """
 
+SAMPLE = (
+    "what a frozen encoder is given",
+    "a model in evaluation mode",
+    "an object",
+    "swapped calls",
+)
+"""What CI runs."""
 SCRIPTS = {
     "what a frozen encoder is given": (ENCODED, "unproven", "argument 0 of Head: Linear made it"),
     "a model in evaluation mode": (TWO_MODES, "refused", "batch 1 differs"),
@@ -182,7 +190,7 @@ SCRIPTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.parametrize("kind", others_long(SCRIPTS, slow=SAMPLE))
 def test_no_pair_of_other_batches_holds(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,8 +64,17 @@ def inside_and_thawed() -> Made:
     return [both.online_model], both.online_model, both.ema_model, both
 
 
-@pytest.mark.parametrize("made", [beside, averaged_model, of_one_class, inside, inside_and_thawed])
-@pytest.mark.parametrize("how", ["nudged", pytest.param("given", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "made",
+    [
+        inside,
+        *(
+            pytest.param(made, marks=pytest.mark.slow)
+            for made in (beside, averaged_model, of_one_class, inside_and_thawed)
+        ),
+    ],
+)
+@pytest.mark.parametrize("how", ["nudged", pytest.param("given", marks=pytest.mark.long)])
 def test_an_average_begins_where_its_model_does(made: Callable[[], Made], how: str) -> None:
     models, model, average, _rest = made()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]

@@ -25,6 +25,7 @@ def values(study: Recording, arm: str, name: str) -> dict[int, float]:
     return dict(zip(found.steps, found.values, strict=True))
 
 
+@pytest.mark.slow
 def test_a_probe_measures_in_the_script_and_changes_no_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,7 +75,7 @@ def test_an_attention_that_is_swapped_in_is_judged_on_two_levels(
     assert executed[0][0]["executed"] == executed[1][0]["executed"], "what looks is no training"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_are_probed_on_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

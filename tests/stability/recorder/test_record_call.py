@@ -69,6 +69,7 @@ def test_a_loop_is_recorded_as_it_tells_of_itself(train: Train, tmp_path: Path) 
     assert not list((tmp_path / "mine").rglob(".spool-*"))
 
 
+@pytest.mark.slow
 def test_an_arm_ends_where_its_baseline_did(train: Train, tmp_path: Path) -> None:
     train()
     train("longer", updates=9, lr=0.2)
@@ -78,6 +79,7 @@ def test_an_arm_ends_where_its_baseline_did(train: Train, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("watch", [False, True])
+@pytest.mark.slow
 def test_the_held_out_loss_after_the_loop_is_taken_of_every_arm(
     watch: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +125,7 @@ def test_a_loop_that_goes_on_is_ended_at_its_next_update(watch: bool, tmp_path: 
     assert manifest_of(tmp_path, "baseline").step == 2
 
 
+@pytest.mark.slow
 def test_other_batches_than_the_baselines_do_not_count(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +229,7 @@ def test_two_changes_are_refused_before_the_first_update(train: Train, tmp_path:
     assert not RunPaths.for_run(tmp_path / "mine", "both", 0).manifest.exists()
 
 
+@pytest.mark.slow
 def test_variables_go_before_arguments(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +240,7 @@ def test_variables_go_before_arguments(
     assert manifest_of(tmp_path, "nudged").config["nudge"] == {"ulps": 1, "draw": 2}  # pyright: ignore
 
 
+@pytest.mark.slow
 def test_every_argument_has_a_variable(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +317,7 @@ def test_nothing_is_recorded_outside_of_a_study_if_asked_so(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_launcher_records_a_script_that_calls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import Training
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import EVAL_LOSS
+from tests.sampling import others_long
 from tests.stability.recorder.recording import (
     Calling,
     Recording,
@@ -41,15 +42,10 @@ def printed(text: str) -> dict[int, tuple[float, float]]:
     return {int(step): (float(own), float(other)) for step, own, other in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [
-        "functional",
-        *(
-            pytest.param(x, marks=pytest.mark.slow)
-            for x in ("by name", "module", "tuple", "mapping")
-        ),
-    ],
+    others_long(["functional", "by name", "module", "tuple", "mapping"], slow=["functional"]),
 )
 def test_what_is_never_trained_on_is_held_out_and_no_bit_changes(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -180,7 +176,7 @@ def test_a_name_that_is_no_function_is_refused_before_the_command_starts(
     assert not study.folder.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_are_evaluated_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = Recording(tmp_path, words("evaluates.py", ranks=2))
     alone = run_alone([*study.command, "--seed", "0"])
@@ -385,7 +381,7 @@ TRAINERS = {"lightning_fit.py": [3, 6], "hugging_face.py": [2, 4, 6]}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("door", [Recording, Calling])
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", others_long(TRAINERS, slow=["hugging_face.py"]))
 def test_what_a_trainer_evaluates_is_its_held_out_loss(
     script: str, door: type[Recording], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Commands that are no training, or no pair: a sentence each, and nothing half-recorded counts."""
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from stability.recorder.spooled import SpoolError, read_spool
 from stability.records.sealed_json import write_sealed
 from tests.stability.recorder.recording import SCRIPTS, Recording, code_of, words
 
@@ -49,6 +51,7 @@ def study_of(tmp_path: Path, text: str) -> Recording:
     return Recording(tmp_path / "runs", script(tmp_path, seeded.replace("{seed}", "seed")))
 
 
+@pytest.mark.slow
 def test_a_script_without_an_optimizer_is_told_its_backward_calls(tmp_path: Path, said) -> None:
     study = study_of(
         tmp_path,
@@ -74,7 +77,7 @@ def test_an_optimizer_that_never_steps_is_told_its_backward_calls(tmp_path: Path
         tmp_path, TRAINS.replace("optimizer.step()", "pass") + "update(torch.ones(1, 3))\n"
     )
     assert study.record("baseline") == 1
-    assert "1 backward calls, but no optimizer step" in said()
+    assert "1 backward call, but no optimizer step" in said()
 
 
 @pytest.mark.slow
@@ -96,6 +99,7 @@ def test_a_script_that_trains_nothing_is_refused(tmp_path: Path, said) -> None:
     assert "no training was seen" in said()
 
 
+@pytest.mark.slow
 def test_a_command_that_dies_is_quoted(tmp_path: Path, said) -> None:
     study = study_of(tmp_path, TRAINS + "update(torch.ones(1, 3))\nraise ValueError('no disk')\n")
     assert study.record("baseline") == 1
@@ -125,6 +129,18 @@ def test_two_trainings_that_are_no_group_are_refused(tmp_path: Path, said) -> No
     assert "2 processes trained, and they are no group of torch.distributed" in said()
 
 
+def test_two_trainings_of_several_ranks_each_are_refused_as_two(tmp_path: Path) -> None:
+    for number, rank in enumerate([0, 1, 0, 1]):
+        line = json.dumps({"kind": "begin", "rank": rank, "world": 2})
+        (tmp_path / f"rank-{number}.jsonl").write_text(f"{line}\n", encoding="utf-8")
+    with pytest.raises(SpoolError, match="2 trainings of 2 ranks each ran: record one training"):
+        read_spool(tmp_path)
+    (tmp_path / "rank-3.jsonl").unlink()
+    with pytest.raises(SpoolError, match="ranks 0 to 1 must have trained, got 0, 0, 1"):
+        read_spool(tmp_path)
+
+
+@pytest.mark.slow
 def test_other_batches_are_refused_with_the_step(tmp_path: Path, said) -> None:
     text = TRAINS + (
         "for step in range(8):\n"
@@ -211,7 +227,7 @@ def test_a_nudge_that_the_script_undoes_is_refused(tmp_path: Path, said) -> None
     study = study_of(tmp_path, text)
     assert study.record("baseline") == 0
     assert study.record("nudge", options=("--nudge", "1")) == 1
-    assert "the nudge left no trace" in said()
+    assert "the nudge was undone: weight was set anew after the start" in said()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from stability.records.witness import read_witness
+from tests.sampling import others_long
 from tests.stability.recorder.recording import (
     Calling,
     Recording,
@@ -35,11 +36,17 @@ KINDS = {
     "accelerate launch, two ranks": launched("accelerated.py", ranks=2),
 }
 UPDATES = {"plain": 12, "Muon and AdamW": 7, "accelerate launch, two ranks": 3}
+SLOW = ("Muon and AdamW", "averaged and evaluated", "two ranks, FSDP2", "Hugging Face", "Lightning")
+"""What CI runs of them besides the first."""
+
+
+def _mark(kind: str) -> pytest.MarkDecorator:
+    return pytest.mark.slow if kind in SLOW else pytest.mark.long
 
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind == "plain" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+    [kind if kind == "plain" else pytest.param(kind, marks=_mark(kind)) for kind in KINDS],
 )
 def test_a_script_is_recorded_and_paired(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -75,7 +82,7 @@ DOORS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", others_long(DOORS, slow=["call", "Lightning"]))
 def test_a_script_that_opens_a_door_is_recorded_and_paired(
     door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

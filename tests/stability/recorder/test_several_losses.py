@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from stability.recorder.inside import training as training_of_process
 from stability.recorder.inside.hooks import install
 from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import Training
@@ -17,7 +18,8 @@ def recorded(
     folder: Path, train: Callable[[], None], due: Callable[[int], bool] = lambda step: False
 ) -> Spooled:
     """Return what is recorded of `train`, whose state is kept after the updates that are `due`."""
-    begun = {"init": "", "rank": 0, "world": 1, "script": "", "environment": {}, "modules": {}}
+    begun = {"init": "", "buffers": [], "rank": 0, "world": 1, "script": "", "environment": {}}
+    begun["modules"] = {}
     training = Training(Spool(str(folder), 0), due=due, begin=lambda state: begun)
     uninstall = install(training)
     try:
@@ -103,3 +105,95 @@ def test_a_loss_of_two_optimizers_is_their_updates(passes: int, tmp_path: Path) 
     )
     assert (said in found.notes) == (passes == 2)
     assert not any("losses of their own" in note for note in found.notes)
+
+
+class Sharp(torch.optim.Optimizer):
+    """As SAM: steps the optimizer inside of it at weights that it has moved."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor]) -> None:  # pyright: ignore
+        """Move up the gradient, compute it there, go back, and step."""
+        weights = [x for group in self.param_groups for x in group["params"]]
+        with torch.enable_grad():
+            closure()
+        before = [x.clone() for x in weights]
+        for x in weights:
+            x += 0.05 * x.grad / x.grad.norm()
+        with torch.enable_grad():
+            closure()
+        for x, old in zip(weights, before, strict=True):
+            x.copy_(old)
+        self.inner.step()
+
+
+def test_a_step_inside_of_another_is_no_update_of_its_own(tmp_path: Path) -> None:
+    printed: list[list[float]] = []
+
+    def train() -> None:
+        model = nn.Linear(3, 2)
+        optimizer = Sharp(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(4):
+            x = torch.randn(5, 3)
+            printed.append([])
+
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
+                model.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                printed[-1].append(loss.item())
+                return loss
+
+            optimizer.step(closure)
+
+    found = recorded(tmp_path, train)
+    assert [update.step for update in found.updates] == [1, 2, 3, 4]
+    assert [update.loss for update in found.updates] == pytest.approx([x[0] for x in printed])
+    assert all(len(x) == 2 for x in printed)
+    assert len({update.batch for update in found.updates}) == 4
+
+
+def test_weights_are_hashed_and_copied_where_they_are_kept_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    original = training_of_process.copied
+
+    def counted(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        copied.append(1)
+        return original(state)
+
+    monkeypatch.setattr(training_of_process, "copied", counted)
+    monkeypatch.setattr(training_of_process, "hash_state", lambda _: pytest.fail("one rank"))
+
+    def train() -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            model(torch.randn(5, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = recorded(tmp_path, train, due=lambda step: step == 4)
+    assert sorted(found.states) == [0, 4, 10]
+    assert len(copied) == 2, "after the fourth update and the last"
+
+
+def test_an_update_that_a_loss_scaler_left_out_is_told(tmp_path: Path) -> None:
+    def train() -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            factor = float("inf") if step == 2 else 1.0
+            scaler.scale(factor * model(torch.randn(5, 3)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    found = recorded(tmp_path, train)
+    assert [update.step for update in found.updates] == [1, 2, 3, 4]
+    assert "the loss scaler left out 1 of 4 updates: 3" in found.notes

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,10 @@ FOREIGN = {
 
 @pytest.mark.parametrize(
     "kind",
-    [x if x == "one that fails" else pytest.param(x, marks=pytest.mark.slow) for x in FOREIGN],
+    [
+        pytest.param(x, marks=pytest.mark.slow if x == "one that fails" else pytest.mark.long)
+        for x in FOREIGN
+    ],
 )
 def test_a_foreign_sitecustomize_is_executed_and_the_training_is_recorded(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -62,3 +66,31 @@ def test_workers_of_a_loader_leave_no_record_and_the_batches_are_the_same(
 
 
 TWO_FLAGS = ("--change", "flags")
+
+LOOKS_FIRST = """
+from importlib.util import find_spec
+
+assert find_spec("torch") and find_spec("torch").loader
+import torch
+
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(4, 3)).square().sum().backward()
+    optimizer.step()
+"""
+"""As what imports transformers before torch does: that asks whether there is one."""
+
+
+@pytest.mark.slow
+def test_a_script_that_looks_for_torch_before_it_imports_it_is_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "looks_first.py"
+    script.write_text(LOOKS_FIRST, encoding="utf-8")
+    study = Recording(tmp_path / "runs", [sys.executable, str(script)])
+    code = study.record("baseline")
+    assert (code, capsys.readouterr().out.splitlines()[0]) == (
+        0,
+        "baseline, seed 0: finished after 3 updates, 2 weights of Linear",
+    )

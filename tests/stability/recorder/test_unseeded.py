@@ -66,6 +66,7 @@ def test_a_training_with_unseeded_noise_is_named_and_its_rerun_is_the_floor(
     said = " ".join(capsys.readouterr().out.split())
     drift = list(study.drift("rerun").values())[-1]
     assert f"the script is not deterministic: its rerun drifts by {drift:.1e}" in said
+    assert "; the first update that differs is 1, in its loss, " in said
     assert "drifts below that mean nothing" in said
     assert study.record("nudge", options=("--nudge", "1")) == 0
     assert study.record("lr", options=("--env", "LR=0.5")) == 0

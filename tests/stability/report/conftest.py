@@ -11,6 +11,14 @@ from tests.stability.report.browser import Browser, start_browser
 from tests.stability.report.synthetic_full import write_full
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave what needs a browser to the slow tests."""
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def synthetic() -> ModuleType:
     """The module that writes synthetic studies."""

@@ -81,7 +81,7 @@ class Page(HTMLParser):
         (self.code if is_code else self.shown).append(data)
 
 
-@pytest.mark.parametrize("kind", one_in(2, TEXTS))
+@pytest.mark.parametrize("kind", one_in(4, TEXTS))
 def test_a_text_adds_no_tag_no_attribute_and_no_code(written, kind):
     text = TEXTS[kind]
     page = Page(written(text))

@@ -61,11 +61,15 @@ def model_of(kind, folder):
     return {"hf": str(folder / kind), "context": 32}
 
 
-def _slow(*kinds):
-    return [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
-
-
-@pytest.fixture(scope="module", params=["llama", "hf_llama", *_slow("own", "hf_gpt2")])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "llama",
+        pytest.param("own", marks=pytest.mark.slow),
+        pytest.param("hf_llama", marks=pytest.mark.long),
+        pytest.param("hf_gpt2", marks=pytest.mark.long),
+    ],
+)
 def study(request, tmp_path_factory, text_file):
     folder = tmp_path_factory.mktemp(request.param)
 

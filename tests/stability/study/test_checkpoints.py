@@ -25,6 +25,7 @@ from stability.records.sealed_json import write_sealed
 from stability.study.run import RunConflictError, check_existing, locked
 from stability.study.run_study import plan_study
 from tests.conftest import train_edited
+from tests.sampling import one_in
 from tests.stability.study.recorded_bits import recorded_bits
 
 ROOT = Path(__file__).parents[3]
@@ -240,13 +241,16 @@ def test_a_damaged_snapshot_is_never_read(copy):
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
-    [
-        (lambda run: _flip(run.snapshot(6), 900, 3), ["is damaged", "going on from step 4"]),
-        (lambda run: run.snapshot(4).unlink(), ["is missing", "starting anew"]),
-        (lambda run: _flip(run.manifest, 900, 1), ["manifest.json: must"]),
-        (lambda run: _cut(run.metrics, 40), ["has lost its end", "going on from step 4"]),
-        (lambda run: run.manifest.unlink(), []),
-    ],
+    one_in(
+        3,
+        [
+            (lambda run: _flip(run.snapshot(6), 900, 3), ["is damaged", "going on from step 4"]),
+            (lambda run: run.snapshot(4).unlink(), ["is missing", "starting anew"]),
+            (lambda run: _flip(run.manifest, 900, 1), ["manifest.json: must"]),
+            (lambda run: _cut(run.metrics, 40), ["has lost its end", "going on from step 4"]),
+            (lambda run: run.manifest.unlink(), []),
+        ],
+    ),
     ids=["flipped-snapshot", "lost-snapshot", "flipped-manifest", "cut-log", "lost-manifest"],
 )
 def test_a_damaged_ended_run_is_trained_again_to_the_same_bits(copy, run_tiny, whole, spoil, said):
@@ -286,13 +290,16 @@ def test_a_manifest_that_cannot_be_read_now_is_not_taken_for_damaged(copy, run_t
 
 @pytest.mark.parametrize(
     ("damaged", "said"),
-    [
-        ("checkpoints/step-00000006.ckpt", ["is damaged", "going on from step 4"]),
-        ("snapshots/step-00000002.safetensors", ["is damaged", "starting anew"]),
-        ("predictions/step-00000006.safetensors", ["is damaged", "going on from step 4"]),
-        ("metrics.jsonl", ["metrics.jsonl is damaged in its first", "starting anew"]),
-        ("", []),
-    ],
+    one_in(
+        3,
+        [
+            ("checkpoints/step-00000006.ckpt", ["is damaged", "going on from step 4"]),
+            ("snapshots/step-00000002.safetensors", ["is damaged", "starting anew"]),
+            ("predictions/step-00000006.safetensors", ["is damaged", "going on from step 4"]),
+            ("metrics.jsonl", ["metrics.jsonl is damaged in its first", "starting anew"]),
+            ("", []),
+        ],
+    ),
 )
 def test_an_unfinished_run_goes_on_from_what_is_whole(copy, run_tiny, whole, damaged, said):
     study, out = copy

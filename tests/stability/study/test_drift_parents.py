@@ -68,6 +68,7 @@ def compared(folder, arm, capsys):
     return json.loads(capsys.readouterr().out)["drift"]["all"]["rel_l2"]
 
 
+@pytest.mark.slow
 def test_a_retrained_baseline_gives_the_drift_from_its_own_weights(copied, monkeypatch, capsys):
     path, folder = copied
     before = drifts(folder)
@@ -214,6 +215,7 @@ def without_parents(line):
     return {key: value for key, value in line.items() if key not in (DRIFT_OF, DRIFT_FROM)}
 
 
+@pytest.mark.slow
 def test_drifts_of_an_older_version_are_shown_as_unproven(copied, capsys):
     path, folder = copied
     before = drifts(folder)

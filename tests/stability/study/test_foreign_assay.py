@@ -1,12 +1,11 @@
 """Faults planted on an attention that was put into somebody's script, and what becomes of them."""
 
+import os
 import re
-import shlex
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,9 +19,11 @@ from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import deviation_name
 from stability.records.paths import StudyPaths
-from tests.stability.recorder.recording import SCRIPTS, Recording, code_of
+from tests.stability.recorder.recording import Recording, code_of
 
 pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 LOOKED = ("--probe", "flash:fa2", "--every", "4", "--gradient-every", "4")
 SWAPPED = ("--attention", "flash:fa2", *LOOKED)
@@ -35,7 +36,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     """A study of one seed, its candidate last, that tests only read."""
     folder = tmp_path_factory.mktemp("recorded")
     script = folder / "train.py"
-    script.write_text((SCRIPTS / "gpt.py").read_text(encoding="utf-8"), encoding="utf-8")
+    script.write_text((EXAMPLES / "gpt.py").read_text(encoding="utf-8"), encoding="utf-8")
     study = Recording(folder, [sys.executable, str(script), *SHORT])
     assert study.record("baseline") == 0
     assert study.record("early", options=SWAPPED) == 0
@@ -106,6 +107,7 @@ def _gain_of_out(study: Recording, arm: str) -> float:
     return found.values[-1]
 
 
+@pytest.mark.long
 def test_one_that_was_recorded_too_early_is_assayed_when_it_is_asked_for_again(
     study: Recording, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,42 +218,30 @@ def attend(q, k, v, *, causal, scale=None):
         ), -1
     ).matmul(v.float()).to(q.dtype)
 """
-PROBE = {"candidate": "flash:fa2", "every": 2, "gradient_every": 1}
 
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study of three seeds: a right attention, a wrong one, and all that a verdict needs."""
+    """The study of `examples`, and an arm beside its own: a wrong attention of a user's."""
     folder = tmp_path_factory.mktemp("judged")
-    shutil.copy(SCRIPTS / "gpt.py", folder / "train.py")
-    (folder / "mine.py").write_text(WRONG, encoding="utf-8")
-    content: dict[str, Any] = {
-        "name": "swapped",
-        "question": "Does flash attention move my weights?",
-        "base": {
-            "command": f"{shlex.quote(sys.executable)} train.py --seed {{seed}} {{flags}}",
-            "flags": {"bf16": True},
-            "train": {"steps": 40, "snapshot_steps": [10, 20, 30]},
-        },
-        "arms": {
-            "fa2": {"attention": "flash:fa2", "probe": PROBE},
-            "wrong": {"attention": "mine:attend", "probe": PROBE},
-            "broken": {"attention": "flash:fa2+out_gain_1pct", "probe": PROBE},
-            "reference": {"role": "reference", "flags": {"bf16": False}},
-            "rerun": {},
-            "nudge": {"nudge": {"ulps": 1}},
-        },
-        "seeds": [0, 1, 2],
-        "policy": {"step": 40, "max_error_ratio": 4.0, "window_limit": 0.08},
-    }
+    shutil.copytree(EXAMPLES, folder / "examples")
+    # with a constant in the model, which is in no snapshot that a fault is planted at
+    script = folder / "examples" / "gpt.py"
+    made = "        self.mlp = nn.Sequential("
+    with_mask = f'        self.register_buffer("mask", torch.ones(3))\n{made}'
+    script.write_text(script.read_text(encoding="utf-8").replace(made, with_mask), "utf-8")
+    (folder / "examples" / "mine.py").write_text(WRONG, encoding="utf-8")
+    content = yaml.safe_load((folder / "examples" / "verdict.yaml").read_text(encoding="utf-8"))
+    content["arms"]["wrong"] = {**content["arms"]["fa2"], "attention": "mine:attend"}
     (folder / "study.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
         assert code_of("run", "study.yaml", "--wandb", "disabled") == 0
-    return folder / "runs" / "swapped"
+    return folder / "runs" / content["name"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_swapped_attention_passes_where_its_faults_are_found_and_a_wrong_one_fails(
     judged: Path,
 ) -> None:

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from stability.analysis.pair_contract import prove_pair
 from stability.recorder.inside.given_start import StartRefused, give_start, was_set_anew
 from stability.recorder.inside.names import named_state
+from tests.sampling import others_long
 from tests.stability.recorder.recording import Recording, words
 
 SAME = ("--same-start", "true")
@@ -143,7 +144,7 @@ def test_a_start_can_not_be_both_the_baselines_and_another(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", others_long(["ddp", "fsdp"], slow=["fsdp"]))
 def test_a_start_is_given_to_every_rank(
     layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,7 @@ def _edit(content, model):
     ("seed", "model"),
     [
         (1, {}),
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.long),
         (3, {"builder": "llama", "kv_heads": 1}),
         (4, {"builder": "huggingface", "options": {"config": HF_LLAMA}, "kv_heads": 1}),
     ],

@@ -186,6 +186,7 @@ def test_an_interrupted_run_goes_on_to_the_same_records(
     assert read_metrics(log)["gradient/all/looks"].values == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_candidate_that_raises_in_a_look_does_not_stop_the_run(
     write_study, run_tiny, tmp_path, monkeypatch
 ):

@@ -67,6 +67,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     return Commands(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_study_of_flags_is_sealed_run_shown_and_kept(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,7 +118,7 @@ def test_a_variable_is_an_arm(commands: Commands) -> None:
 DETERMINISM = ("deterministic_algorithms", "cudnn_deterministic")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_lack_of_deterministic_algorithms_is_an_arm(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +177,7 @@ def test_a_commit_whose_sources_are_the_working_trees_does_not_count(
 @pytest.mark.parametrize(
     ("arm", "said"),
     [
+        ({"ref": "no-such-branch"}, "arms.x.ref: must be a commit of"),
         ({"ref": "no-such-branch"}, "got 'no-such-branch'"),
         ({"python": "/no/python"}, "arms.x.python: must be an interpreter"),
     ],

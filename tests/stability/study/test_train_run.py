@@ -23,6 +23,7 @@ from stability.records.run_files import RunFiles
 from stability.records.witness import read_witness
 from stability.study import train_run
 from stability.study.assemble import make_trainer
+from tests.sampling import one_in
 
 
 def _with_broken_arm(content):
@@ -113,7 +114,7 @@ def _baseline_alone(content):
     content["base"]["train"].update(steps=4, snapshot_steps=[2])
 
 
-@pytest.mark.parametrize("end", [_stop_by_a_callback, _run_out_of_batches])
+@pytest.mark.parametrize("end", one_in(2, [_stop_by_a_callback, _run_out_of_batches]))
 def test_a_run_that_ends_before_its_last_step_has_failed_and_goes_on_to_the_same_bits(
     write_study, run_tiny, tmp_path, end
 ):

@@ -169,6 +169,7 @@ def test_the_witness_changes_no_bit_of_a_backward_in_a_backward(write_study, tmp
     assert {row.module for row in again} == {"layer_0.attention", "layer_1.attention"}
 
 
+@pytest.mark.slow
 def test_the_witness_changes_no_measurement(write_study, run_tiny, tmp_path, monkeypatch):
     def edit(content):
         _two_arms(content)
@@ -205,7 +206,7 @@ def test_the_observer_gate_would_see_a_witness_that_changes_a_bit(write_study, m
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
-    "precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"]
+    "precision", [pytest.param("32-true", marks=pytest.mark.long), "bf16-mixed"]
 )
 @pytest.mark.parametrize(
     "attention",

@@ -179,6 +179,7 @@ def test_counts_that_do_not_fit_their_edges_are_refused():
         check_counts({"a/b": [1, 2, 3]})
 
 
+@pytest.mark.slow
 def test_a_fresh_process_prints_nothing_warns_of_nothing_and_ends(tmp_path, offline_log, read_rows):
     code = (
         "from pathlib import Path\n"

@@ -77,6 +77,7 @@ def _without_bins(row: dict) -> dict:
     return {name: v for name, v in row.items() if not name.endswith(("._type", ".bins"))}
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_is_on_w_and_b_as_in_the_records(gone_on, offline_log, read_rows):
     rows = read_rows(offline_log(gone_on.wandb_dir))
     assert [_without_bins(row) for row in rows] == _expected(gone_on)

@@ -1,11 +1,12 @@
 """A loop of Accelerate, with its own accumulation and clipping."""
 
 import argparse
+import gc
 import hashlib
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -13,11 +14,17 @@ from torch.utils.data import DataLoader, TensorDataset
 flags = argparse.ArgumentParser()
 flags.add_argument("--seed", type=int, default=0)
 flags.add_argument("--bf16", action="store_true")
+flags.add_argument("--split", action="store_true")  # a batch is of all processes, in one order
 asked = flags.parse_args()
 
 set_seed(asked.seed)
 accelerator = Accelerator(
-    cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16" if asked.bf16 else "no"
+    cpu=True,
+    gradient_accumulation_steps=2,
+    mixed_precision="bf16" if asked.bf16 else "no",
+    dataloader_config=DataLoaderConfiguration(
+        split_batches=asked.split, use_seedable_sampler=asked.split
+    ),
 )
 model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -36,3 +43,9 @@ for x, y in loader:
 weights = torch.cat([x.detach().flatten() for x in model.parameters()])
 if accelerator.is_main_process:
     print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+# as in ranks.py
+accelerator.wait_for_everyone()
+del model, optimizer, loader, loss
+accelerator.free_memory()
+gc.collect()
+accelerator.end_training()

@@ -14,6 +14,7 @@ flags.add_argument("--adversaries", action="store_true")
 asked = flags.parse_args()
 
 torch.manual_seed(asked.seed)
+torch.backends.mkldnn.set_flags(False)  # it has no LSTM in BF16 on a CPU without AVX-512
 
 
 def recurrent():

@@ -74,7 +74,7 @@ def test_the_same_records_give_the_same_bytes_whatever_the_user_has_set(study, t
         assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize(("width", "points"), [("column", 241.2), ("page", 496.8)])
+@pytest.mark.parametrize(("width", "points"), one_in(2, [("column", 241.2), ("page", 496.8)]))
 def test_a_picture_is_as_wide_as_the_paper_wants_and_its_text_is_text(
     study, tmp_path, width, points
 ):

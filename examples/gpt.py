@@ -1,9 +1,13 @@
-"""A small GPT on Python's own sources that returns its loss, as nanoGPT does, and is evaluated."""
+"""A small GPT on Python's own sources that returns its loss, as nanoGPT does, and is evaluated.
+
+examples/verdict.yaml puts another attention into it and judges that; see docs/your_own_training.md.
+"""
 
 import argparse
 import hashlib
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +35,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return what the block makes of `x`, (batch, tokens, width)."""
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -46,7 +51,8 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
-    def forward(self, x: Tensor, y: "Tensor | None" = None):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        """Return the logits of each next byte, and with targets `y` the loss beside them."""
         h = self.tokens(x) + self.places.weight[: x.shape[1]]
         logits = self.head(self.norm(self.blocks(h)))
         if y is None:
@@ -55,6 +61,7 @@ class GPT(nn.Module):
 
 
 def loss_of(tokens: Tensor) -> Tensor:
+    """Return the mean loss of predicting each next byte."""
     with torch.autocast("cpu", torch.bfloat16, enabled=asked.bf16):
         return model(tokens[:, :-1], tokens[:, 1:])[1]
 

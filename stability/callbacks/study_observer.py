@@ -1,0 +1,32 @@
+"""What a display of a study is told: how far its runs have come, and how each ended.
+
+Whoever records other people's scripts needs no Lightning for it, so none is imported here.
+"""
+
+from typing import Protocol
+
+__all__ = ["StudyObserver"]
+
+
+class StudyObserver(Protocol):
+    """What a display of a study must handle."""
+
+    def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
+        """Run `index` of `total` (from 1) starts, or resumes, towards `steps`."""
+        ...
+
+    def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
+        """A run has made `step` updates; `loss` is its last training loss."""
+        ...
+
+    def run_noted(self, arm: str, seed: int, text: str) -> None:
+        """Something about a run that its user should know, e.g. a record that was damaged."""
+        ...
+
+    def study_noted(self, text: str) -> None:
+        """What is done while no run trains, and may take a while."""
+        ...
+
+    def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
+        """A run is over: `state` as in its manifest, with a message if it failed."""
+        ...

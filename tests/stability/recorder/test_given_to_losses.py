@@ -1,0 +1,195 @@
+"""What a loss is given beside the model's result is hashed or doubted, and so are set gradients."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from stability.recorder.inside import loss_targets
+from stability.recorder.inside.gradients import GIVEN, UNBACKED
+from stability.recorder.spooled import Spooled
+from tests.stability.recorder.test_loss_targets import data, seen
+
+LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+FLOATS = (torch.arange(24).reshape(6, 4) % 5).float()
+
+
+def trained(folder: Path, loss_of: LossOf) -> Spooled:
+    """Return what is recorded of one update on `data` with this loss."""
+    inputs, labels = data()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss_of(model(inputs), labels).backward()
+        optimizer.step()
+
+    return seen(folder, train)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "said"),
+    [
+        (lambda z, y: torch.where(y > 1, z.sum(1), -z.sum(1)).exp().mean(), "Where"),
+        (lambda z, y: torch.dot(z.flatten(), FLOATS.flatten()), "Dot"),
+        (lambda z, y: torch.dist(z, FLOATS), "Dist"),
+        (lambda z, y: (z.mean() - FLOATS.mean()).square(), "Sub"),
+    ],
+    ids=["condition", "dot", "distance", "difference of numbers"],
+)
+def test_what_a_loss_is_given_and_nobody_hashes_is_told(
+    loss_of: LossOf, said: str, tmp_path: Path
+) -> None:
+    assert f"what {said} was given beside the model's result" in trained(tmp_path, loss_of).untold
+
+
+def weighted(name: str, by: torch.Tensor) -> LossOf:
+    """Return a loss whose samples, classes or whole are weighted by a tensor."""
+    target = (FLOATS > 2).float()
+    losses: dict[str, LossOf] = {
+        "bce": lambda z, y: F.binary_cross_entropy(z.sigmoid(), target, weight=by),
+        "logits": lambda z, y: F.binary_cross_entropy_with_logits(z, target, weight=by),
+        "positive": lambda z, y: F.binary_cross_entropy_with_logits(z, target, pos_weight=by),
+        "classes": lambda z, y: F.cross_entropy(z, y, weight=by),
+        "times": lambda z, y: F.cross_entropy(z, y) * by.sum(),
+        "over": lambda z, y: F.cross_entropy(z, y, reduction="sum") / by.sum().long(),
+    }
+    return losses[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [
+        ("bce", FLOATS + 1),
+        ("logits", FLOATS + 1),
+        ("positive", FLOATS[0] + 1),
+        ("classes", FLOATS[0] + 1),
+        ("times", torch.ones(3)),
+        ("over", torch.ones(3)),
+    ],
+)
+def test_other_weights_and_factors_are_other_labels(
+    name: str, by: torch.Tensor, tmp_path: Path
+) -> None:
+    first, again, other = (
+        trained(tmp_path / str(i), weighted(name, value))
+        for i, value in enumerate((by, by, by + 1))
+    )
+    assert not first.untold
+    assert not first.doubts
+    assert first.updates[0].labels == again.updates[0].labels
+    changed = [
+        key
+        for key, value in first.updates[0].labels.items()
+        if other.updates[0].labels[key] != value
+    ]
+    assert len(changed) == 1
+    assert changed[0].endswith(loss_targets.IN_FLOATING_POINT)
+
+
+def test_weights_of_classes_are_the_same_in_any_micro_batches(tmp_path: Path) -> None:
+    inputs, labels = data()
+
+    def train_in(micro: int) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
+        def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            for x, y in zip(inputs.chunk(micro), labels.chunk(micro), strict=True):
+                (F.cross_entropy(model(x), y, weight=FLOATS[0] + 1) / micro).backward()
+            optimizer.step()
+
+        return train
+
+    whole, parts = (seen(tmp_path / str(n), train_in(n)).updates[0].labels for n in (1, 3))
+    assert whole == parts
+    assert len(whole) == 2
+
+
+def test_a_scaled_loss_and_numbers_of_python_are_given_nothing(tmp_path: Path) -> None:
+    inputs, labels = data()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        z = model(inputs)
+        loss = F.cross_entropy(z[:, :4], labels) / 3 + 0.5 + 1e-4 * z.select(1, 0).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+
+    found = seen(tmp_path, train)
+    assert not found.untold
+    assert not found.doubts
+    assert [*found.updates[0].labels] == ["target of NllLoss"]
+
+
+def test_labels_behind_hundreds_of_operators_are_seen(tmp_path: Path) -> None:
+    def loss_with(other: int) -> LossOf:
+        return lambda z, y: sum(
+            (F.cross_entropy(z, (y + (other if i == 0 else 0)) % 4) for i in range(300)),
+            torch.zeros(()),
+        )
+
+    first, second = (trained(tmp_path / str(other), loss_with(other)) for other in (0, 1))
+    assert not first.untold
+    assert first.updates[0].labels != second.updates[0].labels
+
+
+def test_that_a_loss_has_too_many_operators_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_targets, "_MOST_NODES", 8)
+
+    found = trained(tmp_path, lambda z, y: sum((z[i, 0].exp() for i in range(6)), z[0, 1]))
+    assert "what a loss of more than 8 operators was given" in found.untold
+
+
+def by_grad(model: nn.Module, loss: torch.Tensor) -> None:
+    """Set the gradients by hand."""
+    weights = list(model.parameters())
+    for x, gradient in zip(weights, torch.autograd.grad(loss.mean(), weights), strict=True):
+        x.grad = gradient
+
+
+@pytest.mark.parametrize(
+    ("back_propagate", "said"),
+    [
+        (by_grad, UNBACKED),
+        (lambda model, loss: loss.backward(torch.ones(6)), GIVEN),
+        (lambda model, loss: torch.autograd.backward([loss], grad_tensors=[torch.ones(6)]), GIVEN),
+        (lambda model, loss: loss.mean().backward(torch.tensor(2.0)), GIVEN),
+    ],
+    ids=["grad", "vector", "grad_tensors", "factor"],
+)
+def test_gradients_of_no_scalar_loss_are_a_doubt(
+    back_propagate: Callable[[nn.Module, torch.Tensor], None], said: str, tmp_path: Path
+) -> None:
+    inputs, labels = data()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        back_propagate(model, F.cross_entropy(model(inputs), labels, reduction="none"))
+        optimizer.step()
+
+    found = seen(tmp_path, train)
+    assert found.doubts == [said]
+    assert said.startswith("labels can't be checked: ")
+    assert f"unproven: {said}" in found.notes
+
+
+def test_one_backward_pass_for_two_optimizers_and_a_step_that_moves_nothing_are_no_doubt(
+    tmp_path: Path,
+) -> None:
+    inputs, labels = data()
+
+    def train(model: nn.Module, first: torch.optim.Optimizer) -> None:
+        second = torch.optim.SGD(model[1].parameters(), lr=0.1)  # type: ignore[index]
+        first.param_groups[0]["params"] = list(model[0].parameters())  # type: ignore[index]
+        for _ in range(2):
+            F.cross_entropy(model(inputs), labels).backward()
+            first.step()
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+        first.step()
+
+    assert not seen(tmp_path, train).doubts

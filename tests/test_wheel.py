@@ -1,0 +1,115 @@
+"""The wheel holds all of the packages, and makes a study without a clone beside it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"stability": "stability", "kernels/attention_kernels": "attention_kernels"}
+"""The folders of the clone, and what the wheel calls them."""
+
+TRAINS = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for _ in range(6):
+    loss = nn.functional.cross_entropy(model(torch.randn(5, 8)), torch.randint(4, (5,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+PRINTS_PLACES = """
+import sys
+import attention_kernels
+import stability
+
+print(stability.__file__, attention_kernels.__file__, *sys.path, sep="\\n")
+"""
+
+
+def tracked() -> list[str]:
+    """What git has in the packages' folders, by its path in the clone."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *PACKAGES], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    # a file that was deleted and not yet committed is in no wheel
+    return [path for path in listed.stdout.split("\0") if path and (ROOT / path).exists()]
+
+
+def run(*words: str | Path, cwd: Path) -> str:
+    """Run a command as somebody who has no clone does; return what it prints."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "STABILITY"))}
+    done = subprocess.run(
+        [str(word) for word in words], cwd=cwd, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy: no older build lies in that, and none is left in the clone."""
+    copy = tmp_path_factory.mktemp("copy")
+    for path in ("pyproject.toml", "README.md", "LICENSE", *tracked()):
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, copy / path)
+    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", "built"]
+    run(sys.executable, "-m", "pip", "wheel", *options, ".", cwd=copy)
+    (built,) = (copy / "built").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def place(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an environment into which the wheel is installed, beside what it needs."""
+    folder = tmp_path_factory.mktemp("reader")
+    environment = folder / "env"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    options = ["--quiet", "--no-index", "--no-deps"]
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    # its folder alone: where the clone is, as an editable install, stands in a .pth file there
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    (folder / "train.py").write_text(TRAINS, encoding="utf-8")
+    (folder / "places.py").write_text(PRINTS_PLACES, encoding="utf-8")
+    return folder
+
+
+def test_the_wheel_holds_every_tracked_file_of_the_packages_and_no_other(wheel: Path) -> None:
+    expected = set()
+    for path in tracked():
+        (source,) = (folder for folder in PACKAGES if path.startswith(folder + "/"))
+        expected.add(PACKAGES[source] + path.removeprefix(source))
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert len(expected) > 300
+    assert "stability/recorder/inside/startup/sitecustomize.py" in held
+    assert held == expected
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_records_a_script_and_shows_its_ladder_and_report(place: Path) -> None:
+    python, stability = place / "env" / "bin" / "python", place / "env" / "bin" / "stability"
+    ours, kernels, *searched = run(python, "places.py", cwd=place).splitlines()
+    assert Path(ours).is_relative_to(place / "env")
+    assert Path(kernels).is_relative_to(place / "env")
+    assert not {str(ROOT), str(ROOT / "kernels")} & set(searched), "the clone is not there"
+    for arm in ("baseline", "rerun"):
+        asked = ["--study", "mine", "--arm", arm, "--wandb", "disabled", "--", python, "train.py"]
+        said = run(stability, "record", *asked, cwd=place)
+        assert f"{arm}, seed 0: finished after 6 updates, 4 weights of Sequential" in said
+    ladder = run(stability, "show", "runs/mine", cwd=place)
+    (rerun,) = (line for line in ladder.splitlines() if line.startswith("rerun"))
+    assert "0 (exact)" in rerun
+    run(stability, "report", "runs/mine", cwd=place)
+    page = (place / "runs" / "mine" / "report.html").read_text(encoding="utf-8")
+    assert "</html>" in page
