@@ -50,7 +50,7 @@ def start_run(
     with _told_in_a_line():
         run = wandb.init(
             project=project(),
-            dir=directory.parent,
+            dir=directory.parent.absolute(),  # its service stays in the directory it began in
             id=run_id,
             tags=[*tags, *added_tags()],
             mode=mode,

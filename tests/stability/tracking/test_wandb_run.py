@@ -1,6 +1,7 @@
 """The id that W&B knows a run by comes from a file that anybody may have written."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +36,14 @@ def test_an_id_that_is_one_is_kept(tmp_path, monkeypatch):
     (directory / "id.txt").write_text("0123456789abcdef\n")
     start_run("offline", directory, tags=[])
     assert begun == ["0123456789abcdef"]
+
+
+def test_a_relative_folder_is_the_one_of_the_current_directory(tmp_path, monkeypatch):
+    """W&B's service keeps the directory it was started in, for all runs of the process."""
+    for current in (tmp_path / "first", tmp_path / "second"):
+        current.mkdir()
+        monkeypatch.chdir(current)
+        run, _ = start_run("offline", Path("run/wandb"), tags=[])
+        run.log({"loss": 1.0})
+        run.finish()
+        assert len(list(current.glob("run/wandb/offline-run-*/*.wandb"))) == 1
