@@ -21,7 +21,6 @@ __all__ = [
     "masters_of",
     "named_masters",
     "named_state",
-    "no_module_is_frozen",
     "one_search",
     "optimized",
     "other_buffers",
@@ -43,14 +42,6 @@ _found: List[_Found] = []
 """What the search in progress has found, if it has."""
 _searches = 0
 """How many calls of `one_search` are open."""
-_frozen_without_modules = 0
-"""How many objects were frozen before any module was made."""
-
-
-def no_module_is_frozen() -> None:
-    """Tell that no module or optimizer is among what gc.freeze() has left out by now."""
-    global _frozen_without_modules
-    _frozen_without_modules = gc.get_freeze_count()
 
 
 @contextmanager
@@ -75,12 +66,10 @@ def _search() -> _Found:
     A script's gc.freeze() would hide what it has made, so that is taken back for good: to freeze
     anew what is alive now would keep it alive.
     """
-    global _frozen_without_modules
     if _found:
         return _found[0]
-    if gc.get_freeze_count() > _frozen_without_modules:
+    if gc.get_freeze_count():
         gc.unfreeze()
-        _frozen_without_modules = 0
     modules: List[nn.Module] = []
     optimizers: List[Optimizer] = []
     for x in gc.get_objects():

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -93,6 +94,21 @@ def test_a_weight_of_no_module_is_named_by_its_place() -> None:
     assert owners == ["Linear"]
 
 
+_count = gc.get_freeze_count
+"""As it is in a user's process, before the tests' own freezing replaces it (`conftest`)."""
+
+
+@pytest.fixture
+def _freezes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a test freeze, and leave frozen what was."""
+    gc.unfreeze()
+    monkeypatch.setattr(gc, "get_freeze_count", _count)
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("_freezes")
 def test_modules_that_a_script_has_frozen_for_the_collector_are_found() -> None:
     model = Named()
     gc.freeze()  # as scripts do once all is set up: no search by the collector sees what is there
@@ -103,6 +119,7 @@ def test_modules_that_a_script_has_frozen_for_the_collector_are_found() -> None:
     assert (set(state), owners) == (NAMES, ["Named"])
 
 
+@pytest.mark.usefixtures("_freezes")
 def test_of_a_model_that_is_frozen_in_part_all_is_found() -> None:
     model = Named()
     gc.freeze()
@@ -111,6 +128,7 @@ def test_of_a_model_that_is_frozen_in_part_all_is_found() -> None:
     assert (set(state), owners) == (NAMES, ["Named"])
 
 
+@pytest.mark.usefixtures("_freezes")
 def test_masters_of_an_optimizer_that_is_frozen_are_found() -> None:
     masters = [torch.ones(2, requires_grad=True)]
     optimizer = torch.optim.SGD(masters, lr=0.1)
