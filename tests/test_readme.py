@@ -29,6 +29,7 @@ PYTHON = [block for language, block in BLOCKS if language == "python"]
 STABILITY = [command for command in COMMANDS if command.startswith("stability ")]
 TRAINS = re.compile(
     "--check-observer|--seeds|--over points|stable_fig3|--arm flash_all_bf16|verdict|runs/short"
+    "|--arm bf16|stability fork"
 )
 """What takes several seconds more, and runs what another command has run in part."""
 

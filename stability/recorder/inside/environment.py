@@ -79,7 +79,8 @@ def own_files() -> Dict[str, str]:
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")
-        if not isinstance(file, str) or not os.path.isfile(file) or _is_installed(module):
+        # whether it is a file comes last: thousands of modules are installed, and few are not
+        if not isinstance(file, str) or _is_installed(module) or not os.path.isfile(file):
             continue
         if _real(file).startswith(_OURS) or os.path.getsize(file) > _LARGEST:
             continue

@@ -322,7 +322,8 @@ def llama():
 
 
 @pytest.mark.filterwarnings("ignore:shadow. of 2 attention layers 2 are not seen")
-@pytest.mark.parametrize("agree", one_in(2, [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("agree", [False, True])
 def test_a_block_mask_that_transformers_is_given_is_read(agree, held):
     model, ids = llama(), torch.arange(64)[None] % 40
     tables = [[0], [0, 1]] if agree else [[0], [1]]
