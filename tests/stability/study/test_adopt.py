@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from stability.metrics.drift import drift
 from stability.records.manifest import read_manifest, write_manifest
@@ -267,3 +270,51 @@ def test_the_verdict_asks_nothing_of_checkpoints_that_they_cannot_give(
     assert "no run has a held-out loss: checkpoints tell none. assay" in said
     assert "adopt such a series with `--role NAME=reference`" in said
     assert "held_out:" not in said
+
+
+class _Wrapped(LightningModule):
+    """Holds the model that trains as `model`, as most modules of Lightning do."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.model = nn.Linear(3, 2)
+        self.lr = lr
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return self.model(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def _trained(folder: Path, lr: float) -> States:
+    """Train with Lightning, which keeps a checkpoint each second update; return their weights."""
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=2)
+    keeps = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
+    trainer = Trainer(
+        max_steps=4, accelerator="cpu", callbacks=[keeps], logger=False, enable_progress_bar=False
+    )
+    trainer.fit(_Wrapped(lr), data)
+    found = {}
+    for path in folder.glob("*.ckpt"):
+        held = torch.load(path)
+        found[held["global_step"]] = {
+            name.removeprefix("model."): x for name, x in held["state_dict"].items()
+        }
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_checkpoints_that_lightning_writes_are_compared_with_bare_ones(tmp_path: Path) -> None:
+    a, b = _trained(tmp_path / "a", 0.01), _trained(tmp_path / "b", 0.02)
+    assert sorted(a) == sorted(b) == [2, 4]
+    bare = as_folders(tmp_path / "bare", a)
+    words = [f"baseline={tmp_path / 'a'}", f"x={tmp_path / 'b'}", f"bare={bare}"]
+    assert adopted(tmp_path, *words, "--change", "x=optimizer.lr", "--role", "bare=rerun") == 0
+    for arm, states_of in {"x": b, "bare": a}.items():
+        found = read_metrics(run_of(tmp_path, arm).metrics)[drift_name("all", "rel_l2")]
+        assert found.steps == [2, 4]
+        expected = [drift(states_of[step], a[step])["all"]["rel_l2"] for step in (2, 4)]
+        assert found.values == expected
+        assert (max(found.values) == 0) == (arm == "bare")
