@@ -183,6 +183,19 @@ def test_proofs_tell_a_broken_pair_from_a_change_by_design(study):
     assert re.search(r'<td class="bad"><code>2.13.0 / 2.11.0', contract)
 
 
+def test_each_change_stands_beside_its_group(study):
+    page = page_of(study)
+    found = re.findall(r'<tr data-arm-row="(\w+)"><th scope="row">\w+</th><td>(.*?)</td>', page)
+    assert dict(found) == {
+        "rerun": "–",
+        "flash_fa2": "attention",
+        "flash_all_bf16": "attention",
+        "fp32": "precision",
+        "init_seed": "init",
+        "nudge": "init",
+    }
+
+
 def test_half_a_surrogate_pair_is_written_out(synthetic, tmp_path):
     folder = synthetic.write_synthetic(tmp_path / "study", seeds=[0], question="why \ud800?")
     assert "why \\ud800?" in write_page(read_study(folder), folder).read_text(encoding="utf-8")
