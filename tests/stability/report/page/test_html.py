@@ -187,7 +187,7 @@ def test_each_change_stands_beside_its_group(study):
     page = page_of(study)
     found = re.findall(r'<tr data-arm-row="(\w+)"><th scope="row">\w+</th><td>(.*?)</td>', page)
     assert dict(found) == {
-        "rerun": "–",
+        "rerun": "\N{EN DASH}",
         "flash_fa2": "attention",
         "flash_all_bf16": "attention",
         "fp32": "precision",
