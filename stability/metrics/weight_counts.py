@@ -6,7 +6,6 @@ which weights are counted, and NaN, which lies in no bin.
 """
 
 from collections.abc import Iterable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -60,4 +59,6 @@ def _by_side(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _between(cuts: list[int], found: Tensor) -> Tensor:
-    return torch.stack([found[low:high].sum() for low, high in pairwise(cuts)])
+    # by one running sum: a sum of each stretch took a tenth of a small model's training
+    before = torch.cat([found.new_zeros(1), found.cumsum(0)])[cuts]
+    return before[1:] - before[:-1]
