@@ -157,3 +157,50 @@ def _record_first(words):
 def test_python_example_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(block, "README.md", "exec"), {})
+
+
+def _ladder(said):
+    """Return what the first ladder of a text shows of each arm, in order, less what it changed."""
+    lines = iter(said.splitlines())
+    for line in lines:
+        if re.match(r"arm +what changed +", line):
+            break
+    next(lines)
+    found = {}
+    for line in lines:
+        if not line.strip():
+            break
+        if not line.startswith(" "):
+            arm, _, *cells = re.split(r"\s{2,}", line.strip())
+            found[arm] = cells
+    return found
+
+
+def _number(cell):
+    found = re.fullmatch(r"(\d[\d.]*(?:e[+-]\d+)?)x?", cell)
+    return float(found[1]) if found else None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("study", "arm"),
+    [
+        ("configs/quickstart.yaml", "nudge_2"),
+        ("configs/lr_vs_bf16.yaml", "orthogonal"),
+        ("examples/study.yaml", "radam"),
+    ],
+)
+def test_a_ladder_is_what_its_study_prints(study, arm, tmp_path, monkeypatch, capsys, alone):
+    """On another machine the last digits differ, and what lies near to the last bits by a factor."""
+    block = next(block for _, block in BLOCKS if f"\n{arm} " in block)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", str(max(map(len, block.splitlines()))))
+    assert main(["run", study, "--wandb", "disabled", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    print(said)
+    found, shown = _ladder(said), _ladder(block)
+    assert list(found) == list(shown)
+    for name, cells in shown.items():
+        numbers = [_number(cell) for cell in cells]
+        near = [x if x is None else pytest.approx(x, rel=0.5) for x in numbers]
+        assert [_number(cell) for cell in found[name]] == near, name
