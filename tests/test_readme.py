@@ -191,13 +191,13 @@ def _number(cell):
     ],
 )
 def test_a_ladder_is_what_its_study_prints(study, arm, tmp_path, monkeypatch, capsys, alone):
-    """On another machine the last digits differ, and what lies near to the last bits by a factor."""
+    """Elsewhere the last digits differ, and what lies near to the last bits by a factor."""
     block = next(block for _, block in BLOCKS if f"\n{arm} " in block)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", str(max(map(len, block.splitlines()))))
     assert main(["run", study, "--wandb", "disabled", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    print(said)
+    (tmp_path / "said.txt").write_text(said)
     found, shown = _ladder(said), _ladder(block)
     assert list(found) == list(shown)
     for name, cells in shown.items():
