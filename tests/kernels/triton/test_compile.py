@@ -282,7 +282,7 @@ def test_dropout_spills_nothing(arch, tmp_path):
         ),
         pytest.param(100, "^(fp32|e4m3|all_bf16)-d64|^every", 13, marks=pytest.mark.long),
         pytest.param(80, "^trained", 14, marks=pytest.mark.long),
-        pytest.param(90, "^trained", 14, marks=pytest.mark.slow),
+        pytest.param(90, "^trained", 14, marks=pytest.mark.long),
         pytest.param(100, "^trained", 10, marks=pytest.mark.long),
     ],
 )

@@ -279,7 +279,7 @@ def test_a_sync_that_is_forgotten_is_found(study, tmp_path, one_environment, wha
         _visit(replace(study, sessions=tuple(less)), tmp_path, 0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_power_cut_is_decided_right_and_one_of_each_kind_goes_on(
     study, tmp_path, one_environment
 ):

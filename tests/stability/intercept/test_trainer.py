@@ -113,13 +113,13 @@ WAYS = {
 }
 
 
-SAMPLE = (("llama", "bf16"), ("gpt2", "plain"))
-"""What CI runs, compiled and not."""
+SAMPLE = (("llama", True, "bf16"), ("gpt2", False, "plain"))
+"""What CI runs, one of them compiled."""
 
 CASES = [
     pytest.param(
         *(kind, compiled, way),
-        marks=pytest.mark.slow if (kind, way) in SAMPLE else pytest.mark.long,
+        marks=pytest.mark.slow if (kind, compiled, way) in SAMPLE else pytest.mark.long,
     )
     for kind, compiled, way in product(LAYERS, (False, True), WAYS)
 ]

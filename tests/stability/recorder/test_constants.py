@@ -99,7 +99,11 @@ def test_a_mask_of_one_attention_alone_is_no_weight(
     ("attention", "doubt"),
     [
         ("open", "the same buffers at the start (1.bias: not the same on both sides"),
-        ("moving", "the drift of 1.bias, which moves here and is a constant in the baseline"),
+        pytest.param(
+            "moving",
+            "the drift of 1.bias, which moves here and is a constant in the baseline",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_another_mask_and_one_that_moves_are_unproven(

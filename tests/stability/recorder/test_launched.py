@@ -69,7 +69,10 @@ def said_of(study: Recording, capsys: pytest.CaptureFixture[str]) -> tuple[int, 
 @pytest.mark.parametrize(
     ("lines", "given", "sentence"),
     [
-        ('--out "$1/results" --lr 0.5', ("{out}", "{out}"), "an A/A pair"),
+        pytest.param(
+            *('--out "$1/results" --lr 0.5', ("{out}", "{out}"), "an A/A pair"),
+            marks=pytest.mark.long,
+        ),
         ('--lr "$1" --wd 0.5', ("0.5", "0.25"), "they differ in flags.argument_2 alone"),
         pytest.param(
             '--lr "$1" --wd "$1"',
@@ -169,7 +172,11 @@ def test_another_content_of_a_named_config_is_refused(study: Study, capsys, tmp_
 
 
 @pytest.mark.parametrize(
-    ("other", "is_proven"), [('{"lr": 0.4, "x": 1}', True), ('{"lr": 0.4, "x": 2}', False)]
+    ("other", "is_proven"),
+    [
+        pytest.param('{"lr": 0.4, "x": 1}', True, marks=pytest.mark.long),
+        ('{"lr": 0.4, "x": 2}', False),
+    ],
 )
 def test_two_configs_that_differ_in_more_than_a_line_are_unproven(
     study: Study, capsys, tmp_path: Path, other: str, is_proven: bool

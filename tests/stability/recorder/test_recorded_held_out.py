@@ -380,7 +380,7 @@ TRAINERS = {"lightning_fit.py": [3, 6], "hugging_face.py": [2, 4, 6]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", [Recording, Calling])
+@pytest.mark.parametrize("door", others_long([Recording, Calling], slow=[Recording]))
 @pytest.mark.parametrize("script", others_long(TRAINERS, slow=["hugging_face.py"]))
 def test_what_a_trainer_evaluates_is_its_held_out_loss(
     script: str, door: type[Recording], tmp_path: Path, capsys: pytest.CaptureFixture[str]
