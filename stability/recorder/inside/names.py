@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,6 +21,7 @@ __all__ = [
     "masters_of",
     "named_masters",
     "named_state",
+    "named_weights",
     "one_search",
     "optimized",
     "other_buffers",
@@ -141,9 +142,9 @@ def frozen_beside(
     """
     owners = owners_of(state) if owners is None else owners
     return {
-        f"{type(owner).__name__}.{without_wrappers(name)}": x
+        f"{_class_of(owner)}.{name}": x
         for owner in owners
-        for name, x in unwrapped(owner).named_parameters()
+        for name, x in named_weights(owner)
         if not x.requires_grad
     }
 
@@ -164,12 +165,14 @@ def other_buffers(state: Dict[str, Tensor], owners: List[nn.Module]) -> Dict[str
     As masks and counters, and what no checkpoint would hold.
     """
     known = {id(x) for x in state.values()}
-    return {
-        f"{_class_of(owner)}.{without_wrappers(name)}": x
-        for owner in owners
-        for name, x in unwrapped(owner).named_buffers()
-        if id(x) not in known
-    }
+    found = {}
+    for owner in owners:
+        inner = unwrapped(owner)
+        renamed = _renames(inner)
+        for name, x in inner.named_buffers():
+            if id(x) not in known:
+                found[f"{_class_of(owner)}.{renamed(name)}"] = x
+    return found
 
 
 def copies_of(name: str, weight: Tensor) -> List[Tensor]:
@@ -179,10 +182,9 @@ def copies_of(name: str, weight: Tensor) -> List[Tensor]:
     """
     found = {}
     for module in _modules():
-        inner = unwrapped(module)
-        for own, other in inner.named_parameters():
+        for own, other in named_weights(module):
             is_alike = other.shape == weight.shape and other.dtype == weight.dtype
-            if without_wrappers(own) == name and other is not weight and is_alike:
+            if own == name and other is not weight and is_alike:
                 found[id(other)] = other
     return [
         other for other in found.values() if type(other) is type(weight) and other.equal(weight)
@@ -224,9 +226,9 @@ def cast_of(master: Tensor, taken: Set[int]) -> List[Tensor]:
     that is not in `taken`, the places in memory of those that other masters have.
     """
     for module in _without_owner(_modules()):
-        for name, weight in module.named_parameters():
+        for name, weight in named_weights(module):
             if id(weight) not in taken and _holds(weight, master):
-                return [weight, *copies_of(without_wrappers(name), weight)]
+                return [weight, *copies_of(name, weight)]
     return []
 
 
@@ -291,16 +293,39 @@ def _prefixes(modules: List[nn.Module]) -> List[str]:
 
 def _state_of(module: nn.Module) -> List[Tuple[str, Tensor]]:
     inner = unwrapped(module)
+    renamed = _renames(inner)
     found: List[Tuple[str, Tensor]] = []
-    found += [
-        (without_wrappers(name), x) for name, x in inner.named_parameters() if x.requires_grad
-    ]
+    found += [(name, x) for name, x in named_weights(module) if x.requires_grad]
     for place, owner in inner.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             is_kept = name not in owner._non_persistent_buffers_set
             if is_kept and buffer.is_floating_point():
-                found.append((without_wrappers(f"{place}.{name}" if place else name), buffer))
+                found.append((renamed(f"{place}.{name}" if place else name), buffer))
     return found
+
+
+def named_weights(module: nn.Module) -> List[Tuple[str, nn.Parameter]]:
+    """Return a module's parameters by name, less what wraps it or a module in it."""
+    inner = unwrapped(module)
+    renamed = _renames(inner)
+    return [(renamed(name), x) for name, x in inner.named_parameters()]
+
+
+def _renames(inner: nn.Module) -> Callable[[str], str]:
+    """Return what takes out of a name in `inner` all that no user has put there."""
+    held = [
+        f"{place}.module."
+        for place, x in inner.named_modules()
+        if isinstance(x, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+    ]
+
+    def renamed(name: str) -> str:
+        for begin in held:
+            if name.startswith(begin):
+                name = begin[: -len("module.")] + name[len(begin) :]
+        return without_wrappers(name)
+
+    return renamed
 
 
 def without_wrappers(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Dict, List, Mapping
 import torch
 from torch import Tensor
 
-from .names import optimized, outermost_modules, unwrapped, without_wrappers
+from .names import named_weights, optimized, outermost_modules
 
 __all__ = ["prefixed_copies"]
 
@@ -31,8 +31,7 @@ def prefixed_copies(state: Mapping[str, Tensor]) -> Dict[int, List[Tensor]]:
     sources = {} if not own else _by_beginning(own)
     found: Dict[int, List[Tensor]] = {}
     for module in outermost_modules() if own else []:
-        named = {without_wrappers(name): x for name, x in unwrapped(module).named_parameters()}
-        others = {name: x for name, x in named.items() if id(x) not in trained}
+        others = {name: x for name, x in named_weights(module) if id(x) not in trained}
         for begin, group in _by_beginning(others).items():
             source = next(
                 (x for of, x in sources.items() if (of or begin) and _is_copy(group, x)), {}

@@ -86,6 +86,32 @@ def test_tied_weights_count_once() -> None:
     assert set(named_state(model.parameters())[0]) == {"0.weight"}
 
 
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_what_wraps_a_part_of_a_model_for_several_ranks_is_in_no_name() -> None:
+    model = Named()
+    bare = told(model)
+    assert bare == (sorted(NAMES), ["Named"], {"Named.scale"})
+    whole = nn.parallel.DistributedDataParallel(model)
+    assert told(model) == bare
+    del whole
+    model.body = nn.parallel.DistributedDataParallel(model.body)  # type: ignore[assignment]
+    assert told(model) == bare
+
+
+def told(model: nn.Module) -> tuple[list[str], list[str], set[str]]:
+    """Return the names of a model's state, of its class and of what in it is frozen."""
+    state, owners = named_state(model.parameters())
+    return sorted(state), owners, set(frozen_beside(state))
+
+
 def test_a_weight_of_no_module_is_named_by_its_place() -> None:
     free = nn.Parameter(torch.zeros(2))
     model = nn.Linear(2, 2)
