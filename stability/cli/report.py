@@ -1,7 +1,7 @@
 """`stability report` and `stability dashboard`: the HTML pages of studies and probes.
 
-`report` writes one page, once or for as long as the study runs; `dashboard` serves the pages of all
-studies in a folder to a browser.
+`report` writes one page, once or for as long as the study runs, and publishes a study to W&B where
+that is asked for; `dashboard` serves the pages of all studies in a folder to a browser.
 """
 
 import contextlib
@@ -17,10 +17,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stability.cli.output import HOLDS, print_line
+from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.show import holds_probe
 from stability.records.manifest import ENDED
 from stability.records.run_lock import is_held
+from stability.tracking.environment import WandbMode, check_wandb
 
 if TYPE_CHECKING:
     from stability.analysis.study_records import RecordedRun, RecordedStudy
@@ -40,7 +41,9 @@ ATTEMPTS = 50
 """How many ports from PORT on are tried."""
 
 
-def report(folder: Path, open: bool = False, watch: bool = False) -> int:
+def report(
+    folder: Path, open: bool = False, watch: bool = False, wandb: WandbMode | None = None
+) -> int:
     """Write a study's report.html, or a probe's probe.html, anew from its records.
 
     Args:
@@ -48,16 +51,23 @@ def report(folder: Path, open: bool = False, watch: bool = False) -> int:
         open: open the page in the browser
         watch: write it whenever the records have grown, until the study has ended or Ctrl-C; while
             no process trains it, that is said
+        wandb: publish to W&B what has ended of the study, offline or online, as `stability run`
+            does: for runs that scripts have recorded themselves
     """
     is_probe = holds_probe(folder)
+    if wandb and is_probe:
+        raise ValueError(f"report: wandb is for a study, got the probe {str(folder)!r}")
     if watch and is_probe:
         raise ValueError(
             f"report: watch is for a study, got the probe {str(folder)!r}; "
             "`stability dashboard` follows a probe"
         )
     from stability.analysis.study_records import read_study  # heavy: numpy
+    from stability.cli.workspace import publish_study
     from stability.report.page.html import write_page, write_probe_page  # heavy: plotly
 
+    if wandb:
+        check_wandb(wandb)
     study = None if is_probe else read_study(folder)
     reload_s = RELOAD_S if watch and study and _goes_on(study) else 0
     written = write_page(study, folder, reload_s=reload_s) if study else write_probe_page(folder)
@@ -66,6 +76,9 @@ def report(folder: Path, open: bool = False, watch: bool = False) -> int:
         webbrowser.open(written.resolve().as_uri())
     if study and reload_s:
         _follow(folder, study)
+    if wandb and (trouble := publish_study(read_study(folder), folder, wandb)):
+        print_line(trouble)
+        return FAILS
     return HOLDS
 
 

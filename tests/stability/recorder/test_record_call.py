@@ -22,7 +22,7 @@ from stability.records.metric_names import BATCH_HASH, EVAL_LOSS, TRAIN_LOSS, dr
 from stability.records.paths import RunPaths
 from stability.study.call_variables import Told
 from stability.study.record_call import IdleRecorder, Recorder
-from tests.stability.recorder.recording import Recording, bits_of, words
+from tests.stability.recorder.recording import Recording, bits_of, code_of, words
 
 Train = Callable[..., Any]
 
@@ -334,3 +334,21 @@ def test_the_config_of_a_call_is_its_flags_less_what_names_the_run() -> None:
     told = call_training(space, ["train.py"])
     assert told == {"program": "train.py", "config": {"lr": 0.1, "data": "a/b"}, "env": {}}
     assert json.loads(json.dumps(told)) == told
+
+
+@pytest.mark.slow
+def test_runs_that_a_script_has_recorded_itself_are_published_with_their_report(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train()
+    train("other", lr=0.2)
+    study = tmp_path / "mine"
+    assert not list(study.rglob("*.wandb"))
+    assert code_of("report", str(study), "--wandb", "offline") == 0
+    assert (study / "wandb" / "published-offline.sha256").exists()
+    for arm in ("baseline", "other"):
+        folder = RunPaths.for_run(study, arm, 0).wandb_dir
+        (log,) = folder.glob("offline-run-*/*.wandb")
+        content = log.read_bytes()
+        assert TRAIN_LOSS.encode() in content
+        assert (drift_name("all", "rel_l2").encode() in content) == (arm == "other")
