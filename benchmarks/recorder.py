@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stability.probe.executed import Executed
+from stability.recorder.inside.evaluations import Evaluations
 from stability.recorder.inside.hooks import install
 from stability.recorder.inside.looks import Looks
 from stability.recorder.inside.spool import Spool
@@ -76,7 +77,7 @@ def main() -> int:
         optimizer.zero_grad()
 
     with tempfile.TemporaryDirectory() as folder:
-        training = Training(Spool(folder, 0), due=lambda step: False)
+        training = Training(Spool(folder, 0), due=lambda step: False, evaluations=Evaluations())
         training.add_optimizer(optimizer)
         for _ in range(4):
             update()

@@ -32,7 +32,6 @@ for step in range(6):
         with torch.no_grad():
             print("held out", model(held_out).sum().item(), average(held_out).sum().item())
         model.train()
-state = [x.detach().float().flatten() for x in average.module.state_dict().values()]
-print("average", hashlib.sha256(torch.cat(state).numpy().tobytes()).hexdigest())
-state = [x.detach().float().flatten() for x in model.state_dict().values()]
+both = [*model.state_dict().values(), *average.module.state_dict().values()]
+state = [x.detach().float().flatten() for x in both]
 print("weights", hashlib.sha256(torch.cat(state).numpy().tobytes()).hexdigest())
