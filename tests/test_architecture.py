@@ -211,3 +211,14 @@ def test_records_are_changed_by_the_file_operations_alone():
             if CHANGES.search(code) and not line.lstrip().startswith(('"', "#")):
                 found.add(str(path.relative_to(ROOT / "stability")))
     assert found == {*ELSEWHERE}
+
+
+def test_one_file_writes_the_weights_of_a_run():
+    """Our trainer, somebody's script and an adopted series come on record by one door."""
+    writers = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "write_snapshot"
+    }
+    assert writers == {"stability/recorder/writer.py"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stability.analysis.environment_contract import is_in_doubt, other_entries
+from stability.analysis.environment_contract import is_in_doubt, other_entries, thread_lines
 from stability.analysis.pair_contract import _start_parts
 from stability.analysis.pair_proof import compared
 from stability.records.identity import hash_environment
@@ -57,6 +57,31 @@ def test_other_code_is_told(
     key: str, values: tuple[Any, Any], differences: dict[str, Any], said: str
 ) -> None:
     assert judged(key, *values, differences) == said
+
+
+@pytest.mark.parametrize(
+    ("differences", "threads", "names"),
+    [
+        (LR, (1, 1), []),
+        (LR, (1, 2), ["environment.threads"]),
+        (REF, (1, 2), ["environment.threads"]),
+        # an A/A pair is refused by the environment's hash; what sets threads, and another
+        # environment, may have other ones
+        ({}, (1, 2), []),
+        ({"flags.num_threads": (1, 2)}, (1, 2), []),
+        ({"env.OMP_NUM_THREADS": ("1", "2")}, (1, 2), []),
+        (PYTHON, (1, 2), []),
+    ],
+)
+def test_another_number_of_threads_is_unproven_where_nothing_declares_it(
+    differences: dict[str, Any], threads: tuple[int, int], names: list[str]
+) -> None:
+    first, second = (replace(run(), environment={"threads": x}) for x in threads)
+    lines = list(thread_lines(first, second, differences))
+    assert [line.field for line in lines] == names
+    assert all(line.sameness == "unknown" for line in lines)
+    if names:
+        assert "1 in one and 2 in the other, which was not declared" in lines[0].says
 
 
 def test_what_older_records_lack_is_no_part_of_the_environments_hash() -> None:

@@ -230,6 +230,19 @@ def test_an_arm_that_fails_is_told_and_the_others_go_on(
 
 
 @pytest.mark.slow
+def test_two_changes_that_are_allowed_are_called_confounded(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = {"both": {"flags": {"lr": 0.02, "bf16": False}}}
+    assert commands.run(both, seeds=[0], allow_many=True) == 0
+    assert commands.manifest("both").axis == "many"
+    assert set(commands.manifest("both").diff) == {"flags.lr", "flags.bf16"}
+    capsys.readouterr()
+    assert code_of("show", str(commands.folder / "runs" / "mine"), "both") == 0
+    assert "confounded" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_what_a_verdict_lacks_is_said_in_words_that_fit_a_command(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
