@@ -24,6 +24,7 @@ from stability.records.run_files import read_run_file
 from stability.records.sealed_json import parse_json
 
 __all__ = [
+    "HF_OLD_FILE",
     "TORCH_SUFFIXES",
     "TorchFile",
     "Weights",
@@ -38,6 +39,7 @@ STATE_KEYS = ("state_dict", "model_state_dict", "model", "module")
 nanoGPT's, DeepSpeed's."""
 HF_FILE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
+HF_OLD_FILE = "pytorch_model.bin"
 
 
 class _Source(Protocol):
@@ -293,6 +295,8 @@ def _open_snapshot(run: RunPaths, step: int | None) -> Weights:
 def _open_folder(folder: Path) -> Weights:
     if (folder / HF_FILE).is_file():
         return Weights(str(folder), _SafetensorsFiles([folder / HF_FILE]))
+    if (folder / HF_OLD_FILE).is_file():
+        return Weights(str(folder), TorchFile(folder / HF_OLD_FILE))
     index = folder / HF_INDEX
     if index.is_file():
         shards = _read_index(index)
@@ -307,7 +311,7 @@ def _open_folder(folder: Path) -> Weights:
     runs = list_runs(folder)
     inside = [str(run.root) for run in runs] or sorted(path.name for path in folder.iterdir())
     raise ValueError(
-        f"{folder}: must be a run, or hold {HF_FILE} or {HF_INDEX}; it holds "
+        f"{folder}: must be a run, or hold {HF_FILE}, {HF_INDEX} or {HF_OLD_FILE}; it holds "
         f"{', '.join(inside[:5]) or 'nothing'}"
     )
 

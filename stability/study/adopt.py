@@ -25,7 +25,13 @@ from stability.records.manifest import Manifest
 from stability.records.protocol import protocol_hash
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
-from stability.records.weight_files import TORCH_SUFFIXES, Weights, open_weights, tied_names
+from stability.records.weight_files import (
+    HF_OLD_FILE,
+    TORCH_SUFFIXES,
+    Weights,
+    open_weights,
+    tied_names,
+)
 from stability.study.foreign import measure_study, write_study, writing
 from stability.study.foreign_plan import ForeignRun, check_free, given_role
 from stability.study.run import locked
@@ -284,7 +290,9 @@ def _checkpoints(folder: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
         is_file = path.suffix in (".safetensors", *TORCH_SUFFIXES)
-        is_folder = path.is_dir() and any(path.glob("*.safetensors*"))
+        is_folder = path.is_dir() and (
+            any(path.glob("*.safetensors*")) or (path / HF_OLD_FILE).is_file()
+        )
         step = _step_in(path.name if path.is_dir() else path.stem)
         if step is None or not (is_file or is_folder):
             continue

@@ -172,8 +172,8 @@ def _torn(folder):
         (_lying_index, "index.json: must name what its files hold, got h.1.w, .* m-1.safetensors"),
         (_index_without_map, "index.json: must map names to files in weight_map"),
         (_index_without_file, "m-2.safetensors: must be a whole safetensors file"),
-        (lambda folder: None, "must be a run, or hold model.safetensors .* holds nothing"),
-        (_pth, "must be a run, or hold model.safetensors .* it holds w.pth"),
+        (lambda folder: None, "must be a run, or hold model.safetensors.* holds nothing"),
+        (_pth, "must be a run, or hold model.safetensors.* it holds w.pth"),
         (_run, "must be a run, .* it holds study"),
     ],
 )

@@ -39,6 +39,15 @@ def as_folders(folder: Path, series: States) -> Path:
     return folder
 
 
+def as_older_folders(folder: Path, series: States) -> Path:
+    """As Hugging Face wrote them before safetensors, and still does where it is asked to."""
+    for step, state in series.items():
+        place = folder / f"checkpoint-{step}"
+        place.mkdir(parents=True)
+        torch.save(state, place / "pytorch_model.bin")
+    return folder
+
+
 def as_files(folder: Path, series: States, prefix: str = "", key: str = "model") -> Path:
     folder.mkdir()
     for step, state in series.items():
@@ -89,6 +98,19 @@ def test_series_of_other_kinds_and_names_are_compared_weight_by_weight(
     assert stands in said
     assert "missing" not in said
     assert code_of("report", str(tmp_path / "runs" / "mine")) == 0
+
+
+def test_folders_of_one_torch_file_are_checkpoints_too(tmp_path: Path) -> None:
+    words = [
+        f"baseline={as_folders(tmp_path / 'a', states())}",
+        f"x={as_older_folders(tmp_path / 'b', states(1.5))}",
+    ]
+    assert adopted(tmp_path, *words) == 0
+    found = read_metrics(run_of(tmp_path, "x").metrics)[drift_name("all", "rel_l2")]
+    assert found.steps == [0, 10, 20]
+    assert found.values == [
+        drift(states(1.5)[x], states()[x])["all"]["rel_l2"] for x in found.steps
+    ]
 
 
 def test_what_not_all_have_is_left_out_and_said(
