@@ -35,7 +35,12 @@ KINDS = {
     "accelerate launch, one process": launched("accelerated.py"),
     "accelerate launch, two ranks": launched("accelerated.py", ranks=2),
 }
-UPDATES = {"plain": 12, "Muon and AdamW": 7, "accelerate launch, two ranks": 3}
+UPDATES = {
+    "plain": 12,
+    "Muon and AdamW": 7,
+    "accelerate launch, two ranks": 3,
+    "Lightning, two ranks": 4,
+}
 SLOW = ("Muon and AdamW", "averaged and evaluated", "two ranks, FSDP2", "Hugging Face", "Lightning")
 """What CI runs of them besides the first."""
 
@@ -78,6 +83,8 @@ DOORS = {
     "call, FSDP2": words("calls.py", "--layout", "fsdp", ranks=2),
     "Lightning": words("lightning_fit.py"),
     "Hugging Face": words("hugging_face.py"),
+    "Lightning, two ranks": words("lightning_fit.py", ranks=2),
+    "Hugging Face, two ranks": words("hugging_face.py", ranks=2),
 }
 
 
@@ -86,7 +93,7 @@ DOORS = {
 def test_a_script_that_opens_a_door_is_recorded_and_paired(
     door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hold_to_a_study(Calling(tmp_path, DOORS[door]), 6, capsys)
+    hold_to_a_study(Calling(tmp_path, DOORS[door]), UPDATES.get(door, 6), capsys)
 
 
 def hold_to_a_study(study: Recording, updates: int, capsys: pytest.CaptureFixture[str]) -> None:
