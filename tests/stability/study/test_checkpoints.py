@@ -68,7 +68,7 @@ def _wait_for_lines(path: Path, lines: int, process: subprocess.Popen) -> None:
 @pytest.mark.parametrize(
     ("arm", "lines", "how"),
     [
-        ("baseline", 10, signal.SIGKILL),
+        pytest.param("baseline", 10, signal.SIGKILL, marks=pytest.mark.long),
         ("baseline", 70, signal.SIGKILL),
         ("fp32", 90, signal.SIGINT),
     ],

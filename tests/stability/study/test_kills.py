@@ -42,8 +42,11 @@ def _edit(content, model):
     [
         (1, {}),
         pytest.param(2, {}, marks=pytest.mark.long),
-        (3, {"builder": "llama", "kv_heads": 1}),
-        (4, {"builder": "huggingface", "options": {"config": HF_LLAMA}, "kv_heads": 1}),
+        pytest.param(3, {"builder": "llama", "kv_heads": 1}, marks=pytest.mark.long),
+        pytest.param(
+            *(4, {"builder": "huggingface", "options": {"config": HF_LLAMA}, "kv_heads": 1}),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["1", "2", "llama", "hugging face"],
 )

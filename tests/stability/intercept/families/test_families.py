@@ -11,6 +11,7 @@ import torch
 import torch.multiprocessing
 
 from stability import shadow
+from tests.sampling import others_long
 from tests.stability.intercept.compiled_models import inductor
 from tests.stability.intercept.families.families import FAMILIES, loss_of
 from tests.stability.intercept.families.matrix import (
@@ -130,7 +131,7 @@ def test_a_way_to_train_ends_in_the_same_bits_with_every_layer_measured(name, wa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ON_TWO_RANKS)
+@pytest.mark.parametrize("way", others_long(ON_TWO_RANKS, slow=["DDP"]))
 def test_two_ranks_end_in_the_same_bits_with_every_layer_measured(way, tmp_path):
     families = {name: _trained_by(name) for name in dict(SEEN)}
     if way == "FSDP2":
