@@ -54,7 +54,7 @@ def _start(study: Path, out: Path) -> subprocess.Popen:
 
 
 def _wait_for_lines(path: Path, lines: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         if path.exists() and path.read_bytes().count(b"\n") >= lines:
             return
