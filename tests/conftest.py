@@ -1,6 +1,8 @@
 """A study small enough to train in tests: real text, real arms, a model of some 20,000 weights."""
 
+import fcntl
 import gc
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -172,5 +174,12 @@ def train_edited(
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, text_file) -> Path:
-    """The folder of the tiny study, trained once; tests only read it."""
-    return train_edited(tmp_path_factory.mktemp("trained"), text_file)[1]
+    """The folder of the tiny study, trained once, for all workers; tests only read it."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "trained.txt"
+    with shared.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not shared.exists():
+            folder = train_edited(tmp_path_factory.mktemp("trained"), text_file)[1]
+            shared.write_text(str(folder))
+    return Path(shared.read_text())
