@@ -182,6 +182,7 @@ def _number(cell):
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # of Inductor
 @pytest.mark.parametrize(
     ("study", "arm"),
     [
