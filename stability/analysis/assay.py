@@ -236,10 +236,17 @@ _SEEN: tuple[tuple[Level, str, Callable[[float], str]], ...] = (
         lambda value: f"a gradient that errs over {value:.3g} times as far",
     ),
     ("training", "excess_high", lambda value: f"E {value:.3g}"),
-    ("outcome", "difference_high", lambda value: f"a loss {nats(value).lstrip('+')} nats worse"),
+    ("outcome", "difference_high", lambda value: _loss_beyond(value)),
 )
 """Level, the figure that is the far end of its interval, and how it is said; a head's only where
 heads were judged."""
+
+
+def _loss_beyond(difference: float) -> str:
+    """Return the least loss, as a difference from the baseline's in nats, that is excluded."""
+    if difference < 0:
+        return f"any loss not {nats(-difference).lstrip('+')} nats better"
+    return f"a loss {nats(difference).lstrip('+')} nats worse"
 
 
 _WHERE = {"operator": "at the operator", "gradient": "in the gradient"}

@@ -216,8 +216,8 @@ def judged_candidates(study: RecordedStudy, policy: PolicyConfig) -> list[Record
         found = [arm for arm in study.candidates if arm.role == "candidate"]
         if not found:
             raise ValueError(
-                f"verdict: {study.name} must have an arm of role candidate, has none; "
-                "name one in policy.candidates"
+                f"verdict: {study.name} must have an arm of role candidate, has none; record one "
+                "(`--role candidate`), or name it in the study's policy.candidates"
             )
         return found
     found = []

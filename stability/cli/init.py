@@ -64,7 +64,8 @@ def init(
             print_line(f"FAILED: {error}")
             return FAILS
     seen = "the script evaluates nothing itself"
-    notes += [note.replace(seen, f"{seen} in {TRIAL} updates") for note in found["notes"]]
+    trial = f"{seen} in {TRIAL} updates (what it evaluates later is found in the runs)"
+    notes += [note.replace(seen, trial) for note in found["notes"]]
     models = ", ".join(found["models"]) or "no module"
     print_line(f"after {TRIAL} updates: {len(found['names'])} weights of {models}")
     for note in notes:

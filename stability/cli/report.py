@@ -76,9 +76,10 @@ def report(
         webbrowser.open(written.resolve().as_uri())
     if study and reload_s:
         _follow(folder, study)
-    if wandb and (trouble := publish_study(read_study(folder), folder, wandb)):
-        print_line(trouble)
-        return FAILS
+    if wandb:
+        trouble = publish_study(read_study(folder), folder, wandb)
+        print_line(trouble or f"{folder / 'wandb'} and each run's: W&B, {wandb}")
+        return FAILS if trouble else HOLDS
     return HOLDS
 
 

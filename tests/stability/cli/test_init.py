@@ -42,7 +42,10 @@ def test_a_command_without_a_seed_is_told(
     assert code_of("init", "--", *PLAIN) == 0
     said = capsys.readouterr().out
     assert "the command takes no seed that was found" in said
-    assert "no held-out loss: the script evaluates nothing itself in 2 updates; name a func" in said
+    assert (
+        "no held-out loss: the script evaluates nothing itself in 2 updates (what it evaluates "
+        "later is found in the runs); name a func"
+    ) in said
 
 
 def test_what_is_no_training_writes_nothing(

@@ -345,6 +345,7 @@ def test_runs_that_a_script_has_recorded_itself_are_published_with_their_report(
     study = tmp_path / "mine"
     assert not list(study.rglob("*.wandb"))
     assert code_of("report", str(study), "--wandb", "offline") == 0
+    assert f"{study / 'wandb'} and each run's: W&B, offline" in capsys.readouterr().out
     assert (study / "wandb" / "published-offline.sha256").exists()
     for arm in ("baseline", "other"):
         folder = RunPaths.for_run(study, arm, 0).wandb_dir
