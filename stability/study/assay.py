@@ -65,6 +65,7 @@ def update_assays(
             precision=run.config.precision,
         )
         for run in first
+        if run.config.probe.shadows_are == "baseline"  # else it is no attention
     ]
     return update(study, assayed, policy, note, tell)
 

@@ -59,8 +59,10 @@ def assay_commands(
             cost=f": its command runs again, for up to {SHARE_LOOKS} updates",
         )
         for run in runs
+        # of one that swaps no attention, or is not looked at as needed, the config says so
+        if run.asked.attention and not why_unplanted(run.config)
     ]
-    return update(runs[0].folder, assayed, policy, note, tell) if runs else []
+    return update(runs[0].folder, assayed, policy, note, tell) if assayed else []
 
 
 def assay_recorded(run: ForeignRun, tell: Callable[[str], None]) -> None:
@@ -72,13 +74,8 @@ def assay_recorded(run: ForeignRun, tell: Callable[[str], None]) -> None:
         )
 
 
-def _assay(run: ForeignRun, folder: Path | None, policy: PolicyConfig) -> AssayRecord | None:
-    """Return what each planted fault shows on the candidate of `run`, or why none could be planted.
-
-    None if it swaps no attention, or is not looked at as needed, which its config says.
-    """
-    if not run.asked.attention or why_unplanted(run.config):
-        return None
+def _assay(run: ForeignRun, folder: Path | None, policy: PolicyConfig) -> AssayRecord:
+    """Return what each planted fault shows on the candidate of `run`, or why none was planted."""
     manifest = read_manifest(run.paths.manifest)
     try:
         own, faults = _planted(run, manifest, folder, policy)

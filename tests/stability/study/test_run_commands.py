@@ -268,7 +268,7 @@ def test_a_study_of_commands_comes_to_a_verdict_and_to_wandb(
     }
     train = {"steps": 8, "snapshot_steps": [1, 4, 8]}
     assert commands.run(arms, base={"train": train}, seeds=[0, 1, 2]) == 0
-    capsys.readouterr()
+    assert "planting" not in capsys.readouterr().out, "no arm is an attention"
     study = commands.folder / "runs" / "mine"
     assert code_of("verdict", str(study), "--json") == 0
     verdict = json.loads(capsys.readouterr().out)
