@@ -226,6 +226,13 @@ def would_have_shown(levels: Mapping[Level, LevelEvidence]) -> str:
     return ", ".join(said)
 
 
+def _loss_beyond(difference: float) -> str:
+    """Return the least loss, as a difference from the baseline's in nats, that is excluded."""
+    if difference < 0:
+        return f"any loss not {nats(-difference).lstrip('+')} nats better"
+    return f"a loss {nats(difference).lstrip('+')} nats worse"
+
+
 _SEEN: tuple[tuple[Level, str, Callable[[float], str]], ...] = (
     ("operator", "gain_excluded", lambda value: f"a gain error of {100 * value:.2g} % in a layer"),
     ("operator", "head_gain_excluded", lambda value: f"one of {100 * value:.2g} % in a head"),
@@ -236,17 +243,10 @@ _SEEN: tuple[tuple[Level, str, Callable[[float], str]], ...] = (
         lambda value: f"a gradient that errs over {value:.3g} times as far",
     ),
     ("training", "excess_high", lambda value: f"E {value:.3g}"),
-    ("outcome", "difference_high", lambda value: _loss_beyond(value)),
+    ("outcome", "difference_high", _loss_beyond),
 )
 """Level, the figure that is the far end of its interval, and how it is said; a head's only where
 heads were judged."""
-
-
-def _loss_beyond(difference: float) -> str:
-    """Return the least loss, as a difference from the baseline's in nats, that is excluded."""
-    if difference < 0:
-        return f"any loss not {nats(-difference).lstrip('+')} nats better"
-    return f"a loss {nats(difference).lstrip('+')} nats worse"
 
 
 _WHERE = {"operator": "at the operator", "gradient": "in the gradient"}
