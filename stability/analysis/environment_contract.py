@@ -107,16 +107,17 @@ def is_in_doubt(
 ) -> bool:
     """Whether another installed package or loaded library may or may not be the declared change.
 
-    Of another commit `setup` may have installed it, or somebody since; and a library that one run
-    alone has loaded may have the place of another one, where nothing was declared that loads it.
+    Of another commit `setup` may have installed it, or somebody since. One that one run alone has
+    loaded may have the place of another, where nothing was declared that loads it: a script may
+    take whatever kernels it can import.
     """
     one, other = (each.environment.get(key) for each in (first, second))
     if one == other or not is_command(first.config) or touches(differences, ("python",)):
         return False
-    is_in_one = one is None or other is None
-    if key.startswith("code."):
-        return not is_in_one and touches(differences, ("ref", "setup"))
-    return key.startswith("library.") and is_in_one and not touches(differences, TELLS_OF_CODE)
+    if one is None or other is None:
+        is_installed = key.startswith(("code.", "library.", "package."))
+        return is_installed and not touches(differences, TELLS_OF_CODE)
+    return key.startswith("code.") and touches(differences, ("ref", "setup"))
 
 
 def moved_by(differences: Mapping[str, Any]) -> frozenset[str]:

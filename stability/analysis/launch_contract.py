@@ -20,7 +20,8 @@ from stability.analysis.environment_contract import TELLS_OF_CODE
 from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.axes import touches
 from stability.config.commands import OF_THE_RUN, is_command
-from stability.config.flags import parse_flags, value_text
+from stability.config.flags import parse_flags, split_flags, value_text
+from stability.config.masking import masked_values
 from stability.records.manifest import Manifest
 
 __all__ = ["launch_lines"]
@@ -67,9 +68,14 @@ def _arguments(
     }
     is_told_otherwise = "config" in first.config  # the caller says what counts of its flags
     changed = _changed(first, second)
-    declared = [name for name, _, _ in changed if f"flags.{name}" in differences]
-    for name in declared:  # it has reached its own name, and excuses no other one
-        left.pop(f"flags.{name}", None)
+    declared = {name for name, _, _ in changed if f"flags.{name}" in differences}
+    for name in sorted(declared):  # it has reached its own name, and excuses no other one
+        told = left.pop(f"flags.{name}")
+        given = [(one, other) for x, one, other in changed if x == name]
+        if not any(_is_given(told, pair) for pair in given):
+            said = " and ".join(map(repr, told))
+            shown = " and ".join(map(_shown, given[0]))
+            yield _unknown(f"the declared values of {name} ({said}: the process got {shown})")
     for name, one, other in changed:
         if name in declared:
             continue
@@ -86,6 +92,39 @@ def _arguments(
             )
         else:
             yield compared(field, _shown(one), _shown(other))
+    yield from _order(first, second, changed)
+
+
+def _order(
+    first: Manifest, second: Manifest, changed: Sequence[tuple[str, Any, Any]]
+) -> Iterator[ProofLine]:
+    """Doubt words that are the same by name, and in another order, or spelled otherwise.
+
+    Of two that say the same thing, as a config and a flag, the last one holds in many scripts.
+    """
+    names = {name for name, _, _ in changed}
+    one, other = (
+        [
+            (name, values, "" if word.startswith("-") else "no flag")
+            for name, values, (word, *_) in split_flags(run.resolved["launched"]["arguments"][1:])
+            if name not in names and (_is_command_line(run) or name not in OF_THE_RUN)
+        ]
+        for run in (first, second)
+    )
+    if one != other:
+        apart = next(x for x, y in zip_longest(one, other) if x != y) or other[len(one)]
+        yield _unknown(f"the same order of arguments ({apart[0]} has another place, or form)")
+
+
+def _is_given(declared: tuple[str, ...], given: tuple[Any, Any]) -> bool:
+    """Whether a process was given a flag's two values; a list may be one word of it."""
+    if any("{" in value for value in declared):  # filled in anew for each run
+        return True
+    return all(
+        value.replace(",", " ").lower() == _text(word).replace(",", " ").lower()
+        or (word is None and value in ("", "false"))
+        for value, word in zip(declared, given, strict=True)
+    )
 
 
 def _are_same(path: str, declared: tuple[str, ...], given: tuple[str, ...]) -> bool:
@@ -223,6 +262,8 @@ def _named_by_flags(
 
 def _names_in(value: str, files: Mapping[str, Any]) -> list[str]:
     """Return the texts that a flag's value names: itself, or the members of a list."""
+    hidden = {masked_values(name, "secret"): name for name in files}
+    value = hidden.get(value, value)
     words = [value] if value in files else re.split(r"[\s,@=]+", value)
     return [word for word in words if "lines" in files.get(word, {}) or _is_config(word)]
 

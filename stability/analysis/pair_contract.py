@@ -50,7 +50,14 @@ from stability.config.axes import (
     why_fixed,
 )
 from stability.config.commands import is_adopted, is_command
-from stability.config.diff import RunConfig, diff, hash_without, leaves, recorded_config
+from stability.config.diff import (
+    RunConfig,
+    are_same,
+    diff,
+    hash_without,
+    leaves,
+    recorded_config,
+)
 from stability.config.schema import BASELINE, Role
 from stability.records.identity import is_compared
 from stability.records.manifest import ENDED, Manifest, read_manifest
@@ -191,7 +198,7 @@ def start_breach(baseline: Manifest, candidate: Manifest, planned: Mapping[str, 
         ),
     ]
     for field, expected, found, is_free in parts:
-        if expected != found and not is_free:
+        if not is_free and not are_same(expected, found):
             return (
                 f"no pair: {field} must be the {BASELINE}'s {_quoted(expected)}, is "
                 f"{_quoted(found)}"

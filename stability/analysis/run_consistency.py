@@ -7,15 +7,17 @@ files (`records.run_files`) and what two runs say of one another (`pair_contract
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stability.analysis.drift_parents import listed_snapshot
 from stability.analysis.pair_proof import ProofLine, compared
+from stability.config.command_study import with_flags
 from stability.config.commands import command_training, is_adopted, is_command
 from stability.config.diff import hash_without
-from stability.config.masking import masked_values
+from stability.config.masking import masked_values, masked_words
 from stability.records.identity import hash_environment
 from stability.records.manifest import ENDED, PATIENCE, Manifest
 from stability.records.metric_log import read_log
@@ -102,19 +104,32 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _command(paths: RunPaths, manifest: Manifest) -> Iterator[str]:
-    """Hold the words of a command against the program and the flags of its config.
-
-    A study's file has its command and flags as they are written there; those are its config.
-    """
+    """Hold the words of a command against the program and the flags of its config."""
     words = manifest.resolved.get("command", [])
-    if not words or not is_command(manifest.config) or "setup" in manifest.config:
+    if not words or not is_command(manifest.config):
         return
     config: Mapping[str, Any] = manifest.config
+    if "setup" in config:  # a study's file has them as they are written there
+        yield from _written_command(words, config)
+        return
     told = command_training(words, config.get("env", {}))
     for name in ("program", "flags"):
         # an older version has masked nothing
         if masked_values(told[name]) != masked_values(config.get(name)):
             yield f"config.{name} is {config.get(name)}, the command that was run has {told[name]}"
+
+
+def _written_command(words: Sequence[str], config: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        written = masked_words(with_flags(config["program"], config["flags"]))
+    except ValueError as error:
+        yield f"config.{error}"
+        return
+    # where a checkpoint lies is another place on each machine; its checksum is compared
+    forms = [re.escape(word).replace(re.escape("{resume}"), ".*") for word in written]
+    if len(words) != len(forms) or not all(map(re.fullmatch, forms, words)):
+        told, ran = " ".join(written), " ".join(words)
+        yield f"config.program with its flags is {told}, the command that was run is {ran}"
 
 
 def _updates(paths: RunPaths, manifest: Manifest) -> Iterator[str]:

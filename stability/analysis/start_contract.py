@@ -1,9 +1,11 @@
 """Whether two recorded runs start alike in what is no weight: other buffers, optimizers' state.
 
 Leaves out the start weights themselves (`pair_contract`) and how the hashes are made
-(`recorder.inside.start_parts`). Older records have none of these hashes, and nothing is said there.
+(`recorder.inside.start_parts`). Where neither run has these hashes, as of our own trainer, whose
+config and code decide all of it, nothing is said.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,16 +36,23 @@ def start_part_lines(
     is_of_code = touches(differences, TELLS_OF_CODE)
     for part, words in _WORDS.items():
         one, other = (x.resolved.get("start_parts", {}).get(part) for x in (first, second))
-        if one is None or other is None or not (one or other):
+        if not (one or other):
+            if (one is None) != (other is None):
+                yield _doubt(part, f"{words} (of one run alone there are hashes)")
             continue
+        one, other = one or {}, other or {}
         names = [x for x in sorted({*one, *other}) if _differs(one.get(x), other.get(x))]
         if part == "buffers" and is_of_code:
             # more words follow a name where its buffer was set anew, or is another rank's
             names = [x for x in names if (x in one and x in other) or " " in x]
-        line = compared(f"start {part}", "the same hashes", "the same hashes")
         if names and not _is_meant(part, differences):
-            line = replace(compared(f"start {part}", None, None), says=f"{words} ({_some(names)})")
-        yield line
+            yield _doubt(part, f"{words} ({_some(names)})")
+        else:
+            yield compared(f"start {part}", "the same hashes", "the same hashes")
+
+
+def _doubt(part: str, says: str) -> ProofLine:
+    return replace(compared(f"start {part}", None, None), says=says)
 
 
 def _differs(one: str | None, other: str | None) -> bool:
@@ -53,8 +62,19 @@ def _differs(one: str | None, other: str | None) -> bool:
 def _is_meant(part: str, differences: Mapping[str, Any]) -> bool:
     if touches(differences, ("changes.init",)):
         return True
-    is_named = any("optim" in path.rpartition(".")[2].lower() for path in differences)
+    is_named = any(map(_names_optimizer, differences))
     return part == "optimizers" and (is_named or "optimizer" in groups_of(differences))
+
+
+def _names_optimizer(path: str) -> bool:
+    """Whether a value is called an optimizer, as `optim` and `optimizer.name`, and no part of one.
+
+    Another `optimizer.lr` is no reason for other moments, nor is an `optimization_level`.
+    """
+    words = [word for word in re.split(r"[._\-]+", path.lower()) if word]
+    while words and words[-1] in ("class", "cls", "name", "target", "type"):
+        words.pop()
+    return bool(words) and words[-1] in ("optim", "optimizer", "optimizers")
 
 
 def _some(names: list[str]) -> str:

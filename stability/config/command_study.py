@@ -27,7 +27,7 @@ from stability.config.load import (
     read_mapping,
     with_overrides,
 )
-from stability.config.masking import masked_values
+from stability.config.masking import masked_values, secrets_in
 from stability.config.roles import given_change, given_role, overrides_of, role_of
 from stability.config.schema import NudgeConfig, Role, require
 from stability.config.study import PolicyConfig
@@ -39,9 +39,10 @@ __all__ = [
     "expand_commands",
     "is_command_study",
     "load_command_study",
+    "with_flags",
 ]
 
-_SETTINGS = ("flags", "settings", "assigned")
+_SETTINGS = {"flags": flag_words, "settings": setting_words, "assigned": assigned_words}
 """Placeholders for an arm's flags: as `--lr 0.1`, as `lr=0.1` and as `--lr=0.1`."""
 
 
@@ -146,24 +147,16 @@ class CommandConfig:
 
     def words(self) -> list[str]:
         """Return the command's words, with what differs from run to run still in braces."""
-        given: list[str] = []
-        for word in _words(self.command, "command"):
-            if word == "{flags}":
-                given += flag_words(self.flags)
-            elif word == "{settings}":
-                given += setting_words(self.flags)
-            elif word == "{assigned}":
-                given += assigned_words(self.flags)
-            else:
-                # a command of a commit runs in another folder
-                given.append(word.replace("{resume}", os.path.abspath(self.start)))
-        is_placed = any(f"{{{name}}}" in self.command for name in _SETTINGS)
-        return given if is_placed else [*given, *flag_words(self.flags)]
+        # a command of a commit runs in another folder
+        start = os.path.abspath(self.start)
+        return [x.replace("{resume}", start) for x in with_flags(self.command, self.flags)]
 
     def recorded(self) -> dict[str, Any]:
         """Return what a record holds of it, in JSON values, what is secret masked."""
         values = masked_values(to_dict(self))
         program = values.pop("command")
+        for secret, instead in secrets_in(_words(self.command, "command"), {}).items():
+            program = program.replace(secret, instead)
         # no part of what a run is: its start is compared bit by bit, given or not
         values.pop("same_start")
         values["train"]["snapshot_steps"] = self.train.planned_snapshots()[1:]
@@ -179,6 +172,19 @@ class CommandConfig:
         """Whether a flag's value reaches the command; by identity, since 0 equals False."""
         says_false = any(place in self.command for place in ("{settings}", "{assigned}"))
         return value is not None and (value is not False or says_false)
+
+
+def with_flags(command: str, flags: Mapping[str, Any]) -> list[str]:
+    """Return a command's words with `flags` in their place, or at the end where it names none.
+
+    ValueError for a text that is no words, or that has another placeholder than is known.
+    """
+    given: list[str] = []
+    for word in _words(command, "command"):
+        placed = [words for name, words in _SETTINGS.items() if word == f"{{{name}}}"]
+        given += placed[0](flags) if placed else [word]
+    is_placed = any(f"{{{name}}}" in command for name in _SETTINGS)
+    return given if is_placed else [*given, *flag_words(flags)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

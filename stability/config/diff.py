@@ -13,7 +13,7 @@ from stability.config.commands import is_command
 from stability.config.convert import from_dict, to_dict
 from stability.config.schema import ArmConfig
 
-__all__ = ["RunConfig", "diff", "hash_without", "leaves", "recorded_config"]
+__all__ = ["RunConfig", "are_same", "diff", "hash_without", "leaves", "recorded_config"]
 
 RunConfig = ArmConfig | Mapping[str, Any]
 """The config of a run: of our trainer, or, as its values, of a command (`commands`)."""
@@ -36,15 +36,19 @@ def diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
         path: (first.get(path), second.get(path))
         for path in paths
         if not path.startswith(("probe.", "watch."))
-        and not _are_same(first.get(path), second.get(path))
+        and not are_same(first.get(path), second.get(path))
     }
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    """Whether two values are one; a command is told 1 and true, or 0 and false, in other words."""
+def are_same(one: Any, other: Any) -> bool:
+    """Whether two values are one; a command is told 1 and true, or 0 and false, in other words.
+
+    NaN is the same as NaN.
+    """
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_are_same, one, other))
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
+        return len(one) == len(other) and all(map(are_same, one, other))
+    is_nan = isinstance(one, float) and isinstance(other, float) and one != one and other != other
+    return is_nan or (one == other and isinstance(one, bool) == isinstance(other, bool))
 
 
 def hash_without(config: RunConfig, paths: Iterable[str]) -> str:

@@ -51,6 +51,8 @@ _BY_FORM = re.compile(
 """Keys of some services, whatever they are given as."""
 _IN_ADDRESS = re.compile(r"(?<=https://)[^\s/@'\"]+(?=@)|(?<=://)[^\s/@'\":]+:[^\s/'\"]+(?=@)")
 _FLAG = re.compile(r"--?[A-Za-z][\w.\-/]*")
+_LIKE_FLAG = re.compile(r"-[A-Za-z](?=[\w\-]*\d)[\w\-]{7,}")
+"""A value after a secret's flag that begins as a flag does, and is none by its look."""
 _PLACEHOLDER = re.compile(r"\{\w+\}")
 _NO_SECRET = re.compile(r"(?i:true|false|none|null|yes|no)|[-+]?[\d.]{1,5}")
 """Whether there is one, or a number of something."""
@@ -74,7 +76,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
     before = ""
     for word in words:
         name, equals, value = word.partition("=")
-        is_value = _FLAG.fullmatch(before) and is_secret(before) and not _FLAG.fullmatch(word)
+        is_value = is_secret(before) and (not _FLAG.fullmatch(name) or _LIKE_FLAG.fullmatch(word))
         # a word of a shell's has more in it than this
         is_whole = word.startswith("-") or not re.search(r"[\s,;]", value)
         if is_value:
@@ -83,7 +85,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
             found.append(f"{name}={_mask(value)}")
         else:
             found.append(masked_text(word))
-        before = "" if is_value else word
+        before = word if _FLAG.fullmatch(word) and not is_value else ""
     return found
 
 

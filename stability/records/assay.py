@@ -80,18 +80,20 @@ class AssayRecord:
         return not self.sources or dict(self.sources) == sources_of(resolved, environment)
 
 
-_SAID = ("notes", "doubts", "untold", "launched")
-"""What is told of a recorded run, and what it was started with, which may be others in each seed:
-a variable, a file's time. What may not is compared by `analysis.launch_contract`."""
+_OF_COMMANDS = ("command", "deterministic", "models", "names", "ranks", "start")
+"""What says with what a command trains. All else on record of it may be another in each seed, as a
+variable, a file's time, the weights in which a rank ends: `analysis.launch_contract` and
+`analysis.start_contract` compare it within a seed."""
 
 
 def sources_of(resolved: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
     """Return a hash of an attention as it was resolved, and that of the attention library.
 
     The arguments are those fields of a run's manifest. An attention of one's own has the SHA-256 of
-    its file in its description. What a recorded run is said to be like is no part of it.
+    its file in its description. Of a run that the recorder made, `_OF_COMMANDS` are its attention.
     """
-    resolved = {name: value for name, value in resolved.items() if name not in _SAID}
+    if "launched" in resolved or "command" in resolved:
+        resolved = {name: resolved[name] for name in _OF_COMMANDS if name in resolved}
     described = json.dumps(resolved, sort_keys=True).encode()
     return {
         "attention": hashlib.sha256(described).hexdigest(),

@@ -5,6 +5,7 @@ it kept. An arm may differ from it in one declared change, as any arm of ours. E
 reads; `foreign` records.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,14 +20,14 @@ from stability.config.commands import check_held_out, is_command, training_confi
 from stability.config.convert import Place, nearest, to_dict
 from stability.config.diff import diff
 from stability.config.load import check_name
-from stability.config.masking import masked_values
+from stability.config.masking import masked_values, masked_words
 from stability.config.roles import role_of
 from stability.config.schema import BASELINE, Role
 from stability.config.study import PolicyConfig
 from stability.recorder.inside.attention import BACKENDS
 from stability.recorder.launch import Asked
 from stability.recorder.witnessed import looked_at
-from stability.records.manifest import ENDED, read_manifest
+from stability.records.manifest import ENDED, Manifest, read_manifest
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import read_sealed
 
@@ -75,9 +76,15 @@ class ForeignRun:
         if not self.paths.manifest.exists():
             return False
         manifest = read_manifest(self.paths.manifest)
-        return manifest.state in ENDED and masked_values(manifest.config) == masked_values(
-            self.config
+        return manifest.state in ENDED and not self.is_other(manifest)
+
+    def is_other(self, manifest: Manifest) -> bool:
+        """Whether a record is of another training: 1 and 1.0 are other words of a command."""
+        was, words = masked_values(manifest.config), manifest.resolved.get("command", ())
+        is_other = json.dumps(was, sort_keys=True) != json.dumps(
+            masked_values(self.config), sort_keys=True
         )
+        return is_other or bool(words and self.words and words != masked_words(self.words))
 
 
 def plan_run(
@@ -162,9 +169,7 @@ def check_free(run: ForeignRun) -> None:
         return
     manifest = read_manifest(run.paths.manifest)
     was = manifest.config
-    # an older version has masked nothing
-    is_other = masked_values(was) != masked_values(run.config)
-    if not is_command(was) or (manifest.state in ENDED and is_other):
+    if not is_command(was) or (manifest.state in ENDED and run.is_other(manifest)):
         raise ValueError(
             f"record: {run.paths.root}: holds another run of that arm; name another arm, or use "
             "--out for another folder"

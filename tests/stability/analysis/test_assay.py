@@ -309,6 +309,14 @@ def test_what_is_said_of_a_recorded_run_is_no_source_of_its_attention():
     assert sources_of(said, {}) != sources_of(said | {"command": ["python", "other.py"]}, {})
 
 
+@pytest.mark.parametrize("name", ["rank_ends", "start_parts", "constants"])
+def test_what_is_another_in_each_seed_is_no_source_of_its_attention(name):
+    seeds = [{"command": ["python", "train.py"], name: {"1": each}} for each in ("a", "b")]
+    assert sources_of(seeds[0], {}) == sources_of(seeds[1], {})
+    of_ours = [{"implementation": "own", name: each} for each in ("a", "b")]
+    assert sources_of(of_ours[0], {}) != sources_of(of_ours[1], {})
+
+
 def test_a_record_is_read_as_it_was_written(study):
     fault = _fault(ratios=(float("inf"), 2.0), share=float("nan"))
     _assay(study, (fault,))

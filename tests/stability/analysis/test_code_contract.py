@@ -43,6 +43,11 @@ PYTHON = {"python": ("a", "b")}
         (PACKAGE, ("1.0 a", "1.0 b"), PYTHON, "different by design"),
         # a flag may import more, and older records have no such entry
         (PACKAGE, ("1.0 a", None), LR, "different by design"),
+        # where nothing was declared that imports it, another kernel may have been there to import
+        (PACKAGE, ("1.0 a", None), {}, "unknown"),
+        (PACKAGE, (None, "1.0 a"), {"nudge.ulps": (0, 1)}, "unknown"),
+        ("package.my_kernel", (None, "1.0"), {}, "unknown"),
+        ("package.my_kernel", (None, "1.0"), LR, "different by design"),
         (LIBRARY, ("a", "a"), {}, "same"),
         (LIBRARY, ("a", "b"), {}, "different"),
         (LIBRARY, ("a", "b"), LR, "different"),

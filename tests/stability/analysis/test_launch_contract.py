@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from stability.analysis.launch_contract import launch_lines
+from stability.config.masking import masked_values
 from stability.records.manifest import Manifest
 
 
@@ -42,8 +43,56 @@ def file(sha256: str, **known: Any) -> dict[str, Any]:
     return {"sha256": sha256, "of": "whole", **known}
 
 
-def test_two_runs_of_one_command_are_alike_in_whatever_order_flags_are_given() -> None:
-    assert found(run(), run("train.py --wd 0.1 --lr=0.5")) == []
+def test_two_runs_of_one_command_are_alike_however_a_value_is_joined() -> None:
+    assert found(run(), run("train.py --lr=0.5 --wd 0.1")) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "name"),
+    [
+        # in jsonargparse, and in what merges settings, the last one holds
+        ("--config a.yaml --lr 0.1", "--lr 0.1 --config a.yaml", "config"),
+        ("--a 1 --b 2 --a 3", "--a 1 --a 3 --b 2", "b"),
+        ("--lr 0.1", "lr=0.1", "lr"),
+    ],
+)
+def test_the_order_and_the_form_of_arguments_are_part_of_them(
+    one: str, other: str, name: str
+) -> None:
+    said = f"the same order of arguments ({name} has another place, or form)"
+    assert found(run(f"t.py {one}"), run(f"t.py {other}")) == [("unknown", said)]
+    changed = run(f"t.py {other} --new 1")
+    assert found(run(f"t.py {one}"), changed, flags__new=(None, "1")) == [("unknown", said)]
+    assert found(run(f"t.py {one}"), run(f"t.py --new 1 {one}"), flags__new=(None, "1")) == []
+
+
+@pytest.mark.parametrize(
+    ("declared", "given", "is_told"),
+    [
+        (("0.001", "0.002"), ("0.001", "0.002"), False),
+        ((1e-3, 2e-3), ("0.001", "0.002"), False),
+        (("0.001", "0.002"), ("0.001", "9.0"), True),
+        (("{out}/a", "{out}/b"), ("/x/a", "/x/b"), False),
+        (([1, 2], [1, 3]), ("1,2", "1,3"), False),
+        ((True, False), ("True", "False"), False),
+    ],
+)
+def test_a_process_must_have_got_what_was_declared(
+    declared: tuple[Any, Any], given: tuple[str, str], is_told: bool
+) -> None:
+    one, other = (run(f"t.py --x {value}") for value in given)
+    said = "the declared values of x ('0.001' and '0.002': the process got '0.001' and '9.0')"
+    assert found(one, other, flags__x=declared) == ([("unknown", said)] if is_told else [])
+    # a flag that stands alone, or is left out
+    assert found(run("t.py --x"), run("t.py"), flags__x=(True, None)) == []
+
+
+def test_a_files_name_that_is_masked_hides_no_line() -> None:
+    files = {f"{x}.yaml": file(x, lines=[x, x, x]) for x in "ab"}
+    masked = [masked_values(f"{x}.yaml", "secret") for x in "ab"]
+    one, two = (run(f"t.py --secret {x}", files=files) for x in masked)
+    said = "that a.yaml and b.yaml differ in one thing (3 lines differ)"
+    assert found(one, two, flags__secret=tuple(masked)) == [("unknown", said)]
 
 
 def test_a_flag_is_free_only_where_it_was_declared() -> None:

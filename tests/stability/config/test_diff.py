@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from stability.config.arms import override
 from stability.config.axes import axes_of
-from stability.config.diff import diff
+from stability.config.diff import are_same, diff
 from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
 
 ARM = ArmConfig(
@@ -50,6 +50,15 @@ def test_differences_are_named_by_path_and_axis(changes, expected, axes):
     differences = diff(ARM, override(ARM, changes, "arms.x"))
     assert differences == expected
     assert axes_of(differences) == axes
+
+
+def test_a_value_that_is_no_number_is_the_same_as_itself():
+    nan = float("nan")
+    assert are_same([1, nan], [1, float("nan")])
+    assert not are_same(nan, 1.0)
+    assert not are_same(True, 1)
+    one, other = ({"program": "t.py", "flags": {"clip": x}} for x in (nan, float("nan")))
+    assert diff(one, other) == {}
 
 
 @settings(deadline=None, max_examples=30)

@@ -98,6 +98,7 @@ def test_a_password_in_an_address_is_masked_wherever_it_stands() -> None:
         ["srun", "--export", "ALL,HF_TOKEN=hunter2,X=1"],
         ["--use_auth_token", "--token", "hunter2"],
         ["--wandb_key", "hunter2"],
+        ["--api-key", "-Ahunter2xyz"],
         ["--header", "Authorization: Bearer hunter2.abcdefgh"],
     ],
 )

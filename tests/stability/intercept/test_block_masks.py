@@ -340,7 +340,7 @@ def test_a_block_mask_that_transformers_is_given_is_read(agree, held):
 LAYERS = ("layers.0.self_attn", "layers.1.self_attn")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("length", [100, 128])
 def test_padding_of_transformers_is_read(length, held):
     model = llama()

@@ -14,6 +14,7 @@ import stability
 from attention_kernels import golden_attention
 from stability import shadow
 from stability.probe.optimizer_update import own_step
+from tests.sampling import others_long
 from tests.stability.intercept.compiled_models import COMPILES, compile_blocks, decoder, inductor
 from tests.stability.intercept.compiled_sessions import (
     LAYERS,
@@ -258,7 +259,9 @@ class _Router(nn.Module):
 @unseen
 @inductor
 @pytest.mark.slow
-@pytest.mark.parametrize("step_of", [train_step, step_of_another_length])
+@pytest.mark.parametrize(
+    "step_of", others_long([train_step, step_of_another_length], slow=[train_step])
+)
 @pytest.mark.parametrize("compile_model", [torch.compile, compile_blocks])
 def test_attention_by_hand_in_a_graph_is_told_at_its_layer(compile_model, step_of):
     model = decoder(depth=4)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from attention_kernels import golden_attention
 from stability import shadow
+from tests.sampling import others_long
 from tests.stability.intercept.compiled_models import (
     COMPILES,
     Checkpointed,
@@ -87,7 +88,10 @@ def test_a_model_that_is_given_compiled_is_seen_and_warns_of_nothing():
 
 @inductor
 @pytest.mark.slow
-@pytest.mark.parametrize("compile_model", [torch.compile, compile_blocks, compile_one])
+@pytest.mark.parametrize(
+    "compile_model",
+    others_long([torch.compile, compile_blocks, compile_one], slow=[compile_blocks, compile_one]),
+)
 def test_evaluation_between_steps_is_passed_over(compile_model):
     def evaluate(model, step):
         with torch.no_grad():
@@ -130,7 +134,11 @@ def test_evaluation_is_looked_at_on_request():
 
 @inductor
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision",
+    others_long([torch.float32, torch.bfloat16], slow=[torch.float32]),
+    ids=["fp32", "bf16"],
+)
 @pytest.mark.parametrize("compile_model", [torch.compile, compile_blocks])
 def test_the_first_micro_batch_of_an_accumulated_step_is_the_one(compile_model, precision):
     def accumulated(model, step):
@@ -156,7 +164,9 @@ def test_the_first_micro_batch_of_an_accumulated_step_is_the_one(compile_model, 
 @inductor
 @pytest.mark.slow
 @pytest.mark.parametrize("compile_model", [torch.compile, compile_blocks])
-@pytest.mark.parametrize("dynamic", [None, True], ids=["once they vary", "from the first"])
+@pytest.mark.parametrize(
+    "dynamic", others_long([None, True], slow=[None]), ids=["once they vary", "from the first"]
+)
 def test_lengths_that_vary_are_seen(compile_model, dynamic):
     compiled = partial(compile_model, dynamic=dynamic)
     assert_seen(compare_sessions(decoder(), compiled, step_of=step_of_another_length))

@@ -451,7 +451,7 @@ def test_a_score_mod_is_told():
     assert "the score_mod relative of flex_attention" in probe.coverage[0].why
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_flex_attention_of_transformers_is_seen_with_padding():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

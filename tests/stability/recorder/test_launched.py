@@ -66,19 +66,16 @@ def said_of(study: Recording, capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, json.dumps(told)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lines", "given", "sentence"),
     [
-        pytest.param(
-            *('--out "$1/results" --lr 0.5', ("{out}", "{out}"), "an A/A pair"),
-            marks=pytest.mark.long,
-        ),
+        ('--out "$1/results" --lr 0.5', ("{out}", "{out}"), "an A/A pair"),
         ('--lr "$1" --wd 0.5', ("0.5", "0.25"), "they differ in flags.argument_2 alone"),
-        pytest.param(
+        (
             '--lr "$1" --wd "$1"',
             ("0.5", "0.25"),
             "wd is '0.5' in one and '0.25' in the other, which was not declared",
-            marks=pytest.mark.long,
         ),
     ],
     ids=["a rerun", "handed on once", "handed on twice"],
@@ -94,6 +91,7 @@ def test_what_a_shell_script_hands_on_is_told(
     assert sentence in said
 
 
+@pytest.mark.long
 def test_an_edited_shell_script_is_refused(study: Study, capsys) -> None:
     shell = study('exec "$PY" train.py --lr 0.5 "$@"\n')
     assert shell.record("baseline") == 0
@@ -102,6 +100,7 @@ def test_an_edited_shell_script_is_refused(study: Study, capsys) -> None:
     assert "the content of run.sh must be the baseline's" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_an_argument_that_a_hidden_file_decides_is_refused(
     study: Study, capsys, tmp_path: Path
 ) -> None:

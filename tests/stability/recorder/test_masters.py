@@ -46,7 +46,7 @@ def test_a_model_begins_where_its_given_masters_do() -> None:
     assert was_set_anew(state, given) == "unowned_0"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_masters_of_a_command_are_nudged_and_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

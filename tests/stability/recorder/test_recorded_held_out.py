@@ -61,7 +61,7 @@ def test_what_is_never_trained_on_is_held_out_and_no_bit_changes(
     assert "10 of 13 losses are of samples it trains on, and left out" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_held_out_data_are_said_and_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -228,16 +228,25 @@ def test_a_buffer_of_both_must_be_the_same_whatever_changes(train: Train, tmp_pa
 
 def test_an_optimizer_that_is_the_change_has_a_state_of_its_own(tmp_path: Path) -> None:
     first, _, other = map(manifest_of, both(tmp_path, resumes_moments))
-    for path in ("flags.optimizer", "optimizer.name"):
+    for path in ("flags.optimizer", "optimizer.name", "flags.optimizer.name", "config.optim_type"):
         lines = start_part_lines(first, other, {path: ("Adam", "AdamW")})
         assert all(x.sameness == "same" for x in lines)
+    for path in ("flags.optimization_level", "flags.optimizer.lr", "flags.optimizer_steps"):
+        lines = start_part_lines(first, other, {path: (1, 2)})
+        assert [x.sameness for x in lines] == ["unknown"]
 
 
-def test_fresh_optimizers_and_older_records_say_nothing(tmp_path: Path) -> None:
+def test_a_start_that_one_run_alone_tells_of_is_unproven(tmp_path: Path) -> None:
     found = recorded(tmp_path, writes_after_the_first_pass, 0)
     assert found.start_parts == {"buffers": {}, "optimizers": {}}
     older = cast("Manifest", SimpleNamespace(resolved={}))
-    assert not list(start_part_lines(older, manifest_of(found), {}))
+    lines = list(start_part_lines(older, manifest_of(found), {}))
+    assert [x.sameness for x in lines] == ["unknown", "unknown"]
+    assert "of one run alone there are hashes" in lines[0].says
+    assert not list(start_part_lines(older, older, {}))
+    with_moments, _, _ = map(manifest_of, both(tmp_path, resumes_moments))
+    lines = list(start_part_lines(with_moments, older, {}))
+    assert "unknown" in [x.sameness for x in lines]
 
 
 def test_what_can_not_be_hashed_is_equal_to_nothing(tmp_path: Path) -> None:

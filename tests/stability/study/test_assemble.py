@@ -167,7 +167,7 @@ def test_an_attention_that_can_not_be_told_a_format_is_refused(write_study):
         assemble(replace(base, precision="emulated:fp16", train=compiled))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_emulated_and_native_fp16_drift_alike(write_study, run_tiny, tmp_path):
     def edit(content):
         content["base"]["precision"] = "32-true"
@@ -300,7 +300,7 @@ print(run_quietly(load_study(Path(sys.argv[1]), None), Path(sys.argv[2])).ended)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_study_trains_without_a_warning_where_srun_is_on_the_path(write_study, tmp_path):
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()

@@ -69,7 +69,7 @@ def _wait_for_lines(path: Path, lines: int, process: subprocess.Popen) -> None:
     ("arm", "lines", "how"),
     [
         pytest.param("baseline", 10, signal.SIGKILL, marks=pytest.mark.long),
-        ("baseline", 70, signal.SIGKILL),
+        pytest.param("baseline", 70, signal.SIGKILL, marks=pytest.mark.long),
         ("fp32", 90, signal.SIGINT),
     ],
     ids=["killed-before-a-checkpoint", "killed-after-one", "interrupted-in-a-candidate"],

@@ -132,6 +132,7 @@ def test_where_nothing_looks_no_fault_is_planted_and_the_verdict_says_so(
     )
 
 
+@pytest.mark.long
 def test_faults_are_not_planted_on_another_training(
     study: Recording, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,6 @@ from torch.optim.swa_utils import AveragedModel
 from stability.analysis.pair_contract import prove_pair
 from stability.recorder.inside.given_start import StartRefused, give_start, was_set_anew
 from stability.recorder.inside.names import named_state
-from tests.sampling import others_long
 from tests.stability.recorder.recording import Recording, words
 
 SAME = ("--same-start", "true")
@@ -143,8 +142,8 @@ def test_a_start_can_not_be_both_the_baselines_and_another(
     assert "same_start must not be given with --may_change init" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", others_long(["ddp", "fsdp"], slow=["fsdp"]))
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_start_is_given_to_every_rank(
     layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

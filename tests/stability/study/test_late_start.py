@@ -76,7 +76,7 @@ def test_a_checkpoint_that_is_not_there_is_told_before_anything_runs(
     assert not (late.folder / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_arm_that_overwrites_the_checkpoint_fails_the_next_one_alone(
     late: Late, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,7 @@ def holders(folder: Path) -> list[str]:
     return [str(x) for x in files if any(secret in x.read_bytes() for secret in secrets)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_single_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,13 +4,14 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from stability.records.manifest import Manifest, read_manifest
+from stability.records.manifest import Manifest, read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths
@@ -89,6 +90,14 @@ def test_a_study_of_flags_is_sealed_run_shown_and_kept(
     assert code_of("verify", str(study)) == 0
     assert "6 of 6 planned pairs keep the contract" in (said := capsys.readouterr().out)
     assert "without a sealed plan" not in said
+    path = commands.paths("lr_x2", 1).manifest
+    was = path.read_bytes()
+    told = read_manifest(path)
+    flags = {**told.config["flags"], "lr": 0.0201}
+    write_manifest(path, replace(told, config={**told.config, "flags": flags}))
+    assert code_of("verify", str(study)) == 1
+    assert "--lr 0.0201, the command that was run is" in " ".join(capsys.readouterr().out.split())
+    path.write_bytes(was)
     before = commands.paths("lr_x2", 1).manifest.stat().st_mtime_ns
     assert commands.run({**arms, "later": {"flags": {"lr": 0.03}}}, yardstick="lr_x2") == 0
     assert commands.paths("lr_x2", 1).manifest.stat().st_mtime_ns == before, "it was kept"
