@@ -38,17 +38,18 @@ def test_what_was_run_is_what_the_study_says(
     command: str, flags: dict[str, Any], start: str
 ) -> None:
     told = recorded(command, flags, start)
+    given: Any = told.config
     assert "hunter" not in str(told)
     assert not list(_command(PATHS, told))
     for name in flags:
-        config: Any = {**told.config, "flags": {**told.config["flags"], name: 0.7}}
+        config: Any = {**given, "flags": {**given["flags"], name: 0.7}}
         (line,) = _command(PATHS, replace(told, config=config))
         assert "the command that was run is" in line
-    config = {**told.config, "program": told.config["program"].replace("train", "other")}
+    config = {**given, "program": given["program"].replace("train", "other")}
     assert list(_command(PATHS, replace(told, config=config)))
     for words in (told.resolved["command"][:-1], [*told.resolved["command"], "--wd"]):
         assert list(_command(PATHS, replace(told, resolved={"command": words})))
-    config = {**told.config, "program": "python '"}
+    config = {**given, "program": "python '"}
     assert list(_command(PATHS, replace(told, config=config)))
 
 

@@ -93,10 +93,11 @@ def test_a_study_of_flags_is_sealed_run_shown_and_kept(
     path = commands.paths("lr_x2", 1).manifest
     was = path.read_bytes()
     told = read_manifest(path)
-    flags = {**told.config["flags"], "lr": 0.0201}
-    write_manifest(path, replace(told, config={**told.config, "flags": flags}))
+    command = [word.replace("0.02", "0.9") for word in told.resolved["command"]]
+    write_manifest(path, replace(told, resolved={**told.resolved, "command": command}))
     assert code_of("verify", str(study)) == 1
-    assert "--lr 0.0201, the command that was run is" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--lr 0.02 --bf16, the command that was run is" in said
     path.write_bytes(was)
     before = commands.paths("lr_x2", 1).manifest.stat().st_mtime_ns
     assert commands.run({**arms, "later": {"flags": {"lr": 0.03}}}, yardstick="lr_x2") == 0
