@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,8 +29,13 @@ _KEPT_CHARACTERS = 2000
 """Of a line: a progress bar is one line of megabytes."""
 _BAR = re.compile(r"[^|]*\d+%\|")
 """What tqdm writes."""
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)(?::|$)")
-"""How Python begins the line after a traceback, which shows the line of code before it."""
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)(?::|$)|[\w.-]+: error: ")
+"""How Python begins the line after a traceback, which shows the line of code before it; and how
+argparse begins its own."""
+_OF_LAUNCHER = re.compile(r"[\w.]*ChildFailedError(?::|$)")
+"""What torchrun says last, whatever a rank has died of."""
+_NEXT = re.compile(r"Traceback \(most|[EWI]\d{4} \d\d:")
+"""What no more belongs to an error: the next one, or a line of a launcher's log."""
 _ADVICE = "Set TORCHDYNAMO_VERBOSE=1"
 """How the advice begins that ends an error in a compiled graph, below the script's own frames."""
 _RAISED = re.compile(r"[\w.]+\.[A-Z]\w+: ")
@@ -76,7 +82,9 @@ class Launched:
         if in_graph := _raised_in_graph(lines):
             return in_graph
         errors = [place for place, line in enumerate(lines) if _ERROR.match(line)]
-        return lines[errors[-1] :][:3] if errors else lines[-3:]
+        own = [place for place in errors if not _OF_LAUNCHER.match(lines[place])]
+        said = lines[(own or errors)[-1] :][:3] if errors else lines[-3:]
+        return list(takewhile(lambda line: not _NEXT.match(line), said))
 
 
 def environment_of(

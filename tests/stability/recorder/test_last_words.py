@@ -27,6 +27,20 @@ TRACEBACK = """Traceback (most recent call last):
             "  more of it\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace\n",
             ["torch._dynamo.exc.Unsupported: can't trace", "raised 3"],
         ),
+        (
+            TRACEBACK + "ValueError: 3 is too high\nE1126 04:00:52.1 local.py] failed\n"
+            "Traceback (most recent call last):\ntorch.distributed.ChildFailedError: \n===\n",
+            ["ValueError: 3 is too high"],
+        ),
+        (
+            "torch.distributed.ChildFailedError:\n===",
+            ["torch.distributed.ChildFailedError:", "==="],
+        ),
+        (
+            "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --lr\n"
+            "W1126 04:00:52 api.py] Sending SIGTERM",
+            ["train.py: error: unrecognized arguments: --lr"],
+        ),
         ("a\nb\n\nc\nd\n", ["b", "c", "d"]),
         ("", []),
     ],
