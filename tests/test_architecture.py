@@ -92,6 +92,7 @@ def test_public_surface_is_the_documented_one(package):
     assert done.stdout.strip() == str(sorted(PUBLIC[package])), done.stderr
 
 
+@pytest.mark.slow
 def test_numerics_run_where_triton_lightning_and_wandb_cannot_be_imported():
     done = _fresh(
         "import sys\n"

@@ -19,6 +19,7 @@ def _rows(found, inputs, **only):
     return {row["seed"]: row for row in rows}
 
 
+@pytest.mark.slow
 def test_every_statement_holds(found):
     assert [test.statement for test in found.tests if not test.holds] == []
     assert sum(not test.control for test in found.tests) == 4

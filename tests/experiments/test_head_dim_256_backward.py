@@ -12,6 +12,7 @@ def found(experiment):
     return experiment.measure(experiment.SIZES["quick"])
 
 
+@pytest.mark.slow
 def test_right_kernels_keep_the_budget_and_the_wrong_port_does_not(found):
     assert all(test.holds for test in found.tests), [test.found for test in found.tests]
     of_budget = {

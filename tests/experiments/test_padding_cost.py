@@ -1,5 +1,7 @@
 """Cost is measured for each implementation at each length; memory, which is exact, is checked."""
 
+import pytest
+
 from experiments.kit.rows import chosen
 from stability.report.paper.style import paper_style
 
@@ -9,6 +11,7 @@ def mib(rows, implementation, padding, length=128):
     return max(row["mib"] for row in chosen(rows, **at))
 
 
+@pytest.mark.slow
 def test_the_mask_is_what_memory_goes_to(experiment):
     found = experiment.measure(experiment.SIZES["quick"])
     rows = found.rows

@@ -118,6 +118,7 @@ def test_triton_that_is_not_installed_is_refused_never_replaced(monkeypatch, eng
     assert resolve_engine("auto", "cpu") == "twin"
 
 
+@pytest.mark.slow
 def test_all_but_the_triton_engine_runs_where_triton_cannot_be_imported():
     script = """
 import sys

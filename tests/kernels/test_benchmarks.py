@@ -240,6 +240,7 @@ def test_peers_table_and_costs_of_dials_come_out_on_the_cpu(room, monkeypatch):
     assert [row["name"] for row in masks] == list(room.registry.MASKS)
 
 
+@pytest.mark.slow
 def test_it_runs_from_a_plain_checkout_with_torch_alone(tmp_path):
     script = (
         "import runpy, sys\n"

@@ -58,6 +58,7 @@ ATTENTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_no_function_meets_several_threads_first(attention):
     code = FIRST_CALLS.replace("ATTENTION", attention)

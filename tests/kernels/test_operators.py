@@ -212,6 +212,7 @@ def test_what_shapes_tell_is_refused_when_a_model_is_compiled():
         compiled(q, k, v, window=(-1, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_gradcheck_passes_through_the_golden_profile(causal):
     shape = Shape(1, 2, 1, 5, 18, 16)

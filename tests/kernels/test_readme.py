@@ -96,6 +96,7 @@ def test_every_profile_is_in_the_table():
     assert [named(row[0])[0] for row in tables()["profile"]] == list(PROFILES)
 
 
+@pytest.mark.slow
 def test_the_examples_run(capsys):
     namespace = {}
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

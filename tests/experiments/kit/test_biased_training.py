@@ -106,6 +106,7 @@ def test_ratios_are_to_the_nudge(rows):
         assert last["coin"][name] == last["coin"][gap] / last["nudge"][gap]
 
 
+@pytest.mark.slow
 def test_the_loss_gap_is_that_of_the_steps_since_the_last_look():
     blocks = load_blocks(RECIPE)
     every = signal_rows(replace(RECIPE, probe_every=1), blocks, seed=0)

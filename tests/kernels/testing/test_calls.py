@@ -316,6 +316,7 @@ def test_other_names_of_the_arguments_are_known():
     assert not report.unsupported
 
 
+@pytest.mark.slow
 def test_pytorchs_own_function_is_checked_as_it_is():
     # its causal mask is top-left and GQA must be asked for: two things that a wrapper must mend
     report = quick(torch.nn.functional.scaled_dot_product_attention, cells=PLAIN)

@@ -102,6 +102,7 @@ def test_another_base_than_the_baseline_was_trained_with_is_told(study):
     assert was.said.endswith("the study's base has 1.0")
 
 
+@pytest.mark.slow
 def test_a_protocol_that_was_sealed_anew_is_not_the_runs(study, capsys):
     def without(content):
         content["arms"] = {n: arm for n, arm in content["arms"].items() if n != "flash_fa2"}

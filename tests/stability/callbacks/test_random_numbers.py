@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from stability.callbacks.random_numbers import RandomNumbers
@@ -21,6 +22,7 @@ def _edit(content):
     content |= {"arms": {"rerun": {}}, "seeds": [0], "yardstick": ""}
 
 
+@pytest.mark.slow
 def test_a_run_that_draws_goes_on_to_the_same_bits(write_study, run_tiny, tmp_path):
     study = load_study(write_study(_edit))
     run_tiny(study, tmp_path / "runs")

@@ -35,6 +35,7 @@ def test_a_right_attention_of_ones_own_holds(my_kernels, capfd):
     assert report["cells"] == len({row["cell"] for row in report["statistics"]})
 
 
+@pytest.mark.slow
 def test_a_planted_fault_fails_in_words(capsys):
     assert main(["check", "baseline", "--quick", "--dtype", "fp32", "--fault", "dk_gain"]) == 1
     said = capsys.readouterr().out

@@ -156,6 +156,7 @@ def taken():
         yield listening.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_with_exit_code_0_and_no_word(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "stability.cli.main", "dashboard", str(tmp_path), "--port", "0"],

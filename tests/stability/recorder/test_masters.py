@@ -26,6 +26,7 @@ def assert_rounded(model: nn.Module, masters: list[torch.Tensor]) -> None:
         assert weight.equal(master.bfloat16())
 
 
+@pytest.mark.slow
 def test_a_model_begins_where_its_nudged_masters_do() -> None:
     model, masters, _optimizer = trained()
     before = [x.clone() for x in masters]

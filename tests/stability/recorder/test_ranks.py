@@ -169,6 +169,7 @@ def test_a_run_whose_second_rank_dies_while_it_tells_of_itself_does_not_count(
     assert not (study.folder / "study.json").exists()
 
 
+@pytest.mark.slow
 def test_study_json_is_what_an_ended_run_leaves(tmp_path: Path) -> None:
     """So that the absence of it above says something."""
     study = Recording(tmp_path, words("plain.py", "--steps", "2"))

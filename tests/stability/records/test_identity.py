@@ -184,6 +184,7 @@ def test_mixed_switches_are_told_as_that():
     assert switches_module._told(refuses, torch) == "old and new switches are mixed"
 
 
+@pytest.mark.slow
 def test_versions_are_those_of_what_is_imported():
     code = (
         "import sys\n"

@@ -56,6 +56,7 @@ def bits(value):
     return struct.pack("d", value)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(LINES, st.binary(max_size=9).filter(lambda tail: b"\n" not in tail))
 @example(

@@ -364,6 +364,7 @@ def test_a_full_disk_is_a_clear_stop_and_nothing_is_lost(write_study, run_tiny, 
     assert recorded_bits(out / "tiny") == recorded_bits(whole / "runs" / "tiny")
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_trains_is_refused(write_study, run_tiny, tmp_path):
     study = load_study(write_study(_one_seed), {"train.steps": "2"})
     run = plan_study(study, tmp_path / "runs")[0]

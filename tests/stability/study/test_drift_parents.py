@@ -98,6 +98,7 @@ def test_a_pair_without_a_manifest_is_counted(copied, capsys):
     assert drifts(folder, "fp32") == {}
 
 
+@pytest.mark.slow
 def test_stale_drifts_are_named_and_left_out_until_they_are_computed_anew(
     copied, monkeypatch, capsys
 ):
@@ -129,6 +130,7 @@ def verified_pair(folder, arm, capsys, *options):
     return code, said.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_two_runs_are_verified_with_their_drifts(copied, monkeypatch, capsys):
     path, folder = copied
     holding = "drifts: hold: all come from the snapshots on disk; "
@@ -295,6 +297,7 @@ def test_a_candidate_is_not_kept_beside_a_baseline_that_is_there_and_no_pair(cop
         run_quietly(load_study(path), folder.parent)
 
 
+@pytest.mark.slow
 def test_a_kept_fork_of_a_baseline_that_was_trained_anew_gives_no_drift(copied, monkeypatch):
     path, folder = copied
     parent = RunPaths.for_run(folder, "baseline", 0)

@@ -73,6 +73,7 @@ def test_a_fork_that_changes_nothing_ends_in_the_parents_bits(parent, at):
     assert damage(run.paths) == []
 
 
+@pytest.mark.slow
 def test_a_fork_is_apart_from_its_step_on_and_a_candidate_s_drifts_are_not_its_own(study, parent):
     run = _fork(parent, 4, FLASH)
     drifts = fork_drifts(run)
@@ -219,6 +220,7 @@ def test_a_damaged_checkpoint_is_no_start(parent):
     path.write_bytes(before)
 
 
+@pytest.mark.slow
 def test_to_plan_a_fork_imports_no_module_of_the_users_here(parent):
     own = {"attention": {"implementation": "tests.stability.study.own_threads:attend"}}
     threads = torch.get_num_threads()
@@ -309,6 +311,7 @@ def test_bisecting_forks_each_half_of_the_layers(parent, capsys):
     assert "of the drift, from step 4 to 10." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bisecting_names_the_rounding_point(parent, capsys):
     words = ["bisect", str(parent.root), "--at", "4", "--over", "points", "--json"]
     numerics = "attention.numerics={accumulator: e5m2, lse: bf16}"

@@ -47,6 +47,7 @@ def _switches(folder, arm):
     return stretch.switches["at_start"]
 
 
+@pytest.mark.slow
 def test_the_config_decides_the_switches_of_the_process_that_trains(trained):
     assert _switches(trained, "baseline")["float32_matmul_precision"] == "highest"
     assert _switches(trained, "baseline")["deterministic_algorithms"] is True

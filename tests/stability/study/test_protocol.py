@@ -208,6 +208,7 @@ def test_probing_that_is_changed_in_the_yaml_is_told_before_a_run(watched, watch
     ]
 
 
+@pytest.mark.slow
 def test_probing_the_first_seed_alone_is_no_change(watched, watched_once, run_tiny):
     asked = dataclasses.replace(load_study(watched_once[0]), seeds=(0, 1))
     run_tiny(asked, watched.parent)
@@ -311,6 +312,7 @@ def test_seeds_that_are_added_are_no_change(study):
     assert _changes(study) == []
 
 
+@pytest.mark.slow
 def test_a_policy_of_the_command_line_is_a_change(study):
     found = protocol_changes(read_study(study), PolicyConfig(max_excess=1.2, alpha=0.2))
     assert found == ["policy.alpha is 0.2, was sealed as 0.05"]

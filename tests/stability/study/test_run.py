@@ -69,6 +69,7 @@ def _edit(source):
     sys.modules.pop("my_attention", None)
 
 
+@pytest.mark.slow
 def test_a_run_whose_attention_was_edited_is_not_resumed(source, stopped, run_tiny):
     study, out, run = stopped
     before = recorded_bits(out / "tiny")

@@ -155,6 +155,7 @@ def test_arms_that_began_elsewhere_are_no_pair_unless_that_is_the_change(
         check_start(was, other)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_from_a_file_that_has_changed(
     write_study, run_tiny, weights, tmp_path, monkeypatch
 ):

@@ -293,6 +293,7 @@ def _stopped_at_two(run):
     run.witness.unlink()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_a_stretch_for_each_process(write_study, run_tiny, tmp_path):
     study = load_study(write_study(_two_arms))
     run_tiny(study, tmp_path)

@@ -116,6 +116,7 @@ def test_a_run_goes_where_its_flag_says_and_else_where_the_environment_does(
     assert capsys.readouterr().err == f"stability: {expected}\n"
 
 
+@pytest.mark.slow
 def test_variables_say_where_runs_go_and_not_which_they_are(tmp_path, offline_log, read_records):
     code = (
         "from pathlib import Path\n"

@@ -160,6 +160,7 @@ def copied(published, tmp_path) -> Path:
     return Path(shutil.copytree(published, tmp_path / "quickstart", symlinks=True))
 
 
+@pytest.mark.slow
 def test_publishing_again_writes_nothing_until_something_has_changed(copied, synthetic):
     before = _logs(copied)
     assert publish_study(read_study(copied), copied, "offline") == ""

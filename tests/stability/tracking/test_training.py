@@ -88,6 +88,7 @@ def test_a_run_that_went_on_is_on_w_and_b_as_in_the_records(gone_on, offline_log
     assert weights[0]["weights/all/histogram.bins"][1:-1] == list(WEIGHT_EDGES)
 
 
+@pytest.mark.slow
 def test_neither_w_and_b_nor_its_variables_change_a_bit(gone_on, study, tmp_path, run_tiny):
     run_tiny(dataclasses.replace(study, name="unwatched"), tmp_path / "runs")
     plain = RunPaths.for_run(tmp_path / "runs" / "unwatched", "fp32", 0)

@@ -45,6 +45,7 @@ def test_probe_has_its_own_page(client):
     assert 'src="/assets/plotly.js"' in page
 
 
+@pytest.mark.slow
 def test_what_plotly_looks_for_is_whole_before_two_threads_can_meet_over_it(tmp_path):
     # in a process of its own: in this one a page has been made already
     program = (
