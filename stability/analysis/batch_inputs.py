@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from stability.records.metric_log import read_text
 from stability.records.metric_names import (
+    AS_NUMBERS,
     BATCH_INPUTS,
     BATCH_LABELS,
     BATCH_ORDER,
@@ -20,6 +21,9 @@ from stability.records.metric_names import (
 from stability.records.paths import RunPaths
 
 __all__ = ["first_other_labels", "first_other_order", "labels_in_one_alone", "which_inputs"]
+
+_MAY_BE_MADE = (IN_FLOATING_POINT, AS_NUMBERS)
+"""How the name of a label ends that another numeric, or another code, may have made."""
 
 
 def which_inputs(baseline: RunPaths, candidate: RunPaths, step: int) -> str:
@@ -37,13 +41,13 @@ def first_other_labels(
     """Return the first step, up to `until`, whose labels differ, and a clause that names them.
 
     Labels are whole numbers; with `may_be_made` it is asked of targets in floating point, which the
-    script may have made with its model.
+    script may have made with its model, and of indices, which may be its code's.
     """
     first, second = _labels(baseline), _labels(candidate)
     for step in sorted(step for step in first.keys() & second.keys() if step <= until):
         # a target that one loss alone has is another loss, which is no other batch
         names = _differing(first[step], second[step], shared=True)
-        names = [name for name in names if name.endswith(IN_FLOATING_POINT) == may_be_made]
+        names = [name for name in names if name.endswith(_MAY_BE_MADE) == may_be_made]
         if names:
             return step, _where(names)
     return None
@@ -81,8 +85,8 @@ def labels_in_one_alone(baseline: RunPaths, candidate: RunPaths) -> str:
 
 
 def _whole(labels: Mapping[str, str]) -> dict[str, str]:
-    """Return those that are no targets in floating point, which may be made with the model."""
-    return {name: value for name, value in labels.items() if not name.endswith(IN_FLOATING_POINT)}
+    """Return those that were made neither with the model nor by the script's code."""
+    return {name: value for name, value in labels.items() if not name.endswith(_MAY_BE_MADE)}
 
 
 def _labels(paths: RunPaths) -> Mapping[int, str]:

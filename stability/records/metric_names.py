@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 __all__ = [
     "ALL_WEIGHTS",
+    "AS_NUMBERS",
     "AS_TRAINED",
     "BATCH_HASH",
     "BATCH_INPUTS",
@@ -65,6 +66,7 @@ BATCH_LABELS = "batch_labels"
 """As JSON, a hash of each target that only the loss was given, with the samples it was for."""
 BATCH_ORDER = "batch_order"
 """How often models were called in an update on each rank, and a hash of the samples in order."""
+AS_NUMBERS = ", numbers of the script"
 IN_FLOATING_POINT = ", in floating point"
 """Ends the name of a target that is no whole number, as `recorder.inside.loss_targets` names it."""
 DRIFTS = "drift/"

@@ -11,9 +11,13 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from stability.config.masking import without_secrets
+
+_RESULTS = (".bin", ".csv", ".jsonl", ".log", ".npy", ".npz", ".out", ".pkl", ".png", ".pt", ".pth")
+_RESULTS += (".safetensors", ".svg", ".tsv", ".txt")
+"""How the name of a file ends that a run may have written: no source, and no setting."""
 
 __all__ = ["checkout", "commit_of", "repository", "sources_outside"]
 
@@ -62,11 +66,15 @@ def checkout(commit: str, folder: Path, setup: str = "") -> Path:
             _set_up(setup, place)
             ready.write_text(_edits(place, commit), encoding="utf-8")
         # an empty one is of a clean checkout; what `setup` itself has changed is its own
-        elif _edits(place, commit) != ready.read_text(encoding="utf-8"):
-            raise ValueError(
-                f"ref: {place}: must hold commit {commit[:12]} as it was checked out, was edited "
-                "since; undo the edits, or commit them and name that commit"
-            )
+        elif _edits(place, commit) != (was := ready.read_text(encoding="utf-8")):
+            changed = [] if was else _changed(place, commit)
+            if not changed or any(map(_is_source, changed)):
+                raise ValueError(
+                    f"ref: {place}: must hold commit {commit[:12]} as it was checked out, was "
+                    "edited since; undo the edits, or commit them and name that commit"
+                )
+            # a run has written over what is no source, as its results: each begins as checked out
+            _git(place, "checkout", "--quiet", commit, "--", *changed)
     return place / folder.resolve().relative_to(root.resolve())
 
 
@@ -85,6 +93,15 @@ def _edits(place: Path, commit: str) -> str:
     if found.returncode:
         raise ValueError(f"ref: {place}: {_last_line(found.stderr)}")
     return hashlib.sha256(found.stdout.encode()).hexdigest() if found.stdout else ""
+
+
+def _changed(place: Path, commit: str) -> list[str]:
+    """Return the tracked files of a checkout that are not the commit's."""
+    return _git(place, "diff", "--name-only", "-z", commit, "--").stdout.split("\0")[:-1]
+
+
+def _is_source(name: str) -> bool:
+    return PurePath(name).suffix.lower() not in _RESULTS
 
 
 def _set_up(setup: str, place: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from threading import get_ident
 from typing import Any, Callable, Dict, Optional, Set
 
@@ -57,6 +58,8 @@ class ReplacedCalls:
         """Whether an instrument looks at the calls."""
         self.function: Optional[Callable[..., Any]] = None
         """What takes the place, once it is imported; PyTorch's own backends need none."""
+        self.callers: Set[str] = set()
+        """The modules whose calls were replaced, outside of backward passes."""
         self._running: Set[int] = set()
         """The threads in which the function computes."""
         self._is_traced = False
@@ -67,7 +70,20 @@ class ReplacedCalls:
 
     def is_running(self) -> bool:
         """Whether what is called now is called by the function: PyTorch's own is meant."""
-        return self._is_traced if is_compiling() else get_ident() in self._running
+        if is_compiling():
+            return self._is_traced
+        return get_ident() in self._running or self._is_in_its_backward()
+
+    def _is_in_its_backward(self) -> bool:
+        """Whether code of the function's own module calls it while gradients are computed.
+
+        As a backward pass of its own, or a checkpoint inside of it. Where the model's own calls
+        come from that module, too, nobody knows which of them is computed once more.
+        """
+        own = self.name.partition(":")[0]
+        if torch._C._current_graph_task_id() == -1 or own in self.callers:
+            return False
+        return _caller() == own
 
     def marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, told apart from what is replaced while it runs."""
@@ -144,12 +160,25 @@ def replace_attention(name: str) -> ReplacedCalls:
             return handle_torch_function(replaced, args, *args, **kwargs)
         elif _trains(args, kwargs):
             calls.count += 1
+            if torch._C._current_graph_task_id() == -1:
+                calls.callers.add(_caller())
         else:
             calls.untrained += 1
         return attend(*args, **kwargs)
 
     functional.scaled_dot_product_attention = replaced
     return calls
+
+
+def _caller() -> str:
+    """Return the module whose code has called, less those of torch and this one."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != __name__ and name.partition(".")[0] != "torch":
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def _trains(args: Any, kwargs: Any) -> bool:

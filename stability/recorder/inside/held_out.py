@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterator, List, Tuple
 import torch
 from torch import Tensor, nn
 
-from .names import unwrapped
+from .names import unwrapped, version_of
 
 __all__ = ["HeldOutLoss", "evaluating"]
 
@@ -34,12 +34,12 @@ class HeldOutLoss:
             self._function = _imported(self._name)
         inner = unwrapped(model)
         tensors = [*inner.parameters(), *inner.buffers()]
-        before = [x._version for x in tensors]
+        before = list(map(version_of, tensors))
         eager: Any = torch.compiler.disable
         with evaluating(inner):
             loss = eager(self._function)(inner)
         _reshard(inner)
-        if [x._version for x in tensors] != before:
+        if list(map(version_of, tensors)) != before:
             raise ValueError(f"held_out: {self._name} must change no weight or buffer of the model")
         return self._number(loss)
 

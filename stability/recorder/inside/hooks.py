@@ -152,6 +152,8 @@ class _Calls:
     def _tell_made(
         self, module: nn.Module, given: Any, result: Any, begin: int, trains: bool
     ) -> None:
+        if trains:
+            self._training.forward_ends()
         self._remember(result, given, "" if trains else type(module).__name__)
         if trains and not module.training:
             self._training.models.watch(begin, place_in_graph(), result)
@@ -286,12 +288,13 @@ def _wrap_backward(training: Training) -> Callable[[], None]:
         if is_compiling() or _is_backward():
             return original(tensors, *args, **kwargs)
         restore_step_hooks(training.optimizers)
-        is_one = isinstance(tensors, Tensor)
+        is_one = isinstance(tensors, Tensor) or hasattr(tensors, "node")  # an edge of the graph
         losses = [tensors] if is_one else list(tensors)
-        if is_given_gradient(args, kwargs) or any(loss.numel() != 1 for loss in losses):
+        is_loss = [isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses]
+        if is_given_gradient(args, kwargs) or not all(is_loss):
             training.back_propagated(None, GIVEN)
-        for loss in losses:
-            if loss.numel() == 1:
+        for loss, is_number in zip(losses, is_loss):  # noqa: B905 Python 3.9 has no strict
+            if is_number:
                 training.aimed_at(*find_targets(loss, training.models.ends_loss))
                 meant, doubt = unscaled(loss) if training.scales_loss else (loss, "")
                 training.back_propagated(meant, doubt)

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 __all__ = ["is_plain", "tensors_in", "values_in"]
 
 _SETTINGS = (
-    *(type(None), type, torch.dtype, torch.device, torch.layout, nn.Module, functools.partial),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, torch.Generator),
+    *(type(None), type, torch.dtype, torch.device, torch.layout, nn.Module, torch.Generator),
+    types.BuiltinFunctionType,
 )
 """What is no data. An object that can be called may hold some, as a graph of PyTorch Geometric."""
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+"""What may hold data, as the labels that a loss was made for."""
 _NUMBERS = (bool, int, float)
 
 
@@ -60,7 +62,7 @@ def values_in(value: Any, name: str, unread: Set[str]) -> Iterator[Tuple[str, Te
         yield from _of_layout(value, name, unread)
     elif type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "dtype"):
         yield from _of_array(value, name, unread)
-    elif isinstance(value, (Mapping, list, tuple)) or is_dataclass(value):
+    elif isinstance(value, (Mapping, list, tuple, *_FUNCTIONS)) or is_dataclass(value):
         for own, item in _parts(value, name):
             yield from values_in(item, own, unread)
     else:
@@ -77,6 +79,44 @@ def _parts(value: Any, name: str) -> Iterator[Tuple[str, Any]]:
     elif is_dataclass(value) and not isinstance(value, type):
         for each in fields(value):
             yield each.name, getattr(value, each.name, None)
+    elif isinstance(value, _FUNCTIONS):
+        yield from _held_by(value, name)
+
+
+def _held_by(function: Any, name: str) -> Iterator[Tuple[str, Any]]:
+    """Give what a function has kept: arguments of a partial, defaults, variables around it."""
+    if isinstance(function, functools.partial):
+        held = {**dict(enumerate(function.args)), **function.keywords, "func": function.func}
+    elif isinstance(function, types.MethodType):
+        own = function.__self__
+        is_known = isinstance(own, (nn.Module, type))
+        held = {} if is_known else {"self": getattr(own, "__dict__", own)}
+        held["func"] = function.__func__
+    else:
+        around = zip(function.__code__.co_freevars, function.__closure__ or ())  # noqa: B905
+        held = {key: cell.cell_contents for key, cell in around if _is_filled(cell)}
+        held.update(enumerate(function.__defaults__ or ()))
+        held.update(function.__kwdefaults__ or {})
+    for key, item in held.items():
+        if item is function:  # which is among its own variables where it calls itself
+            continue
+        is_inner = isinstance(item, types.FunctionType) and isinstance(function, types.FunctionType)
+        yield f"{key} in {name or 'a function'}", _Inner() if is_inner and _holds(item) else item
+
+
+class _Inner:
+    """Stands for a function inside of one, whose variables are not looked at."""
+
+
+def _holds(function: Any) -> bool:
+    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable that has no value yet
+        return False
 
 
 def _of_one_kind(value: Any) -> Optional[Tensor]:

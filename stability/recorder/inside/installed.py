@@ -133,7 +133,11 @@ def _imported() -> Dict[str, Dict[str, List[str]]]:
 def _distributions(root: str) -> List[Tuple[str, Set[str], List[bytes]]]:
     """Return the version, the top-level names and the lines of RECORD of what is installed."""
     found = []
-    for folder in sorted(os.listdir(root)):
+    try:
+        folders = sorted(os.listdir(root))
+    except OSError:  # inside of a zip, or gone since
+        return found
+    for folder in folders:
         try:
             if not folder.endswith(".dist-info"):
                 continue

@@ -18,6 +18,7 @@ from torch import Tensor
 from .scaled_loss import is_linear, is_scaler_node
 
 __all__ = [
+    "AS_NUMBERS",
     "IN_FLOATING_POINT",
     "Aim",
     "find_targets",
@@ -43,6 +44,22 @@ of these is given is seen at a missing edge. Any other one, as an index or a con
 """
 IN_FLOATING_POINT = ", in floating point"
 """Ends the name of such a target."""
+AS_NUMBERS = ", numbers of the script"
+"""Ends the name of what is no tensor: a label, as in `p[row, label]`, or code's own, as `-1`."""
+_INDICES = {
+    "AsStrided": ("size", "stride", "storage_offset"),
+    "ConstantPadNd": ("pad",),
+    "Diagonal": ("offset",),
+    "Roll": ("shifts",),
+    "Select": ("index",),
+    "Slice": ("start", "end", "step"),
+    "Split": ("split_size",),
+    "SplitWithSizes": ("split_sizes",),
+    "Unbind": (),
+    "Unfold": ("size", "step"),
+}
+"""Operators that take a part of a result or move it, and what torch calls the numbers that say
+which. Of those with several results it matters, too, which of them was taken."""
 
 
 class Aim(NamedTuple):
@@ -67,8 +84,11 @@ def find_targets(loss: Tensor, is_models: Callable[[int], bool]) -> Tuple[List[A
     """
     found: List[Aim] = []
     untold: Set[str] = set()
+    indices: List[Tuple[int, List[int]]] = []
     for node, is_in_sum in _nodes_of(loss, is_models, untold):
         name = name_of(node)
+        if numbers := _indices_of(node, name):
+            indices.append((node._sequence_nr(), numbers))
         # asked of the class: of the node it would be unpacked
         held = [each for each in _HELD_AS if hasattr(type(node), each)]
         if held:
@@ -82,6 +102,10 @@ def find_targets(loss: Tensor, is_models: Callable[[int], bool]) -> Tuple[List[A
             found.append(Aim(node._sequence_nr(), named, number, is_shared=True))
         elif is_given_data(node, is_in_sum, bool(held)):
             untold.add(f"what {name} was given beside the model's result")
+    if indices:
+        indices.sort()
+        value = torch.tensor([number for _, numbers in indices for number in numbers])
+        found.append(Aim(indices[0][0], f"indices{AS_NUMBERS}", value, is_shared=True))
     return sorted(found, key=lambda each: each.place), untold
 
 
@@ -103,6 +127,18 @@ def _nodes_of(
         is_in_sum = is_in_sum and is_linear(node)
         todo += [(other, is_in_sum) for other, _ in node.next_functions if other is not None]
     return seen.values()
+
+
+def _indices_of(node: Any, name: str) -> List[int]:
+    """Return the numbers of Python's by which an operator has taken a part, or its input's part."""
+    found: List[int] = []
+    for each in _INDICES.get(name, ()):
+        value = getattr(node, f"_saved_{each}", ())
+        found += [int(x) for x in (value if isinstance(value, (list, tuple)) else [value])]
+    for other, which in node.next_functions:
+        if other is not None and name_of(other) in ("Split", "SplitWithSizes", "Unbind"):
+            found.append(which)
+    return found
 
 
 def _take_held(node: Any, held: List[str], found: List[Aim], untold: Set[str]) -> None:
@@ -183,7 +219,9 @@ def is_given_data(node: Any, is_in_sum: bool = False, is_held: bool = False) -> 
     A number, as what a loss is divided by, is none, nor one that is added to the loss: it has no
     part in a gradient. The target and the weights of a loss of torch's are taken elsewhere.
     """
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
+    # of what is written into a part of a result, no operator is to be seen
+    is_hidden = name_of(node) == "CopySlices"
+    if is_hidden or isinstance(node, torch.autograd.function.BackwardCFunction):
         return True
     saved = [each[len(_SAVED) :] for each in dir(type(node)) if each.startswith(_SAVED)]
     taken = {*_WEIGHTS, "target", "targets"} if is_held else set()

@@ -30,6 +30,7 @@ __all__ = [
     "root_of",
     "state_of",
     "unwrapped",
+    "version_of",
     "whole",
     "without_wrappers",
 ]
@@ -337,3 +338,8 @@ def whole(x: Tensor) -> Tensor:
     """Return all of a tensor, of which this rank may hold a part: every rank must ask."""
     gather = getattr(x, "full_tensor", None)
     return (gather() if gather else x).detach()
+
+
+def version_of(x: Tensor) -> int:
+    """Return how often a tensor was written in place; 0 of one that torch does not count for."""
+    return 0 if x.is_inference() else x._version

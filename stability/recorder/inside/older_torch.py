@@ -42,7 +42,8 @@ def autocast_dtype(kind: str) -> Optional[torch.dtype]:
 def current_trace() -> Tuple[Any, int]:
     """Return which graph is traced now, and which attempt this is: a graph break begins anew."""
     context: Any = getattr(getattr(torch, "_guards", None), "CompileContext", None)
-    found = context.current_trace_id() if context is not None else None
+    trace_id: Any = getattr(context, "current_trace_id", None)  # torch 2.2 and newer
+    found = trace_id() if trace_id is not None else None
     return (None, 0) if found is None else (found.compile_id, found.attempt)
 
 

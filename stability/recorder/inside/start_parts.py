@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .environment import hash_state
 from .names import other_buffers
 
-__all__ = ["NOT_HASHED", "hash_buffers", "hash_optimizers", "hash_part", "set_since"]
+__all__ = ["NOT_HASHED", "hash_buffers", "hash_optimizers", "hash_part", "is_strided", "set_since"]
 
 NOT_HASHED = "not hashed"
 """What stands for the hash of what can't be read: it is equal to nothing."""
@@ -82,4 +82,9 @@ def hash_part(value: Any) -> str:
 def _is_readable(x: Tensor) -> bool:
     """Whether the tensor's bits lie in memory of its own, one after another."""
     is_own = type(x) in (Tensor, nn.Parameter) or hasattr(x, "full_tensor")
-    return is_own and x.layout is torch.strided and not x.is_quantized and not x.is_meta
+    return is_own and is_strided(x) and not x.is_quantized
+
+
+def is_strided(x: Tensor) -> bool:
+    """Whether the tensor has memory, one element after another."""
+    return x.layout is torch.strided and not x.is_meta

@@ -6,7 +6,7 @@ before the first step. Leaves out what else a start has (`start_parts`) and who 
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from .environment import hash_state
 from .given_start import was_set_anew
-from .names import frozen_beside, masters_of, owners_of, whole
-from .start_parts import hash_buffers, hash_optimizers, hash_part, set_since
+from .names import frozen_beside, masters_of, other_buffers, owners_of, version_of, whole
+from .start_parts import hash_buffers, hash_optimizers, hash_part, is_strided, set_since
 
 __all__ = ["TakenStart", "copied", "hash_start"]
 
@@ -56,10 +56,17 @@ class TakenStart:
         self._buffers: Sequence[str] = begun.get("buffers", ())
         self._copied = copied(state)
         self._is_checked = False
+        self._seen: Dict[str, Tuple[int, int]] = {}
+        self._by_script: Set[str] = set()
+        """Buffers that were written between forward passes."""
+        self._by_model: Set[str] = set()
+        """Buffers that a forward pass has written: what it counts or remembers is no start."""
         self._note(optimizers)
 
     def pass_begins(self, optimizers: Sequence[Optimizer]) -> None:
         """Take all of it anew if the script has set weights since the last pass."""
+        if not self._is_checked:
+            self._note_buffers(self._by_script)
         is_sharded = any(hasattr(x, "full_tensor") for x in self._state.values())
         is_moved = self._begun.get("given") or self._begun.get("nudged")
         if self._is_checked or is_sharded or is_moved or not self._is_touched():
@@ -71,6 +78,11 @@ class TakenStart:
         self._note(optimizers)
         self._hash_anew()
 
+    def pass_ends(self) -> None:
+        """Note which buffers the forward pass itself has written."""
+        if not self._is_checked:
+            self._note_buffers(self._by_model)
+
     def step_begins(self, optimizers: Sequence[Optimizer]) -> None:
         """Hold it against the weights before the first step, and note what the optimizers hold.
 
@@ -81,7 +93,10 @@ class TakenStart:
         self._is_checked = True
         self._begun["start_optimizers"] = hash_optimizers(optimizers, self._state)
         was = self._begun["start_buffers"]
-        was.update(set_since(was, hash_buffers(self._state, self._owners)))
+        self._note_buffers(self._by_script)
+        written = self._by_model - self._by_script
+        now = hash_buffers(self._state, self._owners)
+        was.update(set_since(was, {name: x for name, x in now.items() if name not in written}))
         name = self._set_anew()
         if name is None:
             return
@@ -120,6 +135,7 @@ class TakenStart:
         self._frozen = frozen_beside(self._state, self._owners)
         self._sums = {name: _sum_of_bits(x) for name, x in self._frozen.items()}
         self._versions = self._versions_now()
+        self._seen, self._by_script = self._buffers_now(), set()
 
     def _is_touched(self) -> bool:
         return self._versions_now() != self._versions
@@ -127,7 +143,21 @@ class TakenStart:
     def _versions_now(self) -> List[Tuple[int, int]]:
         """Return what changes when a weight is written: its count of writes, its place."""
         weights = [x for x in self._state.values() if isinstance(x, nn.Parameter)]
-        return [(x._version, x.data_ptr()) for x in [*weights, *self._frozen.values()]]
+        return [(version_of(x), x.data_ptr()) for x in [*weights, *self._frozen.values()]]
+
+    def _buffers_now(self) -> Dict[str, Tuple[int, int]]:
+        """Return the same of each buffer that is no part of the state, by name."""
+        buffers = other_buffers(self._state, self._owners)
+        return {
+            name: (version_of(x), x.data_ptr() if is_strided(x) else 0)
+            for name, x in buffers.items()
+        }
+
+    def _note_buffers(self, noted: Set[str]) -> None:
+        """Add to `noted` what was written since this was asked last."""
+        now = self._buffers_now()
+        noted.update(name for name, written in now.items() if self._seen.get(name) != written)
+        self._seen = now
 
     def _set_anew(self) -> Optional[str]:
         """Return the first weight that the script has set since, one that trains before others."""

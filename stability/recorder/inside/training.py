@@ -194,6 +194,11 @@ class Training:
             self._close()
         self._take_start()
 
+    def forward_ends(self) -> None:
+        """Tell that a forward pass that trains has ended."""
+        if self._start is not None and self._held_out_inputs is None:
+            self._start.pass_ends()
+
     def given(
         self, tensors: List[Tensor], *, is_training: bool, names: Sequence[str] = (), model: int = 0
     ) -> None:

@@ -1,17 +1,22 @@
 """`stability record --attention`: another attention in a script that knows nothing of it."""
 
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from stability.recorder.inside.attention import replace_attention, replace_eager
 from stability.records.witness import read_witness
 from tests.sampling import others_long
 from tests.stability.recorder.recording import Recording, code_of, compiled_study, words
+
+ATTENTION = functional.scaled_dot_product_attention
 
 OWN = """
 import torch
@@ -87,6 +92,61 @@ def test_an_attention_that_wraps_pytorchs_own_calls_that_and_not_itself(
         assert study.drift("same")[4] == 0
     assert study.drift("same")[4] < 1e-6
     assert study.drift("hot")[4] > 1e-4
+
+
+RECOMPUTES = """
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+class Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            given = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            out = F.scaled_dot_product_attention(*given)
+            return torch.autograd.grad(out, given, grad)
+
+def again(q, k, v, *, causal, scale=None):
+    return Again.apply(q, k, v)
+
+def inner(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+def saved(q, k, v, *, causal, scale=None):
+    return checkpoint(inner, q, k, v, use_reentrant=False)
+
+def saved_reentrant(q, k, v, *, causal, scale=None):
+    return checkpoint(inner, q, k, v, use_reentrant=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["again", "saved", "saved_reentrant"])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_what_an_attention_computes_once_more_for_its_gradients_is_pytorchs_own(
+    name: str, is_checkpointed: bool, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.write_text(RECOMPUTES)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", original := ATTENTION)
+    q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(q, k, v)
+
+    expected = torch.autograd.grad(original(q, k, v).square().sum(), (q, k, v))
+    calls = replace_attention(f"mine:{name}")
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = checkpoint(model, *given, use_reentrant=False) if is_checkpointed else model(*given)
+    out.square().sum().backward()
+    for x, wanted in zip(given, expected, strict=True):
+        torch.testing.assert_close(x.grad, wanted)
+    assert calls.count == 1 + is_checkpointed
 
 
 @pytest.mark.slow

@@ -117,7 +117,70 @@ def test_a_scaled_loss_and_numbers_of_python_are_given_nothing(tmp_path: Path) -
     found = seen(tmp_path, train)
     assert not found.untold
     assert not found.doubts
-    assert [*found.updates[0].labels] == ["target of NllLoss"]
+    assert [*found.updates[0].labels] == [f"indices{loss_targets.AS_NUMBERS}", "target of NllLoss"]
+
+
+def by_index(z: torch.Tensor, labels: list[int]) -> torch.Tensor:
+    rows = z.log_softmax(-1)
+    return -sum((rows[i, label] for i, label in enumerate(labels)), start=torch.tensor(0.0))
+
+
+def by_slice(z: torch.Tensor, labels: list[int]) -> torch.Tensor:
+    rows = z.log_softmax(-1)
+    return -sum((rows[i, label : label + 1].sum() for i, label in enumerate(labels)), start=ZERO)
+
+
+def by_part(z: torch.Tensor, labels: list[int]) -> torch.Tensor:
+    rows = z.log_softmax(-1)
+    parts = rows.unbind(-1), rows.split(1, dim=-1), rows.split([2, 1, 1], dim=-1)
+    chosen = (parts[i % 3][min(label, 2)].reshape(-1)[i] for i, label in enumerate(labels))
+    return -sum(chosen, start=ZERO)
+
+
+def by_roll(z: torch.Tensor, labels: list[int]) -> torch.Tensor:
+    return -z.log_softmax(-1).roll(labels, [1] * len(labels))[:, 0].sum()
+
+
+ZERO = torch.tensor(0.0)
+
+
+@pytest.mark.parametrize("loss_of", [by_index, by_slice, by_part, by_roll])
+def test_labels_as_numbers_of_python_are_other_labels(
+    loss_of: Callable[[torch.Tensor, list[int]], torch.Tensor], tmp_path: Path
+) -> None:
+    _, labels = data()
+    known = labels.clamp(max=2).tolist()
+    other = [(label + (place == 3)) % 3 for place, label in enumerate(known)]
+    name = f"indices{loss_targets.AS_NUMBERS}"
+    first, again, changed = (
+        trained(tmp_path / str(place), lambda z, _, given=given: loss_of(z, given))
+        for place, given in enumerate((known, known, other))
+    )
+    assert not first.untold
+    assert first.updates[0].labels == again.updates[0].labels
+    assert first.updates[0].labels[name] != changed.updates[0].labels[name]
+
+
+def test_what_is_written_into_a_part_of_a_result_is_told(tmp_path: Path) -> None:
+    def masked(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rows = z * 1.0
+        rows[:, :3].masked_fill_((y > 2)[:, None], -9.0)
+        return rows.logsumexp(-1).mean()
+
+    assert "what CopySlices was given beside the model's result" in trained(tmp_path, masked).untold
+
+
+def test_an_edge_of_the_graph_is_back_propagated_and_told(tmp_path: Path) -> None:
+    inputs, labels = data()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss = F.cross_entropy(model(inputs), labels)
+        edge = torch.autograd.graph.get_gradient_edge(loss)
+        torch.autograd.backward(edge)
+        torch.autograd.backward([torch.autograd.graph.get_gradient_edge(model(inputs).sum())])
+        optimizer.step()
+
+    assert GIVEN in seen(tmp_path, train).doubts
 
 
 def test_labels_behind_hundreds_of_operators_are_seen(tmp_path: Path) -> None:

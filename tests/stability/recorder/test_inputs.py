@@ -136,3 +136,57 @@ def test_a_member_of_an_enum_is_part_of_what_is_given(tmp_path: Path) -> None:
 def test_a_function_is_no_data(setting: Any, tmp_path: Path) -> None:
     found = recorded(tmp_path, torch.ones(4, 3), setting)
     assert not found.untold
+
+
+class Loss:
+    """A loss that was made for its labels."""
+
+    def __init__(self, labels: torch.Tensor) -> None:
+        self.labels = labels
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return it."""
+        return nn.functional.cross_entropy(logits, self.labels)
+
+
+def around(labels: Any) -> Callable[..., Any]:
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits, labels) if logits.dim() else loss(logits)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "made_for",
+    [
+        lambda labels: functools.partial(nn.functional.cross_entropy, target=labels),
+        lambda labels: functools.partial(nn.functional.cross_entropy, labels),
+        lambda labels: functools.partial(around(labels)),
+        lambda labels: lambda logits, y=labels: y,
+        lambda labels: lambda logits, *, y=labels: y,
+        around,
+        lambda labels: Loss(labels).of,
+        lambda labels: around(labels.tolist()),
+    ],
+)
+def test_labels_that_a_function_holds_are_part_of_what_is_given(
+    made_for: Callable[[torch.Tensor], Any], tmp_path: Path
+) -> None:
+    batches = []
+    for place, other in enumerate([0, 0, 1]):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        labels = torch.arange(4) % 2 + other
+        found = recorded(folder, torch.ones(4, 3), made_for(labels))
+        assert not found.untold
+        batches.append([update.batch for update in found.updates])
+    assert batches[0] == batches[1]
+    assert batches[0] != batches[2]
+
+
+def test_an_object_in_a_function_is_told(tmp_path: Path) -> None:
+    found = recorded(tmp_path, torch.ones(4, 3), around(object()))
+    assert any("labels in argument 1, a object" in each for each in found.untold), found.untold
+    (tmp_path / "inner").mkdir()
+    inner = recorded(tmp_path / "inner", torch.ones(4, 3), around(around(torch.ones(4))))
+    assert any("given to Model" in each for each in inner.untold), inner.untold

@@ -136,3 +136,11 @@ def test_what_is_known_by_its_version_or_compiled_from_known_sources_is_no_libra
     assert not [key for key in found if key.startswith("library.torch")]
     assert not [each for each in doubts if "/torch/" in each]
     assert "code.torch" in found
+
+
+def test_a_package_in_a_folder_that_can_not_be_listed_stops_nothing(site: Path) -> None:
+    for path in ("/app.zip/site-packages/zipped/__init__.py", f"{site}/gone/site-packages/a.py"):
+        module = type(sys)("zipped")
+        module.__file__ = path
+        sys.modules["zipped"] = module
+        assert installed_code()[0]["code.zipped" if "zipped" in path else "code.a"]

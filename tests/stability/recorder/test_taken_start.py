@@ -169,6 +169,76 @@ def is_masked_after_a_trial_pass(other: int) -> None:
     update(model, optimizer)
 
 
+class Loaded(nn.Linear):
+    """Keeps how much was last asked of it, as a router of experts does."""
+
+    load: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.register_buffer("load", torch.zeros(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return its result."""
+        out = super().forward(x)
+        with torch.no_grad():
+            self.load.add_(out.detach().mean(0) * SCALE)
+        return out
+
+
+SCALE = 1.0
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_what_a_forward_pass_remembers_is_no_start(
+    passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(other: int) -> None:
+        monkeypatch.setattr(sys.modules[__name__], "SCALE", 1.0 + other)
+        torch.manual_seed(0)
+        model = Loaded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(passes - 1):
+            model(drawn(1, 6, 3)).sum().backward()
+        update(model, optimizer)
+
+    first, _, other = map(manifest_of, both(tmp_path, train))
+    lines = list(start_part_lines(first, other, {"nudge.ulps": (0, 1)}))
+    assert [x.sameness for x in lines] == ["same"], lines
+
+
+def test_what_the_script_writes_between_passes_is_the_start_though_a_pass_writes_it_too(
+    tmp_path: Path,
+) -> None:
+    def train(other: int) -> None:
+        torch.manual_seed(0)
+        model = Loaded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(drawn(1, 6, 3)).square().mean()
+        model.load.fill_(other)
+        loss.backward()
+        optimizer.step()
+
+    first, _, other = map(manifest_of, both(tmp_path, train))
+    assert [x.sameness for x in start_part_lines(first, other, {})] == ["unknown"]
+
+
+def test_frozen_weights_that_count_no_writes_stop_nothing(tmp_path: Path) -> None:
+    def train(other: int) -> None:
+        with torch.inference_mode():
+            frozen = nn.Linear(3, 3).requires_grad_(False)
+        head = nn.Linear(3, 4)
+        model = nn.ModuleDict({"frozen": frozen, "head": head})
+        optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+        with torch.no_grad():
+            x = frozen(drawn(1, 6, 3)).clone()
+        F.cross_entropy(model["head"](x), torch.arange(6) % 4).backward()
+        optimizer.step()
+
+    first, again, _ = both(tmp_path, train)
+    assert first.init == again.init
+
+
 def resumes_moments(other: int) -> None:
     """Go on with an optimizer's state."""
     model = nn.Linear(3, 4)

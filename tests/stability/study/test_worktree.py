@@ -47,3 +47,19 @@ def test_a_library_of_the_working_tree_is_a_source_of_it(tmp_path: Path) -> None
     root, worktree = tmp_path / "root", tmp_path / "cache/root"
     files = [str(root / "ops.so"), str(worktree / "ops.so")]
     assert sources_outside(files, root, worktree) == files[:1]
+
+
+def test_results_that_a_run_has_written_over_are_put_back(commit: str) -> None:
+    Path("results.csv").write_text("step,loss\n")
+    who = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
+    for words in (["add", "."], [*who, "commit", "-qm", "results"]):
+        subprocess.run(["git", *words], check=True)
+    place = checkout("HEAD", Path())
+    (place / "results.csv").write_text("step,loss\n1,2\n")
+    assert checkout("HEAD", Path()) == place
+    assert (place / "results.csv").read_text() == "step,loss\n"
+    (place / "results.csv").write_text("1,2\n")
+    (place / "train.py").write_text("x = 2\n")
+    with pytest.raises(ValueError, match="edited since"):
+        checkout("HEAD", Path())
+    assert (place / "results.csv").read_text() == "1,2\n"
