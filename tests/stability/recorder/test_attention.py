@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,11 +36,12 @@ def wrong(q, k, v, *, causal, scale=None):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "mine.py").write_text(OWN.format(dtype="float32"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    return tmp_path / "mine.py"
+    yield tmp_path / "mine.py"
+    sys.modules.pop("mine", None)  # what later tests record would have it, too
 
 
 @pytest.mark.slow
@@ -132,7 +134,6 @@ def test_what_an_attention_computes_once_more_for_its_gradients_is_pytorchs_own(
     name: str, is_checkpointed: bool, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own.write_text(RECOMPUTES)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", original := ATTENTION)
     q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
 
