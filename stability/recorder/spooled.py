@@ -108,21 +108,7 @@ def read_spool(folder: Path) -> Spooled:
 
     SpoolError, one sentence, if there was no training, or several at once that are no group.
     """
-    processes = [_read_lines(path) for path in sorted(folder.glob("rank-*.jsonl"))]
-    ranks = [lines for lines in processes if any(line["kind"] == "begin" for line in lines)]
-    refused = [x["why"] for lines in processes for x in lines if x["kind"] == "refused"]
-    if refused:
-        raise SpoolError(refused[0])
-    backwards = [x["backwards"] for lines in processes for x in lines if x["kind"] == "none"]
-    if not ranks and backwards:
-        said = f"{sum(backwards)} backward calls, but no optimizer step"
-        said = said.replace("calls", "call", sum(backwards) == 1)
-        raise SpoolError(f"{said}: weights must be updated by an optimizer of torch.optim")
-    if not ranks:
-        raise SpoolError(
-            "no training was seen: no optimizer of torch.optim made a step in a Python process "
-            "that this command started; python's options -I, -E and -S keep the recorder out"
-        )
+    ranks = _ranks_that_train(folder)
     begins = [next(line for line in lines if line["kind"] == "begin") for lines in ranks]
     _check_group(begins)
     first = min(range(len(ranks)), key=lambda index: begins[index]["rank"])
@@ -179,6 +165,26 @@ def read_spool(folder: Path) -> Spooled:
             *held_out.notes,
         ],
     )
+
+
+def _ranks_that_train(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the lines of each process that trained; SpoolError if there is none, or a refusal."""
+    processes = [_read_lines(path) for path in sorted(folder.glob("rank-*.jsonl"))]
+    ranks = [lines for lines in processes if any(line["kind"] == "begin" for line in lines)]
+    refused = [x["why"] for lines in processes for x in lines if x["kind"] == "refused"]
+    if refused:
+        raise SpoolError(refused[0])
+    backwards = [x["backwards"] for lines in processes for x in lines if x["kind"] == "none"]
+    if not ranks and backwards:
+        said = f"{sum(backwards)} backward calls, but no optimizer step"
+        said = said.replace("calls", "call", sum(backwards) == 1)
+        raise SpoolError(f"{said}: weights must be updated by an optimizer of torch.optim")
+    if not ranks:
+        raise SpoolError(
+            "no training was seen: no optimizer of torch.optim made a step in a Python process "
+            "that this command started; python's options -I, -E and -S keep the recorder out"
+        )
+    return ranks
 
 
 def dead_rank(folder: Path, output: str) -> str:

@@ -132,13 +132,7 @@ def plan_run(
         deterministic=asked.deterministic,
         may_change=may_change,
     )
-    differences = diff(base, config) if base else {}
-    if arm == BASELINE and differences:
-        path, (was, now) = next(iter(differences.items()))
-        raise ValueError(
-            f"record: {folder}: its {BASELINE} has {path} = {was!r}, got {now!r}; name another "
-            "study, or another arm"
-        )
+    differences = _differences(base, config, folder, arm)
     looks = () if arm == BASELINE else looked_at(RunPaths.for_run(folder, BASELINE, seed))
     asked = replace(
         asked,
@@ -161,6 +155,23 @@ def plan_run(
         asked=asked,
         question=question,
     )
+
+
+def _differences(
+    base: Mapping[str, Any], config: Mapping[str, Any], folder: Path, arm: str
+) -> dict[str, tuple[Any, Any]]:
+    """Return what a run's config has otherwise than the study's baseline, which may have nothing.
+
+    ValueError for another baseline.
+    """
+    differences = diff(base, config) if base else {}
+    if arm == BASELINE and differences:
+        path, (was, now) = next(iter(differences.items()))
+        raise ValueError(
+            f"record: {folder}: its {BASELINE} has {path} = {was!r}, got {now!r}; name another "
+            "study, or another arm"
+        )
+    return differences
 
 
 def check_free(run: ForeignRun) -> None:
