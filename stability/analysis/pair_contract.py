@@ -50,14 +50,7 @@ from stability.config.axes import (
     why_fixed,
 )
 from stability.config.commands import is_adopted, is_command
-from stability.config.diff import (
-    RunConfig,
-    are_same,
-    diff,
-    hash_without,
-    leaves,
-    recorded_config,
-)
+from stability.config.diff import RunConfig, are_same, diff, hash_without, leaves, recorded_config
 from stability.config.schema import BASELINE, Role
 from stability.records.identity import is_compared
 from stability.records.manifest import ENDED, Manifest, read_manifest
