@@ -22,6 +22,7 @@ _MOST_NAMES = 4
 _WORDS = {
     "buffers": "the same buffers at the start",
     "optimizers": "the same state of the optimizers at the start",
+    "models": "the same weights of models that do not train",
 }
 
 
@@ -42,7 +43,7 @@ def start_part_lines(
             continue
         one, other = one or {}, other or {}
         names = [x for x in sorted({*one, *other}) if _differs(one.get(x), other.get(x))]
-        if part == "buffers" and is_of_code:
+        if part != "optimizers" and is_of_code:
             # more words follow a name where its buffer was set anew, or is another rank's
             names = [x for x in names if (x in one and x in other) or " " in x]
         if names and not _is_meant(part, differences):

@@ -355,7 +355,7 @@ def _start_parts(begins: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str
     """Return what else ranks start from: the first one's, and where others have other hashes."""
     first, *others = sorted(begins, key=lambda begin: begin["rank"])
     parts = {}
-    for part in ("buffers", "optimizers"):
+    for part in ("buffers", "optimizers", "models"):
         own = parts[part] = dict(first.get(f"start_{part}", {}))
         for begin in others:
             told = begin.get(f"start_{part}", {})

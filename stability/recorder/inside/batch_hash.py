@@ -78,8 +78,8 @@ def hash_in_order(samples: Tensor, call: int) -> Tensor:
         return _mixed(samples + _mixed(places * _STEP + _signed((call + 1) * _FIRST))).sum()
 
 
-def hash_with(samples: Tensor, target: Tensor, *, is_shared: bool = False) -> Tensor:
-    """Return the hash of a target of samples with these hashes, a sum over them, int64 `()`.
+def hash_with(samples: Tensor, target: Tensor, *, is_shared: bool = False, nth: int = 0) -> Tensor:
+    """Return the hash of the `nth` target of samples with these hashes, a sum over them.
 
     Where its elements can't be shared out among the samples evenly, they are taken one by one,
     whosever they are. One that is shared is the whole of each sample's.
@@ -87,9 +87,10 @@ def hash_with(samples: Tensor, target: Tensor, *, is_shared: bool = False) -> Te
     with torch.no_grad():
         rows = len(samples)
         if not rows or (target.numel() % rows and not is_shared):
-            return _mixed(_hash_rows(target.reshape(-1, 1))).sum()
+            return _mixed(_hash_rows(target.reshape(-1, 1)) + _signed(nth * _FIRST)).sum()
         of_rows = _hash_rows(target.reshape(1 if is_shared else rows, -1))
-        return _mixed(of_rows + _mixed(samples.to(of_rows.device) + _STEP)).sum()
+        mixed = _mixed(samples.to(of_rows.device) + _STEP)
+        return _mixed(of_rows + mixed + _signed(nth * _FIRST)).sum()
 
 
 def _hash_rows(tensor: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ def install(training: Training) -> Callable[[], None]:
         *_wrap_optimizers(training),
         *_wrap_scaler(training),
         _wrap_group(training),
+        *training.saved_hooks.install(),
     ]
 
     def uninstall() -> None:
@@ -97,6 +98,8 @@ class _Calls:
         self._training, self._looks = training, looks
         self._has_weights: weakref.WeakKeyDictionary[nn.Module, Tuple[bool, bool]]
         self._has_weights = weakref.WeakKeyDictionary()
+        self._frozen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models that do not train and that gradients went through."""
         self._running: Set[int] = set()
         """The threads in which a model computes: what it calls itself is no other model's call."""
         self._made: Dict[int, Tuple[StorageWeakRef, str]] = {}
@@ -119,9 +122,12 @@ class _Calls:
         if self._training.looks_away:
             return _original_call(module, *args, **kwargs)
         has_weights, trains = self._weights_of(module)
-        trains = has_weights and trains and torch.is_grad_enabled()
+        # gradients may go through a model that does not train, to what made its input
+        trains = has_weights and (trains or _need_gradients(args, kwargs))
+        trains = trains and torch.is_grad_enabled()
         if trains:
             self._training.forward_begins()
+            self._tell_frozen(module)
         if trains and self._looks:
             self._tell_given(module, args, kwargs)
         evaluates = has_weights and self._looks and self._tell_evaluated(module, args, kwargs)
@@ -148,6 +154,13 @@ class _Calls:
         if trains and self._training.instrument is not None:
             self._training.instrument.called(module, args, kwargs, result)
         return result
+
+    def _tell_frozen(self, module: nn.Module) -> None:
+        """Tell of the weights of a model that does not train, when it is called first."""
+        if self._weights_of(module)[1] or not self._looks or module in self._frozen:
+            return
+        self._frozen.add(module)
+        self._training.beside(module)
 
     def _tell_made(
         self, module: nn.Module, given: Any, result: Any, begin: int, trains: bool
@@ -269,6 +282,10 @@ class _Calls:
                 self._made[reference.cdata] = reference, maker
 
 
+def _need_gradients(*given: Any) -> bool:
+    return any(x.requires_grad for each in given for _, x in tensors_in(each, ""))
+
+
 def _unhashed(given_as: str, makers: Set[str]) -> Set[str]:
     """Return in words which models were given something that has no hash."""
     end = "made it, and what that was given has no hash"
@@ -295,7 +312,8 @@ def _wrap_backward(training: Training) -> Callable[[], None]:
             training.back_propagated(None, GIVEN)
         for loss, is_number in zip(losses, is_loss):  # noqa: B905 Python 3.9 has no strict
             if is_number:
-                training.aimed_at(*find_targets(loss, training.models.ends_loss))
+                found = find_targets(loss, training.models.reached_by, training.saved_hooks.are_on)
+                training.aimed_at(*found)
                 meant, doubt = unscaled(loss) if training.scales_loss else (loss, "")
                 training.back_propagated(meant, doubt)
         training.models.runs_backward = True

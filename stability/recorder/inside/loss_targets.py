@@ -27,6 +27,10 @@ __all__ = [
     "place_in_graph",
 ]
 
+CallOf = Callable[[int], Optional[int]]
+
+_MOST_BEHIND = 512
+"""Nodes that are looked at for the call that a label belongs to."""
 _MOST_NODES = 20_000
 """Nodes of a loss that are looked at; one has a dozen or two, a sum over many steps some each."""
 _HELD_AS = ("_saved_target", "_saved_targets")
@@ -70,6 +74,8 @@ class Aim(NamedTuple):
     value: Tensor
     is_shared: bool = False
     """Whether it is the same for each sample, as a number or the weights of classes."""
+    call: int = -1
+    """Where the last call began of a model that its operator's input is made of."""
 
 
 def place_in_graph() -> int:
@@ -77,48 +83,81 @@ def place_in_graph() -> int:
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def find_targets(loss: Tensor, is_models: Callable[[int], bool]) -> Tuple[List[Aim], Set[str]]:
+def find_targets(
+    loss: Tensor, call_of: CallOf, is_hooked: Callable[[int], bool] = lambda place: False
+) -> Tuple[List[Aim], Set[str]]:
     """Return the targets of a loss, each with its place and its loss's name, and what is no label.
 
-    `is_models` tells by a node's place whether a model made it: what lies before was given to that.
+    `call_of` tells by a node's place in which call a model made it, None of others: what lies
+    before was given to that. `is_hooked` tells of nodes that must not be read (`saved_hooks`).
     """
     found: List[Aim] = []
     untold: Set[str] = set()
-    indices: List[Tuple[int, List[int]]] = []
-    for node, is_in_sum in _nodes_of(loss, is_models, untold):
-        name = name_of(node)
+    indices: List[Tuple[int, List[int], Any]] = []
+    nodes: Dict[int, Any] = {}
+    for node, is_in_sum in _nodes_of(loss, call_of, untold):
+        place, name = node._sequence_nr(), name_of(node)
+        nodes[place] = node
+        if is_hooked(place):
+            untold.add(f"what {name} was given, under hooks for saved tensors")
+            continue
+        try:
+            _look_at(node, is_in_sum, found, untold)
+        except RuntimeError:  # its tensors are gone: gradients went through it before
+            untold.add(f"what {name} was given, which is gone")
         if numbers := _indices_of(node, name):
-            indices.append((node._sequence_nr(), numbers))
-        # asked of the class: of the node it would be unpacked
-        held = [each for each in _HELD_AS if hasattr(type(node), each)]
-        if held:
-            _take_held(node, held, found, untold)
-        number = _number_given(node)
-        mask = _mask_of_smoothed(node)
-        if mask is not None:
-            found.append(Aim(node._sequence_nr(), f"mask of {name}", mask))
-        elif number is not None:
-            named = f"number given to {name}{IN_FLOATING_POINT}"  # one that is counted differs, too
-            found.append(Aim(node._sequence_nr(), named, number, is_shared=True))
-        elif is_given_data(node, is_in_sum, bool(held)):
-            untold.add(f"what {name} was given beside the model's result")
+            indices.append((place, numbers, node))
     if indices:
-        indices.sort()
-        value = torch.tensor([number for _, numbers in indices for number in numbers])
+        indices.sort(key=lambda each: each[0])
+        value = torch.tensor([number for _, numbers, _ in indices for number in numbers])
         found.append(Aim(indices[0][0], f"indices{AS_NUMBERS}", value, is_shared=True))
+    found = [aim._replace(call=_call_behind(nodes[aim.place], call_of)) for aim in found]
     return sorted(found, key=lambda each: each.place), untold
 
 
-def _nodes_of(
-    loss: Tensor, is_models: Callable[[int], bool], untold: Set[str]
-) -> Iterable[Tuple[Any, bool]]:
+def _call_behind(node: Any, call_of: CallOf) -> int:
+    """Return where the last call began that a node's input is made of; -1 if that is too far."""
+    todo, seen, last = [node], {}, -1
+    while todo and len(seen) < _MOST_BEHIND:
+        at = todo.pop()
+        seen[id(at)] = at
+        for other, _ in at.next_functions:
+            if other is None or id(other) in seen:
+                continue
+            call = call_of(other._sequence_nr())
+            if call is None:
+                todo.append(other)
+            else:
+                last = max(last, call)
+    return last
+
+
+def _look_at(node: Any, is_in_sum: bool, found: List[Aim], untold: Set[str]) -> None:
+    """Add what one operator of a loss was given beside the model's result."""
+    place, name = node._sequence_nr(), name_of(node)
+    # asked of the class: of the node it would be unpacked
+    held = [each for each in _HELD_AS if hasattr(type(node), each)]
+    if held:
+        _take_held(node, held, found, untold)
+    number = _number_given(node)
+    mask = _mask_of_smoothed(node)
+    if mask is not None:
+        found.append(Aim(place, f"mask of {name}", mask))
+    elif number is not None:
+        named = f"number given to {name}{IN_FLOATING_POINT}"  # one that is counted differs, too
+        found.append(Aim(place, named, number, is_shared=True))
+    elif is_given_data(node, is_in_sum, bool(held)):
+        untold.add(f"what {name} was given beside the model's result")
+
+
+def _nodes_of(loss: Tensor, call_of: CallOf, untold: Set[str]) -> Iterable[Tuple[Any, bool]]:
     """Return the nodes between a loss and the models, and whether it is linear in each."""
     todo: List[Tuple[Any, bool]] = [(loss.grad_fn, True)] if loss.grad_fn is not None else []
     seen: Dict[int, Tuple[Any, bool]] = {}  # with the node, whose id is its own while it is held
     while todo:
         node, is_in_sum = todo.pop()
         known = seen.get(id(node))
-        if is_models(node._sequence_nr()) or (known and (is_in_sum or not known[1])):
+        if call_of(node._sequence_nr()) is not None or (known and (is_in_sum or not known[1])):
             continue
         if len(seen) >= _MOST_NODES:
             untold.add(f"what a loss of more than {_MOST_NODES} operators was given")
@@ -134,7 +173,9 @@ def _indices_of(node: Any, name: str) -> List[int]:
     found: List[int] = []
     for each in _INDICES.get(name, ()):
         value = getattr(node, f"_saved_{each}", ())
-        found += [int(x) for x in (value if isinstance(value, (list, tuple)) else [value])]
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        # torch hands out one below 0 as if it had no sign
+        found += [(int(x) + 2**63) % 2**64 - 2**63 for x in numbers]
     for other, which in node.next_functions:
         if other is not None and name_of(other) in ("Split", "SplitWithSizes", "Unbind"):
             found.append(which)

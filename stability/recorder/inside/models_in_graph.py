@@ -7,13 +7,17 @@ Leaves out what the models were given (`training`) and what lies between two of 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Any, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .inputs import tensors_in
+from .names import unwrapped, without_wrappers
+from .start_parts import hash_part
 
-__all__ = ["ModelsInGraph"]
+__all__ = ["UNKNOWN", "ModelsInGraph"]
+
+UNKNOWN = -1
 
 _MOST_BEFORE = 4096
 """Calls before the last step that are kept: a graph may live on, as that of a generator's result
@@ -27,27 +31,42 @@ class ModelsInGraph:
         self.runs_backward = False
         """Whether gradients are computed now that go to the weights."""
         self._calls: List[Tuple[int, int, str]] = []
-        self._since_step = 0
+        self.beside: Dict[str, str] = {}
+        """A hash of each model that does not train and that gradients went through."""
         self._reached: Set[int] = set()
 
     def add(self, begin: int, end: int, maker: str) -> None:
         """Tell what a call made, and its `maker` if what that was given has no hash, else ""."""
         if end > begin:
             insort(self._calls, (begin, end, maker))
-            self._since_step += 1
+
+    def add_beside(self, model: nn.Module, *, is_start: bool) -> Set[str]:
+        """Tell of a model that does not train, when it is called first; return what is unproven."""
+        inner = unwrapped(model)
+        name = type(inner).__name__
+        if not is_start:
+            return {f"the same weights of {name}, which was first called after an update"}
+        weights = [*inner.named_parameters(), *inner.named_buffers()]
+        parts = {without_wrappers(own): hash_part(x) for own, x in weights}
+        same = sum(each.partition(" ")[0] == name for each in self.beside)
+        self.beside[f"{name} {same + 1}" if same else name] = hash_part(parts)
+        return set()
 
     def made(self, place: int) -> Optional[str]:
         """Return the `maker` of a node, "" of one whose input has a hash; None: no model's."""
         call = self._call_at(place)
         return call[2] if call is not None else None
 
-    def ends_loss(self, place: int) -> bool:
-        """Whether a node that a loss is made of is no part of it outside of models."""
+    def reached_by(self, place: int) -> Optional[int]:
+        """Return where the call began that made a node of a loss; None of one outside of models.
+
+        `UNKNOWN` where no call was seen: then nobody knows where the model begins.
+        """
         call = self._call_at(place)
         if call is not None:
             self._reached.add(call[0])
-        # without a call nobody knows where the model begins
-        return call is not None or not self._since_step
+            return call[0]
+        return None if self._calls else UNKNOWN
 
     def watch(self, begin: int, end: int, result: Any) -> None:
         """Note once gradients go through what a call has returned; its graph stays as it is."""
@@ -68,7 +87,6 @@ class ModelsInGraph:
     def step(self) -> None:
         """Tell of an optimizer's step: what comes now belongs to the next one."""
         del self._calls[:-_MOST_BEFORE]
-        self._since_step = 0
         self._reached.clear()
 
     def _call_at(self, place: int) -> Optional[Tuple[int, int, str]]:

@@ -31,6 +31,8 @@ class Given:
     """Tells whole models apart that are called one after another."""
     labels: List[Tuple[str, Tensor]] = field(default_factory=list)
     """A hash, with the samples, of what only the loss was given."""
+    aims: Dict[str, int] = field(default_factory=dict)
+    """How many labels of each name came after the first: two heads' may have changed places."""
 
 
 @dataclass

@@ -21,18 +21,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .batch_hash import hash_batch, hash_in_order, hash_inputs, hash_with
+from .batch_hash import hash_batch, hash_in_order, hash_inputs
 from .environment import hash_state
 from .evaluations import Evaluations, keys_by_name
 from .forked import end_with_fork
 from .gradients import UNBACKED, has_gradients, key_of, weights_of
 from .held_out import HeldOutLoss
+from .labels import Labels
 from .later_weights import later_names
 from .loss_targets import Aim, place_in_graph
 from .models_in_graph import ModelsInGraph
 from .names import named_state, one_search, root_of
 from .planned import PlannedStop, is_due
 from .rows import Given, Row, held_out_line, update_line
+from .saved_hooks import SavedHooks
 from .spool import Spool
 from .taken_start import TakenStart, copied
 
@@ -103,7 +105,7 @@ class Training:
         """Hashes of what the model is given while `held_out` is called."""
         self._measured: List[Dict[str, Any]] = []
         self._given: List[Given] = []
-        self.models = ModelsInGraph()
+        self.models, self.saved_hooks, self._labels = ModelsInGraph(), SavedHooks(), Labels()
         self._closure_calls = 0
         """How often the step that runs has called its closure."""
         self._losses: List[Tensor] = []
@@ -215,15 +217,11 @@ class Training:
 
     def aimed_at(self, aims: List[Aim], untold: Set[str]) -> None:
         """Tell of the labels that only the loss was given, and in words of what else it was."""
-        self.untold |= untold
-        for aim in aims:
-            of = [one for one in self._given if one.place <= aim.place]
-            rows = len(of[-1].samples) if of else 0
-            if of and not aim.is_shared and not (rows and aim.value.numel() % rows == 0):
-                self.untold.add(f"of which sample each {aim.name} is")
-            if of and not self._is_again:
-                value = hash_with(of[-1].samples, aim.value, is_shared=aim.is_shared)
-                of[-1].labels.append((aim.name, value))
+        self.untold |= untold | self._labels.add(aims, self._given, is_counted=not self._is_again)
+
+    def beside(self, model: torch.nn.Module) -> None:
+        """Tell of a model that does not train and that gradients go through."""
+        self.doubts.update(self.models.add_beside(model, is_start=not self._has_begun))
 
     def trains(self, x: Tensor) -> bool:
         """Whether an optimizer has a tensor as a weight."""
@@ -371,6 +369,7 @@ class Training:
                 row.inputs.setdefault(name, []).append(value)
             for name, value in one.labels:
                 row.labels.setdefault(name, []).append(value)
+        self._labels.step(self._given, row)
         self._losses, self._given, self._is_backed = [], [], False
         self.models.step()
 
@@ -431,7 +430,7 @@ class Training:
             end_with_fork(self.end)
         start = self._start.released() if self._start is not None else {}
         state = self._spool.save(0, start) if self._keeps_state else ""
-        self._begun["forked"] = self._spool.is_forked
+        self._begun.update(forked=self._spool.is_forked, start_models=self.models.beside)
         self._spool.write(
             {"kind": "begin", **self._begun, "owners": self._owners, "names": sorted(self._state)}
         )

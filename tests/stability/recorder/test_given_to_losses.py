@@ -256,3 +256,187 @@ def test_one_backward_pass_for_two_optimizers_and_a_step_that_moves_nothing_are_
         first.step()
 
     assert not seen(tmp_path, train).doubts
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda z: z[:, :-1],
+        lambda z: z[:, -3:],
+        lambda z: z.roll(-1, 1),
+        lambda z: F.pad(z, (-1, 0)),
+        lambda z: torch.stack([z[:, -1], z[:, -2], z[:, 0], z[:, 1]], 1),
+    ],
+)
+def test_indices_below_zero_are_read(
+    part: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    first, again = (
+        trained(tmp_path / str(i), lambda z, y: F.cross_entropy(part(z), y.clamp(max=2)))
+        for i in range(2)
+    )
+    assert not first.untold
+    assert first.updates[0].labels == again.updates[0].labels
+    assert f"indices{loss_targets.AS_NUMBERS}" in first.updates[0].labels
+
+
+def heads(z: torch.Tensor, y: list[torch.Tensor]) -> None:
+    (F.cross_entropy(z[:, :2], y[0]) + F.cross_entropy(z[:, 2:], y[1])).backward()
+
+
+def heads_apart(z: torch.Tensor, y: list[torch.Tensor]) -> None:
+    F.cross_entropy(z[:, :2], y[0]).backward(retain_graph=True)
+    F.cross_entropy(z[:, 2:], y[1]).backward()
+
+
+@pytest.mark.parametrize("backward", [heads, heads_apart])
+def test_labels_of_two_heads_that_change_places_are_others(
+    backward: Callable[[torch.Tensor, list[torch.Tensor]], None], tmp_path: Path
+) -> None:
+    inputs, _ = data()
+    labels = [torch.arange(6) % 2, torch.arange(6) // 3]
+    found = []
+    for place, given in enumerate((labels, labels, labels[::-1])):
+
+        def train(
+            model: nn.Module,
+            optimizer: torch.optim.Optimizer,
+            given: list[torch.Tensor] = given,
+        ) -> None:
+            backward(model(inputs), given)
+            optimizer.step()
+
+        found.append(seen(tmp_path / str(place), train).updates[0].labels["target of NllLoss"])
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+@pytest.mark.parametrize("is_trial", [False, True])
+def test_labels_belong_to_the_call_that_their_loss_is_made_of(
+    is_trial: bool, tmp_path: Path
+) -> None:
+    inputs, labels = data()
+    first, second = inputs[:3], inputs[3:]
+    found = []
+    for place, shift in enumerate((0, 0, 1)):
+
+        def train(model: nn.Module, optimizer: torch.optim.Optimizer, shift: int = shift) -> None:
+            outs = [model(first), model(second)]
+            if is_trial:  # another call comes before the loss, and is no part of it
+                model.eval()
+                model(second).detach()
+                model.train()
+            aims = [labels[:3], (labels[:3] + 1) % 4]
+            aims = aims[::-1] if shift else aims
+            sum(
+                (F.cross_entropy(out, y) for out, y in zip(outs, aims, strict=True)), start=ZERO
+            ).backward()
+            optimizer.step()
+
+        found.append(seen(tmp_path / str(place), train).updates[0].labels["target of NllLoss"])
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_labels_of_a_loss_after_another_optimizers_step_are_seen(tmp_path: Path) -> None:
+    inputs, labels = data()
+    found = []
+    for place, shift in enumerate((0, 0, 1)):
+
+        def train(model: nn.Module, optimizer: torch.optim.Optimizer, shift: int = shift) -> None:
+            torch.manual_seed(1)
+            other = nn.Linear(3, 4)
+            second = torch.optim.SGD(other.parameters(), lr=0.1)
+            for _ in range(2):
+                losses = F.cross_entropy(model(inputs), labels), other(inputs)
+                losses[0].backward()
+                optimizer.step()
+                F.cross_entropy(losses[1], (labels + shift) % 4).backward()
+                second.step()
+
+        recorded = seen(tmp_path / str(place), train)
+        assert not recorded.untold
+        found.append([update.labels for update in recorded.updates])
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_what_is_saved_through_hooks_of_the_scripts_own_is_not_asked_for(tmp_path: Path) -> None:
+    inputs, labels = data()
+    asked: list[int] = []
+
+    def taken(x: torch.Tensor) -> torch.Tensor:
+        asked.append(1)
+        return x
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        out = model(inputs)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, taken):
+            loss = F.cross_entropy(out, labels)
+        assert not asked
+        before = len(asked)
+        loss.backward()
+        assert len(asked) - before <= 4, "each tensor is unpacked once, by autograd itself"
+        optimizer.step()
+
+    found = seen(tmp_path, train)
+    expected = len(asked)
+    asked.clear()
+    model = nn.Linear(3, 4)
+    out = model(inputs)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, taken):
+        loss = F.cross_entropy(out, labels)
+    loss.backward()
+    assert len(asked) == expected
+    assert "what NllLoss was given, under hooks for saved tensors" in found.untold
+
+
+def test_a_graph_that_is_gone_stops_nothing(tmp_path: Path) -> None:
+    inputs, labels = data()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        weight = torch.ones((), requires_grad=True)
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        (weight * loss).backward(inputs=[weight])
+        optimizer.step()
+
+    assert "what NllLoss was given, which is gone" in seen(tmp_path, train).untold
+
+
+def test_labels_of_a_frozen_model_that_gradients_go_through_are_its_batch(tmp_path: Path) -> None:
+    inputs, labels = data()
+    found = []
+    for place, (shift, scale) in enumerate(((0, 1.0), (0, 1.0), (1, 1.0), (0, 2.0))):
+
+        def train(
+            model: nn.Module,
+            optimizer: torch.optim.Optimizer,
+            shift: int = shift,
+            scale: float = scale,
+        ) -> None:
+            torch.manual_seed(1)
+            judge = Judge().requires_grad_(False)
+            with torch.no_grad():
+                judge.layer.weight.mul_(scale)
+            judge(model(inputs), (labels + shift) % 4).backward()
+            optimizer.step()
+
+        found.append(seen(tmp_path / str(place), train))
+    first, again, other, judged = found
+    assert first.updates[0].batch == again.updates[0].batch != other.updates[0].batch
+    assert first.start_parts["models"] == again.start_parts["models"] != {}
+    assert judged.updates[0].batch == first.updates[0].batch
+    assert judged.start_parts["models"] != first.start_parts["models"]
+
+
+class Judge(nn.Module):
+    """A model that trains no more, and is told labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return F.cross_entropy(self.layer(x), labels)

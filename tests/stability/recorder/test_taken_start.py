@@ -308,10 +308,10 @@ def test_an_optimizer_that_is_the_change_has_a_state_of_its_own(tmp_path: Path) 
 
 def test_a_start_that_one_run_alone_tells_of_is_unproven(tmp_path: Path) -> None:
     found = recorded(tmp_path, writes_after_the_first_pass, 0)
-    assert found.start_parts == {"buffers": {}, "optimizers": {}}
+    assert found.start_parts == {"buffers": {}, "optimizers": {}, "models": {}}
     older = cast("Manifest", SimpleNamespace(resolved={}))
     lines = list(start_part_lines(older, manifest_of(found), {}))
-    assert [x.sameness for x in lines] == ["unknown", "unknown"]
+    assert [x.sameness for x in lines] == ["unknown"] * 3
     assert "of one run alone there are hashes" in lines[0].says
     assert not list(start_part_lines(older, older, {}))
     with_moments, _, _ = map(manifest_of, both(tmp_path, resumes_moments))

@@ -1,0 +1,55 @@
+"""Which nodes of autograd's record have saved their tensors through hooks of the script's own.
+
+To read what such a node has saved would call the hook, which may compute a model once more, as a
+checkpoint does, or hand out a tensor once only. So nobody here does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from threading import get_ident
+from typing import Any, Callable, Dict, List, Tuple
+
+from torch.autograd.graph import saved_tensors_hooks
+
+from .loss_targets import place_in_graph
+from .patching import put
+
+__all__ = ["SavedHooks"]
+
+_MOST = 4096
+
+
+class SavedHooks:
+    """The parts of the record that were made under hooks for saved tensors."""
+
+    def __init__(self) -> None:
+        self._ranges: List[Tuple[int, float]] = []
+        self._open: Dict[int, List[int]] = {}
+        """Where hooks that are on began, by thread."""
+
+    def are_on(self, place: int) -> bool:
+        """Whether the node at a place in the record may have saved its tensors through a hook."""
+        begun = [(place, math.inf) for places in self._open.values() for place in places]
+        return any(begin <= place < end for begin, end in (*self._ranges, *begun))
+
+    def install(self) -> List[Callable[[], None]]:
+        """Watch where scripts put such hooks; return what takes that out again."""
+        enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+
+        @functools.wraps(enter)
+        def entered(hooks: Any) -> Any:
+            self._open.setdefault(get_ident(), []).append(place_in_graph())
+            return enter(hooks)
+
+        @functools.wraps(leave)
+        def left(hooks: Any, *error: Any) -> Any:
+            begun = self._open.get(get_ident())
+            if begun:
+                self._ranges.append((begun.pop(), place_in_graph()))
+                del self._ranges[:-_MOST]
+            return leave(hooks, *error)
+
+        owner = saved_tensors_hooks
+        return [put(owner, "__enter__", entered), put(owner, "__exit__", left)]
