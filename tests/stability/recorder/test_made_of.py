@@ -139,17 +139,26 @@ def test_a_models_result_alone_raises_no_doubt(
     assert said in found.notes
 
 
-def test_what_a_frozen_model_made_of_data_that_need_a_gradient_is_told(tmp_path: Path) -> None:
-    def train() -> None:
-        class Frozen(nn.Linear):
-            pass
+def test_what_a_frozen_model_is_given_that_needs_a_gradient_is_hashed(tmp_path: Path) -> None:
+    def train(other: int) -> Callable[[], None]:
+        def run() -> None:
+            class Frozen(nn.Linear):
+                pass
 
-        frozen, model = Frozen(3, 4).requires_grad_(False), nn.Linear(4, 4)
-        x = drawn(1, 6, 3).requires_grad_()
-        step(labelled(model(frozen(x).relu())), model)
+            torch.manual_seed(0)
+            frozen, model = Frozen(3, 4).requires_grad_(False), nn.Linear(4, 4)
+            x = drawn(1 + other, 6, 3).requires_grad_()
+            step(labelled(model(frozen(x).relu())), model)
 
-    said = "the same argument 0 of Linear: Frozen made it, and what that was given has no hash"
-    assert said in recorded(tmp_path, train).doubts
+        return run
+
+    found = []
+    for place, other in enumerate((0, 0, 1)):
+        (tmp_path / str(place)).mkdir()
+        found.append(recorded(tmp_path / str(place), train(other)))
+    assert not found[0].doubts
+    assert found[0].updates[0].batch == found[1].updates[0].batch != found[2].updates[0].batch
+    assert list(found[0].start_parts["models"]) == ["Frozen"]
 
 
 def test_weights_that_are_mixed_with_data_are_told(tmp_path: Path) -> None:
