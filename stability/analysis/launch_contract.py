@@ -19,7 +19,7 @@ from typing import Any
 from stability.analysis.environment_contract import TELLS_OF_CODE
 from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.axes import touches
-from stability.config.commands import OF_THE_RUN, is_command
+from stability.config.commands import OF_THE_RUN, PLACEHOLDERS, is_command
 from stability.config.flags import parse_flags, split_flags, value_text
 from stability.config.masking import masked_values
 from stability.records.manifest import Manifest
@@ -118,8 +118,8 @@ def _order(
 
 def _is_given(declared: tuple[str, ...], given: tuple[Any, Any]) -> bool:
     """Whether a process was given a flag's two values; a list may be one word of it."""
-    if any("{" in value for value in declared):  # filled in anew for each run
-        return True
+    if any(f"{{{name}}}" in value for value in declared for name in PLACEHOLDERS):
+        return True  # filled in anew for each run
     return all(
         value.replace(",", " ").lower() == _text(word).replace(",", " ").lower()
         or (word is None and value in ("", "false"))

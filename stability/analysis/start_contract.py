@@ -1,4 +1,4 @@
-"""Whether two recorded runs start alike in what is no weight: other buffers, optimizers' state.
+"""Whether two recorded runs start alike in what does not train: buffers, moments, other models.
 
 Leaves out the start weights themselves (`pair_contract`) and how the hashes are made
 (`recorder.inside.start_parts`). Where neither run has these hashes, as of our own trainer, whose
@@ -37,11 +37,12 @@ def start_part_lines(
     is_of_code = touches(differences, TELLS_OF_CODE)
     for part, words in _WORDS.items():
         one, other = (x.resolved.get("start_parts", {}).get(part) for x in (first, second))
-        if not (one or other):
-            if (one is None) != (other is None):
+        if one is None or other is None:
+            if one is not other:
                 yield _doubt(part, f"{words} (of one run alone there are hashes)")
             continue
-        one, other = one or {}, other or {}
+        if not (one or other):
+            continue
         names = [x for x in sorted({*one, *other}) if _differs(one.get(x), other.get(x))]
         if part != "optimizers" and is_of_code:
             # more words follow a name where its buffer was set anew, or is another rank's

@@ -15,11 +15,11 @@ from pathlib import Path, PurePath
 
 from stability.config.masking import without_secrets
 
+__all__ = ["checkout", "commit_of", "repository", "sources_outside"]
+
 _RESULTS = (".bin", ".csv", ".jsonl", ".log", ".npy", ".npz", ".out", ".pkl", ".png", ".pt", ".pth")
 _RESULTS += (".safetensors", ".svg", ".tsv", ".txt")
 """How the name of a file ends that a run may have written: no source, and no setting."""
-
-__all__ = ["checkout", "commit_of", "repository", "sources_outside"]
 
 
 def repository(folder: Path) -> Path:

@@ -6,12 +6,20 @@ may be of any labels, and that is a doubt, in these words.
 
 from __future__ import annotations
 
-from typing import Any, List
+from typing import Any, Iterable, List
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["GIVEN", "UNBACKED", "has_gradients", "is_given_gradient", "key_of", "weights_of"]
+__all__ = [
+    "GIVEN",
+    "UNBACKED",
+    "has_gradients",
+    "is_given_gradient",
+    "key_of",
+    "trains_some",
+    "weights_of",
+]
 
 UNBACKED = (
     "labels can't be checked: an update's gradients came from no loss's backward(), as those of "
@@ -43,3 +51,9 @@ def key_of(optimizer: Optimizer) -> int:
 def weights_of(optimizer: Optimizer) -> List[Tensor]:
     """Return the weights of all groups."""
     return [x for group in optimizer.param_groups for x in group["params"]]
+
+
+def trains_some(module: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
+    """Whether one of the optimizers has a weight of `module`."""
+    weights = {id(x) for optimizer in optimizers for x in weights_of(optimizer)}
+    return any(id(x) in weights for x in module.parameters())

@@ -121,13 +121,13 @@ class _Calls:
     def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._training.looks_away:
             return _original_call(module, *args, **kwargs)
-        has_weights, trains = self._weights_of(module)
+        has_weights, own_train = self._weights_of(module)
         # gradients may go through a model that does not train, to what made its input
-        trains = has_weights and (trains or _need_gradients(args, kwargs))
+        trains = has_weights and (own_train or _need_gradients(args, kwargs))
         trains = trains and torch.is_grad_enabled()
         if trains:
             self._training.forward_begins()
-            self._tell_frozen(module)
+            self._tell_frozen(module, own_train)
         if trains and self._looks:
             self._tell_given(module, args, kwargs)
         evaluates = has_weights and self._looks and self._tell_evaluated(module, args, kwargs)
@@ -151,16 +151,15 @@ class _Calls:
                 self._training.evaluations.model_returned(result)
         if has_weights and self._looks:
             self._tell_made(module, (args, kwargs), result, begin, trains)
-        if trains and self._training.instrument is not None:
+        if trains and own_train and self._training.instrument is not None:
             self._training.instrument.called(module, args, kwargs, result)
         return result
 
-    def _tell_frozen(self, module: nn.Module) -> None:
-        """Tell of the weights of a model that does not train, when it is called first."""
-        if self._weights_of(module)[1] or not self._looks or module in self._frozen:
-            return
-        self._frozen.add(module)
-        self._training.beside(module)
+    def _tell_frozen(self, module: nn.Module, own_train: bool) -> None:
+        """Tell of a model whose own weights don't train, when it is called first."""
+        if self._looks and not own_train and module not in self._frozen:
+            self._frozen.add(module)
+            self._training.beside(module)
 
     def _tell_made(
         self, module: nn.Module, given: Any, result: Any, begin: int, trains: bool
@@ -244,7 +243,7 @@ class _Calls:
     ) -> List[Tuple[str, Tensor]]:
         """Return what is data of a tensor that was made of others which need a gradient."""
         name, given_as = named
-        found = made_of(x, self._training.models.made)
+        found = made_of(x, self._training.models.made, self._training.saved_hooks.are_on)
         makers = {*found.makers, *([] if maker is None else [maker])}
         data, has_weights = [], False
         for leaf in found.leaves:

@@ -15,6 +15,9 @@ from .rows import Given, Row
 
 __all__ = ["Labels"]
 
+_MOST_PAST = 64
+"""Calls of before the last step that are kept: as many models as step one after another."""
+
 
 class Labels:
     """The labels of an update."""
@@ -30,7 +33,7 @@ class Labels:
         """
         untold: Set[str] = set()
         for aim in aims:
-            one = _call_of(aim, given) or _call_of(aim, self._past)
+            one = _call_of(aim, [*self._past, *given])
             if one is None:
                 untold.add(f"of which batch {aim.name} is")
                 continue
@@ -48,7 +51,7 @@ class Labels:
         """Tell of a step, to which `given` led; its `row` gets the labels of earlier calls."""
         for name, value in self._late:
             row.labels.setdefault(name, []).append(value)
-        self._late, self._past = [], given
+        self._late, self._past = [], [*self._past, *given][-_MOST_PAST:]
 
 
 def _call_of(aim: Aim, given: Sequence[Given]) -> Optional[Given]:

@@ -93,7 +93,7 @@ def find_targets(
     """
     found: List[Aim] = []
     untold: Set[str] = set()
-    indices: List[Tuple[int, List[int], Any]] = []
+    indices: List[Tuple[int, List[int]]] = []
     nodes: Dict[int, Any] = {}
     for node, is_in_sum in _nodes_of(loss, call_of, untold):
         place, name = node._sequence_nr(), name_of(node)
@@ -106,17 +106,17 @@ def find_targets(
         except RuntimeError:  # its tensors are gone: gradients went through it before
             untold.add(f"what {name} was given, which is gone")
         if numbers := _indices_of(node, name):
-            indices.append((place, numbers, node))
+            indices.append((place, numbers))
     if indices:
-        indices.sort(key=lambda each: each[0])
-        value = torch.tensor([number for _, numbers, _ in indices for number in numbers])
+        indices.sort()
+        value = torch.tensor([number for _, numbers in indices for number in numbers])
         found.append(Aim(indices[0][0], f"indices{AS_NUMBERS}", value, is_shared=True))
     found = [aim._replace(call=_call_behind(nodes[aim.place], call_of)) for aim in found]
     return sorted(found, key=lambda each: each.place), untold
 
 
 def _call_behind(node: Any, call_of: CallOf) -> int:
-    """Return where the last call began that a node's input is made of; -1 if that is too far."""
+    """Return where the last call began that a node's input is made of; -1 if none is near."""
     todo, seen, last = [node], {}, -1
     while todo and len(seen) < _MOST_BEHIND:
         at = todo.pop()

@@ -36,8 +36,15 @@ class MadeOf:
     is_whole: bool = True
 
 
-def made_of(x: Tensor, maker_of: Callable[[int], Optional[str]]) -> MadeOf:
-    """Return what `x` was made of; `maker_of` tells by a node's place which model made it."""
+def made_of(
+    x: Tensor,
+    maker_of: Callable[[int], Optional[str]],
+    is_hooked: Callable[[int], bool] = lambda place: False,
+) -> MadeOf:
+    """Return what `x` was made of; `maker_of` tells by a node's place which model made it.
+
+    `is_hooked` tells of nodes that must not be read (`saved_hooks`).
+    """
     found = MadeOf()
     seen: Dict[int, Any] = {}
     todo: List[Any] = [x.grad_fn] if x.grad_fn is not None else []
@@ -56,7 +63,7 @@ def made_of(x: Tensor, maker_of: Callable[[int], Optional[str]]) -> MadeOf:
             found.leaves.append(node.variable)
         else:
             todo += [other for other, _ in node.next_functions if other is not None]
-            if _is_given_more(node):
+            if is_hooked(node._sequence_nr()) or _is_given_more(node):
                 found.beside.add(name_of(node))
     return found
 

@@ -48,8 +48,8 @@ class ModelsInGraph:
             return {f"the same weights of {name}, which was first called after an update"}
         weights = [*inner.named_parameters(), *inner.named_buffers()]
         parts = {without_wrappers(own): hash_part(x) for own, x in weights}
-        same = sum(each.partition(" ")[0] == name for each in self.beside)
-        self.beside[f"{name} {same + 1}" if same else name] = hash_part(parts)
+        same = sum(each.rpartition("_")[0] == name or each == name for each in self.beside)
+        self.beside[f"{name}_{same + 1}" if same else name] = hash_part(parts)
         return set()
 
     def made(self, place: int) -> Optional[str]:

@@ -7,7 +7,7 @@ checkpoint does, or hand out a tensor once only. So nobody here does.
 from __future__ import annotations
 
 import functools
-import math
+from bisect import bisect_left, insort
 from threading import get_ident
 from typing import Any, Callable, Dict, List, Tuple
 
@@ -25,14 +25,17 @@ class SavedHooks:
     """The parts of the record that were made under hooks for saved tensors."""
 
     def __init__(self) -> None:
-        self._ranges: List[Tuple[int, float]] = []
+        self._ranges: List[Tuple[int, int]] = []
+        """Sorted; one inside of another is left out."""
         self._open: Dict[int, List[int]] = {}
         """Where hooks that are on began, by thread."""
 
     def are_on(self, place: int) -> bool:
         """Whether the node at a place in the record may have saved its tensors through a hook."""
-        begun = [(place, math.inf) for places in self._open.values() for place in places]
-        return any(begin <= place < end for begin, end in (*self._ranges, *begun))
+        if any(begun and begun[0] <= place for begun in self._open.values()):
+            return True
+        index = bisect_left(self._ranges, (place + 1,)) - 1
+        return index >= 0 and place < self._ranges[index][1]
 
     def install(self) -> List[Callable[[], None]]:
         """Watch where scripts put such hooks; return what takes that out again."""
@@ -46,8 +49,9 @@ class SavedHooks:
         @functools.wraps(leave)
         def left(hooks: Any, *error: Any) -> Any:
             begun = self._open.get(get_ident())
-            if begun:
-                self._ranges.append((begun.pop(), place_in_graph()))
+            begin = begun.pop() if begun else None
+            if begin is not None and not begun and begin < (end := place_in_graph()):
+                insort(self._ranges, (begin, end))
                 del self._ranges[:-_MOST]
             return leave(hooks, *error)
 

@@ -25,7 +25,7 @@ from .batch_hash import hash_batch, hash_in_order, hash_inputs
 from .environment import hash_state
 from .evaluations import Evaluations, keys_by_name
 from .forked import end_with_fork
-from .gradients import UNBACKED, has_gradients, key_of, weights_of
+from .gradients import UNBACKED, has_gradients, key_of, trains_some, weights_of
 from .held_out import HeldOutLoss
 from .labels import Labels
 from .later_weights import later_names
@@ -221,7 +221,8 @@ class Training:
 
     def beside(self, model: torch.nn.Module) -> None:
         """Tell of a model that does not train and that gradients go through."""
-        self.doubts.update(self.models.add_beside(model, is_start=not self._has_begun))
+        if not trains_some(model, self.optimizers):  # a critic's weights may rest for a while
+            self.doubts.update(self.models.add_beside(model, is_start=not self._has_begun))
 
     def trains(self, x: Tensor) -> bool:
         """Whether an optimizer has a tensor as a weight."""
@@ -233,8 +234,7 @@ class Training:
             return True
         if module.training or not self.evaluations.watches:
             return False
-        weights = {id(x) for optimizer in self.optimizers for x in weights_of(optimizer)}
-        return any(id(x) in weights for x in module.parameters())
+        return trains_some(module, self.optimizers)
 
     def evaluated(self, tensors: List[Tensor], names: Sequence[str]) -> None:
         """Tell what such a call is given, and how it is called."""

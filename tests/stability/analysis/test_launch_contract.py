@@ -73,6 +73,7 @@ def test_the_order_and_the_form_of_arguments_are_part_of_them(
         ((1e-3, 2e-3), ("0.001", "0.002"), False),
         (("0.001", "0.002"), ("0.001", "9.0"), True),
         (("{out}/a", "{out}/b"), ("/x/a", "/x/b"), False),
+        (('{"lr":1}', '{"lr":2}'), ('{"lr":1}', '{"lr":9}'), True),
         (([1, 2], [1, 3]), ("1,2", "1,3"), False),
         ((True, False), ("True", "False"), False),
     ],
@@ -81,7 +82,10 @@ def test_a_process_must_have_got_what_was_declared(
     declared: tuple[Any, Any], given: tuple[str, str], is_told: bool
 ) -> None:
     one, other = (run(f"t.py --x {value}") for value in given)
-    said = "the declared values of x ('0.001' and '0.002': the process got '0.001' and '9.0')"
+    said = (
+        f"the declared values of x ({declared[0]!r} and {declared[1]!r}: the process got "
+        f"{given[0]!r} and {given[1]!r})"
+    )
     assert found(one, other, flags__x=declared) == ([("unknown", said)] if is_told else [])
     # a flag that stands alone, or is left out
     assert found(run("t.py --x"), run("t.py"), flags__x=(True, None)) == []

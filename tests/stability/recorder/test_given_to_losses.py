@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from stability.recorder.inside import loss_targets
 from stability.recorder.inside.gradients import GIVEN, UNBACKED
+from stability.recorder.inside.saved_hooks import SavedHooks
 from stability.recorder.spooled import Spooled
 from tests.stability.recorder.test_loss_targets import data, seen
 
@@ -440,3 +441,115 @@ class Judge(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss."""
         return F.cross_entropy(self.layer(x), labels)
+
+
+def test_a_model_that_rests_for_a_while_is_no_frozen_one(tmp_path: Path) -> None:
+    inputs, labels = data()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        critic = Judge()
+        other = torch.optim.SGD(critic.parameters(), lr=0.1)
+        critic.requires_grad_(False)
+        critic(model(inputs), labels).backward()
+        optimizer.step()
+        critic.requires_grad_(True)
+        critic(model(inputs).detach(), labels).backward()
+        other.step()
+
+    found = seen(tmp_path, train)
+    assert found.start_parts["models"] == {}
+    assert not any("first called after an update" in each for each in found.doubts)
+
+
+def test_two_frozen_models_of_one_class_are_told_apart(tmp_path: Path) -> None:
+    inputs, labels = data()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        judges = [Judge().requires_grad_(False) for _ in range(3)]
+        for judge in judges:
+            judge(model(inputs), labels).backward()
+        optimizer.step()
+        Judge().requires_grad_(False)(model(inputs), labels).backward()
+        optimizer.step()
+
+    found = seen(tmp_path, train)
+    assert list(found.start_parts["models"]) == ["Judge", "Judge_2", "Judge_3"]
+    assert len(set(found.start_parts["models"].values())) == 3
+    assert "the same weights of Judge, which was first called after an update" in found.doubts
+
+
+def test_labels_of_three_models_that_step_one_after_another_belong_to_their_own(
+    tmp_path: Path,
+) -> None:
+    inputs, labels = data()
+    found = []
+    for place, shift in enumerate((0, 0, 1)):
+
+        def train(model: nn.Module, optimizer: torch.optim.Optimizer, shift: int = shift) -> None:
+            torch.manual_seed(1)
+            models = [model, nn.Linear(3, 4), nn.Linear(3, 4)]
+            others = [torch.optim.SGD(x.parameters(), lr=0.1) for x in models[1:]]
+            outs = [x(inputs * (at + 1)) for at, x in enumerate(models)]
+            aims = [labels, labels, (labels + shift) % 4]
+            for out, y, stepping in zip(outs, aims, [optimizer, *others], strict=True):
+                F.cross_entropy(out, y).backward()
+                stepping.step()
+                models[0](inputs)  # a later call is none of theirs
+
+        recorded = seen(tmp_path / str(place), train)
+        assert not recorded.untold
+        found.append([update.labels for update in recorded.updates])
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_what_lies_between_models_under_the_scripts_hooks_is_not_asked_for(tmp_path: Path) -> None:
+    inputs, labels = data()
+    asked: list[int] = []
+
+    def taken(x: torch.Tensor) -> torch.Tensor:
+        asked.append(1)
+        return x
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        first = nn.Linear(3, 3)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, taken):
+            between = first(inputs) * FLOATS[:, :3]
+        out = model(between)
+        assert not asked
+        F.cross_entropy(out, labels).backward()
+        optimizer.step()
+
+    found = seen(tmp_path, train)
+    assert any("what Mul was given on the way has no hash" in each for each in found.doubts)
+
+
+def test_hooks_inside_of_others_and_after_them_are_told_apart() -> None:
+    hooks = SavedHooks()
+    undone = hooks.install()
+    x = torch.ones(2, requires_grad=True)
+
+    def saving() -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+    try:
+        made = [x.exp()]
+        with saving():
+            made.append(x.exp())
+            with saving():
+                made.append(x.exp())
+            made.append(x.exp())
+        made.append(x.exp())
+        with saving():
+            made.append(x.exp())
+            found = [hooks.are_on(node_of(y)) for y in made]
+    finally:
+        for undo in undone:
+            undo()
+    assert found == [False, True, True, True, False, True]
+    assert [hooks.are_on(node_of(y)) for y in made] == found
+
+
+def node_of(x: torch.Tensor) -> int:
+    assert x.grad_fn is not None
+    return x.grad_fn._sequence_nr()

@@ -225,6 +225,7 @@ def test_a_target_in_floating_point_has_a_name_that_says_so(tmp_path: Path) -> N
     assert found[0].labels == found[1].labels != found[2].labels
     assert [*found[0].labels] == [f"target of MseLoss{loss_targets.IN_FLOATING_POINT}"]
     assert metric_names.IN_FLOATING_POINT == loss_targets.IN_FLOATING_POINT
+    assert metric_names.AS_NUMBERS == loss_targets.AS_NUMBERS
 
 
 @pytest.mark.parametrize(
