@@ -17,7 +17,7 @@ from typing import Any, Dict, Iterable, List, Mapping
 import torch
 from torch import Tensor
 
-from .installed import is_of_compiler
+from .installed import driver_version, is_of_compiler
 
 __all__ = ["changed_since", "environment", "hash_state", "own_files", "own_modules"]
 
@@ -44,6 +44,7 @@ def environment(switches: Mapping[str, Any]) -> Dict[str, Any]:
     if found["gpu"]:
         found["cuda"] = torch.version.cuda or ""
         found["cudnn"] = torch.backends.cudnn.version()
+        found["driver"] = driver_version()
     for name, version in _versions().items():
         found[f"package.{name}"] = version
     for name, value in switches.items():

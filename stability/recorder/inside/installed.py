@@ -4,7 +4,8 @@ A package's version may stay while its files change, as of a kernel that is buil
 has the version and a hash of the RECORD that its installer wrote, and of those loaded libraries
 that are no longer what RECORD says. A library that no RECORD names, as one that `torch.ops` or
 `ctypes` has loaded, is hashed itself, on Linux. Leaves out sources that are edited where they were
-installed, and torch's, NumPy's and the system's own libraries, which their versions name.
+installed, and torch's, NumPy's, the GPU driver's and the system's own libraries, which their
+versions name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import re
 import sys
 from typing import Dict, Iterator, List, Set, Tuple
 
-__all__ = ["installed_code", "is_of_compiler", "loaded_libraries", "own_libraries"]
+__all__ = [
+    "driver_version",
+    "installed_code",
+    "is_of_compiler",
+    "loaded_libraries",
+    "own_libraries",
+]
 
 _MAPS = "/proc/self/maps"
 _LARGEST = 2**28
@@ -26,6 +33,8 @@ _FIRST = re.compile(rb'(?m)^"?([^/.,\n]+)')
 _BY_VERSION = {"torch", "torchgen", "functorch", "nvidia", "triton", "numpy", "scipy"}
 """Packages whose libraries, of up to a GB, are not read again: their RECORD stands for them."""
 _OF_SYSTEM = ("/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/", "/usr/local/cuda", "/nix/store/")
+_DRIVER = re.compile(r"/libcuda\.so\.(\d+(?:\.\d+)+)$")
+"""The library through which CUDA calls the driver of a GPU; its name ends in the driver's version."""
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Where compilers keep what they make of sources that are known, or else in these folders."""
 _COMPILED = ("/torchinductor_", "/.triton/")
@@ -70,12 +79,16 @@ def loaded_libraries() -> List[str]:
 
     None where the system does not tell, as it does on Linux alone.
     """
-    try:
-        with open(_MAPS, encoding="utf-8", errors="replace") as lines:
-            paths = {line.rstrip("\n").split(None, 5)[5] for line in lines if ".so" in line}
-    except (OSError, IndexError):
-        return []
-    return sorted(path for path in paths if not _is_of_system(path))
+    paths = _mapped()
+    driver = _driver_in(paths)
+    # which of its libraries a driver loads depends on what it has compiled and kept already
+    kept = (path for path in paths if not driver or not path.endswith(f".so.{driver}"))
+    return sorted(path for path in kept if not _is_of_system(path))
+
+
+def driver_version() -> str:
+    """Return the version of the GPU's driver in this process; "" where none is loaded."""
+    return _driver_in(_mapped())
 
 
 def own_libraries() -> List[str]:
@@ -88,6 +101,19 @@ def is_of_compiler(path: str) -> bool:
     caches = tuple(os.path.realpath(x) + os.sep for x in map(os.environ.get, _CACHES) if x)
     is_there = any(part in path for part in _COMPILED) or path.startswith(caches)
     return is_there and _BY_HASH.search(path) is not None
+
+
+def _mapped() -> Set[str]:
+    try:
+        with open(_MAPS, encoding="utf-8", errors="replace") as lines:
+            return {line.rstrip("\n").split(None, 5)[5] for line in lines if ".so" in line}
+    except (OSError, IndexError):
+        return set()
+
+
+def _driver_in(paths: Set[str]) -> str:
+    found = (_DRIVER.search(path) for path in sorted(paths))
+    return next((each[1] for each in found if each), "")
 
 
 def _is_of_system(path: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stability.recorder.inside import installed
+from stability.recorder.inside import environment, installed
 from stability.recorder.inside.installed import installed_code, loaded_libraries, own_libraries
 
 TEXT = "X = {}\n"
@@ -100,6 +100,41 @@ def test_a_library_that_ctypes_loads_is_hashed(tmp_path: Path, added: bytes) -> 
     of_package = library(tmp_path / ".venv/lib/python3/site-packages/x/libmine.so")
     assert str(of_package) in loaded_libraries()
     assert str(of_package) not in own_libraries()
+
+
+def mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *paths: str) -> None:
+    """Make the system say that these files are loaded."""
+    maps = tmp_path / "maps"
+    maps.write_text("".join(f"7f00-7f01 r-xp 00000000 08:01 42    {path}\n" for path in paths))
+    monkeypatch.setattr(installed, "_MAPS", str(maps))
+
+
+DRIVER = "/usr/local/nvidia/lib64/libcuda.so.580.159.04"
+
+
+def test_the_drivers_own_libraries_are_known_by_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the driver loads its compiler only for a kernel that it has not kept from an earlier process
+    compiler = "/usr/local/nvidia/lib64/libnvidia-ptxjitcompiler.so.580.159.04"
+    mine = "/home/me/libmine.so.1.0.4"
+    mapped(tmp_path, monkeypatch, compiler, mine, DRIVER, "/usr/lib/libc.so.6")
+    assert loaded_libraries() == [mine]
+    assert installed.driver_version() == "580.159.04"
+    mapped(tmp_path, monkeypatch, compiler, mine)
+    assert loaded_libraries() == [mine, compiler]
+    assert installed.driver_version() == ""
+
+
+@pytest.mark.parametrize("where", ["/usr/local/nvidia/lib64", "/usr/lib/x86_64-linux-gnu"])
+def test_the_version_of_the_gpus_driver_is_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    mapped(tmp_path, monkeypatch, f"{where}/libcuda.so.570.86.15")
+    assert "driver" not in environment.environment({})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    assert environment.environment({})["driver"] == "570.86.15"
 
 
 def test_a_library_that_was_built_again_in_its_place_is_told(site: Path) -> None:
