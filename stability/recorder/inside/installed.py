@@ -34,7 +34,7 @@ _BY_VERSION = {"torch", "torchgen", "functorch", "nvidia", "triton", "numpy", "s
 """Packages whose libraries, of up to a GB, are not read again: their RECORD stands for them."""
 _OF_SYSTEM = ("/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/", "/usr/local/cuda", "/nix/store/")
 _DRIVER = re.compile(r"/libcuda\.so\.(\d+(?:\.\d+)+)$")
-"""The library through which CUDA calls the driver of a GPU; its name ends in the driver's version."""
+"""The library through which CUDA calls a GPU's driver; its name ends in the driver's version."""
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Where compilers keep what they make of sources that are known, or else in these folders."""
 _COMPILED = ("/torchinductor_", "/.triton/")
