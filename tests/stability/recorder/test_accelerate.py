@@ -82,8 +82,8 @@ def command_of(ranks: int) -> str:
     return " ".join([*start, "--seed", "{seed}", "{flags}"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_accelerate_launch_is_the_command_of_a_study(
     ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

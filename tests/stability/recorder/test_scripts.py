@@ -41,7 +41,7 @@ UPDATES = {
     "accelerate launch, two ranks": 3,
     "Lightning, two ranks": 4,
 }
-SLOW = ("Muon and AdamW", "averaged and evaluated", "two ranks, FSDP2", "Hugging Face", "Lightning")
+SLOW = ("Muon and AdamW", "averaged and evaluated", "Hugging Face", "Lightning")
 """What CI runs of them besides the first."""
 
 

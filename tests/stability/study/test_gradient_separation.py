@@ -94,7 +94,7 @@ def _rows(found):
 
 @pytest.mark.long
 def test_a_right_attention_a_biased_and_a_broken_one_are_told_apart():
-    found = _measured(list(ATTENTIONS), 20)
+    found = _measured(list(ATTENTIONS), 40)
     ratio, share, error = found["fa2"]
     assert 0.8 < ratio < 1.2, _rows(found)
     assert share + 1.73 * error < 0.01, _rows(found)

@@ -130,8 +130,8 @@ def test_a_way_to_train_ends_in_the_same_bits_with_every_layer_measured(name, wa
     assert not unmeasured(probe)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", others_long(ON_TWO_RANKS, slow=["DDP"]))
+@pytest.mark.long
+@pytest.mark.parametrize("way", ON_TWO_RANKS)
 def test_two_ranks_end_in_the_same_bits_with_every_layer_measured(way, tmp_path):
     families = {name: _trained_by(name) for name in dict(SEEN)}
     if way == "FSDP2":
