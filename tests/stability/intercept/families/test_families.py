@@ -11,7 +11,6 @@ import torch
 import torch.multiprocessing
 
 from stability import shadow
-from tests.sampling import others_long
 from tests.stability.intercept.compiled_models import inductor
 from tests.stability.intercept.families.families import FAMILIES, loss_of
 from tests.stability.intercept.families.matrix import (
