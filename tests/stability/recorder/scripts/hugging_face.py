@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import os
+import sys
 import tempfile
 
 import torch
@@ -73,7 +74,8 @@ with tempfile.TemporaryDirectory() as folder:
     trainer.train()
     for entry in trainer.state.log_history:
         if "eval_loss" in entry:
-            print("held out", entry["step"], entry["eval_loss"])
+            sys.stdout.write(f"held out {entry['step']} {entry['eval_loss']}\n")
 weights = torch.cat([x.detach().float().flatten() for x in model.parameters()])
 if os.environ.get("RANK", "0") == "0":
-    print("weights", hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+    # at once: other ranks write to the same pipe
+    sys.stdout.write(f"weights {hashlib.sha256(weights.numpy().tobytes()).hexdigest()}\n")
