@@ -77,16 +77,11 @@ def labels_in_one_alone(baseline: RunPaths, candidate: RunPaths) -> str:
         if step <= reached or not (first and second):
             return f"those of batch {step} were seen of one run alone"
     for step in sorted(first.keys() & second.keys()):
-        one, other = (_whole(json.loads(each[step])) for each in (first, second))
+        one, other = (json.loads(each[step]) for each in (first, second))
         if one.keys() != other.keys() and sorted(one.values()) != sorted(other.values()):
             names = (" and ".join(f"`{name}`" for name in each) or "none" for each in (one, other))
             return f"batch {step} has the {' in one, the '.join(names)} in the other"
     return ""
-
-
-def _whole(labels: Mapping[str, str]) -> dict[str, str]:
-    """Return those that were made neither with the model nor by the script's code."""
-    return {name: value for name, value in labels.items() if not name.endswith(_MAY_BE_MADE)}
 
 
 def _labels(paths: RunPaths) -> Mapping[int, str]:

@@ -328,6 +328,7 @@ def prove_pair(
         first=str(first.root),
         second=str(second.root),
         axes=tuple(axes_of(differences, declared)),
+        is_of_scripts=is_command(manifests[0].config),
         lines=tuple(lines),
         standing=contract_text(*manifests, differences),
     )

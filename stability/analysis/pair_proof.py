@@ -53,6 +53,8 @@ class PairProof:
     second: str
     axes: tuple[str, ...]
     lines: tuple[ProofLine, ...]
+    is_of_scripts: bool = False
+    """Whether what computes is the user's own: a flag may change more in it than is seen."""
     standing: str = ""
     """How the parts of the contract stand, where checkpoints were adopted: nothing else is seen."""
 
@@ -94,6 +96,8 @@ class PairProof:
         if self.standing:
             return f"two series of checkpoints: {self.standing}"
         said = f"a pair: they differ in {self.axes[0]} alone" if self.axes else "an A/A pair"
+        if self.axes and self.is_of_scripts:
+            said = f"a pair: {self.axes[0]} differs, and nothing else that was seen"
         if len(self.axes) > 1:
             said = f"a confounded pair: they differ in {', '.join(self.axes)}"
         for line in self.lines:

@@ -8,7 +8,8 @@ somebody who makes two batches of one hash.
 
 from __future__ import annotations
 
-from typing import List, Optional, Tuple
+import zlib
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -42,10 +43,14 @@ def hash_batch(tensors: List[Tensor]) -> Tuple[Tensor, int, List[Optional[Tensor
     return samples.sum(), len(samples), keys
 
 
-def hash_inputs(tensors: List[Tensor]) -> Tuple[Tensor, List[Tensor], List[Optional[Tensor]]]:
+def hash_inputs(
+    tensors: List[Tensor], names: Sequence[str] = ()
+) -> Tuple[Tensor, List[Tensor], List[Optional[Tensor]]]:
     """Return each sample's hash, of each tensor the sum over samples, and the samples' keys in it.
 
-    As `hash_samples`; hashes and keys are int64 `(samples,)`. A tensor's sum does not tell with
+    As `hash_samples`; hashes and keys are int64 `(samples,)`. A tensor counts as what it is called,
+    if it has a name, and else as the first, the second, ...: two that are exchanged, or one that is
+    given as another argument, are other samples. A tensor's sum does not tell with
     which of the others its rows came. A key is the hash of a sample's row in one tensor: it tells
     whether that was seen before, whatever came beside it; None for a tensor without such rows.
     """
@@ -61,7 +66,8 @@ def hash_inputs(tensors: List[Tensor]) -> Tuple[Tensor, List[Tensor], List[Optio
             is_by_row = tensor.dim() > 0 and tensor.shape[0] == rows
             of_rows = _hash_rows(tensor if is_by_row else tensor.unsqueeze(0))
             keys.append(of_rows if is_by_row else None)
-            mixed = _mixed(of_rows.to(device) + _signed(_STEP * (index + 1)))
+            place = zlib.crc32(names[index].encode()) if names else index + 1
+            mixed = _mixed(of_rows.to(device) + _signed(_STEP * place))
             sums.append(mixed.sum() * (1 if is_by_row else rows))
             samples = samples + mixed
         return _mixed(samples), sums, keys

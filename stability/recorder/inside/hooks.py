@@ -231,7 +231,10 @@ class _Calls:
             left_out.add(f"{given_as}, which a model made")
             doubts.update(_unhashed(given_as, {maker}))
             return []
-        return [] if isinstance(x, nn.Parameter) else [(name, x)]
+        is_weight = isinstance(x, nn.Parameter) and (
+            self._training.trains(x) or any(x is each for each in module.parameters())
+        )
+        return [] if is_weight else [(name, x)]
 
     def _data_behind(
         self,

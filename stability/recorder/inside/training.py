@@ -208,7 +208,7 @@ class Training:
         if not tensors or self._is_again or self._held_out_inputs is not None:
             return
         names = names or [f"argument {index}" for index in range(len(tensors))]
-        samples, sums, keys = hash_inputs(tensors)
+        samples, sums, keys = hash_inputs(tensors, names)
         inputs: Dict[str, Tensor] = {}
         for name, value in zip(names, sums):  # noqa: B905 Python 3.9 has no strict
             inputs[name] = inputs[name] + value if name in inputs else value

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stability.recorder.inside.batch_hash import hash_samples
+from stability.recorder.inside.batch_hash import hash_inputs, hash_samples
 
 KINDS = [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16, torch.float64]
 
@@ -108,3 +108,15 @@ def test_neighbours_do_not_cancel() -> None:
 def test_hash_samples_refuses_nothing() -> None:
     with pytest.raises(ValueError, match=r"^hash_samples: tensors must hold at least one$"):
         hash_samples([])
+
+
+def test_what_a_tensor_is_called_counts() -> None:
+    x, y = torch.arange(6).view(3, 2), torch.arange(3)
+
+    def hashed(tensors: list[Tensor], *names: str) -> int:
+        return int(hash_inputs(tensors, names)[0].sum())
+
+    assert hashed([x], "pos") == hashed([x], "pos") != hashed([x], "neg")
+    assert hashed([x, y], "input", "label") == hashed([x, y], "input", "label")
+    assert hashed([x, x + 1], "a", "b") != hashed([x, x + 1], "b", "a")
+    assert hashed([x, x + 1], "a", "b") == hashed([x + 1, x], "b", "a")

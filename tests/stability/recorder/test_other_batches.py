@@ -158,11 +158,53 @@ for step in range(2):
     loss = F.multi_margin_loss(model(x), y.roll(1)) if asked.other else F.cross_entropy(model(x), y)
 """
 
+OTHER_ARGUMENT = """
+class Triplets(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 3)
+    def forward(self, x, pos=None, neg=None):
+        sign = 1 if neg is None else -1
+        return sign * (self.embed(x) - self.embed(pos if neg is None else neg)).square().mean()
+model = Triplets()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    x, y = torch.randn(5, 4, generator=data), torch.randn(5, 4, generator=data)
+    loss = model(x, neg=y) if asked.other else model(x, pos=y)
+"""
+
+FROZEN_PARAMETER = """
+class Classes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 3)
+    def forward(self, x, names):
+        return self.embed(x) @ names.T
+model = Classes()
+names = torch.randn(6, 3, generator=data) + asked.other
+names = nn.Parameter(names, requires_grad=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    x, y = torch.randn(5, 4, generator=data), torch.randint(0, 6, (5,), generator=data)
+    loss = F.cross_entropy(model(x, names), y)
+"""
+
+ROLLED = """
+model = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    x, y = torch.randn(5, 4, generator=data), torch.randint(0, 3, (5,), generator=data)
+    loss = F.cross_entropy(model(x).roll(1, 0) if asked.other else model(x), y)
+"""
+
 SAMPLE = (
     "what a frozen encoder is given",
     "a model in evaluation mode",
     "an object",
     "swapped calls",
+    "another argument",
+    "a frozen parameter",
+    "what one loss alone is given",
 )
 """What CI runs."""
 SCRIPTS = {
@@ -185,6 +227,9 @@ SCRIPTS = {
     "a list": (_WITH_LABELS.replace("WRAP", "y.tolist()"), "refused", "in `argument 1`"),
     "a sparse tensor": (_WITH_LABELS.replace("WRAP", "y.to_sparse()"), "refused", "in `argument 1"),
     "an object": (_WITH_LABELS.replace("WRAP", "Batch(y)"), "unproven", "a Batch, given to"),
+    "another argument": (OTHER_ARGUMENT, "refused", "`neg`"),
+    "a frozen parameter": (FROZEN_PARAMETER, "refused", "in `argument 1`"),
+    "what one loss alone is given": (ROLLED, "unproven", "`indices, numbers of the script` and"),
     "labels of a subset": (SUBSET, "unproven", "the same labels (of which sample each target of"),
 }
 

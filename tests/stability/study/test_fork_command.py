@@ -112,7 +112,7 @@ def test_a_changed_fork_drifts_on_the_batches_of_the_unchanged_one(
     assert recorded.fork(*RESUME, "--set", "flags.lr=0.03", "--name", "lr") == 2
     assert "holds another fork; give --name" in capsys.readouterr().err
     assert code_of("verify", str(recorded.study / "forks" / "lr")) == 0
-    assert "a pair: they differ in flags.lr alone" in capsys.readouterr().out
+    assert "a pair: flags.lr differs, and nothing else that was seen" in capsys.readouterr().out
     assert code_of("verify", str(recorded.study)) == 2
     assert "nothing is proven" in capsys.readouterr().out, "a fork is no arm of the study"
 
