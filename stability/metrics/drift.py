@@ -5,10 +5,8 @@ What is measured. `rel_l2`, `mean_abs` and `max_abs` compare each weight with it
 times smaller, and is 0 for a permutation, so it never stands alone. `sign_flips` counts the weights
 that are positive in one state and negative in the other.
 
-How it is summed. Everything is FP64, chunk by chunk, so that memory does not grow with the model.
-Chunks make a parameter and parameters make "all" by the pairwise update of Chan, Golub and LeVeque
-(1979). The sum of squares less the square of the sum would not do: in the weights of a LayerNorm
-the spread is far smaller than the mean, and the subtraction would leave none of its digits.
+How it is summed. Exactly (`exact_sums`), so that no order of the weights, no threads and no shards
+change a bit: "all" is the sum of the parameters' sums, and each metric is rounded once from them.
 
 Leaves out what a drift means (`analysis`), and the Wasserstein distance itself (`wasserstein`).
 """
@@ -16,13 +14,11 @@ Leaves out what a drift means (`analysis`), and the Wasserstein distance itself 
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import reduce
-from operator import add
 
 import torch
 from torch import Tensor
 
+from stability.metrics.exact_sums import PairSums, pair_sums
 from stability.metrics.wasserstein import (
     HELD,
     pool,
@@ -35,11 +31,6 @@ __all__ = ["ALL", "drift", "weights_of_both"]
 
 ALL = "all"
 """Stands for every parameter pooled, where a metric's name has a parameter."""
-
-# Torch's own grain: a dozen FP64 passes stay in the cache and on one thread, so the sums depend on
-# no thread count, and a busy machine does not wait for threads to join. `dot` would: MKL's threads
-# make it 7 to 14 times slower at this size (2 cores, torch 2.13).
-_CHUNK = 2**15
 
 
 def drift(
@@ -66,12 +57,12 @@ def drift(
     if len(same) == len(state_b):
         return {name: _no_drift() for name in (ALL, *state_b)}
 
-    result, moments = {ALL: {}}, []
+    result, total = {ALL: {}}, PairSums()
     for name in state_b:
         found, result[name] = _measure(state_a[name], state_b[name], same=name in same)
-        moments.append(found)
+        total += found
     w1 = pooled_wasserstein(state_a.values(), state_b.values(), held=HELD)
-    result[ALL] = _metrics(reduce(add, moments), w1)
+    result[ALL] = _metrics(total, w1)
     return result
 
 
@@ -86,97 +77,25 @@ def weights_of_both(
     return {name: state_a[name] for name in both}, {name: state_b[name] for name in both}
 
 
-def _measure(a: Tensor, b: Tensor, *, same: bool) -> tuple["_Moments", dict[str, float]]:
+def _measure(a: Tensor, b: Tensor, *, same: bool) -> tuple[PairSums, dict[str, float]]:
     a, b = pool([a.to(b.device)]), pool([b])
-    moments = _moments(a, b)  # needs positions, so before a and b are sorted in place
+    sums = pair_sums(a, b)  # needs positions, so before a and b are sorted in place
     if same:
-        return moments, _no_drift()
-    return moments, _metrics(moments, wasserstein_sorted(sort_values_(a), sort_values_(b)))
+        return sums, _no_drift()
+    return sums, _metrics(sums, wasserstein_sorted(sort_values_(a), sort_values_(b)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Moments:
-    """What the metrics of some values are made of; `+` joins those of two sets of values."""
-
-    count: int
-    sum_abs: float
-    max_abs: float
-    sum_square: float
-    dot: float
-    a_square: float
-    b_square: float
-    b_mean: float
-    b_spread: float
-    """Sum of (b - mean of b)^2."""
-    flips: float
-
-    def __add__(self, other: "_Moments") -> "_Moments":
-        count = self.count + other.count
-        step = other.b_mean - self.b_mean
-        return _Moments(
-            count=count,
-            sum_abs=self.sum_abs + other.sum_abs,
-            max_abs=_largest(self.max_abs, other.max_abs),
-            sum_square=self.sum_square + other.sum_square,
-            dot=self.dot + other.dot,
-            a_square=self.a_square + other.a_square,
-            b_square=self.b_square + other.b_square,
-            b_mean=self.b_mean + step * other.count / count,
-            b_spread=self.b_spread
-            + other.b_spread
-            + step * step * self.count * other.count / count,
-            flips=self.flips + other.flips,
-        )
-
-
-def _largest(x: float, y: float) -> float:
-    """Return the larger number, NaN if either is NaN."""
-    # max alone keeps or drops a NaN by its place
-    return math.nan if math.isnan(x) or math.isnan(y) else max(x, y)
-
-
-def _moments(a: Tensor, b: Tensor) -> _Moments:
-    chunks = zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
-    return reduce(add, (_chunk_moments(first, second) for first, second in chunks))
-
-
-def _chunk_moments(a: Tensor, b: Tensor) -> _Moments:
-    flips = (a.sign() * b.sign() < 0).sum()  # a * b could underflow
-    a, b = a.double(), b.double()
-    error = a - b
-    size = error.abs()
-    # around the first value, a constant has the mean and the spread it should have
-    shifted = b - b[0]
-    mean = shifted.mean()
-    values = torch.stack(
-        [
-            size.sum(),
-            size.amax(),
-            error.square().sum(),
-            (a * b).sum(),
-            a.square().sum(),
-            b.square().sum(),
-            b[0] + mean,
-            (shifted - mean).square().sum(),
-            flips,
-        ]
-    )
-    # stacked above, so that a chunk costs one transfer from its device
-    names = [field.name for field in fields(_Moments)][1:]
-    return _Moments(count=a.numel(), **dict(zip(names, values.tolist(), strict=True)))
-
-
-def _metrics(moments: _Moments, w1: float) -> dict[str, float]:
-    std = math.sqrt(moments.b_spread / moments.count)
+def _metrics(sums: PairSums, w1: float) -> dict[str, float]:
+    norm_b = math.sqrt(float(sums.b_square))
     return {
         "w1": w1,
-        "w1_over_std": _ratio(w1, std),
-        "mean_abs": moments.sum_abs / moments.count,
-        "max_abs": moments.max_abs,
-        "rel_l2": _ratio(math.sqrt(moments.sum_square), math.sqrt(moments.b_square)),
+        "w1_over_std": _ratio(w1, math.sqrt(sums.b_variance)),
+        "mean_abs": float(sums.abs_error) / sums.count,
+        "max_abs": sums.max_abs,
+        "rel_l2": _ratio(math.sqrt(float(sums.error_square)), norm_b),
         # equal values: their quotient may miss 1 by rounding, and is 0 / 0 for zeros
-        "cosine": 1.0 if moments.max_abs == 0 else _cosine(moments),
-        "sign_flips": moments.flips / moments.count,
+        "cosine": 1.0 if sums.max_abs == 0 else _cosine(sums),
+        "sign_flips": sums.flips / sums.count,
     }
 
 
@@ -185,8 +104,7 @@ def _no_drift() -> dict[str, float]:
 
     They are those of a single weight that is 0 in both states.
     """
-    zero = torch.zeros(1)
-    return _metrics(_moments(zero, zero), w1=0.0)
+    return _metrics(PairSums(count=1), w1=0.0)
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -195,13 +113,13 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator
 
 
-def _cosine(moments: _Moments) -> float:
+def _cosine(sums: PairSums) -> float:
     # roots first: the product of the squares may overflow where that of the norms does not
-    norms = math.sqrt(moments.a_square) * math.sqrt(moments.b_square)
+    norms = math.sqrt(float(sums.a_square)) * math.sqrt(float(sums.b_square))
     if norms == 0 or math.isnan(norms):
         return math.nan
     # rounding can take a cosine just beyond 1
-    return max(-1.0, min(1.0, moments.dot / norms))
+    return max(-1.0, min(1.0, sums.dot / norms))
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""The loop of `exact_sums` over pairs of values on a CPU, compiled by numba.
+"""The loops of `exact_sums` over values on a CPU, compiled by numba.
 
-Its numbers are those of `exact_sums.add_by_torch`, to the bit. Numba keeps what it has compiled in
+Their numbers are those of torch's operators there, to the bit. Numba keeps what it has compiled in
 `__pycache__`, or in the user's cache where that can't be written.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-__all__ = ["add_pairs"]
+__all__ = ["add_gaps", "add_merged", "add_pairs"]
 
 Array = np.ndarray[Any, Any]
 
@@ -73,3 +73,38 @@ def add_pairs(a: Array, b: Array, bins: Array) -> tuple[int, float]:
             _put(((high * high - square) + 2.0 * high * low) + low * low, bins[3])
         _put(error * error, bins[4])
     return flips, largest
+
+
+@njit(nogil=True, cache=True)
+def add_gaps(a: Array, b: Array, bins: Array) -> None:
+    """Add |x - y| of each pair to `bins`, (2, 2049): x and y, one of them with its sign turned."""
+    for i in range(a.size):
+        x, y = np.float64(a[i]), np.float64(b[i])
+        if x > y:
+            _put(x, bins)
+            _put(-y, bins)
+        elif x != y:  # a NaN, too
+            _put(y, bins)
+            _put(-x, bins)
+
+
+@njit(nogil=True, cache=True)
+def add_merged(a: Array, b: Array, surplus: int, bins: Array) -> None:
+    """Add to `bins` what two sorted arrays of finite values add to the sum of |x - y| by rank.
+
+    `surplus` is how many more values than b's side a's has had below. The sum is the integral of
+    |surplus| over the line: at each value the surplus goes up or down by one, and the integral has
+    that value once more, or once less.
+    """
+    i = j = 0
+    while i < a.size or j < b.size:
+        if j == b.size or (i < a.size and a[i] <= b[j]):
+            value = np.float64(a[i])
+            _put(-value if surplus >= 0 else value, bins)
+            surplus += 1
+            i += 1
+        else:
+            value = np.float64(b[j])
+            _put(value if surplus > 0 else -value, bins)
+            surplus -= 1
+            j += 1

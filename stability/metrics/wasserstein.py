@@ -23,12 +23,18 @@ never are.
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from stability.metrics.exact_sums import (
+    ExactSum,
+    Values,
+    gap_sum,
+    merged_gap_sum,
+    weighted_sum,
+)
 
 __all__ = [
     "HELD",
@@ -47,9 +53,6 @@ __all__ = [
 
 Parts = Collection[Tensor]
 """Tensors that can be walked through again and again, for example a mapping's `values()`."""
-Values = NDArray[Any]
-"""A flat array of FP32 or FP64."""
-
 HELD = 2**26
 """Values held at once, both sides together: 256 MiB of FP32, 512 MiB of FP64."""
 
@@ -114,10 +117,7 @@ def wasserstein_sorted(a: Tensor, b: Tensor) -> float:
         )
     if a.numel() != b.numel():
         return _unequal(a.double().cpu(), b.double().cpu())
-    total = torch.zeros((), dtype=torch.float64, device=a.device)
-    for first, second in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True):
-        total += _gaps(first.double(), second.double()).sum()
-    return float(total / a.numel())
+    return gap_sum(a, b).mean(a.numel())
 
 
 def _gaps(a: Tensor, b: Tensor) -> Tensor:
@@ -163,67 +163,31 @@ def pooled_wasserstein(parts_a: Parts, parts_b: Parts, *, held: int = HELD) -> f
         device = next(iter(parts_b)).device
         a, b = (sort_values_(pool([x.to(device) for x in parts])) for parts in sides)
         return wasserstein_sorted(a, b)
-    with np.errstate(over="ignore"):  # what is beyond FP64's range is infinite
-        if all(format.itemsize <= 2 for format in formats):
-            return _by_counting(sides) / count
-        wide = torch.float64 if torch.float64 in formats else torch.float32
-        return _by_ranges(sides, wide, held) / count
+    if all(format.itemsize <= 2 for format in formats):
+        return _by_counting(sides, count)
+    wide = torch.float64 if torch.float64 in formats else torch.float32
+    return _by_ranges(sides, wide, held, count)
 
 
-def _by_ranges(sides: tuple[Parts, Parts], wide: torch.dtype, held: int) -> float:
-    """Return the sum of |x - y| over all pairs of one rank, range by range."""
+def _by_ranges(sides: tuple[Parts, Parts], wide: torch.dtype, held: int, count: int) -> float:
+    """Return the mean of |x - y| over all `count` pairs of one rank, range by range."""
     in_a, in_b = (_count_non_finite(parts, wide) for parts in sides)
     if in_a[0] or in_b[0]:
         return math.nan
     # infinities of one sign are partners at no distance, but only in equal numbers
     if in_a != in_b:
         return math.inf
-    terms, surplus, edge = [0.0], 0, 0.0
+    total, surplus = ExactSum(), 0
     for part in cut_into_ranges(sides, wide, held):
+        after = surplus + part.counts[0] - part.counts[1]
         if part.single:
-            a = b = np.empty(0)
-            start = end = float(part.low)
+            total += ExactSum.of(float(part.low), abs(surplus) - abs(after))
         else:
             a, b = (gather(parts, part, side) for side, parts in enumerate(sides))
-            start = min(float(values[0]) for values in (a, b) if values.size)
-            end = max(float(values[-1]) for values in (a, b) if values.size)
-        terms.append(abs(surplus) * (start - edge) if surplus else 0.0)
-        ahead, behind = (a, b) if surplus >= 0 else (b, a)
-        terms += _inside(ahead, behind, abs(surplus), start, end)
-        surplus += part.counts[0] - part.counts[1]
-        edge = end
+            total += merged_gap_sum(a, b, surplus)
+        surplus = after
     assert surplus == 0, "every value has its partner"
-    # np.sum adds in pairs: its error grows with the logarithm of their number, not with it
-    return float(np.sum(terms))
-
-
-def _inside(
-    ahead: Values, behind: Values, surplus: int, start: float, end: float
-) -> tuple[float, ...]:
-    """Return the part of the pairs' distances that falls between `start` and `end`.
-
-    Below `start`, `ahead` has `surplus` more values than `behind`; they are the partners of the
-    first values of `behind`.
-    """
-    late, behind = behind[:surplus], behind[surplus:]
-    pairs = min(ahead.size, behind.size)
-    passing = surplus - late.size
-    return (
-        _distance(late, start),
-        passing * (end - start) if passing else 0.0,
-        _distance(ahead[:pairs], behind[:pairs]),
-        _distance(ahead[pairs:], end),
-        _distance(behind[pairs:], end),
-    )
-
-
-def _distance(x: Values, y: Values | float) -> float:
-    """Return the sum of |x - y| in FP64."""
-    sums = [0.0]
-    for at in range(0, x.size, _CHUNK):
-        other = y[at : at + _CHUNK] if isinstance(y, np.ndarray) else y
-        sums.append(np.abs(x[at : at + _CHUNK].astype(np.float64) - other).sum())
-    return float(np.sum(sums))
+    return total.mean(count)
 
 
 def _count_non_finite(parts: Parts, wide: torch.dtype) -> tuple[int, int, int]:
@@ -365,8 +329,8 @@ def _value(key: int, wide: np.dtype) -> np.floating:
     return np.array([pattern], f"u{wide.itemsize}").view(wide)[0]
 
 
-def _by_counting(sides: tuple[Parts, Parts]) -> float:
-    """Return the sum of |x - y| over all pairs of one rank, of formats of at most 16 bits."""
+def _by_counting(sides: tuple[Parts, Parts], count: int) -> float:
+    """Return the mean of |x - y| over all `count` pairs of one rank, of formats of up to 16 bits."""
     points, steps = [], []
     for sign, parts in zip((1, -1), sides, strict=True):
         for format, counts in _count_codes(parts).items():
@@ -382,8 +346,9 @@ def _by_counting(sides: tuple[Parts, Parts]) -> float:
     values, changes = values[finite], changes[finite]
     # one value from two formats, or -0 and +0, follow each other at distance 0 in either order
     order = np.argsort(values)
-    surplus = np.abs(np.cumsum(changes[order])[:-1])
-    return float((surplus * np.diff(values[order])).sum())
+    surplus = np.abs(np.cumsum(changes[order]))
+    # the integral of the surplus over the line: what it was before a value less what it is after
+    return weighted_sum(values[order], -np.diff(surplus, prepend=0)).mean(count)
 
 
 def _count_codes(parts: Parts) -> dict[torch.dtype, Values]:

@@ -317,3 +317,16 @@ def test_walking_widens_every_format_and_leaves_the_tensors_alone():
         assert not np.signbit(values[0])
         values[:] = 7
     assert [part.tolist() for part in parts] == [[-0.0, 1.5]] * 2
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 200), st.integers(0, 99), st.integers(2, 90))
+def test_no_range_or_order_changes_a_bit_of_the_pooled_distance(size, seed, held):
+    generator = torch.Generator().manual_seed(seed)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        a, b = (torch.randn(size, generator=generator).to(dtype) for _ in range(2))
+        b[: size // 3] = a[0]  # many of one value, in a range of its own
+        whole = wasserstein_1d(a, b)
+        shuffled = [x[torch.randperm(size, generator=generator)] for x in (a, b)]
+        parts = ([x for x in each.tensor_split(4) if x.numel()] for each in shuffled)
+        assert pooled_wasserstein(*parts, held=held) == whole
