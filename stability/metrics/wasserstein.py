@@ -330,7 +330,7 @@ def _value(key: int, wide: np.dtype) -> np.floating:
 
 
 def _by_counting(sides: tuple[Parts, Parts], count: int) -> float:
-    """Return the mean of |x - y| over all `count` pairs of one rank, of formats of up to 16 bits."""
+    """Return the mean of |x - y| over `count` pairs of one rank, of formats of 16 bits or less."""
     points, steps = [], []
     for sign, parts in zip((1, -1), sides, strict=True):
         for format, counts in _count_codes(parts).items():

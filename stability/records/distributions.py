@@ -34,6 +34,7 @@ DEPENDENCIES = (
     "lightning",
     "markupsafe",
     "matplotlib",
+    "numba",
     "numpy",
     "orjson",
     "plotly",

@@ -17,6 +17,7 @@ HEAVY = {
     "datasets",
     "lightning",
     "matplotlib",
+    "numba",
     "pandas",
     "plotly",
     "scipy",

@@ -1,4 +1,4 @@
-"""Sums are exact: rational arithmetic gives the same, and no order, shard or engine changes a bit."""
+"""Sums are exact: rational arithmetic gives the same; no order, shard or engine changes a bit."""
 
 import math
 from fractions import Fraction
