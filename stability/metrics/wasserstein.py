@@ -14,7 +14,8 @@ All values of a model need not fit in memory. What fits is pooled and sorted. Fo
 bits have so few values that counting each of them gives the whole distribution in one pass. The
 rest is cut into ranges of the number line that fit, each gathered and sorted in a pass of its own;
 what one range leaves to the next is a number, the surplus: how many more values one side has had
-so far. The distance of a pair is the sum of its parts in all ranges that it spans.
+so far. W1 is the integral of its size over the line, a sum of the values themselves, each with a
+factor of +1 or -1. It is added up exactly (`exact_sums`), so that no cut and no order changes a bit.
 
 Leaves out the pooled distance of sets of different sizes, which the weights of one architecture
 never are.
