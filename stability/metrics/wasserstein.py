@@ -15,7 +15,7 @@ bits have so few values that counting each of them gives the whole distribution 
 rest is cut into ranges of the number line that fit, each gathered and sorted in a pass of its own;
 what one range leaves to the next is a number, the surplus: how many more values one side has had
 so far. W1 is the integral of its size over the line, a sum of the values themselves, each with a
-factor of +1 or -1. It is added up exactly (`exact_sums`), so that no cut and no order changes a bit.
+factor of +1 or -1. It is added up exactly (`exact_sums`): no cut and no order changes a bit.
 
 Leaves out the pooled distance of sets of different sizes, which the weights of one architecture
 never are.
