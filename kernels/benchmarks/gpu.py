@@ -15,6 +15,7 @@ import torch
 from compare import Requirement, Row, compare_dials, compare_masks, compare_peers
 from measure import Times
 from registry import GPU_SHAPES, draw, square
+from torch._functorch import config as functorch_config
 
 from attention_kernels import attention
 from attention_kernels.peers.registry import PeerStatus
@@ -44,6 +45,8 @@ def sections(others: list[PeerStatus]) -> dict[str, object]:
 
 
 def _peers(others: list[PeerStatus]) -> Result:
+    # a backward is timed several times over one graph, which Inductor forbids unless told
+    functorch_config.donated_buffer = False
     rows: list[Row] = []
     measured: Measured = {}
     for shape in GPU_SHAPES:

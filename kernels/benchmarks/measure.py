@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from registry import Inputs, draw, square
 from torch import Tensor
-from torch._functorch import config as functorch_config
 
 from attention_kernels import flash_attention, golden_attention
 from attention_kernels.testing import Shape, with_gradients
@@ -26,9 +25,6 @@ from attention_kernels.testing import Shape, with_gradients
 __all__ = ["Times", "flops", "golden_peak", "seconds", "take_turns", "twin_growth"]
 
 Attention = Callable[..., Tensor]
-
-# a backward is timed several times over one graph, which Inductor forbids unless told
-functorch_config.donated_buffer = False
 
 MIN_GPU_SECONDS = 0.01
 """Calls are queued until they take this long, because one alone would time its launch."""
