@@ -9,7 +9,7 @@ integer of Python's, and it is rounded once. (A small superaccumulator: Neal, ar
 Squares of FP32 weights are exact in FP64, and so is nearly each difference. Of FP64 weights, what
 the square of b rounds off is a term of its own, since b's variance is a difference of sums.
 
-What it costs. 7 ns a pair of values on a CPU, as FP64 sums do that round.
+What it costs. On a busy CPU 13 to 19 ns a pair of values, where FP64 sums by torch took 20 to 27.
 
 Leaves out which metrics are made of the sums (`drift`).
 """
