@@ -6,7 +6,7 @@ times smaller, and is 0 for a permutation, so it never stands alone. `sign_flips
 that are positive in one state and negative in the other.
 
 How it is summed. Exactly (`exact_sums`), so that no order of the weights, no threads and no shards
-change a bit: "all" is the sum of the parameters' sums, and each metric is rounded once from them.
+change a bit: "all" is the sum of the parameters' sums, and only sums that are whole are rounded.
 
 Leaves out what a drift means (`analysis`), and the Wasserstein distance itself (`wasserstein`).
 """

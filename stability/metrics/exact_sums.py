@@ -3,8 +3,8 @@
 How. Adding floating-point numbers rounds, and what it rounds to depends on the order. So nothing is
 added that way. A term is an FP64 number, an integer of 53 bits times a power of two: the integer is
 added to one of 2,046 bins, which the power names, as two halves that 64-bit integers hold for 2^31
-terms. Bins of several chunks, tensors or ranks are added as they are; in the end they make one
-integer of Python's, and it is rounded once. (A small superaccumulator: Neal, arXiv 1505.05571.)
+terms. They make one integer of Python's, which is joined with that of other values by adding them,
+and is rounded once, in the end. (A small superaccumulator: Neal, arXiv 1505.05571.)
 
 Squares of FP32 weights are exact in FP64, and so is nearly each difference. Of FP64 weights, what
 the square of b rounds off is a term of its own, since b's variance is a difference of sums.
@@ -109,14 +109,14 @@ class PairSums:
 
     @property
     def dot(self) -> float:
-        """The sum of ab, rounded once: 2ab is a^2 + b^2 - (a - b)^2, without cancellation here."""
+        """The sum of ab: 2ab is a^2 + b^2 - (a - b)^2, without cancellation in integers."""
         units = self.a_square.units + self.b_square.units - self.error_square.units
         special = self.a_square.special + self.b_square.special - self.error_square.special
         return float(ExactSum(units, special)) / 2
 
     @property
     def b_variance(self) -> float:
-        """The mean of (b - mean of b)^2, rounded once."""
+        """The mean of (b - mean of b)^2."""
         special = self.b.special * 0 + self.b_square.special
         spread = (self.b_square.units * self.count << _UNIT) - self.b.units**2
         # below 0 only by what single squares of FP64 values have rounded off
