@@ -119,3 +119,15 @@ def test_a_sum_beyond_fp64_is_infinite():
     most = torch.full((4,), 1.7e308, dtype=torch.float64)
     assert float(pair_sums(most, -most).b) == -math.inf
     assert float(ExactSum(units=1)) == 5e-324
+
+
+def test_the_least_numbers_of_fp64_are_added_up():
+    least = torch.tensor([5e-324, 2.5e-308, 1.5e-323], dtype=torch.float64)
+    assert float(pair_sums(least, least).b) == exactly(least.tolist())
+    assert float(pair_sums(least[::2].clone(), least[::2].clone()).b) == 2e-323
+
+
+@pytest.mark.parametrize("value", [1.1e-150, 1.3e-150, 1.7e-150, 1.9e150, 1.3e150])
+def test_equal_values_whose_squares_can_not_be_split_have_no_spread_below_0(value):
+    constant = torch.full((7,), value, dtype=torch.float64)
+    assert 0 <= pair_sums(constant, constant).b_variance <= 1e-15 * value**2
