@@ -20,10 +20,13 @@ __all__ = ["RandomNumbers"]
 
 
 class RandomNumbers(UpdateCallback):
-    """Seed every global generator at the begin of an update, from the run's `seed` and the step."""
+    """Seed every global generator at the begin of an update, from the run's `seed` and the step.
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    A `rank` that is not the first draws others: its samples are others.
+    """
+
+    def __init__(self, seed: int, rank: int = 0) -> None:
+        self._seed = f"{seed}" if rank == 0 else f"{seed} rank {rank}"
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         """Seed them; torch's seed is that of its generators on every device."""

@@ -49,7 +49,7 @@ Group = Literal[
 NO_AXIS, MANY = "none", "many"
 """The axis of an arm that changes nothing, and of one that changes several at once."""
 
-WHOLES = ("attention", "nudge")
+WHOLES = ("attention", "nudge", "parallel")
 """Paths whose values are chosen together: however many of them differ, it is one change."""
 
 CHANGES_WEIGHTS = ("model.qk_norm",)
@@ -70,6 +70,7 @@ _GROUPS: dict[str, Group] = {
     "model.init": "init",
     "seed.init_offset": "init",
     "nudge": "init",
+    "parallel": "layout",
     "model.init_std": "init",
     "model.dropout": "model",
     "model.heads": "model",

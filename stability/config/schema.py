@@ -1,7 +1,7 @@
 """What an arm is: the frozen dataclasses whose values a YAML file holds.
 
 From the inside out: the groups of an arm that decide its bits (model, attention, precision, data,
-held-out text, optimizer, training, seeds), the groups that only look and change no bit (probe,
+held-out text, optimizer, training, ranks, seeds), the groups that only look and change no bit (probe,
 watch), and the arm they make. Each class checks its own values. Leaves out the model (`model`),
 what a study is (`study`), reading YAML and naming where a mistake stands (`load`), the comparison
 of two arms (`diff`), and every object that a name stands for (`study.assemble`).
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from attention_kernels.formats import FORMATS, format_named
 from stability.config.model import INIT_SCHEMES, ModelConfig
+from stability.config.parallel import ParallelConfig
 from stability.config.precision import parse_precision
 from stability.config.requirement import require
 from stability.config.trainer_keys import check_trainer
@@ -29,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "NudgeConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "ProbeConfig",
     "Role",
     "SeedConfig",
@@ -371,9 +373,13 @@ class ArmConfig:
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
         # one text for one precision, however it was spaced
         object.__setattr__(self, "precision", parse_precision(self.precision).text)
+        parts, size = self.parallel.parts, self.train.batch_size
+        rule = f"data x shard x accumulate must divide train.batch_size, {size}"
+        require(size % parts == 0, "parallel", rule, parts)

@@ -9,6 +9,7 @@ stored. Leaves out where text and tokens come from (`sources`, `tokenizers`).
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,14 @@ from stability.data.fingerprint import hash_tokens
 from stability.data.sources import load_texts
 from stability.data.tokenizers import load_tokenizer
 
-__all__ = ["BatchLoader", "TextDataModule", "batch_indices", "cut_blocks", "held_out_indices"]
+__all__ = [
+    "BatchLoader",
+    "Share",
+    "TextDataModule",
+    "batch_indices",
+    "cut_blocks",
+    "held_out_indices",
+]
 
 
 def cut_blocks(tokens: Tensor, context: int) -> Tensor:
@@ -91,10 +99,19 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """Which parts of each batch a rank computes: `held` of `parts` equal ones, from `first` on."""
+
+    parts: int = 1
+    first: int = 0
+    held: int = 1
+
+
 class BatchLoader:
     """Yields batches `first()` to `batches` - 1, each `(batch_size, context + 1)`.
 
-    They are drawn from those of `blocks` whose numbers are in `trained`, `(n_trained,)` in int64.
+    With a `share` of several parts they are parts of batches, and are counted so. They are drawn from those of `blocks` whose numbers are in `trained`, `(n_trained,)` in int64.
     The length is `batches` whatever `first` returns: after a resume Lightning continues its count.
     To Lightning the loader is stateful, so that it does not skip batches by itself on a resume; the
     state is empty, since `first` says where to continue.
@@ -110,7 +127,9 @@ class BatchLoader:
         batches: int,
         first: Callable[[], int],
         workers: int,
+        share: Share,
     ) -> None:
+        self._share = share
         self._blocks = blocks
         self._trained = trained
         self._order_seed = order_seed
@@ -123,12 +142,8 @@ class BatchLoader:
         return self._batches
 
     def __iter__(self) -> Iterator[Tensor]:
-        trained, seed, size = self._trained, self._order_seed, self._batch_size
         # numbers of blocks, not a copy of the blocks: a text may fill much of the memory
-        order = (
-            trained[batch_indices(seed, batch, size, len(trained))].tolist()
-            for batch in range(self._first(), self._batches)
-        )
+        order = (self._numbers(index).tolist() for index in range(self._first(), self._batches))
         loader = DataLoader(
             _Blocks(self._blocks),
             batch_sampler=order,
@@ -137,6 +152,11 @@ class BatchLoader:
             generator=torch.Generator(),  # else it draws from the global one
         )
         return iter(loader)
+
+    def _numbers(self, index: int) -> Tensor:
+        batch, at = divmod(index, self._share.held)
+        of_batch = batch_indices(self._order_seed, batch, self._batch_size, len(self._trained))
+        return self._trained[of_batch.chunk(self._share.parts)[self._share.first + at]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the empty state."""
@@ -147,7 +167,7 @@ class BatchLoader:
 
 
 class TextDataModule(LightningDataModule):
-    """Batches `(batch_size, context + 1)` of int64 tokens, for `steps` updates.
+    """Batches `(batch_size, context + 1)` of int64 tokens, or a rank's `share`, for `steps` updates.
 
     After `setup`: `text_hash` (SHA-256 of the tokens), `vocab_size` (of the tokenizer), and of the
     text that is never trained on `held_out_batches` and `held_out_hash` (SHA-256 of those batches);
@@ -168,8 +188,10 @@ class TextDataModule(LightningDataModule):
         steps: int,
         order_seed: int,
         held_out: HeldOutConfig | None = None,
+        share: Share | None = None,
     ) -> None:
         super().__init__()
+        self.share = share or Share()
         self.data = data
         self.held_out = held_out or HeldOutConfig(share=0.0)
         self.context = context
@@ -234,6 +256,7 @@ class TextDataModule(LightningDataModule):
             batches=self.steps * per_step,
             first=lambda: trainer.global_step * per_step if trainer else 0,
             workers=self.data.workers,
+            share=self.share,
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-__all__ = ["Piece", "pieces_of"]
+__all__ = ["Piece", "part_of", "pieces_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,16 @@ def pieces_of(state: Mapping[str, Tensor]) -> dict[str, Piece]:
     call it at any time. ValueError for a DTensor whose values are sums that are not added up yet.
     """
     return {name: _piece(name, tensor.detach()) for name, tensor in state.items()}
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds if it is laid out as `like`, a DTensor."""
+    places = [torch.arange(side) for side in whole.shape]
+    _cut("whole", like, places)
+    for dim, place in enumerate(places):
+        if len(place) < whole.shape[dim]:
+            whole = whole.index_select(dim, place.to(whole.device))
+    return whole
 
 
 def _piece(name: str, tensor: Tensor) -> Piece:

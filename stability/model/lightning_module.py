@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from stability.config.schema import OptimizerConfig
+from stability.model.gradient_clipping import clip_by_norm
 from stability.model.optimizers import build_optimizer, with_settings_of
 
 __all__ = ["LanguageModel", "learning_rate_factor", "next_token_loss"]
@@ -52,7 +53,16 @@ class LanguageModel(LightningModule):
         self.model = model
         self._optimizer = optimizer
         self._steps = steps
+        self._called: Any
         self._taken_over: dict[str, Any] | None = None
+        self.call_through(model)
+
+    def call_through(self, called: Any) -> None:
+        """Call `called` for the model, which a wrapper may hold that adds up gradients over ranks.
+
+        It is no part of this module, whose names stay as they are.
+        """
+        vars(self)["_called"] = called
 
     def take_over(self, optimizer_state: dict[str, Any] | None) -> None:
         """Begin with this state of an optimizer, if it is one of this module's own kind."""
@@ -60,10 +70,29 @@ class LanguageModel(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the mean cross-entropy of each next token, in nats, FP32 or FP64."""
-        loss = next_token_loss(self.model(batch[:, :-1]), batch)
+        loss = next_token_loss(self._called(batch[:, :-1]), batch)
         # the loggers get it from recorder.trainer_door, in time for the step's checkpoint
         self.log("train/loss", loss, prog_bar=True, logger=False)
         return loss
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Let ranks agree on an overflow, before each of them clips or skips."""
+        agree = getattr(self.trainer.strategy, "agree_on_overflow", None)
+        if agree is not None:
+            agree(optimizer)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by a norm that no order of the gradients, and so no layout, changes."""
+        if not gradient_clip_val or gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        groups = optimizer.param_groups
+        clip_by_norm((p for group in groups for p in group["params"]), gradient_clip_val)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Return the optimizer, and its schedule a step at a time."""

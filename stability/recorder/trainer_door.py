@@ -5,6 +5,7 @@ in between comes back without a gap; Lightning's own `self.log` would write afte
 checkpoint needs to go on with the record is in this callback's state.
 """
 
+import math
 import struct
 from collections.abc import Collection, Sequence
 from typing import Any, cast
@@ -16,6 +17,9 @@ from torch.optim import Optimizer
 
 from stability.callbacks.each_update import UpdateCallback
 from stability.model.held_out import log_probabilities, mean_loss
+from stability.model.layouts import whole_state
+from stability.model.ranks import ALONE, Ranks
+from stability.recorder.following import FollowingWitness, FollowingWriter
 from stability.recorder.inside.batch_hash import hash_samples
 from stability.recorder.witnessing import Witnessing
 from stability.recorder.writer import RunWriter
@@ -27,22 +31,28 @@ class TrainerDoor(UpdateCallback):
     """Tells `writer` of a training of `model` that begins, or goes on, after `start` updates.
 
     Weights, and the loss on the batches of tokens `held_out`, go on record after each number of
-    updates in `steps`, predictions on the first `kept` of those batches too. To stand behind the
+    updates in `steps`, predictions on the first `kept` of those batches too. Of several `ranks`
+    each has a door, and the first one's `writer` writes; so many `sharers`, which are neighbours,
+    have the same samples. To stand behind the
     callbacks that compute at an update's begin, so that the witness does not look at them, and
     behind those that log when they are asked for their state, so that the checkpoint counts it.
     """
 
     def __init__(
         self,
-        writer: RunWriter,
+        writer: RunWriter | FollowingWriter,
         model: nn.Module,
         steps: Collection[int],
-        witnessing: Witnessing,
+        witnessing: Witnessing | FollowingWitness,
         *,
         start: int = 0,
         held_out: Sequence[Tensor] = (),
         kept: int = 0,
+        ranks: Ranks = ALONE,
+        sharers: int = 1,
     ) -> None:
+        self._ranks = ranks
+        self._sharers = sharers
         self.writer = writer
         self._model = model
         self._steps = frozenset(steps)
@@ -50,6 +60,8 @@ class TrainerDoor(UpdateCallback):
         self._start = start
         self._held_out = held_out
         self._kept = kept
+        self.loss = math.nan
+        """That of the last update."""
         self._losses: list[Tensor] = []
         self._hashes: list[Tensor] = []
         """Of the micro-batches of an update, where they were computed."""
@@ -99,7 +111,8 @@ class TrainerDoor(UpdateCallback):
     def after_update(self, trainer: Trainer, step: int) -> None:
         """Record the update, and the weights if they are due."""
         made = trainer.global_step
-        self.writer.updated(made, *_on_host(self._losses, self._hashes))
+        self.loss, hashed = self._joined()
+        self.writer.updated(made, self.loss, hashed)
         if made in self._steps:
             self._record_weights(trainer, made, is_logged=False)
         self._stop_if_diverged(trainer)
@@ -136,12 +149,12 @@ class TrainerDoor(UpdateCallback):
             trainer.should_stop = True
 
     def _record_weights(self, trainer: Trainer, step: int, *, is_logged: bool) -> None:
-        state = self._model.state_dict()
+        state = whole_state(self._model)
         if is_logged:
             self.writer.snapshot(step, state)
         else:
             self.writer.state(step, state)
-        is_kept = self._kept > 0 and self.writer.lacks_predictions(step)
+        is_kept = self._ranks.told(self._kept > 0 and self.writer.lacks_predictions(step))
         evaluated = self._held_out[: self._kept * is_kept] if is_logged else self._held_out
         if not evaluated:
             return
@@ -152,13 +165,15 @@ class TrainerDoor(UpdateCallback):
         if is_kept:
             self.writer.predictions(step, torch.cat(predicted[: self._kept]))
 
+    def _joined(self) -> tuple[float, str]:
+        """Return an update's loss, and its hash as the recorder writes it, after one transfer.
 
-def _on_host(losses: Sequence[Tensor], hashes: Sequence[Tensor]) -> tuple[float, str]:
-    """Return an update's loss, and its hash as the recorder writes it, after one transfer for both.
-
-    The sum of the micro-batches' losses is their mean: Lightning has divided each by their number.
-    """
-    loss, total = (cast(Tensor, sum(each)) for each in (losses, hashes))
-    bits, number = torch.stack([loss.double().view(torch.int64), total.to(loss.device)]).tolist()
-    (value,) = struct.unpack("<d", struct.pack("<q", bits))
-    return value, f"{number % 2**64:016x}"
+        The sum of the micro-batches' losses is their mean: Lightning has divided each by their
+        number.
+        """
+        loss, total = (cast(Tensor, sum(each)) for each in (self._losses, self._hashes))
+        own = torch.stack([loss.double().view(torch.int64), total.to(loss.device)])
+        found = self._ranks.stacked(own)[:: self._sharers].tolist()
+        losses = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits, _ in found]
+        number = sum(hashed for _, hashed in found)
+        return sum(losses) / len(losses), f"{number % 2**64:016x}"

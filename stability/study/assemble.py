@@ -27,16 +27,19 @@ from stability.callbacks.probe_callbacks import DeviationProbe
 from stability.callbacks.random_numbers import RandomNumbers
 from stability.config.convert import nearest
 from stability.config.model import BUILDERS, HUGGINGFACE, ModelConfig
+from stability.config.parallel import ParallelConfig
 from stability.config.precision import emulated_format, parse_precision
 from stability.config.schema import ArmConfig, TrainConfig
-from stability.data.datamodule import TextDataModule
+from stability.data.datamodule import Share, TextDataModule
 from stability.intercept.replacement import Replacement
 from stability.model.decoder import attentions_of, blocks_of, build_decoder
 from stability.model.decoder_parts import shared_state
 from stability.model.initial_weights import initialise, nudge_weights
+from stability.model.layouts import check_layout
 from stability.model.lightning_module import LanguageModel
 from stability.model.module_precision import attention_in_default, with_module_precision
 from stability.model.precision import precision_plugins
+from stability.model.ranks import ALONE, Ranks
 from stability.probe.attention_probe import AttentionProbe, DualAttention, as_shadows
 from stability.probe.attention_registry import (
     ResolvedAttention,
@@ -50,6 +53,7 @@ from stability.probe.schedule import Schedule
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
 from stability.study.checkpoints import CheckpointFiles
+from stability.study.layout_strategy import LayoutStrategy
 from stability.study.model_gradients import gradients_of_arm
 from stability.study.start_state import Start, begin, read_start_state
 
@@ -137,8 +141,8 @@ def check_alone() -> None:
             )
 
 
-def load_data(config: ArmConfig) -> TextDataModule:
-    """Return the data module of a run, its text read and tokenised.
+def load_data(config: ArmConfig, ranks: Ranks = ALONE) -> TextDataModule:
+    """Return the data module of a run, or of its part in a rank; its text is read and tokenised.
 
     ValueError for a text that is missing, empty or too short, or for more kinds of tokens than the
     model embeds.
@@ -150,6 +154,7 @@ def load_data(config: ArmConfig) -> TextDataModule:
         steps=config.train.steps,
         order_seed=config.seed.base + config.seed.order_offset,
         held_out=config.held_out,
+        share=_share(config.parallel, ranks),
     )
     data.setup("fit")
     if data.vocab_size > config.model.vocab_size:
@@ -160,6 +165,12 @@ def load_data(config: ArmConfig) -> TextDataModule:
     return data
 
 
+def _share(parallel: ParallelConfig, ranks: Ranks) -> Share:
+    """Return the parts of a batch that a rank computes; those that share layers have the same."""
+    held = parallel.accumulate
+    return Share(parts=parallel.parts, first=ranks.rank // parallel.tensor * held, held=held)
+
+
 def assemble(config: ArmConfig) -> Parts:
     """Build the model of a run with its attention, probe, initial weights and nudge.
 
@@ -168,6 +179,7 @@ def assemble(config: ArmConfig) -> Parts:
     check_alone()
     settle_vector_math()  # before the initial weights, which must be those of the pair
     device = resolve_device(config)
+    check_layout(config)
     config = _with_emulated_attention(config)
     primary = resolve_attention(config.attention, device)
     modules: dict[str, nn.Module] = {}
@@ -405,11 +417,13 @@ def make_trainer(
     loggers: list[Logger],
     callbacks: list[Callback],
     last_step: int = 0,
+    ranks: Ranks = ALONE,
 ) -> Trainer:
     """Return a Trainer that keeps its last checkpoints in the run's folder.
 
     It stops at `last_step`, or at the config's last step if that is 0. The learning rate follows
-    the config's schedule in both cases. ValueError if it would train in several processes.
+    the config's schedule in both cases. Of several `ranks` each has a Trainer; the first one's
+    writes. ValueError if it would train in other processes than these.
     """
     checkpoints = ModelCheckpoint(
         dirpath=files.paths.checkpoints_dir,
@@ -421,33 +435,46 @@ def make_trainer(
     device = resolve_device(config)
     plugins = precision_plugins(config.precision, device)
     native: Any = None if plugins else parse_precision(config.precision).default
-    # a run has one device; left to itself, Lightning takes the tasks of a Slurm job for its ranks
-    environment = LightningEnvironment()
+    checkpoint_files = CheckpointFiles(files, config.train.keep_checkpoints)
+    given = dict(config.train.trainer)
+    micro_batches = given.pop("accumulate_grad_batches", 1) * config.parallel.accumulate
     trainer = Trainer(
         accelerator=device.type,
         devices=1,
         precision=native,
-        plugins=[environment, CheckpointFiles(files, config.train.keep_checkpoints), *plugins],
+        **_processes(config.parallel, ranks, device, [checkpoint_files, *plugins]),
+        accumulate_grad_batches=micro_batches,
         max_steps=last_step or config.train.steps,
         max_epochs=1,  # else batches that run out would begin again, and no one would see it
         gradient_clip_val=config.train.grad_clip,
         deterministic=config.train.deterministic,
         logger=loggers,
-        callbacks=[RandomNumbers(config.seed.base), *callbacks, checkpoints],
+        callbacks=[RandomNumbers(config.seed.base, ranks.rank), *callbacks, checkpoints],
         log_every_n_steps=config.train.log_every,
         default_root_dir=files.paths.root,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        **config.train.trainer,
+        **given,
     )
-    if trainer.world_size != 1:
+    if trainer.world_size != ranks.count:
         raise ValueError(
-            f"make_trainer: the world size must be 1, got {trainer.world_size}; a run trains in "
-            "one process"
+            f"make_trainer: the world size must be {ranks.count}, got {trainer.world_size}; a run "
+            "trains in the processes that its layout names"
         )
     return trainer
+
+
+def _processes(
+    parallel: ParallelConfig, ranks: Ranks, device: torch.device, plugins: list[Any]
+) -> dict[str, Any]:
+    """Return what tells a Trainer in which processes it trains."""
+    if ranks.count > 1:
+        where = torch.device("cuda", 0) if device.type == "cuda" else device
+        return {"strategy": LayoutStrategy(parallel, ranks, where), "plugins": plugins}
+    # one device; left to itself, Lightning takes the tasks of a Slurm job for its ranks
+    return {"plugins": [LightningEnvironment(), *plugins]}
 
 
 def fit(

@@ -12,6 +12,8 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from stability.config.schema import ArmConfig, ProbeConfig, WatchConfig
+from stability.model.layouts import whole_state
+from stability.model.ranks import ALONE, Ranks
 from stability.recorder.trainer_door import TrainerDoor
 from stability.recorder.witnessing import Witnessing
 from stability.recorder.writer import RunWriter
@@ -49,7 +51,9 @@ class ObserverCheck:
         return {**asdict(self), "equal": self.equal}
 
 
-def check_observer(config: ArmConfig, steps: int = OBSERVER_STEPS) -> ObserverCheck:
+def check_observer(
+    config: ArmConfig, steps: int = OBSERVER_STEPS, ranks: Ranks = ALONE
+) -> ObserverCheck:
     """Train `config` for `steps` updates with everything on and everything off.
 
     "On" is the arm's own shadows with the golden, gradients, heads, positions, logits and a second
@@ -74,15 +78,15 @@ def check_observer(config: ArmConfig, steps: int = OBSERVER_STEPS) -> ObserverCh
     off = replace(config.probe, every=0, steps=(), per_decade=0, gradient_every=0)
     return ObserverCheck(
         steps=steps,
-        watched=_trained(replace(config, probe=on, watch=WatchConfig(every=1)), steps),
-        unwatched=_trained(replace(config, probe=off, watch=WatchConfig(every=0)), steps),
+        watched=_trained(replace(config, probe=on, watch=WatchConfig(every=1)), steps, ranks),
+        unwatched=_trained(replace(config, probe=off, watch=WatchConfig(every=0)), steps, ranks),
     )
 
 
-def _trained(config: ArmConfig, steps: int) -> str:
+def _trained(config: ArmConfig, steps: int, ranks: Ranks) -> str:
     train = replace(config.train, steps=steps, checkpoint_every=10 * steps, snapshot_steps=())
     config = replace(config, train=train)
-    parts, data = assemble(config), load_data(config)
+    parts, data = assemble(config), load_data(config, ranks)
     with tempfile.TemporaryDirectory(prefix="observer-") as folder:
         files = RunFiles.unnamed(Path(folder))
         log = MetricLog(files.paths.metrics)
@@ -96,11 +100,13 @@ def _trained(config: ArmConfig, steps: int) -> str:
                 Witnessing(parts.model, steps, before={}, unproven=unproven),
                 held_out=data.held_out_batches,
                 kept=config.held_out.prediction_batches,
+                ranks=ranks,
+                sharers=config.parallel.tensor,
             )
             callbacks.append(door)
         try:
-            trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks)
+            trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, 0, ranks)
             fit(trainer, parts, data)
         finally:
             log.close()
-    return hash_state(parts.model.state_dict())
+    return hash_state(whole_state(parts.model))

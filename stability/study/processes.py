@@ -1,40 +1,23 @@
-"""Trains runs, one or several at once, each in a process that no other run has touched.
+"""Trains runs, one or several at once, each in processes that no other run has touched.
 
 If the machine has several GPUs the processes are spread over them. A run depends on nothing but its
 config and its baseline's records, so the order of runs changes no bit; only a candidate has to wait
 for its baseline. A child process whose parent has died is killed, or stops at its next step where
 the system has no signal for it. A child that is killed counts as a failed run, and the other runs
-go on. How a fresh process is started is left to `fresh_process`, how one run is trained to
-`train_run`.
+go on. Leaves out how a fresh process is started (`fresh_process`), which ones a run has
+(`rank_processes`) and how it is trained (`train_run`).
 """
 
-import os
-import signal
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
-
-import torch
+from multiprocessing.connection import wait
 
 from stability.callbacks.study_observer import StudyObserver
 from stability.records.atomic_files import DiskFullError
-from stability.study.fresh_process import Relay, how_it_ended, received, start_process
+from stability.study.rank_processes import RankProcesses
 from stability.study.run import Run, needs_no_training
-from stability.study.train_run import TrainOptions, train
+from stability.study.train_run import TrainOptions
 
 __all__ = ["train_in_processes"]
-
-
-@dataclass(slots=True)
-class _Child:
-    """A process that trains one run."""
-
-    run: Run
-    process: ForkServerProcess
-    slot: int
-    """The number that selects its GPU: see `_Queue.free_slot`."""
-    told: bool = False
-    """Whether the child has reported how its run ended."""
 
 
 @dataclass(slots=True)
@@ -43,21 +26,28 @@ class _Queue:
 
     waiting: list[tuple[int, Run]]
     """Runs to be started, each with its number in the study."""
-    active: dict[Connection, _Child] = field(default_factory=dict)
-    """Runs in training, by the parent's end of the pipe to their process."""
+    active: list[RankProcesses] = field(default_factory=list)
+    """Runs in training."""
     disk_full: str = ""
     """The message of a child that found the disk full; empty if none has."""
 
     def ready(self) -> tuple[int, Run] | None:
         """Return the first run whose baseline is neither waiting nor in training, or None."""
-        busy = {child.run.paths for child in self.active.values()}
+        busy = {each.run.paths for each in self.active}
         busy |= {run.paths for _, run in self.waiting}
         return next((pair for pair in self.waiting if pair[1].baseline not in busy), None)
 
     def free_slot(self) -> int:
-        """Return the lowest number from 0 that no run in training has; it selects the GPU."""
-        taken = {child.slot for child in self.active.values()}
+        """Return the lowest number from 0 that no process in training has; it selects the GPU.
+
+        Those of a run's ranks follow one another.
+        """
+        taken = {each.slot + rank for each in self.active for rank in range(_ranks(each.run))}
         return min(set(range(len(taken) + 1)) - taken)
+
+
+def _ranks(run: Run) -> int:
+    return run.config.parallel.ranks
 
 
 def train_in_processes(
@@ -82,11 +72,10 @@ def train_in_processes(
             if queue.active:
                 _listen_to_all(queue, observer)
     except KeyboardInterrupt:
-        for child in queue.active.values():
-            if child.process.pid is not None and child.process.is_alive():
-                os.kill(child.process.pid, signal.SIGINT)
-        for child in queue.active.values():
-            child.process.join()
+        for each in queue.active:
+            each.interrupt()
+        for each in queue.active:
+            each.join()
         raise
     if queue.disk_full:
         raise DiskFullError(queue.disk_full)
@@ -104,54 +93,20 @@ def _start_ready(
         if needs_no_training(run, observer):
             continue
         observer.run_started(index, total, run.arm.name, run.seed, run.last_step)
-        slot = queue.free_slot()
-        process, ours = start_process(_train_alone, run, options, slot)
-        queue.active[ours] = _Child(run, process, slot)
+        queue.active.append(RankProcesses.start(run, options, queue.free_slot()))
 
 
 def _listen_to_all(queue: _Queue, observer: StudyObserver) -> None:
-    """Wait until a child has something to say, or has ended, and listen to each of those."""
-    of_sentinel = {child.process.sentinel: of for of, child in queue.active.items()}
-    ready = set(wait([*queue.active, *of_sentinel]))
-    for connection in list(queue.active):
-        if ready & {connection, queue.active[connection].process.sentinel}:
-            _listen(queue, connection, observer)
-
-
-def _listen(queue: _Queue, connection: Connection, observer: StudyObserver) -> None:
-    """Forward one message of a child to `observer`, or note that the child is gone."""
-    child = queue.active[connection]
-    message = received(child.process, connection)
-    if message is None:
-        how = how_it_ended(child.process)
-        del queue.active[connection]
-        connection.close()
-        if not child.told:
-            observer.run_ended(child.run.arm.name, child.run.seed, "failed", how)
-        return
-    what, *values = message
-    if what == "disk_full":
-        queue.disk_full = values[0]
-        return
-    child.told = child.told or what == "run_ended"
-    getattr(observer, what)(*values)
-
-
-def _train_alone(connection: Connection, run: Run, options: TrainOptions, slot: int) -> None:
-    """Train one run; the main function of a child process. `slot` selects one of several GPUs."""
-    if torch.cuda.device_count() > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        devices = visible if visible[0] else [str(i) for i in range(torch.cuda.device_count())]
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
-    relay, name, seed = Relay(connection), run.arm.name, run.seed
-    try:
-        manifest = train(run, options, relay)
-        relay.run_ended(name, seed, manifest.state, manifest.message)
-    except KeyboardInterrupt:
-        return
-    except DiskFullError as error:
-        # first, so that the parent starts no other run
-        relay.disk_full(str(error))
-        relay.run_ended(name, seed, "interrupted", str(error))
-    except Exception as error:
-        relay.run_ended(name, seed, "failed", f"{type(error).__name__}: {error}")
+    """Wait until a process has something to say, or has ended, and listen to each of those."""
+    members = [(one, each) for each in queue.active for one in each.members.items()]
+    sources = [source for (ours, (_, process)), _ in members for source in (ours, process.sentinel)]
+    limits = [each.remaining for each in queue.active if each.remaining is not None]
+    ready = set(wait(sources, timeout=min(limits, default=None)))
+    for (connection, (_, process)), each in members:
+        if ready & {connection, process.sentinel}:
+            each.listen(connection, observer)
+            queue.disk_full = queue.disk_full or each.disk_full
+    for each in queue.active:
+        if each.remaining == 0:
+            each.kill()
+    queue.active = [each for each in queue.active if each.members]

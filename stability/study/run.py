@@ -40,6 +40,7 @@ __all__ = [
     "needs_no_training",
     "refuse_other_process",
     "reopen",
+    "snapshot_steps_of",
 ]
 
 
@@ -88,6 +89,11 @@ class Run:
     def config(self) -> ArmConfig:
         """The arm's config with this seed."""
         return with_seed(self.arm.config, self.seed)
+
+
+def snapshot_steps_of(run: Run) -> set[int]:
+    """Return the steps at which a run keeps its weights."""
+    return {*run.config.train.planned_snapshots(), run.last_step}
 
 
 def has_ended(paths: RunPaths) -> bool:

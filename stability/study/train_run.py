@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
 
 from stability.analysis.pair_contract import ContractError, check_batches, check_start, may_differ
 from stability.analysis.witness_contract import claims_of, other_answer, testimony_of
@@ -20,12 +21,14 @@ from stability.config.convert import to_dict
 from stability.config.diff import hash_without
 from stability.config.schema import BASELINE, ArmConfig
 from stability.data.datamodule import TextDataModule
+from stability.model.layouts import whole_state
+from stability.model.ranks import ALONE, Ranks, joined
 from stability.recorder.trainer_door import TrainerDoor
 from stability.recorder.witnessing import WitnessError, Witnessing
 from stability.recorder.writer import Baseline, RunWriter, stopped
 from stability.records.atomic_files import DiskFullError, is_disk_full
 from stability.records.git_state import git_state
-from stability.records.identity import environment, hash_environment
+from stability.records.identity import environment, hash_environment, is_compared
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import MetricLog
 from stability.records.module_sources import own_modules, watch_sources
@@ -36,11 +39,25 @@ from stability.records.run_lease import LeaseLostError
 from stability.records.snapshots import hash_state
 from stability.records.stale_bytecode import refuse_stale_bytecode
 from stability.records.witness import Label, Witness
-from stability.study.assemble import Parts, assemble, fit, load_data, make_trainer
+from stability.study.assemble import (
+    Parts,
+    assemble,
+    fit,
+    load_data,
+    make_trainer,
+    resolve_device,
+)
 from stability.study.checkpoints import clear_unlisted, lay_fork, resume_from
 from stability.study.observer_gate import ObserverError, check_observer
 from stability.study.process_switches import switched
-from stability.study.run import Run, RunConflictError, has_ended, locked, refuse_other_process
+from stability.study.run import (
+    Run,
+    RunConflictError,
+    has_ended,
+    locked,
+    refuse_other_process,
+    snapshot_steps_of,
+)
 from stability.tracking.environment import WandbMode
 from stability.tracking.history import MirroredLog, WandbRun, open_wandb_run
 from stability.tracking.loggers import RecordsLogger
@@ -74,8 +91,12 @@ class TrainOptions:
     """Whether a run must pass the observer gate first; one that instruments would change fails."""
 
 
-def train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
+def train(
+    run: Run, options: TrainOptions, observer: StudyObserver, ranks: Ranks = ALONE
+) -> Manifest:
     """Train `run` to its last step, from its last whole checkpoint if there is one.
+
+    Of a run over several `ranks` this is the first one's part; the others `follow`.
 
     Returns the final manifest, with state `finished` if and only if the training took every step
     that was planned. Every failure is recorded in it. A broken pair contract or observer gate, a
@@ -87,15 +108,19 @@ def train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
     with locked(run.paths):
         if has_ended(run.paths):  # another process has trained it while this one waited
             return read_manifest(run.paths.manifest)
-        with switched(run.config.train):  # before the user's modules, which may turn one again
-            return _train(run, options, observer)
+        with (
+            switched(run.config.train),  # before the user's modules, which may turn one again
+            joined(ranks, resolve_device(run.config)),
+        ):
+            return _train(run, options, observer, ranks)
 
 
-def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest:
+def _train(run: Run, options: TrainOptions, observer: StudyObserver, ranks: Ranks) -> Manifest:
     config, before_imports = run.config, numeric_switches()
+    _refuse_other_count(config, ranks)
     watch_sources()
     parts = assemble(config)
-    data = load_data(config)
+    data = load_data(config, ranks)
     start, listed = _find_start(run, observer)
     first = _first_manifest(run, parts, data, listed)
     if start > (run.fork.at if run.fork else 0):
@@ -113,12 +138,15 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver) -> Manifest
     try:
         if run.baseline is not None:
             check_start(read_manifest(run.baseline.manifest), files.manifest)
+        _refuse_other_environments(ranks.gathered(first.environment))
+        ranks.told(start)
         if options.check_observer:
-            files.update(observer=_pass_observer_gate(config))
+            files.update(observer=_pass_observer_gate(config, ranks))
         with _logged(run, options.wandb_mode, observer) as log:
-            door = _door(run, _writer(run, files, log), parts, data, start, before_imports)
-            _fit(run, files, parts, data, start, door, log, observer)
-        door.writer.ended(hash_state(parts.model.state_dict()))
+            writer = _writer(run, files, log)
+            door = _door(run, writer, parts, data, start, before_imports, ranks)
+            _fit(run, files, parts, data, start, door, log, observer, ranks)
+        writer.ended(hash_state(whole_state(parts.model)))
     except (KeyboardInterrupt, SystemExit):
         # Lightning turns Ctrl-C into SystemExit
         stopped(files, "interrupted")
@@ -173,6 +201,25 @@ def _first_manifest(
     )
 
 
+def _refuse_other_count(config: ArmConfig, ranks: Ranks) -> None:
+    if config.parallel.ranks != ranks.count:
+        raise ValueError(
+            f"parallel must be a layout over {ranks.count} ranks, as many as train it, got one "
+            f"over {config.parallel.ranks}; train it by `stability run`, with processes of its own"
+        )
+
+
+def _refuse_other_environments(found: list[dict[str, Any]]) -> None:
+    """RunConflictError unless all ranks have the first one's environment."""
+    for rank, other in enumerate(found):
+        for key in sorted({*found[0], *other}):
+            if is_compared(key) and found[0].get(key) != other.get(key):
+                raise RunConflictError(
+                    f"environment.{key} must be the same on each rank, is {found[0].get(key)!r} on "
+                    f"rank 0 and {other.get(key)!r} on rank {rank}"
+                )
+
+
 def _refuse_other_start(run: Run, known: Manifest, now: Manifest) -> None:
     """RunConflictError if a run that is resumed began from another file than lies there now."""
     was, found = (each.hashes.get("start", "") for each in (known, now))
@@ -194,9 +241,9 @@ def _find_start(run: Run, observer: StudyObserver) -> tuple[int, dict[str, str]]
     return resume_from(run.paths, read_manifest(run.paths.manifest), note)
 
 
-def _pass_observer_gate(config: ArmConfig) -> dict[str, Any]:
+def _pass_observer_gate(config: ArmConfig, ranks: Ranks) -> dict[str, Any]:
     """Return the gate's result for the manifest; ObserverError if the weights differ."""
-    check = check_observer(config)
+    check = check_observer(config, ranks=ranks)
     if not check.equal:
         raise ObserverError(
             f"after {check.steps} steps the weights must be {check.unwatched[:16]} with every "
@@ -230,12 +277,15 @@ def _fit(
     door: TrainerDoor,
     log: MetricLog,
     observer: StudyObserver,
+    ranks: Ranks,
 ) -> None:
     """Train from step `start` to where the run is to end, or diverges; else UnfinishedError."""
-    if start == 0:
+    if start == 0 and isinstance(door.writer, RunWriter):
         door.writer.begin()
-    callbacks = [*parts.callbacks, door, ProgressCallback(observer, run.arm.name, run.seed)]
-    trainer = make_trainer(run.config, files, [RecordsLogger(log)], callbacks, run.last_step)
+    told = ProgressCallback(observer, run.arm.name, run.seed, lambda: door.loss)
+    callbacks = [*parts.callbacks, door, told]
+    loggers: list[Logger] = [RecordsLogger(log)]
+    trainer = make_trainer(run.config, files, loggers, callbacks, run.last_step, ranks)
     with _naming_checkpoint(files, trainer, start):
         fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
         door.end(trainer)
@@ -310,6 +360,7 @@ def _door(
     data: TextDataModule,
     start: int,
     before_imports: dict[str, Any],
+    ranks: Ranks,
 ) -> TrainerDoor:
     """Return the callback that tells `writer` of the training, and of what it executes."""
     config = run.config
@@ -333,16 +384,14 @@ def _door(
     return TrainerDoor(
         writer,
         parts.model,
-        _snapshot_steps(run),
+        snapshot_steps_of(run),
         witnessing,
         start=start,
         held_out=data.held_out_batches,
         kept=config.held_out.prediction_batches,
+        ranks=ranks,
+        sharers=config.parallel.tensor,
     )
-
-
-def _snapshot_steps(run: Run) -> set[int]:
-    return {*run.config.train.planned_snapshots(), run.last_step}
 
 
 def _answers_check(run: Run) -> Callable[[Witness], str]:
@@ -377,7 +426,7 @@ def _shared_steps(run: Run, baseline: RunPaths) -> set[int]:
 
     A baseline that diverged has fewer snapshots; so may one that is the parent of a fork.
     """
-    steps = _snapshot_steps(run)
+    steps = snapshot_steps_of(run)
     if run.fork is None and read_manifest(baseline.manifest).state != "diverged":
         return steps
     return steps & {*snapshot_steps(baseline)}

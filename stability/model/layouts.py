@@ -1,0 +1,213 @@
+"""Lays a model out over ranks: tensor parallel, sharded (FSDP2), replicated (DDP), and its state.
+
+Tensor parallelism comes first, since FSDP2 shards what it has cut. It knows the layers of our own
+models: heads and hidden units are shared out (`ColwiseParallel`, then `RowwiseParallel`), embedding
+and output are on every rank. Norms of single heads, and under sequence parallelism those of
+tokens, see a part of the values on each rank, so their gradients are added up.
+
+A state is whole at its borders: `whole_state` gathers what ranks share, `load_whole` cuts it again,
+so that one checkpoint serves every layout. Leaves out who calls this when (`study.layout_strategy`)
+and what a layout is (`config.parallel`).
+
+Sources: Shoeybi et al., arXiv 1909.08053 (tensor parallelism); Korthikanti et al., arXiv 2205.05198
+(sequence parallelism); Zhao et al., arXiv 2304.11277 (FSDP).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from stability.config.parallel import ParallelConfig
+from stability.config.schema import ArmConfig
+from stability.metrics.pieces import part_of
+from stability.model.decoder import blocks_of
+from stability.model.decoder_parts import AttendingDecoder, HeadNorm
+
+__all__ = [
+    "DIMENSIONS",
+    "check_layout",
+    "lay_out",
+    "load_whole",
+    "reduce_replicas",
+    "whole",
+    "whole_state",
+]
+
+DIMENSIONS = ("data", "shard", "tensor")
+"""Of a mesh of ranks, the slowest first: neighbours share a layer."""
+
+REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_BY_OUTPUT = ("query", "key", "value", "mlp_up", "mlp_gate")
+_BY_INPUT = ("attention_residual", "mlp_residual")
+"""The linear layers of our blocks whose outputs, and whose inputs, ranks share."""
+
+
+def check_layout(config: ArmConfig) -> None:
+    """ValueError for a model that can't be laid out as `config.parallel` says."""
+    parallel, model, tensor = config.parallel, config.model, config.parallel.tensor
+    if tensor > 1 and not model.is_ours:
+        raise ValueError(
+            f"parallel.tensor must be 1 for a model of {model.builder}, got {tensor}: which of its "
+            "layers can be shared out is known of our own models alone"
+        )
+    kv_heads = model.kv_heads or model.heads
+    if tensor > 1 and (model.heads % tensor or kv_heads % tensor):
+        raise ValueError(
+            f"parallel.tensor must divide model.heads, {model.heads}, and kv_heads, {kv_heads}, "
+            f"got {tensor}"
+        )
+    if parallel.sequence and model.context % tensor:
+        raise ValueError(
+            f"parallel.tensor must divide model.context, {model.context}, where sequence is true, "
+            f"got {tensor}"
+        )
+    if parallel.ranks > 1 and model.dropout:
+        raise ValueError(
+            f"model.dropout must be 0 over {parallel.ranks} ranks, got {model.dropout}: what a "
+            "rank drops would depend on the layout"
+        )
+
+
+def lay_out(model: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh) -> Any:
+    """Lay `model` out in place over `mesh`, and return what is to be called in its place.
+
+    That is the model itself but for plain replicas, which are called through DDP. `mesh` has the
+    `DIMENSIONS`. Every rank must hold the same weights already.
+    """
+    if parallel.tensor > 1:
+        assert isinstance(model, AttendingDecoder)
+        _share_layers(model, mesh["tensor"], is_by_token=parallel.sequence)
+    if parallel.shard > 1:
+        _shard(model, parallel, mesh)
+    elif parallel.data > 1 and parallel.tensor == 1:
+        return _replicate(model, parallel, mesh)
+    return model
+
+
+def _share_layers(model: AttendingDecoder, mesh: DeviceMesh, *, is_by_token: bool) -> None:
+    tokens = Shard(1) if is_by_token else Replicate()
+    for block in blocks_of(model, model.config.depth).values():
+        plan: dict[str, ParallelStyle] = {
+            name: ColwiseParallel(input_layouts=tokens)
+            for name in _BY_OUTPUT
+            if hasattr(block, name)
+        }
+        plan |= {name: RowwiseParallel(output_layouts=tokens) for name in _BY_INPUT}
+        parallelize_module(block, mesh, plan)
+        for name, module in block.named_children():
+            if isinstance(module, HeadNorm) or (is_by_token and name.endswith("_norm")):
+                _add_up_gradients(module, mesh)
+    if is_by_token:
+        _share_tokens(model, mesh)
+
+
+def _add_up_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let the gradients of a module's parameters be sums over ranks, which each see a part."""
+
+    def added(gradient: Tensor) -> Tensor:
+        total = gradient.contiguous()
+        total = total.clone() if total is gradient else total
+        dist.all_reduce(total, group=mesh.get_group())
+        return total
+
+    for parameter in module.parameters():
+        parameter.register_hook(added)
+
+
+def _share_tokens(model: AttendingDecoder, mesh: DeviceMesh) -> None:
+    """Cut the residual stream by tokens before the first layer, and join it after the last."""
+
+    def cut(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        whole = DTensor.from_local(given[0], mesh, [Replicate()], run_check=False)
+        return (whole.redistribute(placements=[Shard(1)]).to_local(), *given[1:])
+
+    def join(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        part = DTensor.from_local(given[0], mesh, [Shard(1)], run_check=False)
+        return (part.redistribute(placements=[Replicate()]).to_local(), *given[1:])
+
+    first = next(iter(blocks_of(model, model.config.depth).values()))
+    first.register_forward_pre_hook(cut)
+    norm: Any = model.final_norm
+    norm.register_forward_pre_hook(join)
+
+
+def _shard(model: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh) -> None:
+    over = mesh["data", "shard"] if parallel.data > 1 else mesh["shard"]
+    policy = MixedPrecisionPolicy(reduce_dtype=REDUCED.get(parallel.reduce))
+    layers: Any = getattr(model, "config", None)
+    depth = getattr(layers, "depth", 0) or getattr(layers, "num_hidden_layers", 0)
+    for block in blocks_of(model, depth).values():
+        fully_shard(block, mesh=over, mp_policy=policy)
+    fully_shard(model, mesh=over, mp_policy=policy)
+
+
+def _replicate(model: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh) -> nn.Module:
+    group = mesh["data"].get_group()
+    replica = DistributedDataParallel(model, process_group=group)
+    dtype = REDUCED.get(parallel.reduce)
+    if dtype is not None:
+        replica.register_comm_hook((group, dtype), _reduced_in)
+    return replica
+
+
+def _reduced_in(state: tuple[Any, torch.dtype], bucket: Any) -> torch.futures.Future[Tensor]:
+    """Add a bucket of gradients up in another format than their own."""
+    group, dtype = state
+    own = bucket.buffer()
+    sent = own.to(dtype).div_(dist.get_world_size(group))
+    work: Any = dist.all_reduce(sent, group=group, async_op=True)
+
+    def back(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return own.copy_(done.value()[0])
+
+    return work.get_future().then(back)
+
+
+def reduce_replicas(model: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh) -> None:
+    """Average the gradients of replicas whose layers are shared out, which DDP can't hold.
+
+    To be called once an update, after its last backward.
+    """
+    dtype = REDUCED.get(parallel.reduce)
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        sent = own.to(dtype or own.dtype, copy=True).div_(parallel.data)
+        dist.all_reduce(sent, group=mesh["data"].get_group())
+        own.copy_(sent)
+
+
+def whole(value: Any) -> Any:
+    """Return a value as it is without ranks; every rank must ask for it, in the same order."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of `model` as one rank would have it; every rank must ask for it."""
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+@torch.no_grad()
+def load_whole(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Copy tensors that are whole into those of `state`, of which each rank may hold a part."""
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            value.to_local().copy_(part_of(given[name], value))
+        else:
+            value.copy_(given[name])

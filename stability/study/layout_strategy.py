@@ -1,0 +1,214 @@
+"""Lightning's strategy for a run over ranks: lays the model out, and joins what ranks share.
+
+Lightning's own `ModelParallelStrategy` knows two dimensions, and refuses FP16 with a loss scaler
+and FP64. Here every layout and precision goes one way. Checkpoints are whole, as of one rank, and
+the first rank writes them. Leaves out how a model is laid out (`model.layouts`).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from stability.config.parallel import ParallelConfig
+from stability.metrics.pieces import part_of
+from stability.model.layouts import (
+    DIMENSIONS,
+    lay_out,
+    load_whole,
+    reduce_replicas,
+    whole,
+    whole_state,
+)
+from stability.model.lightning_module import LanguageModel
+from stability.model.ranks import Ranks
+
+__all__ = ["LayoutStrategy"]
+
+
+class _RankEnvironment(LightningEnvironment):
+    """Tells Lightning of ranks that have been started already."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Yes: Lightning starts none."""
+        return True
+
+    def world_size(self) -> int:
+        """Return how many ranks there are."""
+        return self._ranks.count
+
+    def global_rank(self) -> int:
+        """Return this one's number."""
+        return self._ranks.rank
+
+    def local_rank(self) -> int:
+        """Return the number of the device, of which each rank sees its own alone."""
+        return 0
+
+
+class LayoutStrategy(ParallelStrategy):
+    """Trains a `LanguageModel` over `ranks`, laid out as `parallel` says."""
+
+    is_distributed = True
+
+    def __init__(self, parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(parallel_devices=[device], cluster_environment=_RankEnvironment(ranks))
+        self._parallel = parallel
+        self._ranks = ranks
+        self._device = device
+        self._is_last = True
+        """Whether the micro-batch is the last of its update."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        return self._device
+
+    @property
+    def _decoder(self) -> nn.Module:
+        assert isinstance(self.lightning_module, LanguageModel)
+        return self.lightning_module.model
+
+    def model_to_device(self) -> None:
+        """Move the whole model."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """Lay the model out, before the optimizer is made of its parameters."""
+        assert isinstance(model, LanguageModel)
+        sides = tuple(getattr(self._parallel, name) for name in DIMENSIONS)
+        self._mesh = init_device_mesh(self._device.type, sides, mesh_dim_names=DIMENSIONS)
+        self._called = lay_out(model.model, self._parallel, self._mesh)
+        model.call_through(self._called)
+        return model
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Add no gradients up over replicas inside: more micro-batches of the update follow."""
+        self._is_last = False
+        called = self._called
+        try:
+            if isinstance(called, DistributedDataParallel):
+                with called.no_sync():
+                    yield
+            elif isinstance(called, FSDPModule):
+                called.set_requires_gradient_sync(False)
+                yield
+                called.set_requires_gradient_sync(True)
+            else:
+                yield
+        finally:
+            self._is_last = True
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Average the gradients of replicas that neither DDP nor FSDP2 holds."""
+        is_held = self._called is not self._decoder or isinstance(self._called, FSDPModule)
+        if self._is_last and self._parallel.data > 1 and not is_held:
+            reduce_replicas(self._decoder, self._parallel, self._mesh)
+
+    def agree_on_overflow(self, optimizer: Optimizer) -> None:
+        """Let each rank skip an update in which a loss scaler has found an overflow on any rank."""
+        plugin = self.precision_plugin
+        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+        if scaler is None:
+            return
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            local = found.to_local() if isinstance(found, DTensor) else found
+            dist.all_reduce(local, dist.ReduceOp.MAX)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state as one rank would have it."""
+        assert self.lightning_module is not None
+        return whole_state(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this rank's part of the module's state."""
+        assert self.lightning_module is not None
+        load_whole(self.lightning_module.state_dict(), checkpoint["state_dict"])
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state as one rank would have it."""
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        joined = {
+            number: {key: whole(value) for key, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": joined}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this rank's part of each optimizer's state."""
+        super().load_optimizer_state_dict(checkpoint)
+        for optimizer in self.optimizers:
+            share_state(optimizer)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Yes: a part is taken once it is known which."""
+        return True
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write it on the first rank."""
+        if self.is_global_zero:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the others."""
+        dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return what rank 0 has."""
+        return self._ranks.told(obj)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean or the sum over ranks."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
+        is_mean = str(reduce_op).lower() in ("mean", "avg")
+        return total / self._ranks.count if is_mean else total
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up what a strategy does, and this rank's part of a state that is taken over."""
+        super().setup(trainer)
+        for optimizer in self.optimizers:
+            share_state(optimizer)
+
+
+def share_state(optimizer: Optimizer) -> None:
+    """Cut an optimizer's whole state as its parameters are."""
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if isinstance(parameter, DTensor) and is_whole and value.shape == parameter.shape:
+                values[key] = DTensor.from_local(
+                    part_of(value, parameter).contiguous(),
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )

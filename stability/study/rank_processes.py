@@ -1,0 +1,187 @@
+"""The processes that train one run: one, or as many as its layout has ranks.
+
+The first rank keeps the record and tells of the run; another one tells only how it failed. Where
+one is gone the others can't go on, and say that a connection was lost: what is told of the run is
+the failure that came before, with its rank. Leaves out which run is trained when (`processes`).
+"""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+
+from stability.callbacks.study_observer import StudyObserver
+from stability.model.ranks import ALONE, Ranks, is_lost_connection, meeting_place
+from stability.records.atomic_files import DiskFullError
+from stability.records.manifest import ENDED, read_manifest, write_manifest
+from stability.study.follow_run import follow
+from stability.study.fresh_process import Relay, how_it_ended, received, start_process
+from stability.study.run import Run, RunConflictError, locked
+from stability.study.train_run import TrainOptions, train
+
+__all__ = ["RankProcesses"]
+
+GRACE = 20.0
+"""Seconds that the other ranks have to end by themselves once one has failed."""
+
+
+@dataclass(slots=True)
+class RankProcesses:
+    """The processes of one run, by our ends of their connections."""
+
+    run: Run
+    slot: int
+    """The number that selects the first one's GPU."""
+    members: dict[Connection, tuple[int, ForkServerProcess]] = field(default_factory=dict)
+    """Those that have not ended: rank and process."""
+    disk_full: str = ""
+    _store: Any = None
+    _ending: tuple[str, str] | None = None
+    """The state and message that the first rank has told of the run's end."""
+    _failures: list[tuple[int, str]] = field(default_factory=list)
+    _deadline: float | None = None
+
+    @classmethod
+    def start(cls, run: Run, options: TrainOptions, slot: int) -> "RankProcesses":
+        """Start the processes of `run`."""
+        started, count = cls(run, slot), run.config.parallel.ranks
+        port = 0
+        if count > 1:
+            started._store = meeting_place(ALONE.host)
+            port = started._store.port
+        for rank in range(count):
+            ranks = Ranks(rank=rank, count=count, port=port) if count > 1 else ALONE
+            process, ours = start_process(_train_alone, run, options, slot + rank, ranks)
+            started.members[ours] = rank, process
+        return started
+
+    @property
+    def remaining(self) -> float | None:
+        """The seconds until `kill` is due; None if it is not."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def interrupt(self) -> None:
+        """Pass an interrupt on."""
+        for _, process in self.members.values():
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGINT)
+
+    def join(self) -> None:
+        """Wait until all have ended."""
+        for _, process in self.members.values():
+            process.join()
+
+    def kill(self) -> None:
+        """Kill what has not ended by itself: it waits for a rank that is gone."""
+        for _, process in self.members.values():
+            process.kill()
+
+    def listen(self, connection: Connection, observer: StudyObserver) -> None:
+        """Take one message of a process, or note that it has ended; tell `observer`."""
+        rank, process = self.members[connection]
+        message = received(process, connection)
+        if message is None:
+            del self.members[connection]
+            connection.close()
+            self._note_end(rank, process)
+            if not self.members:
+                self._report(observer)
+            return
+        what, *values = message
+        if what == "disk_full":
+            self.disk_full = values[0]
+        elif what == "rank_failed":
+            self._note_failure(rank, values[0])
+        elif what == "run_ended":
+            self._ending = values[2], values[3]
+            self._begin_to_end()
+        else:
+            getattr(observer, what)(*values)
+
+    def _note_end(self, rank: int, process: ForkServerProcess) -> None:
+        how, was_told = how_it_ended(process), rank == 0 and self._ending is not None
+        is_news = process.exitcode and self._deadline is None
+        if not was_told and (is_news or rank == 0):
+            self._note_failure(rank, how)
+
+    def _note_failure(self, rank: int, text: str) -> None:
+        self._failures.append((rank, text))
+        self._begin_to_end()
+
+    def _begin_to_end(self) -> None:
+        if self._deadline is None:
+            self._deadline = time.monotonic() + GRACE
+
+    def _report(self, observer: StudyObserver) -> None:
+        """Tell how the run has ended, once all processes have."""
+        state, message = self._ending or ("failed", "")
+        if state == "failed" and len(self._failures) + bool(message):
+            message = self._cause(message)
+            if self.run.config.parallel.ranks > 1:
+                _put_on_record(self.run, message)
+        observer.run_ended(self.run.arm.name, self.run.seed, state, message)
+
+    def _cause(self, message: str) -> str:
+        """Return what has ended a run: the first failure that is no consequence of another."""
+        told = [(0, message)] if message else []
+        every = [*self._failures, *told]
+        causes = [each for each in every if not is_lost_connection(each[1])] or every
+        rank, text = causes[0]
+        return (
+            text
+            if self.run.config.parallel.ranks == 1 or (rank, text) in told
+            else (f"rank {rank}: {text}")
+        )
+
+
+def _put_on_record(run: Run, message: str) -> None:
+    """Say in the manifest why a run over ranks has failed: its first rank may not know, or live."""
+    with suppress(RunConflictError, OSError, ValueError), locked(run.paths):
+        manifest = read_manifest(run.paths.manifest)
+        if manifest.state not in ENDED:
+            write_manifest(run.paths.manifest, replace(manifest, state="failed", message=message))
+
+
+def _train_alone(
+    connection: Connection, run: Run, options: TrainOptions, slot: int, ranks: Ranks
+) -> None:
+    """Train a rank's part of a run; the main function of a process. `slot` selects a GPU."""
+    _see_one_gpu(slot)
+    if not ranks.is_first:
+        _follow(connection, run, options, ranks)
+        return
+    relay, name, seed = Relay(connection), run.arm.name, run.seed
+    try:
+        manifest = train(run, options, relay, ranks)
+        relay.run_ended(name, seed, manifest.state, manifest.message)
+    except KeyboardInterrupt:
+        return
+    except DiskFullError as error:
+        # first, so that the parent starts no other run
+        relay.disk_full(str(error))
+        relay.run_ended(name, seed, "interrupted", str(error))
+    except Exception as error:
+        relay.run_ended(name, seed, "failed", f"{type(error).__name__}: {error}")
+
+
+def _follow(connection: Connection, run: Run, options: TrainOptions, ranks: Ranks) -> None:
+    try:
+        follow(run, ranks, checks_observer=options.check_observer)
+    except KeyboardInterrupt:
+        return
+    except Exception as error:
+        with suppress(OSError):
+            connection.send(("rank_failed", f"{type(error).__name__}: {error}"))
+
+
+def _see_one_gpu(slot: int) -> None:
+    if torch.cuda.device_count() > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        devices = visible if visible[0] else [str(i) for i in range(torch.cuda.device_count())]
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
