@@ -26,6 +26,7 @@ from stability.metrics.instability import (
     log_z,
     rms_ratio,
 )
+from stability.model.layouts import whole
 from stability.probe.executed import unwitnessed
 from stability.records.metric_names import watch_name
 from stability.tracking.loggers import alert_event, emit
@@ -86,8 +87,11 @@ class InstabilityWatch(UpdateCallback):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         dense = [g for g in gradients if g is not None and g.layout == torch.strided]
         if dense:
-            self._measured[watch_name("grad_norm")] = gradient_norm(dense)
-            self._measured[watch_name("nonfinite_gradients")] = count_nonfinite(dense)
+            # one at a time: of a gradient over ranks each needs the whole for a moment
+            parts = [(gradient_norm([x]), count_nonfinite([x])) for x in map(whole, dense)]
+            norms, counts = zip(*parts, strict=True)
+            self._measured[watch_name("grad_norm")] = gradient_norm(norms)
+            self._measured[watch_name("nonfinite_gradients")] = torch.stack(counts).sum()
 
     def after_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
         """Add a micro-batch's loss, which Lightning has divided by their number."""
@@ -190,7 +194,11 @@ def _rms_ratio(
     if not {"betas", "eps"} <= group.keys() or "step" not in state:
         return None
     return rms_ratio(
-        grad, second_moment, step=state["step"], beta2=group["betas"][1], eps=group["eps"]
+        whole(grad),
+        whole(second_moment),
+        step=state["step"],
+        beta2=group["betas"][1],
+        eps=group["eps"],
     )
 
 

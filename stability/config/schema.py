@@ -1,10 +1,10 @@
 """What an arm is: the frozen dataclasses whose values a YAML file holds.
 
 From the inside out: the groups of an arm that decide its bits (model, attention, precision, data,
-held-out text, optimizer, training, ranks, seeds), the groups that only look and change no bit (probe,
-watch), and the arm they make. Each class checks its own values. Leaves out the model (`model`),
-what a study is (`study`), reading YAML and naming where a mistake stands (`load`), the comparison
-of two arms (`diff`), and every object that a name stands for (`study.assemble`).
+held-out text, optimizer, training, ranks, seeds), the groups that only look and change no bit
+(probe, watch), and the arm they make. Each class checks its own values. Leaves out the model
+(`model`), what a study is (`study`), reading YAML and naming where a mistake stands (`load`), the
+comparison of two arms (`diff`), and every object that a name stands for (`study.assemble`).
 """
 
 import math

@@ -111,7 +111,8 @@ class Share:
 class BatchLoader:
     """Yields batches `first()` to `batches` - 1, each `(batch_size, context + 1)`.
 
-    With a `share` of several parts they are parts of batches, and are counted so. They are drawn from those of `blocks` whose numbers are in `trained`, `(n_trained,)` in int64.
+    With a `share` of several parts they are parts of batches, and are counted so. They are drawn
+    from those of `blocks` whose numbers are in `trained`, `(n_trained,)` in int64.
     The length is `batches` whatever `first` returns: after a resume Lightning continues its count.
     To Lightning the loader is stateful, so that it does not skip batches by itself on a resume; the
     state is empty, since `first` says where to continue.
@@ -167,7 +168,7 @@ class BatchLoader:
 
 
 class TextDataModule(LightningDataModule):
-    """Batches `(batch_size, context + 1)` of int64 tokens, or a rank's `share`, for `steps` updates.
+    """Batches `(batch_size, context + 1)` of int64 tokens for `steps` updates, or their `share`.
 
     After `setup`: `text_hash` (SHA-256 of the tokens), `vocab_size` (of the tokenizer), and of the
     text that is never trained on `held_out_batches` and `held_out_hash` (SHA-256 of those batches);

@@ -2,7 +2,8 @@
 
 Every value of a tensor is in the piece of exactly one rank, so a quantity is each rank's own share,
 joined. A tensor that is sharded (`DTensor`) gives the part that this rank holds; where several
-ranks hold the same part, the first of them counts it, and the others' pieces are empty. A plain
+ranks hold the same part, the first of them counts it, and the others' pieces are empty. So it is
+where its mesh leaves ranks out, as that of one replica does: the replica of rank 0 counts. A plain
 tensor is whole on every rank, as DDP keeps it, and rank 0 counts it. In one process every piece is
 a whole tensor.
 
@@ -75,7 +76,7 @@ def _piece(name: str, tensor: Tensor) -> Piece:
 
 def _cut(name: str, tensor: Any, places: list[Tensor]) -> bool:
     """Cut `places` down to what this rank holds; return whether it is the first that does."""
-    is_first = True
+    is_first = 0 in tensor.device_mesh.mesh
     for mesh_dim, placement in enumerate(tensor.placements):
         at, ranks = tensor.device_mesh.get_local_rank(mesh_dim), tensor.device_mesh.size(mesh_dim)
         if placement.is_partial():

@@ -13,6 +13,7 @@ Sources: Shoeybi et al., arXiv 1909.08053 (tensor parallelism); Korthikanti et a
 (sequence parallelism); Zhao et al., arXiv 2304.11277 (FSDP).
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ __all__ = [
     "check_layout",
     "lay_out",
     "load_whole",
-    "reduce_replicas",
+    "reduce_gradients",
     "whole",
     "whole_state",
 ]
@@ -49,7 +50,10 @@ __all__ = [
 DIMENSIONS = ("data", "shard", "tensor")
 """Of a mesh of ranks, the slowest first: neighbours share a layer."""
 
-REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_SEES_PART = "sees_part"
+"""Marks a module that ranks which share a layer call with other values each."""
+
+_REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 _BY_OUTPUT = ("query", "key", "value", "mlp_up", "mlp_gate")
 _BY_INPUT = ("attention_residual", "mlp_residual")
@@ -82,12 +86,17 @@ def check_layout(config: ArmConfig) -> None:
         )
 
 
+_GATHERING = logging.getLogger("torch.distributed.tensor._redistribute")
+
+
 def lay_out(model: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh) -> Any:
     """Lay `model` out in place over `mesh`, and return what is to be called in its place.
 
     That is the model itself but for plain replicas, which are called through DDP. `mesh` has the
     `DIMENSIONS`. Every rank must hold the same weights already.
     """
+    # it warns of sums in two orders where FSDP2 shards what ranks share: we gather, and add nothing
+    _GATHERING.setLevel(logging.ERROR)
     if parallel.tensor > 1:
         assert isinstance(model, AttendingDecoder)
         _share_layers(model, mesh["tensor"], is_by_token=parallel.sequence)
@@ -110,22 +119,9 @@ def _share_layers(model: AttendingDecoder, mesh: DeviceMesh, *, is_by_token: boo
         parallelize_module(block, mesh, plan)
         for name, module in block.named_children():
             if isinstance(module, HeadNorm) or (is_by_token and name.endswith("_norm")):
-                _add_up_gradients(module, mesh)
+                vars(module)[_SEES_PART] = True
     if is_by_token:
         _share_tokens(model, mesh)
-
-
-def _add_up_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let the gradients of a module's parameters be sums over ranks, which each see a part."""
-
-    def added(gradient: Tensor) -> Tensor:
-        total = gradient.contiguous()
-        total = total.clone() if total is gradient else total
-        dist.all_reduce(total, group=mesh.get_group())
-        return total
-
-    for parameter in module.parameters():
-        parameter.register_hook(added)
 
 
 def _share_tokens(model: AttendingDecoder, mesh: DeviceMesh) -> None:
@@ -147,7 +143,7 @@ def _share_tokens(model: AttendingDecoder, mesh: DeviceMesh) -> None:
 
 def _shard(model: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh) -> None:
     over = mesh["data", "shard"] if parallel.data > 1 else mesh["shard"]
-    policy = MixedPrecisionPolicy(reduce_dtype=REDUCED.get(parallel.reduce))
+    policy = MixedPrecisionPolicy(reduce_dtype=_REDUCED.get(parallel.reduce))
     layers: Any = getattr(model, "config", None)
     depth = getattr(layers, "depth", 0) or getattr(layers, "num_hidden_layers", 0)
     for block in blocks_of(model, depth).values():
@@ -158,13 +154,16 @@ def _shard(model: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh) -> None
 def _replicate(model: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh) -> nn.Module:
     group = mesh["data"].get_group()
     replica = DistributedDataParallel(model, process_group=group)
-    dtype = REDUCED.get(parallel.reduce)
+    dtype = _REDUCED.get(parallel.reduce)
     if dtype is not None:
         replica.register_comm_hook((group, dtype), _reduced_in)
     return replica
 
 
-def _reduced_in(state: tuple[Any, torch.dtype], bucket: Any) -> torch.futures.Future[Tensor]:
+def _reduced_in(
+    state: tuple[Any, torch.dtype],
+    bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+) -> torch.futures.Future[Tensor]:
     """Add a bucket of gradients up in another format than their own."""
     group, dtype = state
     own = bucket.buffer()
@@ -177,20 +176,31 @@ def _reduced_in(state: tuple[Any, torch.dtype], bucket: Any) -> torch.futures.Fu
     return work.get_future().then(back)
 
 
-def reduce_replicas(model: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh) -> None:
-    """Average the gradients of replicas whose layers are shared out, which DDP can't hold.
+def reduce_gradients(model: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh) -> None:
+    """Add up over ranks what backward has not: to be called once an update, after the last one.
 
-    To be called once an update, after its last backward.
+    Those are gradients of modules that see a part of the values, and those of replicas whose layers
+    are shared out, which DDP can't hold; the latter are averaged.
     """
-    dtype = REDUCED.get(parallel.reduce)
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        sent = own.to(dtype or own.dtype, copy=True).div_(parallel.data)
+    if parallel.tensor == 1:
+        return
+    for module in model.modules():
+        if _SEES_PART in vars(module):
+            for local in _local_gradients(module):
+                dist.all_reduce(local, group=mesh["tensor"].get_group())
+    if parallel.data == 1 or parallel.shard > 1:
+        return
+    dtype = _REDUCED.get(parallel.reduce)
+    for local in _local_gradients(model):
+        sent = local.to(dtype or local.dtype, copy=True).div_(parallel.data)
         dist.all_reduce(sent, group=mesh["data"].get_group())
-        own.copy_(sent)
+        local.copy_(sent)
+
+
+@torch.no_grad()
+def _local_gradients(module: nn.Module) -> list[Tensor]:
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return [x.to_local() if isinstance(x, DTensor) else x for x in gradients]
 
 
 def whole(value: Any) -> Any:

@@ -29,7 +29,7 @@ from stability.model.layouts import (
     DIMENSIONS,
     lay_out,
     load_whole,
-    reduce_replicas,
+    reduce_gradients,
     whole,
     whole_state,
 )
@@ -120,10 +120,9 @@ class LayoutStrategy(ParallelStrategy):
             self._is_last = True
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Average the gradients of replicas that neither DDP nor FSDP2 holds."""
-        is_held = self._called is not self._decoder or isinstance(self._called, FSDPModule)
-        if self._is_last and self._parallel.data > 1 and not is_held:
-            reduce_replicas(self._decoder, self._parallel, self._mesh)
+        """Add up what neither DDP nor FSDP2 has."""
+        if self._is_last:
+            reduce_gradients(self._decoder, self._parallel, self._mesh)
 
     def agree_on_overflow(self, optimizer: Optimizer) -> None:
         """Let each rank skip an update in which a loss scaler has found an overflow on any rank."""

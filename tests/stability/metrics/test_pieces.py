@@ -34,7 +34,8 @@ def test_one_process_counts_whole_tensors():
 class DTensor:
     """One rank's part of a tensor over a mesh, without a process group, as `pieces_of` reads it."""
 
-    def __init__(self, whole, mesh_shape, at, placements):
+    def __init__(self, whole, mesh_shape, at, placements, first_rank=0):
+        self.mesh = first_rank + torch.arange(math.prod(mesh_shape)).reshape(mesh_shape)
         self.placements, self.shape, self.device_mesh = placements, whole.shape, self
         self.mesh_shape, self.at, self.whole = mesh_shape, at, whole
 
@@ -84,6 +85,12 @@ def test_every_value_is_counted_by_one_rank(layout, shape):
         assert torch.equal(piece.indices().double(), piece.values)
         seen += piece.values.flatten().tolist()
     assert sorted(seen) == whole.flatten().tolist()
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_of_replicas_with_meshes_of_their_own_the_first_one_counts(replica):
+    part = DTensor(torch.ones(4), (2,), (1,), [Shard(0)], first_rank=2 * replica)
+    assert pieces_of({"w": part})["w"].values.numel() == (0 if replica else 2)
 
 
 def test_sums_that_are_not_added_up_are_refused():
