@@ -75,12 +75,6 @@ class LanguageModel(LightningModule):
         self.log("train/loss", loss, prog_bar=True, logger=False)
         return loss
 
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Let ranks agree on an overflow, before each of them clips or skips."""
-        agree = getattr(self.trainer.strategy, "agree_on_overflow", None)
-        if agree is not None:
-            agree(optimizer)
-
     def configure_gradient_clipping(
         self,
         optimizer: Optimizer,

@@ -8,7 +8,7 @@ checkpoint needs to go on with the record is in this callback's state.
 import math
 import struct
 from collections.abc import Collection, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -171,8 +171,8 @@ class TrainerDoor(UpdateCallback):
         The sum of the micro-batches' losses is their mean: Lightning has divided each by their
         number.
         """
-        loss, total = (cast(Tensor, sum(each)) for each in (self._losses, self._hashes))
-        own = torch.stack([loss.double().view(torch.int64), total.to(loss.device)])
+        loss, total = torch.stack(self._losses).double().sum(), torch.stack(self._hashes).sum()
+        own = torch.stack([loss.view(torch.int64), total.to(loss.device)])
         found = self._ranks.stacked(own)[:: self._sharers].tolist()
         losses = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits, _ in found]
         number = sum(hashed for _, hashed in found)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
@@ -124,17 +123,12 @@ class LayoutStrategy(ParallelStrategy):
         if self._is_last:
             reduce_gradients(self._decoder, self._parallel, self._mesh)
 
-    def agree_on_overflow(self, optimizer: Optimizer) -> None:
-        """Let each rank skip an update in which a loss scaler has found an overflow on any rank."""
+    def setup_precision_plugin(self) -> None:
+        """Set it up, with a loss scaler that looks at what all ranks hold."""
         plugin = self.precision_plugin
-        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-        if scaler is None:
-            return
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            local = found.to_local() if isinstance(found, DTensor) else found
-            dist.all_reduce(local, dist.ReduceOp.MAX)
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            plugin.scaler = _SharedScaler(self._device.type)
+        super().setup_precision_plugin()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state as one rank would have it."""
@@ -195,6 +189,23 @@ class LayoutStrategy(ParallelStrategy):
         super().setup(trainer)
         for optimizer in self.optimizers:
             share_state(optimizer)
+
+
+class _SharedScaler(torch.amp.GradScaler):
+    """A loss scaler of ranks that hold parts of gradients: all skip an update, or none does."""
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        parts = [x.to_local() if isinstance(x, DTensor) else x for x in held if x is not None]
+        check_and_unscale: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
+        with torch.no_grad():
+            # GradScaler gives it all gradients at once, which must then be DTensors or none of them
+            for part in parts:
+                check_and_unscale([part], found_inf, inv_scale)
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
 
 
 def share_state(optimizer: Optimizer) -> None:

@@ -1,0 +1,78 @@
+"""Short trainings over ranks, in processes that are started once for many of them."""
+
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+from stability.model.layouts import whole_state
+from stability.model.ranks import ALONE, Ranks, joined, meeting_place
+from stability.recorder.trainer_door import TrainerDoor
+from stability.recorder.witnessing import Witnessing
+from stability.recorder.writer import RunWriter
+from stability.records.metric_log import MetricLog, read_metrics
+from stability.records.run_files import RunFiles
+from stability.study.assemble import assemble, fit, load_data, make_trainer, resolve_device
+from stability.study.fresh_process import received, start_process
+from stability.study.process_switches import switched
+from stability.tracking.loggers import RecordsLogger
+
+
+def over_ranks(count, function, *args):
+    """Return what `function(*args, ranks)` gives on each rank; RuntimeError if one raises."""
+    store = meeting_place(ALONE.host)
+    started = [
+        start_process(_called, function, args, Ranks(rank=rank, count=count, port=store.port))
+        for rank in range(count)
+    ]
+    found = []
+    for process, connection in started:
+        what, value = received(process, connection) or ("raised", "gave no answer")
+        if what == "raised":
+            for other, _ in started:
+                other.kill()
+            raise RuntimeError(value)
+        found.append(value)
+    for process, _ in started:
+        process.join()
+    return found
+
+
+def _called(connection, function, args, ranks):
+    try:
+        connection.send(("returned", function(*args, ranks)))
+    except Exception as error:
+        connection.send(("raised", f"rank {ranks.rank}: {type(error).__name__}: {error}"))
+
+
+def train_all(configs, ranks):
+    """Return, by name, what each of `configs` has trained to over `ranks`."""
+    device = resolve_device(next(iter(configs.values())))
+    with joined(ranks, device) if ranks.count > 1 else nullcontext():
+        return {name: train_one(config, ranks) for name, config in configs.items()}
+
+
+def train_one(config, ranks=ALONE):
+    """Train `config`, and return its hashes, its losses and its weights."""
+    with switched(config.train), tempfile.TemporaryDirectory() as folder:
+        parts, data = assemble(config), load_data(config, ranks)
+        files = RunFiles.unnamed(Path(folder))
+        log = MetricLog(files.paths.metrics)
+        door = TrainerDoor(
+            RunWriter(files, log),
+            parts.model,
+            [config.train.steps],
+            Witnessing(parts.model, config.train.steps, before={}),
+            held_out=data.held_out_batches,
+            ranks=ranks,
+            sharers=config.parallel.tensor,
+        )
+        callbacks = [*parts.callbacks, door]
+        fit(make_trainer(config, files, [RecordsLogger(log)], callbacks, 0, ranks), parts, data)
+        log.close()
+        series = read_metrics(files.paths.metrics)
+        return {
+            "init": parts.init_hash,
+            "batches": door.writer.batches,
+            "metrics": {name: list(each.values) for name, each in series.items()},
+            "weights": {k: v.detach().double().numpy() for k, v in whole_state(parts.model).items()},
+        }
