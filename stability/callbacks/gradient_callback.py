@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from stability.callbacks.each_update import UpdateCallback
+from stability.model.layouts import whole
 from stability.probe.gradient_evidence import AttentionRole, GradientMeter
 from stability.records.events import Event
 from stability.tracking.loggers import emit
@@ -68,7 +69,7 @@ class GradientProbe(UpdateCallback):
     def _look(self, trainer: Trainer, batch: Tensor) -> None:
         take = partial(
             self._gradients,
-            {name: value.detach() for name, value in self._model.named_parameters()},
+            {name: whole(value.detach()) for name, value in self._model.named_parameters()},
             batch[: self._sequences or None],
             scale=_loss_scale(trainer),
         )

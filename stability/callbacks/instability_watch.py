@@ -60,6 +60,7 @@ class InstabilityWatch(UpdateCallback):
         self._previous: dict[str, float] = {}
         self._losses: list[Tensor] = []  # one a step, 0-d, until the next due step
         self._loss: Tensor | None = None
+        self._log_z: list[Tensor] = []  # one a micro-batch of a due step
         self._measured: dict[str, Tensor] = {}
         self._hook: RemovableHandle | None = None
 
@@ -73,7 +74,7 @@ class InstabilityWatch(UpdateCallback):
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         """Reset the step's loss; hook the model's output if the step is due."""
-        self._loss = None
+        self._loss, self._log_z = None, []
         if self._is_due(step):
             watched = self._watched_module(trainer.lightning_module)
             self._hook = watched.register_forward_hook(self._measure_logits)
@@ -104,7 +105,7 @@ class InstabilityWatch(UpdateCallback):
         """Remember the step's loss; at a due step, log everything."""
         self._remove_hook()
         if self._loss is not None:
-            self._losses.append(self._loss)
+            self._losses.append(_over_ranks(trainer, self._loss))
         if self._is_due(step):
             self._measure_second_moments(trainer.lightning_module, trainer.optimizers[0])
             self._log(trainer, step)
@@ -151,7 +152,7 @@ class InstabilityWatch(UpdateCallback):
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.dim() >= 2 and logits.is_floating_point():
             with unwitnessed():
-                self._measured[watch_name("log_z")] = log_z(logits)
+                self._log_z.append(log_z(logits).double())
 
     def _measure_second_moments(self, pl_module: LightningModule, optimizer: Optimizer) -> None:
         names = _parameter_names(pl_module, self._watched_module(pl_module))
@@ -166,6 +167,9 @@ class InstabilityWatch(UpdateCallback):
             self._measured[watch_name("rms_max")] = torch.stack(list(ratios.values())).amax()
 
     def _log(self, trainer: Trainer, step: int) -> None:
+        if self._log_z:
+            of_batch = torch.stack(self._log_z).mean()
+            self._measured[watch_name("log_z")] = _over_ranks(trainer, of_batch)
         names, gathered = list(self._measured), [*self._measured.values(), *self._losses]
         watched_losses = len(self._losses)
         self._measured, self._losses = {}, []
@@ -182,6 +186,11 @@ class InstabilityWatch(UpdateCallback):
         for crossing in crossings(metrics, self._previous):
             emit(trainer.loggers, alert_event(crossing, step))
         self._previous = {**self._previous, **metrics}
+
+
+def _over_ranks(trainer: Trainer, of_samples: Tensor) -> Tensor:
+    """Return the mean of what each rank has found on its own samples."""
+    return trainer.strategy.reduce(of_samples, reduce_op="mean")
 
 
 def _rms_ratio(

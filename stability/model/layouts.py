@@ -32,14 +32,18 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from stability.config.parallel import ParallelConfig
+from stability.config.precision import parse_precision
 from stability.config.schema import ArmConfig
 from stability.metrics.pieces import part_of
 from stability.model.decoder import blocks_of
 from stability.model.decoder_parts import AttendingDecoder, HeadNorm
+from stability.model.ranks import Ranks
+from stability.records.snapshots import hash_state
 
 __all__ = [
     "DIMENSIONS",
     "check_layout",
+    "check_replicas",
     "lay_out",
     "load_whole",
     "reduce_gradients",
@@ -78,6 +82,11 @@ def check_layout(config: ArmConfig) -> None:
         raise ValueError(
             f"parallel.tensor must divide model.context, {model.context}, where sequence is true, "
             f"got {tensor}"
+        )
+    if tensor > 1 and parse_precision(config.precision).emulates:
+        raise ValueError(
+            f"parallel.tensor must be 1 where precision is emulated, got {tensor}: products that "
+            "ranks share would not be rounded as they are on one"
         )
     if parallel.ranks > 1 and model.dropout:
         raise ValueError(
@@ -211,6 +220,26 @@ def whole(value: Any) -> Any:
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of `model` as one rank would have it; every rank must ask for it."""
     return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def check_replicas(model: nn.Module, ranks: Ranks, parallel: ParallelConfig, step: int) -> None:
+    """ValueError unless ranks that hold the same weights hold the same bits after `step` updates.
+
+    What is no DTensor is on every rank, the others' parts on one rank of each replica. Else a
+    gradient that was not added up over ranks would go on unseen: the first rank's is on record.
+    """
+    state = model.state_dict()
+    shared = {name: x.to_local() for name, x in state.items() if isinstance(x, DTensor)}
+    kept = {name: x for name, x in state.items() if name not in shared}
+    found = ranks.gathered((hash_state(kept), hash_state(shared)))
+    for rank, (of_kept, of_shared) in enumerate(found):
+        first = rank % (parallel.shard * parallel.tensor)
+        if of_kept != found[0][0] or of_shared != found[first][1]:
+            raise ValueError(
+                f"rank {rank} must hold the weights of rank {first} after step {step}, holds "
+                "others: a gradient was not added up over both, or an operation is not "
+                "deterministic"
+            )
 
 
 @torch.no_grad()

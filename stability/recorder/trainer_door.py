@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stability.callbacks.each_update import UpdateCallback
+from stability.config.parallel import ParallelConfig
 from stability.model.held_out import log_probabilities, mean_loss
-from stability.model.layouts import whole_state
+from stability.model.layouts import check_replicas, whole_state
 from stability.model.ranks import ALONE, Ranks
 from stability.recorder.following import FollowingWitness, FollowingWriter
 from stability.recorder.inside.batch_hash import hash_samples
@@ -32,10 +33,10 @@ class TrainerDoor(UpdateCallback):
 
     Weights, and the loss on the batches of tokens `held_out`, go on record after each number of
     updates in `steps`, predictions on the first `kept` of those batches too. Of several `ranks`
-    each has a door, and the first one's `writer` writes; so many `sharers`, which are neighbours,
-    have the same samples. To stand behind the
-    callbacks that compute at an update's begin, so that the witness does not look at them, and
-    behind those that log when they are asked for their state, so that the checkpoint counts it.
+    each has a door, and the first one's `writer` writes; `parallel` says how they are laid out. To
+    stand behind the callbacks that compute at an update's begin, so that the witness does not look
+    at them, and behind those that log when they are asked for their state, so that the checkpoint
+    counts it.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class TrainerDoor(UpdateCallback):
         held_out: Sequence[Tensor] = (),
         kept: int = 0,
         ranks: Ranks = ALONE,
-        sharers: int = 1,
+        parallel: ParallelConfig | None = None,
     ) -> None:
         self._ranks = ranks
-        self._sharers = sharers
+        self._parallel = parallel or ParallelConfig()
         self.writer = writer
         self._model = model
         self._steps = frozenset(steps)
@@ -149,6 +150,8 @@ class TrainerDoor(UpdateCallback):
             trainer.should_stop = True
 
     def _record_weights(self, trainer: Trainer, step: int, *, is_logged: bool) -> None:
+        if self._ranks.count > 1:
+            check_replicas(self._model, self._ranks, self._parallel, step)
         state = whole_state(self._model)
         if is_logged:
             self.writer.snapshot(step, state)
@@ -173,7 +176,7 @@ class TrainerDoor(UpdateCallback):
         """
         loss, total = torch.stack(self._losses).double().sum(), torch.stack(self._hashes).sum()
         own = torch.stack([loss.view(torch.int64), total.to(loss.device)])
-        found = self._ranks.stacked(own)[:: self._sharers].tolist()
+        found = self._ranks.stacked(own)[:: self._parallel.tensor].tolist()
         losses = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits, _ in found]
         number = sum(hashed for _, hashed in found)
         return sum(losses) / len(losses), f"{number % 2**64:016x}"

@@ -38,7 +38,7 @@ def follow(run: Run, ranks: Ranks, *, checks_observer: bool) -> None:
             held_out=data.held_out_batches,
             kept=run.config.held_out.prediction_batches,
             ranks=ranks,
-            sharers=run.config.parallel.tensor,
+            parallel=run.config.parallel,
         )
         files = RunFiles.unnamed(run.paths.root)
         callbacks = [*parts.callbacks, door]

@@ -101,7 +101,7 @@ def _trained(config: ArmConfig, steps: int, ranks: Ranks) -> str:
                 held_out=data.held_out_batches,
                 kept=config.held_out.prediction_batches,
                 ranks=ranks,
-                sharers=config.parallel.tensor,
+                parallel=config.parallel,
             )
             callbacks.append(door)
         try:

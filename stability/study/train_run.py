@@ -390,7 +390,7 @@ def _door(
         held_out=data.held_out_batches,
         kept=config.held_out.prediction_batches,
         ranks=ranks,
-        sharers=config.parallel.tensor,
+        parallel=config.parallel,
     )
 
 

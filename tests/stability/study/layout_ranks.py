@@ -1,11 +1,12 @@
 """Short trainings over ranks, in processes that are started once for many of them."""
 
 import tempfile
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 
 from stability.model.layouts import whole_state
-from stability.model.ranks import ALONE, Ranks, joined, meeting_place
+from stability.model.ranks import ALONE, Ranks, is_lost_connection, joined, meeting_place
 from stability.recorder.trainer_door import TrainerDoor
 from stability.recorder.witnessing import Witnessing
 from stability.recorder.writer import RunWriter
@@ -24,23 +25,21 @@ def over_ranks(count, function, *args):
         start_process(_called, function, args, Ranks(rank=rank, count=count, port=store.port))
         for rank in range(count)
     ]
-    found = []
-    for process, connection in started:
-        what, value = received(process, connection) or ("raised", "gave no answer")
-        if what == "raised":
-            for other, _ in started:
-                other.kill()
-            raise RuntimeError(value)
-        found.append(value)
+    answers = [received(*each) or ("raised", "gave no answer") for each in started]
     for process, _ in started:
         process.join()
-    return found
+    failed = [value for what, value in answers if what == "raised"]
+    if failed:
+        # one that has lost the others says nothing of why
+        raise RuntimeError(next((x for x in failed if not is_lost_connection(x)), failed[0]))
+    return [value for _, value in answers]
 
 
 def _called(connection, function, args, ranks):
     try:
         connection.send(("returned", function(*args, ranks)))
     except Exception as error:
+        traceback.print_exc()
         connection.send(("raised", f"rank {ranks.rank}: {type(error).__name__}: {error}"))
 
 
@@ -64,7 +63,7 @@ def train_one(config, ranks=ALONE):
             Witnessing(parts.model, config.train.steps, before={}),
             held_out=data.held_out_batches,
             ranks=ranks,
-            sharers=config.parallel.tensor,
+            parallel=config.parallel,
         )
         callbacks = [*parts.callbacks, door]
         fit(make_trainer(config, files, [RecordsLogger(log)], callbacks, 0, ranks), parts, data)
@@ -74,5 +73,7 @@ def train_one(config, ranks=ALONE):
             "init": parts.init_hash,
             "batches": door.writer.batches,
             "metrics": {name: list(each.values) for name, each in series.items()},
-            "weights": {k: v.detach().double().numpy() for k, v in whole_state(parts.model).items()},
+            "weights": {
+                k: v.detach().double().numpy() for k, v in whole_state(parts.model).items()
+            },
         }

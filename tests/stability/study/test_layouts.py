@@ -1,0 +1,195 @@
+"""A run laid out over ranks: the same samples and weights, and bits that differ by order alone."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stability.config.load import load_study
+from stability.config.parallel import ParallelConfig
+from stability.data.datamodule import TextDataModule
+from stability.model.layouts import check_layout
+from stability.model.ranks import ALONE, Ranks
+from stability.study.assemble import load_data
+from stability.study.observer_gate import check_observer
+from tests.stability.study.layout_ranks import over_ranks, train_all
+
+TWO = {
+    "ddp": ParallelConfig(data=2),
+    "fsdp": ParallelConfig(shard=2),
+    "tensor": ParallelConfig(tensor=2),
+    "sequence": ParallelConfig(tensor=2, sequence=True),
+    "ddp, bf16": ParallelConfig(data=2, reduce="bf16"),
+    "fsdp, bf16": ParallelConfig(shard=2, reduce="bf16"),
+}
+FOUR = {
+    "ddp": ParallelConfig(data=4),
+    "hsdp": ParallelConfig(data=2, shard=2),
+    "fsdp of tensor": ParallelConfig(shard=2, tensor=2),
+    "fsdp of sequence": ParallelConfig(shard=2, tensor=2, sequence=True),
+    "replicas of tensor": ParallelConfig(data=2, tensor=2),
+    "ddp, accumulated": ParallelConfig(data=4, accumulate=2),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, text_file):
+    """A tiny run, with norms of single heads, whose gradients ranks see a part of."""
+    from tests.conftest import write_tiny
+
+    def edit(content):
+        content["base"]["model"] |= {"qk_norm": True, "heads": 4, "width": 64}
+        content["base"]["precision"] = "32-true"
+        content["base"]["train"] |= {"steps": 3, "batch_size": 8, "grad_clip": 0.5}
+        content["base"]["probe"] = {"every": 0}
+        content["base"]["held_out"] = {"batches": 2}
+        content["base"]["watch"] = {"every": 1}
+        content["arms"] = {"baseline": {}, "fp32": {"nudge": {"ulps": 1}}}
+
+    return load_study(write_tiny(tmp_path_factory.mktemp("base"), text_file, edit), None).base
+
+
+def laid_out(base, layouts, **changes):
+    return {name: replace(base, parallel=each, **changes) for name, each in layouts.items()}
+
+
+def distance(one, other):
+    pairs = [(one["weights"][name], value) for name, value in other["weights"].items()]
+    square = sum(np.square(a - b).sum() for a, b in pairs)
+    return math.sqrt(square / sum(np.square(b).sum() for _, b in pairs))
+
+
+def same_bits(one, other):
+    return all(np.array_equal(value, other["weights"][k]) for k, value in one["weights"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_replicas_shards_and_accumulation_end_in_the_same_bits(base, precision):
+    one = train_all(
+        {
+            "one": replace(base, precision=precision),
+            "accumulated": replace(
+                base, precision=precision, parallel=ParallelConfig(accumulate=2)
+            ),
+            "unclipped": replace(
+                base, precision=precision, train=replace(base.train, grad_clip=0.0)
+            ),
+        },
+        ALONE,
+    )
+    first, second = over_ranks(2, train_all, laid_out(base, TWO, precision=precision))
+    for name in ("ddp", "fsdp"):
+        assert same_bits(first[name], one["accumulated"]), name
+    # every rank has gathered the same, the losses too
+    assert all(same_bits(first[name], second[name]) for name in TWO)
+    assert first["fsdp"]["metrics"] == second["fsdp"]["metrics"]
+    assert same_bits(first["ddp, bf16"], first["fsdp, bf16"])
+    assert not same_bits(first["ddp, bf16"], first["ddp"])
+    assert not same_bits(one["one"], one["unclipped"]), "clipping must be active"
+    for name, run in first.items():
+        assert run["batches"] == one["one"]["batches"], name
+        assert run["init"] == one["one"]["init"], name
+        assert run["metrics"]["eval/loss"][0] == pytest.approx(
+            one["one"]["metrics"]["eval/loss"][0], rel=1e-3
+        )
+    limit = {"32-true": 1e-6, "bf16-mixed": 1e-3}[precision]
+    assert all(distance(first[name], one["one"]) < limit for name in list(TWO)[:4])
+
+
+@pytest.mark.slow
+def test_in_fp64_every_layout_computes_the_same(base):
+    """A part that is counted twice, or not at all, can't hide behind rounding."""
+    one = train_all({"one": replace(base, precision="64-true")}, ALONE)["one"]
+    runs = over_ranks(4, train_all, laid_out(base, FOUR, precision="64-true"))[3]
+    for name, run in runs.items():
+        assert run["batches"] == one["batches"]
+        assert distance(run, one) < 1e-14, name
+        for metric, values in one["metrics"].items():
+            assert run["metrics"][metric] == pytest.approx(values, rel=1e-9), (name, metric)
+
+
+@pytest.mark.slow
+def test_a_run_over_ranks_repeats_to_the_bit(base):
+    again = {f"{name}, again": each for name, each in TWO.items()}
+    first = over_ranks(2, train_all, laid_out(base, TWO | again, precision="16-mixed"))[0]
+    for name in TWO:
+        assert same_bits(first[name], first[f"{name}, again"]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "sequence"])
+def test_looking_changes_no_bit_over_ranks(base, layout):
+    config = replace(base, parallel=TWO[layout], precision="bf16-mixed")
+    assert all(check.equal for check in over_ranks(2, _checked, config))
+
+
+def _checked(config, ranks):
+    from stability.model.ranks import joined
+    from stability.study.assemble import resolve_device
+
+    with joined(ranks, resolve_device(config)):
+        return check_observer(config, 2, ranks)
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.data())
+def test_ranks_share_out_the_batch_of_one(base, replicas, accumulate, tensor, data):
+    shard = data.draw(st.sampled_from([1, replicas]))
+    layout = ParallelConfig(
+        data=replicas // shard, shard=shard, tensor=tensor, accumulate=accumulate
+    )
+    config = replace(base, parallel=layout)
+    whole = next(iter(load_data(base).train_dataloader())).tolist()
+    seen = []
+    for rank in range(layout.ranks):
+        module = load_data(config, Ranks(rank=rank, count=layout.ranks))
+        parts = iter(_loader(module, accumulate))
+        first = [row for _ in range(accumulate) for row in next(parts).tolist()]
+        if rank % tensor:
+            assert first == seen[-1], "ranks that share a layer have the same samples"
+        else:
+            seen.append(first)
+    assert [row for part in seen for row in part] == whole
+
+
+def _loader(module: TextDataModule, per_step: int):
+    from types import SimpleNamespace
+
+    module.trainer = SimpleNamespace(accumulate_grad_batches=per_step, global_step=0)
+    return module.train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "said"),
+    [
+        ({"heads": 2}, {"tensor": 4}, "must divide model.heads, 2, and kv_heads, 2, got 4"),
+        ({"kv_heads": 1}, {"tensor": 2}, "and kv_heads, 1, got 2"),
+        ({"dropout": 0.1}, {"data": 2}, "model.dropout must be 0 over 2 ranks, got 0.1"),
+        ({"context": 33}, {"tensor": 2, "sequence": True}, "must divide model.context, 33"),
+    ],
+)
+def test_a_model_that_cannot_be_laid_out_is_refused(base, model, parallel, said):
+    config = replace(base, model=replace(base.model, **model), parallel=ParallelConfig(**parallel))
+    with pytest.raises(ValueError, match=said):
+        check_layout(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"data": 0}, "parallel: data must be >= 1, got 0"),
+        ({"sequence": True}, "sequence must be false where tensor is 1"),
+        ({"tensor": 2, "reduce": "bf16"}, "reduce must be own where data and shard are 1"),
+    ],
+)
+def test_a_layout_that_is_none_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        ParallelConfig(**given)
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(base):
+    with pytest.raises(ValueError, match=r"must divide train.batch_size, 8, got 3"):
+        replace(base, parallel=ParallelConfig(data=3))
