@@ -49,11 +49,13 @@ _NO_WEIGHTS = re.compile(
 def find_dcp(folder: Path) -> Path | None:
     """Return the folder of DCP's that `folder` is, or the one in it that holds a model; else None.
 
-    accelerate writes the model's and the optimizer's side by side. ValueError if there are several.
+    accelerate writes the model's and the optimizer's side by side. One that is being written, whose
+    name begins with a dot, is none. ValueError if there are several.
     """
     if _is_dcp(folder):
         return folder
-    found = [path for path in sorted(folder.iterdir()) if path.is_dir() and _is_dcp(path)]
+    inside = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    found = [path for path in inside if path.is_dir() and _is_dcp(path)]
     models = [path for path in found if not path.name.lower().startswith("optim")] or found
     if len(models) > 1:
         named = ", ".join(path.name for path in models[:5])
