@@ -158,7 +158,7 @@ def _part_of(who: str, name: str, tensor: Any) -> tuple[Tensor, tuple[int, ...]]
         local, offsets = tensor.to_local().detach(), tuple(chunk.offsets)
     if local.layout is not torch.strided or local.device.type == "meta" or local.is_quantized:
         raise ValueError(f"{who}: {name} must have values, is {local.layout} on {local.device}")
-    # a rank without a part of a small tensor may say the offsets of one that has it
+    # of a tensor that is smaller than the number of ranks some have no values, and write none
     return (local, offsets) if local.numel() or not tensor.numel() else None
 
 

@@ -115,6 +115,11 @@ def test_a_part_reads_the_chunks_that_it_meets_alone(tmp_path, monkeypatch):
         found.part("w", (2, 0), (3, 1))
 
 
+def test_a_rank_without_values_may_say_the_place_of_one_that_has_some(tmp_path):
+    boxes = [((0, 0), (0, 6), "__2_0.distcp"), *BOXES]
+    assert torch.equal(open_weights(write_chunks(tmp_path / "c", {"w": (W, boxes)}))["w"], W)
+
+
 def _info(metadata, index=0):
     return list(metadata.storage_data.values())[index]
 

@@ -189,6 +189,11 @@ def test_the_planted_calls_are_real(tmp_path):
         (_state_of_a_class(), r"gives \S*metadata\.Metadata the state dict"),
         (b"\x80\x04}(K\x01K\x02ttsK\x01.", "cut short or damaged"),
         (b"\x80\x04}((((ttttK\x01s.", "has a key that is"),
+        (
+            b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nK\x01\x85\x81.",
+            r"makes \S*metadata\.Metadata with \(1,\)",
+        ),
+        (b"\x80\x04ctorch\nSize\n)\x81.", r"makes torch\.Size with \(\)"),
         (b"\x80\x04K\x01K\x02a.", "appends to int"),
         (b"\x80\x04K\x01K\x02K\x03s.", "sets items of int"),
         (b"\x80\x04K\x01\x86.", "a tuple of 2 has fewer items"),
