@@ -214,8 +214,13 @@ def file_damage(paths: RunPaths, manifest: Manifest, path: Path) -> str:
         return "is not in the run's manifest"
     try:
         found = content_checksum(path)
-    except (HollowFileError, IsADirectoryError) as error:
+    except HollowFileError as error:
         return f"is damaged: it {error.strerror}"
+    except OSError as error:
+        # a folder from elsewhere may hold anything, as a pipe or more folders
+        if not path.is_dir():
+            raise
+        return f"is damaged: {Path(str(error.filename)).name}: {error.strerror}"
     if found != expected:
         return f"is damaged: its SHA-256 is {found[:16]}..., the manifest's {expected[:16]}..."
     return ""

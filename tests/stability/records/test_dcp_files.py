@@ -224,7 +224,8 @@ def _flip(path):
         (lambda folder: _flip(folder / ".metadata"), "is damaged: its SHA-256 is"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "is damaged: its SHA-256 is"),
         (lambda folder: (folder / "more").write_text("x"), "is damaged: its SHA-256 is"),
-        (lambda folder: (folder / "more").mkdir(), "is damaged: it Is a directory"),
+        (lambda folder: (folder / "more").mkdir(), "is damaged: more: Is a directory"),
+        (lambda folder: os.mkfifo(folder / "pipe"), "is damaged: pipe: Is a named pipe"),
         (lambda folder: folder.rename(folder.with_name("gone")), "is missing"),
     ],
 )
