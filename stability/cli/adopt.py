@@ -21,8 +21,9 @@ def adopt(
     """Adopt series of checkpoints as the arms of a study: drift over steps, ladder and report.
 
     Each folder holds checkpoints with their step in the name: Hugging Face folders, safetensors,
-    Lightning's, or what torch.save wrote. One series is called `baseline`. What checkpoints can't
-    prove of the pair contract is said to be declared or unknown.
+    Lightning's, what torch.save wrote, or folders of torch.distributed.checkpoint. One series is
+    called `baseline`. What checkpoints can't prove of the pair contract is said to be declared or
+    unknown.
 
     Args:
         study: the study's name, and that of its folder

@@ -13,10 +13,12 @@ def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool
     """Compare the weights of two runs, files or folders, parameter by parameter.
 
     Each is the folder of a run, a snapshot or another safetensors file, a Lightning checkpoint, a
-    Hugging Face folder, or a state dict of torch.save (.pt, .pth, .bin). Parameters are matched by
-    name; what can't be compared is listed. Any two may be compared: of two runs the first line says
-    whether they keep the pair contract, with `b` as the baseline, as far as their small records
-    tell; `stability verify B A` holds every file against its checksum too.
+    Hugging Face folder, a state dict of torch.save (.pt, .pth, .bin), or a folder that
+    torch.distributed.checkpoint wrote (torchtitan, FSDP, Megatron's torch_dist), from any number of
+    ranks. Parameters are matched by name; what can't be compared is listed. Any two may be
+    compared: of two runs the first line says whether they keep the pair contract, with `b` as the
+    baseline, as far as their small records tell; `stability verify B A` holds every file against
+    its checksum too.
 
     Args:
         a: the candidate

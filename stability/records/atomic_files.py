@@ -22,6 +22,7 @@ __all__ = [
     "make_folders",
     "naming",
     "remove",
+    "remove_tree",
     "temporary_name",
     "write_text",
     "write_whole",
@@ -127,6 +128,21 @@ def remove(path: Path) -> None:
     """Delete a file if it is there; OSError, which names it, if the system refuses."""
     with naming(path), contextlib.suppress(FileNotFoundError):
         file_operations.unlink(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder and the files in it, if it is there; readers lose all of it at once.
+
+    OSError, which names it, if the system refuses, or if it holds folders.
+    """
+    with naming(path), contextlib.suppress(FileNotFoundError):
+        gone = path
+        if not path.name.endswith(".tmp"):
+            gone = temporary_name(path)
+            file_operations.rename(path, gone)
+        for file in list(gone.iterdir()):
+            file_operations.unlink(file)
+        file_operations.remove_folder(gone)
 
 
 def _first_code(error: BaseException | None) -> int:

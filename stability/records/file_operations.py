@@ -22,6 +22,7 @@ __all__ = [
     "lock",
     "make_folder",
     "open_lock",
+    "remove_folder",
     "rename",
     "sync",
     "touch",
@@ -104,6 +105,12 @@ def unlink(path: Path) -> None:
     """Take away a file's name; FileNotFoundError if there is none."""
     _ask()
     path.unlink()
+
+
+def remove_folder(path: Path) -> None:
+    """Take away an empty folder; OSError if it is none, or holds something."""
+    _ask()
+    path.rmdir()
 
 
 def touch(path: Path) -> None:

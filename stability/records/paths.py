@@ -23,7 +23,7 @@ __all__ = [
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SEED = re.compile(r"seed-(\d+)")
-_SNAPSHOT = re.compile(r"step-(\d{8,})\.safetensors")
+_SNAPSHOT = re.compile(r"step-(\d{8,})\.(?:safetensors|dcp)")
 _TEMPORARY = re.compile(r"\..+\.tmp")
 """What `atomic_files` calls a file until it is whole."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.ckpt")
@@ -163,6 +163,15 @@ class RunPaths:
             raise ValueError(f"RunPaths.snapshot: step must be >= 0, got {step}; count from 0")
         return self.snapshots_dir / f"step-{step:08d}.safetensors"
 
+    def sharded_snapshot(self, step: int) -> Path:
+        """The folder of the weights after `step` updates that several ranks write. As above."""
+        return self.snapshot(step).with_suffix(".dcp")
+
+    def held_snapshot(self, step: int) -> Path:
+        """Return the one of the two that is there; the file if neither is."""
+        sharded = self.sharded_snapshot(step)
+        return sharded if sharded.is_dir() else self.snapshot(step)
+
     @property
     def predictions_dir(self) -> Path:
         """The folder of what the run predicts on held-out text."""
@@ -256,4 +265,4 @@ def checkpoint_steps(run: RunPaths) -> list[int]:
 
 def _steps(folder: Path, name: re.Pattern[str]) -> list[int]:
     matches = (name.fullmatch(path.name) for path in folder.glob("*"))
-    return sorted(int(match.group(1)) for match in matches if match)
+    return sorted({int(match.group(1)) for match in matches if match})

@@ -5,12 +5,13 @@ written whole; a file that a kill left unlisted is written again. The metric log
 each line while it grows (`metric_log`); once the run has ended the manifest lists it too.
 """
 
+import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stability.records.atomic_files import remove
+from stability.records.atomic_files import remove, remove_tree
 from stability.records.manifest import Manifest, read_manifest, write_manifest
 from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RunFiles",
+    "content_checksum",
     "damage",
     "damaged_files",
     "file_damage",
@@ -33,6 +35,18 @@ __all__ = [
     "read_run_snapshot",
     "read_summed_snapshot",
 ]
+
+
+def content_checksum(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes; of a folder that over its files' names and checksums.
+
+    OSError for what can't be read, is no plain file, or is a folder in a folder.
+    """
+    if not path.is_dir():
+        return file_checksum(path)
+    files = sorted(path.iterdir())
+    lines = "".join(f"{file_checksum(file)}  {file.name}\n" for file in files)
+    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class RunFiles:
@@ -68,15 +82,18 @@ class RunFiles:
         self.manifest = changed
 
     def add(self, path: Path) -> None:
-        """List `path`, which has just been written whole."""
+        """List `path`, a file or a folder of DCP's, which has just been written whole."""
         name = self.paths.name_of(path)
-        self.update(files={**self.manifest.files, name: file_checksum(path)})
+        self.update(files={**self.manifest.files, name: content_checksum(path)})
 
     def remove(self, path: Path) -> None:
         """List `path` no more, then delete it."""
         gone = self.paths.name_of(path)
         self.update(files={x: sum for x, sum in self.manifest.files.items() if x != gone})
-        remove(path)
+        if path.is_dir():
+            remove_tree(path)
+        else:
+            remove(path)
 
     def checksum(self, path: Path) -> str:
         """Return the SHA-256 of `path` as it was listed."""
@@ -110,7 +127,7 @@ def missing_file(paths: RunPaths, manifest: Manifest) -> str:
 def _files_in(folder: Path) -> set[str]:
     try:
         with os.scandir(folder) as entries:
-            return {entry.name for entry in entries if entry.is_file()}
+            return {entry.name for entry in entries if entry.is_file() or entry.is_dir()}
     except FileNotFoundError:
         return set()
 
@@ -170,7 +187,7 @@ def read_summed_snapshot(paths: RunPaths, step: int) -> "tuple[dict[str, Tensor]
 
     ValueError, naming the file, if it is missing, or not the one that the manifest lists.
     """
-    path, manifest = paths.snapshot(step), read_manifest(paths.manifest)
+    path, manifest = paths.held_snapshot(step), read_manifest(paths.manifest)
     wrong = file_damage(paths, manifest, path)
     if wrong:
         raise ValueError(f"{path}: {wrong}")
@@ -190,15 +207,20 @@ def read_run_file(paths: RunPaths, path: Path) -> Path:
 
 def file_damage(paths: RunPaths, manifest: Manifest, path: Path) -> str:
     """Return what is wrong with a file of the run; empty if it is the one that `manifest` lists."""
-    if not path.is_file():
+    if not (path.is_file() or path.is_dir()):
         return "is missing"
     expected = manifest.files.get(paths.name_of(path))
     if expected is None:
         return "is not in the run's manifest"
     try:
-        found = file_checksum(path)
+        found = content_checksum(path)
     except HollowFileError as error:
         return f"is damaged: it {error.strerror}"
+    except OSError as error:
+        # a folder from elsewhere may hold anything, as a pipe or more folders
+        if not path.is_dir():
+            raise
+        return f"is damaged: {Path(str(error.filename)).name}: {error.strerror}"
     if found != expected:
         return f"is damaged: its SHA-256 is {found[:16]}..., the manifest's {expected[:16]}..."
     return ""

@@ -1,7 +1,7 @@
-"""Snapshots: a run's weights on disk as safetensors, and the hash that says two are the same bits.
+"""Snapshots: a run's weights on disk, and the hash that says two are the same bits.
 
-Leaves out when a snapshot is written (`recorder.writer`) and weights from elsewhere
-(`weight_files`).
+One process writes them as safetensors, several ranks as a folder of DCP's (`dcp_files`). Leaves out
+when a snapshot is written (`recorder.writer`) and weights from elsewhere (`weight_files`).
 """
 
 import hashlib
@@ -30,12 +30,17 @@ def write_snapshot(path: Path, state: "Mapping[str, Tensor]") -> None:
 
 
 def read_snapshot(path: Path) -> "dict[str, Tensor]":
-    """Return the tensors of a snapshot by name, on the CPU.
+    """Return the tensors of a snapshot by name, on the CPU, whether one process or many wrote it.
 
     ValueError, naming the file, if it is missing or damaged.
     """
     import safetensors.torch  # heavy: torch
 
+    if path.is_dir():
+        from stability.records.dcp_folders import DcpFolder  # heavy: torch
+
+        folder = DcpFolder(path, everything=True)
+        return {name: folder.load(name) for name in folder.outlines}
     try:
         return safetensors.torch.load_file(check_plain(path))
     except (OSError, safetensors.SafetensorError) as error:

@@ -1,13 +1,13 @@
 """Weights on disk as a mapping from names to tensors, each read when it is asked for.
 
-Opens a run's snapshot, a safetensors file, a Hugging Face folder, a state dict of `torch.save` and
-a Lightning checkpoint. Every name is kept as it is written there. No file is unpickled: files of
-`torch.save` are mapped into memory with `weights_only`, which admits tensors and plain values, so
-opening a file from elsewhere runs none of its code. Leaves out files from before torch 1.6, which
-are no zip archives and can't be mapped, and writing (`snapshots`).
+Opens a run's snapshot, a safetensors file, a Hugging Face folder, a state dict of `torch.save`, a
+Lightning checkpoint and a folder of torch.distributed.checkpoint (`dcp_folders`). Every name is
+kept as it is written there. No file is unpickled: files of `torch.save` are mapped into memory with
+`weights_only`, which admits tensors and plain values, so opening a file from elsewhere runs none of
+its code. Leaves out files from before torch 1.6, which are no zip archives and can't be mapped, and
+writing (`snapshots`, `dcp_files`).
 """
 
-import hashlib
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,10 +18,13 @@ import safetensors
 import torch
 from torch import Tensor
 
+from stability.records.dcp_folders import DcpFolder, find_dcp
+from stability.records.dcp_metadata import METADATA
 from stability.records.paths import RunPaths, check_exists, is_run, list_runs, snapshot_steps
 from stability.records.plain_files import check_plain, read_plain
 from stability.records.run_files import read_run_file
 from stability.records.sealed_json import parse_json
+from stability.records.tied_tensors import same_bits
 
 __all__ = [
     "HF_OLD_FILE",
@@ -55,6 +58,8 @@ class _Source(Protocol):
 
     def load(self, name: str) -> Tensor: ...
 
+    def load_part(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor: ...
+
 
 class Weights(Mapping[str, Tensor]):
     """Tensors by name, on the CPU; each is read anew whenever it is asked for, none is kept.
@@ -67,8 +72,9 @@ class Weights(Mapping[str, Tensor]):
         self.label = label
         self.others = dict(source.others)
         self._source = source
-        chosen = source.outlines if names is None else names
-        self._outlines = {name: source.outlines[name] for name in chosen}
+        # once: a source may make them anew
+        outlines = source.outlines
+        self._outlines = {name: outlines[name] for name in (outlines if names is None else names)}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -87,6 +93,24 @@ class Weights(Mapping[str, Tensor]):
         once for each name, those are one that have the same bits and are not all one number.
         """
         return self._source.tensor_of(name)
+
+    def part(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return a box of a tensor: where it begins and how long it is in each dimension.
+
+        Of a file that is larger than memory, or that several ranks wrote, no more than that is
+        read, or than the chunks that it meets. ValueError if the tensor does not hold it.
+        """
+        shape = self.shapes[name]
+        fits = len(offsets) == len(sizes) == len(shape) and all(
+            min(offset, size) >= 0 and offset + size <= most
+            for offset, size, most in zip(offsets, sizes, shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"{self.label}: the part of {name} must lie in its shape {shape}, got "
+                f"{tuple(sizes)} from {tuple(offsets)} on"
+            )
+        return self._source.load_part(name, offsets, sizes)
 
     def only(self, names: Iterable[str]) -> "Weights":
         """Return the same weights with these names alone, in this order."""
@@ -123,7 +147,7 @@ def open_weights(path: Path, step: int | None = None) -> Weights:
     if path.suffix in TORCH_SUFFIXES:
         return Weights(str(path), TorchFile(path))
     raise ValueError(
-        f"{path}: must be a run, a folder with {HF_FILE}, or end in .safetensors, "
+        f"{path}: must be a run, a folder with {HF_FILE} or {METADATA}, or end in .safetensors, "
         f"{', '.join(TORCH_SUFFIXES)}"
     )
 
@@ -177,6 +201,10 @@ class TorchFile:
         self._read += self._tensors[name].nbytes
         return self._tensors[name]
 
+    def load_part(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return a box of a tensor; the rest of the mapping is not touched."""
+        return self._tensors[name][_box(offsets, sizes)]
+
     def _map(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         content = load_torch_file(self._path)
         named = content if isinstance(content, Mapping) else {}
@@ -216,6 +244,11 @@ def load_torch_file(path: Path) -> Any:
         ) from error
 
 
+def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    pairs = zip(offsets, sizes, strict=True)
+    return tuple(slice(offset, offset + size) for offset, size in pairs)
+
+
 def _has_values(entry: Any) -> bool:
     return (
         isinstance(entry, Tensor)
@@ -251,26 +284,29 @@ class _SafetensorsFiles:
 
     def tensor_of(self, name: str) -> object:
         """Return what is the same for two names of the same bits; weights of one number are not."""
-        like = self.outlines[name]
-        twins = [
-            x for x in self.outlines.values() if (x.shape, x.dtype) == (like.shape, like.dtype)
-        ]
-        if len(twins) < 2:
-            return name
-        tensor = self.load(name).contiguous().flatten()
-        if not tensor.numel() or bool((tensor == tensor[0]).all()):
-            return name
-        digest = hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
-        return digest, like.shape, like.dtype
+        return same_bits(name, self.outlines, self.load)
 
     def load(self, name: str) -> Tensor:
         """Return a tensor."""
         with safetensors.safe_open(check_plain(self._paths[name]), "pt") as file:
             return file.get_tensor(name)
 
+    def load_part(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return a box of a tensor; only that is read."""
+        with safetensors.safe_open(check_plain(self._paths[name]), "pt") as file:
+            return file.get_slice(name)[_box(offsets, sizes)] if sizes else file.get_tensor(name)
+
 
 class _Snapshot(_SafetensorsFiles):
     """A run's snapshot: its drifts are on record by these names, each by itself."""
+
+    def tensor_of(self, name: str) -> object:
+        """Return the name."""
+        return name
+
+
+class _ShardedSnapshot(DcpFolder):
+    """The same of a snapshot that several ranks wrote."""
 
     def tensor_of(self, name: str) -> object:
         """Return the name."""
@@ -288,8 +324,9 @@ def _open_snapshot(run: RunPaths, step: int | None) -> Weights:
         raise ValueError(
             f"{run.root}: must have a snapshot of step {step}; nearest: {', '.join(map(str, near))}"
         )
-    path = read_run_file(run, run.snapshot(step))
-    return Weights(f"{run.root}, step {step}", _Snapshot([path]))
+    path = read_run_file(run, run.held_snapshot(step))
+    source = _ShardedSnapshot(path, everything=True) if path.is_dir() else _Snapshot([path])
+    return Weights(f"{run.root}, step {step}", source)
 
 
 def _open_folder(folder: Path) -> Weights:
@@ -308,11 +345,14 @@ def _open_folder(folder: Path) -> Weights:
                 f"{shards[missing[0]].name}"
             )
         return Weights(str(folder), source, shards)
+    if sharded := find_dcp(folder):
+        source = DcpFolder(sharded)
+        return Weights(str(sharded) + source.said_of_others, source)
     runs = list_runs(folder)
     inside = [str(run.root) for run in runs] or sorted(path.name for path in folder.iterdir())
     raise ValueError(
-        f"{folder}: must be a run, or hold {HF_FILE}, {HF_INDEX} or {HF_OLD_FILE}; it holds "
-        f"{', '.join(inside[:5]) or 'nothing'}"
+        f"{folder}: must be a run, or hold {HF_FILE}, {HF_INDEX}, {HF_OLD_FILE} or {METADATA}; it "
+        f"holds {', '.join(inside[:5]) or 'nothing'}"
     )
 
 

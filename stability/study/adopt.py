@@ -20,6 +20,7 @@ from stability.config.roles import role_of
 from stability.config.schema import BASELINE
 from stability.recorder.inside.names import without_wrappers
 from stability.recorder.launch import Asked
+from stability.records.dcp_folders import find_dcp
 from stability.records.identity import hash_environment
 from stability.records.manifest import Manifest
 from stability.records.protocol import protocol_hash
@@ -289,9 +290,12 @@ def _checkpoints(folder: Path) -> dict[int, Path]:
         raise ValueError(f"adopt: {folder}: must be a folder of checkpoints, is none")
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
+        # one that is being written, or whose writing was killed
+        if path.name.startswith("."):
+            continue
         is_file = path.suffix in (".safetensors", *TORCH_SUFFIXES)
         is_folder = path.is_dir() and (
-            any(path.glob("*.safetensors*")) or (path / HF_OLD_FILE).is_file()
+            any(path.glob("*.safetensors*")) or (path / HF_OLD_FILE).is_file() or find_dcp(path)
         )
         step = _step_in(path.name if path.is_dir() else path.stem)
         if step is None or not (is_file or is_folder):

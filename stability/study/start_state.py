@@ -2,12 +2,12 @@
 
 Failures come after thousands of steps. With `start` an arm's weights are not drawn but read, from
 anything `stability compare` reads: a run (its last snapshot), a snapshot, a folder of Hugging
-Face's, a state dict of `torch.save`, a checkpoint of Lightning's. Of a checkpoint that one of our
-own runs has written the optimizer's state is taken over too, by each arm whose optimizer is of the
-same kind; an arm that changes the optimizer begins with none. Steps count from 0, and so do the
-schedule and the batches; a nudge moves the weights that were read. The checksum of what was read is
-on record (`hashes.start`), so arms that began elsewhere are no pair. Going on with the very same
-run is a fork (`fork`).
+Face's, a state dict of `torch.save`, a checkpoint of Lightning's, a folder of
+torch.distributed.checkpoint. Of a checkpoint that one of our own runs has written the optimizer's
+state is taken over too, by each arm whose optimizer is of the same kind; an arm that changes the
+optimizer begins with none. Steps count from 0, and so do the schedule and the batches; a nudge
+moves the weights that were read. The checksum of what was read is on record (`hashes.start`), so
+arms that began elsewhere are no pair. Going on with the very same run is a fork (`fork`).
 """
 
 import copy

@@ -10,9 +10,11 @@ from safetensors.torch import save_file
 
 from stability.cli.main import main
 from stability.metrics.drift import drift
+from stability.records.dcp_files import write_dcp
 from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import write_snapshot
+from tests.stability.records.dcp_by_hand import save
 
 
 @pytest.fixture
@@ -65,7 +67,10 @@ def _everywhere(folder, state):
     torch.save(state, folder / "s.bin")
     torch.save({"state_dict": state, "pytorch-lightning_version": "2"}, folder / "s.ckpt")
     _add(RunFiles.unnamed(folder / "run"), 3, state)
-    return [folder / name for name in ("hf", "s.safetensors", "s.bin", "s.ckpt", "run")]
+    write_dcp(folder / "dcp", state).wait()
+    write_dcp(folder / "step-3" / "model_0", state).wait()
+    names = ("hf", "s.safetensors", "s.bin", "s.ckpt", "run", "dcp", "step-3")
+    return [folder / name for name in names]
 
 
 def test_any_kind_compares_with_any_other(shown, tmp_path):
@@ -78,6 +83,29 @@ def test_any_kind_compares_with_any_other(shown, tmp_path):
         assert found["drift"] == drift(a, b)
         assert str(first) in found["a"]
         assert str(second) in found["b"]
+
+
+def test_what_a_checkpoint_of_many_ranks_holds_beside_the_model_is_counted(shown, tmp_path):
+    a, b = _state(0.1), _state()
+    adam = {"state": {"h.0.w": {"exp_avg": a["h.0.w"], "step": 1}}}
+    save(tmp_path / "a", {"model": a, "optimizer": adam, "train_state": {"step": 3}})
+    save_file(b, tmp_path / "s.safetensors")
+    found = json.loads(shown(tmp_path / "a", tmp_path / "s.safetensors", "--json"))
+    assert found["drift"] == drift(a, b)
+    assert found["a"] == f"{tmp_path / 'a'}, less 3 entries beside the model"
+    assert found["only_in_a"] == found["only_in_b"] == []
+
+
+def test_a_folder_that_would_run_something_is_refused_in_a_line(refused, tmp_path):
+    planted = tmp_path / "planted"
+    save(tmp_path / "a", {"model": _state()})
+    text = f"touch {planted}".encode()
+    call = b"\x80\x02cos\nsystem\nX" + len(text).to_bytes(4, "little") + text + b"\x85R."
+    (tmp_path / "a" / ".metadata").write_bytes(call)
+    line = refused(tmp_path / "a", tmp_path / "a")
+    assert f"{tmp_path / 'a' / '.metadata'}: must be the metadata that" in line
+    assert "it names os.system, which DCP does not write" in line
+    assert not planted.exists()
 
 
 def test_two_runs_meet_at_their_last_common_snapshot(shown, tmp_path):

@@ -1,5 +1,6 @@
 """`stability adopt`: checkpoints that exist already become a study, and what is unknown is said."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import read_sealed, write_sealed
 from tests.stability.recorder.recording import code_of
+from tests.stability.records.dcp_by_hand import save
 
 States = dict[int, dict[str, Tensor]]
 
@@ -53,6 +55,14 @@ def as_files(folder: Path, series: States, prefix: str = "", key: str = "model")
     for step, state in series.items():
         named = {f"{prefix}{name}": value for name, value in state.items()}
         torch.save({key: named, "iter": step}, folder / f"epoch=1-step={step}.pt")
+    return folder
+
+
+def as_dcp(folder: Path, series: States, key: str = "model") -> Path:
+    for step, state in series.items():
+        save(folder / f"step-{step}", {key: state, "optimizer": {"state": state}})
+    # a write that was killed
+    shutil.copytree(folder / "step-0", folder / ".step-40.tmp")
     return folder
 
 
@@ -100,10 +110,11 @@ def test_series_of_other_kinds_and_names_are_compared_weight_by_weight(
     assert code_of("report", str(tmp_path / "runs" / "mine")) == 0
 
 
-def test_folders_of_one_torch_file_are_checkpoints_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [as_older_folders, as_dcp])
+def test_folders_of_torchs_own_files_are_checkpoints_too(tmp_path: Path, write: Any) -> None:
     words = [
         f"baseline={as_folders(tmp_path / 'a', states())}",
-        f"x={as_older_folders(tmp_path / 'b', states(1.5))}",
+        f"x={write(tmp_path / 'b', states(1.5))}",
     ]
     assert adopted(tmp_path, *words) == 0
     found = read_metrics(run_of(tmp_path, "x").metrics)[drift_name("all", "rel_l2")]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from stability.records.manifest import Manifest, read_manifest, write_manifest
@@ -15,6 +16,7 @@ from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
 from stability.records.paths import RunPaths
 from tests.stability.recorder.recording import SCRIPTS, code_of
+from tests.stability.records.dcp_by_hand import save
 
 RESUMES = str(SCRIPTS / "resumes.py")
 RESUME = ("--resume", "--resume {resume}")
@@ -124,6 +126,22 @@ def test_a_fork_that_changes_nothing_drifts_by_exactly_nothing(
     capsys.readouterr()
     assert recorded.fork(*RESUME, "--until", "3", "--json") == 0
     assert _drift(capsys) == {"0": 0.0, "1": 0.0, "2": 0.0, "3": 0.0}
+
+
+@pytest.mark.long
+def test_a_folder_of_dcps_is_a_checkpoint_to_go_on_from(
+    recorded: Forked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = torch.load(recorded.checkpoint, weights_only=True)
+    folder = save(recorded.parent.root.parent / "late-6", saved)
+    capsys.readouterr()
+    words = ("--until", "1", "--set", "flags.lr=0.02", "--name", "dcp", "--json")
+    assert recorded.fork(*RESUME, "--start", str(folder), *words) == 0
+    drift = _drift(capsys)
+    assert drift["0"] == 0 < drift["1"]
+    fork = recorded.forks("dcp")[1]
+    assert "step 6\n" in fork.output.read_text(), "it went on from there"
+    assert read_manifest(fork.manifest).config["start"] == str(folder)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from stability.callbacks.random_numbers import RandomNumbers
 from stability.config.arms import expand
 from stability.config.convert import ConfigError
 from stability.config.load import load_study
+from stability.records.dcp_files import write_dcp
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
 from stability.records.snapshots import read_snapshot, write_snapshot
@@ -52,7 +53,7 @@ def _begun(write_study, start):
     return assemble(load_study(write_study(_late(start))).base)
 
 
-FORMS = ["run", "snapshot", "checkpoint", "state_dict", "nested", "wrapped", "folder"]
+FORMS = ["run", "snapshot", "checkpoint", "state_dict", "nested", "wrapped", "folder", "dcp"]
 
 
 def _written(form, parent, weights, folder):
@@ -67,6 +68,10 @@ def _written(form, parent, weights, folder):
         (folder / "hf").mkdir()
         write_snapshot(folder / "hf" / "model.safetensors", weights)
         return folder / "hf"
+    if form == "dcp":
+        # as accelerate has it, a folder above
+        write_dcp(folder / "step-4" / "0", {f"module.{x}": y for x, y in weights.items()}).wait()
+        return folder / "step-4"
     content = {
         "state_dict": weights,
         "nested": {"model": weights, "step": 4},

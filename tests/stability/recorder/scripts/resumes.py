@@ -2,9 +2,11 @@
 
 import argparse
 import hashlib
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn import functional as F
 
 flags = argparse.ArgumentParser()
@@ -21,7 +23,12 @@ model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.GELU(), nn.Linear(16
 optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr)
 start = 0
 if asked.resume:
+    if Path(asked.resume).is_dir():
+        dcp_to_torch_save(asked.resume, f"{asked.resume}.pt")
+        asked.resume += ".pt"
     saved = torch.load(asked.resume, weights_only=True)
+    # DCP's keys are texts
+    saved["optimizer"]["state"] = {int(x): y for x, y in saved["optimizer"]["state"].items()}
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     optimizer.param_groups[0]["lr"] = asked.lr
