@@ -1,6 +1,9 @@
 """A run laid out over ranks: the same samples and weights, and bits that differ by order alone."""
 
 import math
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -8,13 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stability.analysis.pair_contract import prove_pair
 from stability.config.load import load_study
 from stability.config.parallel import ParallelConfig
 from stability.data.datamodule import TextDataModule
 from stability.model.layouts import check_layout
 from stability.model.ranks import ALONE, Ranks
+from stability.records.manifest import read_manifest
+from stability.records.paths import RunPaths, checkpoint_steps
 from stability.study.assemble import load_data
 from stability.study.observer_gate import check_observer
+from stability.study.run_study import run_study
+from stability.study.train_run import TrainOptions
+from tests.conftest import SilentObserver, write_tiny
 from tests.stability.study.layout_ranks import over_ranks, train_all
 
 TWO = {
@@ -38,7 +47,6 @@ FOUR = {
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, text_file):
     """A tiny run, with norms of single heads, whose gradients ranks see a part of."""
-    from tests.conftest import write_tiny
 
     def edit(content):
         content["base"]["model"] |= {"qk_norm": True, "heads": 4, "width": 64}
@@ -193,3 +201,43 @@ def test_a_layout_that_is_none_is_refused(given, said):
 def test_a_batch_that_ranks_cannot_share_is_refused(base):
     with pytest.raises(ValueError, match=r"must divide train.batch_size, 8, got 3"):
         replace(base, parallel=ParallelConfig(data=3))
+
+
+class _Killer(SilentObserver):
+    """Kills the second rank of the arm `sharded` once three updates are made."""
+
+    def run_advanced(self, arm, seed, step, loss):
+        super().run_advanced(arm, seed, step, loss)
+        if arm == "sharded" and step == 3:
+            os.kill(multiprocessing.active_children()[-1].pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_run_with_its_name_and_it_goes_on_to_the_same_bits(
+    write_study, tmp_path
+):
+    def edit(content):
+        content["base"]["probe"] = {"every": 0}
+        content["arms"] = {"baseline": {}, "sharded": {"parallel": {"shard": 2}}}
+        content["arms"]["again"] = content["arms"]["sharded"]
+        content["seeds"] = [0]
+        content.pop("yardstick")
+
+    study, options = load_study(write_study(edit), None), TrainOptions(wandb_mode="disabled")
+    killed = _Killer()
+    runs = run_study(study, tmp_path, options=options, observer=killed)
+    said = {arm: (state, message) for arm, _, state, message in killed.ended}
+    assert said["sharded"] == ("failed", "rank 1: killed by signal 9")
+    manifests = {run.arm.name: run.paths.manifest for run in runs}
+    assert read_manifest(manifests["sharded"]).message == "rank 1: killed by signal 9"
+    assert checkpoint_steps(runs[1].paths) == [2]
+
+    run_study(study, tmp_path, options=options, observer=SilentObserver())
+    ended = {arm: read_manifest(path) for arm, path in manifests.items()}
+    assert {each.state for each in ended.values()} == {"finished"}
+    weights = {arm: each.hashes["final_weights"] for arm, each in ended.items()}
+    assert weights["sharded"] == weights["again"] != weights["baseline"]
+    for arm in ("sharded", "again"):
+        # what the first rank has written is what one rank would have
+        assert ended[arm].hashes["batches"] == ended["baseline"].hashes["batches"]
+        assert prove_pair(runs[0].paths, RunPaths(manifests[arm].parent)).state == "holds"
