@@ -184,7 +184,7 @@ def _by_ranges(sides: tuple[Parts, Parts], wide: torch.dtype, held: int, count: 
         if part.single:
             total += ExactSum.of(float(part.low), abs(surplus) - abs(after))
         else:
-            a, b = (gather(parts, part, side) for side, parts in enumerate(sides))
+            a, b = (torch.from_numpy(gather(parts, part, side)) for side, parts in enumerate(sides))
             total += merged_gap_sum(a, b, surplus)
         surplus = after
     assert surplus == 0, "every value has its partner"
