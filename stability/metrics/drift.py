@@ -14,6 +14,7 @@ Leaves out what a drift means (`analysis`), and the Wasserstein distance itself 
 import difflib
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,15 @@ from stability.metrics.wasserstein import (
     wasserstein_sorted,
 )
 
-__all__ = ["ALL", "drift", "weights_of_both"]
+__all__ = [
+    "ALL",
+    "check_names",
+    "drift",
+    "metrics_of",
+    "no_drift",
+    "same_bits",
+    "weights_of_both",
+]
 
 ALL = "all"
 """Stands for every parameter pooled, where a metric's name has a parameter."""
@@ -50,19 +59,19 @@ def drift(
     ValueError lists the names or shapes that differ, or a parameter that is empty or holds no
     floating-point values.
     """
-    _check_names(state_a, state_b)
+    check_names(state_a, state_b)
     _check_parameters(state_a, state_b)
-    same = {name for name in state_b if _same_bits(state_a[name], state_b[name])}
+    same = {name for name in state_b if same_bits(state_a[name], state_b[name])}
     # an arm that repeats its baseline to the bit costs no FP64 pass and no sort
     if len(same) == len(state_b):
-        return {name: _no_drift() for name in (ALL, *state_b)}
+        return {name: no_drift() for name in (ALL, *state_b)}
 
     result, total = {ALL: {}}, PairSums()
     for name in state_b:
         found, result[name] = _measure(state_a[name], state_b[name], same=name in same)
         total += found
     w1 = pooled_wasserstein(state_a.values(), state_b.values(), held=HELD)
-    result[ALL] = _metrics(total, w1)
+    result[ALL] = metrics_of(total, w1)
     return result
 
 
@@ -81,11 +90,12 @@ def _measure(a: Tensor, b: Tensor, *, same: bool) -> tuple[PairSums, dict[str, f
     a, b = pool([a.to(b.device)]), pool([b])
     sums = pair_sums(a, b)  # needs positions, so before a and b are sorted in place
     if same:
-        return sums, _no_drift()
-    return sums, _metrics(sums, wasserstein_sorted(sort_values_(a), sort_values_(b)))
+        return sums, no_drift()
+    return sums, metrics_of(sums, wasserstein_sorted(sort_values_(a), sort_values_(b)))
 
 
-def _metrics(sums: PairSums, w1: float) -> dict[str, float]:
+def metrics_of(sums: PairSums, w1: float) -> dict[str, float]:
+    """Return the metrics that the sums over all pairs and W1 make."""
     norm_b = math.sqrt(float(sums.b_square))
     return {
         "w1": w1,
@@ -99,12 +109,12 @@ def _metrics(sums: PairSums, w1: float) -> dict[str, float]:
     }
 
 
-def _no_drift() -> dict[str, float]:
+def no_drift() -> dict[str, float]:
     """Return the metrics of equal bits, also where the values are NaN and can't be computed with.
 
     They are those of a single weight that is 0 in both states.
     """
-    return _metrics(PairSums(count=1), w1=0.0)
+    return metrics_of(PairSums(count=1), w1=0.0)
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -122,7 +132,7 @@ def _cosine(sums: PairSums) -> float:
     return max(-1.0, min(1.0, sums.dot / norms))
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether a and b are the same bits, NaN payloads included."""
     if a.dtype != b.dtype:
         return False
@@ -131,7 +141,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
-def _check_names(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor]) -> None:
+def check_names(state_a: Mapping[str, Any], state_b: Mapping[str, Any]) -> None:
+    """Raise ValueError with the names that only one state has, if there are any, or no names."""
     if not state_b or ALL in state_b:
         raise ValueError(
             f'drift: state_b must hold parameters, none of them called "{ALL}", got '

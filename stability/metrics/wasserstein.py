@@ -21,12 +21,14 @@ Leaves out the pooled distance of sets of different sizes, which the weights of 
 never are.
 """
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stability.metrics.exact_sums import (
@@ -42,8 +44,12 @@ __all__ = [
     "Parts",
     "ValueRange",
     "Values",
+    "count_codes",
+    "counted_gap_sum",
     "cut_into_ranges",
     "gather",
+    "group_bins",
+    "non_finite",
     "pool",
     "pooled_wasserstein",
     "sort_values_",
@@ -262,7 +268,7 @@ def _cut(
     def edge(index: int) -> np.floating:
         return _value((first + index) << shift, low.dtype)
 
-    for group in _group(counts[:, filled].sum(0), held):
+    for group in group_bins(counts[:, filled].sum(0), held):
         start, stop = int(filled[group[0]]), int(filled[group[-1]]) + 1
         in_a, in_b = (int(side[start:stop].sum()) for side in counts)
         if in_a + in_b <= held:
@@ -273,7 +279,7 @@ def _cut(
             yield from _cut(sides, edge(start), edge(stop), shift - _DIGIT, held)
 
 
-def _group(counts: Values, held: int) -> Iterator[range]:
+def group_bins(counts: Values, held: int) -> Iterator[range]:
     """Yield runs of neighbours whose counts add up to at most `held`; a larger one is alone."""
     start = total = 0
     for index, count in enumerate(counts.tolist()):
@@ -332,28 +338,49 @@ def _value(key: int, wide: np.dtype) -> np.floating:
 
 def _by_counting(sides: tuple[Parts, Parts], count: int) -> float:
     """Return the mean of |x - y| over `count` pairs of one rank, of formats of 16 bits or less."""
+    counts = tuple(count_codes(parts) for parts in sides)
+    in_a, in_b = (non_finite(side) for side in counts)
+    if in_a[0] or in_b[0]:
+        return math.nan
+    if in_a != in_b:
+        return math.inf
+    return counted_gap_sum(*counts).mean(count)
+
+
+Counts = dict[torch.dtype, NDArray[np.int64]]
+"""By format, how many values have each of its bit patterns."""
+
+
+def non_finite(counts: Counts) -> tuple[int, int, int]:
+    """Return how many values are NaN, -inf and +inf."""
+    nan = below = above = 0
+    for format, found in counts.items():
+        values = _values_of(format)
+        nan += int(found[np.isnan(values)].sum())
+        below += int(found[values == -np.inf].sum())
+        above += int(found[values == np.inf].sum())
+    return nan, below, above
+
+
+def counted_gap_sum(counts_a: Counts, counts_b: Counts) -> ExactSum:
+    """Return the sum of |x - y| over the pairs of one rank, of what is finite, from counts."""
     points, steps = [], []
-    for sign, parts in zip((1, -1), sides, strict=True):
-        for format, counts in _count_codes(parts).items():
-            present = np.flatnonzero(counts)
-            points.append(_values_of(format)[present])
+    for sign, side in ((1, counts_a), (-1, counts_b)):
+        for format, counts in side.items():
+            values = _values_of(format)
+            present = np.flatnonzero((counts[: values.size] != 0) & np.isfinite(values))
+            points.append(values[present])
             steps.append(sign * counts[present])
     values, changes = np.concatenate(points), np.concatenate(steps)
-    if np.isnan(values).any():
-        return math.nan
-    if changes[values == -math.inf].sum() or changes[values == math.inf].sum():
-        return math.inf
-    finite = np.isfinite(values)
-    values, changes = values[finite], changes[finite]
     # one value from two formats, or -0 and +0, follow each other at distance 0 in either order
     order = np.argsort(values)
     surplus = np.abs(np.cumsum(changes[order]))
     # the integral of the surplus over the line: what it was before a value less what it is after
-    return weighted_sum(values[order], -np.diff(surplus, prepend=0)).mean(count)
+    return weighted_sum(values[order], -np.diff(surplus, prepend=0))
 
 
-def _count_codes(parts: Parts) -> dict[torch.dtype, Values]:
-    """Return by format how many values have each of its bit patterns."""
+def count_codes(parts: Parts) -> Counts:
+    """Return by format, of 8 or 16 bits, how many values have each of its bit patterns."""
     counts = {}
     for tensor in parts:
         format, code = tensor.dtype, torch.uint16 if tensor.dtype.itemsize == 2 else torch.uint8
@@ -364,6 +391,7 @@ def _count_codes(parts: Parts) -> dict[torch.dtype, Values]:
     return counts
 
 
+@functools.cache
 def _values_of(format: torch.dtype) -> Values:
     """Return the value of every bit pattern of a format of 8 or 16 bits, in FP64."""
     codes = np.arange(2 ** (8 * format.itemsize), dtype=f"u{format.itemsize}")
