@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-__all__ = ["add_gaps", "add_pairs", "add_squares", "add_values"]
+__all__ = [
+    "add_gaps",
+    "add_merged",
+    "add_pairs",
+    "add_repeated",
+    "add_squares",
+    "add_values",
+    "gather_runs",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -215,6 +223,44 @@ def add_values(values: Array, bins: Array) -> None:
     """Add each value to `bins`, (2, 2049)."""
     for value in values:
         _put(np.float64(value), bins)
+
+
+@njit(nogil=True, cache=True)
+def add_merged(a: Array, b: Array, surplus: int, bins: Array) -> None:
+    """Add to `bins` what a range adds to the sum of |x - y| by rank: see `merged_gap_sum`."""
+    if surplus < 0:
+        a, b, surplus = b, a, -surplus
+    paired = max(0, min(a.size, b.size - surplus))
+    add_gaps(a[:paired], b[surplus : surplus + paired], bins)
+    # b's first values have their partners below; what is left of either side at the end, above
+    for value in b[:surplus]:
+        _put(np.float64(value), bins)
+    for value in a[paired:]:
+        _put(-np.float64(value), bins)
+    for value in b[surplus + paired :]:
+        _put(-np.float64(value), bins)
+
+
+@njit(nogil=True, cache=True)
+def add_repeated(value: float, times: int, bins: Array) -> None:
+    """Add a value so many times to `bins`, or take it off so many where `times` is below 0."""
+    for _ in range(abs(times)):
+        _put(value if times > 0 else -value, bins)
+
+
+@njit(nogil=True, cache=True)
+def gather_runs(a: Array, b: Array, cuts: Array, into_a: Array, into_b: Array) -> None:
+    """Copy what lies from `cuts[side, 0, i]` to before `cuts[side, 1, i]`, of all i, together."""
+    filled = 0
+    for run in range(cuts.shape[2]):
+        for at in range(cuts[0, 0, run], cuts[0, 1, run]):
+            into_a[filled] = a[at]
+            filled += 1
+    filled = 0
+    for run in range(cuts.shape[2]):
+        for at in range(cuts[1, 0, run], cuts[1, 1, run]):
+            into_b[filled] = b[at]
+            filled += 1
 
 
 @njit(nogil=True, cache=True)

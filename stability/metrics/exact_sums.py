@@ -33,6 +33,7 @@ __all__ = [
     "add_by_torch",
     "add_squares_",
     "carry_",
+    "empty_bins",
     "gap_sum",
     "merged_gap_sum",
     "new_bins",
@@ -188,6 +189,11 @@ def merged_gap_sum(a: Tensor, b: Tensor, surplus: int) -> ExactSum:
     return total
 
 
+def empty_bins() -> NDArray[np.int64]:
+    """Return the bins of no terms, (2, 2049), as the compiled loops take them."""
+    return np.zeros((2, _BINS), np.int64)
+
+
 def new_bins(device: torch.device) -> Tensor:
     """Return the bins of no terms, (2, 2049)."""
     return torch.zeros(2, _BINS, dtype=torch.int64, device=device)
@@ -262,7 +268,7 @@ def _add_on_cpu(a: Tensor, b: Tensor) -> Added:
 def _gaps_on_cpu(a: Tensor, b: Tensor) -> NDArray[np.int64]:
     from stability.metrics.exact_loop import add_gaps  # heavy: numba
 
-    bins = np.zeros((2, _BINS), np.int64)
+    bins = empty_bins()
     add_gaps(a.numpy(), b.numpy(), bins)
     return bins
 
@@ -270,7 +276,7 @@ def _gaps_on_cpu(a: Tensor, b: Tensor) -> NDArray[np.int64]:
 def _values_on_cpu(values: Tensor) -> NDArray[np.int64]:
     from stability.metrics.exact_loop import add_values  # heavy: numba
 
-    bins = np.zeros((2, _BINS), np.int64)
+    bins = empty_bins()
     add_values(values.numpy(), bins)
     return bins
 

@@ -46,6 +46,7 @@ __all__ = [
     "Values",
     "count_codes",
     "counted_gap_sum",
+    "counted_wasserstein",
     "cut_into_ranges",
     "gather",
     "group_bins",
@@ -171,7 +172,7 @@ def pooled_wasserstein(parts_a: Parts, parts_b: Parts, *, held: int = HELD) -> f
         a, b = (sort_values_(pool([x.to(device) for x in parts])) for parts in sides)
         return wasserstein_sorted(a, b)
     if all(format.itemsize <= 2 for format in formats):
-        return _by_counting(sides, count)
+        return counted_wasserstein(*(count_codes(parts) for parts in sides))
     wide = torch.float64 if torch.float64 in formats else torch.float32
     return _by_ranges(sides, wide, held, count)
 
@@ -336,19 +337,20 @@ def _value(key: int, wide: np.dtype) -> np.floating:
     return np.array([pattern], f"u{wide.itemsize}").view(wide)[0]
 
 
-def _by_counting(sides: tuple[Parts, Parts], count: int) -> float:
-    """Return the mean of |x - y| over `count` pairs of one rank, of formats of 16 bits or less."""
-    counts = tuple(count_codes(parts) for parts in sides)
-    in_a, in_b = (non_finite(side) for side in counts)
-    if in_a[0] or in_b[0]:
-        return math.nan
-    if in_a != in_b:
-        return math.inf
-    return counted_gap_sum(*counts).mean(count)
-
-
 Counts = dict[torch.dtype, NDArray[np.int64]]
 """By format, how many values have each of its bit patterns."""
+
+
+def counted_wasserstein(counts_a: Counts, counts_b: Counts) -> float:
+    """Return W1 between two samples of one size, of formats of at most 16 bits, from counts."""
+    (nan, *in_a), (nan_b, *in_b) = non_finite(counts_a), non_finite(counts_b)
+    if nan or nan_b:
+        return math.nan
+    # infinities of one sign are partners at no distance, but only in equal numbers
+    if in_a != in_b:
+        return math.inf
+    count = sum(int(found.sum()) for found in counts_a.values())
+    return counted_gap_sum(counts_a, counts_b).mean(count)
 
 
 def non_finite(counts: Counts) -> tuple[int, int, int]:
