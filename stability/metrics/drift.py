@@ -14,23 +14,41 @@ Leaves out what a drift means (`analysis`), and the Wasserstein distance itself 
 import difflib
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stability.metrics.exact_sums import PairSums, pair_sums
+from stability.metrics.sorted_runs import runs_gap_sum
 from stability.metrics.wasserstein import (
     HELD,
+    Counts,
+    count_codes,
+    counted_wasserstein,
     pool,
     pooled_wasserstein,
     sort_values_,
     wasserstein_sorted,
 )
 
-__all__ = ["ALL", "drift", "weights_of_both"]
+__all__ = [
+    "ALL",
+    "check_names",
+    "drift",
+    "metrics_of",
+    "no_drift",
+    "same_bits",
+    "weights_of_both",
+]
 
 ALL = "all"
 """Stands for every parameter pooled, where a metric's name has a parameter."""
+
+State = Mapping[str, Tensor]
+Drifts = dict[str, dict[str, float]]
 
 
 def drift(
@@ -44,25 +62,86 @@ def drift(
 
     The same bits give 0 exactly and cosine 1 exactly, even where they are no finite values; in
     other states a NaN or infinity is carried into what depends on it. Tensors are asked for one
-    pair at a time, several times, and copies are of one pair or, for "all", of `HELD` values: a
-    mapping that loads what it is asked for may be larger than the memory.
+    pair at a time, several times, and copies are of one pair or, for "all", of `HELD` values and
+    an eighth more: a mapping that loads what it is asked for may be larger than the memory. On a
+    CPU torch's number of threads share the work.
 
     ValueError lists the names or shapes that differ, or a parameter that is empty or holds no
     floating-point values.
     """
-    _check_names(state_a, state_b)
+    check_names(state_a, state_b)
     _check_parameters(state_a, state_b)
-    same = {name for name in state_b if _same_bits(state_a[name], state_b[name])}
+    same, devices = set(), set()
+    for name in state_b:
+        a, b = state_a[name], state_b[name]
+        devices |= {a.device.type, b.device.type}
+        same |= {name} if same_bits(a, b) else set()
+        del a, b  # before the next pair is loaded
     # an arm that repeats its baseline to the bit costs no FP64 pass and no sort
     if len(same) == len(state_b):
-        return {name: _no_drift() for name in (ALL, *state_b)}
+        return {name: no_drift() for name in (ALL, *state_b)}
 
+    formats = [{t.to("meta").dtype for t in state.values()} for state in (state_a, state_b)]
+    if all(format.itemsize <= 2 for side in formats for format in side):
+        return _by_counting(state_a, state_b, same)
+    count = sum(tensor.to("meta").numel() for tensor in state_b.values())
+    if 2 * count <= HELD and devices == {"cpu"}:
+        wide = torch.float64 if torch.float64 in formats[0] | formats[1] else torch.float32
+        return _in_memory(state_a, state_b, same, wide, count)
     result, total = {ALL: {}}, PairSums()
     for name in state_b:
         found, result[name] = _measure(state_a[name], state_b[name], same=name in same)
         total += found
     w1 = pooled_wasserstein(state_a.values(), state_b.values(), held=HELD)
-    result[ALL] = _metrics(total, w1)
+    result[ALL] = metrics_of(total, w1)
+    return result
+
+
+def _by_counting(state_a: State, state_b: State, same: set[str]) -> Drifts:
+    """Measure formats of at most 16 bits: values are counted, in one pass, and never sorted."""
+    result, total = {ALL: {}}, PairSums()
+    pooled: tuple[Counts, Counts] = ({}, {})
+    for name in state_b:
+        a, b = state_a[name], state_b[name]
+        counts = count_codes([a]), count_codes([b])
+        for into, found in zip(pooled, counts, strict=True):
+            for format, codes in found.items():
+                into[format] = into.get(format, 0) + codes
+        sums = pair_sums(pool([a.to(b.device)]), pool([b]))
+        del a, b  # before the next pair is loaded
+        result[name] = (
+            no_drift() if name in same else metrics_of(sums, counted_wasserstein(*counts))
+        )
+        total += sums
+    result[ALL] = metrics_of(total, counted_wasserstein(*pooled))
+    return result
+
+
+def _in_memory(
+    state_a: State, state_b: State, same: set[str], wide: torch.dtype, count: int
+) -> Drifts:
+    """Measure what fits in memory: each parameter is sorted once, in its place among all."""
+    a, b = torch.empty(count, dtype=wide), torch.empty(count, dtype=wide)
+    starts, threads = [0], torch.get_num_threads()
+    with ThreadPoolExecutor(threads) as workers:
+        waiting = {}
+        for name in state_b:
+            place = slice(starts[-1], starts[-1] + state_b[name].numel())
+            for into, state in ((a, state_a), (b, state_b)):
+                into[place].view(state[name].shape).copy_(state[name].detach())
+            waiting[name] = workers.submit(_measure_sorting_, a[place], b[place], name in same)
+            starts.append(place.stop)
+        found = {name: each.result() for name, each in waiting.items()}
+    total = sum((sums for sums, _ in found.values()), PairSums())
+    result = {ALL: {}, **{name: metrics for name, (_, metrics) in found.items()}}
+    if len(found) == 1:
+        w1 = next(iter(found.values()))[1]["w1"]
+    elif all(math.isfinite(float(each)) for each in (total.a_square, total.b_square)):
+        runs = a.numpy(), b.numpy(), np.array(starts)
+        w1 = runs_gap_sum(*runs, threads).mean(count)
+    else:
+        w1 = wasserstein_sorted(sort_values_(a), sort_values_(b))
+    result[ALL] = metrics_of(total, w1)
     return result
 
 
@@ -78,14 +157,18 @@ def weights_of_both(
 
 
 def _measure(a: Tensor, b: Tensor, *, same: bool) -> tuple[PairSums, dict[str, float]]:
-    a, b = pool([a.to(b.device)]), pool([b])
-    sums = pair_sums(a, b)  # needs positions, so before a and b are sorted in place
-    if same:
-        return sums, _no_drift()
-    return sums, _metrics(sums, wasserstein_sorted(sort_values_(a), sort_values_(b)))
+    return _measure_sorting_(pool([a.to(b.device)]), pool([b]), same)
 
 
-def _metrics(sums: PairSums, w1: float) -> dict[str, float]:
+def _measure_sorting_(a: Tensor, b: Tensor, same: bool) -> tuple[PairSums, dict[str, float]]:
+    """Return what a pair adds to "all", and its metrics; a and b, flat, are sorted in place."""
+    sums = pair_sums(a, b)  # needs positions
+    a, b = sort_values_(a), sort_values_(b)
+    return sums, no_drift() if same else metrics_of(sums, wasserstein_sorted(a, b))
+
+
+def metrics_of(sums: PairSums, w1: float) -> dict[str, float]:
+    """Return the metrics that the sums over all pairs and W1 make."""
     norm_b = math.sqrt(float(sums.b_square))
     return {
         "w1": w1,
@@ -99,12 +182,12 @@ def _metrics(sums: PairSums, w1: float) -> dict[str, float]:
     }
 
 
-def _no_drift() -> dict[str, float]:
+def no_drift() -> dict[str, float]:
     """Return the metrics of equal bits, also where the values are NaN and can't be computed with.
 
     They are those of a single weight that is 0 in both states.
     """
-    return _metrics(PairSums(count=1), w1=0.0)
+    return metrics_of(PairSums(count=1), w1=0.0)
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -122,7 +205,7 @@ def _cosine(sums: PairSums) -> float:
     return max(-1.0, min(1.0, sums.dot / norms))
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether a and b are the same bits, NaN payloads included."""
     if a.dtype != b.dtype:
         return False
@@ -131,7 +214,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
-def _check_names(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor]) -> None:
+def check_names(state_a: Mapping[str, Any], state_b: Mapping[str, Any]) -> None:
+    """Raise ValueError with the names that only one state has, if there are any, or no names."""
     if not state_b or ALL in state_b:
         raise ValueError(
             f'drift: state_b must hold parameters, none of them called "{ALL}", got '

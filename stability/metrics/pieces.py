@@ -10,7 +10,7 @@ a whole tensor.
 Leaves out what is measured of the pieces.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-__all__ = ["Piece", "part_of", "pieces_of"]
+__all__ = ["Piece", "held_values", "part_of", "pieces_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,59 +40,85 @@ class Piece:
         return indices
 
 
-def pieces_of(state: Mapping[str, Tensor]) -> dict[str, Piece]:
+def pieces_of(state: Mapping[str, Tensor], group: Any = None) -> dict[str, Piece]:
     """Return the piece of each tensor in `state` that this rank counts, by name, without a copy.
 
-    A tensor of no dimensions is given one, of a single value. Nothing is sent, so every rank may
-    call it at any time. ValueError for a DTensor whose values are sums that are not added up yet.
+    A tensor of no dimensions is given one, of a single value. Plain tensors are counted by rank 0
+    of the process group, the default one for None. Nothing is sent, so every rank may call it at
+    any time. ValueError for a DTensor whose values are sums that are not added up yet.
     """
-    return {name: _piece(name, tensor.detach()) for name, tensor in state.items()}
+    return {name: _piece(name, tensor.detach(), group) for name, tensor in state.items()}
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds if it is laid out as `like`, a DTensor."""
     places = [torch.arange(side) for side in whole.shape]
-    _cut("whole", like, places)
+    _cut(like, places)
     for dim, place in enumerate(places):
         if len(place) < whole.shape[dim]:
             whole = whole.index_select(dim, place.to(whole.device))
     return whole
 
 
-def _piece(name: str, tensor: Tensor) -> Piece:
+def held_values(tensors: Iterable[Tensor], group: Any = None) -> Iterator[Tensor]:
+    """Yield the values of each tensor that this rank counts, as `pieces_of` does, without places.
+
+    The tensors are named by their number where one is refused.
+    """
+    for number, tensor in enumerate(tensors):
+        values, is_first = tensor.detach(), _is_rank_0(group)
+        if _is_sharded(values):
+            sharded: Any = values
+            is_first = _is_first(f"tensor {number}", sharded, group)
+            values = sharded.to_local()
+        values = values.reshape(-1)
+        yield values if is_first else values[:0]
+
+
+def _piece(name: str, tensor: Tensor, group: Any) -> Piece:
     shape = tuple(tensor.shape) or (1,)
-    places, is_first = [torch.arange(side) for side in shape], True
+    places, is_first = [torch.arange(side) for side in shape], _is_rank_0(group)
     if _is_sharded(tensor):
         sharded: Any = tensor
-        is_first = _cut(name, sharded, places)
+        is_first = _is_first(name, sharded, group)
+        _cut(sharded, places)
         tensor = sharded.to_local()
-    elif dist.is_initialized():
-        is_first = dist.get_rank() == 0
     values = tensor.reshape([len(place) for place in places])
     if not is_first:
         values, places[0] = values[:0], places[0][:0]
     return Piece(values=values, places=tuple(places), shape=shape)
 
 
-def _cut(name: str, tensor: Any, places: list[Tensor]) -> bool:
-    """Cut `places` down to what this rank holds; return whether it is the first that does."""
-    is_first = 0 in tensor.device_mesh.mesh
+def _is_rank_0(group: Any) -> bool:
+    return not dist.is_initialized() or dist.get_rank(group) == 0
+
+
+def _is_first(name: str, tensor: Any, group: Any) -> bool:
+    """Return whether no rank before this one holds the same part."""
+    first = 0 if group is None or not dist.is_initialized() else dist.get_global_rank(group, 0)
+    is_first = first in tensor.device_mesh.mesh
     for mesh_dim, placement in enumerate(tensor.placements):
-        at, ranks = tensor.device_mesh.get_local_rank(mesh_dim), tensor.device_mesh.size(mesh_dim)
         if placement.is_partial():
             raise ValueError(
                 f"pieces_of: {name} must hold values, got the unreduced sums of "
                 f"{tensor.placements}; redistribute it first"
             )
         if placement.is_replicate():
-            is_first &= at == 0
+            is_first &= tensor.device_mesh.get_local_rank(mesh_dim) == 0
+    return is_first
+
+
+def _cut(tensor: Any, places: list[Tensor]) -> None:
+    """Cut `places` down to what this rank holds."""
+    for mesh_dim, placement in enumerate(tensor.placements):
+        at, ranks = tensor.device_mesh.get_local_rank(mesh_dim), tensor.device_mesh.size(mesh_dim)
+        if placement.is_replicate():
             continue
         # torch's own cut of the indices: FSDP2 over tensor parallel ranks leaves strides in it
         dim = placement.dim
         along = places[dim].reshape((1,) * dim + (-1,))
         parts, _ = placement._split_tensor(along, ranks, with_padding=False, contiguous=False)
         places[dim] = parts[at].reshape(-1) if at < len(parts) else places[dim][:0]
-    return is_first
 
 
 def _is_sharded(tensor: Tensor) -> bool:

@@ -21,12 +21,14 @@ Leaves out the pooled distance of sets of different sizes, which the weights of 
 never are.
 """
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stability.metrics.exact_sums import (
@@ -42,8 +44,13 @@ __all__ = [
     "Parts",
     "ValueRange",
     "Values",
+    "count_codes",
+    "counted_gap_sum",
+    "counted_wasserstein",
     "cut_into_ranges",
     "gather",
+    "group_bins",
+    "non_finite",
     "pool",
     "pooled_wasserstein",
     "sort_values_",
@@ -165,7 +172,7 @@ def pooled_wasserstein(parts_a: Parts, parts_b: Parts, *, held: int = HELD) -> f
         a, b = (sort_values_(pool([x.to(device) for x in parts])) for parts in sides)
         return wasserstein_sorted(a, b)
     if all(format.itemsize <= 2 for format in formats):
-        return _by_counting(sides, count)
+        return counted_wasserstein(*(count_codes(parts) for parts in sides))
     wide = torch.float64 if torch.float64 in formats else torch.float32
     return _by_ranges(sides, wide, held, count)
 
@@ -184,7 +191,7 @@ def _by_ranges(sides: tuple[Parts, Parts], wide: torch.dtype, held: int, count: 
         if part.single:
             total += ExactSum.of(float(part.low), abs(surplus) - abs(after))
         else:
-            a, b = (gather(parts, part, side) for side, parts in enumerate(sides))
+            a, b = (torch.from_numpy(gather(parts, part, side)) for side, parts in enumerate(sides))
             total += merged_gap_sum(a, b, surplus)
         surplus = after
     assert surplus == 0, "every value has its partner"
@@ -262,7 +269,7 @@ def _cut(
     def edge(index: int) -> np.floating:
         return _value((first + index) << shift, low.dtype)
 
-    for group in _group(counts[:, filled].sum(0), held):
+    for group in group_bins(counts[:, filled].sum(0), held):
         start, stop = int(filled[group[0]]), int(filled[group[-1]]) + 1
         in_a, in_b = (int(side[start:stop].sum()) for side in counts)
         if in_a + in_b <= held:
@@ -273,7 +280,7 @@ def _cut(
             yield from _cut(sides, edge(start), edge(stop), shift - _DIGIT, held)
 
 
-def _group(counts: Values, held: int) -> Iterator[range]:
+def group_bins(counts: Values, held: int) -> Iterator[range]:
     """Yield runs of neighbours whose counts add up to at most `held`; a larger one is alone."""
     start = total = 0
     for index, count in enumerate(counts.tolist()):
@@ -330,30 +337,52 @@ def _value(key: int, wide: np.dtype) -> np.floating:
     return np.array([pattern], f"u{wide.itemsize}").view(wide)[0]
 
 
-def _by_counting(sides: tuple[Parts, Parts], count: int) -> float:
-    """Return the mean of |x - y| over `count` pairs of one rank, of formats of 16 bits or less."""
+Counts = dict[torch.dtype, NDArray[np.int64]]
+"""By format, how many values have each of its bit patterns."""
+
+
+def counted_wasserstein(counts_a: Counts, counts_b: Counts) -> float:
+    """Return W1 between two samples of one size, of formats of at most 16 bits, from counts."""
+    (nan, *in_a), (nan_b, *in_b) = non_finite(counts_a), non_finite(counts_b)
+    if nan or nan_b:
+        return math.nan
+    # infinities of one sign are partners at no distance, but only in equal numbers
+    if in_a != in_b:
+        return math.inf
+    count = sum(int(found.sum()) for found in counts_a.values())
+    return counted_gap_sum(counts_a, counts_b).mean(count)
+
+
+def non_finite(counts: Counts) -> tuple[int, int, int]:
+    """Return how many values are NaN, -inf and +inf."""
+    nan = below = above = 0
+    for format, found in counts.items():
+        values = _values_of(format)
+        nan += int(found[np.isnan(values)].sum())
+        below += int(found[values == -np.inf].sum())
+        above += int(found[values == np.inf].sum())
+    return nan, below, above
+
+
+def counted_gap_sum(counts_a: Counts, counts_b: Counts) -> ExactSum:
+    """Return the sum of |x - y| over the pairs of one rank, of what is finite, from counts."""
     points, steps = [], []
-    for sign, parts in zip((1, -1), sides, strict=True):
-        for format, counts in _count_codes(parts).items():
-            present = np.flatnonzero(counts)
-            points.append(_values_of(format)[present])
+    for sign, side in ((1, counts_a), (-1, counts_b)):
+        for format, counts in side.items():
+            values = _values_of(format)
+            present = np.flatnonzero((counts[: values.size] != 0) & np.isfinite(values))
+            points.append(values[present])
             steps.append(sign * counts[present])
     values, changes = np.concatenate(points), np.concatenate(steps)
-    if np.isnan(values).any():
-        return math.nan
-    if changes[values == -math.inf].sum() or changes[values == math.inf].sum():
-        return math.inf
-    finite = np.isfinite(values)
-    values, changes = values[finite], changes[finite]
     # one value from two formats, or -0 and +0, follow each other at distance 0 in either order
     order = np.argsort(values)
     surplus = np.abs(np.cumsum(changes[order]))
     # the integral of the surplus over the line: what it was before a value less what it is after
-    return weighted_sum(values[order], -np.diff(surplus, prepend=0)).mean(count)
+    return weighted_sum(values[order], -np.diff(surplus, prepend=0))
 
 
-def _count_codes(parts: Parts) -> dict[torch.dtype, Values]:
-    """Return by format how many values have each of its bit patterns."""
+def count_codes(parts: Parts) -> Counts:
+    """Return by format, of 8 or 16 bits, how many values have each of its bit patterns."""
     counts = {}
     for tensor in parts:
         format, code = tensor.dtype, torch.uint16 if tensor.dtype.itemsize == 2 else torch.uint8
@@ -364,6 +393,7 @@ def _count_codes(parts: Parts) -> dict[torch.dtype, Values]:
     return counts
 
 
+@functools.cache
 def _values_of(format: torch.dtype) -> Values:
     """Return the value of every bit pattern of a format of 8 or 16 bits, in FP64."""
     codes = np.arange(2 ** (8 * format.itemsize), dtype=f"u{format.itemsize}")

@@ -101,7 +101,7 @@ def test_sums_that_are_not_added_up_are_refused():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_plain_tensors_rank_0_counts_all(rank, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_rank", lambda group: rank)
     pieces = pieces_of({"w": torch.ones(2, 3), "number": torch.tensor(1.0)})
     assert [len(piece.values) for piece in pieces.values()] == ([0, 0] if rank else [2, 1])
     assert [piece.indices().numel() for piece in pieces.values()] == ([0, 0] if rank else [6, 1])
