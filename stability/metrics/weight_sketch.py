@@ -133,7 +133,8 @@ def weight_sketch(state: Mapping[str, Tensor]) -> WeightSketch:
 def local_weight_sketch(pieces: Mapping[str, Piece]) -> Tensor:
     """Return what this rank's weights add to the sketch, int64 `(3 * buckets + 1,)`.
 
-    It is on the weights' device. The sum over ranks is that of all weights. The last number counts values without digits.
+    It is on the weights' device. The sum over ranks is that of all weights. The last number counts
+    values without digits.
     """
     device = next(iter(pieces.values())).values.device if pieces else torch.device("cpu")
     total = torch.zeros(_DIGITS * WEIGHT_BUCKETS + 1, dtype=torch.int64, device=device)

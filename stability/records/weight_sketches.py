@@ -16,8 +16,10 @@ from stability.records.plain_files import check_plain
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["StoredSketch", "read_weight_sketch", "write_weight_sketch"]
+__all__ = ["SKETCH_BYTES", "StoredSketch", "read_weight_sketch", "write_weight_sketch"]
 
+SKETCH_BYTES = 8 * 2**16
+"""Of a file, less its head."""
 _BUCKETS = "buckets"
 _NOTES = "weight_sketch"
 """The one name in the metadata: of several safetensors gives the order by chance, and equal weights

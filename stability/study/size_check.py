@@ -1,7 +1,7 @@
 """Refuses a study that this machine can't hold, before anything is written: its memory, its disk.
 
 Both are lower estimates, so a study that fits is never refused: memory as `memory_estimate` says,
-on disk the weights in snapshots and checkpoints and the predictions, and neither logs nor W&B's
+on disk snapshots with their sketches, checkpoints and predictions, and neither logs nor W&B's
 files. Runs that train side by side count together: the one that needs most, and beside it those
 that need least. Leaves out mistakes in the study's values (`config.load`).
 """
@@ -13,7 +13,13 @@ from pathlib import Path
 
 import torch
 
-from stability.records.paths import checkpoint_steps, prediction_steps, snapshot_steps
+from stability.records.paths import (
+    checkpoint_steps,
+    prediction_steps,
+    sketch_steps,
+    snapshot_steps,
+)
+from stability.records.weight_sketches import SKETCH_BYTES
 from stability.study.assemble import resolve_device
 from stability.study.machine_memory import Memory, gpu_memory, host_memory
 from stability.study.memory_estimate import Estimate, Part, estimate_memory, weight_bytes
@@ -108,10 +114,12 @@ def files_to_write(run: Run) -> Estimate:
     # what an earlier start left is counted by its steps, whatever is in the files
     snapshots = len(steps - {*snapshot_steps(paths)})
     checkpoints = max(0, len(saved) - len(checkpoint_steps(paths)))
+    sketches = len(steps - {*sketch_steps(paths)})
     predictions = len(steps - {*prediction_steps(paths)})
     return Estimate(
         (
             Part(f"{snapshots} snapshots of {_size(weights)}", snapshots * weights),
+            Part(f"{sketches} sketches of {_size(SKETCH_BYTES)}", sketches * SKETCH_BYTES),
             Part(f"{checkpoints} checkpoints of {_size(3 * weights)}", checkpoints * 3 * weights),
             Part(f"{predictions} files of predictions", predictions * predicted),
         )
