@@ -6,6 +6,7 @@ each line while it grows (`metric_log`); once the run has ended the manifest lis
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,21 @@ class RunFiles:
         gone = self.paths.name_of(path)
         self.update(files={x: sum for x, sum in self.manifest.files.items() if x != gone})
         remove(path)
+
+    def drop(self, paths: Iterable[Path]) -> None:
+        """Delete files that were needed, and keep their checksums on record.
+
+        The manifest says so first: after a kill in between, the same call goes on with the rest.
+        """
+        files, dropped = dict(self.manifest.files), dict(self.manifest.dropped)
+        gone = list(paths)
+        for path in gone:
+            if path in self:
+                dropped[self.paths.name_of(path)] = files.pop(self.paths.name_of(path))
+        if dropped != self.manifest.dropped:
+            self.update(files=files, dropped=dropped)
+        for path in gone:
+            remove(path)
 
     def checksum(self, path: Path) -> str:
         """Return the SHA-256 of `path` as it was listed."""
