@@ -36,7 +36,7 @@ def estimate(study: Path, json: bool = False, overrides: dict[str, str] | None =
     from stability.study.run_study import plan_study
 
     quieten_lightning()
-    cost = cost_of(plan_study(config, Path("runs")))
+    cost = cost_of(plan_study(config, Path("runs")), config.keep)
     if json:
         print_json({"study": config.name, **cost.to_dict()})
     else:
@@ -55,8 +55,13 @@ def _lines(name: str, cost: "StudyCost") -> list[str]:
     lines = [
         f"{name[:40]}: {cost.runs} runs",
         f"time    {took} here, one run after another",
-        f"disk    {in_units(cost.bytes)}",
-        *(f"        {in_units(x):>10}  {what}" for what, x in cost.disk.items() if x),
+        f"disk    {in_units(cost.bytes)} with keep: {cost.keep}, "
+        f"{in_units(cost.bytes_of_all)} with keep: all",
+        *(
+            f"        {in_units(cost.disk[what]):>10}  of {in_units(x):>10} {what}"
+            for what, x in cost.disk_of_all.items()
+            if x
+        ),
         f"memory  {in_units(cost.memory.bytes)} of the {where}'s at least, of which",
     ]
     for part in cost.memory.parts:

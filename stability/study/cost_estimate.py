@@ -7,8 +7,9 @@ differ in their seed or nudge alone are timed once. Evaluations between the firs
 distances, planted faults and the report are left out: a study takes somewhat longer.
 
 Disk. Snapshots with their sketches, checkpoints and predictions follow from the config
-(`size_check`); the log is that of the trial for each update and each look, and a report of 1 to 5
-MB comes once. W&B's own files are left out.
+(`size_check`), and which of them stay from the study's `keep` (`storage`); what is sure to be equal
+counts once. The log is that of the trial for each update and each look, and the report comes once.
+W&B's own files are left out. While a study trains, the first seed and one more are there whole.
 
 Memory. The least that the largest arm does with (`memory_estimate`).
 """
@@ -24,6 +25,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.convert import to_dict
 from stability.config.schema import ArmConfig, NudgeConfig, SeedConfig, WatchConfig
 from stability.probe.schedule import Schedule
@@ -36,7 +38,8 @@ from stability.study.assemble import assemble, fit, load_data, make_trainer, res
 from stability.study.fresh_process import call_for
 from stability.study.memory_estimate import Estimate, estimate_memory
 from stability.study.run import Run
-from stability.study.size_check import files_of
+from stability.study.size_check import planned_files
+from stability.study.storage import keeps_snapshot, stored_once
 from stability.tracking.loggers import RecordsLogger
 
 __all__ = ["StudyCost", "Trial", "cost_of", "time_arm"]
@@ -68,8 +71,12 @@ class StudyCost:
     runs: int
     seconds: float
     """One run after another."""
+    keep: str
+    """What stays of the snapshots."""
     disk: dict[str, int]
-    """Bytes by what they are."""
+    """Bytes that stay, by what they are."""
+    disk_of_all: dict[str, int]
+    """The same, were everything kept."""
     memory: Estimate
     """Of the largest run."""
     on_gpu: bool
@@ -79,6 +86,11 @@ class StudyCost:
         """All that the study leaves on disk."""
         return sum(self.disk.values())
 
+    @property
+    def bytes_of_all(self) -> int:
+        """The same, were everything kept."""
+        return sum(self.disk_of_all.values())
+
     def to_dict(self) -> dict[str, Any]:
         """Return all of it in JSON values."""
         return {
@@ -86,19 +98,22 @@ class StudyCost:
             "hours": self.seconds / 3600,
             "disk_bytes": self.bytes,
             "disk": self.disk,
+            "keep": self.keep,
+            "disk_bytes_with_keep_all": self.bytes_of_all,
+            "disk_with_keep_all": self.disk_of_all,
             "memory_bytes": self.memory.bytes,
             "memory": [asdict(part) for part in self.memory.parts],
             "device": "gpu" if self.on_gpu else "cpu",
         }
 
 
-def cost_of(runs: Sequence[Run], *, isolated: bool = True) -> StudyCost:
-    """Return what `runs` will take from their beginning, whatever of them is there already.
+def cost_of(runs: Sequence[Run], keep: str, *, isolated: bool = True) -> StudyCost:
+    """Return what `runs` take from their beginning, and leave under a policy of what to keep.
 
     `isolated`, the trials are in processes of their own. ValueError as `assemble`.
     """
     trials: dict[str, Trial] = {}
-    seconds, disk = 0.0, {"records": 0.0}
+    seconds, records = 0.0, 0.0
     for run in runs:
         alike = replace(run.config, seed=SeedConfig(), nudge=NudgeConfig())
         key = json.dumps(to_dict(alike), sort_keys=True)
@@ -109,18 +124,42 @@ def cost_of(runs: Sequence[Run], *, isolated: bool = True) -> StudyCost:
         seconds += known.start_seconds + (run.last_step - looks) * known.update_seconds
         seconds += looks * known.look_seconds
         log = (run.last_step - looks) * known.update_bytes + looks * known.look_bytes
-        disk["records"] += log + known.fixed_bytes
-        for name, count in files_of(run).items():
-            disk[name] = disk.get(name, 0) + count
+        records += log + known.fixed_bytes
     estimates = {run.arm.name: estimate_memory(run.config, run.last_step) for run in runs}
+    always = {"records": round(records), "report": REPORT_BYTES}
     largest = max(runs, key=lambda run: estimates[run.arm.name].bytes)
     return StudyCost(
         runs=len(runs),
         seconds=seconds,
-        disk={name: round(count) for name, count in {**disk, "report": REPORT_BYTES}.items()},
+        keep=keep,
+        disk={**_stored(runs, keep), **always},
+        disk_of_all={**_stored(runs, "all"), **always},
         memory=estimates[largest.arm.name],
         on_gpu=resolve_device(largest.config).type == "cuda",
     )
+
+
+def _stored(runs: Sequence[Run], keep: str) -> dict[str, int]:
+    """Return the bytes that stay of what is written at single steps; equal files count once."""
+    larger = any(touches(run.arm.diff, CHANGES_WEIGHTS) for run in runs)
+    seen: set[tuple[object, ...]] = set()
+    found: dict[str, int] = {}
+    for run in runs:
+        for what, (steps, size) in planned_files(run).items():
+            for step in steps:
+                is_last = step == max(steps)
+                key = (what, *stored_once(run, step))
+                if what == "checkpoints":
+                    stays = keep == "all"
+                elif what == "snapshots":
+                    stays = keeps_snapshot(run, keep, step=step, is_last=is_last, larger=larger)
+                else:
+                    stays = True
+                if what in ("snapshots", "sketches"):
+                    stays &= key not in seen
+                    seen |= {key} if stays else set()
+                found[what] = found.get(what, 0) + stays * size
+    return found
 
 
 def _looks(run: Run) -> int:

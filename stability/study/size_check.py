@@ -28,10 +28,10 @@ from stability.study.run import Run
 __all__ = [
     "check_disk",
     "check_memory",
-    "files_of",
     "files_to_write",
     "in_units",
     "most_at_once",
+    "planned_files",
 ]
 
 LESS = "make train.batch_size, model.context or the model smaller"
@@ -111,7 +111,7 @@ def check_disk(runs: Sequence[Run], out: Path) -> None:
 
 def files_to_write(run: Run) -> Estimate:
     """Return what the run's files will take when it ends, less those that are there."""
-    planned, paths = _planned(run), run.paths
+    planned, paths = planned_files(run), run.paths
     # what an earlier start left is counted by its steps, whatever is in the files
     there = {
         "snapshots": {*snapshot_steps(paths)},
@@ -129,13 +129,11 @@ def files_to_write(run: Run) -> Estimate:
     )
 
 
-def files_of(run: Run) -> dict[str, int]:
-    """Return the bytes of a run's files by what they are, whatever of them is there already."""
-    return {what: len(steps) * size for what, (steps, size) in _planned(run).items()}
+def planned_files(run: Run) -> dict[str, tuple[set[int], int]]:
+    """Return by kind of file the steps of those that stay when the run ends, and one's bytes.
 
-
-def _planned(run: Run) -> dict[str, tuple[set[int], int]]:
-    """Return by kind of file the steps of those that stay when the run ends, and one's bytes."""
+    Whatever of them is there already.
+    """
     train, held_out = run.config.train, run.config.held_out
     weights = weight_bytes(run.config)
     steps = {step for step in train.planned_snapshots() if step <= run.last_step} | {run.last_step}

@@ -29,7 +29,13 @@ from stability.records.paths import RunPaths, checkpoint_steps, snapshot_steps
 from stability.records.run_files import RunFiles
 from stability.study.run import Run, has_ended, locked
 
-__all__ = ["baselines_to_restore", "drop_by_policy", "link_equal_files"]
+__all__ = [
+    "baselines_to_restore",
+    "drop_by_policy",
+    "keeps_snapshot",
+    "link_equal_files",
+    "stored_once",
+]
 
 
 def link_equal_files(runs: Sequence[Run]) -> int:
@@ -88,15 +94,33 @@ def drop_by_policy(study: Path, runs: Sequence[Run], keep: str) -> int:
 def _not_kept(run: Run, keep: str, *, larger: bool) -> Iterable[Path]:
     paths = run.paths
     yield from (paths.checkpoint(step) for step in checkpoint_steps(paths))
-    is_baseline = run.arm.name == BASELINE
-    if keep == "reference" and (is_baseline or run.arm.role == "reference"):
-        return
-    if larger and (is_baseline or touches(run.arm.diff, CHANGES_WEIGHTS)):
-        return
     steps = snapshot_steps(paths)
     for step in steps:
-        if step != 0 and not (keep == "last" and step == steps[-1]):
+        if not keeps_snapshot(run, keep, is_last=step == steps[-1], step=step, larger=larger):
             yield paths.snapshot(step)
+
+
+def keeps_snapshot(run: Run, keep: str, *, step: int, is_last: bool, larger: bool) -> bool:
+    """Whether `keep` keeps a run's snapshot of a step; `larger`: whether an arm adds weights."""
+    is_baseline = run.arm.name == BASELINE
+    if keep == "all" or step == 0 or (keep == "last" and is_last):
+        return True
+    if keep == "reference" and (is_baseline or run.arm.role == "reference"):
+        return True
+    return larger and (is_baseline or touches(run.arm.diff, CHANGES_WEIGHTS))
+
+
+def stored_once(run: Run, step: int) -> tuple[object, ...]:
+    """Return what is the same for two runs whose snapshots of a step are sure to be equal.
+
+    A rerun's are its baseline's, and at step 0 those of all that draw the same weights.
+    """
+    whose = BASELINE if run.arm.role == "rerun" else run.arm.name
+    if step:
+        return run.seed, whose, step
+    config = run.config
+    drawn = (config.seed.base + config.seed.init_offset, config.nudge, config.start)
+    return run.seed, 0, str(drawn), str(config.model), config.precision == "64-true"
 
 
 def _has_distances(study: Path, runs: Sequence[Run]) -> bool:
