@@ -8,17 +8,20 @@ more than five of them is not that of the weights. Leaves out when snapshots are
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from stability.metrics.weight_sketch import RELATIVE_SD, WeightSketch
 from stability.records.manifest import Manifest
 from stability.records.paths import RunPaths
 from stability.records.run_files import file_damage
 from stability.records.weight_sketches import read_weight_sketch
 
+if TYPE_CHECKING:
+    from stability.metrics.weight_sketch import WeightSketch
+
 __all__ = ["TOLERANCE", "SketchedWeights", "agrees", "sketched_weights"]
 
-TOLERANCE = 5 * RELATIVE_SD
-"""Relative, of an L2 distance or norm."""
+TOLERANCE = 5 / math.sqrt(2 * 2**16)
+"""Relative, of an L2 distance or norm: five of its `RELATIVE_SD`."""
 _ROUNDING = 2.0**-50
 """Of the weights' norm: what is nearer to 0 is not told from the rounding of sketches."""
 
@@ -28,7 +31,7 @@ class SketchedWeights:
     """The hash and the sketch of a run's weights at one step."""
 
     weights: str
-    sketch: WeightSketch
+    sketch: "WeightSketch"
 
     def distance(self, other: "SketchedWeights") -> float:
         """Return the L2 distance, 0 for the same bits even where they are no numbers.
@@ -50,6 +53,8 @@ def sketched_weights(paths: RunPaths, manifest: Manifest, step: int) -> Sketched
 
     ValueError, naming the file, for one that is damaged.
     """
+    from stability.metrics.weight_sketch import WeightSketch  # heavy: torch
+
     path = paths.sketch(step)
     if paths.name_of(path) not in manifest.files:
         return None
@@ -67,7 +72,7 @@ def agrees(told: float, estimate: float, *, errors: int = 1, norm: float = 1.0) 
     `errors` is how many estimates of a length are in it, and `norm` the weights', in its unit.
     Where the sketches say nothing, a NaN, it can.
     """
-    if math.isnan(estimate):
+    if math.isnan(estimate) or told == estimate:
         return True
     # "not above": a NaN on record is no distance of weights that have one
     return abs(told - estimate) <= errors * TOLERANCE * estimate + _ROUNDING * norm
